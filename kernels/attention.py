@@ -1,0 +1,274 @@
+"""Paged attention of a mixed batch (decode and prefill tokens of many requests) in torch operations.
+
+`PagedBatch` is one step's layout, shared by all layers: what can be computed once per step is computed there.
+"""
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+
+PIECE_TOKENS = 128  # query tokens per matrix product in prefill: small enough for the scores to stay in cache
+VIEW_TOKENS = 512  # from this context length a request whose blocks lie in one run is read in place
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Single-token requests of similar context length that attend in one call.
+
+    rows: their token in the step, [size], or None for all tokens 0 .. size - 1 in order. blocks: their block numbers,
+    [size * blocks_each], padded with its first. mask: [size, 1, 1, blocks_each * block_size], 0 or -inf, or None.
+    run: first block when it is one request whose blocks lie in one run: a view of the cache, no copy.
+    """
+
+    rows: torch.Tensor | None
+    size: int
+    context_len: int
+    blocks: torch.Tensor
+    mask: torch.Tensor | None
+    run: int | None = None
+
+
+class PagedBatch:
+    """Which tokens belong to which request, where their KV goes and what they may see.
+
+    query_start: [num_requests + 1] and context_lens: [num_requests], lists. The first `num_decodes` requests have one
+    token each. block_table: [num_requests, max_blocks] int64 on the CPU; slots: [num_tokens] int64 on the device.
+    """
+
+    def __init__(
+        self,
+        query_start: list[int],
+        context_lens: list[int],
+        block_table: torch.Tensor,
+        slots: torch.Tensor,
+        block_size: int,
+    ) -> None:
+        self.query_start = query_start
+        self.context_lens = context_lens
+        self.block_table = block_table
+        self.slots = slots
+        self.block_size = block_size
+        self._groups: dict[int | None, list[DecodeGroup]] = {}
+        self._runs: dict[int, int | None] = {}
+
+    @cached_property
+    def num_decodes(self) -> int:
+        starts = self.query_start
+        lengths = [end - start for start, end in itertools.pairwise(starts)]
+        return next((i for i, length in enumerate(lengths) if length != 1), len(lengths))
+
+    def decode_groups(self, window: int | None, dtype: torch.dtype) -> list[DecodeGroup]:
+        """The decode requests in groups for layers with this window; built at its first use in a step."""
+        if window not in self._groups:
+            self._groups[window] = self._build_groups(window, dtype)
+        return self._groups[window]
+
+    def _build_groups(self, window: int | None, dtype: torch.dtype) -> list[DecodeGroup]:
+        order = sorted(range(self.num_decodes), key=self.context_lens.__getitem__, reverse=True)
+        groups: list[list[int]] = []
+        for i in order:
+            alone = self.context_lens[i] >= VIEW_TOKENS and self.run_start(i) is not None
+            longest = self.context_lens[groups[-1][0]] if groups and not alone else 0
+            if groups and not alone and 2 * self.context_lens[i] >= longest and not self._is_alone(groups[-1]):
+                groups[-1].append(i)
+            else:
+                groups.append([i])
+        return [self._group(sorted(members), window, dtype) for members in groups]
+
+    def _is_alone(self, members: list[int]) -> bool:
+        return self.context_lens[members[0]] >= VIEW_TOKENS and self.run_start(members[0]) is not None
+
+    def _group(self, members: list[int], window: int | None, dtype: torch.dtype) -> DecodeGroup:
+        size, context_len = len(members), max(self.context_lens[i] for i in members)
+        width = -(-context_len // self.block_size)
+        device = self.slots.device
+        rows = None if members == list(range(size)) and size == self.num_decodes else torch.tensor(members)
+        run = self.run_start(members[0]) if size == 1 else None
+        lens = torch.tensor([self.context_lens[i] for i in members])
+        positions = torch.arange(context_len if run is not None else width * self.block_size)
+        hidden = positions >= lens[:, None]
+        if window is not None:
+            hidden |= positions < lens[:, None] - window
+        mask = None
+        if bool(hidden.any()):
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None, None]
+        blocks = self.block_table[members, :width].clone()
+        used = torch.arange(width) < -(-lens[:, None] // self.block_size)
+        blocks = torch.where(used, blocks, blocks[:, :1]).flatten()  # pad with its own: nobody reads another's
+        move = device.type != "cpu"
+        return DecodeGroup(
+            rows=rows.to(device) if rows is not None and move else rows,
+            size=size,
+            context_len=context_len,
+            blocks=blocks.to(device) if move else blocks,
+            mask=mask.to(device) if mask is not None and move else mask,
+            run=run,
+        )
+
+    def run_start(self, i: int) -> int | None:
+        """First block of request i when its blocks lie in one run, else None."""
+        if i not in self._runs:
+            blocks = self.block_table[i, : -(-self.context_lens[i] // self.block_size)]
+            first, last = int(blocks[0]), int(blocks[-1])
+            in_order = last - first == len(blocks) - 1 and bool((blocks.diff() == 1).all())
+            self._runs[i] = first if in_order else None
+        return self._runs[i]
+
+    def gather(self, cache: torch.Tensor, i: int) -> torch.Tensor:  # [context_len, num_kv_heads, head_dim]
+        """Keys or values of request i, as a view of the cache where its blocks lie in one run."""
+        context_len, run = self.context_lens[i], self.run_start(i)
+        if run is not None:
+            return cache.view(-1, *cache.shape[2:])[run * self.block_size : run * self.block_size + context_len]
+        blocks = self.block_table[i, : -(-context_len // self.block_size)].to(cache.device)
+        return cache.index_select(0, blocks).flatten(0, 1)[:context_len]
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What a layer does with its scores; see `kernels.reference.attend`."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None  # [num_heads]
+
+    @property
+    def plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    batch: PagedBatch,
+    scoring: Scoring,
+) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+    """Attention of all tokens of a step. Same result as `kernels.reference.paged_attention`.
+
+    query: [num_tokens, num_heads, head_dim]; key, value: this step's, [num_tokens, num_kv_heads, head_dim], already in
+    the caches, [num_blocks, block_size, num_kv_heads, head_dim], and used directly where there is nothing before them.
+    """
+    out = torch.empty_like(query)
+    if batch.num_decodes:
+        for group in batch.decode_groups(scoring.window, query.dtype):
+            _decode(query, key_cache, value_cache, group, scoring, out)
+    for i in range(batch.num_decodes, len(batch.context_lens)):
+        start, end = batch.query_start[i], batch.query_start[i + 1]
+        if batch.context_lens[i] == end - start:
+            keys, values = key[start:end], value[start:end]
+        else:
+            keys, values = batch.gather(key_cache, i), batch.gather(value_cache, i)
+        _prefill(query[start:end], keys, values, scoring, out[start:end])
+    return out
+
+
+def _decode(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    group: DecodeGroup,
+    scoring: Scoring,
+    out: torch.Tensor,
+) -> None:
+    """One call for a group: the query heads that share a KV head stand in the place of query positions."""
+    _, block_size, num_kv_heads, head_dim = key_cache.shape
+    queries = query[: group.size] if group.rows is None else query.index_select(0, group.rows)
+    grouped = queries.view(group.size, num_kv_heads, -1, head_dim)
+    if group.run is not None:
+        start = group.run * block_size
+        keys, values = (
+            cache.view(1, -1, num_kv_heads, head_dim)[:, start : start + group.context_len].transpose(1, 2)
+            for cache in (key_cache, value_cache)
+        )
+    else:
+        keys, values = (
+            cache.index_select(0, group.blocks).view(group.size, -1, num_kv_heads, head_dim).transpose(1, 2)
+            for cache in (key_cache, value_cache)
+        )
+    if scoring.plain:
+        result = F.scaled_dot_product_attention(grouped, keys, values, group.mask, scale=scoring.scale)
+    else:
+        sinks = None if scoring.sinks is None else scoring.sinks.view(num_kv_heads, -1, 1)
+        scores = torch.matmul(grouped * scoring.scale, keys.transpose(2, 3))
+        result = torch.matmul(_weights(scores, group.mask, scoring.softcap, sinks), values)
+    result = result.reshape(group.size, -1, head_dim)
+    if group.rows is None:
+        out[: group.size] = result
+    else:
+        out.index_copy_(0, group.rows, result)
+
+
+def _prefill(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring, out: torch.Tensor
+) -> None:
+    """Several tokens of one request over its whole context, in pieces of queries.
+
+    query, out: [num_tokens, num_heads, head_dim]; key, value: [context_len, num_kv_heads, head_dim].
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    context_len, num_kv_heads, _ = key.shape
+    before = context_len - num_tokens
+    windowed = scoring.window is not None and scoring.window < context_len
+    if before == 0 and scoring.plain and not windowed and _flash_is_fast(query):
+        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
+        result = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=num_heads != num_kv_heads
+        )
+        out.copy_(result[0].transpose(0, 1))
+        return
+    grouped = (query * scoring.scale).view(num_tokens, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    keys = key.permute(1, 2, 0).contiguous()  # [num_kv_heads, head_dim, context_len]
+    values = value.transpose(0, 1).contiguous()
+    out_grouped = out.view(num_tokens, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    sinks = None if scoring.sinks is None else scoring.sinks.view(num_kv_heads, -1, 1, 1)
+    for start in range(0, num_tokens, PIECE_TOKENS):
+        end = min(start + PIECE_TOKENS, num_tokens)
+        first = max(0, before + start - scoring.window + 1) if windowed and scoring.window else 0
+        last = before + end
+        piece = grouped[:, :, start:end]
+        scores = torch.bmm(piece.flatten(1, 2), keys[:, :, first:last]).view(*piece.shape[:3], last - first)
+        _hide(scores, before + start - first, scoring.window if windowed else None)
+        weights = _weights(scores, None, scoring.softcap, sinks)
+        result = torch.bmm(weights.flatten(1, 2), values[:, first:last])
+        out_grouped[:, :, start:end] = result.view(*piece.shape)
+
+
+def _hide(scores: torch.Tensor, offset: int, window: int | None) -> None:
+    """Mask in place, [..., num_queries, num_keys]: query q stands at key `offset + q`."""
+    num_queries, num_keys = scores.shape[-2:]
+    positions = torch.arange(num_keys, device=scores.device)
+    own = offset + torch.arange(num_queries, device=scores.device)[:, None]
+    if window is not None:
+        scores.masked_fill_((positions > own) | (positions <= own - window), float("-inf"))
+    elif num_queries > 1:
+        scores[..., offset:].masked_fill_(positions[offset:] > own, float("-inf"))
+
+
+def _weights(
+    scores: torch.Tensor, mask: torch.Tensor | None, softcap: float | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Softmax of [..., num_queries, num_keys]; sinks, broadcastable to [..., num_queries, 1], only take weight away."""
+    if softcap is not None:
+        hidden = scores == float("-inf")
+        scores = (softcap * torch.tanh(scores / softcap)).masked_fill_(hidden, float("-inf"))
+    if mask is not None:
+        scores = scores + mask
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
+
+
+def _flash_is_fast(query: torch.Tensor) -> bool:
+    """Whether torch's fused attention beats matrix products here: not for 16-bit floats on a CPU without AMX tiles."""
+    return query.device.type != "cpu" or query.dtype == torch.float32 or _has_amx()
+
+
+def _has_amx() -> bool:
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())

@@ -1,0 +1,74 @@
+"""The torch twins of the kernels: plain, slow where need be, right on every device. The oracle of the tests."""
+
+import torch
+
+
+def write_kv(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Put new keys and values, [num_tokens, num_kv_heads, head_dim], into their slots, [num_tokens].
+
+    Caches: [num_blocks, block_size, num_kv_heads, head_dim].
+    """
+    key_cache.view(-1, *key_cache.shape[2:]).index_copy_(0, slots, key)
+    value_cache.view(-1, *value_cache.shape[2:]).index_copy_(0, slots, value)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # [num_query_tokens, num_heads, head_dim]
+    """Causal attention of the last tokens of one sequence over all of it, in float32.
+
+    query: [num_query_tokens, num_heads, head_dim]; key, value: [context_len, num_kv_heads, head_dim].
+    window: a token sees itself and the window - 1 tokens before it. softcap: scores become softcap * tanh(s / softcap)
+    (Gemma 2). sinks: [num_heads], a score that takes part in the softmax and has no value (gpt-oss).
+    """
+    num_tokens, num_heads, _ = query.shape
+    context_len, num_kv_heads, _ = key.shape
+    group = num_heads // num_kv_heads
+    key, value = key.repeat_interleave(group, 1).float(), value.repeat_interleave(group, 1).float()
+    scores = torch.einsum("qhd,khd->hqk", query.float(), key) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    positions = torch.arange(context_len, device=query.device)
+    distance = positions[context_len - num_tokens :, None] - positions
+    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, num_tokens, 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :context_len]
+    return torch.einsum("hqk,khd->qhd", weights, value).to(query.dtype)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    query_start: list[int],
+    context_lens: list[int],
+    block_table: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+    """Attention of a mixed batch over the paged cache, one request after the other.
+
+    query: [num_tokens, num_heads, head_dim]; block_table: [num_requests, max_blocks]; request i has the tokens
+    query_start[i] .. query_start[i + 1] and sees context_lens[i] tokens, its own included. The rest as `attend`.
+    """
+    out = torch.empty_like(query)
+    block_size = key_cache.shape[1]
+    for i, context_len in enumerate(context_lens):
+        blocks = block_table[i, : -(-context_len // block_size)].long()
+        key = key_cache[blocks].flatten(0, 1)[:context_len]
+        value = value_cache[blocks].flatten(0, 1)[:context_len]
+        tokens = slice(query_start[i], query_start[i + 1])
+        out[tokens] = attend(query[tokens], key, value, scale, window, softcap, sinks)
+    return out

@@ -1,0 +1,56 @@
+"""Names of blocks: what a block id is, and how a chain of them grows with a token sequence.
+
+Knows no tier, no tensor and no request.
+"""
+
+import hashlib
+import hmac
+from array import array
+from collections.abc import Sequence
+
+BlockId = bytes  # 32 bytes, names a block's content by its whole history
+
+BLOCK_ID_BYTES = 32
+_TOKEN_TYPE = "I" if array("I").itemsize == 4 else "L"
+
+
+def _field(tag: bytes, value: bytes) -> bytes:
+    """One tagged, length-prefixed field, so that no two different field lists give the same bytes."""
+    return tag + len(value).to_bytes(8, "little") + value
+
+
+def lineage_root(secret: bytes, fingerprint: str, tenant: str = "", cache_salt: str = "") -> BlockId:
+    """What the first block of a chain is built on: HMAC-SHA256 of model and owner under the store's secret.
+
+    Another fingerprint, tenant or salt is another root, so their chains never meet.
+    """
+    fields = ((b"fp", fingerprint), (b"tn", tenant), (b"cs", cache_salt))
+    # A client's JSON may hold half a surrogate pair, which plain UTF-8 refuses; it is a salt like any other.
+    message = b"".join(_field(tag, text.encode("utf-8", "surrogatepass")) for tag, text in fields)
+    return hmac.new(secret, message, hashlib.sha256).digest()
+
+
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian u32."""
+    tokens = array(_TOKEN_TYPE, token_ids)
+    if tokens.itemsize != 4 or array("H", [1]).tobytes() != b"\x01\x00":
+        return b"".join(int(t).to_bytes(4, "little") for t in token_ids)
+    return tokens.tobytes()
+
+
+def child_block_id(parent_id: BlockId, tokens: bytes) -> BlockId:
+    """Id of the block that holds `tokens` (see `token_bytes`) after the block `parent_id`."""
+    return hashlib.sha256(_field(b"pa", parent_id) + _field(b"tk", tokens)).digest()
+
+
+def extend_chain(chain: list[BlockId], root: BlockId, token_ids: Sequence[int], block_size: int) -> None:
+    """Append the ids of the full blocks of `token_ids` that `chain` does not name yet. Ids already there are kept."""
+    first, last = len(chain), len(token_ids) // block_size
+    if first >= last:
+        return
+    tokens = token_bytes(token_ids[first * block_size : last * block_size])
+    parent = chain[-1] if chain else root
+    step = 4 * block_size
+    for start in range(0, len(tokens), step):
+        parent = child_block_id(parent, tokens[start : start + step])
+        chain.append(parent)

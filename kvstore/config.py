@@ -1,0 +1,79 @@
+"""Sizes and the tiers' configuration. Built once, checked here; a part receives its own piece."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.errors import ConfigError
+
+SIZE_FORMS = 'a number of bytes, or a number with a unit such as "512MiB", "1.5GiB" or "2GB"'
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS |= {_letter + "b": 1000**_power, _letter + "ib": 1024**_power, _letter: 1024**_power}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]{1,2})?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_size(value: int | float | str, name: str = "size") -> int:
+    """Bytes from a number or a text like "1.5GiB" (1024), "2GB" (1000) or "1e10".
+
+    Raises ConfigError with the accepted forms for anything else, negative numbers included.
+    """
+    match = _SIZE.fullmatch(str(value)) if not isinstance(value, bool) else None
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ConfigError(f"{name} is {value!r}; give {SIZE_FORMS}")
+    size_bytes = int(float(match[1]) * unit)
+    if size_bytes > 2**62:
+        raise ConfigError(f"{name} is {value!r}, more than any memory; give {SIZE_FORMS}")
+    return size_bytes
+
+
+def format_size(size_bytes: int | float) -> str:
+    """A size for people: "1.5 GiB"."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTiers:
+    """Capacity of each tier, in bytes or as a text (see `parse_size`).
+
+    hbm: the accelerator's block pool (on CPU: the engine's pool in RAM), or "auto".
+    cpu, disk: 0 switches the tier off. path: directory of the disk tier.
+    """
+
+    hbm: int | str = "auto"
+    cpu: int | str = 0
+    disk: int | str = 0
+    path: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("hbm", "cpu", "disk"):
+            value = getattr(self, name)
+            if name == "hbm" and value == "auto":
+                continue
+            object.__setattr__(self, name, parse_size(value, name))
+        if self.hbm == 0:
+            raise ConfigError('hbm is 0, but the engine computes in it; give "auto" or a size')
+        if self.disk and self.path is None:
+            raise ConfigError("disk is set but path is not; give the directory of the disk tier")
+
+    @classmethod
+    def of(cls, value: "CacheTiers | Mapping[str, object] | None") -> "CacheTiers":
+        """Accepts a CacheTiers, a mapping with the same names, or None for the defaults."""
+        if value is None:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"cache_tiers is {value!r}; give CacheTiers(...) or a dict of its names")
+        unknown = set(value) - {"hbm", "cpu", "disk", "path"}
+        if unknown:
+            names = ", ".join(sorted(map(str, unknown)))
+            raise ConfigError(f"cache_tiers has unknown names: {names}; known are hbm, cpu, disk, path")
+        return cls(**value)  # type: ignore[arg-type]

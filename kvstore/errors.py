@@ -1,0 +1,47 @@
+"""Every exception a caller of kvstore or engine may see. Messages name the thing, the value and the remedy.
+
+KVStoreError
+├── ConfigError            an option or a file that describes the set-up is wrong (also a ValueError)
+├── ModelError             the model cannot be loaded
+│   └── UnsupportedModelError   it loads, but its attention cannot be served by position-free keys
+├── RequestError           one request is wrong; nothing else is affected (also a ValueError)
+│   └── ContextLengthError      it does not fit the context window or the HBM pool
+└── EngineClosedError      the engine was closed, or its thread died
+"""
+
+
+class KVStoreError(Exception):
+    """Root of the tree."""
+
+
+class ConfigError(KVStoreError, ValueError):
+    """An option is wrong; the message says which forms are accepted."""
+
+
+class ModelError(KVStoreError):
+    """The model directory or hub id cannot be loaded."""
+
+
+class UnsupportedModelError(ModelError):
+    """The architecture is refused: no rotary embedding was found, or the probe failed."""
+
+
+class RequestError(KVStoreError, ValueError):
+    """One request is wrong. `param` names the field, as in the OpenAI error shape."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextLengthError(RequestError):
+    """A request does not fit: `requested_tokens` against `limit_tokens`."""
+
+    def __init__(self, message: str, requested_tokens: int, limit_tokens: int) -> None:
+        super().__init__(message, param="messages")
+        self.requested_tokens = requested_tokens
+        self.limit_tokens = limit_tokens
+
+
+class EngineClosedError(KVStoreError):
+    """The engine can take no more requests."""

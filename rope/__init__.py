@@ -1,0 +1,1 @@
+"""Positions: rotary embedding as pure math."""

@@ -1,0 +1,105 @@
+"""Rotary position embedding (Su et al., RoFormer, arXiv 2104.09864) as pure math on raw queries and keys.
+
+A table holds cos and sin of every position in the model's dtype; `rotate` rounds as the model's own code does, so that
+a key rotated here is bit-identical to one rotated there. Knows no model and no cache.
+"""
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+
+
+class Style(Enum):
+    """Which two elements of a head form a pair: HALF (i, i + d/2) as in GPT-NeoX and Llama, or neighbours."""
+
+    HALF = "half"
+    INTERLEAVED = "interleaved"
+
+
+def rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, style: Style, upcast: bool = False
+) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+    """Rotate the first 2 * cos.shape[-1] elements of each head; the rest passes through.
+
+    x: [num_tokens, num_heads, head_dim]; cos, sin: [num_tokens, rotary_dim / 2] at each token's position, in the dtype
+    of x. Each product is rounded to that dtype, then the sum. upcast: the model multiplies and adds in float32 and
+    rounds once.
+    """
+    half = cos.shape[-1]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if style is Style.HALF:
+        first, second = slice(0, half), slice(half, 2 * half)
+    else:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    if 2 * half < x.shape[-1]:
+        out[..., 2 * half :] = x[..., 2 * half :]
+    a, b = x[..., first], x[..., second]
+    if upcast:
+        a, b, cos, sin = a.float(), b.float(), cos.float(), sin.float()
+    out[..., first] = a * cos - b * sin
+    out[..., second] = b * cos + a * sin
+    return out
+
+
+class Layout(Enum):
+    """How a model's cos and sin, [..., width], hold one value per pair."""
+
+    HALVES = "each half holds all pairs"
+    REPEATED = "each value stands twice"
+    SINGLE = "each value stands once"
+
+    def pick(self, table: torch.Tensor) -> torch.Tensor:
+        """One value per pair, [..., rotary_dim / 2], contiguous."""
+        if self is Layout.HALVES:
+            table = table[..., : table.shape[-1] // 2]
+        elif self is Layout.REPEATED:
+            table = table[..., ::2]
+        return table.contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The rotation of the layers that share frequencies: its table, [max_positions, rotary_dim / 2], and its style.
+
+    layout: how the model's own cos and sin spread over the rotary dimension, see `match_rotation`.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    style: Style
+    upcast: bool = False
+    layout: Layout = Layout.HALVES
+
+    def over(self, cos: torch.Tensor, sin: torch.Tensor) -> "Rotation":
+        """The same rotation with the model's full table, [max_positions, width] as its rotary module returns it."""
+        return replace(self, cos=self.layout.pick(cos), sin=self.layout.pick(sin))
+
+    def at(self, positions: torch.Tensor) -> "Rotation":
+        """The same rotation for the tokens of one step: rows of the table at `positions` [num_tokens]."""
+        return replace(self, cos=self.cos[positions], sin=self.sin[positions])
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """Rotate x [num_tokens, num_heads, head_dim]; the table must have one row per token (see `at`)."""
+        return rotate(x, self.cos, self.sin, self.style, self.upcast)
+
+
+def match_rotation(
+    raw: torch.Tensor, rotated: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> "Rotation | None":
+    """Find the rotation that turns `raw` into `rotated`, both [num_tokens, num_heads, head_dim], bit for bit.
+
+    cos, sin: [num_tokens, width], one row per token as the model's rotary module returned them, in whichever layout it
+    uses. Returns the rotation with these rows as its table, or None.
+    """
+    for layout in Layout:
+        half_cos, half_sin = layout.pick(cos), layout.pick(sin)
+        if 2 * half_cos.shape[-1] > raw.shape[-1]:
+            continue
+        for style in Style:
+            for upcast in (False, True):
+                rotation = Rotation(half_cos, half_sin, style, upcast, layout)
+                if torch.equal(rotation.apply(raw), rotated):
+                    return rotation
+    return None
