@@ -1,0 +1,210 @@
+"""What every benchmark shares: the machine, the arguments, alternating measurement, the table, the JSON file.
+
+Ctrl-C ends a benchmark with the results so far and exit code 130.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+EXIT_INTERRUPTED = 130
+Row = dict[str, Any]  # one result, as it goes to the JSON file
+
+
+def machine() -> Row:
+    """What the numbers were measured on."""
+    import psutil
+    import torch
+
+    found: Row = {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "ram_bytes": psutil.virtual_memory().total,
+        "load_average": round(os.getloadavg()[0], 2),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+    }
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def arguments(name: str, description: str) -> argparse.ArgumentParser:
+    """A parser with what every benchmark takes."""
+    parser = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=description)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the results to FILE")
+    parser.add_argument("--quick", action="store_true", help="few repeats: shows that it runs, measures little")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads (default: 2)")
+    return parser
+
+
+@dataclass(slots=True)
+class Report:
+    """The results of one run, in the order in which they were found."""
+
+    title: str
+    results: list[Row] = field(default_factory=list)
+
+    def add(self, **row: Any) -> None:
+        self.results.append(row)
+        print("  " + ", ".join(f"{name} {_text(value)}" for name, value in row.items()), file=sys.stderr, flush=True)
+
+    def show(self) -> None:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=self.title)
+        columns = list(dict.fromkeys(name for row in self.results for name in row))
+        for name in columns:
+            numeric = any(isinstance(row.get(name), int | float) for row in self.results)
+            table.add_column(name, justify="right" if numeric else "left")
+        for row in self.results:
+            table.add_row(*(_text(row.get(name)) for name in columns))
+        # A file or a pipe has no width of its own.
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+        console.print(table)
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def run(body: Callable[[argparse.Namespace, Report], None], parsed: argparse.Namespace, title: str) -> int:
+    """Run a benchmark, show its table and write its JSON file, also when Ctrl-C cuts it short."""
+    import torch
+
+    torch.set_num_threads(parsed.threads)
+    report, code = Report(title), 0
+    found = machine()
+    print(", ".join(f"{name} {value}" for name, value in found.items()), file=sys.stderr, flush=True)
+    if found["load_average"] > 1:
+        print("other jobs are running: these numbers will mean little", file=sys.stderr, flush=True)
+    try:
+        body(parsed, report)
+    except KeyboardInterrupt:
+        print("interrupted: these results are not complete", file=sys.stderr)
+        code = EXIT_INTERRUPTED
+    if report.results:
+        report.show()
+    if parsed.json:
+        command = shlex.join(["python", "-m", f"bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+        document = {"machine": found, "command": command, "results": report.results}
+        parsed.json.write_text(json.dumps(document, indent=1) + "\n")
+    return code
+
+
+def alternate(measures: Mapping[str, Callable[[], float]], repeats: int, warm_ups: int = 1) -> dict[str, list[float]]:
+    """Measure several things in turns, the order reversed every round, so that a drift of the machine hits all.
+
+    Each measure returns what it measured, in seconds. The warm-up rounds are not kept.
+    """
+    names = list(measures)
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(-warm_ups, repeats):
+        for name in names if number % 2 == 0 else reversed(names):
+            value = measures[name]()
+            if number >= 0:
+                found[name].append(value)
+    return found
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+def spread(values: Sequence[float]) -> float | None:
+    """Half the range of the middle half, relative to the median: how much a median is to be trusted."""
+    if len(values) < 3:
+        return None
+    low, _, high = statistics.quantiles(values, n=4)
+    return (high - low) / 2 / median(values)
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaShape:
+    """A Llama's sizes."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int = 4096
+
+
+@contextmanager
+def random_llama(shape: LlamaShape, dtype: str = "bfloat16", seed: int = 0) -> Iterator[tuple[Path, int]]:
+    """A Llama with seeded random weights and a tokenizer of made-up words, in a directory that is removed afterwards.
+
+    Yields the directory and the number of parameters.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        max_position_embeddings=shape.max_position_embeddings,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config).to(getattr(torch, dtype))
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    with TemporaryDirectory(prefix="kvstore-bench-") as folder:
+        model.save_pretrained(folder)
+        _word_tokenizer(shape.vocab_size).save_pretrained(folder)
+        del model
+        yield Path(folder), num_parameters
+
+
+def _word_tokenizer(vocab_size: int) -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{token_id}": token_id for token_id in range(vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", unk_token="w0")
+
+
+def random_prompts(num_prompts: int, num_tokens: int, vocab_size: int, seed: int) -> list[list[int]]:
+    """Token ids drawn evenly from the vocabulary; the same seed gives the same prompts."""
+    import random
+
+    rng = random.Random(seed)
+    return [[rng.randrange(1, vocab_size) for _ in range(num_tokens)] for _ in range(num_prompts)]

@@ -1,0 +1,163 @@
+"""Text of one answer, token by token: whole characters only, and nothing that a stop string may still take back.
+
+Knows a tokenizers.Tokenizer; must not know torch, requests or templates.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+REPLACEMENT = "\ufffd"
+# A UTF-8 character has at most 4 bytes, so an unfinished one has at most 3; decoders show it as one U+FFFD
+# (byte-level) or as one per byte (byte fallback).
+MAX_UNFINISHED = 3
+# Tokens in the window before a character that does not come to its end is believed never to.
+MAX_WINDOW_TOKENS = 16
+# Prompt tokens that are looked at for the context of the first token.
+NUM_PROMPT_TOKENS = 8
+
+# A real U+FFFD in a byte-fallback vocabulary: complete, although it looks like an unfinished character.
+_REPLACEMENT_TOKENS = ["<0xEF>", "<0xBF>", "<0xBD>"]
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class Detokenizer:
+    """Incremental text of one choice; cut before the stop string that is complete first.
+
+    text: everything released so far. stop_string: the stop string that was met (among several that end at the same
+    character, the longest). num_tokens: tokens consumed, up to and with the one that completed the stop string.
+    With `tokenizer` None all text is "". Ids without a token decode to "". Text of the first `min_tokens` tokens is
+    released without a look at stop strings.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "Tokenizer | None",
+        stop: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+        prompt_token_ids: Sequence[int] = (),
+        min_tokens: int = 0,
+    ) -> None:
+        self.text = ""
+        self.stop_string: str | None = None
+        self.num_tokens = 0
+        self._decoder = None if tokenizer is None else _Decoder(tokenizer, skip_special_tokens, prompt_token_ids)
+        self._stop = tuple(stop)
+        self._min_tokens = min_tokens
+        self._held = ""  # whole characters which may be the beginning of a stop string
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """Newly released text. Tokens after a stop string are not consumed."""
+        released = ""
+        for token_id in token_ids:
+            if self.stop_string is not None:
+                break
+            self.num_tokens += 1
+            if self._decoder is not None:
+                released += self._filter(self._decoder.push(token_id))
+        self.text += released
+        return released
+
+    def finish(self) -> str:
+        """Newly released text: all that was held back, an unfinished character as U+FFFD. "" after a stop string."""
+        if self._decoder is None or self.stop_string is not None:
+            return ""
+        released = self._filter(self._decoder.flush())
+        released += self._held
+        self._held = ""
+        self.text += released
+        return released
+
+    def _filter(self, piece: str) -> str:
+        """What of `_held` and `piece` is free to go; sets stop_string when one is complete."""
+        if not self._stop or not piece or self.num_tokens < self._min_tokens:
+            return piece
+        text = self._held + piece
+        self._held = ""
+        found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
+        if found:  # the first to end, whatever pieces the text came in; then the longest
+            _, start, self.stop_string = min(found)
+            return text[:start]
+        longest = max(len(stop) for stop in self._stop)
+        for start in range(max(0, len(text) - longest + 1), len(text)):
+            if any(stop.startswith(text[start:]) for stop in self._stop):
+                self._held = text[start:]
+                return text[:start]
+        return text
+
+
+class _Decoder:
+    """Whole characters from token ids, by decoding a short window again with each token.
+
+    The window is a context token and the tokens whose text is not complete: the prefix/read offset method of Hugging
+    Face's text-generation-inference (`decode_token`) and vLLM. Three things differ. A character that never completes
+    is not waited for: only the last MAX_UNFINISHED U+FFFD are held. The context is not a token `<0x..>`, because byte
+    fallback decodes neighbouring bytes together and calls all of them wrong until the last character is whole. Tokens
+    that decode to nothing do not stay in the window. (tokenizers' own DecodeStream, 0.23, waits for ever in the
+    first case and raises in the second.)
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", skip_special_tokens: bool, prompt_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._window: list[int] = []
+        self._decoded = ""  # text of the window
+        self._num_released = 0  # characters of it
+        prompt = [t for t in prompt_token_ids[-NUM_PROMPT_TOKENS:] if not self._is_silent(t)]
+        if prompt:
+            self._restart(self._context(prompt), 0)
+
+    def push(self, token_id: int) -> str:
+        """Text that became certain with this token."""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        if text == self._decoded and self._is_silent(token_id):
+            self._window.pop()
+            return ""
+        self._decoded = text
+        num_held = min(len(text) - len(text.rstrip(REPLACEMENT)), MAX_UNFINISHED)
+        if num_held and [self._tokenizer.id_to_token(t) for t in self._window[-3:]] == _REPLACEMENT_TOKENS:
+            num_held = 0
+        piece = self._release(len(text) - num_held)
+        if num_held == 0:
+            self._restart(self._context(self._window), 0)
+        elif len(self._window) > MAX_WINDOW_TOKENS:
+            # Any unfinished character lies in the last tokens. What they decode to before it may differ from before,
+            # as they may begin within a character; that has been released.
+            self._restart(self._window[-MAX_UNFINISHED - 1 :], len(text) - self._num_released)
+        return piece
+
+    def flush(self) -> str:
+        """The rest, as the tokenizer decodes it."""
+        return self._release(len(self._decoded))
+
+    def _release(self, end: int) -> str:
+        piece = self._decoded[self._num_released : end]
+        self._num_released = max(self._num_released, end)
+        return piece
+
+    def _restart(self, window: list[int], num_unreleased: int) -> None:
+        self._window = window
+        self._decoded = self._decode(window)
+        self._num_released = max(0, len(self._decoded) - num_unreleased)
+
+    def _context(self, token_ids: list[int]) -> list[int]:
+        """A token to begin the next window with, so that a leading space is neither lost nor added."""
+        for token_id in reversed(token_ids):
+            if not _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or ""):
+                return [token_id]
+        # Only bytes yet. Any token with text tells a byte-fallback decoder that this is not the beginning.
+        return self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
+
+    def _is_silent(self, token_id: int) -> bool:
+        """Whether decoding leaves this token out: no such token, or a special one."""
+        if self._tokenizer.id_to_token(token_id) is None:
+            return True
+        # A lone "▁" also decodes to "", but it is not left out: it takes the space which the decoder strips.
+        return self._skip and self._decode([token_id]) == "" and self._tokenizer.decode([token_id], False) != ""

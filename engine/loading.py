@@ -1,0 +1,150 @@
+"""From a directory or a hub id to a Hugging Face model, its tokenizer and its window.
+
+Every failure is one clear line.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from engine.builtin import MODEL_DIR
+from kvstore.errors import ConfigError, ModelError, UnsupportedModelError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_QUICK_BYTES = 2**28  # below this no progress bar is shown
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What was loaded. tokenizer is None when the directory has none: prompts are then token ids."""
+
+    name: str
+    model: Any  # transformers.PreTrainedModel
+    tokenizer: Any  # transformers.PreTrainedTokenizerFast | None
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    device: torch.device
+
+
+def load(model: str | Path | None, device: str, dtype: str, max_model_len: int | None) -> Loaded:
+    """Load a causal LM from safetensors with eager attention, as its authors wrote it.
+
+    model: None for the built-in one, a local directory, or a hub id. dtype "auto": as stored in the checkpoint.
+    Raises ModelError, UnsupportedModelError or ConfigError.
+    """
+    source = _source(model)
+    config = _config(source)
+    window = _window(config, max_model_len)
+    target = _device(device)
+    network = _network(source, config, dtype).to(target).eval().requires_grad_(False)
+    tokenizer = _tokenizer(source)
+    name = "kvstore-builtin" if model is None else Path(str(model)).name if Path(source).is_dir() else source
+    return Loaded(name, network, tokenizer, _eos_token_ids(network, tokenizer), window, target)
+
+
+def _source(model: str | Path | None) -> str:
+    if model is None:
+        return str(MODEL_DIR)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not any(path.glob("*.safetensors")):
+            raise ModelError(f"{path} has no *.safetensors file; only safetensors weights are loaded")
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{path} has no config.json; give the directory of a Hugging Face model")
+        return str(path)
+    if path.exists() or str(model).startswith((".", "/", "~")) or not _HUB_ID.fullmatch(str(model)):
+        raise ModelError(f"{model} is not a directory; give a model's directory or its hub id")
+    return str(model)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:300]
+
+
+def _config(source: str) -> Any:
+    try:
+        config = transformers.AutoConfig.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot read the configuration of {source}: {_first_line(error)}") from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{source} is an encoder-decoder ({config.model_type}); only decoders are served")
+    return config
+
+
+def _network(source: str, config: Any, dtype: str) -> Any:
+    torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
+    bar = transformers.utils.logging.is_progress_bar_enabled()
+    if _weight_bytes(source) < _QUICK_BYTES:
+        transformers.utils.logging.disable_progress_bar()
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=torch_dtype, use_safetensors=True, attn_implementation="eager"
+        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise ModelError(f"cannot load {source}: {_first_line(error)}") from error
+    finally:
+        if bar:
+            transformers.utils.logging.enable_progress_bar()
+
+
+def _weight_bytes(source: str) -> float:
+    """Size of a local checkpoint; without end for one that may have to be fetched."""
+    if not Path(source).is_dir():
+        return float("inf")
+    return sum(file.stat().st_size for file in Path(source).glob("*.safetensors"))
+
+
+def _window(config: Any, asked: int | None) -> int:
+    text = config.get_text_config()
+    own = getattr(text, "max_position_embeddings", None)
+    if own is None:
+        if asked is None:
+            raise ConfigError("the model does not say how long its window is; give max_model_len")
+        return asked
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope] if "rope_type" in rope else [r for r in rope.values() if isinstance(r, dict)]
+    stretch = max((r.get("factor") or 1.0 for r in kinds if r.get("rope_type") in ("dynamic", "linear")), default=1.0)
+    longest = int(own * max(stretch, 1.0))
+    if asked is not None and asked > longest:
+        raise ConfigError(f"max_model_len is {asked}, but the model was made for {longest} tokens; give at most that")
+    return asked or own
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ModelError(f"device is {name}, but torch sees no CUDA device; give device=cpu or auto")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {name!r}; give auto, cpu, cuda or cuda:N") from error
+
+
+def _tokenizer(source: str) -> Any:
+    if Path(source).is_dir() and not any((Path(source) / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"cannot load the tokenizer of {source}: {_first_line(error)}") from error
+    if not tokenizer.is_fast:
+        raise ModelError(f"{source} has no fast tokenizer (tokenizer.json), which incremental text needs")
+    return tokenizer
+
+
+def _eos_token_ids(network: Any, tokenizer: Any) -> frozenset[int]:
+    found: set[int] = set()
+    for owner in (network.generation_config, network.config):
+        value = getattr(owner, "eos_token_id", None)
+        found.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        found.add(tokenizer.eos_token_id)
+    return frozenset(found)

@@ -1,0 +1,87 @@
+"""What a caller gets back: choices, usage, and the pieces of a stream. Plain data, no torch."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTokensDetails:
+    """Prompt tokens that were not computed, by the tier that held their block when the request arrived."""
+
+    hbm: int = 0
+    cpu: int = 0
+    disk: int = 0
+    reencoded: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.hbm + self.cpu + self.disk + self.reencoded
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request. cached_tokens is a subset of prompt_tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens_details: CachedTokensDetails
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.cached_tokens_details.total
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log probability of one sampled token and of its best alternatives (token id -> logprob)."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer. finish_reason: "stop", "length" or "abort"; stop_reason: the string or id that ended it."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """Result of one prompt. `choices` has n entries; text, token_ids and finish_reason are those of the first.
+
+    ttft_s: seconds from the request's arrival to its first token; None when it ended without one.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    choices: list[Choice]
+    usage: Usage
+    ttft_s: float | None
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.choices[0].finish_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a stream: new text and token ids of choice `index`; finish_reason is set on its last piece."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None

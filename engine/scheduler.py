@@ -1,0 +1,290 @@
+"""Which request computes how many tokens in the next step. One token budget, no prefill or decode phases. No torch.
+
+Owns the waiting and the running set. Knows the connector only by its scheduler-side verbs.
+"""
+
+import bisect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.config import SchedulerConfig
+from engine.kv_cache_manager import Allocation, KVCacheManager
+from engine.request import Request, Status
+from kvstore.connector import KVConnector, Lookup, TransferPlan
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A request joins the batch, for the first time or after a preemption."""
+
+    request: Request
+    token_ids: Sequence[int]
+    block_numbers: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """What one request does in this step. num_samples: 0 while its prompt is not complete, n when choices fan out."""
+
+    request_id: str
+    num_computed_tokens: int
+    num_tokens: int
+    num_samples: int
+    allocation: Allocation
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step. left: ids that leave the batch before it (finished, aborted, preempted)."""
+
+    new_rows: tuple[NewRow, ...]
+    scheduled: tuple[Scheduled, ...]
+    left: tuple[str, ...]
+    plan: TransferPlan | None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """New tokens of a request after a step; its finish_reason is set when it ended with them."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+
+
+class Scheduler:
+    """FCFS or priority order (lower value first), running requests before waiting ones, preemption of the latest."""
+
+    def __init__(self, config: SchedulerConfig, manager: KVCacheManager, connector: KVConnector) -> None:
+        self.config = config
+        self.manager = manager
+        self.connector = connector
+        self.requests: dict[str, Request] = {}
+        self.num_preemptions = 0
+        self._running: list[Request] = []  # sorted by _key
+        self._waiting: list[Request] = []  # sorted by _key; unborn choices are not in it
+        self._left: list[str] = []
+        self._next_sequence = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    def _key(self, request: Request) -> tuple[int, int]:
+        return (request.priority if self.config.policy == "priority" else 0, request.sequence)
+
+    # -- arrival and departure ---------------------------------------------------------------------------------------
+    def add(self, request: Request) -> None:
+        """Queue a request. Its children (n > 1) are known from now on and queued when its prompt is computed."""
+        self.connector.on_new_request(request.request_id, request.chain)
+        for choice in (request, *request.children):
+            choice.sequence = self._next_sequence
+            self._next_sequence += 1
+            self.requests[choice.request_id] = choice
+        self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        request.status = Status.WAITING
+        bisect.insort(self._waiting, request, key=self._key)
+
+    def finish(self, request_id: str, reason: str, stop_reason: str | int | None = None) -> None:
+        """End a request now, whatever its state; unknown and ended ids are ignored. Children not yet born end too."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return
+        request.finish_reason, request.stop_reason = reason, stop_reason
+        children, request.children = request.children, []
+        self._remove(request)
+        for child in children:
+            self.finish(child.request_id, reason)
+
+    def _remove(self, request: Request) -> None:
+        del self.requests[request.request_id]
+        if request.status is Status.RUNNING:
+            self._leave_running(request)
+        elif not self._is_unborn(request):
+            self._take_out(self._waiting, request)
+        if not self._is_unborn(request):
+            self._free(request)
+        request.status = Status.FINISHED
+
+    @staticmethod
+    def _is_unborn(request: Request) -> bool:
+        """A choice that still waits for its prompt to be computed by the first one."""
+        return request.index > 0 and not request.num_output_tokens
+
+    def _leave_running(self, request: Request) -> None:
+        self._take_out(self._running, request)
+        self._left.append(request.request_id)
+
+    def _take_out(self, ordered: list[Request], request: Request) -> None:
+        index = bisect.bisect_left(ordered, self._key(request), key=self._key)
+        assert ordered[index] is request
+        del ordered[index]
+
+    def _free(self, request: Request) -> None:
+        self.connector.request_finished(request.request_id, request.block_numbers)
+        self.manager.free(request)
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+    def schedule(self) -> SchedulerOutput:
+        """Fill the token budget: every running request in order, then waiting ones while there is room."""
+        scheduled: list[Scheduled] = []
+        new_rows: list[NewRow] = []
+        budget, preempted = self._schedule_running(scheduled)
+        if not preempted:
+            self._schedule_waiting(budget, scheduled, new_rows)
+        plan = self.connector.build_connector_meta()
+        left, self._left = tuple(self._left), []
+        return SchedulerOutput(tuple(new_rows), tuple(scheduled), left, plan)
+
+    def _schedule_running(self, scheduled: list[Scheduled]) -> tuple[int, bool]:
+        budget, num_before, index = self.config.max_num_batched_tokens, self.num_preemptions, 0
+        while index < len(self._running) and budget > 0:
+            request = self._running[index]
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            allocation = self._allocate(request, num_tokens)
+            if allocation is None:
+                break  # the request itself was the latest, and is waiting again
+            scheduled.append(self._scheduled(request, num_tokens, allocation))
+            budget -= num_tokens
+            index += 1
+        return budget, self.num_preemptions > num_before
+
+    def _allocate(self, request: Request, num_tokens: int) -> Allocation | None:
+        while (allocation := self.manager.allocate(request, num_tokens)) is None:
+            if self._drop_waiting_blocks():
+                continue
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return None
+        return allocation
+
+    def _drop_waiting_blocks(self) -> bool:
+        """Take back the blocks of the last waiting choice that shares a prompt; it will find or compute them again."""
+        last = next((request for request in reversed(self._waiting) if request.block_numbers), None)
+        if last is None:
+            return False
+        self._free(last)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self._leave_running(request)
+        self._free(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._queue(request)
+
+    def _schedule_waiting(self, budget: int, scheduled: list[Scheduled], new_rows: list[NewRow]) -> None:
+        index = 0  # of the first one that is not left waiting for its own blocks
+        while index < len(self._waiting) and budget > 0 and len(self._running) < self.config.max_num_seqs:
+            request = self._waiting[index]
+            admitted = self._admit(request, budget)
+            if admitted is Lookup.PENDING:
+                index += 1
+                continue
+            if admitted is Lookup.MISS:
+                if self._running or not self._drop_waiting_blocks():
+                    break
+                continue  # nobody runs who could give back blocks, so those who wait must
+            del self._waiting[index]
+            request.status = Status.RUNNING
+            bisect.insort(self._running, request, key=self._key)
+            new_rows.append(NewRow(request, tuple(request.token_ids), tuple(request.block_numbers)))
+            scheduled.append(self._scheduled(request, admitted.num_tokens, admitted.allocation))
+            budget -= admitted.num_tokens
+
+    def _admit(self, request: Request, budget: int) -> "_Admitted | Literal[Lookup.MISS, Lookup.PENDING]":
+        """Blocks for a waiting request; MISS when there are too few, PENDING when its own are on their way."""
+        if request.block_numbers:  # a choice that shares its computed prompt
+            allocation = self.manager.allocate(request, 1)
+            return Lookup.MISS if allocation is None else _Admitted(1, allocation)
+        hits = self.manager.match_prefix(request)
+        num_hit = len(hits) * self.config.block_size
+        external = self.connector.get_num_new_matched_tokens(
+            request.request_id, request.chain, num_hit, request.num_tokens - 1 - num_hit
+        )
+        if external.lookup is Lookup.PENDING:
+            return Lookup.PENDING
+        num_tokens = min(request.num_tokens - num_hit - external.num_tokens, budget)
+        if not self.manager.admit(request, hits, external.num_tokens + num_tokens):
+            return Lookup.MISS
+        if external.num_tokens:
+            self.connector.update_state_after_alloc(
+                request.request_id, request.block_numbers[len(hits) :], external.num_tokens
+            )
+            request.num_computed_tokens += external.num_tokens
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = min(num_hit, request.num_prompt_tokens)
+            request.num_external_tokens = external.num_tokens
+        return _Admitted(num_tokens, Allocation(0, ()))
+
+    def _scheduled(self, request: Request, num_tokens: int, allocation: Allocation) -> Scheduled:
+        complete = request.num_computed_tokens + num_tokens == request.num_tokens
+        num_samples = 1 + len(request.children) if complete else 0
+        return Scheduled(request.request_id, request.num_computed_tokens, num_tokens, num_samples, allocation)
+
+    # -- after the step ----------------------------------------------------------------------------------------------
+    def update(self, output: SchedulerOutput, sampled: Iterable[Sequence[int]]) -> list[Progress]:
+        """Take in the step's samples (one sequence per scheduled request): append, cache full blocks, fan out, end."""
+        progress: list[Progress] = []
+        for step, token_ids in zip(output.scheduled, sampled, strict=True):
+            request = self.requests.get(step.request_id)
+            if request is None or request.status is not Status.RUNNING:
+                continue  # aborted while the step ran
+            request.num_computed_tokens += step.num_tokens
+            self.manager.cache_full_blocks(request)
+            if not step.num_samples:
+                continue
+            children, request.children = request.children, []
+            for child, token_id in zip(children, token_ids[1:], strict=True):
+                if child.status is not Status.FINISHED:
+                    progress.append(self._bear(request, child, token_id))
+            request.append(token_ids[0])
+            progress.append(Progress(request, (token_ids[0],)))
+            if request.finish_reason is not None:
+                self._remove(request)
+        return progress
+
+    def _bear(self, owner: Request, child: Request, token_id: int) -> Progress:
+        """A child got its first token from its owner's logits: it shares the prompt's blocks and is queued."""
+        child.num_cached_tokens = owner.num_cached_tokens
+        child.num_external_tokens = owner.num_external_tokens
+        self.manager.share(owner, child)
+        child.append(token_id)
+        if child.finish_reason is None:
+            self.connector.on_new_request(child.request_id, child.chain)
+            self._queue(child)
+        else:
+            child.status = Status.FINISHED
+            del self.requests[child.request_id]
+            self.manager.free(child)
+        return Progress(child, (token_id,))
+
+    def check_integrity(self) -> None:
+        """Assert what must hold between steps: counts, order, and no block held by a request that has ended."""
+        for status, ordered in ((Status.RUNNING, self._running), (Status.WAITING, self._waiting)):
+            assert ordered == sorted(ordered, key=self._key), f"{status.value} requests are out of order"
+            assert all(request.status is status and request.request_id in self.requests for request in ordered)
+        for request in self._running:
+            assert request.block_numbers, f"{request.request_id} runs without blocks"
+        self.manager.pool.check_integrity(idle=not self.requests)
+
+
+@dataclass(frozen=True, slots=True)
+class _Admitted:
+    num_tokens: int
+    allocation: Allocation

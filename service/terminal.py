@@ -1,0 +1,232 @@
+"""`kvstore chat`: one conversation in the terminal. Prints the model's output as text, never as markup.
+
+With stdin piped it takes one message per line and ends with it. Ctrl-C stops the answer, not the program.
+"""
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from kvstore.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from engine.outputs import RequestOutput
+    from engine.sampling_params import SamplingParams
+
+HELP = """/help  this text
+/new   start a new conversation
+/quit  leave (so does Ctrl-D)
+Ctrl-C stops an answer; at the prompt it leaves."""
+YOU, MODEL = "you> ", "model> "
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What the command line says about the conversation; the engine's own options travel apart."""
+
+    temperature: float
+    max_tokens: int | None
+    system: str | None
+    session: str
+
+
+def run_chat(
+    model: str | None,
+    engine_arguments: dict[str, object],
+    options: ChatOptions,
+    engine_factory: Callable[..., Any] | None = None,
+) -> int:
+    """Load the model, hold the conversation, return the exit code: 1 when a piped message failed.
+
+    Raises KVStoreError when the model cannot be loaded, ConfigError when an option is wrong.
+    """
+    params = _sampling_params(options)
+    _tolerate_any_text()
+    from rich.console import Console
+
+    with _loading(Console(stderr=True), model):
+        engine = (engine_factory or _engine_class())(model, **engine_arguments)
+    with engine:
+        conversation = Conversation(engine, options, params, Console(soft_wrap=True, highlight=False))
+        num_failed = conversation.run(sys.stdin.isatty())
+    return 1 if num_failed and not sys.stdin.isatty() else 0
+
+
+def _engine_class() -> Callable[..., Any]:
+    from engine import Engine  # loads torch, hence here
+
+    return Engine
+
+
+def _sampling_params(options: ChatOptions) -> "SamplingParams":
+    from engine.sampling_params import SamplingParams
+
+    try:
+        return SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
+    except RequestError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _tolerate_any_text() -> None:
+    """Bytes that are not text in the terminal's encoding become marks instead of a crash."""
+    for stream in (sys.stdin, sys.stdout):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+
+
+@contextmanager
+def _loading(console: "Console", model: str | None) -> Iterator[None]:
+    """A note on stderr while the model loads: a spinner in a terminal, else one line."""
+    note = f"loading {model or 'the built-in model'}"
+    if console.is_terminal:
+        with console.status(note):
+            yield
+    else:
+        print(f"kvstore: {note}", file=sys.stderr, flush=True)
+        yield
+
+
+def printable(text: str) -> str:
+    """The text without control characters, which a terminal would obey. Newlines and tabs stay."""
+    return "".join(c for c in text if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160))
+
+
+def turn_summary(output: "RequestOutput", elapsed_s: float) -> str:
+    """One line of a turn's numbers; `elapsed_s` is the time from the message to the end of the answer."""
+    usage = output.usage
+    parts = [
+        f"prompt {usage.prompt_tokens:,} tokens",
+        f"cached {usage.cached_tokens:,}",
+        f"computed {usage.prompt_tokens - usage.cached_tokens:,}",
+    ]
+    if output.ttft_s is not None:
+        parts.append(f"TTFT {output.ttft_s * 1000:.0f} ms")
+        decode_s, num_decoded = elapsed_s - output.ttft_s, usage.completion_tokens - 1
+        if num_decoded > 0 and decode_s > 0:
+            parts.append(f"{num_decoded / decode_s:.0f} tok/s")
+    if output.finish_reason not in ("stop", None):
+        parts.append("stopped at the token limit" if output.finish_reason == "length" else "stopped")
+    return "[" + " · ".join(parts) + "]"
+
+
+class Conversation:
+    """Reads messages, streams answers, and shows what each turn cost."""
+
+    def __init__(self, engine: Any, options: ChatOptions, params: "SamplingParams", console: "Console") -> None:
+        self._engine = engine
+        self._options = options
+        self._params = params
+        self._console = console
+        self._num_started = 0
+        self._start()
+
+    def _start(self) -> None:
+        suffix = f"-{self._num_started + 1}" if self._num_started else ""
+        self._session = self._engine.chat(self._options.session[:120] + suffix, system=self._options.system)
+        self._num_started += 1
+
+    def run(self, interactive: bool) -> int:
+        """Until the end of the input or /quit. Returns how many turns failed."""
+        self._dim(f"{self._engine.model_name}, window {self._engine.max_model_len:,} tokens; /help for commands")
+        num_failed = 0
+        for line in _typed_lines() if interactive else _piped_lines():
+            message = line.strip()
+            if message == "/quit":
+                break
+            if message == "/help":
+                print(HELP)
+            elif message == "/new":
+                self._start()
+                self._dim("a new conversation")
+            elif message.startswith("/"):
+                self._dim(f"unknown command {message.split()[0]}; known: /help /new /quit")
+            elif message:
+                num_failed += not self._turn(message)
+        return num_failed
+
+    def _turn(self, message: str) -> bool:
+        """One message and its answer. False when the engine refused it; the conversation goes on."""
+        start_s = time.perf_counter()
+        print(MODEL, end="", flush=True)
+        try:
+            stopped = self._stream(message)
+        except RequestError as error:
+            print(flush=True)
+            print(f"kvstore: {error}", file=sys.stderr)
+            return False
+        print(flush=True)
+        output = self._session.last
+        if stopped:
+            self._dim("[stopped]")
+        elif output is not None:
+            self._dim(turn_summary(output, time.perf_counter() - start_s))
+        return True
+
+    def _stream(self, message: str) -> bool:
+        """Print the answer as it comes. True when Ctrl-C ended it."""
+        with _interrupt_flag() as interrupted:
+            pieces = self._session.stream(message, self._params)
+            for piece in pieces:
+                print(printable(piece.text), end="", flush=True)
+                if interrupted():
+                    pieces.close()
+                    return True
+        return False
+
+    def _dim(self, text: str) -> None:
+        from rich.text import Text
+
+        self._console.print(Text(text, style="dim"))
+
+
+def _typed_lines() -> Iterator[str]:
+    """Lines typed at a prompt, with editing and history. Ctrl-D ends them."""
+    with suppress(ImportError):  # not every Python has it; importing it gives input() line editing
+        import readline  # noqa: F401
+    while True:
+        try:
+            yield input(YOU)
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+            raise
+
+
+def _piped_lines() -> Iterator[str]:
+    """Lines of a pipe, shown as if typed, so that the output reads as a conversation."""
+    for line in sys.stdin:
+        if line.strip():
+            print(YOU + printable(line.strip()), flush=True)
+        yield line
+
+
+@contextmanager
+def _interrupt_flag() -> Iterator[Callable[[], bool]]:
+    """Within it the first Ctrl-C only sets a flag, so that the engine's step is never torn; the second one raises."""
+    seen = False
+
+    def on_interrupt(signum: int, frame: FrameType | None) -> None:
+        nonlocal seen
+        if seen:
+            raise KeyboardInterrupt
+        seen = True
+
+    try:
+        previous = signal.signal(signal.SIGINT, on_interrupt)
+    except ValueError:  # not the main thread: nobody can press Ctrl-C here
+        yield lambda: False
+        return
+    try:
+        yield lambda: seen
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,58 @@
+"""Tiny random models of many architectures, and the plain loops that our engine is compared with."""
+
+import torch
+import transformers
+
+BASE = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+ARCHITECTURES: dict[str, dict] = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 16},
+    "Qwen3Moe": {"head_dim": 16, **_EXPERTS},
+    "Mistral": {"sliding_window": 24},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "Phi": {"partial_rotary_factor": 0.5},
+    "Phi3": {},
+    "Gemma": {"head_dim": 16},
+    "Gemma2": {"head_dim": 16, "sliding_window": 24, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
+    "Gemma3": {"head_dim": 16, "sliding_window": 24, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    "Olmo2": {},
+    "Cohere": {},
+    "Cohere2": {"head_dim": 16, "sliding_window": 24},
+    "StableLm": {"partial_rotary_factor": 0.25},
+    "Granite": {},
+    "SmolLM3": {"no_rope_layer_interval": 3},
+    "Glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
+    "GPTNeoX": {"rotary_pct": 0.25},
+    "GptOss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
+    "Starcoder2": {},
+    "Exaone4": {"sliding_window": 24},
+}
+
+
+def make_model(name: str = "Llama", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: object):
+    """A random model of an architecture in `ARCHITECTURES`, or of any `<Name>Config` with a causal LM."""
+    suffix = "TextConfig" if name == "Gemma3" else "Config"
+    config = getattr(transformers, name + suffix)(**{**BASE, **ARCHITECTURES.get(name, {}), **changes})
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # larger than their defaults, so that attention is far from uniform
+            if parameter.dim() >= 2:
+                parameter.normal_(0, 0.15)
+            elif "sinks" not in repr(parameter):
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model.requires_grad_(False)
