@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 
 from engine.builtin import MODEL_DIR
 from kvstore.errors import ConfigError, ModelError, UnsupportedModelError
@@ -75,6 +76,8 @@ def _config(source: str) -> Any:
         raise ModelError(f"cannot read the configuration of {source}: {_first_line(error)}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{source} is an encoder-decoder ({config.model_type}); only decoders are served")
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModelError(f"{source} is a {config.model_type}, which is no causal language model")
     return config
 
 
@@ -84,14 +87,23 @@ def _network(source: str, config: Any, dtype: str) -> Any:
     if _weight_bytes(source) < _QUICK_BYTES:
         transformers.utils.logging.disable_progress_bar()
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=torch_dtype, use_safetensors=True, attn_implementation="eager"
+        network, report = transformers.AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=torch_dtype,
+            use_safetensors=True,
+            attn_implementation="eager",
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"cannot load {source}: {_first_line(error)}") from error
     finally:
         if bar:
             transformers.utils.logging.enable_progress_bar()
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise ModelError(f"{source} lacks {len(missing)} weights of {type(network).__name__}, such as {missing[0]}")
+    return network
 
 
 def _weight_bytes(source: str) -> float:

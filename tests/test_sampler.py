@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampler import LOWEST_LOGPROB, TOP_WIDTHS, Sampler, uniforms
+from engine.draw import TOP_WIDTHS
+from engine.sampler import LOWEST_LOGPROB, Sampler, uniforms
 from engine.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")

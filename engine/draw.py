@@ -1,0 +1,117 @@
+"""Draws one token from each row of logits: the best one, or by inverse CDF with a given number in [0, 1).
+
+Pure functions of tensors; knows no requests and no parameters beyond top-k and top-p.
+"""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+# How many of the best tokens to look at for top-k and top-p, in turn, before everything is sorted.
+TOP_WIDTHS = (128, 2048)
+# The inverse CDF sums chunks first: a running sum over a whole vocabulary in float64 is ten times slower.
+CHUNK = 128
+
+
+def argmax(logits: torch.Tensor) -> np.ndarray:
+    """Best token of each row, the lowest id among equals, on the host; NaN counts as the lowest number."""
+    if logits.device.type == "cpu":  # numpy's is vectorised: 0.13 ms against 0.84 ms for [64, 32000]
+        values = logits.float().numpy()
+        token_ids = values.argmax(-1)
+        broken = np.isnan(np.take_along_axis(values, token_ids[:, None], -1)[:, 0])
+    else:
+        best = logits.max(-1)  # NaN wins; marked by -1 so that there is one copy to the host
+        token_ids = torch.where(best.values.isnan(), -1, best.indices).cpu().numpy()
+        broken = token_ids < 0
+    if broken.any():
+        lowest = torch.finfo(torch.float32).min
+        usable = logits[torch.from_numpy(broken).to(logits.device)].float().nan_to_num_(nan=lowest, neginf=lowest)
+        token_ids[broken] = usable.argmax(-1).cpu().numpy()
+    return token_ids
+
+
+def draw_all(scaled: torch.Tensor, numbers: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    """Inverse CDF over all tokens, by id: scaled [S, V] with maximum 0, overwritten; numbers [S] float64; -> [S]."""
+    padding = -scaled.shape[1] % CHUNK
+    weights = (F.pad(scaled, (0, padding), value=-torch.inf) if padding else scaled).exp_()
+    chunks = weights.view(len(weights), -1, CHUNK)
+    sums = chunks.sum(-1).cumsum(-1, dtype=torch.float64)
+    target = _below(numbers, sums[:, -1])
+    chunk = torch.searchsorted(sums, target, right=True)  # a chunk where the sum grows, so one with some weight
+    before = F.pad(sums, (1, 0)).gather(1, chunk)
+    inside = chunks[torch.arange(len(chunks), device=chunks.device), chunk.squeeze(-1)]  # [S, CHUNK]
+    reached = (before + inside.cumsum(-1, dtype=torch.float64) > target) & (inside > 0)
+    # The chunk's sum was rounded in another way than this one, which may just miss: then the last with weight.
+    last = (inside > 0) * torch.arange(1, CHUNK + 1, device=chunks.device)
+    offset = torch.where(reached.any(-1), reached.int().argmax(-1), last.argmax(-1))
+    return chunk.squeeze(-1) * CHUNK + offset
+
+
+def draw_cut(
+    scaled: torch.Tensor,
+    numbers: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    widths: tuple[int, ...] = TOP_WIDTHS,
+) -> torch.Tensor:
+    """Inverse CDF over the tokens that top_k [S] and then top_p [S] leave, best first, lowest id first among equals.
+
+    Looks at the best widths[0] tokens, and at more only for the rows which need them: a row's own matter alone, so
+    its token does not depend on the batch. scaled [S, V] with maximum 0, numbers [S] float64; -> [S].
+    """
+    vocab_size = scaled.shape[1]
+    width = widths[0] if widths and widths[0] < vocab_size else vocab_size
+    values, ids = _best(scaled, width)
+    cumulated = values.double().exp().cumsum(-1)
+    mass = _at(cumulated, top_k.clamp(max=width) - 1)  # of the tokens that top_k leaves
+    limited = top_k < vocab_size
+    if not limited.all():
+        mass = torch.where(limited, mass, scaled.exp().sum(-1).double())
+    top_mass = torch.where(top_p < 1, top_p * mass, torch.inf)
+    before = F.pad(cumulated[:, :-1], (1, 0))
+    num_kept = (before < top_mass.unsqueeze(-1)).sum(-1).clamp(min=1).minimum(top_k)
+    target = _below(numbers, _at(cumulated, num_kept - 1))
+    rank = torch.searchsorted(cumulated, target, right=True).squeeze(-1)
+    tokens = _token_of_rank(scaled, values, ids, rank)
+    if width < vocab_size:
+        more = torch.where(limited, top_k > width, cumulated[:, -1] < top_mass)
+        if more.any():
+            tokens[more] = draw_cut(scaled[more], numbers[more], top_k[more], top_p[more], widths[1:])
+    return tokens
+
+
+def _best(scaled: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The `width` highest values of each row, highest first, and their ids where cheap (equals in any order)."""
+    if width < scaled.shape[1]:
+        best = scaled.topk(width, dim=-1)
+        return best.values, best.indices
+    if scaled.device.type == "cpu":  # torch sorts the indices too: 150 ms against 40 ms for [64, 32000]
+        return torch.from_numpy(np.sort(scaled.numpy(), axis=-1)).flip(-1), None
+    return scaled.sort(dim=-1, descending=True).values, None
+
+
+def _token_of_rank(
+    scaled: torch.Tensor, values: torch.Tensor, ids: torch.Tensor | None, rank: torch.Tensor
+) -> torch.Tensor:
+    """Id of the token at place `rank` [S] of a stable descending sort of scaled [S, V], given what _best gave."""
+    value = _at(values, rank).unsqueeze(-1)
+    if ids is not None:
+        # Equals may go on beyond what _best gave.
+        shared = ((values == value).sum(-1) > 1) | (value <= values[:, -1:]).squeeze(-1)
+        tokens = _at(ids, rank)
+        if shared.any():
+            tokens[shared] = _token_of_rank(scaled[shared], values[shared], None, rank[shared])
+        return tokens
+    place = rank - (values > value).sum(-1)  # among the tokens of the same value
+    equals = (scaled == value).nonzero()  # by row, then by id
+    num_equals = torch.bincount(equals[:, 0], minlength=len(scaled))
+    return equals[num_equals.cumsum(0) - num_equals + place, 1]
+
+
+def _at(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return table.gather(1, index.unsqueeze(-1)).squeeze(-1)
+
+
+def _below(numbers: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    """numbers * mass as [S, 1], strictly below mass, so that `first sum above it` always exists and has weight."""
+    return torch.minimum(numbers * mass, torch.nextafter(mass, torch.zeros_like(mass))).unsqueeze(-1)

@@ -1,0 +1,60 @@
+"""The size of the block pool: given, or found."""
+
+import warnings
+
+import psutil
+import pytest
+from models import make_model
+
+from engine.config import SchedulerConfig
+from engine.memory import CPU_FRACTION, CPU_WINDOWS, num_hbm_blocks
+from engine.probe import intercept
+from kvstore.errors import ConfigError
+
+CONFIG = SchedulerConfig(max_model_len=256, block_size=16, max_num_seqs=4)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return intercept(make_model(), 256)
+
+
+def test_a_given_size_is_kept_to(model):
+    block_bytes = 16 * model.spec.kv_bytes_per_token
+    assert model.spec.kv_bytes_per_token == 3 * 2 * 2 * 16 * 4
+    assert num_hbm_blocks(model, CONFIG, 40 * block_bytes + block_bytes - 1) == 40
+
+
+def test_a_pool_below_the_window_warns_and_one_below_a_block_is_refused(model):
+    block_bytes = 16 * model.spec.kv_bytes_per_token
+    with pytest.warns(UserWarning, match="holds 48 tokens, fewer than max_model_len 256"):
+        assert num_hbm_blocks(model, CONFIG, 3 * block_bytes) == 3
+    with pytest.raises(ConfigError, match="one block of this model needs"):
+        num_hbm_blocks(model, CONFIG, block_bytes - 1)
+
+
+def test_auto_is_bounded_by_memory_and_by_use(model, monkeypatch):
+    full = CPU_WINDOWS * 4 * 256 // 16
+    assert num_hbm_blocks(model, CONFIG, "auto") == full
+    available = 100 * 16 * model.spec.kv_bytes_per_token
+
+    class Memory:
+        def __init__(self) -> None:
+            self.available = available
+
+    monkeypatch.setattr(psutil, "virtual_memory", Memory)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert num_hbm_blocks(model, CONFIG, "auto") == int(100 * CPU_FRACTION)
+
+
+@pytest.mark.gpu
+def test_auto_on_cuda_leaves_room_for_the_largest_step():
+    import torch
+
+    network = make_model().to("cuda")
+    model = intercept(network, 256)
+    blocks = num_hbm_blocks(model, CONFIG, "auto")
+    caches = model.new_caches(blocks, 16)
+    free, total = torch.cuda.mem_get_info()
+    assert blocks > 0 and free > 0.02 * total and len(caches) == model.spec.num_layers
