@@ -7,7 +7,7 @@ import pytest
 from models import make_model
 
 from engine.config import SchedulerConfig
-from engine.memory import CPU_FRACTION, CPU_WINDOWS, num_hbm_blocks
+from engine.memory import CPU_FRACTION, CPU_WINDOWS, _maximal_step, num_hbm_blocks
 from engine.probe import intercept
 from kvstore.errors import ConfigError
 
@@ -46,6 +46,25 @@ def test_auto_is_bounded_by_memory_and_by_use(model, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert num_hbm_blocks(model, CONFIG, "auto") == int(100 * CPU_FRACTION)
+
+
+@pytest.mark.parametrize(("max_tokens", "max_seqs"), [(100, 4), (700, 64), (8, 64), (255, 1)])
+def test_the_maximal_step_has_all_the_tokens_and_samples_of_one(model, max_tokens, max_seqs):
+    """What sizes the pool on CUDA, here for its shapes."""
+    seen = {}
+    forward = model.forward
+
+    def spy(token_ids, positions, batch, caches, connector, samples):
+        seen.update(tokens=len(token_ids), lens=batch.context_lens, samples=len(samples))
+        return forward(token_ids, positions, batch, caches, connector, samples)
+
+    model.forward = spy
+    try:
+        _maximal_step(model, SchedulerConfig(256, max_num_batched_tokens=max_tokens, max_num_seqs=max_seqs))
+    finally:
+        del model.forward
+    assert seen["tokens"] == sum(seen["lens"]) == max_tokens and max(seen["lens"]) <= 255
+    assert seen["samples"] == min(max_tokens, max_seqs)
 
 
 @pytest.mark.gpu
