@@ -6,6 +6,7 @@ The only place beside `service` that knows asyncio.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
@@ -28,18 +29,21 @@ class _Waiter:
 
 
 class AsyncEngine:
-    """Serves requests of an asyncio program from one Engine, which it owns from now on.
+    """Serves requests of an asyncio program from one Engine, which only its thread steps from now on.
 
-    Requests may come from several event loops. A cancelled or abandoned `stream` aborts its request.
+    Requests may come from several event loops; other threads may go on to use the engine itself, its conversations for
+    instance. A cancelled or abandoned `stream` aborts its request.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._waiters: dict[str, tuple[Handle, _Waiter]] = {}
-        self._wake = threading.Condition()
+        self._submitting = threading.Lock()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvstore-engine", daemon=True)
+        engine.drive(self._thread)
         self._thread.start()
+        atexit.register(self._stop)  # a thread in the middle of a step must not meet the interpreter's end
 
     async def generate(
         self,
@@ -108,12 +112,11 @@ class AsyncEngine:
         priority: int,
     ) -> Handle:
         token_ids = prompt_ids(prompt, self.engine.tokenizer, self.engine.spec.vocab_size)
-        with self._wake:
+        with self._submitting:  # the first piece must not come before its waiter is known
             if self._closing:
                 raise EngineClosedError("the engine is closed")
             handle = self.engine.submit(token_ids, params, tenant, cache_salt, priority)
             self._waiters[handle.request_id] = (handle, waiter)
-            self._wake.notify()
         return handle
 
     async def _pieces(self, handle: Handle, waiter: _Waiter) -> AsyncGenerator[Piece]:
@@ -129,21 +132,39 @@ class AsyncEngine:
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
     def _run(self) -> None:
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._closing or self.engine.has_work)
-                if self._closing:
+        try:
+            while True:
+                self.engine.wait_for_work(self._is_over)
+                if self._is_over():
                     return
-            try:
-                touched = self.engine.step()
-            except Exception:  # step has ended every request with this error; each caller gets it from its handle
-                touched = [handle for handle, _ in list(self._waiters.values())]
+                self._step()
+        finally:  # whatever ended this thread, nobody may wait for it
+            self._closing = True
+            self.engine.close()
+            self._deliver_all()
+
+    def _is_over(self) -> bool:
+        return self._closing or self.engine.closed
+
+    def _step(self) -> None:
+        try:
+            touched = self.engine.step()
+        except Exception:  # it has ended every request with this error; each caller gets it from its handle
+            self._deliver_all()
+        else:
             for handle in touched:
                 self._deliver(handle)
 
+    def _deliver_all(self) -> None:
+        with self._submitting:
+            handles = [handle for handle, _ in self._waiters.values()]
+        for handle in handles:
+            self._deliver(handle)
+
     def _deliver(self, handle: Handle) -> None:
         """Hand a request's new pieces to its loop, in one call."""
-        entry = self._waiters.get(handle.request_id)
+        with self._submitting:
+            entry = self._waiters.get(handle.request_id)
         if entry is None:
             return
         waiter = entry[1]
@@ -161,13 +182,10 @@ class AsyncEngine:
             self.engine.abort(handle)
 
     def _stop(self) -> None:
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
+        atexit.unregister(self._stop)
+        self._closing = True
+        self.engine.wake()
         self._thread.join()
-        self.engine.close()
-        for handle, _ in list(self._waiters.values()):
-            self._deliver(handle)
 
 
 def _put_all(queue: asyncio.Queue[Piece | None], pieces: list[Piece | None]) -> None:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.chat_template import ChatTemplate, Message
+from engine.detokenizer import Detokenizer
 from engine.outputs import Piece, RequestOutput
+from engine.prompts import check_params, check_text
 from engine.sampling_params import SamplingParams
 from kvstore.errors import ContextLengthError, RequestError
 
@@ -20,11 +23,20 @@ if TYPE_CHECKING:
 ANSWER_SHARE = 8  # without max_tokens, a turn keeps a window's 1/8 free for its answer
 
 
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A turn before its answer: its prompt, and how many of the conversation's messages no longer are in it."""
+
+    prompt: list[int]
+    num_dropped: int
+    truncated_tokens: int = 0
+
+
 class ChatSession:
     """One conversation; made by `Engine.chat`. One turn at a time.
 
-    messages: the transcript. token_ids: exactly what the model has seen and said. last: the last turn's output.
-    truncated_tokens: how many tokens have been dropped so far to stay within the window.
+    messages: the transcript, whole. token_ids: exactly what the model has seen and said, as far as it still is in the
+    window. last: the last turn's output. truncated_tokens: how many tokens were dropped to stay within the window.
     """
 
     def __init__(
@@ -32,11 +44,13 @@ class ChatSession:
     ) -> None:
         self.session_id = session_id
         self.tenant = tenant
-        self.messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.messages: list[Message] = []
         self.token_ids: list[int] = []
         self.last: RequestOutput | None = None
         self.truncated_tokens = 0
-        self._has_system = bool(system)
+        self._system: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.messages += self._system
+        self._num_dropped = 0  # messages after the system prompt that truncation took out of the window
         self._engine = engine
         self._template = template
         self._busy = threading.Lock()
@@ -45,7 +59,8 @@ class ChatSession:
         """One turn: the user's message in, the answer out, both added to the conversation.
 
         When prompt and answer would exceed the window, the oldest turns go, down to half the window; the system prompt
-        stays. Raises RequestError while another turn runs, and ContextLengthError when the message alone is too long.
+        stays. What is kept is then tokenized and computed again. Raises RequestError while another turn runs, and
+        ContextLengthError when the message alone is too long.
         """
         for _ in self.stream(text, params):
             pass
@@ -54,79 +69,78 @@ class ChatSession:
 
     def stream(self, text: str, params: SamplingParams | None = None) -> Iterator[Piece]:
         """`send`, piece by piece; afterwards `last` is the whole output. Leaving early ends the answer there."""
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        check_params(params)
+        check_text(text, "message")
         if params.n != 1:
             raise RequestError(f"n is {params.n}; a turn has one answer", param="n")
-        if not isinstance(text, str):
-            raise RequestError("a message must be a text", param="message")
-        return self._turn(text, params)
+        return self._run(text, params)
 
-    def _turn(self, text: str, params: SamplingParams) -> Iterator[Piece]:
+    def _run(self, text: str, params: SamplingParams) -> Iterator[Piece]:
         if not self._busy.acquire(blocking=False):
             raise RequestError(f"session {self.session_id} is busy with another turn", param="session_id")
         try:
-            messages, prompt = self._prompt(text, params)
-            handle = self._engine.submit(prompt, params, self.tenant)
+            turn = self._turn(text, params)
+            handle = self._engine.submit(turn.prompt, params, self.tenant)
             try:
                 yield from self._engine.stream(handle)
             finally:
-                self._engine.abort(handle)
-                if handle.output.token_ids and handle.error is None:
-                    self._commit(messages, handle.output, params)
+                if handle.error is None:
+                    self.last = handle.output
+                    if handle.output.token_ids:
+                        self._commit(text, turn, handle.output)
         finally:
             self._busy.release()
 
-    def _prompt(self, text: str, params: SamplingParams) -> tuple[list[Message], list[int]]:
-        """The turn's messages and prompt ids, truncated where they would not fit."""
+    def _turn(self, text: str, params: SamplingParams) -> _Turn:
+        """The turn's prompt, truncated where it would not fit."""
         user: Message = {"role": "user", "content": text}
-        messages = [*self.messages, user]
-        prompt = None
-        if self.token_ids:
-            prompt = self._template.next_ids(self.token_ids, self._has_system, text)
+        kept = self._kept(self._num_dropped)
+        prompt = self._template.next_ids(self.token_ids, kept, text) if self.token_ids else None
         if prompt is None:
-            prompt = self._template.prompt_ids(messages)
-        window = self._engine.max_model_len
+            prompt = self._template.prompt_ids([*kept, user])
+        window = self._engine.max_request_tokens
         answer = params.max_tokens or max(1, window // ANSWER_SHARE)
         if len(prompt) + answer <= window:
-            return messages, prompt
-        return self._truncate(messages, len(prompt), params, window)
+            return _Turn(prompt, self._num_dropped)
+        return self._truncated(user, len(prompt), params.max_tokens or 1, window)
 
-    def _truncate(
-        self, messages: list[Message], num_tokens: int, params: SamplingParams, window: int
-    ) -> tuple[list[Message], list[int]]:
-        """Drop whole turns from the oldest on until at most half the window is used, or the last message is alone."""
-        system, turns = messages[: self._has_system], messages[self._has_system :]
-        while True:
-            kept = [*system, *turns]
-            prompt = self._template.prompt_ids(kept)
-            if len(turns) == 1 or (len(prompt) <= window // 2 and len(kept) < len(messages)):
-                break
-            turns = turns[2:]
-        needed = len(prompt) + (params.max_tokens or 1)
-        if needed > window:
-            raise ContextLengthError(
-                f"system prompt, message and max_tokens need {needed} tokens, but the context window has {window}",
-                needed,
-                window,
-            )
-        self.truncated_tokens += num_tokens - len(prompt)
-        return kept, prompt
+    def _kept(self, num_dropped: int) -> list[Message]:
+        return self._system + self.messages[len(self._system) + num_dropped :]
 
-    def _commit(self, messages: list[Message], output: RequestOutput, params: SamplingParams) -> None:
+    def _truncated(self, user: Message, num_tokens: int, answer: int, window: int) -> _Turn:
+        """Drop whole turns from the oldest on, until half the window is kept at most and the answer fits."""
+        total = len(self.messages) - len(self._system)
+        for num_dropped in range(min(self._num_dropped + 2, total), total + 1, 2):
+            prompt = self._template.prompt_ids([*self._kept(num_dropped), user])
+            fits = len(prompt) + answer <= window
+            if fits and (len(prompt) <= window // 2 or num_dropped == total):
+                return _Turn(prompt, num_dropped, num_tokens - len(prompt))
+        needed = len(prompt) + answer
+        where = "context window" if window == self._engine.max_model_len else "HBM pool"
+        raise ContextLengthError(
+            f"system prompt, message and answer need {needed} tokens, but the {where} has {window}", needed, window
+        )
+
+    def _commit(self, text: str, turn: _Turn, output: RequestOutput) -> None:
         """The turn becomes part of the conversation: text for people, ids for the next prompt."""
-        self.messages = [*messages, {"role": "assistant", "content": output.text}]
-        self.token_ids = output.prompt_token_ids + self._answer_ids(output, params)
-        self.last = output
+        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": output.text}]
+        self.token_ids = output.prompt_token_ids + self._answer_ids(output)
+        self.truncated_tokens += turn.truncated_tokens
+        self._num_dropped = turn.num_dropped
 
-    def _answer_ids(self, output: RequestOutput, params: SamplingParams) -> list[int]:
-        """Ids of the answer without its end token, which the template's delta brings, or beyond a stop string."""
+    def _answer_ids(self, output: RequestOutput) -> list[int]:
+        """Ids of the answer without its end token, which the template's delta brings, and nothing of a stop string."""
         choice = output.choices[0]
         if choice.finish_reason != "stop":
             return list(choice.token_ids)
         if not isinstance(choice.stop_reason, str):
             return choice.token_ids[:-1]
-        count = len(choice.token_ids)
-        while count and not choice.text.startswith(self._template.decode(choice.token_ids[:count])):
-            count -= 1
-        said = self._template.decode(choice.token_ids[:count])
-        return choice.token_ids[:count] + self._template.encode_answer(choice.text[len(said) :])
+        said = Detokenizer(self._engine.tokenizer.backend_tokenizer, prompt_token_ids=output.prompt_token_ids)
+        count, known = 0, ""
+        for number, token_id in enumerate(choice.token_ids, start=1):
+            said.append([token_id])
+            if not choice.text.startswith(said.text):
+                break
+            count, known = number, said.text
+        return choice.token_ids[:count] + self._template.encode_answer(choice.text[len(known) :])

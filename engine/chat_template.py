@@ -5,7 +5,10 @@ An answer is never tokenized again: the next prompt is the ids so far plus the i
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
@@ -16,6 +19,9 @@ Message = dict[str, str]
 
 # Stand-ins for contents while the template's own text is found. Plain letters: templates trim and escape.
 _USER, _ANSWER, _NEXT = "kvstorefirstquestion", "kvstorefirstanswer", "kvstoresecondquestion"
+# A private token before a part that is encoded by itself: tokenizers that mark the beginning of a text with a space
+# would else mark the beginning of every part.
+_ANCHOR = "\ue0f0kvstore\ue0f1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,58 +35,61 @@ class Delta:
 class ChatTemplate:
     """The chat template of one tokenizer. Make it with `of`."""
 
-    def __init__(self, tokenizer: Any, plain_tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._plain = plain_tokenizer  # the same, but text that spells a special token stays text
-        self._special = [str(token) for token in tokenizer.all_special_tokens]
+        self._controls = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
         self._deltas: dict[bool, Delta | None] = {}
 
     @classmethod
     def of(cls, tokenizer: Any) -> ChatTemplate | None:
         """None when the tokenizer has no chat template."""
-        if not tokenizer.chat_template:
-            return None
-        plain = type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str())
-        plain.encode_special_tokens = True
-        return cls(tokenizer, plain)
+        return cls(tokenizer) if tokenizer.chat_template else None
 
     def prompt_ids(self, messages: list[Message]) -> list[int]:
         """Ids of a whole conversation, ready for the assistant's answer. Raises RequestError if the template refuses.
 
-        Contents that spell a special token are encoded as text.
+        Contents that spell a control token are encoded as text.
         """
-        if not any(token in m["content"] for m in messages for token in self._special):
-            return self._encode(self._render(messages, answer_next=True))
-        marks = [f"kvstorecontent{i}end" for i in range(len(messages))]
-        marked = [{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)]
-        rest, ids = self._render(marked, answer_next=True), []
-        for message, mark in zip(messages, marks, strict=True):
-            before, found, rest = rest.partition(mark)
-            if not found:
-                raise RequestError("a message spells a control token and the template does not show it as it is")
-            ids += self._encode(before) + self._encode_content(message["content"])
-        return ids + self._encode(rest)
+        if not any(self._spells_control(m["content"]) for m in messages):
+            return self._encode(self._render(messages))
+        contents = {f"kvstorecontent{i}end": m["content"] for i, m in enumerate(messages)}
+        marked = [{**m, "content": mark} for m, mark in zip(messages, contents, strict=True)]
+        parts = re.split("(kvstorecontent[0-9]+end)", self._render(marked))
+        if missing := set(contents) - set(parts):
+            raise RequestError(f"the chat template does not show {len(missing)} of the messages", param="messages")
+        ids: list[int] = []
+        for part in parts:
+            ids += self._encode_plain(contents[part]) if part in contents else self._encode_part(part)
+        return ids
 
-    def next_ids(self, token_ids: list[int], has_system: bool, content: str) -> list[int] | None:
-        """The next prompt: `token_ids`, which end with an answer (without its end token), and one user message more.
+    def next_ids(self, token_ids: list[int], messages: list[Message], content: str) -> list[int] | None:
+        """The next prompt: the conversation so far and one user message more.
 
-        None when the template rewrites history, so that the whole conversation must be rendered again.
+        token_ids: exactly what the model saw and said, up to the last answer without its end token; messages: the same
+        as texts, the last one that answer. None when the template shows it otherwise (rewrites history, drops the
+        reasoning of an answer), so that the whole conversation must be rendered again.
         """
-        delta = self._delta(has_system)
+        delta = self._delta(messages[0]["role"] == "system")
         if delta is None:
             return None
-        if any(token in content for token in self._special):
-            added = self._encode(delta.before) + self._encode_content(content) + self._encode(delta.after)
+        rendered = self._render([*messages, {"role": "user", "content": content}])
+        answer = messages[-1]["content"].strip()  # a template that trims does not rewrite
+        for shown in (content, content.strip()):
+            if rendered.endswith(answer + delta.before + shown + delta.after):
+                break
         else:
-            added = self._encode(delta.before + content + delta.after)
-        return token_ids + added
+            return None
+        if self._spells_control(shown):
+            before, after = self._encode_part(delta.before), self._encode_part(delta.after)
+            return token_ids + before + self._encode_plain(shown) + after
+        return token_ids + self._encode_part(delta.before + shown + delta.after)
 
     def encode_answer(self, text: str) -> list[int]:
-        """Ids of an answer's text, or of a part of it, as plain text."""
-        return self._encode_content(text)
+        """Ids of a part of an answer, as plain text that continues what stands before it."""
+        return self._encode_plain(text)
 
-    def decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.backend_tokenizer.decode(token_ids)
+    def _spells_control(self, text: str) -> bool:
+        return any(token in text for token in self._controls)
 
     def _delta(self, has_system: bool) -> Delta | None:
         if has_system not in self._deltas:
@@ -92,20 +101,41 @@ class ChatTemplate:
         history = [{"role": "system", "content": "kvstoresystem"}] if has_system else []
         history += [{"role": "user", "content": _USER}]
         longer = [*history, {"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT}]
-        first, second = self._render(history, answer_next=True), self._render(longer, answer_next=True)
+        first, second = self._render(history), self._render(longer)
         if not second.startswith(first + _ANSWER) or second.count(_NEXT) != 1:
             return None
         before, after = second[len(first) + len(_ANSWER) :].split(_NEXT)
         return Delta(before, after)
 
-    def _render(self, messages: list[Message], answer_next: bool) -> str:
+    def _render(self, messages: list[Message]) -> str:
         try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer_next)
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
+    @property
+    def _backend(self) -> Any:
+        return self._tokenizer.backend_tokenizer
 
-    def _encode_content(self, text: str) -> list[int]:
-        return list(self._plain.encode(text, add_special_tokens=False).ids)
+    @cached_property
+    def _plain(self) -> Any:
+        """The same tokenizer without any control token but the anchor: whatever a text spells stays text."""
+        description = json.loads(self._backend.to_str())
+        description["added_tokens"] = []
+        plain = type(self._backend).from_str(json.dumps(description))
+        plain.add_special_tokens([_ANCHOR])
+        return plain
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def _encode_part(self, text: str) -> list[int]:
+        """Template text within a prompt: what it gives behind a control token, if the tokenizer has one."""
+        if not text or not self._controls or text.startswith(tuple(self._controls)):
+            return self._encode(text)
+        return self._encode(self._controls[0] + text)[1:]
+
+    def _encode_plain(self, text: str) -> list[int]:
+        if not text:
+            return []
+        return list(self._plain.encode(_ANCHOR + text.replace(_ANCHOR, ""), add_special_tokens=False).ids)[1:]

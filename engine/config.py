@@ -42,6 +42,8 @@ class EngineConfig:
     policy: str = "fcfs"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, str | Path | None):
+            raise ConfigError(f"model is {self.model!r}; give a directory, a hub id, or None for the built-in model")
         for name, choices in (("dtype", DTYPES), ("load", ("auto", "always")), ("policy", POLICIES)):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; give one of {', '.join(choices)}")

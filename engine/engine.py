@@ -10,8 +10,9 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engine.chat import ChatSession
@@ -20,18 +21,27 @@ from engine.config import EngineConfig
 from engine.kv_cache_manager import KVCacheManager
 from engine.loading import load
 from engine.memory import num_hbm_blocks
-from engine.model_runner import ModelRunner
+from engine.model_runner import ModelRunner, StepResult
 from engine.output_processor import Handle, OutputProcessor
 from engine.outputs import Piece, RequestOutput
 from engine.probe import intercept
-from engine.prompts import check_fits, check_session_id, checked_prompts, prompt_ids
+from engine.prompts import (
+    check_fits,
+    check_ids,
+    check_owner,
+    check_params,
+    check_session_id,
+    check_text,
+    checked_prompts,
+    prompt_ids,
+)
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler, SchedulerOutput
 from kvstore.block import extend_chain
 from kvstore.config import CacheTiers
-from kvstore.connector import NullConnector
-from kvstore.errors import EngineClosedError, RequestError
+from kvstore.connector import KVConnector, NullConnector
+from kvstore.errors import EngineClosedError, KVStoreError, RequestError
 from kvstore.pool import BlockPool
 
 
@@ -91,10 +101,14 @@ class Engine:
         self._sessions: dict[tuple[str, str], ChatSession] = {}
         self._random = random.Random(config.seed)
         self._counter = itertools.count()
+        self._num_aborted = 0
         self._totals = dict.fromkeys(("requests", "prompt_tokens", "cached_tokens", "completion_tokens"), 0)
         self._lock = threading.RLock()
-        self._closed = False
-        self._at_exit = _close_at_exit(self)
+        self._changed = threading.Condition(self._lock)  # work has come, or a step has ended
+        self._driver: threading.Thread | None = None  # who steps, when it is not the caller who waits
+        self._gate = _Gate()
+        # Also when the engine is collected or the interpreter exits: no step may run while Python is torn down.
+        self._finalizer = weakref.finalize(self, _shut, self._gate, self._lock, self._connector)
 
     # -- the library's interface -------------------------------------------------------------------------------------
     def generate(
@@ -131,6 +145,9 @@ class Engine:
         Raises RequestError for a bad id or a model without a chat template.
         """
         check_session_id(session_id)
+        check_owner(tenant, "", 0)
+        if system is not None:
+            check_text(system, "system")
         if self._template is None:
             raise RequestError(f"{self.model_name} has no chat template; use generate", param="messages")
         with self._lock:
@@ -142,6 +159,7 @@ class Engine:
 
     def prefetch(self, session_id: str, tenant: str = "") -> None:
         """A hint that this session's person is typing. Raises RequestError when there is no such session."""
+        self._check_open()
         session = self._sessions.get((tenant, session_id))
         if session is None:
             raise RequestError(f"there is no session {session_id!r}", param="session_id")
@@ -151,6 +169,7 @@ class Engine:
 
     def flush(self) -> None:
         """Returns when every finished block is synced on disk; at once while no disk tier is active."""
+        self._check_open()
         self._connector.flush()
 
     def stats(self) -> dict[str, object]:
@@ -163,6 +182,7 @@ class Engine:
                     "running": self._scheduler.num_running,
                     "waiting": self._scheduler.num_waiting,
                     "finished": self._totals["requests"],
+                    "aborted": self._num_aborted,
                     "preemptions": self._scheduler.num_preemptions,
                 },
                 "tokens": {name: self._totals[name] for name in self._totals if name != "requests"},
@@ -180,11 +200,12 @@ class Engine:
     def close(self) -> None:
         """End running requests as aborted and close the store."""
         with self._lock:
-            if self._closed:
+            if self._gate.closed:
                 return
-            self._abort_all(None)
-            self._closed = True
-            self._at_exit()
+            self._end_all(None)
+            self._finalizer()
+            self._runner.caches.clear()
+            self._changed.notify_all()
 
     def __enter__(self) -> Engine:
         return self
@@ -202,57 +223,57 @@ class Engine:
         priority: int = 0,
     ) -> Handle:
         """Queue one prompt, given as checked token ids. Somebody has to call `step` until the handle is done."""
+        check_owner(tenant, cache_salt, priority)
+        check_params(params)
+        check_ids(token_ids, self.spec.vocab_size)
         longest = self.max_output_tokens(token_ids, params)
         with self._lock:
             self._check_open()
-            seed = self._random.getrandbits(63) if params.seed is None else params.seed
-            root = self._connector.lineage_root(tenant, cache_salt)
-            name = f"request-{next(self._counter)}"
-            first = Request(
-                request_id=name,
-                prompt_token_ids=token_ids,
-                params=params,
-                max_output_tokens=longest,
-                root=root,
-                block_size=self._config.block_size,
-                seed=seed,
-                eos_token_ids=self._eos_token_ids,
-                priority=priority,
-                arrival_s=time.monotonic(),
-            )
-            first.children = [first.sibling(index) for index in range(1, params.n)]
-            choices = [first, *first.children]
-            self._scheduler.add(choices[0])
-            return self._outputs.add(choices)
+            with self._ending_all_on_error():
+                first = Request(
+                    request_id=f"request-{next(self._counter)}",
+                    prompt_token_ids=token_ids,
+                    params=params,
+                    max_output_tokens=longest,
+                    root=self._connector.lineage_root(tenant, cache_salt),
+                    block_size=self._config.block_size,
+                    seed=self._random.getrandbits(63) if params.seed is None else params.seed,
+                    eos_token_ids=self._eos_token_ids,
+                    priority=priority,
+                    arrival_s=time.monotonic(),
+                )
+                first.children = [first.sibling(index) for index in range(1, params.n)]
+                handle = self._outputs.add([first, *first.children])
+                self._scheduler.add(first)
+            self._changed.notify_all()
+            return handle
 
     def step(self) -> list[Handle]:
         """Run one step; returns the handles that got something new. An error ends all running requests with it."""
         with self._lock:
             self._check_open()
-            try:
+            with self._ending_all_on_error():
                 started = time.perf_counter()
                 output = self._scheduler.schedule()
                 scheduled = time.perf_counter()
                 result = self._runner.execute(output)
                 executed = time.perf_counter()
-                touched = self._update(output, result.token_ids, result.logprobs)
-            except Exception as error:
-                self._abort_all(error)
-                raise
+                touched = self._update(output, result)
             times = self._runner.times
             times.schedule_s += scheduled - started
             times.update_s += time.perf_counter() - executed
+            self._changed.notify_all()
             return touched
 
-    def _update(self, output: SchedulerOutput, token_ids: list[Sequence[int]], logprobs: dict) -> list[Handle]:
-        by_id = {s.request_id: logprobs[i] for i, s in enumerate(output.scheduled) if i in logprobs} if logprobs else {}
+    def _update(self, output: SchedulerOutput, result: StepResult) -> list[Handle]:
+        if self._connector.get_finished():
+            raise RuntimeError("the store failed to load blocks of this step")
         touched: dict[str, Handle] = {}
-        for progress in self._scheduler.update(output, token_ids):
+        for progress in self._scheduler.update(output, result.token_ids):
             request = progress.request
-            parent_id = request.request_id.rsplit("-", 1)[0] if request.index else request.request_id
-            rows = by_id.get(request.request_id) or by_id.get(parent_id) or ()
-            own = rows[request.index : request.index + 1] if len(rows) > 1 else rows
-            handle, stopped = self._outputs.process(request, progress.token_ids, own)
+            logprobs = result.logprobs.get(progress.scheduled)
+            logprob = None if logprobs is None else logprobs[progress.sample]
+            handle, stopped = self._outputs.process(request, progress.token_id, logprob)
             if stopped:
                 self._scheduler.finish(request.request_id, "stop", request.stop_reason)
             if handle is not None:
@@ -265,8 +286,10 @@ class Engine:
         """End a request now; its blocks are given back before the next step. Does nothing when it is done."""
         if handle.done:
             return
-        with self._lock:
-            for request_id in self._outputs.abort(handle):
+        with self._lock, self._ending_all_on_error():
+            ended = self._outputs.abort(handle)
+            self._num_aborted += bool(ended)
+            for request_id in ended:
                 self._scheduler.finish(request_id, "abort")
 
     def stream(self, handle: Handle) -> Iterator[Piece]:
@@ -286,6 +309,15 @@ class Engine:
         return check_fits(len(token_ids), params, self.max_model_len, self._num_blocks * self._config.block_size)
 
     @property
+    def max_request_tokens(self) -> int:
+        """Prompt and answer of one request together: the window, or the HBM pool where that is smaller."""
+        return min(self.max_model_len, self._num_blocks * self._config.block_size)
+
+    @property
+    def closed(self) -> bool:
+        return self._gate.closed
+
+    @property
     def has_work(self) -> bool:
         return self._scheduler.has_work
 
@@ -300,10 +332,29 @@ class Engine:
         self._raise_error(handle)
 
     def _step_for(self, handle: Handle) -> None:
-        """A step, unless another thread's step has just brought the end."""
-        with self._lock:
-            if not handle.done:
+        """A step, unless another thread's step has just brought the end, or a driver steps for all."""
+        with self._changed:
+            if handle.done:
+                return
+            if self._driver in (None, threading.current_thread()):
                 self.step()
+            else:
+                self._changed.wait()
+
+    def drive(self, driver: threading.Thread) -> None:
+        """From now on only this thread steps; whoever else waits for an answer waits for it."""
+        with self._lock:
+            self._driver = driver
+
+    def wait_for_work(self, stop: Callable[[], bool]) -> None:
+        """Returns when there is something to step for, or when `stop` says so after a `wake`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.has_work or stop())
+
+    def wake(self) -> None:
+        """Let `wait_for_work` ask its `stop` again."""
+        with self._changed:
+            self._changed.notify_all()
 
     @staticmethod
     def _raise_error(handle: Handle) -> None:
@@ -311,13 +362,28 @@ class Engine:
             raise handle.error
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._gate.closed:
             raise EngineClosedError("the engine is closed")
 
-    def _abort_all(self, error: Exception | None) -> None:
+    @contextmanager
+    def _ending_all_on_error(self) -> Iterator[None]:
+        """An error, or Ctrl-C, in here may have torn any count: every request ends and all state begins anew."""
+        try:
+            yield
+        except Exception as error:
+            self._end_all(error)
+            raise
+        except BaseException:
+            self._end_all(KVStoreError("another caller was interrupted in the middle of a step"))
+            raise
+
+    def _end_all(self, error: Exception | None) -> None:
         for handle in self._outputs.handles():
-            for request_id in self._outputs.abort(handle, error):
-                self._scheduler.finish(request_id, "abort")
+            self._outputs.abort(handle, error)
+            self._num_aborted += 1
+        self._scheduler.reset("abort")
+        self._runner.reset()
+        self._changed.notify_all()
 
     def _count(self, handle: Handle) -> None:
         usage = handle.output.usage
@@ -327,6 +393,13 @@ class Engine:
         self._totals["completion_tokens"] += usage.completion_tokens
 
 
-def _close_at_exit(engine: Engine) -> weakref.finalize:
-    """Drain the store at interpreter exit, or when the engine is collected, whichever comes first."""
-    return weakref.finalize(engine, engine._connector.close)
+@dataclass(slots=True)
+class _Gate:
+    closed: bool = False
+
+
+def _shut(gate: _Gate, lock: AbstractContextManager, connector: KVConnector) -> None:
+    """Let a running step end, refuse further ones, and drain the store."""
+    with lock:
+        gate.closed = True
+        connector.close()

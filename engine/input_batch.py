@@ -50,6 +50,11 @@ class InputBatch:
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        self.max_rows = max_num_seqs
+        self.reset()
+
+    def reset(self) -> None:
+        """No rows."""
         self.num_rows = 0
         self._row_of: dict[str, int] = {}
         self._id_of: list[str] = []

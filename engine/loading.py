@@ -46,14 +46,19 @@ def load(model: str | Path | None, device: str, dtype: str, max_model_len: int |
     target = _device(device)
     network = _network(source, config, dtype).to(target).eval().requires_grad_(False)
     tokenizer = _tokenizer(source)
-    name = "kvstore-builtin" if model is None else Path(str(model)).name if Path(source).is_dir() else source
+    name = "kvstore-builtin" if model is None else Path(source).resolve().name if Path(source).is_dir() else source
     return Loaded(name, network, tokenizer, _eos_token_ids(network, tokenizer), window, target)
 
 
 def _source(model: str | Path | None) -> str:
     if model is None:
         return str(MODEL_DIR)
-    path = Path(model).expanduser()
+    if not str(model):
+        raise ModelError("the model's name is empty; give a model's directory or its hub id")
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError as error:  # ~nobody
+        raise ModelError(f"{model} is not a directory: {error}") from error
     if path.is_dir():
         if not any(path.glob("*.safetensors")):
             raise ModelError(f"{path} has no *.safetensors file; only safetensors weights are loaded")
@@ -71,7 +76,7 @@ def _first_line(error: Exception) -> str:
 
 def _config(source: str) -> Any:
     try:
-        config = transformers.AutoConfig.from_pretrained(source)
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot read the configuration of {source}: {_first_line(error)}") from error
     if getattr(config, "is_encoder_decoder", False):
@@ -92,6 +97,7 @@ def _network(source: str, config: Any, dtype: str) -> Any:
             config=config,
             dtype=torch_dtype,
             use_safetensors=True,
+            trust_remote_code=False,  # never asks, never runs a model's own code
             attn_implementation="eager",
             output_loading_info=True,
         )
@@ -144,7 +150,7 @@ def _tokenizer(source: str) -> Any:
     if Path(source).is_dir() and not any((Path(source) / name).is_file() for name in _TOKENIZER_FILES):
         return None
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"cannot load the tokenizer of {source}: {_first_line(error)}") from error
     if not tokenizer.is_fast:

@@ -33,7 +33,7 @@ def num_hbm_blocks(model: PositionFreeModel, config: SchedulerConfig, hbm: int |
         warnings.warn(
             f"the HBM pool holds {count * config.block_size} tokens, fewer than max_model_len {config.max_model_len}: "
             "longer requests will be refused",
-            stacklevel=2,
+            stacklevel=4,  # whoever made the Engine
         )
     return count
 

@@ -80,6 +80,12 @@ class ModelRunner:
         times.sample_s += time.perf_counter() - computed
         return result
 
+    def reset(self) -> None:
+        """Empty the batch: after an error left rows that cannot be trusted. The caches stay; nobody refers to them."""
+        self.batch.reset()
+        for row in range(self.batch.max_rows):
+            self.sampler.clear_row(row)
+
     def _update_rows(self, output: SchedulerOutput) -> None:
         for request_id in output.left:
             hole, last = self.batch.leave(request_id)

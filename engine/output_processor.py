@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -41,10 +40,6 @@ class OutputProcessor:
         self._tracked: dict[str, tuple[Handle, Detokenizer, Request]] = {}
         self._open: dict[str, int] = {}  # handle id -> choices still running
 
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
-
     def add(self, choices: list[Request]) -> Handle:
         """Begin to track the n choices of one prompt."""
         first = choices[0]
@@ -68,9 +63,9 @@ class OutputProcessor:
         return handle
 
     def process(
-        self, request: Request, token_ids: Iterable[int], logprobs: Iterable[TokenLogprob | None]
+        self, request: Request, token_id: int, logprob: TokenLogprob | None = None
     ) -> tuple[Handle | None, bool]:
-        """Take in new tokens of a choice. Returns its handle, and whether a stop string ended it here.
+        """Take in a new token of a choice. Returns its handle, and whether a stop string ended it here.
 
         The handle is None when nobody waits for this request any more.
         """
@@ -80,25 +75,22 @@ class OutputProcessor:
         handle, text, _ = tracked
         choice = handle.output.choices[request.index]
         if handle.output.ttft_s is None:
-            request.first_token_s = time.monotonic()
-            handle.output.ttft_s = request.first_token_s - request.arrival_s
-        new = tuple(token_ids)
-        choice.token_ids.extend(new)
-        known = tuple(entry for entry in logprobs if entry is not None)
-        if choice.logprobs is not None:
-            choice.logprobs.extend(known)
-        ended_by_token = request.finish_reason == "stop"  # that token is not part of the text
-        released = text.append(new[:-1] if ended_by_token else new)
-        stopped = text.stop_string is not None and request.finish_reason is None
+            handle.output.ttft_s = time.monotonic() - request.arrival_s
+        choice.token_ids.append(token_id)
+        if choice.logprobs is not None and logprob is not None:
+            choice.logprobs.append(logprob)
+        running = request.finish_reason is None
+        released = "" if request.finish_reason == "stop" else text.append((token_id,))  # an end token has no text
+        if not running:
+            released += text.finish()
         if text.stop_string is not None:
             request.finish_reason, request.stop_reason = "stop", text.stop_string
-        if request.finish_reason is not None:
-            released += text.finish()
         choice.text += released
-        handle.pieces.append(Piece(request.index, released, new, request.finish_reason, known or None))
+        logprobs = None if logprob is None else (logprob,)
+        handle.pieces.append(Piece(request.index, released, (token_id,), request.finish_reason, logprobs))
         if request.finish_reason is not None:
             self._close(request)
-        return handle, stopped
+        return handle, running and request.finish_reason is not None
 
     def abort(self, handle: Handle, error: Exception | None = None) -> list[str]:
         """Stop tracking a handle; returns the ids of its choices that were still running."""

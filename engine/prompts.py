@@ -23,17 +23,42 @@ def checked_prompts(
     prompts: Sequence[str | Sequence[int]] | str, params: SamplingParams | Sequence[SamplingParams] | None
 ) -> tuple[list[str | Sequence[int]], list[SamplingParams]]:
     """Prompts as a list, with one SamplingParams each."""
-    if not isinstance(prompts, Iterable):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, dict | bytes):
         raise RequestError(f"prompts is {prompts!r}; give a list of prompts", param="prompt")
     listed: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
     if listed and _is_integer(listed[0]):
         raise RequestError("prompts is a list of numbers; give a list of prompts, such as [[1, 2, 3]]", param="prompt")
     if params is None or isinstance(params, SamplingParams):
         return listed, [params or SamplingParams()] * len(listed)
-    each = list(params)
+    each: list[SamplingParams] = list(params) if isinstance(params, list | tuple) else [params]  # type: ignore[list-item]
+    for one in each:
+        check_params(one)
     if len(each) != len(listed):
         raise RequestError(f"{len(listed)} prompts, but {len(each)} sampling parameters; give one for all or one each")
     return listed, each
+
+
+def check_params(params: object) -> None:
+    """Raises RequestError unless it is a SamplingParams."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"params is {params!r}; give SamplingParams(...)")
+
+
+def check_text(text: object, param: str) -> None:
+    """Raises RequestError unless it is a text that can be encoded."""
+    if not isinstance(text, str):
+        raise RequestError(f"{param} is {text!r}; give a text", param=param)
+    if _SURROGATE.search(text):
+        raise RequestError(f"{param} is not valid Unicode: it holds half a surrogate pair", param=param)
+
+
+def check_owner(tenant: object, cache_salt: object, priority: object) -> None:
+    """Raises RequestError unless tenant and salt are texts and the priority is a whole number."""
+    for name, value in (("tenant", tenant), ("cache_salt", cache_salt)):
+        if not isinstance(value, str):
+            raise RequestError(f"{name} is {value!r}; give a text", param=name)
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise RequestError(f"priority is {priority!r}; give a whole number, lower is earlier", param="priority")
 
 
 def prompt_ids(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int) -> list[int]:
@@ -44,18 +69,22 @@ def prompt_ids(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int) -> 
     if isinstance(prompt, str):
         if tokenizer is None:
             raise RequestError("this model has no tokenizer; give prompts as token ids", param="prompt")
-        if _SURROGATE.search(prompt):
-            raise RequestError("the prompt is not valid Unicode: it holds half a surrogate pair", param="prompt")
+        check_text(prompt, "prompt")
         token_ids = list(tokenizer(prompt)["input_ids"])
     elif not isinstance(prompt, Iterable):
         raise RequestError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}", param="prompt")
     else:
         token_ids = [int(token_id) if _is_integer(token_id) else -1 for token_id in prompt]
+    check_ids(token_ids, vocab_size)
+    return token_ids
+
+
+def check_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises RequestError for an empty prompt, or ids that the model does not have."""
     if not token_ids:
         raise RequestError("the prompt is empty; give at least one token", param="prompt")
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         raise RequestError(f"a prompt's token ids must be whole numbers from 0 to {vocab_size - 1}", param="prompt")
-    return token_ids
 
 
 def _is_integer(value: object) -> bool:

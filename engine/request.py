@@ -44,7 +44,6 @@ class Request:
     num_external_tokens: int = 0  # of these, loaded through the connector
     num_preemptions: int = 0
     children: list["Request"] = field(default_factory=list)
-    first_token_s: float | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 

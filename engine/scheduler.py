@@ -50,10 +50,15 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """New tokens of a request after a step; its finish_reason is set when it ended with them."""
+    """A request's new token after a step; its finish_reason is set when it ended with it.
+
+    scheduled: which of the step's scheduled requests sampled it (for a new choice, its owner); sample: which sample.
+    """
 
     request: Request
-    token_ids: tuple[int, ...]
+    token_id: int
+    scheduled: int
+    sample: int = 0
 
 
 class Scheduler:
@@ -241,7 +246,7 @@ class Scheduler:
     def update(self, output: SchedulerOutput, sampled: Iterable[Sequence[int]]) -> list[Progress]:
         """Take in the step's samples (one sequence per scheduled request): append, cache full blocks, fan out, end."""
         progress: list[Progress] = []
-        for step, token_ids in zip(output.scheduled, sampled, strict=True):
+        for index, (step, token_ids) in enumerate(zip(output.scheduled, sampled, strict=True)):
             request = self.requests.get(step.request_id)
             if request is None or request.status is not Status.RUNNING:
                 continue  # aborted while the step ran
@@ -250,16 +255,17 @@ class Scheduler:
             if not step.num_samples:
                 continue
             children, request.children = request.children, []
-            for child, token_id in zip(children, token_ids[1:], strict=True):
+            for sample, (child, token_id) in enumerate(zip(children, token_ids[1:], strict=True), start=1):
                 if child.status is not Status.FINISHED:
-                    progress.append(self._bear(request, child, token_id))
+                    self._bear(request, child, token_id)
+                    progress.append(Progress(child, token_id, index, sample))
             request.append(token_ids[0])
-            progress.append(Progress(request, (token_ids[0],)))
+            progress.append(Progress(request, token_ids[0], index))
             if request.finish_reason is not None:
                 self._remove(request)
         return progress
 
-    def _bear(self, owner: Request, child: Request, token_id: int) -> Progress:
+    def _bear(self, owner: Request, child: Request, token_id: int) -> None:
         """A child got its first token from its owner's logits: it shares the prompt's blocks and is queued."""
         child.num_cached_tokens = owner.num_cached_tokens
         child.num_external_tokens = owner.num_external_tokens
@@ -272,7 +278,19 @@ class Scheduler:
             child.status = Status.FINISHED
             del self.requests[child.request_id]
             self.manager.free(child)
-        return Progress(child, (token_id,))
+
+    def reset(self, reason: str) -> None:
+        """End every request and forget every block: after an error in the middle of a step."""
+        for request in self.requests.values():
+            self.connector.request_finished(request.request_id, request.block_numbers)
+            request.status, request.finish_reason, request.block_numbers, request.children = (
+                Status.FINISHED, reason, [], [],
+            )  # fmt: skip
+        self.requests.clear()
+        self._running.clear()
+        self._waiting.clear()
+        self._left.clear()
+        self.manager.pool.reset()
 
     def check_integrity(self) -> None:
         """Assert what must hold between steps: counts, order, and no block held by a request that has ended."""

@@ -58,6 +58,8 @@ class CacheTiers:
             if name == "hbm" and value == "auto":
                 continue
             object.__setattr__(self, name, parse_size(value, name))
+        if not isinstance(self.path, str | Path | None):
+            raise ConfigError(f"path is {self.path!r}; give a directory")
         if self.hbm == 0:
             raise ConfigError('hbm is 0, but the engine computes in it; give "auto" or a size')
         if self.disk and self.path is None:

@@ -83,6 +83,14 @@ class BlockPool:
         self._block_ids[block] = block_id
         return True
 
+    def reset(self) -> None:
+        """Everything free and nothing cached, as at the start: after an error left counts that cannot be trusted."""
+        self.num_evictions += len(self._by_id)
+        self._ref_counts = [0] * self.num_blocks
+        self._block_ids = [None] * self.num_blocks
+        self._by_id.clear()
+        self._free = OrderedDict.fromkeys(range(self.num_blocks))
+
     def evict_all(self) -> int:
         """Forget the ids of all free blocks; returns how many. Blocks in use stay."""
         cached = [block for block in self._free if self._block_ids[block] is not None]

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from engine.config import DTYPES, EngineConfig
+from engine.prompts import SESSION_ID
 from kvstore.config import CacheTiers, parse_size
 from kvstore.errors import ConfigError, KVStoreError
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 COMMANDS = {"chat": "talk to a model in the terminal"}
 EPILOG = """Every flag has a mirror in the environment: KVSTORE_MAX_MODEL_LEN=1024 is --max-model-len 1024.
 Order: flag, environment, default."""
@@ -83,12 +84,16 @@ def _device(name: str, text: str) -> str:
 
 
 def _session(name: str, text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,128}", text):
+    if not SESSION_ID.fullmatch(text):
         raise ConfigError(f"{name} is {text!r}; give 1 to 128 letters, digits, '-' or '_'")
     return text
 
 
 def _text(name: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{name} is not valid text in this terminal's encoding") from None
     return text
 
 
@@ -131,6 +136,8 @@ def main(argv: Sequence[str] | None = None, engine_factory: Callable[..., object
         # The reader went away (`| head`). What Python still holds for stdout must not raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILURE
+    except Exception as error:  # ours or a library's bug: a person at a terminal gets one line of it
+        return _fail(f"{type(error).__name__}: {error}"[:500], EXIT_FAILURE)
 
 
 def _fail(message: str, code: int) -> int:
@@ -177,9 +184,19 @@ def _chat(argv: list[str], environment: Mapping[str, str], engine_factory: Calla
     from service.terminal import ChatOptions, run_chat
 
     engine_arguments = {option.key: values[option.key] for option in ENGINE_OPTIONS if option.key != "hbm"}
+    _check_engine(given["model"], engine_arguments)
     engine_arguments["cache_tiers"] = CacheTiers(hbm=values["hbm"])  # type: ignore[arg-type]
     options = ChatOptions(**{option.key: values[option.key] for option in CHAT_OPTIONS})  # type: ignore[arg-type]
     return run_chat(given["model"], engine_arguments, options, engine_factory)
+
+
+def _check_engine(model: str | None, arguments: Mapping[str, object]) -> None:
+    """What the engine would refuse, before anything is loaded and with the flags' names."""
+    try:
+        EngineConfig(model, **arguments)  # type: ignore[arg-type]
+    except ConfigError as error:
+        name, _, rest = str(error).partition(" ")
+        raise ConfigError(f"--{name.replace('_', '-')} {rest}") from error
 
 
 def _command_parser(command: str, options: Iterable[Option]) -> _Parser:

@@ -6,6 +6,7 @@ With stdin piped it takes one message per line and ends with it. Ctrl-C stops th
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -51,12 +52,19 @@ def run_chat(
     _tolerate_any_text()
     from rich.console import Console
 
+    warnings.showwarning = _one_line_warning
     with _loading(Console(stderr=True), model):
         engine = (engine_factory or _engine_class())(model, **engine_arguments)
     with engine:
+        if options.max_tokens is not None and options.max_tokens >= engine.max_model_len:
+            raise ConfigError(f"--max-tokens is {options.max_tokens}; the window has {engine.max_model_len} tokens")
         conversation = Conversation(engine, options, params, Console(soft_wrap=True, highlight=False))
         num_failed = conversation.run(sys.stdin.isatty())
     return 1 if num_failed and not sys.stdin.isatty() else 0
+
+
+def _one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"kvstore: {message}", file=sys.stderr)
 
 
 def _engine_class() -> Callable[..., Any]:

@@ -130,7 +130,7 @@ class House:
         self.copies += copies
         sampled = self._execute(output, copies) if output.scheduled else []
         for progress in self.scheduler.update(output, sampled):
-            self.answers.setdefault(progress.request.request_id, []).extend(progress.token_ids)
+            self.answers.setdefault(progress.request.request_id, []).append(progress.token_id)
         self.check()
         return output
 

@@ -1,12 +1,13 @@
 """The asyncio engine: many requests in one loop, streams, cancellation, errors, close."""
 
 import asyncio
+import threading
 
 import pytest
 from engines import Greedy, save_model
 
 from engine import AsyncEngine, Engine, SamplingParams
-from kvstore.errors import ContextLengthError, EngineClosedError
+from kvstore.errors import ContextLengthError, EngineClosedError, KVStoreError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 PROMPT = list(range(3, 40))
@@ -144,5 +145,65 @@ def test_close_ends_what_runs_and_refuses_what_comes(model):
         assert out.finish_reason == "abort"
         with pytest.raises(EngineClosedError):
             await engine.generate(PROMPT, GREEDY)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_conversations_of_the_engine_go_on_beside(tmp_path):
+    """The thread that owns the engine steps for everybody, so nobody's tokens are lost."""
+    chat_model = save_model(tmp_path / "chat", tokenizer=True)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+
+    async def scenario(engine):
+        def talk(i):
+            return engine.engine.chat(f"c{i}").send("Hello there", params).text
+
+        requests = [engine.generate([i + 5] * 9, params) for i in range(6)]
+        talks = [asyncio.to_thread(talk, i) for i in range(3)]
+        outs = await asyncio.gather(*requests, *talks)
+        assert all(len(out.token_ids) == 30 for out in outs[:6])
+        return set(outs[6:])
+
+    assert len(run(chat_model, scenario)) == 1
+
+
+def test_when_the_thread_dies_nobody_waits_for_ever(model):
+    class Panic(BaseException):
+        pass
+
+    async def scenario():
+        engine = AsyncEngine(Engine(model))
+
+        def broken(*_):
+            raise Panic
+
+        engine.engine._runner.execute = broken
+        thread_errors = []
+        previous, threading.excepthook = threading.excepthook, thread_errors.append
+        try:
+            ended = await asyncio.gather(
+                *(engine.generate(PROMPT[:n], GREEDY) for n in (5, 9)), return_exceptions=True
+            )
+            assert all(isinstance(error, KVStoreError) for error in ended)
+            with pytest.raises(EngineClosedError):
+                await engine.generate(PROMPT, GREEDY)
+            engine._thread.join()
+        finally:
+            threading.excepthook = previous
+        assert [entry.exc_type for entry in thread_errors] == [Panic]
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_closing_the_engine_itself_ends_its_callers(model):
+    async def scenario():
+        engine = AsyncEngine(Engine(model))
+        task = asyncio.create_task(engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=200)))
+        while not engine.engine.has_work:
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(engine.engine.close)
+        assert (await task).finish_reason == "abort"
+        await engine.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 60))

@@ -80,16 +80,16 @@ def test_truncation_drops_whole_turns_and_keeps_the_system_prompt(engine):
     chat = engine.chat("seven", system="Be kind.")
     sizes, dropped = [], []
     for turn in range(25):
-        before = len(chat.messages)
+        before = chat.truncated_tokens
         out = chat.send(f"This is message number {turn} of a long talk.", PARAMS)
         sizes.append(out.usage.prompt_tokens)
-        if len(chat.messages) <= before:
+        if chat.truncated_tokens > before:
             dropped.append(turn)
             assert out.usage.prompt_tokens <= 128
         assert out.usage.prompt_tokens + 10 <= 256
         assert chat.messages[0] == {"role": "system", "content": "Be kind."}
         assert [m["role"] for m in chat.messages[1:]] == ["user", "assistant"] * ((len(chat.messages) - 1) // 2)
-    assert len(dropped) >= 2 and chat.truncated_tokens > 0
+    assert len(dropped) >= 2 and len(chat.messages) == 1 + 2 * 25  # the transcript stays whole
     assert max(sizes) > 200  # the window is used before anything goes
 
 
@@ -145,7 +145,8 @@ def test_a_template_that_rewrites_history_falls_back_to_rendering_all(engine):
     try:
         tokenizer.chat_template = rewriting
         template = ChatTemplate.of(tokenizer)
-        assert template.next_ids([1, 2, 3], False, "hello") is None
+        messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
+        assert template.next_ids([1, 2, 3], messages, "hello") is None
         chat = engine.chat("eleven")
         chat._template = template
         chat.send("Hello there", PARAMS)
@@ -158,3 +159,50 @@ def test_a_template_that_rewrites_history_falls_back_to_rendering_all(engine):
 def test_a_model_without_a_template_says_so(tmp_path):
     with Engine(save_model(tmp_path / "bare")) as engine, pytest.raises(RequestError, match="no chat template"):
         engine.chat("any")
+
+
+def test_truncation_makes_room_for_the_answer_that_is_asked_for(engine):
+    chat = engine.chat("twelve", system="Be kind.")
+    for turn in range(3):
+        chat.send(f"Short message {turn}", PARAMS)
+    out = chat.send("Now a long one", SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+    assert len(out.token_ids) == 200 and chat.truncated_tokens > 0
+
+
+def test_a_pool_smaller_than_the_window_is_what_a_conversation_is_truncated_to(model):
+    with pytest.warns(UserWarning, match="HBM pool"):
+        engine = Engine(model, cache_tiers={"hbm": 10 * 12288})
+    with engine:
+        chat = engine.chat("small")
+        for turn in range(12):
+            out = chat.send(f"This is message number {turn} of a long talk.", PARAMS)
+            assert out.usage.prompt_tokens + 10 <= 160
+        assert chat.truncated_tokens > 0
+
+
+def test_a_turn_that_is_ended_before_its_first_token_is_not_the_one_before(engine):
+    chat = engine.chat("thirteen")
+    first = chat.send("Hi", PARAMS)
+    stream = chat.stream("Hello again", PARAMS)
+    step = engine.step
+
+    def closing():
+        engine.step = step
+        engine.abort(next(iter(engine._outputs.handles())))
+        return []
+
+    engine.step = closing
+    list(stream)
+    assert chat.last is not first and chat.last.finish_reason == "abort" and len(chat.messages) == 2
+    assert chat.send("And now?", PARAMS).finish_reason == "length"
+
+
+def test_bad_messages_are_refused_before_anything_runs(engine):
+    chat = engine.chat("fourteen")
+    for text, params in (("\ud800", PARAMS), (5, PARAMS), ("hi", {"max_tokens": 3})):
+        with pytest.raises(RequestError):
+            chat.send(text, params)
+    for system in (5, "\ud800"):
+        with pytest.raises(RequestError, match="system"):
+            engine.chat("fifteen", system=system)
+    assert chat.messages == []

@@ -340,3 +340,112 @@ def test_a_failing_sampler_row_does_not_break_the_batch_for_ever(engine, greedy)
     sampler.set_row = set_row
     outs = engine.generate([PROMPT, PROMPT[:20]], GREEDY)
     assert [out.token_ids for out in outs] == [greedy(PROMPT, 12), greedy(PROMPT[:20], 12)]
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [
+        ("_scheduler", "schedule"),
+        ("_connector", "build_connector_meta"),
+        ("_runner", "_update_rows"),
+        ("_runner", "_sample"),
+        ("_scheduler", "update"),
+        ("_outputs", "process"),
+        ("_outputs", "add"),
+        ("_scheduler", "add"),
+    ],
+)
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_an_error_at_any_stage_ends_what_runs_and_nothing_else(model, greedy, owner, method, error):
+    with Engine(model) as engine:
+        part = getattr(engine, owner)
+        original, calls = getattr(part, method), []
+
+        def broken(*args):
+            calls.append(1)
+            if len(calls) == 2:
+                original(*args)  # the worst case: its effects are there, its result is not
+                raise error("injected")
+            return original(*args)
+
+        setattr(part, method, broken)
+        with pytest.raises(error):
+            engine.generate([PROMPT, PROMPT[:20]], GREEDY)
+        setattr(part, method, original)
+        engine.check_integrity()
+        assert not engine.has_work and engine.stats()["hbm"]["free_blocks"] == engine.stats()["hbm"]["blocks"]
+        outs = engine.generate([PROMPT, PROMPT[:20]], GREEDY)
+        assert [out.token_ids for out in outs] == [greedy(PROMPT, 12), greedy(PROMPT[:20], 12)]
+
+
+def test_wrong_types_are_request_errors(engine):
+    for arguments in ({"tenant": None}, {"cache_salt": 5}, {"priority": "a"}):
+        with pytest.raises(RequestError, match=next(iter(arguments))):
+            engine.generate([PROMPT], GREEDY, **arguments)
+    for params in ({"max_tokens": 2}, 5, [None]):
+        with pytest.raises(RequestError, match="give SamplingParams"):
+            engine.generate([PROMPT], params)
+    with pytest.raises(RequestError, match="list of prompts"):
+        engine.generate({"prompt": "x"}, GREEDY)
+    with pytest.raises(RequestError, match="from 0 to 159"):
+        engine.submit([99999], GREEDY)
+    for wrong in (5, b"x"):
+        with pytest.raises(ConfigError, match="model is"):
+            Engine(wrong)
+    with pytest.raises(ModelError, match="is not a directory"):
+        Engine("~nosuchuser/x")
+
+
+def test_a_models_own_code_is_never_run(tmp_path, monkeypatch):
+    import io
+    import json
+    import pathlib
+
+    folder = pathlib.Path(save_model(tmp_path / "m"))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\ny\n"))
+    with pytest.raises(ModelError):
+        Engine(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_aborted_requests_are_counted(engine):
+    handle = engine.submit(PROMPT, GREEDY)
+    engine.step()
+    engine.abort(handle)
+    engine.abort(handle)
+    assert engine.stats()["requests"]["aborted"] == 1 and engine.stats()["requests"]["finished"] == 0
+
+
+@pytest.mark.parametrize("kind", ["async", "daemon", "idle"])
+def test_an_engine_never_closed_neither_hangs_nor_crashes_the_exit(model, kind):
+    program = f"""
+import asyncio, threading, time
+from engine import AsyncEngine, Engine, SamplingParams
+engine = Engine({model!r})
+long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+if {kind!r} == "async":
+    served = AsyncEngine(engine)
+    async def main():
+        task = asyncio.ensure_future(served.generate([1, 2, 3], long))
+        await asyncio.sleep(0.05)
+    asyncio.run(main())
+    threading.Thread(target=lambda: asyncio.run(served.generate([5] * 50, long)), daemon=True).start()
+elif {kind!r} == "daemon":
+    def work():
+        while True:
+            engine.generate([[1, 2, 3]], long)
+    threading.Thread(target=work, daemon=True).start()
+time.sleep(0.1)
+"""
+    import pathlib
+    import subprocess
+    import sys
+
+    root = pathlib.Path(__file__).parents[1]
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr

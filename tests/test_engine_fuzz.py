@@ -106,7 +106,7 @@ def check_idle(engine: Engine) -> None:
     assert engine._runner.batch.num_rows == len(engine._scheduler._left)  # they leave with the next step
     assert engine.step() == []
     assert engine._runner.batch.num_rows == 0
-    assert (engine._outputs.num_open, engine._scheduler.requests) == (0, {})
+    assert (len(engine._outputs._open), engine._scheduler.requests) == (0, {})
     engine._pool.check_integrity(idle=True)
 
 
@@ -249,5 +249,5 @@ def test_invariant_6_an_engine_that_closes_holds_nothing(model_dir):
         guest.step()
     engine.close()
     assert all(handle.done for _, _, handle in guest.asked)
-    assert (engine._pool.num_free, engine._outputs.num_open, engine._scheduler.requests) == (8, 0, {})
+    assert (engine._pool.num_free, len(engine._outputs._open), engine._scheduler.requests) == (8, 0, {})
     engine._pool.check_integrity(idle=True)
