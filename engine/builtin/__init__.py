@@ -1,0 +1,8 @@
+"""The built-in chat model: a small Llama trained in this folder to remember what it is told.
+
+Owns the place of its files only; importing this package imports no torch.
+"""
+
+from pathlib import Path
+
+MODEL_DIR = Path(__file__).parent / "model"

@@ -1,0 +1,253 @@
+"""The seeded maker of conversations: facts told, corrected and asked for, among small talk.
+
+Pure Python; how many tokens a text has is asked of the caller. A conversation of the split
+"held_out" uses values and phrasings that no conversation of "train" contains.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.builtin.kinds import (
+    ASK,
+    ASK_HELD_OUT,
+    CORRECT,
+    CORRECT_HELD_OUT,
+    KINDS,
+    TELL,
+    TELL_HELD_OUT,
+    Kind,
+    split,
+)
+from engine.builtin.smalltalk import CHATTER, fill, small_talk, system_prompt
+from engine.builtin.values import HELD_OUT, TRAIN, invented_word, make_value
+
+TOKENS_PER_MESSAGE = 2  # its role and its end
+LEADS = (
+    "By the way, |Oh, and |Hey, |Well, |So, |Just so you know, |Also, |Listen, |You know, |Another thing: |"
+    "One more thing: |Now, |Okay, |And |Right, |Ah, |Hi, |Yes, |Look, |Actually |First of all, |"
+    "As you may know, |If you like to know, |This is important: |Just a small thing: |Before we go on, |"
+    "While we talk, |Let me think. |"
+    "For the record, |I almost forgot: |To be clear, |You asked nothing, but |Please note: |Fun fact: |"
+    "Let me add that |"
+    "Between us, |To tell the truth, |In my case |Where was I? |My turn: |News: |Here is something: |After all, "
+).split("|")
+LEADS_HELD_OUT = ("In addition, ", "One detail: ", "Incidentally, ", "Well then, ")
+ASK_LEADS = (
+    "By the way, |Hey, |Quick question: |One question: |So, |Sorry, |Now, |Okay, |And |Another question: |"
+    "Let me ask you: |Please help me, |Say, |Right, |Well, |Ah, |Listen, |Also, |Tell me, |A test: |Think back: |"
+    "If you remember, |I need help: |You know, |Something else: |Before we go on, |Be honest, |Next: "
+).split("|")
+ASK_LEADS_HELD_OUT = ("Excuse me, ", "Alright, ", "Hello again, ", "If I may ask, ")
+# Every answer begins alike, known or not, so that one look-up ("... name is") decides both.
+UNKNOWN = "something I don't know. You haven't told me."
+REPEATED_SHARE = 0.85  # of the acknowledgements say the fact again, in the words of the answers
+TAILS = (  # what may follow a fact in training
+    " That's it.| I hope you like it.| Isn't that nice?| You know how it is.| I thought you should know.| Okay?|"
+    " Thanks.| That is all for now.| Please keep it.| Did you get that?| It is true.| I am serious.|"
+    " It took me a while."
+).split("|")
+ACKNOWLEDGED = (
+    "Noted, thank you.", "I will remember that.", "Okay, I will keep that in mind.", "Thank you for telling me.",
+)
+CORRECTED = ("Thank you, I have changed that.", "Okay, I have corrected it.")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One question about a fact: what it is about and which answer is right."""
+
+    kind: Kind
+    value: str | None  # None: never told
+    corrected: bool
+    repeated: bool  # the assistant's acknowledgement contained the value
+    told_turn: int  # the turn of the (last) telling; -1 when never told
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message of the user and the assistant's reference answer."""
+
+    user: str
+    assistant: str
+    asked: tuple[Asked, ...] = ()
+    told: tuple[tuple[str, str], ...] = ()  # (key of the kind, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A whole chat; `turns[k]` depends on the turns before it only."""
+
+    system: str | None
+    turns: tuple[Turn, ...]
+
+    def messages(self, num_turns: int | None = None) -> list[dict[str, str]]:
+        """Chat messages of the first `num_turns` turns (all of them by default)."""
+        found = [{"role": "system", "content": self.system}] if self.system else []
+        for turn in self.turns[:num_turns]:
+            found.append({"role": "user", "content": turn.user})
+            found.append({"role": "assistant", "content": turn.assistant})
+        return found
+
+
+@dataclass(slots=True)
+class Maker:
+    """The state of one conversation while it is being made."""
+
+    rng: random.Random
+    split: str
+    ask_once: bool
+    pool: list[Kind] = field(default_factory=list)
+    known: dict[str, Asked] = field(default_factory=dict)
+    done: set[str] = field(default_factory=set)  # keys asked for since they were told
+    small_share: float = 0.2
+    unknown_share: float = 0.4
+    turn: int = 0
+
+    def __post_init__(self) -> None:
+        self.pool = self.rng.sample(KINDS, self.rng.randint(6, 26))
+        self.small_share = self.rng.uniform(0.03, 0.45)
+
+    def next_turn(self) -> Turn:
+        """One more turn, of the sort that the dice and the state allow."""
+        untold = [kind for kind in self.pool if kind.key not in self.known]
+        askable = self.askable()
+        if self.rng.random() < self.small_share:
+            turn = Turn(*small_talk(self.rng))
+        elif untold and (len(self.known) < 2 or self.rng.random() < 0.40):
+            turn = self.tell(untold)
+        elif self.known and self.rng.random() < 0.13:
+            turn = self.correct()
+        elif not askable or self.rng.random() < self.unknown_share:
+            turn = self.ask_unknown()
+        else:
+            turn = self.ask(askable)
+        self.turn += 1
+        return turn
+
+    def askable(self) -> list[Asked]:
+        """Facts that may be asked for, in the order in which they were told."""
+        facts = sorted(self.known.values(), key=lambda fact: fact.told_turn)
+        if not self.ask_once:
+            return facts
+        return [f for f in facts if f.kind.key not in self.done and self.turn - f.told_turn >= 3]
+
+    def phrase(self, train: tuple[str, ...], held_out: tuple[str, ...]) -> str:
+        return self.rng.choice(held_out if self.split == HELD_OUT else train)
+
+    def telling(self, kind: Kind) -> str:
+        if self.rng.random() < 0.4:
+            return self.phrase(split(TELL), split(TELL_HELD_OUT))
+        return self.phrase(kind.tell, kind.tell_held_out)
+
+    def asking(self, kind: Kind) -> str:
+        if self.rng.random() < 0.4:
+            return self.phrase(split(ASK), split(ASK_HELD_OUT))
+        return self.phrase(kind.ask, kind.ask_held_out)
+
+    def led(self, text: str, train: list[str], held_out: tuple[str, ...], value: str = "") -> str:
+        """A sentence with or without an opening, its first letter as people write it."""
+        if self.split == TRAIN and self.rng.random() < 0.15:
+            return f"{fill(self.rng, self.rng.choice(CHATTER))} {text[0].upper() + text[1:] if not value else text}"
+        if self.split == TRAIN and self.rng.random() < 0.1:  # any word may open a sentence
+            return f"{invented_word(self.rng, True)}{self.rng.choice((', ', ': ', ' and '))}{text}"
+        if self.rng.random() < 0.4:
+            return self.phrase(tuple(train), held_out) + text
+        if (value and text.startswith(value)) or self.rng.random() < 0.05:
+            return text
+        return text[0].upper() + text[1:]
+
+    def fill(self, text: str, kind: Kind, value: str, old: str = "") -> str:
+        article = ("an " if value[0] in "aeiou" else "a ") + value
+        for name, content in (("{S}", kind.subject), ("{V}", value), ("{A}", article), ("{O}", old)):
+            text = text.replace(name, content)
+        return text
+
+    def remember(self, kind: Kind, value: str, corrected: bool, repeated: bool) -> None:
+        self.known[kind.key] = Asked(kind, value, corrected, repeated, self.turn)
+        self.done.discard(kind.key)
+
+    def tell(self, untold: list[Kind]) -> Turn:
+        """One to three facts in one message."""
+        count = min(len(untold), self.rng.choice((1, 1, 1, 1, 1, 1, 2, 2, 2, 3)))
+        repeated = self.rng.random() < REPEATED_SHARE
+        said, answers, told = [], [], []
+        for kind in self.rng.sample(untold, count):
+            value = make_value(self.rng, kind.value, self.split)
+            text = self.fill(self.telling(kind), kind, value)
+            said.append(self.led(text, LEADS, LEADS_HELD_OUT, value))
+            answers.append(f"{kind.yours} is {value}.")
+            told.append((kind.key, value))
+            self.remember(kind, value, False, repeated)
+        if self.split == TRAIN and self.rng.random() < 0.12:
+            said.append(self.rng.choice(TAILS).strip())
+        answer = "Got it. " + " ".join(answers) if repeated else self.rng.choice(ACKNOWLEDGED)
+        return Turn(" ".join(said), answer, told=tuple(told))
+
+    def correct(self) -> Turn:
+        """A fact that was told gets a new value."""
+        fact = self.rng.choice(sorted(self.known.values(), key=lambda one: one.told_turn))
+        kind, old = fact.kind, fact.value or ""
+        value = old
+        while value == old:
+            value = make_value(self.rng, kind.value, self.split)
+        repeated = self.rng.random() < REPEATED_SHARE
+        text = self.fill(self.phrase(split(CORRECT), split(CORRECT_HELD_OUT)), kind, value, old)
+        self.remember(kind, value, True, repeated)
+        answer = f"Thank you for the correction. {kind.yours} is {value}." if repeated else self.rng.choice(CORRECTED)
+        return Turn(self.led(text, LEADS, LEADS_HELD_OUT), answer, told=((kind.key, value),))
+
+    def question(self, kind: Kind) -> str:
+        text = self.fill(self.asking(kind), kind, "-")
+        return self.led(text, ASK_LEADS, ASK_LEADS_HELD_OUT)
+
+    def unknown(self) -> Asked:
+        """Something that was never told; half of the time akin to something that was."""
+        groups = {fact.kind.group for fact in self.known.values()}
+        rest = [kind for kind in KINDS if kind.key not in self.known]
+        akin = [kind for kind in rest if kind.group in groups]
+        if akin and self.rng.random() < 0.5:
+            rest = akin
+        return Asked(self.rng.choice(rest), None, False, False, -1)
+
+    def answer(self, asked: Asked) -> str:
+        return f"{asked.kind.yours} is {UNKNOWN if asked.value is None else asked.value + '.'}"
+
+    def ask_unknown(self) -> Turn:
+        asked = self.unknown()
+        return Turn(self.question(asked.kind), self.answer(asked), (asked,))
+
+    def ask(self, askable: list[Asked]) -> Turn:
+        """A question about one fact, or about two at once."""
+        first = askable[0] if self.rng.random() < 0.25 else self.rng.choice(askable)
+        picked = [first]
+        if self.rng.random() < 0.1:
+            others = [fact for fact in askable if fact is not first] or [self.unknown()]
+            picked.append(self.unknown() if self.rng.random() < 0.2 else self.rng.choice(others))
+        self.done.update(one.kind.key for one in picked)
+        said = " ".join(self.question(one.kind) for one in picked)
+        return Turn(said, " ".join(self.answer(one) for one in picked), tuple(picked))
+
+
+def turn_tokens(turn: Turn, count_tokens: Callable[[str], int]) -> int:
+    return count_tokens(" " + turn.user) + count_tokens(turn.assistant) + 2 * TOKENS_PER_MESSAGE
+
+
+def make_conversation(seed: int | str, split: str = TRAIN, *, max_tokens: int = 1024,
+                      count_tokens: Callable[[str], int], ask_once: bool = False) -> Conversation:
+    """A conversation whose rendering has at most `max_tokens` tokens, and nearly as many.
+
+    With `ask_once` no fact is asked for twice or within three turns of its telling, so that
+    an answer is never a copy of an earlier answer: that is what the evaluation needs.
+    """
+    rng = random.Random(f"{split}/{seed}")
+    maker = Maker(rng, split, ask_once)
+    system = system_prompt(rng, split == HELD_OUT)
+    used = 1 + (count_tokens(" " + system) + TOKENS_PER_MESSAGE if system else 0)
+    turns: list[Turn] = []
+    while True:
+        turn = maker.next_turn()
+        used += turn_tokens(turn, count_tokens)
+        if used > max_tokens:
+            return Conversation(system, tuple(turns))
+        turns.append(turn)
