@@ -222,7 +222,7 @@ class Engine:
         cache_salt: str = "",
         priority: int = 0,
     ) -> Handle:
-        """Queue one prompt, given as checked token ids. Somebody has to call `step` until the handle is done."""
+        """Queue one prompt of token ids. Somebody has to call `step` until the handle is done. Raises as `generate`."""
         check_owner(tenant, cache_salt, priority)
         check_params(params)
         check_ids(token_ids, self.spec.vocab_size)
