@@ -6,6 +6,9 @@ KVStoreError
 │   └── UnsupportedModelError   it loads, but its attention cannot be served by position-free keys
 ├── RequestError           one request is wrong; nothing else is affected (also a ValueError)
 │   └── ContextLengthError      it does not fit the context window or the HBM pool
+├── StoreError             a store's files cannot be opened or used
+│   ├── StoreLockedError        another process owns the store; its pid is in the message
+│   └── DegradedError           the disk tier cannot write at the moment: what was to be made durable is not
 └── EngineClosedError      the engine was closed, or its thread died
 """
 
@@ -41,6 +44,22 @@ class ContextLengthError(RequestError):
         super().__init__(message, param="messages")
         self.requested_tokens = requested_tokens
         self.limit_tokens = limit_tokens
+
+
+class StoreError(KVStoreError):
+    """A store cannot be opened or used; the message names the path and the remedy."""
+
+
+class StoreLockedError(StoreError):
+    """Another owner holds the store. `pid` is its process, None when it is not known."""
+
+    def __init__(self, message: str, pid: int | None = None) -> None:
+        super().__init__(message)
+        self.pid = pid
+
+
+class DegradedError(StoreError):
+    """The disk tier cannot write (full, read-only, failing): serving goes on, durability does not."""
 
 
 class EngineClosedError(KVStoreError):

@@ -1,0 +1,64 @@
+"""What crosses the borders between tiers: a block's record, the outcome of a read, what an eviction covers.
+
+Knows no tensor, no thread and no file.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kvstore.block import BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRecord:
+    """What a stored block is, without its bytes.
+
+    tokens: its token ids, little-endian u32 (see `kvstore.block.token_bytes`). fingerprint: 32 bytes, of the model and
+    layout that computed it. created_s: seconds since the epoch.
+    """
+
+    block_id: BlockId
+    parent_id: BlockId
+    tokens: bytes
+    fingerprint: bytes
+    tenant: str = ""
+    model: str = ""
+    created_s: float = 0.0
+
+    def same_content(self, other: "BlockRecord") -> bool:
+        """Whether both name the same tokens after the same history, computed by the same model."""
+        mine = (self.block_id, self.parent_id, self.tokens, self.fingerprint)
+        return mine == (other.block_id, other.parent_id, other.tokens, other.fingerprint)
+
+
+class ReadResult(Enum):
+    """How a read ended. Everything but OK ends in recompute, and is counted by this cause."""
+
+    OK = "ok"
+    MISSING = "missing"  # no such block
+    CORRUPT = "corrupt"  # header, checksum or identity do not match; the block is to be deleted
+    FAILED = "failed"  # the medium failed; the block may still be there
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Which blocks to give up: those that match every condition that is set; nothing set selects nothing.
+
+    everything: all blocks. unused_for_s: last used at least so long ago. model: computed by this model. block_ids: only
+    these. to_bytes: the least recently used, until each tier holds at most so many bytes. dry_run: only count them.
+    """
+
+    everything: bool = False
+    unused_for_s: float | None = None
+    model: str | None = None
+    block_ids: frozenset[BlockId] | None = None
+    to_bytes: int | None = None
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """What an eviction gave up on one tier, or with dry_run would."""
+
+    num_blocks: int = 0
+    num_bytes: int = 0
