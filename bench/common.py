@@ -133,6 +133,11 @@ def alternate(measures: Mapping[str, Callable[[], float]], repeats: int, warm_up
     return found
 
 
+def say(text: str) -> None:
+    """Progress, apart from the results."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
@@ -147,7 +152,7 @@ def spread(values: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """A Llama's sizes."""
+    """A Llama's sizes, or those of a Qwen 2, which differs by biases and by its tied embeddings."""
 
     hidden_size: int
     num_layers: int
@@ -164,30 +169,51 @@ def random_llama(shape: LlamaShape, dtype: str = "bfloat16", seed: int = 0) -> I
 
     Yields the directory and the number of parameters.
     """
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(**_sizes(shape), tie_word_embeddings=False)
+    with _random_model(config, dtype, seed) as made:
+        yield made
+
+
+@contextmanager
+def random_qwen(shape: LlamaShape, dtype: str = "bfloat16", seed: int = 0) -> Iterator[tuple[Path, int]]:
+    """The same for a Qwen 2, whose output projection is its embedding."""
+    from transformers import Qwen2Config
+
+    config = Qwen2Config(**_sizes(shape), tie_word_embeddings=True)
+    with _random_model(config, dtype, seed) as made:
+        yield made
+
+
+def _sizes(shape: LlamaShape) -> Row:
+    return {
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+
+
+@contextmanager
+def _random_model(config: Any, dtype: str, seed: int) -> Iterator[tuple[Path, int]]:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    config = LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        max_position_embeddings=shape.max_position_embeddings,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-        tie_word_embeddings=False,
-    )
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(config).to(getattr(torch, dtype))
+    model = AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     with TemporaryDirectory(prefix="kvstore-bench-") as folder:
         model.save_pretrained(folder)
-        _word_tokenizer(shape.vocab_size).save_pretrained(folder)
+        _word_tokenizer(config.vocab_size).save_pretrained(folder)
         del model
         yield Path(folder), num_parameters
 
@@ -208,3 +234,42 @@ def random_prompts(num_prompts: int, num_tokens: int, vocab_size: int, seed: int
 
     rng = random.Random(seed)
     return [[rng.randrange(1, vocab_size) for _ in range(num_tokens)] for _ in range(num_prompts)]
+
+
+# -- the page cache --------------------------------------------------------------------------------------------------
+def drop_from_page_cache(path: Path, most_bytes: int) -> str | None:
+    """Take a file, synced before, out of memory. Says how that was done; None when more than `most_bytes` stay there.
+
+    Pages that a process has mapped and touched stay: close what uses the file, or do not touch it before.
+    """
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if resident_bytes(path) <= most_bytes:
+        return "fadvise"
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("1\n")
+    except OSError:
+        return None
+    return "drop_caches" if resident_bytes(path) <= most_bytes else None
+
+
+def resident_bytes(path: Path) -> float:
+    """How much of a file is in the page cache; infinity where the system does not say."""
+    import ctypes
+    import mmap
+
+    import numpy as np
+
+    size, page_bytes = path.stat().st_size, mmap.PAGESIZE
+    libc = ctypes.CDLL(None, use_errno=True)
+    if size == 0 or not hasattr(libc, "mincore"):
+        return float("inf")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as mapping:
+        view = np.frombuffer(mapping, np.uint8)
+        pages = np.zeros(-(-size // page_bytes), np.uint8)
+        address, found = view.ctypes.data, pages.ctypes.data
+        code = libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(found))
+        del view
+    return float("inf") if code else float((pages & 1).sum()) * page_bytes

@@ -1,35 +1,36 @@
 """A conversation as exact token ids: each turn's prompt is the ids so far plus what the template adds.
 
-Knows the engine by its verbs (`submit`, `stream`), and no KV at all: the prefix cache does the rest.
+A turn is durable before its last piece is handed out. When the window is full the oldest turns go; the KV of what is
+kept is spliced (see `engine/window.py`). Knows the engine by its verbs.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from engine.chat_template import ChatTemplate, Message
 from engine.detokenizer import Detokenizer
 from engine.outputs import Piece, RequestOutput
-from engine.prompts import check_params, check_text
+from engine.prompts import check_params, check_session_id, check_text
 from engine.sampling_params import SamplingParams
-from kvstore.errors import ContextLengthError, RequestError
+from engine.window import NextTurn, Window
+from kvstore.block import BlockId, Lineage, extend_chain
+from kvstore.errors import RequestError
+from kvstore.session_store import SessionKey, SessionState, TurnRecord
 
 if TYPE_CHECKING:
     from engine.engine import Engine
 
-ANSWER_SHARE = 8  # without max_tokens, a turn keeps a window's 1/8 free for its answer
 
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """A turn before its answer: its prompt, and how many of the conversation's messages no longer are in it."""
-
-    prompt: list[int]
-    num_dropped: int
-    truncated_tokens: int = 0
+def lineage_of(state: SessionState, root: BlockId) -> Lineage:
+    """What the chain of a stored session is built on."""
+    if state.first_reencoded is None:
+        return Lineage(root)
+    return Lineage(root, state.first_reencoded, state.splice_parent, state.splice_end)
 
 
 class ChatSession:
@@ -37,30 +38,63 @@ class ChatSession:
 
     messages: the transcript, whole. token_ids: exactly what the model has seen and said, as far as it still is in the
     window. last: the last turn's output. truncated_tokens: how many tokens were dropped to stay within the window.
+    num_turns: how many are stored. truncation, truncation_reuse: see `Engine.chat`.
     """
 
-    def __init__(
-        self, engine: Engine, template: ChatTemplate, session_id: str, tenant: str = "", system: str | None = None
-    ) -> None:
-        self.session_id = session_id
-        self.tenant = tenant
-        self.messages: list[Message] = []
-        self.token_ids: list[int] = []
+    def __init__(self, engine: Engine, template: ChatTemplate, key: SessionKey, system: str | None = None) -> None:
+        self.session_id = key.session_id
+        self.tenant = key.tenant
         self.last: RequestOutput | None = None
-        self.truncated_tokens = 0
-        self._system: list[Message] = [{"role": "system", "content": system}] if system else []
-        self.messages += self._system
-        self._num_dropped = 0  # messages after the system prompt that truncation took out of the window
+        self.truncation = "auto"
+        self.truncation_reuse = "reencode"
+        self.deleted = False
+        self._key = key
         self._engine = engine
         self._template = template
         self._busy = threading.Lock()
+        self._system: list[Message] = [{"role": "system", "content": system}] if system else []
+        self._number: int | None = None  # of the stored session, once there is one
+        self.messages: list[Message] = list(self._system)
+        self.num_turns = self.truncated_tokens = 0
+        self._window = Window(self._system, [], 0, [], [], Lineage(engine.root(key.tenant)))
+        state = engine.sessions.load(key)
+        if state is not None:
+            self._resume(state)
 
+    def _resume(self, state: SessionState) -> None:
+        self._number = state.head.number
+        self._system = [dict(message) for message in state.head.system]
+        self.messages, self.num_turns, self.truncated_tokens = state.messages, state.turn, state.truncated_tokens
+        root = self._engine.root(self.tenant)
+        if state.head.fingerprint == self._engine.fingerprint:
+            ids, chain, lineage, starts = state.token_ids, state.chain, lineage_of(state, root), state.turn_starts
+        else:  # another model, whose ids may mean other texts: the transcript is tokenized again
+            ids, chain, lineage, starts = [], [], Lineage(root), []
+        self._window = Window(
+            self._system, self.messages, state.num_dropped_messages, ids, chain, lineage, list(starts)
+        )
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self._window.token_ids
+
+    @property
+    def lineage(self) -> Lineage:
+        return self._window.lineage
+
+    @property
+    def chain(self) -> list[BlockId]:
+        """Ids of the full blocks of `token_ids`."""
+        return self._window.chain
+
+    # -- turns -------------------------------------------------------------------------------------------------------
     def send(self, text: str, params: SamplingParams | None = None) -> RequestOutput:
-        """One turn: the user's message in, the answer out, both added to the conversation.
+        """One turn: the user's message in, the answer out, both added to the conversation; durable on return.
 
         When prompt and answer would exceed the window, the oldest turns go, down to half the window; the system prompt
-        stays. What is kept is then tokenized and computed again. Raises RequestError while another turn runs, and
-        ContextLengthError when the message alone is too long.
+        stays. Raises RequestError while another turn runs or when the session was deleted, ContextLengthError when the
+        message alone is too long (or anything is, with truncation "disabled"), and StoreError when the turn could not
+        be stored: it then is not part of the conversation.
         """
         for _ in self.stream(text, params):
             pass
@@ -80,54 +114,61 @@ class ChatSession:
         if not self._busy.acquire(blocking=False):
             raise RequestError(f"session {self.session_id} is busy with another turn", param="session_id")
         try:
-            turn = self._turn(text, params)
-            handle = self._engine.submit(turn.prompt, params, self.tenant)
+            if self.deleted:
+                raise RequestError(f"there is no session {self.session_id!r}: it was deleted", param="session_id")
+            turn = self._window.next_turn(
+                self._engine, self._template, text, params, self.tenant, self.truncation, self.truncation_reuse
+            )
+            handle = self._engine.submit(turn.prompt, params, self.tenant, spliced=(turn.chain, turn.lineage))
+            final: Piece | None = None
             try:
-                yield from self._engine.stream(handle)
+                for piece in self._engine.stream(handle):
+                    if piece.finish_reason is None:
+                        yield piece
+                    else:
+                        final = piece  # held back until the turn is durable
             finally:
                 if handle.error is None:
                     self.last = handle.output
                     if handle.output.token_ids:
-                        self._commit(text, turn, handle.output)
+                        self._commit(text, turn, handle.output, handle.lineage or turn.lineage)
+            if final is not None:
+                yield final
         finally:
             self._busy.release()
 
-    def _turn(self, text: str, params: SamplingParams) -> _Turn:
-        """The turn's prompt, truncated where it would not fit."""
-        user: Message = {"role": "user", "content": text}
-        kept = self._kept(self._num_dropped)
-        prompt = self._template.next_ids(self.token_ids, kept, text) if self.token_ids else None
-        if prompt is None:
-            prompt = self._template.prompt_ids([*kept, user])
-        window = self._engine.max_request_tokens
-        answer = params.max_tokens or max(1, window // ANSWER_SHARE)
-        if len(prompt) + answer <= window:
-            return _Turn(prompt, self._num_dropped)
-        return self._truncated(user, len(prompt), params.max_tokens or 1, window)
-
-    def _kept(self, num_dropped: int) -> list[Message]:
-        return self._system + self.messages[len(self._system) + num_dropped :]
-
-    def _truncated(self, user: Message, num_tokens: int, answer: int, window: int) -> _Turn:
-        """Drop whole turns from the oldest on, until half the window is kept at most and the answer fits."""
-        total = len(self.messages) - len(self._system)
-        for num_dropped in range(min(self._num_dropped + 2, total), total + 1, 2):
-            prompt = self._template.prompt_ids([*self._kept(num_dropped), user])
-            fits = len(prompt) + answer <= window
-            if fits and (len(prompt) <= window // 2 or num_dropped == total):
-                return _Turn(prompt, num_dropped, num_tokens - len(prompt))
-        needed = len(prompt) + answer
-        where = "context window" if window == self._engine.max_model_len else "HBM pool"
-        raise ContextLengthError(
-            f"system prompt, message and answer need {needed} tokens, but the {where} has {window}", needed, window
+    def _commit(self, text: str, turn: NextTurn, output: RequestOutput, lineage: Lineage) -> None:
+        """The turn becomes part of the conversation: text for people, ids for the next prompt. Waits for the disk."""
+        said: list[Message] = [{"role": "user", "content": text}, {"role": "assistant", "content": output.text}]
+        token_ids = output.prompt_token_ids + self._answer_ids(output)
+        chain = list(turn.chain) if lineage == turn.lineage else []  # given up: the reused KV was missing
+        extend_chain(chain, lineage.root, token_ids, self._engine.block_size)
+        append = not turn.rebase and lineage == self._window.lineage
+        known, num_blocks = len(self._window.token_ids), len(self._window.chain)
+        record = TurnRecord(
+            number=self.num_turns + 1,
+            messages=[*(self._system if self.num_turns == 0 else []), *said],
+            token_ids=token_ids[known:] if append else token_ids,
+            chain=chain[num_blocks:] if append else chain,
+            base="append" if append else "rebase",
+            first_reencoded=lineage.splice_index,
+            splice_parent=lineage.splice_parent,
+            splice_end=lineage.splice_end,
+            turn_starts=turn.turn_starts,
+            num_dropped_messages=turn.num_dropped,
+            truncated_tokens=turn.truncated_tokens,
+            finish_reason=output.finish_reason or "",
+            usage=_usage(output),
+            created_s=time.time(),
         )
-
-    def _commit(self, text: str, turn: _Turn, output: RequestOutput) -> None:
-        """The turn becomes part of the conversation: text for people, ids for the next prompt."""
-        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": output.text}]
-        self.token_ids = output.prompt_token_ids + self._answer_ids(output)
+        fingerprint, model = self._engine.fingerprint, self._engine.model_name
+        ticket = self._engine.sessions.commit_turn(self._key, record, fingerprint, model, self._number)
+        self._number = ticket.wait().number
+        self.num_turns += 1
+        self.messages += said
         self.truncated_tokens += turn.truncated_tokens
-        self._num_dropped = turn.num_dropped
+        starts = turn.turn_starts
+        self._window = Window(self._system, self.messages, turn.num_dropped, token_ids, chain, lineage, starts)
 
     def _answer_ids(self, output: RequestOutput) -> list[int]:
         """Ids of the answer without its end token, which the template's delta brings, and nothing of a stop string."""
@@ -144,3 +185,34 @@ class ChatSession:
                 break
             count, known = number, said.text
         return choice.token_ids[:count] + self._template.encode_answer(choice.text[len(known) :])
+
+    # -- the whole session -------------------------------------------------------------------------------------------
+    def fork(self, session_id: str, turn: int | None = None) -> ChatSession:
+        """A new session of this id with turns 1 to `turn` (None: all) of this one; they share their KV.
+
+        Raises RequestError for a bad id, StoreError when it is taken or there is no such turn.
+        """
+        check_session_id(session_id)
+        if self.num_turns == 0 or (turn is not None and not 1 <= turn <= self.num_turns):
+            raise RequestError(f"turn is {turn}; this session has {self.num_turns} turns", param="turn")
+        key = SessionKey(self.tenant, session_id)
+        if self._engine.sessions.exists(key):
+            raise RequestError(f"there is a session {session_id!r} already", param="session_id")
+        self._engine.sessions.fork(self._key, turn, key).wait()
+        return self._engine.chat(session_id, self.tenant)
+
+    def set_ttl(self, ttl_s: float | None) -> None:
+        """Delete the session by itself so many seconds after its last turn; None keeps it. Needs a first turn."""
+        if self._number is None:
+            raise RequestError("the session has no turn yet", param="ttl_s")
+        self._engine.sessions.set_ttl(self._key, ttl_s).wait()
+
+
+def _usage(output: RequestOutput) -> dict[str, int]:
+    usage = output.usage
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "cached_tokens": usage.cached_tokens,
+        **asdict(usage.cached_tokens_details),
+    }

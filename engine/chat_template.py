@@ -32,6 +32,14 @@ class Delta:
     after: str
 
 
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """end: what closes an answer before the next turn begins. turn_chars: what opens a turn has so many characters."""
+
+    end: str
+    turn_chars: int
+
+
 class ChatTemplate:
     """The chat template of one tokenizer. Make it with `of`."""
 
@@ -39,6 +47,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._controls = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
         self._deltas: dict[bool, Delta | None] = {}
+        self._boundaries: dict[bool, Boundary | None] = {}
 
     @classmethod
     def of(cls, tokenizer: Any) -> ChatTemplate | None:
@@ -83,6 +92,54 @@ class ChatTemplate:
             before, after = self._encode_part(delta.before), self._encode_part(delta.after)
             return token_ids + before + self._encode_plain(shown) + after
         return token_ids + self._encode_part(delta.before + shown + delta.after)
+
+    def head_ids(self, system: list[Message]) -> list[int] | None:
+        """Ids of what stands before the first turn: of a prompt, the part that every truncation keeps."""
+        boundary = self._boundary(bool(system))
+        if boundary is None:
+            return None
+        rendered = self._render([*system, {"role": "user", "content": _USER}])
+        before = rendered[: rendered.index(_USER)]
+        head = before[: len(before) - boundary.turn_chars]
+        if not system or not self._spells_control(system[0]["content"]):
+            return self._encode(head)
+        start, content, rest = head.partition(system[0]["content"])
+        if not content:
+            return None
+        return self._encode(start) + self._encode_plain(content) + (self._encode_part(rest) if rest else [])
+
+    def end_ids(self, has_system: bool) -> list[int] | None:
+        """Ids of what the template puts behind an answer before the next turn begins."""
+        boundary = self._boundary(has_system)
+        return None if boundary is None else self._encode_part(boundary.end)
+
+    def _boundary(self, has_system: bool) -> Boundary | None:
+        if has_system not in self._boundaries:
+            self._boundaries[has_system] = self._find_boundary(has_system)
+        return self._boundaries[has_system]
+
+    def _find_boundary(self, has_system: bool) -> Boundary | None:
+        """Where turns begin: what stands before the first user message and before a later one has the same end."""
+        delta = self._delta(has_system)
+        if delta is None:
+            return None
+        system = [{"role": "system", "content": "kvstoresystem"}] if has_system else []
+        rendered = self._render([*system, {"role": "user", "content": _USER}])
+        first = rendered[: rendered.index(_USER)]
+        count = 0
+        while count < min(len(first), len(delta.before)) and first[-count - 1] == delta.before[-count - 1]:
+            count += 1
+        count = min(self._whole_tokens(first, count), self._whole_tokens(delta.before, count))
+        return Boundary(delta.before[: len(delta.before) - count], count)
+
+    def _whole_tokens(self, text: str, count: int) -> int:
+        """The last `count` characters, or fewer: a cut through a control token moves behind it."""
+        cut = len(text) - count
+        for token in self._controls:
+            for start in range(max(0, cut - len(token) + 1), cut):
+                if text.startswith(token, start):
+                    return self._whole_tokens(text, len(text) - start - len(token))
+        return count
 
     def encode_answer(self, text: str) -> list[int]:
         """Ids of a part of an answer, as plain text that continues what stands before it."""

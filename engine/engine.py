@@ -15,7 +15,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from engine.chat import ChatSession
+from engine.admin import Admin, weak_handler
+from engine.chat import ChatSession, lineage_of
 from engine.chat_template import ChatTemplate
 from engine.config import EngineConfig
 from engine.kv_cache_manager import KVCacheManager
@@ -32,32 +33,41 @@ from engine.prompts import (
     check_params,
     check_session_id,
     check_text,
+    check_truncation,
     checked_prompts,
     prompt_ids,
 )
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler, SchedulerOutput
-from kvstore.block import extend_chain
+from engine.storage import open_store
+from kvstore.block import BlockId, Lineage
 from kvstore.config import CacheTiers
-from kvstore.connector import KVConnector, NullConnector
+from kvstore.connector import KVConnector, TransferPlan
 from kvstore.errors import EngineClosedError, KVStoreError, RequestError
 from kvstore.pool import BlockPool
+from kvstore.session_store import SessionKey, SessionStore, open_sessions
+
+IDLE_WAIT_S = 0.02
 
 
 class Engine:
     """A language model with a paged, prefix-cached KV pool.
 
     model: None for the built-in chat model, a local Hugging Face directory, or a hub id.
-    cache_tiers: CacheTiers or a dict of hbm, cpu, disk, path. hbm "auto" sizes the pool by what is free. The tiers cpu
-        and disk are accepted and checked, and not yet active: KV lives in HBM only, sessions in memory only.
+    cache_tiers: CacheTiers or a dict of hbm, cpu, disk, path. hbm "auto" sizes the pool by what is free. With a disk
+        tier KV and sessions outlive the process; path has one owner at a time.
     device, dtype: "auto" picks CUDA where there is one, and the dtype of the checkpoint.
     block_size: tokens per block. max_model_len: the window, at most the model's own.
     max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step, of all requests together.
-    load: "auto" or "always", for tiers below HBM (see cache_tiers). seed: of sampling without a seed of its own.
+    load: "auto" loads stored KV unless computing it is predicted to be clearly faster; "always" loads what is stored.
+    seed: of sampling without a seed of its own.
     policy: "fcfs" or "priority" (lower values first).
 
-    Raises ConfigError, ModelError or UnsupportedModelError. A context manager; `close` twice does no harm.
+    `admin` evicts, verifies, compacts, and lists and deletes sessions (see `engine.admin`).
+
+    Raises ConfigError, ModelError, UnsupportedModelError, StoreError or StoreLockedError. A context manager; `close`
+    twice does no harm.
     """
 
     def __init__(
@@ -92,23 +102,33 @@ class Engine:
         self.spec = model.spec
         limits = config.scheduler(loaded.max_model_len)
         self._num_blocks = num_hbm_blocks(model, limits, config.tiers.hbm)
-        self._connector = NullConnector()
-        self._pool = BlockPool(self._num_blocks)
-        self._scheduler = Scheduler(limits, KVCacheManager(self._pool, limits.block_size), self._connector)
-        self._runner = ModelRunner(model, limits, self._num_blocks, self._connector)
-        self._outputs = OutputProcessor(None if loaded.tokenizer is None else loaded.tokenizer.backend_tokenizer)
-        self._template = None if loaded.tokenizer is None else ChatTemplate.of(loaded.tokenizer)
-        self._sessions: dict[tuple[str, str], ChatSession] = {}
+        self.lock = threading.RLock()
+        self.connector = open_store(config, loaded, model)
+        try:
+            self.pool = BlockPool(self._num_blocks)
+            self._scheduler = Scheduler(limits, KVCacheManager(self.pool, limits.block_size), self.connector)
+            self._runner = ModelRunner(model, limits, self._num_blocks, self.connector)
+            self._outputs = OutputProcessor(None if loaded.tokenizer is None else loaded.tokenizer.backend_tokenizer)
+            self._template = None if loaded.tokenizer is None else ChatTemplate.of(loaded.tokenizer)
+            self.sessions: SessionStore = open_sessions(self.connector.directory)
+        except BaseException:
+            self.connector.close()
+            raise
+        self.chats: weakref.WeakValueDictionary[SessionKey, ChatSession] = weakref.WeakValueDictionary()
         self._random = random.Random(config.seed)
         self._counter = itertools.count()
         self._num_aborted = 0
+        self._plan: TransferPlan | None = None
         self._totals = dict.fromkeys(("requests", "prompt_tokens", "cached_tokens", "completion_tokens"), 0)
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)  # work has come, or a step has ended
+        self._cached_by_tier = dict.fromkeys(("hbm", "cpu", "disk", "reencoded"), 0)
+        self._changed = threading.Condition(self.lock)  # work has come, or a step has ended
         self._driver: threading.Thread | None = None  # who steps, when it is not the caller who waits
         self._gate = _Gate()
         # Also when the engine is collected or the interpreter exits: no step may run while Python is torn down.
-        self._finalizer = weakref.finalize(self, _shut, self._gate, self._lock, self._connector)
+        self._finalizer = weakref.finalize(self, _shut, self._gate, self.lock, self.connector, self.sessions)
+        self.admin = Admin(self)
+        self.admin.resume()
+        self.connector.serve(weak_handler(self.admin))
 
     # -- the library's interface -------------------------------------------------------------------------------------
     def generate(
@@ -139,10 +159,19 @@ class Engine:
                 self.abort(handle)
         return [handle.output for handle in handles]
 
-    def chat(self, session_id: str, tenant: str = "", system: str | None = None) -> ChatSession:
-        """The session of this id, created when unknown. system: its system prompt, for a new session only.
+    def chat(
+        self,
+        session_id: str,
+        tenant: str = "",
+        system: str | None = None,
+        truncation: str = "auto",
+        truncation_reuse: str = "reencode",
+    ) -> ChatSession:
+        """The session of this id, created when unknown, else resumed. system: its system prompt, for a new one only.
 
-        Raises RequestError for a bad id or a model without a chat template.
+        truncation: "auto" drops the oldest turns when the window is full, "disabled" raises ContextLengthError instead.
+        truncation_reuse: "reencode" keeps the KV of what is kept, "exact" computes it again. Both last as long as the
+        returned object. Raises RequestError for a bad id or a model without a chat template.
         """
         check_session_id(session_id)
         check_owner(tenant, "", 0)
@@ -150,33 +179,41 @@ class Engine:
             check_text(system, "system")
         if self._template is None:
             raise RequestError(f"{self.model_name} has no chat template; use generate", param="messages")
-        with self._lock:
-            self._check_open()
-            key = (tenant, session_id)
-            if key not in self._sessions:
-                self._sessions[key] = ChatSession(self, self._template, session_id, tenant, system)
-            return self._sessions[key]
+        check_truncation(truncation, truncation_reuse)
+        with self.lock:
+            self.check_open()
+            key = SessionKey(tenant, session_id)
+            chat = self.chats.get(key)
+            if chat is None:
+                chat = self.chats[key] = ChatSession(self, self._template, key, system)
+            chat.truncation, chat.truncation_reuse = truncation, truncation_reuse
+            return chat
 
     def prefetch(self, session_id: str, tenant: str = "") -> None:
         """A hint that this session's person is typing. Raises RequestError when there is no such session."""
-        self._check_open()
-        session = self._sessions.get((tenant, session_id))
-        if session is None:
+        self.check_open()
+        check_session_id(session_id)
+        key = SessionKey(tenant, session_id)
+        state = self.sessions.load(key)
+        if state is None and key in self.chats:
+            return  # it has no turn yet
+        if state is None:
             raise RequestError(f"there is no session {session_id!r}", param="session_id")
-        chain: list[bytes] = []
-        extend_chain(chain, self._connector.lineage_root(tenant, ""), session.token_ids, self._config.block_size)
-        self._connector.prefetch(chain)
+        self.connector.prefetch(state.chain, state.token_ids, lineage_of(state, self.root(tenant)), tenant)
 
     def flush(self) -> None:
-        """Returns when every finished block is synced on disk; at once while no disk tier is active."""
-        self._check_open()
-        self._connector.flush()
+        """Returns when every finished block is synced on disk; at once without a disk tier.
+
+        Raises DegradedError when the disk cannot write.
+        """
+        self.check_open()
+        self.connector.flush()
 
     def stats(self) -> dict[str, object]:
         """Counters and gauges as a plain dict; step times are running totals in seconds."""
-        with self._lock:
-            pool = self._pool
-            return {
+        with self.lock:
+            pool = self.pool
+            stats: dict[str, object] = {
                 "model": self.model_name,
                 "requests": {
                     "running": self._scheduler.num_running,
@@ -185,21 +222,26 @@ class Engine:
                     "aborted": self._num_aborted,
                     "preemptions": self._scheduler.num_preemptions,
                 },
-                "tokens": {name: self._totals[name] for name in self._totals if name != "requests"},
+                "tokens": {
+                    **{name: self._totals[name] for name in self._totals if name != "requests"},
+                    "cached_by_tier": dict(self._cached_by_tier),
+                },
                 "hbm": {
                     "blocks": pool.num_blocks,
                     "free_blocks": pool.num_free,
                     "cached_blocks": pool.num_cached,
                     "evicted_blocks": pool.num_evictions,
-                    "block_bytes": self._config.block_size * self.spec.kv_bytes_per_token,
+                    "block_bytes": self.block_bytes,
                 },
                 "step": asdict(self._runner.times),
-                **self._connector.stats(),
+                **self.connector.stats(),
             }
+        stats["sessions"] = self.sessions.stats()
+        return stats
 
     def close(self) -> None:
         """End running requests as aborted and close the store."""
-        with self._lock:
+        with self.lock:
             if self._gate.closed:
                 return
             self._end_all(None)
@@ -221,26 +263,33 @@ class Engine:
         tenant: str = "",
         cache_salt: str = "",
         priority: int = 0,
+        spliced: tuple[Sequence[BlockId], Lineage] | None = None,
     ) -> Handle:
-        """Queue one prompt of token ids. Somebody has to call `step` until the handle is done. Raises as `generate`."""
+        """Queue one prompt of token ids. Somebody has to call `step` until the handle is done. Raises as `generate`.
+
+        spliced: the chain of its first blocks, where these hold reused KV, and that chain's lineage.
+        """
         check_owner(tenant, cache_salt, priority)
         check_params(params)
         check_ids(token_ids, self.spec.vocab_size)
         longest = self.max_output_tokens(token_ids, params)
-        with self._lock:
-            self._check_open()
+        with self.lock:
+            self.check_open()
             with self._ending_all_on_error():
+                chain, lineage = spliced or ((), Lineage(self.connector.lineage_root(tenant, cache_salt)))
                 first = Request(
                     request_id=f"request-{next(self._counter)}",
                     prompt_token_ids=token_ids,
                     params=params,
                     max_output_tokens=longest,
-                    root=self._connector.lineage_root(tenant, cache_salt),
+                    lineage=lineage,
                     block_size=self._config.block_size,
                     seed=self._random.getrandbits(63) if params.seed is None else params.seed,
                     eos_token_ids=self._eos_token_ids,
                     priority=priority,
                     arrival_s=time.monotonic(),
+                    tenant=tenant,
+                    chain=list(chain),
                 )
                 first.children = [first.sibling(index) for index in range(1, params.n)]
                 handle = self._outputs.add([first, *first.children])
@@ -250,11 +299,13 @@ class Engine:
 
     def step(self) -> list[Handle]:
         """Run one step; returns the handles that got something new. An error ends all running requests with it."""
-        with self._lock:
-            self._check_open()
+        with self.lock:
+            self.check_open()
             with self._ending_all_on_error():
                 started = time.perf_counter()
+                self._plan = None
                 output = self._scheduler.schedule()
+                self._plan = output.plan
                 scheduled = time.perf_counter()
                 result = self._runner.execute(output)
                 executed = time.perf_counter()
@@ -263,13 +314,14 @@ class Engine:
             times.schedule_s += scheduled - started
             times.update_s += time.perf_counter() - executed
             self._changed.notify_all()
+            if not output.scheduled and self._scheduler.has_work:
+                self.connector.wait_for_progress(IDLE_WAIT_S)  # every request waits for blocks from a slower tier
             return touched
 
     def _update(self, output: SchedulerOutput, result: StepResult) -> list[Handle]:
-        if self._connector.get_finished():
-            raise RuntimeError("the store failed to load blocks of this step")
+        failed_blocks = self.connector.get_finished()
         touched: dict[str, Handle] = {}
-        for progress in self._scheduler.update(output, result.token_ids):
+        for progress in self._scheduler.update(output, result.token_ids, failed_blocks):
             request = progress.request
             logprobs = result.logprobs.get(progress.scheduled)
             logprob = None if logprobs is None else logprobs[progress.sample]
@@ -286,7 +338,7 @@ class Engine:
         """End a request now; its blocks are given back before the next step. Does nothing when it is done."""
         if handle.done:
             return
-        with self._lock, self._ending_all_on_error():
+        with self.lock, self._ending_all_on_error():
             ended = self._outputs.abort(handle)
             self._num_aborted += bool(ended)
             for request_id in ended:
@@ -323,8 +375,9 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Assert that every count agrees, and that nothing is held when nothing runs. For tests and debugging."""
-        with self._lock:
+        with self.lock:
             self._scheduler.check_integrity()
+            self.connector.check_integrity(idle=not self._scheduler.has_work)
 
     def _wait(self, handle: Handle) -> None:
         while not handle.done:
@@ -343,7 +396,7 @@ class Engine:
 
     def drive(self, driver: threading.Thread) -> None:
         """From now on only this thread steps; whoever else waits for an answer waits for it."""
-        with self._lock:
+        with self.lock:
             self._driver = driver
 
     def wait_for_work(self, stop: Callable[[], bool]) -> None:
@@ -361,7 +414,7 @@ class Engine:
         if handle.error is not None:
             raise handle.error
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         if self._gate.closed:
             raise EngineClosedError("the engine is closed")
 
@@ -381,6 +434,8 @@ class Engine:
         for handle in self._outputs.handles():
             self._outputs.abort(handle, error)
             self._num_aborted += 1
+        self.connector.step_failed(self._plan)
+        self._plan = None
         self._scheduler.reset("abort")
         self._runner.reset()
         self._changed.notify_all()
@@ -391,6 +446,33 @@ class Engine:
         self._totals["prompt_tokens"] += usage.prompt_tokens
         self._totals["cached_tokens"] += usage.cached_tokens
         self._totals["completion_tokens"] += usage.completion_tokens
+        for tier in self._cached_by_tier:
+            self._cached_by_tier[tier] += getattr(usage.cached_tokens_details, tier)
+
+    # -- what chat sessions and administration need ------------------------------------------------------------------
+    def root(self, tenant: str) -> BlockId:
+        """Root of this tenant's chains."""
+        return self.connector.lineage_root(tenant, "")
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Names weights and layout where sessions outlive the process, else empty."""
+        return self.connector.fingerprint
+
+    @property
+    def block_size(self) -> int:
+        return self._config.block_size
+
+    @property
+    def block_bytes(self) -> int:
+        return self._config.block_size * self.spec.kv_bytes_per_token
+
+    def erase_hbm(self, blocks: Sequence[int]) -> None:
+        """Overwrite blocks that nobody holds: what a deleted session left there."""
+        for layer in self._runner.caches:
+            for cache in layer:
+                for block in blocks:
+                    cache[block].zero_()
 
 
 @dataclass(slots=True)
@@ -398,8 +480,11 @@ class _Gate:
     closed: bool = False
 
 
-def _shut(gate: _Gate, lock: AbstractContextManager, connector: KVConnector) -> None:
+def _shut(gate: _Gate, lock: AbstractContextManager, connector: KVConnector, sessions: SessionStore) -> None:
     """Let a running step end, refuse further ones, and drain the store."""
     with lock:
         gate.closed = True
-        connector.close()
+        try:
+            sessions.close()
+        finally:
+            connector.close()

@@ -82,6 +82,12 @@ class KVCacheManager:
         child.num_computed_tokens = child.num_prompt_tokens
         child.num_hashed_blocks = child.num_prompt_tokens // self.block_size
 
+    def cache_loading_blocks(self, request: Request, num_blocks: int) -> None:
+        """Put `num_blocks` behind the hits into the map while they are being loaded: others of this step share them."""
+        for index in range(request.num_hashed_blocks, request.num_hashed_blocks + num_blocks):
+            self.pool.insert(request.block_numbers[index], request.chain[index])
+        request.num_hashed_blocks += num_blocks
+
     def cache_full_blocks(self, request: Request) -> None:
         """Put the blocks that were filled by computed tokens into the pool's map."""
         full = request.num_computed_tokens // self.block_size

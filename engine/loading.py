@@ -24,9 +24,13 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was loaded. tokenizer is None when the directory has none: prompts are then token ids."""
+    """What was loaded. tokenizer is None when the directory has none: prompts are then token ids.
+
+    source: the directory, or the hub id.
+    """
 
     name: str
+    source: str
     model: Any  # transformers.PreTrainedModel
     tokenizer: Any  # transformers.PreTrainedTokenizerFast | None
     eos_token_ids: frozenset[int]
@@ -47,7 +51,7 @@ def load(model: str | Path | None, device: str, dtype: str, max_model_len: int |
     network = _network(source, config, dtype).to(target).eval().requires_grad_(False)
     tokenizer = _tokenizer(source)
     name = "kvstore-builtin" if model is None else Path(source).resolve().name if Path(source).is_dir() else source
-    return Loaded(name, network, tokenizer, _eos_token_ids(network, tokenizer), window, target)
+    return Loaded(name, source, network, tokenizer, _eos_token_ids(network, tokenizer), window, target)
 
 
 def _source(model: str | Path | None) -> str:

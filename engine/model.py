@@ -192,7 +192,8 @@ class PositionFreeModel:
         """Zeroed paged caches: what was never written must be finite, since masked scores still pass through it."""
         shape = (num_blocks, block_size, self.spec.num_kv_heads, self.spec.head_dim)
         options = {"dtype": self.spec.dtype, "device": self.device}
-        return [(torch.zeros(shape, **options), torch.zeros(shape, **options)) for _ in range(self.spec.num_layers)]
+        with torch.inference_mode(False):  # whatever its caller is in: threads outside of it write here too
+            return [(torch.zeros(shape, **options), torch.zeros(shape, **options)) for _ in range(self.spec.num_layers)]
 
     def forward(
         self,

@@ -67,7 +67,9 @@ class ModelRunner:
         if copies:
             self._copy_blocks(copies)
         if output.plan is not None:
-            self.connector.start_load_kv(output.plan)
+            row_starts = np.empty(len(inputs.order), dtype=np.int64)
+            row_starts[inputs.order] = inputs.query_start[:-1]
+            self.connector.start_load_kv(output.plan, row_starts.tolist())
         built = time.perf_counter()
         logits = self._forward(inputs)
         self.connector.wait_for_save()
@@ -77,7 +79,11 @@ class ModelRunner:
         times.num_steps += 1
         times.build_s += built - started
         times.forward_s += computed - built
-        times.sample_s += time.perf_counter() - computed
+        sampled = time.perf_counter()
+        times.sample_s += sampled - computed
+        num_prefill_tokens = sum(s.num_tokens for s in output.scheduled if s.num_tokens > 1)
+        if 2 * num_prefill_tokens > output.num_tokens:
+            self.connector.step_measured(num_prefill_tokens, sampled - built)
         return result
 
     def reset(self) -> None:

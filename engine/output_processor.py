@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from engine.detokenizer import Detokenizer
 from engine.outputs import CachedTokensDetails, Choice, Piece, RequestOutput, TokenLogprob, Usage
 from engine.request import Request
+from kvstore.block import Lineage
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -23,6 +24,7 @@ class Handle:
     """A caller's end of one prompt: pieces of the stream in order, and the output, complete when `done`.
 
     Pieces are appended by whoever steps the engine and taken by the caller. error: why it ended without an output.
+    lineage: of the chain that the first choice was computed under, once it has ended.
     """
 
     request_id: str
@@ -30,6 +32,7 @@ class Handle:
     pieces: deque[Piece] = field(default_factory=deque)
     done: bool = False
     error: Exception | None = None
+    lineage: Lineage | None = None
 
 
 class OutputProcessor:
@@ -113,9 +116,10 @@ class OutputProcessor:
         handle, _, _ = self._tracked.pop(request.request_id)
         choice = handle.output.choices[request.index]
         choice.finish_reason, choice.stop_reason = request.finish_reason, request.stop_reason
-        details = CachedTokensDetails(hbm=request.num_cached_tokens or 0)
+        details = request.cached or CachedTokensDetails()
         completion = handle.output.usage.completion_tokens + len(choice.token_ids)
         if request.index == 0:
+            handle.lineage = request.lineage
             handle.output.usage = Usage(request.num_prompt_tokens, completion, details)
         else:
             handle.output.usage = Usage(

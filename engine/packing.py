@@ -1,7 +1,7 @@
 """Makes the eager CPU forward of a Hugging Face model faster by replacing modules in place; knows no architecture.
 
 `pack_for_cpu` packs linear weights for oneDNN, joins q/k/v and shortens RMS norms and submodule lookups.
-`skip_rotation` removes the attention's own rotation where the caller makes it a no-op (DESIGN section 5.1).
+`skip_rotation` removes the attention's own rotation where the caller makes it a no-op.
 What cannot be replaced exactly (to rounding) is left as it is. Numbers: bench/LOG.md.
 """
 
@@ -158,7 +158,7 @@ def pack_for_cpu(model: nn.Module) -> PackingReport:
 def skip_rotation(attention: nn.Module) -> bool:
     """Give this instance a forward in which `apply_rotary_pos_emb(q, k, ...)` returns q and k as they are.
 
-    Only for a model whose rotary modules return cos = 1 and sin = 0 (DESIGN section 5.1). False, and nothing changed,
+    Only for a model whose rotary modules return cos = 1 and sin = 0. False, and nothing changed,
     when the forward calls no such function, when that is not the identity for cos = 1 and sin = 0, or when somebody
     else patched the forward. Other instances of the class, and the class, are not touched.
     Query and key then reach the attention function as views (strided), where the rotation had made fresh tensors.

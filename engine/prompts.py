@@ -112,3 +112,13 @@ def check_fits(num_prompt_tokens: int, params: SamplingParams, max_model_len: in
             limit,
         )
     return params.max_tokens
+
+
+def check_truncation(truncation: str, truncation_reuse: str) -> None:
+    """Raises RequestError for anything but the known ways to truncate."""
+    for name, value, known in (
+        ("truncation", truncation, ("auto", "disabled")),
+        ("truncation_reuse", truncation_reuse, ("reencode", "exact")),
+    ):
+        if value not in known:
+            raise RequestError(f"{name} is {value!r}; give one of {', '.join(known)}", param=name)

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from engine.outputs import CachedTokensDetails
 from engine.sampling_params import SamplingParams
-from kvstore.block import BlockId, extend_chain
+from kvstore.block import BlockId, Lineage, extend_chain
 
 
 class Status(Enum):
@@ -18,19 +19,20 @@ class Request:
     """A token sequence that the engine extends. With n > 1 each choice is a Request of its own.
 
     The first choice computes the prompt; the others are its `children`, which hold nothing until the prompt is
-    computed and then share its blocks.
+    computed and then share its blocks. chain may be given: the ids of a spliced beginning (`kvstore.block.Lineage`).
     """
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     max_output_tokens: int
-    root: BlockId
+    lineage: Lineage
     block_size: int
     seed: int
     eos_token_ids: frozenset[int] = frozenset()
     priority: int = 0
     arrival_s: float = 0.0
+    tenant: str = ""
     index: int = 0  # which of the n choices
 
     sequence: int = 0  # order of arrival, given by the scheduler
@@ -40,8 +42,9 @@ class Request:
     block_numbers: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_hashed_blocks: int = 0  # blocks that this request has put into the pool's map, or hit there
-    num_cached_tokens: int | None = None  # prompt tokens found in HBM when it was first scheduled
-    num_external_tokens: int = 0  # of these, loaded through the connector
+    arrival: list[str] | None = None  # the tier of each stored block of its prompt when it arrived
+    cached: CachedTokensDetails | None = None  # prompt tokens that were not computed when it was first scheduled
+    may_load: bool = True  # a failed load is not tried again
     num_preemptions: int = 0
     children: list["Request"] = field(default_factory=list)
     finish_reason: str | None = None
@@ -84,7 +87,13 @@ class Request:
     def extend_chain(self) -> None:
         """Name the blocks that have become full. Ids that are there are never computed again."""
         if len(self.token_ids) >= (len(self.chain) + 1) * self.block_size:
-            extend_chain(self.chain, self.root, self.token_ids, self.block_size)
+            extend_chain(self.chain, self.lineage.root, self.token_ids, self.block_size)
+
+    def give_up_splice(self) -> None:
+        """Reused KV is missing: the same tokens under their exact chain, to be computed."""
+        self.lineage = self.lineage.exact
+        self.chain.clear()
+        self.extend_chain()
 
     def append(self, token_id: int) -> None:
         """A token was sampled: it belongs to the sequence, its KV does not exist yet."""

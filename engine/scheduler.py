@@ -4,14 +4,16 @@ Owns the waiting and the running set. Knows the connector only by its scheduler-
 """
 
 import bisect
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from engine.config import SchedulerConfig
 from engine.kv_cache_manager import Allocation, KVCacheManager
+from engine.outputs import CachedTokensDetails
 from engine.request import Request, Status
-from kvstore.connector import KVConnector, Lookup, TransferPlan
+from kvstore.connector import KVConnector, Lookup, StepSpan, TransferPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class Scheduler:
         self.connector = connector
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
+        self.num_failed_loads = 0
         self._running: list[Request] = []  # sorted by _key
         self._waiting: list[Request] = []  # sorted by _key; unborn choices are not in it
         self._left: list[str] = []
@@ -93,12 +96,27 @@ class Scheduler:
     # -- arrival and departure ---------------------------------------------------------------------------------------
     def add(self, request: Request) -> None:
         """Queue a request. Its children (n > 1) are known from now on and queued when its prompt is computed."""
-        self.connector.on_new_request(request.request_id, request.chain)
         for choice in (request, *request.children):
             choice.sequence = self._next_sequence
             self._next_sequence += 1
             self.requests[choice.request_id] = choice
+        self._announce(request)
         self._queue(request)
+
+    def _announce(self, request: Request) -> None:
+        """Let the store know what this request may load; at its arrival also note which tier holds what."""
+        num_hit = len(self.manager.match_prefix(request))
+        below = self.connector.on_new_request(
+            request.request_id,
+            request.chain,
+            request.token_ids,
+            request.lineage,
+            request.tenant,
+            num_hit * self.config.block_size,
+            request.may_load,
+        )
+        if request.arrival is None:
+            request.arrival = ["hbm"] * num_hit + below
 
     def _queue(self, request: Request) -> None:
         request.status = Status.WAITING
@@ -151,7 +169,8 @@ class Scheduler:
         budget, preempted = self._schedule_running(scheduled)
         if not preempted:
             self._schedule_waiting(budget, scheduled, new_rows)
-        plan = self.connector.build_connector_meta()
+        spans = [StepSpan(s.request_id, s.num_computed_tokens, s.num_tokens) for s in scheduled]
+        plan = self.connector.build_connector_meta(spans)
         left, self._left = tuple(self._left), []
         return SchedulerOutput(tuple(new_rows), tuple(scheduled), left, plan)
 
@@ -184,13 +203,19 @@ class Scheduler:
         if last is None:
             return False
         self._free(last)
+        self._announce(last)
         return True
 
     def _preempt(self, request: Request) -> None:
-        self._leave_running(request)
-        self._free(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
+        self._go_back(request)
+
+    def _go_back(self, request: Request) -> None:
+        """From running to waiting; what it has computed is found again, in HBM or in the store."""
+        self._leave_running(request)
+        self._free(request)
+        self._announce(request)
         self._queue(request)
 
     def _schedule_waiting(self, budget: int, scheduled: list[Scheduled], new_rows: list[NewRow]) -> None:
@@ -218,24 +243,49 @@ class Scheduler:
             allocation = self.manager.allocate(request, 1)
             return Lookup.MISS if allocation is None else _Admitted(1, allocation)
         hits = self.manager.match_prefix(request)
+        hits = hits[: self.connector.get_num_usable_blocks(request.request_id, len(hits))]
         num_hit = len(hits) * self.config.block_size
         external = self.connector.get_num_new_matched_tokens(
-            request.request_id, request.chain, num_hit, request.num_tokens - 1 - num_hit
+            request.request_id, num_hit, request.num_tokens - 1 - num_hit
         )
         if external.lookup is Lookup.PENDING:
             return Lookup.PENDING
+        if num_hit + external.num_tokens < request.lineage.splice_end * self.config.block_size:
+            self.connector.request_finished(request.request_id, ())
+            request.give_up_splice()
+            self._announce(request)
+            return self._admit(request, budget)
         num_tokens = min(request.num_tokens - num_hit - external.num_tokens, budget)
         if not self.manager.admit(request, hits, external.num_tokens + num_tokens):
             return Lookup.MISS
         if external.num_tokens:
-            self.connector.update_state_after_alloc(
-                request.request_id, request.block_numbers[len(hits) :], external.num_tokens
-            )
-            request.num_computed_tokens += external.num_tokens
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = min(num_hit, request.num_prompt_tokens)
-            request.num_external_tokens = external.num_tokens
+            self._load(request, hits, external.num_tokens)
+        if request.cached is None:
+            request.cached = self._attribute(request, num_hit, external.num_tokens)
         return _Admitted(num_tokens, Allocation(0, ()))
+
+    def _load(self, request: Request, hits: Sequence[int], num_tokens: int) -> None:
+        """The blocks behind the hits are loaded in this step, and shared from now on."""
+        num_blocks = num_tokens // self.config.block_size
+        blocks = request.block_numbers[len(hits) : len(hits) + num_blocks]
+        self.connector.update_state_after_alloc(
+            request.request_id, blocks, len(hits) * self.config.block_size, num_tokens
+        )
+        self.manager.cache_loading_blocks(request, num_blocks)
+        request.num_computed_tokens += num_tokens
+
+    def _attribute(self, request: Request, num_hit: int, num_external: int) -> CachedTokensDetails:
+        """Hit tokens by the tier that held their block when the request arrived."""
+        size, counts, arrival = self.config.block_size, Counter[str](), request.arrival or []
+        splice = request.lineage.splice_index
+        for index in range((num_hit + num_external) // size):
+            if splice is not None and index >= splice:
+                counts["reencoded"] += size
+            elif index < len(arrival):
+                counts[arrival[index]] += size
+            else:  # it came in between
+                counts["hbm" if index < num_hit // size else "cpu"] += size
+        return CachedTokensDetails(**counts)
 
     def _scheduled(self, request: Request, num_tokens: int, allocation: Allocation) -> Scheduled:
         complete = request.num_computed_tokens + num_tokens == request.num_tokens
@@ -243,13 +293,20 @@ class Scheduler:
         return Scheduled(request.request_id, request.num_computed_tokens, num_tokens, num_samples, allocation)
 
     # -- after the step ----------------------------------------------------------------------------------------------
-    def update(self, output: SchedulerOutput, sampled: Iterable[Sequence[int]]) -> list[Progress]:
-        """Take in the step's samples (one sequence per scheduled request): append, cache full blocks, fan out, end."""
+    def update(
+        self, output: SchedulerOutput, sampled: Iterable[Sequence[int]], failed_blocks: Sequence[int] = ()
+    ) -> list[Progress]:
+        """Take in the step's samples (one sequence per scheduled request): append, cache full blocks, fan out, end.
+
+        failed_blocks: HBM blocks whose load failed; requests that refer to one of them lose this step and compute it.
+        """
+        if failed_blocks:
+            self._roll_back(frozenset(failed_blocks))
         progress: list[Progress] = []
         for index, (step, token_ids) in enumerate(zip(output.scheduled, sampled, strict=True)):
             request = self.requests.get(step.request_id)
             if request is None or request.status is not Status.RUNNING:
-                continue  # aborted while the step ran
+                continue  # aborted while the step ran, or its load failed
             request.num_computed_tokens += step.num_tokens
             self.manager.cache_full_blocks(request)
             if not step.num_samples:
@@ -265,14 +322,23 @@ class Scheduler:
                 self._remove(request)
         return progress
 
+    def _roll_back(self, failed: frozenset[int]) -> None:
+        """Forget blocks that hold nothing; whoever refers to one goes back to the token before it, and computes."""
+        for block in failed:
+            self.manager.pool.forget(block)
+        for request in [r for r in self._running if not failed.isdisjoint(r.block_numbers)]:
+            self.num_failed_loads += 1
+            request.may_load = False
+            self.connector.request_failed(request.request_id)
+            self._go_back(request)
+
     def _bear(self, owner: Request, child: Request, token_id: int) -> None:
         """A child got its first token from its owner's logits: it shares the prompt's blocks and is queued."""
-        child.num_cached_tokens = owner.num_cached_tokens
-        child.num_external_tokens = owner.num_external_tokens
+        child.cached, child.arrival = owner.cached, owner.arrival
         self.manager.share(owner, child)
         child.append(token_id)
         if child.finish_reason is None:
-            self.connector.on_new_request(child.request_id, child.chain)
+            self._announce(child)
             self._queue(child)
         else:
             child.status = Status.FINISHED

@@ -204,9 +204,7 @@ def _decode(
         out.index_copy_(0, group.rows, result)
 
 
-def _prefill(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring, out: torch.Tensor
-) -> None:
+def _prefill(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring, out: torch.Tensor) -> None:
     """Several tokens of one request over its whole context, in pieces of queries.
 
     query, out: [num_tokens, num_heads, head_dim]; key, value: [context_len, num_kv_heads, head_dim].

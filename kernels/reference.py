@@ -2,6 +2,8 @@
 
 import torch
 
+from rope.rotary import Rotation
+
 
 def write_kv(
     key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
@@ -12,6 +14,41 @@ def write_kv(
     """
     key_cache.view(-1, *key_cache.shape[2:]).index_copy_(0, slots, key)
     value_cache.view(-1, *value_cache.shape[2:]).index_copy_(0, slots, value)
+
+
+def load_blocks(
+    arena: torch.Tensor,
+    layer: int,
+    slots: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_numbers: torch.Tensor,
+    positions: torch.Tensor,
+    rotation: Rotation | None,
+) -> None:
+    """One layer of N blocks from arena slots, [N], to HBM blocks, [N]; keys are rotated on the way.
+
+    arena: [num_slots, num_layers, 2, block_size, num_kv_heads, head_dim], raw keys and values; caches: [num_blocks,
+    block_size, num_kv_heads, head_dim]. positions: of each block's first token, [N]. rotation: the layer's full table.
+    """
+    blocks = arena[slots, layer].to(key_cache.device)  # [N, 2, block_size, num_kv_heads, head_dim]
+    key, value = blocks[:, 0], blocks[:, 1]
+    if rotation is not None:
+        every = (positions[:, None] + torch.arange(key.shape[1])).flatten().to(key.device)
+        key = rotation.at(every).apply(key.flatten(0, 1)).view(key.shape)
+    block_numbers = block_numbers.to(key_cache.device)
+    key_cache[block_numbers] = key
+    value_cache[block_numbers] = value
+
+
+def save_tokens(arena: torch.Tensor, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+    """Raw keys and values of one layer, [num_tokens, num_kv_heads, head_dim], into their token slots, [num_tokens].
+
+    arena: as in `load_blocks`; a token slot is arena slot * block_size + offset.
+    """
+    blocks, offsets = slots // arena.shape[3], slots % arena.shape[3]
+    arena[blocks, layer, 0, offsets] = key.to(arena.device)
+    arena[blocks, layer, 1, offsets] = value.to(arena.device)
 
 
 def attend(

@@ -7,6 +7,7 @@ import hashlib
 import hmac
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 BlockId = bytes  # 32 bytes, names a block's content by its whole history
 
@@ -54,3 +55,40 @@ def extend_chain(chain: list[BlockId], root: BlockId, token_ids: Sequence[int], 
     for start in range(0, len(tokens), step):
         parent = child_block_id(parent, tokens[start : start + step])
         chain.append(parent)
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """What a chain is built on: its root, and where a splice stands in it.
+
+    splice_index: the first block that a splice made, None for a chain without one. It is built on `splice_parent`
+    instead of the block before it. Blocks [splice_index, splice_end) hold reused KV and exist only as the splice made
+    them; those after are computed on top of it.
+    """
+
+    root: BlockId
+    splice_index: int | None = None
+    splice_parent: BlockId = b""
+    splice_end: int = 0
+
+    def parent(self, chain: Sequence[BlockId], index: int) -> BlockId:
+        """Parent id of block `index`."""
+        if index == self.splice_index:
+            return self.splice_parent
+        return chain[index - 1] if index else self.root
+
+    @property
+    def exact(self) -> "Lineage":
+        """The same without the splice."""
+        return Lineage(self.root)
+
+
+def splice_parent_id(secret: bytes, last_exact: BlockId, sources: Sequence[tuple[BlockId, int, int]]) -> BlockId:
+    """What the first block of a splice is built on: HMAC of where it begins and of every run of tokens it reuses.
+
+    sources: (source block id, offset, number of tokens) in order. No computed chain can have such a parent.
+    """
+    parts = [_field(b"le", last_exact)]
+    for source, offset, length in sources:
+        parts.append(_field(b"so", source + offset.to_bytes(4, "little") + length.to_bytes(4, "little")))
+    return hmac.new(secret, _field(b"sp", b"".join(parts)), hashlib.sha256).digest()

@@ -6,68 +6,96 @@ Verbs and meanings are those of vLLM's V1 KV connector, so that an adapter stays
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from kvstore.block import BlockId, lineage_root
+from kvstore.block import BlockId, Lineage, lineage_root
+from kvstore.commands import (
+    deletion_from_dict,
+    evict_from_dict,
+    nothing_from_dict,
+    session_info,
+    sessions_from_dict,
+    verify_from_dict,
+)
+from kvstore.config import CacheTiers
+from kvstore.layout import KVLayout
+from kvstore.lookup import Lookup, Match
+from kvstore.saving import StepSpan
+from kvstore.tier import Evict, Evicted, TransferPlan
 
 if TYPE_CHECKING:
     import torch
 
+    from kvstore.disk_open import StoreDirectory
 
-class Lookup(Enum):
-    """What a connector says of the blocks behind those already in HBM."""
-
-    MISS = "miss"  # nothing more; compute
-    HIT = "hit"  # `num_tokens` more can be loaded at once
-    PENDING = "pending"  # on their way from a slower tier: leave the request waiting, take the next
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """Answer of `get_num_new_matched_tokens`: `num_tokens` is a multiple of the block size, 0 unless HIT."""
-
-    lookup: Lookup
-    num_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class TransferPlan:
-    """Loads of one step: (HBM block, block id) in chain order, for all requests of the step."""
-
-    loads: tuple[tuple[int, BlockId], ...]
+__all__ = [
+    "Evict", "Evicted", "KVConnector", "KVLayout", "Lookup", "Match", "NullConnector", "StepSpan", "TransferPlan",
+    "deletion_from_dict", "evict_from_dict", "nothing_from_dict", "open_connector", "session_info",
+    "sessions_from_dict", "verify_from_dict",
+]  # fmt: skip
 
 
 class KVConnector(Protocol):
     """Scheduler side runs in the control plane's thread; worker side beside the model's forward."""
+
+    directory: StoreDirectory | None  # the store's files, None when there are none
+    fingerprint: bytes  # names the model and layout whose KV is stored; empty without a store
 
     def lineage_root(self, tenant: str, cache_salt: str) -> BlockId:
         """Root of this owner's chains. Called once per request."""
         ...
 
     # -- scheduler side --------------------------------------------------------------------------------------------
-    def on_new_request(self, request_id: str, chain: Sequence[BlockId]) -> None:
-        """A request was queued (not yet scheduled): prefetch may begin."""
+    def on_new_request(
+        self,
+        request_id: str,
+        chain: Sequence[BlockId],
+        token_ids: Sequence[int],
+        lineage: Lineage,
+        tenant: str,
+        num_hbm_tokens: int,
+        may_load: bool = True,
+    ) -> list[str]:
+        """A request was queued (not yet scheduled): prefetch may begin. Called again after a preemption.
+
+        chain and token_ids are the request's own lists, which grow while it runs. Returns the tier, "cpu" or "disk", of
+        each block after those in HBM, as far as they are stored. may_load False: a load for it failed, so compute.
+        """
         ...
 
-    def get_num_new_matched_tokens(
-        self, request_id: str, chain: Sequence[BlockId], num_computed_tokens: int, max_tokens: int
-    ) -> Match:
+    def get_num_usable_blocks(self, request_id: str, num_hit_blocks: int) -> int:
+        """How many of its first blocks in HBM to use: fewer when one behind them is to be computed and saved now."""
+        ...
+
+    def get_num_new_matched_tokens(self, request_id: str, num_computed_tokens: int, max_tokens: int) -> Match:
         """How many tokens after `num_computed_tokens` can be loaded, at most `max_tokens`. Called when scheduling."""
         ...
 
-    def update_state_after_alloc(self, request_id: str, block_numbers: Sequence[int], num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request_id: str, block_numbers: Sequence[int], num_computed_tokens: int, num_external_tokens: int
+    ) -> None:
         """HBM blocks were allocated for a hit of `num_external_tokens`; they go into the next plan."""
         ...
 
-    def build_connector_meta(self) -> TransferPlan | None:
-        """The loads of this step, or None when there are none. Called once, at the end of scheduling."""
+    def build_connector_meta(self, spans: Sequence[StepSpan]) -> TransferPlan | None:
+        """The transfers of this step, or None when there are none. Called once, at the end of scheduling.
+
+        spans: what each scheduled request computes, in order. Never waits; what cannot be saved is dropped and counted.
+        """
         ...
 
     def request_finished(self, request_id: str, block_numbers: Sequence[int]) -> None:
         """The request ended, was aborted or preempted; its HBM blocks are about to be released."""
+        ...
+
+    def request_failed(self, request_id: str) -> None:
+        """A load for this request failed: what it computed in the last step is not to be kept."""
+        ...
+
+    def wait_for_progress(self, timeout_s: float) -> None:
+        """Returns when something in flight has ended since the last call: all requests wait for their blocks."""
         ...
 
     # -- worker side -----------------------------------------------------------------------------------------------
@@ -75,8 +103,11 @@ class KVConnector(Protocol):
         """Key and value cache of each layer, [num_blocks, block_size, num_kv_heads, head_dim]. Called once."""
         ...
 
-    def start_load_kv(self, plan: TransferPlan) -> None:
-        """Begin the loads of a step; returns at once. Called before the forward pass."""
+    def start_load_kv(self, plan: TransferPlan, row_starts: Sequence[int]) -> None:
+        """Begin the loads of a step and prepare its saves; returns at once. Called before the forward pass.
+
+        row_starts: per scheduled request, the index of its first token in the step's flat row.
+        """
         ...
 
     def wait_for_layer_load(self, layer: int) -> None:
@@ -84,27 +115,71 @@ class KVConnector(Protocol):
         ...
 
     def save_kv_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None:
-        """Raw keys and values of this step's tokens, [num_tokens, num_kv_heads, head_dim]; returns at once."""
+        """Raw keys and values of this step's tokens, [num_tokens, num_kv_heads, head_dim]; returns at once.
+
+        The tensors are kept until they are saved, and must not be written again.
+        """
         ...
 
     def wait_for_save(self) -> None:
         """The forward pass has ended: hand over what was saved. Never waits for a slow tier."""
         ...
 
+    def step_failed(self, plan: TransferPlan | None) -> None:
+        """The step of this plan raised, before or in its forward: nothing of it is to be kept."""
+        ...
+
     def get_finished(self) -> tuple[int, ...]:
         """HBM blocks whose load failed since the last call: they hold nothing and are to be recomputed."""
         ...
 
+    def step_measured(self, num_prefill_tokens: int, seconds: float) -> None:
+        """A step that computed so many tokens of prompts took so long: what a load is weighed against."""
+        ...
+
     # -- beside them -----------------------------------------------------------------------------------------------
-    def prefetch(self, chain: Sequence[BlockId]) -> None:
+    def prefetch(self, chain: Sequence[BlockId], token_ids: Sequence[int], lineage: Lineage, tenant: str) -> None:
         """Somebody is likely to ask for this chain soon."""
         ...
 
+    def splice(
+        self,
+        chain: Sequence[BlockId],
+        token_ids: Sequence[int],
+        lineage: Lineage,
+        spans: Sequence[tuple[int, int]],
+        tenant: str,
+    ) -> tuple[list[BlockId], Lineage] | None:
+        """A chain for the kept `spans` of `token_ids` that reuses their KV; None when it has to be computed."""
+        ...
+
+    def forget(self, block_ids: Sequence[BlockId], timeout_s: float = 60.0) -> bool:
+        """Delete these blocks, in flight or not, from every tier below HBM. True when they are gone from disk too."""
+        ...
+
+    def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
+        """Give up what matches, or with dry_run only count it: per tier, and the ids."""
+        ...
+
+    def verify(self, delete: bool = False) -> dict[str, object]:
+        """Check every block on disk; delete: take out what is damaged."""
+        ...
+
+    def compact(self) -> dict[str, object]:
+        """Rewrite the disk's file without what was deleted."""
+        ...
+
+    def serve(self, handler: Callable[[str, dict[str, object]], dict[str, object]]) -> None:
+        """Answer other processes at the store's socket with `handler(command, arguments)`, in a thread of its own."""
+        ...
+
     def flush(self) -> None:
-        """Returns when every finished block is synced on disk."""
+        """Returns when every finished block is synced on disk. Raises DegradedError when the disk cannot write."""
         ...
 
     def stats(self) -> dict[str, object]: ...
+
+    def check_integrity(self, idle: bool) -> None: ...
 
     def close(self) -> None: ...
 
@@ -112,34 +187,55 @@ class KVConnector(Protocol):
 class NullConnector:
     """No store: every lookup is a miss and nothing is kept beyond HBM."""
 
+    directory: StoreDirectory | None = None
+    fingerprint = b""
+
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
 
     def lineage_root(self, tenant: str, cache_salt: str) -> BlockId:
         return lineage_root(self._secret, "", tenant, cache_salt)
 
-    def on_new_request(self, request_id: str, chain: Sequence[BlockId]) -> None:
-        pass
+    def on_new_request(
+        self,
+        request_id: str,
+        chain: Sequence[BlockId],
+        token_ids: Sequence[int],
+        lineage: Lineage,
+        tenant: str,
+        num_hbm_tokens: int,
+        may_load: bool = True,
+    ) -> list[str]:
+        return []
 
-    def get_num_new_matched_tokens(
-        self, request_id: str, chain: Sequence[BlockId], num_computed_tokens: int, max_tokens: int
-    ) -> Match:
+    def get_num_usable_blocks(self, request_id: str, num_hit_blocks: int) -> int:
+        return num_hit_blocks
+
+    def get_num_new_matched_tokens(self, request_id: str, num_computed_tokens: int, max_tokens: int) -> Match:
         return Match(Lookup.MISS)
 
-    def update_state_after_alloc(self, request_id: str, block_numbers: Sequence[int], num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request_id: str, block_numbers: Sequence[int], num_computed_tokens: int, num_external_tokens: int
+    ) -> None:
         raise AssertionError("NullConnector never reports a hit")
 
-    def build_connector_meta(self) -> TransferPlan | None:
+    def build_connector_meta(self, spans: Sequence[StepSpan]) -> TransferPlan | None:
         return None
 
     def request_finished(self, request_id: str, block_numbers: Sequence[int]) -> None:
         pass
 
+    def request_failed(self, request_id: str) -> None:
+        pass
+
+    def wait_for_progress(self, timeout_s: float) -> None:
+        pass
+
     def register_kv_caches(self, kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         pass
 
-    def start_load_kv(self, plan: TransferPlan) -> None:
-        raise AssertionError("NullConnector never plans a load")
+    def start_load_kv(self, plan: TransferPlan, row_starts: Sequence[int]) -> None:
+        raise AssertionError("NullConnector never plans a transfer")
 
     def wait_for_layer_load(self, layer: int) -> None:
         pass
@@ -150,10 +246,41 @@ class NullConnector:
     def wait_for_save(self) -> None:
         pass
 
+    def step_failed(self, plan: TransferPlan | None) -> None:
+        pass
+
     def get_finished(self) -> tuple[int, ...]:
         return ()
 
-    def prefetch(self, chain: Sequence[BlockId]) -> None:
+    def step_measured(self, num_prefill_tokens: int, seconds: float) -> None:
+        pass
+
+    def prefetch(self, chain: Sequence[BlockId], token_ids: Sequence[int], lineage: Lineage, tenant: str) -> None:
+        pass
+
+    def splice(
+        self,
+        chain: Sequence[BlockId],
+        token_ids: Sequence[int],
+        lineage: Lineage,
+        spans: Sequence[tuple[int, int]],
+        tenant: str,
+    ) -> tuple[list[BlockId], Lineage] | None:
+        return None
+
+    def forget(self, block_ids: Sequence[BlockId], timeout_s: float = 60.0) -> bool:
+        return True
+
+    def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
+        return {}, frozenset()
+
+    def verify(self, delete: bool = False) -> dict[str, object]:
+        return {}
+
+    def compact(self) -> dict[str, object]:
+        return {}
+
+    def serve(self, handler: Callable[[str, dict[str, object]], dict[str, object]]) -> None:
         pass
 
     def flush(self) -> None:
@@ -162,5 +289,30 @@ class NullConnector:
     def stats(self) -> dict[str, object]:
         return {}
 
+    def check_integrity(self, idle: bool) -> None:
+        pass
+
     def close(self) -> None:
         pass
+
+
+def open_connector(
+    tiers: CacheTiers,
+    layout: KVLayout,
+    model: str,
+    fingerprint: Callable[[Path | None], str],
+    device: torch.device,
+    load: str = "auto",
+    least_slots: int = 1,
+) -> KVConnector:
+    """The connector for these tiers: none below HBM gives a NullConnector.
+
+    fingerprint: 64 hexadecimal digits that name weights, rotation and layout; called with the file in which digests of
+    weights may be cached. least_slots: blocks that the staging area needs when the CPU tier is off but the disk is on.
+    Raises ConfigError, StoreError or StoreLockedError.
+    """
+    if not tiers.cpu and not tiers.disk:
+        return NullConnector()
+    from kvstore.tiered import TieredConnector  # loads torch, lmdb and all that
+
+    return TieredConnector(tiers, layout, model, fingerprint, device, load, least_slots)

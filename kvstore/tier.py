@@ -41,6 +41,50 @@ class ReadResult(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """One block from an arena slot into an HBM block; position: of its first token."""
+
+    block_number: int
+    slot: int
+    position: int
+    block_id: BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A run of one request's tokens into a slot.
+
+    scheduled: which of the step's scheduled requests; first: token of its part of the step; offset: token in the slot.
+    """
+
+    scheduled: int
+    first: int
+    num_tokens: int
+    slot: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """Transfers of one step, of all its requests; loads in chain order. ticket: names the step when they have ended."""
+
+    loads: tuple[Load, ...] = ()
+    saves: tuple[Save, ...] = ()
+    ticket: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Transferred:
+    """The loads or the saves of one step have ended; nobody reads or writes their slots any more."""
+
+    ticket: int
+    is_load: bool
+    succeeded: bool
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Evict:
     """Which blocks to give up: those that match every condition that is set; nothing set selects nothing.
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from kvstore.errors import ConfigError, RequestError
+from kvstore.errors import ConfigError, RequestError, StoreError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from engine.outputs import RequestOutput
+    from engine.outputs import RequestOutput, Usage
     from engine.sampling_params import SamplingParams
 
 HELP = """/help  this text
@@ -26,6 +26,9 @@ HELP = """/help  this text
 /quit  leave (so does Ctrl-D)
 Ctrl-C stops an answer; at the prompt it leaves."""
 YOU, MODEL = "you> ", "model> "
+TIER_NAMES = {"hbm": "hbm", "cpu": "cpu", "disk": "disk", "reencoded": "re-encoded"}
+SESSION_CHARS = 128
+MAX_SHOWN_CHARS = 1000  # of each message of the exchange that a resumed conversation shows
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,8 @@ class ChatOptions:
     max_tokens: int | None
     system: str | None
     session: str
+    truncation: str = "auto"
+    truncation_reuse: str = "reencode"
 
 
 def run_chat(
@@ -49,10 +54,10 @@ def run_chat(
     Raises KVStoreError when the model cannot be loaded, ConfigError when an option is wrong.
     """
     params = _sampling_params(options)
-    _tolerate_any_text()
+    tolerate_any_text()
     from rich.console import Console
 
-    warnings.showwarning = _one_line_warning
+    warnings.showwarning = one_line_warning
     with _loading(Console(stderr=True), model):
         engine = (engine_factory or _engine_class())(model, **engine_arguments)
     with engine:
@@ -63,7 +68,7 @@ def run_chat(
     return 1 if num_failed and not sys.stdin.isatty() else 0
 
 
-def _one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+def one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     print(f"kvstore: {message}", file=sys.stderr)
 
 
@@ -82,7 +87,7 @@ def _sampling_params(options: ChatOptions) -> "SamplingParams":
         raise ConfigError(str(error)) from error
 
 
-def _tolerate_any_text() -> None:
+def tolerate_any_text() -> None:
     """Bytes that are not text in the terminal's encoding become marks instead of a crash."""
     for stream in (sys.stdin, sys.stdout):
         reconfigure = getattr(stream, "reconfigure", None)
@@ -112,7 +117,7 @@ def turn_summary(output: "RequestOutput", elapsed_s: float) -> str:
     usage = output.usage
     parts = [
         f"prompt {usage.prompt_tokens:,} tokens",
-        f"cached {usage.cached_tokens:,}",
+        f"cached {usage.cached_tokens:,}{_by_tier(usage)}",
         f"computed {usage.prompt_tokens - usage.cached_tokens:,}",
     ]
     if output.ttft_s is not None:
@@ -123,6 +128,13 @@ def turn_summary(output: "RequestOutput", elapsed_s: float) -> str:
     if output.finish_reason not in ("stop", None):
         parts.append("stopped at the token limit" if output.finish_reason == "length" else "stopped")
     return "[" + " · ".join(parts) + "]"
+
+
+def _by_tier(usage: "Usage") -> str:
+    """Where the cached tokens came from, the tiers that gave none left out."""
+    counts = {shown: getattr(usage.cached_tokens_details, name) for name, shown in TIER_NAMES.items()}
+    given = ", ".join(f"{name} {count:,}" for name, count in counts.items() if count)
+    return f" ({given})" if given else ""
 
 
 class Conversation:
@@ -137,13 +149,26 @@ class Conversation:
         self._start()
 
     def _start(self) -> None:
-        suffix = f"-{self._num_started + 1}" if self._num_started else ""
-        self._session = self._engine.chat(self._options.session[:120] + suffix, system=self._options.system)
-        self._num_started += 1
+        """The conversation that was asked for; later, one of an id that has no turns yet."""
+        while True:
+            suffix = f"-{self._num_started + 1}" if self._num_started else ""
+            self._session = self._engine.chat(
+                self._options.session[: SESSION_CHARS - len(suffix)] + suffix,
+                system=self._options.system,
+                truncation=self._options.truncation,
+                truncation_reuse=self._options.truncation_reuse,
+            )
+            self._num_started += 1
+            if not suffix or not self._said():
+                return
+
+    def _said(self) -> list[dict[str, str]]:
+        return [message for message in self._session.messages if message["role"] != "system"]
 
     def run(self, interactive: bool) -> int:
         """Until the end of the input or /quit. Returns how many turns failed."""
         self._dim(f"{self._engine.model_name}, window {self._engine.max_model_len:,} tokens; /help for commands")
+        self._show_where_it_was()
         num_failed = 0
         for line in _typed_lines() if interactive else _piped_lines():
             message = line.strip()
@@ -160,13 +185,25 @@ class Conversation:
                 num_failed += not self._turn(message)
         return num_failed
 
+    def _show_where_it_was(self) -> None:
+        """Of a resumed conversation: how far it is, and its last exchange."""
+        said = self._said()
+        if not said:
+            return
+        num_turns = sum(message["role"] == "user" for message in said)
+        self._dim(f"resuming {self._session.session_id} after {num_turns:,} turn{'s' * (num_turns != 1)}")
+        for message in said[-2:]:
+            text = printable(message["content"])
+            end = " [...]" if len(text) > MAX_SHOWN_CHARS else ""
+            self._dim((YOU if message["role"] == "user" else MODEL) + text[:MAX_SHOWN_CHARS] + end)
+
     def _turn(self, message: str) -> bool:
-        """One message and its answer. False when the engine refused it; the conversation goes on."""
+        """One message and its answer. False when it was refused, or could not be kept; the conversation goes on."""
         start_s = time.perf_counter()
         print(MODEL, end="", flush=True)
         try:
             stopped = self._stream(message)
-        except RequestError as error:
+        except (RequestError, StoreError) as error:
             print(flush=True)
             print(f"kvstore: {error}", file=sys.stderr)
             return False

@@ -13,6 +13,10 @@ settings.register_profile("kvstore", deadline=None)
 settings.load_profile("kvstore")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="kill loops of hundreds of rounds")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if "gpu" in item.keywords]
     if not marked:

@@ -12,9 +12,10 @@ from engine.kv_cache_manager import KVCacheManager
 from engine.request import Request, Status
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler, SchedulerOutput
-from kvstore.block import lineage_root
+from kvstore.block import Lineage, lineage_root
 from kvstore.connector import Lookup, Match, NullConnector, TransferPlan
 from kvstore.pool import BlockPool
+from kvstore.tier import Load
 
 ROOT = lineage_root(b"secret", "model")
 EMPTY = -1
@@ -51,13 +52,20 @@ class FakeStore(NullConnector):
         self.block_size = 0
         self.calls: list[tuple] = []
         self._matches: dict[str, list[bytes]] = {}
-        self._loads: list[tuple[int, bytes]] = []
+        self._chains: dict[str, list[bytes]] = {}
+        self._may_load: dict[str, bool] = {}
+        self._loads: list[Load] = []
 
-    def on_new_request(self, request_id, chain):
+    def on_new_request(self, request_id, chain, token_ids, lineage, tenant, num_hbm_tokens, may_load=True):
         self.calls.append(("new", request_id, len(chain)))
+        self._chains[request_id] = chain
+        self._may_load[request_id] = may_load
+        return ["cpu" for block_id in chain[num_hbm_tokens // self.block_size :] if block_id in self.loadable]
 
-    def get_num_new_matched_tokens(self, request_id, chain, num_computed_tokens, max_tokens):
-        found = []
+    def get_num_new_matched_tokens(self, request_id, num_computed_tokens, max_tokens):
+        found, chain = [], self._chains[request_id]
+        if not self._may_load[request_id]:
+            return Match(Lookup.MISS)
         for block_id in chain[num_computed_tokens // self.block_size :][: max_tokens // self.block_size]:
             if block_id in self.pending:
                 return Match(Lookup.PENDING)
@@ -67,13 +75,14 @@ class FakeStore(NullConnector):
         self._matches[request_id] = found
         return Match(Lookup.HIT, len(found) * self.block_size) if found else Match(Lookup.MISS)
 
-    def update_state_after_alloc(self, request_id, block_numbers, num_external_tokens):
+    def update_state_after_alloc(self, request_id, block_numbers, num_computed_tokens, num_external_tokens):
         found = self._matches.pop(request_id)
         assert num_external_tokens == len(found) * self.block_size
-        self._loads += zip(block_numbers, found, strict=False)
+        assert len(block_numbers) == len(found)
+        self._loads += [Load(b, 0, 0, i) for b, i in zip(block_numbers, found, strict=True)]
         self.calls.append(("alloc", request_id, num_external_tokens))
 
-    def build_connector_meta(self):
+    def build_connector_meta(self, spans):
         loads, self._loads = self._loads, []
         return TransferPlan(tuple(loads)) if loads else None
 
@@ -105,8 +114,8 @@ class House:
         sampling = SamplingParams(n=n, max_tokens=num_output, temperature=0, **params)
         choices = [
             Request(
-                f"{name}/{i}" if i else name, prompt, sampling, num_output, ROOT, self.config.block_size, seed=i,
-                priority=priority, index=i,
+                f"{name}/{i}" if i else name, prompt, sampling, num_output, Lineage(ROOT), self.config.block_size,
+                seed=i, priority=priority, index=i,
             )
             for i in range(n)
         ]  # fmt: skip
@@ -154,8 +163,9 @@ class House:
         for (_, destination), keys in zip(copies, read, strict=True):
             assert self.pool.ref_count(destination) == 1
             self.keys[destination * size : (destination + 1) * size] = keys
-        for block, block_id in output.plan.loads if output.plan else ():
-            self.keys[block * size : (block + 1) * size] = self.store.loadable[block_id]
+        for load in output.plan.loads if output.plan else ():
+            block = load.block_number
+            self.keys[block * size : (block + 1) * size] = self.store.loadable[load.block_id]
         inputs = self.batch.build(output.scheduled)
         assert len(set(inputs.slots.tolist())) == len(inputs.slots), "two tokens in one slot"
         histories = {s.request_id: history_keys(self.requests[s.request_id].token_ids) for s in output.scheduled}

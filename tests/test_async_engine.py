@@ -91,7 +91,7 @@ def test_cancelling_while_submitting_leaves_nothing(model):
     async def scenario(engine):
         submit, submitted = engine.engine.submit, []
         engine.engine.submit = lambda *args: submitted.append(submit(*args)) or submitted[-1]
-        with engine.engine._lock:  # a step is running: submission waits
+        with engine.engine.lock:  # a step is running: submission waits
             task = asyncio.create_task(engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=200)))
             await asyncio.sleep(0.05)
             task.cancel()

@@ -38,7 +38,7 @@ def test_ids_are_those_of_the_template_when_answers_are_tokenized_as_usual(engin
     chat.send("Hi", PARAMS)
     tokenizer, template = engine.tokenizer, ChatTemplate.of(engine.tokenizer)
     chat.messages[-1]["content"] = "Hello there."
-    chat.token_ids = chat.token_ids[: -PARAMS.max_tokens] + template.encode_answer("Hello there.")
+    chat._window.token_ids = chat.token_ids[: -PARAMS.max_tokens] + template.encode_answer("Hello there.")
     out = chat.send("How are you?", PARAMS)
     rendered = tokenizer.apply_chat_template(chat.messages[:-1], add_generation_prompt=True, return_dict=False)
     assert out.prompt_token_ids == rendered

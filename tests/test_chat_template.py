@@ -134,3 +134,38 @@ def test_what_a_template_refuses_is_a_request_error():
 
 def test_no_template_is_none():
     assert ChatTemplate.of(transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level())) is None
+
+
+@pytest.mark.parametrize("system", [[], [SYSTEM]], ids=["alone", "system"])
+@pytest.mark.parametrize("template", [LLAMA3, CHATML, MISTRAL], ids=["llama3", "chatml", "mistral"])
+def test_a_cut_at_turn_starts_is_what_the_template_says_of_the_turns_that_are_kept(template, system):
+    chat = make(template)
+    turns = [[user("First one"), said("Yes")], [user("Second, then"), said("No. Never")], [user("Third"), said("Ok")]]
+    head, end = chat.head_ids(system), chat.end_ids(bool(system))
+    if template == MISTRAL and system:
+        assert head is None and end is None, "it moves the system prompt into the last message"
+        return
+    messages, ids, starts = list(system), [], []
+    for turn in turns:
+        if ids:
+            prompt = chat.next_ids(ids, messages, turn[0]["content"])
+            assert prompt[len(ids) :][: len(end)] == end
+            starts.append(len(ids) + len(end))
+        else:
+            prompt = chat.prompt_ids([*messages, turn[0]])
+            assert prompt[: len(head)] == head
+            starts.append(len(head))
+        messages += turn
+        ids = prompt + chat.encode_answer(turn[1]["content"])
+    for kept in (1, 2):
+        cut = ids[: starts[0]] + ids[starts[kept] :]
+        rest = [message for turn in turns[kept:] for message in turn]
+        rendered = chat.prompt_ids([*system, *rest[:-1]])
+        assert cut == rendered + chat.encode_answer(rest[-1]["content"])
+
+
+def test_the_head_keeps_a_system_prompt_that_spells_a_control_token_as_text():
+    chat = make(LLAMA3)
+    system = [{"role": "system", "content": "Never say <|eot_id|> here."}]
+    head = chat.head_ids(system)
+    assert chat.prompt_ids([*system, user("Hi")])[: len(head)] == head

@@ -1,4 +1,4 @@
-"""The command line and the demonstration, against a fake engine: no model is loaded here."""
+"""The command line, against a fake engine: no model is loaded here."""
 
 import io
 import os
@@ -13,8 +13,8 @@ from typing import ClassVar
 import pytest
 
 from engine.outputs import CachedTokensDetails, Choice, Piece, RequestOutput, Usage
-from kvstore.errors import ContextLengthError, ModelError
-from service import cli, demo, terminal
+from kvstore.errors import ContextLengthError, DegradedError, ModelError
+from service import cli, terminal
 
 ROOT = Path(__file__).parent.parent
 
@@ -22,8 +22,10 @@ ROOT = Path(__file__).parent.parent
 class FakeSession:
     """Answers with the message in capitals, two pieces a word; its prompt grows by ten tokens a turn."""
 
-    def __init__(self, system):
+    def __init__(self, session_id, system, messages=()):
+        self.session_id = session_id
         self.system = system
+        self.messages = list(messages)
         self.last = None
         self.num_turns = 0
         self.closed_early = False
@@ -31,6 +33,8 @@ class FakeSession:
     def stream(self, text, params):
         if text == "too long":
             raise ContextLengthError("the prompt has 2,000 tokens, the window 1,024", 2000, 1024)
+        if text == "disk full":
+            raise DegradedError("not stored, the session store's disk failed")
         words = text.upper().split(" ")
         try:
             for index, word in enumerate(words):
@@ -52,6 +56,7 @@ def make_output(num_prompt, num_cached, text, ttft_s=0.0125):
 
 class FakeEngine:
     made: ClassVar[list] = []
+    stored: ClassVar[dict] = {}  # messages of sessions from before
 
     def __init__(self, model, **arguments):
         if model == "missing":
@@ -67,8 +72,9 @@ class FakeEngine:
     def __exit__(self, *exc):
         self.closed = True
 
-    def chat(self, session_id, tenant="", system=None):
-        self.sessions[session_id] = FakeSession(system)
+    def chat(self, session_id, tenant="", system=None, truncation="auto", truncation_reuse="reencode"):
+        self.sessions[session_id] = FakeSession(session_id, system, self.stored.get(session_id, ()))
+        self.truncation = (truncation, truncation_reuse)
         return self.sessions[session_id]
 
     def generate(self, prompts, params, tenant="", cache_salt=""):
@@ -82,6 +88,7 @@ def run(monkeypatch, capsys):
     for name in [name for name in os.environ if name.startswith("KVSTORE_")]:
         monkeypatch.delenv(name)
     FakeEngine.made.clear()
+    monkeypatch.setattr(FakeEngine, "stored", {})
 
     def call(*argv, lines=()):
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
@@ -95,10 +102,10 @@ def run(monkeypatch, capsys):
 def test_help_lists_only_the_commands_that_exist(run):
     code, out, err = run("--help")
     assert (code, err) == (0, "")
-    assert "chat" in out and "serve" not in out
+    assert re.findall(r"(?m)^  ([a-z]+) ", out) == ["chat", "stats", "evict", "verify", "compact", "sessions"]
     code, out, _ = run("chat", "--help")
     assert code == 0
-    for option in cli.ENGINE_OPTIONS + cli.CHAT_OPTIONS:
+    for option in cli.ENGINE_OPTIONS + cli.TIER_OPTIONS + cli.CHAT_OPTIONS:
         assert option.flag in out
 
 
@@ -120,6 +127,13 @@ def test_help_lists_only_the_commands_that_exist(run):
         (["chat", "--session", "a b"], "--session is 'a b'"),
         (["chat", "--temperature", "nan"], "temperature is nan"),
         (["chat", "--temperature", "hot"], "--temperature is 'hot'; give a number"),
+        (
+            ["chat", "--disk", "auto"],
+            "--disk is 'auto'; give a number of bytes, or a number with a unit such as \"512MiB\"",
+        ),
+        (["chat", "--cpu", "-1"], "--cpu"),
+        (["chat", "--truncation", "on"], "--truncation is 'on'; give one of auto, disabled"),
+        (["chat", "--truncation-reuse", "no"], "--truncation-reuse is 'no'; give one of reencode, exact"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_2(run, argv, words):
@@ -150,6 +164,32 @@ def test_flags_reach_the_engine_and_win_over_the_environment(run, monkeypatch):
     assert made.sessions["terminal"].system == "be brief"
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], (0, 0, None)),
+        (["--path", "/s"], (1 << 30, 8 << 30, "/s")),
+        (["--path", "/s", "--disk", "2GiB"], (1 << 30, 2 << 30, "/s")),
+        (["--path", "/s", "--disk", "0"], (0, 0, "/s")),
+        (["--path", "/s", "--cpu", "0"], (0, 8 << 30, "/s")),
+        (["--disk", "1e9", "--cpu", "64MiB"], (64 << 20, 10**9, "HOME/.cache/kvstore")),
+        (["--cpu", "64MiB"], (64 << 20, 0, None)),
+    ],
+)
+def test_tiers_from_flags(run, flags, expected):
+    assert run("chat", *flags)[0] == 0
+    tiers = FakeEngine.made[0].arguments["cache_tiers"]
+    path = None if tiers.path is None else str(tiers.path).replace(os.path.expanduser("~"), "HOME")
+    assert (tiers.cpu, tiers.disk, path) == expected
+
+
+def test_truncation_flags_reach_the_session(run):
+    run("chat")
+    assert FakeEngine.made[0].truncation == ("auto", "reencode")
+    run("chat", "--truncation", "disabled", "--truncation-reuse=exact")
+    assert FakeEngine.made[1].truncation == ("disabled", "exact")
+
+
 def test_a_wrong_environment_value_names_the_variable(run, monkeypatch):
     monkeypatch.setenv("KVSTORE_MAX_NUM_SEQS", "many")
     code, _, err = run("chat")
@@ -166,7 +206,7 @@ def test_piped_chat_streams_and_shows_what_each_turn_cost(run):
     code, out, err = run("chat", lines=["hello there", "", "[red]again[/red] \x1b[31m"])
     assert code == 0 and "loading the built-in model" in err
     assert "model> HELLO THERE\n[prompt 10 tokens · cached 0 · computed 10 · TTFT 12 ms" in out
-    assert "model> [RED]AGAIN[/RED] [31M\n[prompt 20 tokens · cached 10 · computed 10 · TTFT 12 ms" in out
+    assert "model> [RED]AGAIN[/RED] [31M\n[prompt 20 tokens · cached 10 (hbm 10) · computed 10 · TTFT 12 ms" in out
     assert "\x1b" not in out
 
 
@@ -175,6 +215,37 @@ def test_chat_commands(run):
     assert code == 0 and "/new   start a new conversation" in out
     assert "unknown command /nwe" in out and "NEVER" not in out
     assert {name: session.num_turns for name, session in FakeEngine.made[0].sessions.items()} == {"s": 1, "s-2": 1}
+
+
+def exchange(number):
+    return [{"role": "user", "content": f"question {number}"}, {"role": "assistant", "content": f"answer\x1b {number}"}]
+
+
+def test_a_resumed_conversation_shows_where_it_was(run):
+    system = {"role": "system", "content": "be brief"}
+    FakeEngine.stored = {"s": [system, *exchange(1), *exchange(2)], "t": [system], "u": exchange("x" * 2000)}
+    _, out, _ = run("chat", "--session", "s", lines=["hello"])
+    assert "resuming s after 2 turns\nyou> question 2\nmodel> answer 2\n" in out
+    assert "question 1" not in out and "be brief" not in out
+    assert out.index("resuming") < out.index("HELLO")
+    assert "resuming" not in run("chat", "--session", "t")[1]
+    _, out, _ = run("chat", "--session", "u")
+    assert "after 1 turn\n" in out and "x [...]\n" in out and len(out) < 2500
+
+
+def test_a_new_conversation_takes_an_id_without_turns(run):
+    FakeEngine.stored = {"s-2": exchange(1), "s-3": exchange(2)}
+    _, out, _ = run("chat", "--session", "s", lines=["a", "/new", "b"])
+    sessions = FakeEngine.made[0].sessions
+    assert {name: session.num_turns for name, session in sessions.items() if session.num_turns} == {"s": 1, "s-4": 1}
+    assert "resuming" not in out
+    run("chat", "--session", "s" * 128, lines=["/new"])
+    assert list(FakeEngine.made[1].sessions) == ["s" * 128, "s" * 126 + "-2"]
+
+
+def test_a_turn_that_cannot_be_kept_does_not_end_the_chat(run):
+    code, out, err = run("chat", lines=["disk full", "fine"])
+    assert code == 1 and "kvstore: not stored" in err and "FINE" in out
 
 
 def test_a_refused_message_does_not_end_the_chat(run):
@@ -202,6 +273,14 @@ def test_summary_of_a_turn_without_first_token():
     assert terminal.turn_summary(output, 1.0) == "[prompt 1 tokens · cached 0 · computed 1]"
 
 
+def test_summary_names_the_tiers_that_gave_something():
+    output = make_output(3000, 0, "")
+    output.usage = Usage(3000, 3, CachedTokensDetails(disk=1024))
+    assert "cached 1,024 (disk 1,024) · computed 1,976" in terminal.turn_summary(output, 1.0)
+    output.usage = Usage(3000, 3, CachedTokensDetails(hbm=1, cpu=20, disk=300, reencoded=1000))
+    assert "cached 1,321 (hbm 1, cpu 20, disk 300, re-encoded 1,000)" in terminal.turn_summary(output, 1.0)
+
+
 def command(*argv, **kwargs):
     return subprocess.run(
         [sys.executable, "-m", "service.cli", *argv], cwd=ROOT, capture_output=True, text=True, timeout=60, **kwargs
@@ -226,19 +305,3 @@ def test_start_up_takes_less_than_150_ms():
         assert command("--help").returncode == 0
         times.append(time.perf_counter() - start)
     assert min(times) < 0.15, times
-
-
-def test_demo_measures_every_turn_warm_and_cold(capsys, tmp_path):
-    FakeEngine.made.clear()
-    file = tmp_path / "demo.json"
-    assert demo.main(["--json", str(file)], FakeEngine) == 0
-    out = capsys.readouterr().out
-    assert "cold / warm" in out and "4.0x" in out and "DOOR CODE" in out
-    salts = FakeEngine.made[0].salts
-    assert len(set(salts)) == len(salts) == 1 + len(demo.SCRIPT)
-    assert '"cold_ttft_s": 0.05' in file.read_text()
-
-
-def test_demo_says_why_a_model_does_not_load(capsys):
-    assert demo.main(["--model", "missing"], FakeEngine) == 1
-    assert "kvstore: no model at 'missing'" in capsys.readouterr().err

@@ -6,13 +6,14 @@ import inspect
 
 import pytest
 
+from engine.outputs import CachedTokensDetails
 from engine.request import Request, Status
 from engine.sampling_params import SamplingParams
-from kvstore.block import BLOCK_ID_BYTES
-from kvstore.connector import KVConnector, Lookup, Match, NullConnector, TransferPlan
+from kvstore.block import BLOCK_ID_BYTES, Lineage
+from kvstore.connector import KVConnector, Lookup, Match, NullConnector, StepSpan, TransferPlan
 from tests.house import ROOT, FakeStore, House, history_keys, steps_of
 
-VERBS = [name for name in vars(KVConnector) if not name.startswith("_")]
+VERBS = [name for name, value in vars(KVConnector).items() if callable(value) and not name.startswith("_")]
 
 
 def parameters(owner: type, verb: str) -> list[tuple[str, object]]:
@@ -25,15 +26,18 @@ def test_the_null_connector_has_every_verb_with_the_same_arguments(verb):
 
 
 def test_the_null_connector_has_no_verb_of_its_own():
-    assert [name for name in vars(NullConnector) if not name.startswith("_")] == VERBS
+    own = [name for name, value in vars(NullConnector).items() if callable(value) and not name.startswith("_")]
+    assert own == VERBS
 
 
 def test_every_lookup_is_a_miss():
     connector = NullConnector()
-    connector.on_new_request("r", [b"id"])
-    assert connector.get_num_new_matched_tokens("r", [b"id"] * 4, 0, 63) == Match(Lookup.MISS, 0)
-    assert connector.build_connector_meta() is None
+    assert connector.on_new_request("r", [b"id"], list(range(16)), Lineage(ROOT), "", 0) == []
+    assert connector.get_num_usable_blocks("r", 3) == 3
+    assert connector.get_num_new_matched_tokens("r", 0, 63) == Match(Lookup.MISS, 0)
+    assert connector.build_connector_meta([StepSpan("r", 0, 16)]) is None
     assert connector.get_finished() == ()
+    assert connector.splice([b"id"], list(range(16)), Lineage(ROOT), [(0, 16)], "") is None
     assert connector.stats() == {}
 
 
@@ -49,9 +53,9 @@ def test_roots_are_one_per_owner_and_another_in_every_store():
 def test_a_hit_or_a_load_that_was_never_reported_is_a_bug():
     connector = NullConnector()
     with pytest.raises(AssertionError, match="never reports a hit"):
-        connector.update_state_after_alloc("r", [1], 16)
-    with pytest.raises(AssertionError, match="never plans a load"):
-        connector.start_load_kv(TransferPlan(((1, b"id"),)))
+        connector.update_state_after_alloc("r", [1], 0, 16)
+    with pytest.raises(AssertionError, match="never plans a transfer"):
+        connector.start_load_kv(TransferPlan(), [0])
 
 
 def test_what_crosses_the_seam_is_frozen():
@@ -63,7 +67,7 @@ def test_what_crosses_the_seam_is_frozen():
 
 # -- the connector's scheduler side ----------------------------------------------------------------------------------
 def stored(prompt: list[int], num_blocks: int, block_size: int = 4) -> dict[bytes, list[int]]:
-    request = Request("stored", prompt, SamplingParams(), 1, ROOT, block_size, seed=0)
+    request = Request("stored", prompt, SamplingParams(), 1, Lineage(ROOT), block_size, seed=0)
     keys = history_keys(prompt)
     return {request.chain[i]: keys[i * block_size : (i + 1) * block_size] for i in range(num_blocks)}
 
@@ -108,8 +112,9 @@ def test_stored_blocks_are_loaded_and_the_rest_is_computed(num_stored):
     output = house.step()
     assert steps_of(output) == {"a": (4 * num_stored, 13 - 4 * num_stored, 1)}
     request = house.requests["a"]
-    assert output.plan.loads == tuple(zip(request.block_numbers, request.chain[:num_stored], strict=False))
-    assert (request.num_cached_tokens, request.num_external_tokens) == (0, 4 * num_stored)
+    loads = [(load.block_number, load.block_id, load.position) for load in output.plan.loads]
+    assert loads == [(request.block_numbers[i], request.chain[i], 0) for i in range(num_stored)]
+    assert request.cached == CachedTokensDetails(cpu=4 * num_stored)
     house.run()
     house.check_answer("a", prompt)
     assert house.computed == {"a": 13 - 4 * num_stored + 2}
@@ -124,8 +129,8 @@ def test_stored_blocks_continue_a_hit_in_hbm():
     house.add("a", prompt, 3)
     output = house.step()
     assert steps_of(output) == {"a": (20, 8, 0)}
-    assert [block_id for _, block_id in output.plan.loads] == house.requests["a"].chain[2:5]
-    assert (house.requests["a"].num_cached_tokens, house.requests["a"].num_external_tokens) == (8, 12)
+    assert [load.block_id for load in output.plan.loads] == house.requests["a"].chain[2:5]
+    assert house.requests["a"].cached == CachedTokensDetails(hbm=8, cpu=12)
     house.run()
     house.check_answer("a", prompt)
 

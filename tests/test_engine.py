@@ -323,6 +323,7 @@ def test_stats_count_requests_and_tokens(engine):
     engine.generate([PROMPT], SamplingParams(temperature=0, max_tokens=2))
     stats = engine.stats()
     assert stats["requests"]["finished"] == 3
+    assert stats["tokens"].pop("cached_by_tier") == {"hbm": 48, "cpu": 0, "disk": 0, "reencoded": 0}
     assert stats["tokens"] == {"prompt_tokens": 171, "cached_tokens": 48, "completion_tokens": 6}
     assert stats["step"]["num_steps"] > 0 and stats["step"]["forward_s"] > 0
 
@@ -346,7 +347,7 @@ def test_a_failing_sampler_row_does_not_break_the_batch_for_ever(engine, greedy)
     ("owner", "method"),
     [
         ("_scheduler", "schedule"),
-        ("_connector", "build_connector_meta"),
+        ("connector", "build_connector_meta"),
         ("_runner", "_update_rows"),
         ("_runner", "_sample"),
         ("_scheduler", "update"),

@@ -91,7 +91,7 @@ def houses(model_dir):
 
 
 def check_step(engine: Engine, budget: int, seqs: int) -> None:
-    scheduler, pool = engine._scheduler, engine._pool
+    scheduler, pool = engine._scheduler, engine.pool
     engine.check_integrity()
     assert scheduler.num_running <= seqs
     assert engine._runner.batch.num_rows <= seqs
@@ -102,12 +102,12 @@ def check_step(engine: Engine, budget: int, seqs: int) -> None:
 def check_idle(engine: Engine) -> None:
     """Invariant 6: every count is zero."""
     assert not engine.has_work
-    assert engine._pool.num_free == engine._pool.num_blocks
+    assert engine.pool.num_free == engine.pool.num_blocks
     assert engine._runner.batch.num_rows == len(engine._scheduler._left)  # they leave with the next step
     assert engine.step() == []
     assert engine._runner.batch.num_rows == 0
     assert (len(engine._outputs._open), engine._scheduler.requests) == (0, {})
-    engine._pool.check_integrity(idle=True)
+    engine.pool.check_integrity(idle=True)
 
 
 class Guest:
@@ -181,7 +181,7 @@ def test_invariant_1_random_traffic_gives_what_a_plain_loop_gives(houses, model_
 def test_invariant_1_known_seeds_reach_preemption_abort_and_hit(houses, model_dir, shape):
     """Random examples may be few and tame; these are not."""
     engine = houses[shape[0]]
-    engine._pool.evict_all()  # what random examples left there must not decide what happens here
+    engine.pool.evict_all()  # what random examples left there must not decide what happens here
     before = engine._scheduler.num_preemptions
     guest = Guest(engine, random.Random(f"{shape}"), shape)
     guest.run(num_events=100)
@@ -230,7 +230,7 @@ def test_invariant_7_memory_stays_what_it_was(houses, shape):
     assert [(id(array), array.nbytes) for array in arrays] == sizes
     assert (engine._scheduler._waiting, engine._scheduler._running, engine._scheduler._left) == ([], [], [])
     assert engine._outputs._tracked == {}
-    assert engine._pool.num_cached <= engine._pool.num_blocks
+    assert engine.pool.num_cached <= engine.pool.num_blocks
 
 
 def test_invariant_6_an_engine_that_closes_holds_nothing(model_dir):
@@ -249,5 +249,5 @@ def test_invariant_6_an_engine_that_closes_holds_nothing(model_dir):
         guest.step()
     engine.close()
     assert all(handle.done for _, _, handle in guest.asked)
-    assert (engine._pool.num_free, len(engine._outputs._open), engine._scheduler.requests) == (8, 0, {})
-    engine._pool.check_integrity(idle=True)
+    assert (engine.pool.num_free, len(engine._outputs._open), engine._scheduler.requests) == (8, 0, {})
+    engine.pool.check_integrity(idle=True)

@@ -5,7 +5,7 @@ import pytest
 from engine.kv_cache_manager import Allocation, KVCacheManager
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from kvstore.block import lineage_root
+from kvstore.block import Lineage, lineage_root
 from kvstore.pool import BlockPool
 
 BLOCK_SIZE = 4
@@ -14,7 +14,7 @@ ROOTS = {tenant: lineage_root(b"secret", "model", tenant) for tenant in ("a", "b
 
 def new_request(name: str, tokens: list[int], tenant: str = "a", index: int = 0) -> Request:
     params = SamplingParams(max_tokens=100)
-    return Request(name, tokens, params, 100, ROOTS[tenant], BLOCK_SIZE, seed=0, index=index)
+    return Request(name, tokens, params, 100, Lineage(ROOTS[tenant]), BLOCK_SIZE, seed=0, index=index)
 
 
 def compute(manager: KVCacheManager, request: Request, num_tokens: int) -> None:

@@ -15,7 +15,9 @@ FOLDERS = (*LAYERS, "bench", "tests")
 ENGINE_USES_OF_KVSTORE = {"block", "pool", "config", "errors", "connector", "session_store"}
 CONTROL_PLANE = {
     "kvstore": "config errors block pool lookahead policy planner replay tier codec io_queue disk_tier session_store "
-    "control store stats",
+    "control store stats codec_chooser disk_open disk_env disk_check disk_walk disk_format disk_upkeep disk_index "
+    "layout commands offline lookup saving splicing write_back cpu_tier connector session_record session_tables "
+    "session_storage",
     "engine": "config request sampling_params outputs kv_cache_manager scheduler detokenizer",
 }
 HEAVY = {"torch", "transformers", "triton"}

@@ -1,0 +1,276 @@
+"""One layer of N blocks between the CPU arena and the paged HBM cache; loading rotates the keys on the way.
+
+The arena, [num_slots, num_layers, 2, block_size, num_kv_heads, head_dim], holds raw keys (index 0 of the third axis)
+and values. Torch operations only; results are those of the twins in `kernels.reference`, bit for bit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rope.rotary import Rotation, Style
+
+CHUNK_BYTES = (
+    1 << 19
+)  # keys of one layer rotated at a time on a CPU: with two buffers of that size about a core's cache
+STAGING_BYTES = 1 << 25  # pinned memory for one copy to the device
+STACKED_TOKENS = 64  # up to so many tokens a save of several layers is one indexed write
+
+RawLayer = tuple[int, torch.Tensor, torch.Tensor]  # layer, raw keys and values, [num_tokens, num_kv_heads, head_dim]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Blocks [start, end) of a load. source, target: their place, a slice where it is one run."""
+
+    start: int
+    end: int
+    source: slice | torch.Tensor
+    target: slice | torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """cos, and sin with the sign it is added with, of every element: [N, block_size, num_kv_heads, rotary_dim].
+
+    Spread over the heads, so that products run over whole blocks. first, second: the elements of the pairs.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    first: slice
+    second: slice
+
+
+class BlockLoad:
+    """The load of N blocks in every layer, layer by layer, by one thread; what layers share is prepared at first use.
+
+    slots, block_numbers: arena slot and HBM block of each. positions: of each block's first token. rotations: per
+    layer the full table, None where keys are not rotated. On a CPU each rotation's tables take as much memory as the
+    KV of one layer of the load, twice that with upcast, until it is dropped. On CUDA it works in the current stream.
+    """
+
+    def __init__(
+        self,
+        arena: torch.Tensor,
+        slots: Sequence[int] | torch.Tensor,
+        block_numbers: Sequence[int] | torch.Tensor,
+        positions: Sequence[int] | torch.Tensor,
+        rotations: Sequence[Rotation | None],
+    ) -> None:
+        self._arena = arena
+        self._slots = torch.as_tensor(slots, dtype=torch.int64)
+        self._block_numbers = torch.as_tensor(block_numbers, dtype=torch.int64)
+        self._positions = torch.as_tensor(positions, dtype=torch.int64)
+        assert len(self._slots) == len(self._block_numbers) == len(self._positions)
+        self._rotations = rotations
+        self._turns: dict[int, _Turn] = {}
+        self._rows: dict[int, Rotation] = {}
+        self._numbers: torch.Tensor | None = None
+        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._chunks: list[_Chunk] = []
+
+    def load_layer(self, layer: int, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+        """Fill this layer's HBM blocks; caches: [num_blocks, block_size, num_kv_heads, head_dim]."""
+        if not len(self._slots):
+            return
+        if key_cache.device.type == "cpu":
+            self._load_on_cpu(layer, key_cache, value_cache)
+        else:
+            self._load_to_device(layer, key_cache, value_cache)
+
+    # -- on a CPU ----------------------------------------------------------------------------------------------------
+    def _load_on_cpu(self, layer: int, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+        keys, values = self._arena[:, layer, 0], self._arena[:, layer, 1]  # [num_slots, block_size, num_kv_heads, ...]
+        turn = self._turn(self._rotations[layer])
+        if not self._chunks:
+            self._chunks = self._split(max(1, CHUNK_BYTES // (keys[0].numel() * keys.element_size())))
+        for chunk in self._chunks:
+            if turn is None:
+                self._copy(keys, key_cache, chunk)
+            else:
+                self._rotate(keys, key_cache, chunk, turn)
+            self._copy(values, value_cache, chunk)
+
+    def _split(self, size: int) -> list[_Chunk]:
+        count = len(self._slots)
+        bounds = [(start, min(start + size, count)) for start in range(0, count, size)]
+        return [_Chunk(a, b, _run(self._slots[a:b]), _run(self._block_numbers[a:b])) for a, b in bounds]
+
+    def _turn(self, rotation: Rotation | None) -> _Turn | None:
+        if rotation is None:
+            return None
+        if id(rotation) not in self._turns:
+            self._turns[id(rotation)] = self._make_turn(rotation)
+        return self._turns[id(rotation)]
+
+    def _make_turn(self, rotation: Rotation) -> _Turn:
+        block_size, num_kv_heads = self._arena.shape[3:5]
+        dtype = torch.promote_types(rotation.cos.dtype, torch.float32 if rotation.upcast else self._arena.dtype)
+        at = rotation.at(self._token_positions())
+        half = at.cos.shape[-1]
+        first, second = slice(0, half), slice(half, 2 * half)
+        if rotation.style is Style.INTERLEAVED:
+            first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+        cos = torch.empty(len(self._slots), block_size, num_kv_heads, 2 * half, dtype=dtype)
+        sin = torch.empty_like(cos)
+        at_cos, at_sin = (t.view(-1, block_size, 1, half) for t in (at.cos, at.sin))
+        cos[..., first] = cos[..., second] = at_cos
+        sin[..., first], sin[..., second] = -at_sin, at_sin  # a - b is a + (-b), and rounding is symmetric
+        return _Turn(cos, sin, first, second)
+
+    def _token_positions(self) -> torch.Tensor:  # [N * block_size]
+        return (self._positions[:, None] + torch.arange(self._arena.shape[3])).flatten()
+
+    def _rotate(self, source: torch.Tensor, cache: torch.Tensor, chunk: _Chunk, turn: _Turn) -> None:
+        """One multiplication of all elements, one of all partners, one sum: each rounded, as `rope.rotary.rotate`."""
+        raw = self._gather(source, chunk)
+        rotary_dim, dtype = turn.cos.shape[-1], turn.cos.dtype
+        out = cache[chunk.target] if isinstance(chunk.target, slice) else self._buffer("out", raw.shape, raw.dtype)
+        x, into = raw[..., :rotary_dim], out[..., :rotary_dim]
+        if dtype != raw.dtype:
+            x = self._buffer("x", x.shape, dtype).copy_(x)
+        cos, sin = turn.cos[chunk.start : chunk.end], turn.sin[chunk.start : chunk.end]
+        own, other = self._buffer("own", x.shape, dtype), self._buffer("other", x.shape, dtype)
+        torch.mul(x, cos, out=own)
+        torch.mul(x[..., turn.second], sin[..., turn.first], out=other[..., turn.first])
+        torch.mul(x[..., turn.first], sin[..., turn.second], out=other[..., turn.second])
+        if dtype == raw.dtype:
+            torch.add(own, other, out=into)
+        else:
+            into.copy_(own.add_(other))
+        if rotary_dim < raw.shape[-1]:
+            out[..., rotary_dim:].copy_(raw[..., rotary_dim:])
+        if not isinstance(chunk.target, slice):
+            _put_rows(cache, chunk.target, out)
+
+    def _copy(self, source: torch.Tensor, cache: torch.Tensor, chunk: _Chunk) -> None:
+        if not isinstance(chunk.target, slice):
+            _put_rows(cache, chunk.target, self._gather(source, chunk))
+        elif isinstance(chunk.source, slice):
+            cache[chunk.target].copy_(source[chunk.source])
+        else:
+            torch.index_select(source, 0, chunk.source, out=cache[chunk.target])
+
+    def _gather(self, source: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
+        """The chunk's blocks, [n, block_size, num_kv_heads, head_dim]: a view where their slots are one run."""
+        if isinstance(chunk.source, slice):
+            return source[chunk.source]
+        shape = torch.Size((chunk.end - chunk.start, *source.shape[1:]))
+        return torch.index_select(source, 0, chunk.source, out=self._buffer("raw", shape, source.dtype))
+
+    def _buffer(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Scratch memory that chunks and layers reuse: it stays in the core's cache."""
+        size, held = shape.numel(), self._buffers.get((name, dtype))
+        if held is None or held.numel() < size:
+            held = self._buffers[name, dtype] = torch.empty(size, dtype=dtype)
+        return held[:size].view(shape)
+
+    # -- to a device -------------------------------------------------------------------------------------------------
+    def _load_to_device(self, layer: int, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+        device, source = key_cache.device, self._arena[:, layer]
+        rotation = self._rows_on(device, self._rotations[layer])
+        if self._numbers is None:  # once: such a small copy waits for all that the stream was given before
+            self._numbers = self._block_numbers.to(device)
+        numbers = self._numbers
+        block_size, size = source.shape[2], max(1, STAGING_BYTES // (source[0].numel() * source.element_size()))
+        for start in range(0, len(self._slots), size):
+            slots = self._slots[start : start + size]
+            # Pinned memory comes from torch's pool, which hands it out again only after the copy has ended.
+            staging = torch.empty(len(slots), *source.shape[1:], dtype=source.dtype, pin_memory=device.type == "cuda")
+            torch.index_select(source, 0, slots, out=staging)
+            blocks = staging.to(device, non_blocking=True)
+            key = blocks[:, 0]
+            if rotation is not None:
+                tokens = slice(start * block_size, (start + len(slots)) * block_size)
+                part = Rotation(rotation.cos[tokens], rotation.sin[tokens], rotation.style, rotation.upcast)
+                key = part.apply(key.flatten(0, 1)).view(key.shape)
+            targets = numbers[start : start + size]
+            key_cache.index_copy_(0, targets, key)
+            value_cache.index_copy_(0, targets, blocks[:, 1])
+
+    def _rows_on(self, device: torch.device, rotation: Rotation | None) -> Rotation | None:
+        """The table's rows of this load's tokens, gathered once on the device for all layers that share them."""
+        if rotation is None:
+            return None
+        if id(rotation) not in self._rows:
+            self._rows[id(rotation)] = rotation.at(self._token_positions().to(device))
+        return self._rows[id(rotation)]
+
+
+def load_blocks(
+    arena: torch.Tensor,
+    layer: int,
+    slots: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_numbers: torch.Tensor,
+    positions: torch.Tensor,
+    rotation: Rotation | None,
+) -> None:
+    """One layer alone; arguments as `kernels.reference.load_blocks`. For several layers share a `BlockLoad`."""
+    rotations = [None] * layer + [rotation]
+    BlockLoad(arena, slots, block_numbers, positions, rotations).load_layer(layer, key_cache, value_cache)
+
+
+def save_tokens(arena: torch.Tensor, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+    """Raw keys and values of one layer, [num_tokens, num_kv_heads, head_dim], any strides, into token slots.
+
+    slots: [num_tokens] int64 on the CPU, arena slot * block_size + offset; none stands there twice.
+    """
+    save_layers(arena, [(layer, key, value)], None, slots)
+
+
+def save_layers(
+    arena: torch.Tensor, layers: Sequence[RawLayer], rows: torch.Tensor | None, slots: torch.Tensor
+) -> None:
+    """Several layers of one step. rows: which of its tokens are saved, [n] int64, None for all; slots: where, [n]."""
+    if not layers or not len(slots):
+        return
+    blocks, offsets = slots // arena.shape[3], slots % arena.shape[3]
+    if len(slots) <= STACKED_TOKENS:
+        parts = [part for _, key, value in layers for part in (key, value)]
+        stacked = torch.stack(parts if rows is None else _select(parts, rows), dim=1).to(arena.device)
+        numbers = torch.tensor([layer for layer, _, _ in layers])
+        new = stacked.view(len(slots), len(layers), 2, *arena.shape[4:])
+        arena, new = _widen(arena, new)
+        arena[blocks[:, None], numbers, :, offsets[:, None]] = new
+        return
+    for layer, *pair in layers:
+        for part, new in enumerate(pair if rows is None else _select(pair, rows)):
+            target, source = _widen(arena, new.to(arena.device))
+            target[blocks, layer, part, offsets] = source
+
+
+def _select(tensors: Sequence[torch.Tensor], rows: torch.Tensor) -> list[torch.Tensor]:
+    run = _run(rows)
+    if isinstance(run, slice):
+        return [tensor[run] for tensor in tensors]
+    rows = rows.to(tensors[0].device)
+    return [tensor.index_select(0, rows) for tensor in tensors]
+
+
+def _run(numbers: torch.Tensor) -> slice | torch.Tensor:
+    """The slice that these numbers, [n], are, or the numbers as they come."""
+    first = int(numbers[0])
+    if int(numbers[-1]) - first == len(numbers) - 1 and bool((numbers.diff() == 1).all()):
+        return slice(first, first + len(numbers))
+    return numbers
+
+
+def _put_rows(cache: torch.Tensor, rows: torch.Tensor, blocks: torch.Tensor) -> None:
+    cache, blocks = _widen(cache, blocks)
+    cache[rows] = blocks
+
+
+def _widen(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The same memory as 16-byte elements where that is possible: indexed writes cost by the element, not the byte."""
+    ratio = 16 // tensors[0].element_size()
+    for tensor in tensors:
+        *strides, last = tensor.stride()
+        if last != 1 or any(n % ratio for n in (tensor.shape[-1], tensor.storage_offset(), *strides)):
+            return list(tensors)
+        if tensor.data_ptr() % 16:
+            return list(tensors)
+    return [tensor.view(torch.complex128) for tensor in tensors]

@@ -1,0 +1,143 @@
+"""The CPU tier: which block lies in which slot of the arena, and whether its bytes have landed.
+
+Owns slots and records, not bytes: the arena is given, or absent when a trace is replayed. One thread.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+from kvstore.block import BlockId
+from kvstore.pool import BlockPool
+from kvstore.tier import BlockRecord
+
+
+class SlotState(Enum):
+    """Of a slot that somebody holds or that has a record."""
+
+    EMPTY = "empty"
+    PENDING = "pending"  # findable, its bytes are still on their way
+    READY = "ready"  # loadable
+    FAILED = "failed"  # its bytes will never come; whoever waits for it computes
+
+
+class CpuTier:
+    """Slots 0 .. num_slots - 1. A slot is written only while it is not READY, and reused only when nobody holds it.
+
+    num_slots: capacity. erase: overwrite the bytes of these slots (after a deletion). keep: False makes the arena a
+    staging area, which forgets a block when the last holder releases it.
+    """
+
+    def __init__(
+        self, num_slots: int, erase: Callable[[Sequence[int]], None] = lambda slots: None, keep: bool = True
+    ) -> None:
+        self.pool = BlockPool(num_slots)
+        self.keep = keep
+        self._erase = erase
+        self._states = [SlotState.EMPTY] * num_slots
+        self._records: list[BlockRecord | None] = [None] * num_slots
+        self._last_used_s = [0.0] * num_slots
+        self._pending_parents: Counter[BlockId] = Counter()
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+    def find(self, record_id: BlockId) -> int | None:
+        """The slot of this block, PENDING or READY."""
+        return self.pool.lookup(record_id)
+
+    def state(self, slot: int) -> SlotState:
+        return self._states[slot]
+
+    def record(self, slot: int) -> BlockRecord | None:
+        return self._records[slot]
+
+    def last_used_s(self, slot: int) -> float:
+        return self._last_used_s[slot]
+
+    # -- the life of a slot ------------------------------------------------------------------------------------------
+    def reserve(self) -> int | None:
+        """An empty slot with one reference, taken from what is evicted first; None when everything is held."""
+        slot = self.pool.try_allocate()
+        if slot is not None:
+            self._states[slot], self._records[slot] = SlotState.EMPTY, None
+        return slot
+
+    def announce(self, slot: int, record: BlockRecord, now_s: float) -> bool:
+        """From now on the slot is found under this record's id, PENDING. False when another slot has that block."""
+        assert self._states[slot] is SlotState.EMPTY
+        # What a staging area holds is on its way to or from disk: closure under parents is the disk's concern.
+        if not self.pool.insert(slot, record.block_id, record.parent_id if self.keep else None):
+            return False
+        self._states[slot], self._records[slot], self._last_used_s[slot] = SlotState.PENDING, record, now_s
+        self._pending_parents[record.parent_id] += 1
+        return True
+
+    def publish(self, slot: int) -> None:
+        """Its bytes have landed and were checked."""
+        assert self._states[slot] is SlotState.PENDING
+        self._landed(slot, SlotState.READY)
+
+    def spoil(self, slot: int) -> None:
+        """Some of its tokens will not come, and it has no id yet: it never gets one."""
+        assert self._states[slot] is SlotState.EMPTY
+        self._states[slot] = SlotState.FAILED
+
+    def fail(self, slot: int) -> list[int]:
+        """Its bytes will not come: forget it and what hangs below it. Returns all slots that were forgotten."""
+        gone = self.pool.forget(slot)
+        for one in gone:
+            if self._states[one] is SlotState.PENDING:
+                self._landed(one, SlotState.FAILED)
+        return gone
+
+    def _landed(self, slot: int, state: SlotState) -> None:
+        record = self._records[slot]
+        assert record is not None
+        self._states[slot] = state
+        self._pending_parents[record.parent_id] -= 1
+        if not self._pending_parents[record.parent_id]:
+            del self._pending_parents[record.parent_id]
+
+    def is_awaited(self, block_id: BlockId) -> bool:
+        """Whether a block that is on its way builds on this one."""
+        return block_id in self._pending_parents
+
+    def forget(self, block_id: BlockId) -> int:
+        """Give up a block and what hangs below it; returns how many. Holders keep their slots until they release."""
+        slot = self.pool.lookup(block_id)
+        return 0 if slot is None else len(self.fail(slot))
+
+    def acquire(self, slot: int) -> None:
+        self.pool.acquire((slot,))
+
+    def release(self, slot: int) -> None:
+        """Give back one reference."""
+        self.pool.release((slot,))
+        if not self.keep and self.pool.is_free(slot) and self.pool.block_id(slot) is not None:
+            self.fail(slot)
+
+    def touch(self, chain: Sequence[BlockId], now_s: float) -> None:
+        """These blocks, head first, were of use just now."""
+        slots = [slot for slot in map(self.pool.lookup, chain) if slot is not None]
+        for slot in slots:
+            self._last_used_s[slot] = now_s
+        self.pool.touch(slots)
+
+    def erase_stale(self) -> None:
+        """Overwrite what lies in slots that nobody holds and no id leads to."""
+        self._erase(self.pool.take_stale())
+
+    # -- for eviction by hand ----------------------------------------------------------------------------------------
+    def blocks(self) -> list[int]:
+        """All slots with a findable block."""
+        return [slot for slot, record in enumerate(self._records) if self._is_current(slot, record)]
+
+    def _is_current(self, slot: int, record: BlockRecord | None) -> bool:
+        return record is not None and self.pool.block_id(slot) == record.block_id
+
+    def check_integrity(self, idle: bool = True) -> None:
+        """Assert that states, records and the pool agree; with `idle`, that nobody holds a slot."""
+        self.pool.check_integrity(idle)
+        for slot, record in enumerate(self._records):
+            if self._is_current(slot, record):
+                assert self._states[slot] in (SlotState.PENDING, SlotState.READY), f"slot {slot}: {self._states[slot]}"
+                assert not idle or self._states[slot] is SlotState.READY, f"slot {slot} is in flight while idle"

@@ -1,0 +1,266 @@
+"""Threads between the CPU tier and the disk: one writer that batches, several readers. They finish, and are polled.
+
+Owns the queues. Never touches the control plane's state: it is given records and memory, and returns outcomes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstore.block import BlockId
+from kvstore.tier import BlockRecord, ReadResult
+
+BATCH_BYTES = 64 << 20
+BATCH_WAIT_S = 0.2
+NUM_READERS = 3
+
+
+class Disk(Protocol):
+    """What the threads need of the disk tier."""
+
+    def write(
+        self, puts: Sequence[tuple[BlockRecord, memoryview]], deletes: Sequence[BlockId], touched: dict[BlockId, float]
+    ) -> Outcome:
+        """One durable transaction, or none of it."""
+        ...
+
+    def read(self, expected: BlockRecord, into: memoryview) -> ReadResult:
+        """Into memory that nobody can see yet; everything is checked."""
+        ...
+
+
+class Outcome(Protocol):
+    """How a transaction ended: stored bytes of each put, or why there is none of it."""
+
+    @property
+    def stored_bytes(self) -> Sequence[int]: ...
+
+    @property
+    def error(self) -> str | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One block to be written from `view`, which stays as it is until the write is done."""
+
+    slot: int
+    record: BlockRecord
+    view: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One block to be read into `view`, which nobody else looks at until the read is done."""
+
+    slot: int
+    record: BlockRecord
+    view: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Other work for a reader: `run` is called in its thread; `key` comes back with whether it succeeded."""
+
+    key: int
+    run: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDone:
+    read: Read
+    result: ReadResult
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class WriteDone:
+    """A transaction has ended. error None: its writes and deletes are durable."""
+
+    writes: tuple[Write, ...]
+    deletes: tuple[BlockId, ...]
+    stored_bytes: tuple[int, ...]
+    error: str | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TaskDone:
+    key: int
+    succeeded: bool
+
+
+Done = ReadDone | WriteDone | TaskDone
+
+
+class IoQueue:
+    """Queues and threads. Queues are bounded by the arena's slots, since every entry holds one.
+
+    on_progress: called in an I/O thread after something has ended; it may only wake somebody. disk None: tasks only.
+    batch_wait_s, batch_bytes: of one transaction.
+    """
+
+    def __init__(
+        self, disk: Disk | None, on_progress: Callable[[], None], num_readers: int = NUM_READERS,
+        batch_wait_s: float = BATCH_WAIT_S, batch_bytes: int = BATCH_BYTES,
+    ) -> None:  # fmt: skip
+        self._disk = disk
+        self._on_progress = on_progress
+        self._batch_wait_s = batch_wait_s
+        self._batch_bytes = batch_bytes
+        self._lock = threading.Lock()
+        self._write_ready = threading.Condition(self._lock)
+        self._read_ready = threading.Condition(self._lock)
+        self._writes: deque[Write] = deque()
+        self._deletes: dict[BlockId, None] = {}
+        self._touched: dict[BlockId, float] = {}
+        self._reads: deque[Read | Task] = deque()
+        self._done: deque[Done] = deque()
+        self._hurry = False
+        self._closing = False
+        self._num_active = 0
+        self._num_writing = 0
+        names = [("kvstore-write", self._write_loop)] if disk is not None else []
+        names += [(f"kvstore-read-{i}", self._read_loop) for i in range(num_readers)]
+        self._threads = [threading.Thread(target=loop, name=name, daemon=True) for name, loop in names]
+        for thread in self._threads:
+            thread.start()
+
+    # -- the control plane's side ------------------------------------------------------------------------------------
+    def submit_write(self, write: Write) -> None:
+        with self._lock:
+            self._deletes.pop(write.record.block_id, None)  # it is overwritten
+            self._writes.append(write)
+            self._write_ready.notify()
+
+    def submit_deletes(self, block_ids: Sequence[BlockId]) -> None:
+        """After the writes that were submitted before."""
+        with self._lock:
+            self._deletes |= dict.fromkeys(block_ids)
+            self._write_ready.notify()
+
+    def submit_touched(self, touched: dict[BlockId, float]) -> None:
+        """Times of last use, which travel with the next transaction."""
+        with self._lock:
+            self._touched |= touched
+
+    def submit_read(self, read: Read | Task) -> None:
+        with self._lock:
+            self._reads.append(read)
+            self._read_ready.notify()
+
+    def completed(self) -> list[Done]:
+        """What has ended since the last call."""
+        done: list[Done] = []
+        while self._done:
+            done.append(self._done.popleft())
+        return done
+
+    def hurry(self) -> None:
+        """Write now what is queued, without waiting for a batch to fill."""
+        with self._lock:
+            self._hurry = bool(self._writes or self._deletes)
+            self._write_ready.notify()
+
+    @property
+    def num_reading(self) -> int:
+        return len(self._reads) + self._num_active
+
+    @property
+    def num_writing(self) -> int:
+        return len(self._writes) + self._num_writing
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing queued, nothing running, nothing that was not polled."""
+        with self._lock:
+            queued = self._writes or self._deletes or self._reads or self._done
+            return not queued and not self._num_active and not self._num_writing
+
+    def close(self, timeout_s: float) -> bool:
+        """Write what is queued, drop the reads, end the threads. False when that took longer than given."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            self._closing = True
+            self._reads.clear()
+            self._write_ready.notify_all()
+            self._read_ready.notify_all()
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    # -- threads -----------------------------------------------------------------------------------------------------
+    def _write_loop(self) -> None:
+        while (batch := self._next_batch()) is not None:
+            writes, deletes, touched = batch
+            started = time.perf_counter()
+            assert self._disk is not None
+            outcome = self._disk.write([(w.record, w.view) for w in writes], deletes, touched)
+            seconds = time.perf_counter() - started
+            done = WriteDone(writes, deletes, tuple(outcome.stored_bytes), outcome.error, seconds)
+            with self._lock:
+                self._done.append(done)
+                self._num_writing = 0
+            self._on_progress()
+
+    def _next_batch(self) -> tuple[tuple[Write, ...], tuple[BlockId, ...], dict[BlockId, float]] | None:
+        """Up to the batch's bytes of writes, or what has come within the batch's time; None at the end."""
+        with self._lock:
+            while not self._writes and not self._deletes:
+                if self._closing:
+                    return None
+                self._write_ready.wait()
+            deadline = time.monotonic() + self._batch_wait_s
+            while not self._is_batch_full() and (left := deadline - time.monotonic()) > 0:
+                self._write_ready.wait(left)
+            self._hurry = False
+            writes: list[Write] = []
+            size = 0
+            while self._writes and (not writes or size < self._batch_bytes):
+                writes.append(self._writes.popleft())
+                size += writes[-1].view.nbytes
+            # Deletes make room for writes. That of a block which is being written waits for the write.
+            writing = {write.record.block_id for write in (*writes, *self._writes)}
+            deletes = tuple(block_id for block_id in self._deletes if block_id not in writing)
+            self._deletes = {block_id: None for block_id in self._deletes if block_id in writing}
+            touched, self._touched = self._touched, {}
+            self._num_writing = len(writes) + len(deletes)
+            return tuple(writes), deletes, touched
+
+    def _is_batch_full(self) -> bool:
+        if self._hurry or self._closing or self._deletes:
+            return True
+        return bool(self._writes) and len(self._writes) * self._writes[0].view.nbytes >= self._batch_bytes
+
+    def _read_loop(self) -> None:
+        while True:
+            with self._lock:
+                while not self._reads:
+                    if self._closing:
+                        return
+                    self._read_ready.wait()
+                job = self._reads.popleft()
+                self._num_active += 1
+            done = self._read(job) if isinstance(job, Read) else self._run(job)
+            with self._lock:
+                self._done.append(done)
+                self._num_active -= 1
+            self._on_progress()
+
+    def _read(self, read: Read) -> ReadDone:
+        assert self._disk is not None
+        started = time.perf_counter()
+        result = self._disk.read(read.record, read.view)
+        return ReadDone(read, result, time.perf_counter() - started)
+
+    @staticmethod
+    def _run(task: Task) -> TaskDone:
+        try:
+            task.run()
+        except (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError):
+            return TaskDone(task.key, False)  # a splice that did not happen: its tokens are computed
+        return TaskDone(task.key, True)

@@ -1,0 +1,225 @@
+"""A store that nobody owns, opened for one command: stats, evict, verify, compact and sessions on its files.
+
+Holds the store's lock while it works, and makes nothing that was not there. No model and no tier above the disk.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kvstore import disk_check
+from kvstore.block import BlockId
+from kvstore.commands import (
+    DeletedResult,
+    deletion_from_dict,
+    evict_from_dict,
+    nothing_from_dict,
+    session_info,
+    sessions_from_dict,
+    verify_from_dict,
+)
+from kvstore.disk_index import DiskIndex
+from kvstore.disk_open import LOCK_NAME, StoreDirectory
+from kvstore.disk_tier import DiskTier
+from kvstore.errors import ConfigError, DegradedError, StoreError
+from kvstore.session_store import SessionKey, SessionStore, Tombstone, open_sessions
+
+OnProgress = Callable[[float | None], None]
+DELETE_BATCH = 4096
+LEAST_CAPACITY_BYTES = 64 << 20
+_MAP_SIZE_OFFSET = 32  # in a meta page of LMDB 0.9: behind the page's header, magic, version and address
+NO_DISK = {"blocks": 0, "bytes": 0, "file_bytes": 0, "capacity_bytes": 0, "reads": 0, "writes": 0, "failures": {}}
+NO_SESSIONS = {"sessions": 0, "turns": 0, "refs": 0, "pending_deletions": 0, "bytes": 0}
+
+
+class OfflineStore:
+    """The files of a store; a context manager. Raises StoreError when there is none, StoreLockedError when it is owned.
+
+    disk, sessions: None where the store has no such part. set_aside: files that were damaged as a whole and were moved
+    into quarantine when they were opened, by their place in the store's directory.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        place = Path(path).expanduser()
+        if not _is_store(place):
+            raise StoreError(f"there is no store at {path}; give the directory of one")
+        with ExitStack() as opened:
+            self.directory = opened.enter_context(StoreDirectory.open(place))
+            set_aside = _quarantined(self.directory.path)
+            self.disk: DiskTier | None = None
+            if (self.directory.path / "blocks").is_dir():
+                data_file = self.directory.path / "blocks" / disk_check.DATA_FILE
+                self.disk = DiskTier(self.directory, stored_capacity(data_file))
+                opened.callback(self.disk.close)
+            self.sessions: SessionStore | None = None
+            if (self.directory.path / "sessions").is_dir():
+                self.sessions = open_sessions(self.directory)
+                opened.callback(self.sessions.close)
+            self.set_aside = sorted(_quarantined(self.directory.path) - set_aside)
+            self._opened = opened.pop_all()
+
+    def close(self) -> None:
+        self._opened.close()
+
+    def __enter__(self) -> OfflineStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def handle(
+        self, command: str, arguments: dict[str, Any], on_progress: OnProgress | None = None
+    ) -> Mapping[str, Any]:
+        """What a store's owner would answer (see `commands`). Raises ConfigError and StoreError."""
+        if command == "verify":
+            return self.verify(verify_from_dict(arguments), on_progress)
+        if command == "sessions.delete":
+            return self.delete_session(deletion_from_dict(arguments))
+        if command == "sessions":
+            return self.list_sessions(arguments)
+        if command == "evict":
+            return self.evict(arguments)
+        if command not in ("stats", "compact"):
+            raise ConfigError(f"unknown command {command!r}")
+        nothing_from_dict(command, arguments)
+        return self.stats() if command == "stats" else self.compact()
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+    def stats(self) -> dict[str, Any]:
+        """Disk and sessions; under "models", how many blocks of each model and their bytes."""
+        disk: dict[str, Any] = dict(NO_DISK)
+        if self.disk is not None:
+            disk = {**self.disk.stats(), "models": _by_model(self.disk)}
+        sessions = NO_SESSIONS if self.sessions is None else self.sessions.stats()
+        return {**dict.fromkeys(("model", "hbm", "cpu", "store", "requests", "tokens")), "disk": disk,
+                "sessions": dict(sessions)}  # fmt: skip
+
+    def list_sessions(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        request = sessions_from_dict(arguments)
+        heads = [] if self.sessions is None else self.sessions.list(request.tenant, request.limit)
+        return {"sessions": [session_info(head) for head in heads]}
+
+    # -- giving up ---------------------------------------------------------------------------------------------------
+    def evict(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Select on the index, tails first, and delete."""
+        request = evict_from_dict(arguments)
+        block_ids = None if request.session is None else self._blocks_of(request.session)
+        chosen: list[BlockId] = []
+        num_bytes = 0
+        if self.disk is not None:
+            index = DiskIndex.build(self.disk.scan())
+            chosen = index.select(request.selection(block_ids))
+            num_bytes = sum(entry.stored_bytes for entry in map(index.get, chosen) if entry is not None)
+            if not request.dry_run:
+                _delete(self.disk, chosen)
+        return {"dry_run": request.dry_run, "tiers": {"disk": {"blocks": len(chosen), "bytes": num_bytes}}}
+
+    def _blocks_of(self, key: SessionKey) -> frozenset[BlockId]:
+        """The session's KV that is not also another's."""
+        if self.sessions is None or not self.sessions.exists(key):
+            raise _no_session(key)
+        return frozenset(self.sessions.unshared_blocks_of(key))
+
+    def delete_session(self, key: SessionKey) -> DeletedResult:
+        """Its transcript, its ids and the KV that no other session refers to."""
+        tombstone = None if self.sessions is None else self.sessions.delete(key).wait()
+        if self.sessions is None or tombstone is None:
+            raise _no_session(key)
+        for one in self.sessions.pending_deletions():  # this one, and those that a crash cut off
+            self._carry_out(self.sessions, one)
+        return DeletedResult(deleted=True, blocks=len(tombstone.block_ids))
+
+    def _carry_out(self, sessions: SessionStore, tombstone: Tombstone) -> None:
+        if self.disk is not None:
+            index = DiskIndex.build(self.disk.scan())
+            _delete(self.disk, _with_descendants(index, tombstone.block_ids))
+            self.disk.sync()
+        sessions.finish_deletion(tombstone.number).wait()
+
+    # -- upkeep ------------------------------------------------------------------------------------------------------
+    def verify(self, delete: bool, on_progress: OnProgress | None = None) -> dict[str, Any]:
+        """Every block and every session; delete: damaged blocks go, and with them what was computed after them."""
+        report: dict[str, Any] = {"set_aside": self.set_aside}
+        if self.disk is not None:
+            report |= self._verify_disk(self.disk, delete, on_progress)
+        if self.sessions is not None:
+            report["sessions"] = asdict(self.sessions.check())
+        return report
+
+    def _verify_disk(self, disk: DiskTier, delete: bool, on_progress: OnProgress | None) -> dict[str, Any]:
+        index = DiskIndex.build(disk.scan())
+
+        def note(num_done: int) -> None:
+            if on_progress is not None:
+                on_progress(num_done / max(num_done, index.num_blocks))
+
+        found = disk.verify(progress=note)
+        gone = _with_descendants(index, found.bad_ids) if delete else []
+        _delete(disk, gone)
+        return {**found.as_dict(), "num_deleted": len(gone)}
+
+    def compact(self) -> dict[str, Any]:
+        if self.sessions is not None:
+            self.sessions.compact()
+        return {"before_bytes": 0, "after_bytes": 0, "seconds": 0.0} if self.disk is None else (
+            self.disk.compact().as_dict()
+        )  # fmt: skip
+
+
+def _is_store(place: Path) -> bool:
+    try:
+        return (place / LOCK_NAME).is_file()
+    except OSError as error:
+        raise StoreError(f"the store at {place} cannot be used: {error.strerror or error}") from None
+
+
+def _quarantined(directory: Path) -> set[str]:
+    return {f"{place.parent.name}/{place.name}" for place in directory.glob("quarantine-*/*")}
+
+
+def stored_capacity(data_file: Path) -> int:
+    """The map size that the last owner gave a data file: with less, opening it would evict."""
+    try:
+        meta = disk_check.read_meta(data_file)
+        with data_file.open("rb") as file:
+            sizes: list[int] = []
+            for page in (0, 1):
+                file.seek(page * meta.page_bytes + _MAP_SIZE_OFFSET)
+                sizes += struct.unpack("=Q", file.read(8))
+    except (OSError, disk_check.UnreadableFileError, struct.error):
+        return LEAST_CAPACITY_BYTES  # there is nothing that could be evicted
+    return max(meta.needed_bytes, *sizes)
+
+
+def _no_session(key: SessionKey) -> StoreError:
+    tenant = f" of tenant {key.tenant!r}" if key.tenant else ""
+    return StoreError(f"there is no session {key.session_id!r}{tenant}; `kvstore sessions` lists them")
+
+
+def _by_model(disk: DiskTier) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for batch in disk.scan():
+        for entry in batch:
+            amount = found.setdefault(entry.model, {"blocks": 0, "bytes": 0})
+            amount["blocks"] += 1
+            amount["bytes"] += entry.stored_bytes
+    return found
+
+
+def _with_descendants(index: DiskIndex, block_ids: Sequence[BlockId]) -> list[BlockId]:
+    """These blocks and all that was computed after them and is stored, tails first: nobody could use it."""
+    found = dict.fromkeys(below for block_id in block_ids for below in index.descendants(block_id))
+    return list(found)[::-1]
+
+
+def _delete(disk: DiskTier, block_ids: Sequence[BlockId]) -> None:
+    """In transactions of a bounded size. Raises DegradedError when one fails; those before it stay done."""
+    for first in range(0, len(block_ids), DELETE_BATCH):
+        outcome = disk.write((), block_ids[first : first + DELETE_BATCH])
+        if outcome.error is not None:
+            raise DegradedError(f"{disk.path} could not be written ({outcome.error}); look at its disk and try again")

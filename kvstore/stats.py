@@ -1,0 +1,34 @@
+"""Counters of a store, by what happened. Plain integers, written by the control plane's thread only."""
+
+from dataclasses import asdict, dataclass, field
+
+
+@dataclass(slots=True)
+class StoreStats:
+    """Running totals since the store was opened; blocks unless the name says otherwise.
+
+    dropped_saves: blocks that were not saved because the CPU tier or the save queue was full. orphan_saves: not saved
+    because their parent is stored nowhere. dropped_writes: writes that failed and wait to be tried again.
+    load_failures, read_failures (by cause): all of them were computed instead. loaded_tokens: from the CPU tier, where
+    those of the disk had been read to.
+    """
+
+    saved: int = 0
+    loaded: int = 0
+    written: int = 0
+    read: int = 0
+    spliced: int = 0
+    prefetched: int = 0
+    dropped_saves: int = 0
+    orphan_saves: int = 0
+    dropped_writes: int = 0
+    disk_evictions: int = 0
+    forgotten: int = 0
+    given_up_splices: int = 0
+    identity_mismatches: int = 0
+    load_failures: int = 0
+    read_failures: dict[str, int] = field(default_factory=dict)
+    loaded_tokens: int = 0
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)

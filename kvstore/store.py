@@ -1,0 +1,428 @@
+"""KVStore: what lies in the CPU tier and on disk, and everything that is in flight between them.
+
+The control plane of the tiers: lookups, saves, splices, evictions. One thread at a time; worker threads are polled.
+Knows slots and ids, no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstore.block import BlockId, Lineage, child_block_id, splice_parent_id, token_bytes
+from kvstore.cpu_tier import CpuTier, SlotState
+from kvstore.io_queue import IoQueue, ReadDone, TaskDone, WriteDone
+from kvstore.lookup import Identity, Lookup, Lookups, Match, Tracked
+from kvstore.planner import Planner
+from kvstore.saving import Saver, SaveStep, StepSpan
+from kvstore.splicing import NewBlock, Piece, Run, Splicer
+from kvstore.stats import StoreStats
+from kvstore.tier import BlockRecord, Evict, Evicted, Load, TransferPlan, Transferred
+from kvstore.write_back import WriteBack
+from rope.splice import plan_splice
+
+
+class Transfers(Protocol):
+    """The data plane, as far as the store polls it."""
+
+    @property
+    def can_save(self) -> bool: ...
+
+    def completed(self) -> list[Transferred]: ...
+
+
+@dataclass(slots=True)
+class _Step:
+    """Slots that a step's transfers hold. has_saved: whether its saves succeeded, None until they have ended."""
+
+    loads: tuple[Load, ...]
+    saves: SaveStep
+    has_saved: bool | None = None
+    is_garbage: bool = False  # it was computed behind blocks that did not come
+
+
+class KVStore:
+    """write_back None: there is no disk. erase and copy act on the arena's bytes."""
+
+    def __init__(
+        self,
+        cpu: CpuTier,
+        io: IoQueue,
+        write_back: WriteBack | None,
+        transfers: Transfers,
+        identity: Identity,
+        secret: bytes,
+        planner: Planner,
+        copy: Callable[[Sequence[Piece]], None],
+        stats: StoreStats,
+        clock: Callable[[], float],
+    ) -> None:
+        self.cpu = cpu
+        self.disk = write_back
+        self.stats = stats
+        self._io = io
+        self._transfers = transfers
+        self._identity = identity
+        self._secret = secret
+        self._planner = planner
+        self._clock = clock
+        self._lookups = Lookups(cpu, write_back, identity, stats, clock)
+        self._saver = Saver(cpu, self._lookups, identity.block_size, stats, clock)
+        self._splicer = Splicer(cpu, io, write_back, copy, stats, clock)
+        self._loads: list[Load] = []
+        self._steps: dict[int, _Step] = {}
+        self._next_ticket = 0
+        self._rejected: set[tuple[int, str]] = set()
+        self._failed_blocks: list[int] = []
+        self._to_erase: set[int] = set()  # slots with something forgotten in them that were held at that time
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+    def arrive(self, request: Tracked, num_hbm_tokens: int) -> list[str]:
+        """A request was queued: returns the tier of each block after those in HBM, as far as they are stored."""
+        size = self._identity.block_size
+        self._lookups.arrive(request, num_hbm_tokens // size, self._most_blocks(request))
+        return request.arrival
+
+    def _most_blocks(self, request: Tracked) -> int:
+        """One token is always left to compute."""
+        return min((len(request.token_ids) - 1) // self._identity.block_size, len(request.chain))
+
+    def num_usable(self, request_id: str, num_hit: int) -> int:
+        """Of `num_hit` blocks in HBM, those before a hole that is to be computed and saved now."""
+        request = self._lookups.requests[request_id]
+        return self._saver.num_usable(request.chain, num_hit, request.lineage.root)
+
+    def match(self, request_id: str, num_computed_tokens: int, max_tokens: int) -> Match:
+        """What can be loaded behind `num_computed_tokens`, unless computing it is predicted to be faster."""
+        size = self._identity.block_size
+        request = self._lookups.requests[request_id]
+        first = num_computed_tokens // size
+        match = self._lookups.match(request, first, first + max_tokens // size)
+        if match.lookup is not Lookup.HIT or request.lineage.splice_index is not None:
+            return match
+        if self._planner.should_load(match.num_tokens):
+            return match
+        self._lookups.let_go(request)
+        return Match(Lookup.MISS)
+
+    def take(self, request_id: str, block_numbers: Sequence[int], first_token: int, num_tokens: int) -> None:
+        """HBM blocks for a hit were allocated: their loads go into the next plan."""
+        size = self._identity.block_size
+        request = self._lookups.requests[request_id]
+        self._loads += self._lookups.take(request, block_numbers, first_token // size, num_tokens // size)
+
+    def leave(self, request_id: str) -> None:
+        """The request ended or was preempted."""
+        request = self._lookups.leave(request_id)
+        if request is not None:
+            self._saver.drop_partial(request)
+            if self.disk is not None:
+                self.disk.touch(request.chain)
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+    def plan(self, spans: Sequence[StepSpan]) -> TransferPlan | None:
+        """The transfers of a step: the loads that were taken since the last one, and where its tokens are saved."""
+        saves = self._saver.plan(spans, self._transfers.can_save)
+        loads, self._loads = tuple(self._loads), []
+        if not loads and not saves.saves:
+            return None
+        self._next_ticket += 1
+        self._steps[self._next_ticket] = _Step(loads, saves)
+        return TransferPlan(loads, tuple(saves.saves), self._next_ticket)
+
+    def drop_plan(self, plan: TransferPlan) -> None:
+        """The step never began."""
+        step = self._steps.pop(plan.ticket, None)
+        if step is not None:
+            self._end_loads(step, True)
+            self._end_saves(plan.ticket, step, False)
+
+    def drop_taken(self) -> None:
+        """Loads that were taken for a step that was never planned."""
+        loads, self._loads = self._loads, []
+        for load in reversed(loads):
+            self.cpu.release(load.slot)
+
+    def reject(self, ticket: int, request_id: str) -> None:
+        """What this step computed for this request was computed on garbage: none of it is to be kept."""
+        self._rejected.add((ticket, request_id))
+
+    def take_failed_blocks(self) -> tuple[int, ...]:
+        """HBM blocks whose load failed since the last call."""
+        failed, self._failed_blocks = tuple(self._failed_blocks), []
+        return failed
+
+    # -- what has ended ----------------------------------------------------------------------------------------------
+    def poll(self) -> bool:
+        """Collect what worker threads have finished. True when there was something."""
+        moved = self._transfers.completed()
+        for one in moved:
+            self._transferred(one)
+        done = self._io.completed()
+        for ended in done:
+            if isinstance(ended, TaskDone):
+                for slot in self._splicer.task_done(ended.key, ended.succeeded):
+                    self._landed(slot)
+            elif self.disk is not None:
+                if isinstance(ended, ReadDone):
+                    self.disk.read_done(ended)
+                elif isinstance(ended, WriteDone):
+                    self.disk.write_done(ended)
+        self._splicer.poll()
+        if self.disk is not None:
+            self.disk.pump()
+        if self._to_erase:
+            self._erase()
+        return bool(moved or done)
+
+    def _transferred(self, done: Transferred) -> None:
+        step = self._steps[done.ticket]
+        if done.is_load:
+            step.is_garbage = not done.succeeded
+            self._end_loads(step, done.succeeded)
+            if done.succeeded:
+                self._planner.loaded(done.num_bytes, done.seconds)
+        else:
+            step.has_saved = done.succeeded
+        if step.has_saved is not None and not step.loads:
+            self._end_saves(done.ticket, step, step.has_saved and not step.is_garbage)
+        if not step.loads and not step.saves.written:
+            del self._steps[done.ticket]
+            self._rejected = {entry for entry in self._rejected if entry[0] != done.ticket}
+
+    def _end_loads(self, step: _Step, succeeded: bool) -> None:
+        if succeeded:
+            self.stats.loaded += len(step.loads)
+        else:
+            self.stats.load_failures += len(step.loads)
+            self._failed_blocks += [load.block_number for load in step.loads]
+        for load in reversed(step.loads):
+            self.cpu.release(load.slot)
+        step.loads = ()
+
+    def _end_saves(self, ticket: int, step: _Step, succeeded: bool) -> None:
+        for request_id, slot in step.saves.complete:
+            if self.cpu.state(slot) is not SlotState.PENDING:  # deleted meanwhile
+                self.cpu.release(slot)
+            elif succeeded and (ticket, request_id) not in self._rejected:
+                self.cpu.publish(slot)
+                self.stats.saved += 1
+                self._landed(slot)
+            else:
+                self._lose(slot)
+                self.cpu.release(slot)
+        for slot in step.saves.written:
+            if not succeeded and self.cpu.state(slot) is SlotState.EMPTY:
+                self.cpu.spoil(slot)
+            elif not succeeded and self.cpu.state(slot) is SlotState.PENDING:
+                self._lose(slot)  # a later step has filled it
+            self.cpu.release(slot)
+        step.saves.written, step.saves.complete = [], []
+
+    def _lose(self, slot: int) -> None:
+        """A block that was announced will not come, nor what later steps are saving behind it."""
+        lost = {self.cpu.record(slot).block_id}  # type: ignore[union-attr]
+        self._saver.lost(slot)
+        self.cpu.fail(slot)
+        self.stats.dropped_saves += 1
+        for step in self._steps.values():
+            for _, other in step.saves.complete:
+                record = self.cpu.record(other)
+                if record is not None and record.parent_id in lost and self.cpu.state(other) is SlotState.PENDING:
+                    self.cpu.fail(other)
+                    lost.add(record.block_id)
+
+    def _landed(self, slot: int) -> None:
+        """A READY slot, whose reference goes to the disk's queue."""
+        if self.disk is not None:
+            self.disk.add_dirty(slot)
+        else:
+            self.cpu.release(slot)
+
+    # -- splices -----------------------------------------------------------------------------------------------------
+    def splice(
+        self,
+        old_chain: Sequence[BlockId],
+        old_tokens: Sequence[int],
+        old_lineage: Lineage,
+        spans: Sequence[tuple[int, int]],
+        tenant: str,
+    ) -> tuple[list[BlockId], Lineage] | None:
+        """Begin a chain of the kept `spans` of old tokens; returns it and its lineage, or None when it cannot be made.
+
+        The chain covers the full blocks that can be made; its first ones, before any token that moved, are the old
+        ones. What is kept beyond it is to be computed. None: sources or slots are missing, or nothing can be reused.
+        """
+        size = self._identity.block_size
+        planned = plan_splice(spans, size, len(old_chain))
+        if not planned.blocks or not self.cpu.keep:
+            return None
+        kept = [token for start, end in spans for token in old_tokens[start:end]]
+        old = Tracked("", old_chain, old_tokens, old_lineage, tenant)
+        records = {p.source_block: self._lookups.record(old, p.source_block) for b in planned.blocks for p in b.pieces}
+        chain = list(old_chain[: planned.num_exact_blocks])
+        sources = [
+            (records[p.source_block].block_id, p.source_offset, p.length) for b in planned.blocks for p in b.pieces
+        ]
+        parent = splice_parent_id(self._secret, chain[-1] if chain else old_lineage.root, sources)
+        first, blocks = len(chain), []
+        splice_parent = parent
+        for block in planned.blocks:
+            tokens = token_bytes(kept[block.index * size : (block.index + 1) * size])
+            block_id = child_block_id(parent, tokens)
+            record = BlockRecord(
+                block_id, parent, tokens, self._identity.fingerprint, tenant, self._identity.model, self._clock()
+            )
+            runs = tuple(Run(records[p.source_block], p.source_offset, p.offset, p.length) for p in block.pieces)
+            blocks.append(NewBlock(record, runs))
+            chain.append(block_id)
+            parent = block_id
+        if not self._splicer.start(blocks):
+            return None
+        return chain, Lineage(old_lineage.root, first, splice_parent, len(chain))
+
+    # -- giving up, looking after ------------------------------------------------------------------------------------
+    def prefetch(self, chain: Sequence[BlockId], tokens: Sequence[int], lineage: Lineage, tenant: str) -> int:
+        """Read what of this chain is on disk only, into slots that are free; returns how many reads were begun."""
+        wanted = Tracked("", chain, tokens, lineage, tenant)
+        count = 0
+        if self.disk is None or not self.cpu.keep:
+            return count
+        for index in range(len(chain)):
+            if self.cpu.find(chain[index]) is not None:
+                continue
+            if not self.disk.contains(chain[index]) or self.cpu.pool.num_idle <= self.cpu.pool.num_blocks // 4:
+                break
+            slot = self.cpu.reserve()
+            if slot is None:
+                break
+            if not self.cpu.announce(slot, self._lookups.record(wanted, index), self._clock()):
+                self.cpu.release(slot)
+                break
+            self.disk.start_read(slot, self._lookups.record(wanted, index))
+            count += 1
+        self.stats.prefetched += count
+        return count
+
+    def forget(self, block_ids: Sequence[BlockId]) -> None:
+        """These blocks go from the CPU tier, the write queue and the disk, and their bytes from the arena.
+
+        What was computed after them goes too: of turns that were never stored, of answers cut by a stop string. On disk
+        they are gone when `is_forgotten`; what somebody still uses in the CPU tier is not found any more, and is erased
+        when it has been released.
+        """
+        doomed = self._with_descendants(block_ids)
+        self.stats.forgotten += len(doomed)
+        held = {slot for slot in map(self.cpu.find, doomed) if slot is not None}
+        held |= {request.partial[1] for request in self._lookups.requests.values() if request.partial is not None}
+        if self.disk is not None:
+            self.disk.delete(doomed)
+        for block_id in reversed(doomed):
+            self.cpu.forget(block_id)
+        self._to_erase |= held
+        self._erase()
+
+    def _with_descendants(self, block_ids: Sequence[BlockId]) -> list[BlockId]:
+        """Parents before children, as far as they are known."""
+        return self._with_cpu_descendants(block_ids if self.disk is None else self.disk.with_descendants(block_ids))
+
+    def _with_cpu_descendants(self, block_ids: Iterable[BlockId]) -> list[BlockId]:
+        """Those linked in the pool, and those whose parent was on disk only when they came."""
+        children: dict[BlockId, list[BlockId]] = {}
+        for record in map(self.cpu.record, self.cpu.blocks()):
+            if record is not None:
+                children.setdefault(record.parent_id, []).append(record.block_id)
+        found = list(block_ids)
+        known = set(found)
+        for block_id in found:
+            fresh = [child for child in children.get(block_id, ()) if child not in known]
+            known.update(fresh)
+            found += fresh
+        return found
+
+    def _erase(self) -> None:
+        """Overwrite what was forgotten and is not held any more."""
+        self.cpu.erase_stale()
+        self._to_erase = {slot for slot in self._to_erase if not self.cpu.pool.is_free(slot)}
+
+    def forget_tree(self, block_id: BlockId) -> None:
+        """A block on disk is damaged: it goes, and with it what was computed after it."""
+        if self.disk is not None:
+            self.disk.delete_tree(block_id)
+
+    @property
+    def is_forgotten(self) -> bool:
+        return self.disk is None or not self.disk.is_deleting
+
+    def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
+        """Give up what matches, on CPU and disk, or with dry_run count it; also returns the ids."""
+        slots = self._select_cpu(what)
+        if not self.cpu.keep:  # nothing is linked there, and what waits to be written must not lose its parent
+            ids = [record.block_id for record in map(self.cpu.record, slots) if record is not None]
+            slots = [slot for slot in map(self.cpu.find, self._with_cpu_descendants(ids)) if slot is not None]
+        records = [record for record in map(self.cpu.record, slots) if record is not None]
+        found = {"cpu": Evicted(len(slots), len(slots) * self._planner.block_bytes)}
+        chosen = {record.block_id for record in records}
+        if not what.dry_run:
+            for slot in slots:
+                self.cpu.fail(slot)
+        if self.disk is not None:
+            on_disk, found["disk"] = self.disk.select(what)
+            chosen.update(on_disk)
+            if not what.dry_run:
+                self.disk.delete(on_disk)
+        if not what.dry_run:
+            self.cpu.erase_stale()
+        return found, frozenset(chosen)
+
+    def _select_cpu(self, what: Evict) -> list[int]:
+        """Slots that match, the least recently used first, and tails before heads."""
+        conditions = (what.unused_for_s, what.model, what.block_ids, what.to_bytes)
+        if not what.everything and all(condition is None for condition in conditions):
+            return []
+        now, pool, all_slots = self._clock(), self.cpu.pool, self.cpu.blocks()
+        most = len(all_slots)
+        if what.to_bytes is not None:
+            most = max(0, len(all_slots) - what.to_bytes // self._planner.block_bytes)
+        chosen: dict[int, None] = {}
+        for slot in sorted(all_slots, key=self.cpu.last_used_s):
+            record = self.cpu.record(slot)
+            assert record is not None
+            old = what.unused_for_s is None or now - self.cpu.last_used_s(slot) >= what.unused_for_s
+            if not old or record.model != (what.model or record.model):
+                continue
+            if what.block_ids is not None and record.block_id not in what.block_ids:
+                continue
+            chosen |= dict.fromkeys(reversed(pool.descendants(slot)))  # nobody could use them without it
+            if len(chosen) >= most:
+                break
+        return list(chosen)[:most]
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is in flight and nothing is to be written."""
+        return not self._steps and self._splicer.is_idle and (self.disk.is_drained if self.disk else self._io.is_idle)
+
+    def as_dict(self) -> dict[str, object]:
+        """Gauges and counters."""
+        pool = self.cpu.pool
+        found: dict[str, object] = {
+            "cpu": {
+                "blocks": pool.num_blocks if self.cpu.keep else 0,
+                "staging_blocks": 0 if self.cpu.keep else pool.num_blocks,
+                "cached_blocks": pool.num_cached,
+                "free_blocks": pool.num_idle,
+                "evicted_blocks": pool.num_evictions,
+                "block_bytes": self._planner.block_bytes,
+            },
+            "store": {**self.stats.as_dict(), "unsaved": self._saver.num_unsaved, **self._planner.as_dict()},
+        }
+        if self.disk is not None:
+            found["disk"] = self.disk.stats()
+        return found
+
+    def check_integrity(self, idle: bool) -> None:
+        """Assert that counts agree; with `idle`, that nothing is held."""
+        self.cpu.check_integrity(idle)
+        assert not idle or not self._steps, f"steps in flight while idle: {list(self._steps)}"

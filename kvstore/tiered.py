@@ -1,0 +1,348 @@
+"""TieredConnector: the CPU tier and the disk behind the engine's seam. Builds the parts and guards them with one lock.
+
+A thread of its own collects what has ended while nobody steps the engine, so that writes go on between turns.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from kvstore.arena import Arena, KVLayout
+from kvstore.block import BlockId, Lineage, lineage_root
+from kvstore.config import CacheTiers, format_size
+from kvstore.control import ControlServer
+from kvstore.cpu_tier import CpuTier
+from kvstore.disk_open import StoreDirectory
+from kvstore.disk_tier import DiskTier
+from kvstore.errors import ConfigError, DegradedError, StoreError
+from kvstore.io_queue import BATCH_BYTES, IoQueue
+from kvstore.lookup import Identity, Match, Tracked
+from kvstore.planner import Planner
+from kvstore.saving import StepSpan
+from kvstore.stats import StoreStats
+from kvstore.store import KVStore
+from kvstore.tier import Evict, Evicted, TransferPlan
+from kvstore.transfer import Transfer
+from kvstore.write_back import WriteBack
+
+STAGING_BYTES = 64 << 20
+DRAIN_S = 5.0  # for what is in flight when the store is closed
+_REST_S = 0.05  # between two rounds of the housekeeper: a step that runs meanwhile collects by itself
+_ROUND_S = 0.25  # a round at the latest: what a step saved itself, writes that wait to be tried again
+_TOUCHED_S = 2.0  # how often times of last use are handed to the writer
+
+
+class TieredConnector:
+    """A `KVConnector` with tiers below HBM. Made by `open_connector`."""
+
+    def __init__(
+        self,
+        tiers: CacheTiers,
+        layout: KVLayout,
+        model: str,
+        fingerprint: Callable[[Path | None], str],
+        device: torch.device,
+        load: str,
+        least_slots: int,
+    ) -> None:
+        self.directory = StoreDirectory.open(tiers.path) if tiers.disk and tiers.path is not None else None
+        try:
+            self._build(tiers, layout, model, fingerprint, device, load, least_slots)
+        except BaseException:
+            if self.directory is not None:
+                self.directory.close()
+            raise
+
+    def _build(
+        self,
+        tiers: CacheTiers,
+        layout: KVLayout,
+        model: str,
+        fingerprint: Callable[[Path | None], str],
+        device: torch.device,
+        load: str,
+        least_slots: int,
+    ) -> None:
+        directory, clock = self.directory, time.time
+        self._secret = os.urandom(32) if directory is None else directory.secret
+        self._fingerprint = fingerprint(None if directory is None else directory.path / "weights.json")
+        self._lock = threading.RLock()
+        self._progress = threading.Condition()
+        self._num_progress = self._num_seen = 0
+        self._closed = False
+        self._plan: TransferPlan | None = None
+        self._control: ControlServer | None = None
+        self._pid = os.getpid()
+        num_slots = self._num_slots(tiers, layout, least_slots)
+        self._arena = Arena(layout, num_slots, pin=device.type == "cuda")
+        stats = StoreStats()
+        self._cpu = CpuTier(num_slots, self._arena.erase, keep=bool(tiers.cpu))
+        self._disk_tier = None
+        if directory is not None:
+            self._disk_tier = DiskTier(directory, int(tiers.disk), itemsize=layout.dtype.itemsize)
+        # Freed pages can be used two transactions later, so a batch must be small beside the file.
+        batch_bytes = min(BATCH_BYTES, max(int(tiers.disk) // 32, layout.block_bytes))
+        self._io = IoQueue(self._disk_tier, self._wake, batch_bytes=batch_bytes)
+        disk = self._disk_tier
+        write_back = None if disk is None else WriteBack(disk, self._cpu, self._io, self._arena.view, stats, clock)
+        self._transfer = Transfer(self._arena, device, self._wake)
+        self._planner = Planner(layout.block_bytes, layout.block_size, always=load == "always")
+        self.fingerprint = bytes.fromhex(self._fingerprint)
+        identity = Identity(self.fingerprint, model, layout.block_size)
+        self._store = KVStore(
+            self._cpu, self._io, write_back, self._transfer, identity, self._secret, self._planner,
+            self._arena.copy_tokens, stats, clock,
+        )  # fmt: skip
+        self._housekeeper = threading.Thread(target=self._keep_house, name="kvstore-housekeeping", daemon=True)
+        self._housekeeper.start()
+
+    @staticmethod
+    def _num_slots(tiers: CacheTiers, layout: KVLayout, least_slots: int) -> int:
+        if not tiers.cpu:
+            return max(least_slots, STAGING_BYTES // layout.block_bytes)
+        num_slots = int(tiers.cpu) // layout.block_bytes
+        if num_slots < 2:
+            raise ConfigError(
+                f"cpu is {format_size(int(tiers.cpu))}, but one block of this model needs "
+                f"{format_size(layout.block_bytes)}; give more, or 0 to switch the tier off"
+            )
+        return num_slots
+
+    # -- waking and waiting ------------------------------------------------------------------------------------------
+    def _wake(self) -> None:
+        """Called by worker threads."""
+        with self._progress:
+            self._num_progress += 1
+            self._progress.notify_all()
+
+    def _keep_house(self) -> None:
+        seen, touched_s = 0, time.monotonic()
+        while not self._closed:
+            seen = self._wait_for_change(seen, _ROUND_S)
+            time.sleep(_REST_S)
+            with self._lock:
+                self._store.poll()
+                if time.monotonic() - touched_s > _TOUCHED_S and self._store.disk is not None:
+                    self._store.disk.persist_touched()
+                    touched_s = time.monotonic()
+
+    def _wait_for_change(self, seen: int, timeout_s: float) -> int:
+        """Returns the number of things that have ended, once it is not `seen` any more, or after the timeout."""
+        with self._progress:
+            self._progress.wait_for(lambda: self._closed or self._num_progress != seen, timeout_s)
+            return self._num_progress
+
+    def wait_for_progress(self, timeout_s: float) -> None:
+        self._num_seen = self._wait_for_change(self._num_seen, timeout_s)
+        with self._lock:
+            self._store.poll()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise StoreError("the store was opened before this process was forked; open it again here")
+
+    # -- scheduler side ----------------------------------------------------------------------------------------------
+    def lineage_root(self, tenant: str, cache_salt: str) -> BlockId:
+        return lineage_root(self._secret, self._fingerprint, tenant, cache_salt)
+
+    def on_new_request(
+        self,
+        request_id: str,
+        chain: Sequence[BlockId],
+        token_ids: Sequence[int],
+        lineage: Lineage,
+        tenant: str,
+        num_hbm_tokens: int,
+        may_load: bool = True,
+    ) -> list[str]:
+        self._check_process()
+        with self._lock:
+            self._store.poll()
+            return self._store.arrive(
+                Tracked(request_id, chain, token_ids, lineage, tenant, may_load), num_hbm_tokens
+            )
+
+    def get_num_usable_blocks(self, request_id: str, num_hit_blocks: int) -> int:
+        with self._lock:
+            return self._store.num_usable(request_id, num_hit_blocks)
+
+    def get_num_new_matched_tokens(self, request_id: str, num_computed_tokens: int, max_tokens: int) -> Match:
+        with self._lock:
+            return self._store.match(request_id, num_computed_tokens, max_tokens)
+
+    def update_state_after_alloc(
+        self, request_id: str, block_numbers: Sequence[int], num_computed_tokens: int, num_external_tokens: int
+    ) -> None:
+        with self._lock:
+            self._store.take(request_id, block_numbers, num_computed_tokens, num_external_tokens)
+
+    def build_connector_meta(self, spans: Sequence[StepSpan]) -> TransferPlan | None:
+        self._check_process()
+        with self._lock:
+            self._store.poll()
+            return self._store.plan(spans)
+
+    def request_finished(self, request_id: str, block_numbers: Sequence[int]) -> None:
+        with self._lock:
+            self._store.leave(request_id)
+
+    def request_failed(self, request_id: str) -> None:
+        if self._plan is not None:
+            with self._lock:
+                self._store.reject(self._plan.ticket, request_id)
+
+    # -- worker side -------------------------------------------------------------------------------------------------
+    def register_kv_caches(self, kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._transfer.register(kv_caches)
+
+    def start_load_kv(self, plan: TransferPlan, row_starts: Sequence[int]) -> None:
+        self._transfer.begin(plan, row_starts)
+        self._plan = plan
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        self._transfer.wait_for_layer(layer)
+
+    def save_kv_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None:
+        self._transfer.save_layer(layer, raw_key, value)
+
+    def wait_for_save(self) -> None:
+        self._transfer.end()
+
+    def step_failed(self, plan: TransferPlan | None) -> None:
+        with self._lock:
+            if plan is not None and plan is self._plan:
+                self._transfer.end(succeeded=False)
+            elif plan is not None:
+                self._store.drop_plan(plan)
+            self._plan = None
+            self._store.drop_taken()
+            self._store.poll()
+            self._store.take_failed_blocks()  # of requests that have ended: others will have these blocks
+
+    def get_finished(self) -> tuple[int, ...]:
+        with self._lock:
+            self._store.poll()
+            return self._store.take_failed_blocks()
+
+    def step_measured(self, num_prefill_tokens: int, seconds: float) -> None:
+        self._planner.computed(num_prefill_tokens, seconds)
+
+    # -- beside them -------------------------------------------------------------------------------------------------
+    def prefetch(self, chain: Sequence[BlockId], token_ids: Sequence[int], lineage: Lineage, tenant: str) -> None:
+        self._check_process()
+        with self._lock:
+            self._store.prefetch(chain, token_ids, lineage, tenant)
+
+    def splice(
+        self,
+        chain: Sequence[BlockId],
+        token_ids: Sequence[int],
+        lineage: Lineage,
+        spans: Sequence[tuple[int, int]],
+        tenant: str,
+    ) -> tuple[list[BlockId], Lineage] | None:
+        self._check_process()
+        with self._lock:
+            self._store.poll()
+            spliced = self._store.splice(chain, token_ids, lineage, spans, tenant)
+            self._store.poll()
+            return spliced
+
+    def forget(self, block_ids: Sequence[BlockId], timeout_s: float = 60.0) -> bool:
+        self._check_process()
+        with self._lock:
+            self._store.forget(block_ids)
+        self._io.hurry()
+        return self._wait_until(lambda: self._store.is_forgotten, timeout_s)
+
+    def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
+        self._check_process()
+        with self._lock:
+            self._store.poll()
+            return self._store.evict(what)
+
+    def verify(self, delete: bool = False) -> dict[str, object]:
+        self._check_process()
+        if self._disk_tier is None:
+            return {}
+        report = self._disk_tier.verify()
+        if delete and report.bad_ids:
+            with self._lock:
+                for block_id in report.bad_ids:
+                    self._store.forget_tree(block_id)
+        return report.as_dict()
+
+    def compact(self) -> dict[str, object]:
+        self._check_process()
+        return {} if self._disk_tier is None else self._disk_tier.compact().as_dict()
+
+    def serve(self, handler: Callable[[str, dict[str, object]], dict[str, object]]) -> None:
+        if self.directory is not None:
+            self._control = ControlServer(self.directory, handler)
+
+    def flush(self) -> None:
+        self._check_process()
+        self._io.hurry()
+        if not self._wait_until(lambda: self._store.is_idle or self._degraded is not None, None):
+            raise AssertionError("a wait without an end has ended")
+        if self._degraded is not None:
+            raise DegradedError(f"the disk tier cannot write: {self._degraded}; what is in memory is kept and retried")
+        if self._disk_tier is not None:
+            self._disk_tier.sync()
+
+    @property
+    def _degraded(self) -> str | None:
+        return None if self._store.disk is None else self._store.disk.degraded
+
+    def _wait_until(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Poll until the condition holds; False when that took longer than given."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            with self._progress:
+                seen = self._num_progress
+            with self._lock:
+                self._store.poll()
+                if condition():
+                    return True
+            if deadline is not None and time.monotonic() > deadline:
+                return False
+            self._io.hurry()
+            self._wait_for_change(seen, 0.05)
+
+    def stats(self) -> dict[str, object]:
+        with self._lock:
+            return self._store.as_dict()
+
+    def check_integrity(self, idle: bool) -> None:
+        """With idle: waits for what is in flight first."""
+        if idle:
+            self._wait_until(lambda: self._store.is_idle, 10.0)
+        with self._lock:
+            self._store.check_integrity(idle)
+
+    def close(self) -> None:
+        """Write what is in flight, within DRAIN_S, and give the store back. Twice does no harm."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        if self._control is not None:
+            self._control.close()
+        self._transfer.close()
+        self._wait_until(lambda: self._store.is_idle or self._degraded is not None, DRAIN_S)
+        if self._store.disk is not None:
+            self._store.disk.persist_touched()
+        with self._progress:
+            self._closed = True
+            self._progress.notify_all()
+        self._housekeeper.join(DRAIN_S)
+        ended = self._io.close(DRAIN_S)
+        if self._disk_tier is not None and ended:
+            self._disk_tier.close()
+        if self.directory is not None:
+            self.directory.close()
+        self._arena.close()

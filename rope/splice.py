@@ -1,0 +1,110 @@
+"""Which tokens survive a truncation or an edit, and where they land, as copies between blocks.
+
+Knows token positions and block indices only: no ids, no tensors. Positions of kept tokens change; raw keys do not care.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """Old token positions [start, end)."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens [source_offset, source_offset + length) of old block `source_block` go to `offset` of a new block."""
+
+    source_block: int
+    source_offset: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class SplicedBlock:
+    """Block `index` of the new sequence, filled by `pieces` in order, from offset 0 to the block size."""
+
+    index: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SplicePlan:
+    """The new sequence's first blocks: `num_exact_blocks` that are the old ones, then `blocks`, to be copied.
+
+    num_tokens: how many tokens of the new sequence these cover; what is kept beyond them is to be computed.
+    """
+
+    num_exact_blocks: int
+    blocks: tuple[SplicedBlock, ...]
+    num_tokens: int
+
+
+def keep_spans(num_tokens: int, cut_start: int, cut_end: int) -> tuple[Span, ...]:
+    """What is left of `num_tokens` tokens without [cut_start, cut_end); empty spans are left out."""
+    assert 0 <= cut_start <= cut_end <= num_tokens
+    if cut_start == cut_end:
+        cut_start = cut_end = num_tokens
+    return tuple(span for span in (Span(0, cut_start), Span(cut_end, num_tokens)) if span.start < span.end)
+
+
+def plan_splice(spans: Iterable[tuple[int, int]], block_size: int, num_source_blocks: int) -> SplicePlan:
+    """The copies that put the kept `spans` of old tokens, [start, end), one after the other.
+
+    spans: in order, not overlapping. num_source_blocks: the old blocks below it are full and may be copied from.
+    Blocks before the first token that moves stay as they are. Only full new blocks are made, and the first that needs
+    another source ends the list: a chain has no holes.
+    """
+    merged = _merge(spans)
+    head = merged[0].end if merged and merged[0].start == 0 else 0
+    num_exact = min(head // block_size, num_source_blocks)
+    blocks: list[SplicedBlock] = []
+    for index, pieces in enumerate(_fill(_drop(merged, num_exact * block_size), block_size), start=num_exact):
+        if any(piece.source_block >= num_source_blocks for piece in pieces):
+            break
+        blocks.append(SplicedBlock(index, tuple(pieces)))
+    return SplicePlan(num_exact, tuple(blocks), (num_exact + len(blocks)) * block_size)
+
+
+def _merge(spans: Iterable[tuple[int, int]]) -> list[Span]:
+    """Without empty spans, and with those that touch made one."""
+    merged: list[Span] = []
+    last_end = 0
+    for start, end in spans:
+        assert last_end <= start <= end, "spans are in order and do not overlap"
+        last_end = end
+        if start == end:
+            continue
+        if merged and merged[-1].end == start:
+            merged[-1] = Span(merged[-1].start, end)
+        else:
+            merged.append(Span(start, end))
+    return merged
+
+
+def _drop(spans: Sequence[Span], num_tokens: int) -> Iterable[Span]:
+    """The spans without their first `num_tokens` tokens, all of which lie in the first span."""
+    for i, span in enumerate(spans):
+        yield span if i else Span(span.start + num_tokens, span.end)
+
+
+def _fill(spans: Iterable[Span], block_size: int) -> Iterable[list[Piece]]:
+    """The pieces of each new block in turn, as long as it is full. A piece ends where its source or its block ends."""
+    pieces: list[Piece] = []
+    offset = 0
+    for start, end in spans:
+        position = start
+        while position < end:
+            source_block, source_offset = divmod(position, block_size)
+            length = min(end - position, block_size - source_offset, block_size - offset)
+            pieces.append(Piece(source_block, source_offset, offset, length))
+            position += length
+            offset += length
+            if offset == block_size:
+                yield pieces
+                pieces, offset = [], 0

@@ -1,0 +1,260 @@
+"""`kvstore stats|evict|verify|compact|sessions`: asks the store's owner, or works on the files where there is none.
+
+Knows flags and results; no file and no socket. With --json, stdout holds one JSON object and nothing else.
+"""
+
+import json
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvstore.commands import MAX_SESSIONS, EvictRequest, session_to_dict
+from kvstore.control import NoOwner, ask
+from kvstore.errors import ConfigError
+from kvstore.session_record import SessionKey
+from service.options import (
+    DEFAULT_PATH,
+    Option,
+    UsageError,
+    asks_for_help,
+    command_parser,
+    count,
+    directory,
+    duration_s,
+    option_values,
+    parse_arguments,
+    plain_text,
+    session_id,
+    size,
+    suggestion,
+    switch,
+)
+from service.terminal import one_line_warning, tolerate_any_text
+
+EXIT_OK, EXIT_DAMAGED = 0, 4
+SILENCE_S = 10.0  # an owner that works sends a sign of life every second
+SPINNER_AFTER_S = 1.0
+
+
+def _limit(name: str, text: str) -> int:
+    if count(name, text) > MAX_SESSIONS:
+        raise ConfigError(f"{name} is {text}; give a whole number from 1 to {MAX_SESSIONS:,}")
+    return int(text)
+
+
+STORE_OPTIONS = (
+    Option("--path", directory, None, f"directory of the store (default: {DEFAULT_PATH})"),
+    Option("--json", switch, False, "print one JSON object", switch=True),
+)
+TENANT = Option("--tenant", plain_text, "", "whose session (default: the one without a name)")
+EVICT_OPTIONS = (
+    Option("--all", switch, False, "everything", switch=True, mirrored=False),
+    Option("--unused-for", duration_s, None, "not used for so long: 90s, 15m, 2h, 7d", mirrored=False),
+    Option("--session", session_id, None, "only what this session alone refers to", mirrored=False),
+    TENANT,
+    Option("--model", plain_text, None, "computed by this model", mirrored=False),
+    Option("--to-size", size, None, "least recently used first, down to so much a tier: 2GiB", mirrored=False),
+    Option("--dry-run", switch, False, "only say how much it would be", switch=True, mirrored=False),
+)
+CONDITIONS = ("all", "unused_for", "session", "model", "to_size")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """run: with (values of the options, positional arguments), returns the exit code."""
+
+    options: tuple[Option, ...]
+    run: Callable[[Mapping[str, Any], Sequence[str]], int]
+    examples: str
+    arguments: str = ""
+
+
+def run_store_command(name: str, summary: str, argv: list[str], environment: Mapping[str, str]) -> int:
+    """Run one of them. Raises UsageError and ConfigError for its flags, KVStoreError for what then fails."""
+    command = STORE_COMMANDS[name]
+    options = (*STORE_OPTIONS, *command.options)
+    parser = command_parser(name, summary.capitalize() + ".", options, command.examples)
+    if command.arguments:
+        parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help=command.arguments)
+    if asks_for_help(argv):
+        print(parser.format_help(), end="")
+        return EXIT_OK
+    given: dict[str, Any] = parse_arguments(parser, argv, command.arguments or f"{name} has flags only")
+    values = option_values(options, given, environment)
+    if values["path"] is None:
+        values["path"] = directory("--path", DEFAULT_PATH)
+    tolerate_any_text()
+    warnings.showwarning = one_line_warning
+    return command.run(values, given.get("arguments") or ())
+
+
+# -- the commands ----------------------------------------------------------------------------------------------------
+def _stats(values: Mapping[str, Any], _: Sequence[str]) -> int:
+    result = _carry_out(values["path"], "stats", {}, "reading the store")
+    if not _print_json(values, result):
+        from service.store_tables import console, show_stats
+
+        show_stats(result, console())
+    return EXIT_OK
+
+
+def _evict(values: Mapping[str, Any], _: Sequence[str]) -> int:
+    if all(values[name] is None or values[name] is False for name in CONDITIONS):  # 0 is a condition
+        flags = ", ".join("--" + name.replace("_", "-") for name in CONDITIONS)
+        raise UsageError(f"evict needs to know what: give at least one of {flags}; conditions are combined")
+    session = None if values["session"] is None else SessionKey(values["tenant"], values["session"])
+    request = EvictRequest(
+        everything=values["all"],
+        unused_for_s=values["unused_for"],
+        session=session,
+        model=values["model"],
+        to_bytes=values["to_size"],
+        dry_run=values["dry_run"],
+    )
+    result = _carry_out(values["path"], "evict", request.to_dict(), "evicting")
+    if not _print_json(values, result):
+        from service.store_tables import console, show_evicted
+
+        show_evicted(result, console())
+    return EXIT_OK
+
+
+def _verify(values: Mapping[str, Any], _: Sequence[str]) -> int:
+    from service.store_tables import console, is_sound, show_verified
+
+    result = _carry_out(values["path"], "verify", {"delete": values["delete"]}, "checking")
+    if not _print_json(values, result):
+        show_verified(result, values["delete"], console())
+    return EXIT_OK if is_sound(result) else EXIT_DAMAGED
+
+
+def _compact(values: Mapping[str, Any], _: Sequence[str]) -> int:
+    result = _carry_out(values["path"], "compact", {}, "compacting")
+    if not _print_json(values, result):
+        from service.store_tables import console, show_compacted
+
+        show_compacted(result, console())
+    return EXIT_OK
+
+
+def _sessions(values: Mapping[str, Any], arguments: Sequence[str]) -> int:
+    if arguments:
+        return _delete_session(values, arguments)
+    request = {"tenant": values["tenant"], "limit": values["limit"]}
+    result = _carry_out(values["path"], "sessions", request, "reading the sessions")
+    if not _print_json(values, result):
+        from service.store_tables import console, show_sessions
+
+        show_sessions(result["sessions"], values["tenant"], console())
+    return EXIT_OK
+
+
+def _delete_session(values: Mapping[str, Any], arguments: Sequence[str]) -> int:
+    if arguments[0] != "delete":
+        raise UsageError(f"unknown argument {arguments[0]!r}{suggestion(arguments[0], ['delete'])}")
+    if len(arguments) != 2:
+        raise UsageError(f"sessions delete takes one ID, not {len(arguments) - 1}")
+    name = session_id("ID", arguments[1])
+    request = {"session": session_to_dict(SessionKey(values["tenant"], name))}
+    result = _carry_out(values["path"], "sessions.delete", request, "deleting")
+    if not _print_json(values, result):
+        from service.store_tables import num_blocks
+
+        print(f"session {name} is deleted, with {num_blocks(result['blocks'])} that no other session refers to")
+    return EXIT_OK
+
+
+STORE_COMMANDS = {
+    "stats": Command(
+        (),
+        _stats,
+        "examples:\n  kvstore stats --path ~/store\n  kvstore stats --json | python -m json.tool",
+    ),
+    "evict": Command(
+        EVICT_OPTIONS,
+        _evict,
+        "KV is a cache: what is evicted is computed again when it is needed. Blocks in use stay, and so does a block\n"
+        "that others build on. Conversations keep their transcripts. Of several conditions, all have to be met.\n\n"
+        "examples:\n  kvstore evict --unused-for 7d\n  kvstore evict --to-size 2GiB --dry-run\n"
+        "  kvstore evict --session anna\n  kvstore evict --all",
+    ),
+    "verify": Command(
+        (
+            Option(
+                "--delete",
+                switch,
+                False,
+                "take out damaged blocks, and those computed after them",
+                switch=True,
+                mirrored=False,
+            ),
+        ),
+        _verify,
+        "Exit code 4 when damage was found.\n\nexamples:\n  kvstore verify\n  kvstore verify --delete",
+    ),
+    "compact": Command((), _compact, "Needs the size of what is kept in free space.\n\nexamples:\n  kvstore compact"),
+    "sessions": Command(
+        (TENANT, Option("--limit", _limit, 100, "how many to list, the last used first (default: 100)")),
+        _sessions,
+        "examples:\n  kvstore sessions\n  kvstore sessions --limit 10 --json\n  kvstore sessions delete anna",
+        arguments="none for a list; or: delete ID",
+    ),
+}
+
+
+# -- how -------------------------------------------------------------------------------------------------------------
+def _carry_out(path: Path, command: str, arguments: dict[str, Any], note: str) -> Mapping[str, Any]:
+    """Through the owner's socket, or on the files of a store that nobody owns."""
+    with _progress(note) as on_progress:
+        try:
+            return ask(path, command, arguments, SILENCE_S, on_progress)
+        except NoOwner:
+            pass
+        from kvstore.offline import OfflineStore
+
+        with OfflineStore(path) as store:
+            return store.handle(command, arguments, on_progress)
+
+
+def _print_json(values: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
+    """Print the result as JSON when that was asked for."""
+    if values["json"]:
+        print(json.dumps(result))
+    return bool(values["json"])
+
+
+@contextmanager
+def _progress(note: str) -> Iterator[Callable[[float | None], None]]:
+    """A spinner on stderr from the second second on, in a terminal only; what is yielded tells it how far it is."""
+    if not sys.stderr.isatty():
+        yield lambda fraction: None
+        return
+    from rich.console import Console
+
+    status = Console(stderr=True).status(note)
+    lock, ended = threading.Lock(), False
+
+    def begin() -> None:
+        with lock:
+            if not ended:
+                status.start()
+
+    def update(fraction: float | None) -> None:
+        if fraction is not None:
+            status.update(f"{note}, {fraction:.0%}")
+
+    timer = threading.Timer(SPINNER_AFTER_S, begin)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield update
+    finally:
+        timer.cancel()
+        with lock:
+            ended = True
+            status.stop()

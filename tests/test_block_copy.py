@@ -1,0 +1,218 @@
+"""Blocks between arena and paged cache: bit-identical to what computing at the position writes, and nothing else."""
+
+import pytest
+import torch
+from models import make_model
+
+from engine.probe import Recorder, intercept, run_step
+from kernels import block_copy, reference
+from kernels.block_copy import BlockLoad, load_blocks, save_layers, save_tokens
+from kernels.write_kv import write_kv
+from rope.rotary import Rotation, Style
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NUM_SLOTS, NUM_BLOCKS, NUM_LAYERS, HEADS, HEAD_DIM, MAX_LEN = 11, 13, 3, 2, 32, 256
+
+
+def rotation(dtype, style=Style.HALF, upcast=False, rotary_dim=HEAD_DIM, base=10000.0, table_dtype=None) -> Rotation:
+    half = rotary_dim // 2
+    angles = torch.arange(MAX_LEN)[:, None] * base ** -(torch.arange(half) / half)
+    return Rotation(angles.cos().to(table_dtype or dtype), angles.sin().to(table_dtype or dtype), style, upcast)
+
+
+ROTATIONS = {
+    "half": lambda dtype: [rotation(dtype)] * 3,
+    "interleaved": lambda dtype: [rotation(dtype, Style.INTERLEAVED)] * 3,
+    "upcast": lambda dtype: [rotation(dtype, upcast=True)] * 3,
+    "interleaved upcast": lambda dtype: [rotation(dtype, Style.INTERLEAVED, upcast=True)] * 3,
+    "float32 table": lambda dtype: [rotation(dtype, table_dtype=torch.float32)] * 3,
+    "partial": lambda dtype: [rotation(dtype, rotary_dim=12)] * 3,
+    "partial upcast": lambda dtype: [rotation(dtype, Style.INTERLEAVED, True, rotary_dim=12)] * 3,
+    "none": lambda dtype: [None] * 3,
+    "per layer": lambda dtype: [rotation(dtype), None, rotation(dtype, base=500.0)],
+}
+PLACES = {  # arena slots, HBM blocks: runs or not
+    "runs": ([2, 3, 4, 5, 6], [4, 5, 6, 7, 8]),
+    "slots permuted": ([9, 0, 4, 10, 3], [4, 5, 6, 7, 8]),
+    "blocks permuted": ([2, 3, 4, 5, 6], [12, 1, 0, 7, 3]),
+    "both permuted": ([9, 0, 4, 10, 3], [12, 1, 0, 7, 3]),
+}
+
+
+def raw_keys(num_tokens: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(num_tokens, HEADS, HEAD_DIM, generator=generator).to(dtype) for _ in range(NUM_LAYERS)]
+
+
+def values_of(key: torch.Tensor) -> torch.Tensor:
+    return key * -0.5 + 3
+
+
+def new_arena(block_size: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full((NUM_SLOTS, NUM_LAYERS, 2, block_size, HEADS, HEAD_DIM), 7.0, dtype=dtype)
+
+
+def new_caches(block_size: int, dtype: torch.dtype, device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tensor]]:
+    shape = (NUM_BLOCKS, block_size, HEADS, HEAD_DIM)
+    return [tuple(torch.full(shape, 5.0, dtype=dtype, device=device) for _ in range(2)) for _ in range(NUM_LAYERS)]
+
+
+def token_slots(blocks: list[int], block_size: int) -> torch.Tensor:
+    return (torch.tensor(blocks)[:, None] * block_size + torch.arange(block_size)).flatten()
+
+
+def computed(keys, rotations, blocks, block_size, positions):
+    """Caches as the model's forward writes them."""
+    caches = new_caches(block_size, keys[0].dtype)
+    at = token_slots(positions, 1)[:, None] + torch.arange(block_size)
+    for key, turn, (key_cache, value_cache) in zip(keys, rotations, caches, strict=True):
+        rotated = key if turn is None else turn.at(at.flatten()).apply(key)
+        write_kv(rotated, values_of(key), key_cache, value_cache, token_slots(blocks, block_size))
+    return caches
+
+
+def assert_same(caches, expected):
+    for pair, wanted in zip(caches, expected, strict=True):
+        for cache, want in zip(pair, wanted, strict=True):
+            assert torch.equal(cache.cpu().view(torch.uint8), want.view(torch.uint8))  # the sign of zero included
+
+
+def saved(keys, slots, block_size) -> torch.Tensor:
+    arena = new_arena(block_size, keys[0].dtype)
+    places = token_slots(slots, block_size)
+    save_layers(arena, [(layer, key, values_of(key)) for layer, key in enumerate(keys)], None, places)
+    return arena
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ROTATIONS)
+@pytest.mark.parametrize("block_size", [1, 16, 7])
+@torch.inference_mode()
+def test_what_comes_back_is_what_was_computed(dtype, name, block_size, monkeypatch):
+    """At its old position and at a new one, into runs and into scattered blocks, in one chunk and in many."""
+    rotations, keys = ROTATIONS[name](dtype), raw_keys(5 * block_size, dtype)
+    for slots, blocks in PLACES.values():
+        arena = saved(keys, slots, block_size)
+        for first in (0, 3 * block_size, 101):
+            positions = [first + i * block_size for i in range(5)]
+            expected = computed(keys, rotations, blocks, block_size, positions)
+            for chunk_bytes in (1 << 19, 2 * block_size * HEADS * HEAD_DIM * dtype.itemsize):
+                monkeypatch.setattr(block_copy, "CHUNK_BYTES", chunk_bytes)
+                caches = new_caches(block_size, dtype)
+                load = BlockLoad(arena, slots, blocks, positions, rotations)
+                for layer, pair in enumerate(caches):
+                    load.load_layer(layer, *pair)
+                assert_same(caches, expected)  # blocks that were not loaded included
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_the_twins_agree(dtype, name):
+    rotations, keys, block_size = ROTATIONS[name](dtype), raw_keys(80, dtype), 16
+    slots, blocks = (torch.tensor(numbers) for numbers in PLACES["both permuted"])
+    positions = torch.tensor([160, 0, 16, 57, 3])
+    arena, twin = new_arena(block_size, dtype), new_arena(block_size, dtype)
+    caches, twins = new_caches(block_size, dtype), new_caches(block_size, dtype)
+    for layer, key in enumerate(keys):
+        arguments = (layer, key, values_of(key), token_slots(slots.tolist(), block_size))
+        save_tokens(arena, *arguments)
+        reference.save_tokens(twin, *arguments)
+        load_blocks(arena, layer, slots, *caches[layer], blocks, positions, rotations[layer])
+        reference.load_blocks(twin, layer, slots, *twins[layer], blocks, positions, rotations[layer])
+    assert torch.equal(arena, twin)
+    assert_same(caches, twins)
+
+
+@pytest.mark.parametrize("name", ROTATIONS)
+@pytest.mark.parametrize("staging_bytes", [1 << 25, 1])
+def test_the_way_to_a_device_gives_the_same(name, staging_bytes, monkeypatch):
+    """Its operations know no device, so they are checked on the CPU."""
+    monkeypatch.setattr(block_copy, "STAGING_BYTES", staging_bytes)
+    check_device_path(name, "cpu", lambda load, *arguments: load._load_to_device(*arguments))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_on_a_device(name):
+    check_device_path(name, "cuda", lambda load, *arguments: load.load_layer(*arguments))
+
+
+def check_device_path(name, device, run):
+    dtype, block_size, positions = torch.bfloat16, 16, [160, 0, 16, 57, 3]
+    keys = raw_keys(5 * block_size, dtype)
+    rotations = ROTATIONS[name](dtype)
+    slots, blocks = PLACES["both permuted"]
+    expected = computed(keys, rotations, blocks, block_size, positions)
+    arena = saved([key.to(device) for key in keys], slots, block_size)
+    moved = {id(r): r and Rotation(r.cos.to(device), r.sin.to(device), r.style, r.upcast) for r in rotations}
+    load = BlockLoad(arena, slots, blocks, positions, [moved[id(r)] for r in rotations])
+    caches = new_caches(block_size, dtype, device)
+    for layer, pair in enumerate(caches):
+        run(load, layer, *pair)
+    assert_same(caches, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 5, 64, 65, 150])
+@pytest.mark.parametrize("strides", ["contiguous", "packed", "transposed", "odd"])
+def test_saves_take_views_and_parts_of_a_step(dtype, num_tokens, strides):
+    """Several layers at once, one at a time and the twin give the same arena; other tokens keep their bytes."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    width = {"packed": 2 * HEADS * HEAD_DIM + 64, "odd": 2 * HEADS * HEAD_DIM + 3}.get(strides, 2 * HEADS * HEAD_DIM)
+    layers = []
+    for layer in (2, 0):
+        product = torch.randn(170, width, generator=generator).to(dtype)
+        pair = [product[:, i * HEADS * HEAD_DIM :][:, : HEADS * HEAD_DIM].view(170, HEADS, HEAD_DIM) for i in (0, 1)]
+        if strides == "transposed":
+            pair = [part.transpose(0, 1).contiguous().transpose(0, 1) for part in pair]
+        layers.append((layer, *pair))
+    places = torch.randperm(NUM_SLOTS * 16, generator=generator)[:num_tokens]
+    for rows in (None, torch.arange(3, 3 + num_tokens), torch.randperm(170, generator=generator)[:num_tokens]):
+        part = [(layer, *(t[:num_tokens] if rows is None else t for t in pair)) for layer, *pair in layers]
+        arena, one, twin = (new_arena(16, dtype) for _ in range(3))
+        save_layers(arena, part, rows, places)
+        for layer, key, value in part:
+            key, value = (key, value) if rows is None else (key[rows], value[rows])
+            save_tokens(one, layer, key, value, places)
+            reference.save_tokens(twin, layer, key, value, places)
+        assert torch.equal(arena, twin) and torch.equal(one, twin)
+        untouched = torch.ones(NUM_SLOTS * 16, dtype=torch.bool).index_fill(0, places, False)
+        assert (arena[:, 0].transpose(1, 2).flatten(0, 1)[untouched] == 7).all()
+        assert (arena[:, 1] == 7).all()
+
+
+def test_nothing_to_load_is_nothing():
+    caches = new_caches(16, torch.float32)
+    load = BlockLoad(new_arena(16, torch.float32), [], [], [], ROTATIONS["half"](torch.float32))
+    load.load_layer(0, *caches[0])
+    assert_same(caches, new_caches(16, torch.float32))
+
+
+def test_nothing_to_save_is_nothing():
+    arena = new_arena(16, torch.float32)
+    save_layers(arena, [], None, torch.tensor([3]))
+    save_layers(arena, [(0, *torch.randn(2, 4, HEADS, HEAD_DIM))], torch.tensor([]).long(), torch.tensor([]).long())
+    assert (arena == 7).all()
+
+
+@pytest.mark.parametrize("name", ["Llama", "Phi", "Cohere", "Gemma3", "GptOss", "SmolLM3", "Glm4"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@torch.inference_mode()
+def test_keys_of_real_architectures(name, dtype):
+    """Raw keys of a model's forward, through the arena, rotated by what the probe found."""
+    model = intercept(make_model(name, dtype=dtype), 64)
+    recorder, positions = Recorder(), torch.arange(48)
+    token_ids = torch.randint(160, (48,), generator=torch.Generator().manual_seed(1))
+    run_step(model.network, token_ids, positions, recorder, positions[:1])
+    spec = model.spec
+    arena = torch.zeros(4, spec.num_layers, 2, 16, spec.num_kv_heads, spec.head_dim, dtype=dtype)
+    layers = [(layer, recorder.keys[layer], recorder.values[layer]) for layer in range(spec.num_layers)]
+    save_layers(arena, layers, None, token_slots([3, 0, 2], 16))
+    caches, expected = model.new_caches(5, 16), model.new_caches(5, 16)
+    load = BlockLoad(arena, [3, 0, 2], [1, 4, 2], [0, 16, 32], model.rotations)
+    for (layer, key, value), pair, wanted in zip(layers, caches, expected, strict=True):
+        load.load_layer(layer, *pair)
+        turn = model.rotations[layer]
+        rotated = key if turn is None else turn.at(positions).apply(key)
+        write_kv(rotated, value, *wanted, token_slots([1, 4, 2], 16))
+    assert_same(caches, expected)

@@ -1,0 +1,197 @@
+"""Tests of kvstore.disk_index: leaves first, closed under parents, in the order of last use."""
+
+import hashlib
+import random
+
+import pytest
+
+from kvstore.disk_index import DiskIndex, IndexEntry
+from kvstore.tier import Evict
+
+
+def block(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
+
+
+def entry(name: str, parent: str, size: int = 10, used_s: float = 0.0, model: str = "m") -> IndexEntry:
+    return IndexEntry(block(name), block(parent), size, used_s, used_s, model, "tenant")
+
+
+def conversation(index: DiskIndex, name: str, length: int, parent: str = "root") -> None:
+    for i in range(length):
+        index.add(entry(f"{name}{i}", parent if i == 0 else f"{name}{i - 1}"))
+
+
+def names(block_ids: list[bytes]) -> list[str]:
+    known = {block(f"{c}{i}"): f"{c}{i}" for c in "abcdes" for i in range(20)}
+    return [known[block_id] for block_id in block_ids]
+
+
+def test_a_conversation_is_eaten_from_its_tail():
+    index = DiskIndex()
+    conversation(index, "a", 3)
+    conversation(index, "b", 2)
+    assert names(index.victims(1)) == ["a2"]
+    assert names(index.victims(25)) == ["a2", "a1", "a0"]
+    assert names(index.victims(10**9)) == ["a2", "a1", "a0", "b1", "b0"]
+    assert index.num_blocks == 5 and index.num_bytes == 50  # choosing removes nothing
+    assert index.victims(0) == [] and index.victims(-5) == []
+
+
+def test_after_a_leaf_went_its_parent_is_next():
+    index = DiskIndex()
+    conversation(index, "a", 2)
+    conversation(index, "b", 2)
+    index.remove(block("b1"))
+    assert names(index.victims(100)) == ["b0", "a1", "a0"]
+
+
+def test_what_two_conversations_share_goes_after_both():
+    index = DiskIndex()
+    conversation(index, "s", 2)
+    conversation(index, "a", 2, parent="s1")
+    conversation(index, "b", 1, parent="s1")
+    assert names(index.victims(1000)) == ["a1", "a0", "b0", "s1", "s0"]
+    assert names(index.victims(30)) == ["a1", "a0", "b0"]
+
+
+def test_touched_leaves_go_last_and_times_are_handed_out_once():
+    index = DiskIndex()
+    conversation(index, "a", 2)
+    conversation(index, "b", 2)
+    for name in ("a0", "a1", "unknown"):
+        index.touch(block(name), 7.0)
+    assert names(index.victims(1)) == ["b1"]
+    assert index.get(block("a0")).last_access_s == 7.0
+    assert index.take_touched() == {block("a0"): 7.0, block("a1"): 7.0}
+    assert index.take_touched() == {}
+
+
+def test_pinned_blocks_and_what_they_build_on_stay():
+    index = DiskIndex()
+    conversation(index, "a", 3)
+    conversation(index, "b", 3)
+    pinned = {block("a1"), block("b2")}
+    assert names(index.victims(1000, pinned.__contains__)) == ["a2"]
+
+
+def test_children_may_come_before_their_parents():
+    index = DiskIndex()
+    for name, parent in (("a2", "a1"), ("a0", "root"), ("a1", "a0")):
+        index.add(entry(name, parent))
+    index.check_integrity()
+    assert names(index.victims(1000)) == ["a2", "a1", "a0"]
+
+
+def test_adding_again_replaces():
+    index = DiskIndex()
+    index.add(entry("a0", "root", 10))
+    index.add(entry("b0", "root", 10))
+    index.add(entry("a0", "root", 30))
+    assert index.num_bytes == 40 and names(index.victims(1)) == ["b0"]
+    index.add(entry("a0", "elsewhere", 5))
+    index.check_integrity()
+    assert index.num_bytes == 15 and index.has_children(block("elsewhere"))
+
+
+def test_descendants_come_after_their_parents():
+    index = DiskIndex()
+    conversation(index, "s", 2)
+    conversation(index, "a", 2, parent="s1")
+    conversation(index, "b", 1, parent="s1")
+    found = names(index.descendants(block("s1")))
+    assert found[0] == "s1" and sorted(found) == ["a0", "a1", "b0", "s1"] and found.index("a0") < found.index("a1")
+    assert index.descendants(block("unknown")) == [block("unknown")]
+
+
+def test_a_forged_loop_does_no_harm():
+    index = DiskIndex()
+    index.add(entry("a0", "a1"))
+    index.add(entry("a1", "a0"))
+    conversation(index, "b", 2)
+    assert sorted(names(index.descendants(block("a0")))) == ["a0", "a1"]
+    assert names(index.victims(1000)) == ["b1", "b0"]
+    index.remove(block("a0"))
+    index.check_integrity()
+
+
+def test_build_orders_by_last_access():
+    entries = [entry("a0", "root", used_s=5), entry("b0", "root", used_s=1), entry("c0", "root", used_s=3),
+               entry("c1", "c0", used_s=9)]  # fmt: skip
+    for order in (entries, entries[::-1]):
+        index = DiskIndex.build([order[:2], order[2:]])
+        index.check_integrity()
+        assert names(index.victims(1000)) == ["b0", "a0", "c1", "c0"]
+
+
+@pytest.mark.parametrize(("what", "expected"), [
+    (Evict(), []),
+    (Evict(everything=True), ["a2", "a1", "a0", "b1", "b0"]),
+    (Evict(model="m2"), ["b1", "b0"]),
+    (Evict(unused_for_s=90.0), ["a2", "a1", "a0"]),
+    (Evict(unused_for_s=90.0, model="m2"), []),
+    (Evict(everything=True, model="m2"), ["b1", "b0"]),
+    (Evict(to_bytes=31), ["a2", "a1"]),
+    (Evict(to_bytes=1000), []),
+    (Evict(to_bytes=0), ["a2", "a1", "a0", "b1", "b0"]),
+    (Evict(block_ids=frozenset({block("b1"), block("a2"), block("a0"), block("zz")})), ["a2", "b1"]),
+    (Evict(block_ids=frozenset()), []),
+])  # fmt: skip
+def test_select(what, expected):
+    index = DiskIndex(clock=lambda: 100.0)
+    for i in range(3):
+        index.add(entry(f"a{i}", f"a{i - 1}", used_s=float(i)))
+    for i in range(2):
+        index.add(entry(f"b{i}", f"b{i - 1}", used_s=50.0, model="m2"))
+    assert names(index.select(what)) == expected
+
+
+class Reference:
+    """The same rules, by looking at everything every time."""
+
+    def __init__(self) -> None:
+        self.parents: dict[bytes, bytes] = {}
+
+    def leaves(self) -> set[bytes]:
+        return set(self.parents) - set(self.parents.values())
+
+    def is_closed_without(self, gone: list[bytes]) -> bool:
+        left = {i: p for i, p in self.parents.items() if i not in set(gone)}
+        return all(parent in left or parent not in self.parents for parent in left.values())
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_changes_keep_it_consistent_and_closed(seed):
+    rng, index, reference, now = random.Random(seed), DiskIndex(), Reference(), 0.0
+    for step in range(300):
+        known, now = list(reference.parents), now + 1
+        action = rng.random()
+        if action < 0.6:
+            name = rng.randbytes(32)
+            parent = rng.choice(known) if known and rng.random() < 0.8 else rng.randbytes(32)
+            index.add(IndexEntry(name, parent, rng.randrange(1, 50), now, now))
+            reference.parents[name] = parent
+        elif action < 0.75 and known:
+            index.touch(rng.choice(known), now)
+        elif action < 0.85 and known:
+            gone = index.descendants(rng.choice(known))
+            for block_id in reversed(gone):
+                index.remove(block_id)
+                del reference.parents[block_id]
+        elif known:
+            pinned = set(rng.sample(known, rng.randrange(len(known)) // 8))
+            wanted = rng.randrange(200)
+            gone = index.victims(wanted, pinned.__contains__)
+            assert not pinned & set(gone) and len(set(gone)) == len(gone)
+            assert reference.is_closed_without(gone)
+            freed = sum(index.get(i).stored_bytes for i in gone)
+            assert freed >= wanted or not [i for i in reference.leaves() - set(gone) if i not in pinned]
+            for block_id in gone:
+                assert block_id in set(index._leaves), "each is a leaf when its turn comes"
+                index.remove(block_id)
+                del reference.parents[block_id]
+        if step % 20 == 0:
+            index.check_integrity()
+            assert set(index._entries) == set(reference.parents)
+    index.check_integrity()
+    assert index.num_blocks == len(index) == len(reference.parents)

@@ -1,0 +1,453 @@
+"""`kvstore stats|evict|verify|compact|sessions`: beside an owner in another process, and alone on a real store."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from small_store import NUM_OWN, SmallStore, block_ids, damage, make_store
+
+from kvstore.disk_open import StoreDirectory
+from kvstore.errors import StoreLockedError
+from service import cli, store_commands, store_tables
+from service.options import duration_s
+
+ROOT = Path(__file__).parent.parent
+COMMANDS = ("stats", "evict", "verify", "compact", "sessions")
+
+# An owner of a store, which notes what it was asked. "silent": it takes the lock only; "stopped": it will be.
+OWNER = """
+import json, sys, time
+sys.path.insert(0, sys.argv[3])
+from kvstore.control import ControlServer
+from kvstore.disk_open import StoreDirectory
+from kvstore.errors import ConfigError, RequestError, StoreError
+
+ANSWERS = json.loads(sys.argv[2])
+
+def handle(command, arguments):
+    print(json.dumps([command, arguments]), flush=True)
+    answer = ANSWERS.get(command, {})
+    if isinstance(answer, str):
+        raise {"ConfigError": ConfigError, "RequestError": RequestError}.get(answer, StoreError)("it was " + answer)
+    return answer
+
+with StoreDirectory.open(sys.argv[1]) as directory:
+    server = None if ANSWERS.get("silent") else ControlServer(directory, handle)
+    print("ready", flush=True)
+    sys.stdin.read()
+    if server is not None:
+        server.close()
+"""
+STATS = {
+    "model": "a/model[bold]",
+    "hbm": {"blocks": 100, "free_blocks": 40, "cached_blocks": 50, "evicted_blocks": 7, "block_bytes": 1 << 20},
+    "cpu": {"blocks": 2000, "cached_blocks": 1500, "free_blocks": 9, "evicted_blocks": 0, "block_bytes": 1 << 20},
+    "disk": {
+        "blocks": 12_345, "bytes": 3 << 30, "capacity_bytes": 8 << 30, "reads": 11, "writes": 12_346,
+        "failures": {"read: corrupt": 2}, "broken": False, "degraded": "no space",
+    },
+    "store": {"saved": 1234, "loaded": 5, "disk_evictions": 3, "read_failures": {"missing": 1}, "dropped_saves": 6},
+    "sessions": {"sessions": 1000, "turns": 4321},
+    "requests": {"running": 1, "waiting": 0, "finished": 99},
+    "tokens": {
+        "prompt_tokens": 10_000, "cached_tokens": 7_500, "completion_tokens": 1,
+        "cached_by_tier": {"hbm": 500, "cpu": 0, "disk": 7_000, "reencoded": 0},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return make_store(tmp_path_factory.mktemp("made") / "store")
+
+
+@pytest.fixture
+def store(made, tmp_path):
+    shutil.copytree(made.path, tmp_path / "store")
+    return SmallStore(tmp_path / "store", made.shared, made.anna, made.bert, made.lone)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Runs the command in this process; gives (exit code, stdout, stderr)."""
+    for name in [name for name in os.environ if name.startswith("KVSTORE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+    def call(*argv):
+        code = cli.main(list(map(str, argv)))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def owner(tmp_path):
+    """Starts an owner of tmp_path/"owned" in another process; gives (path, process)."""
+    started = []
+
+    def start(**answers):
+        path = tmp_path / "owned"
+        process = subprocess.Popen(
+            [sys.executable, "-c", OWNER, str(path), json.dumps(answers), str(ROOT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        assert process.stdout.readline() == "ready\n"
+        return path, process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+# -- alone -----------------------------------------------------------------------------------------------------------
+def test_stats_alone(run, store):
+    code, out, err = run("stats", "--path", store.path)
+    assert (code, err) == (0, "")
+    assert re.search(rf"disk +{store.num_blocks} +[0-9.]+ KiB +32.0 MiB +[0-9]+%", out)
+    assert "sessions" in out and "2, with 2 turns" in out and "model red-model" in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_json_is_one_object_and_nothing_else(run, store, command):
+    arguments = ["--all", "--dry-run"] if command == "evict" else []
+    code, out, err = run(command, "--path", store.path, "--json", *arguments)
+    assert (code, err) == (0, "")
+    assert isinstance(json.loads(out), dict) and out.count("\n") == 1
+
+
+def test_json_of_a_deletion(run, store):
+    code, out, err = run("sessions", "delete", "anna", "--json", "--path", store.path)
+    assert (code, json.loads(out), err) == (0, {"deleted": True, "blocks": NUM_OWN}, "")
+
+
+def test_evict_alone(run, store):
+    code, out, _ = run("evict", "--path", store.path, "--unused-for", "7d", "--dry-run")
+    assert code == 0 and re.fullmatch(r"disk: 4 blocks, [0-9.]+ KiB would be evicted\n", out)
+    code, out, _ = run("evict", "--path", store.path, "--unused-for", "7d")
+    assert code == 0 and re.fullmatch(r"disk: 4 blocks, [0-9.]+ KiB evicted\n", out)
+    code, out, _ = run("evict", "--path", store.path, "--session", "anna", "--model", "red-model")
+    assert code == 0 and out.startswith(f"disk: {NUM_OWN} blocks")
+    code, out, _ = run("evict", "--path", store.path, "--to-size", "0")
+    assert code == 0 and block_ids(store) == set()
+
+
+def test_verify_alone(run, store):
+    code, out, err = run("verify", "--path", store.path)
+    assert (code, err) == (0, "") and f"blocks: {store.num_blocks} sound, 0 damaged" in out and "all is well" in out
+    damage(store, store.shared[2])
+    code, out, _ = run("verify", "--path", store.path)
+    assert code == 4 and "1 damaged" in out and "--delete takes them out" in out and "damage was found" in out
+    code, out, _ = run("verify", "--path", store.path, "--delete")
+    assert code == 4 and f"deleted {1 + 2 * NUM_OWN} blocks" in out
+    assert run("verify", "--path", store.path)[0] == 0
+    assert block_ids(store) == {*store.shared[:2], *store.lone}
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_file_damaged_as_a_whole_is_said_in_one_line_and_found(store):
+    (store.path / "sessions" / "data.mdb").write_bytes(b"text" * 1000)
+    done = command("verify", "--path", store.path)
+    assert done.returncode == 4 and "was moved to quarantine-" in done.stdout
+    assert done.stderr.startswith("kvstore: sessions of the store is damaged") and done.stderr.count("\n") == 1
+
+
+def test_compact_alone(run, store):
+    run("evict", "--all", "--path", store.path)
+    code, out, _ = run("compact", "--path", store.path)
+    assert code == 0 and "given back" in out
+
+
+def test_sessions_alone(run, store):
+    code, out, _ = run("sessions", "--path", store.path)
+    assert code == 0 and re.search(r"bert +1 +80 +just now +I am bert", out)
+    assert out.index("bert") < out.index("anna")
+    assert "no sessions of tenant x" in run("sessions", "--path", store.path, "--tenant", "x")[1]
+    assert "anna" not in run("sessions", "--path", store.path, "--limit", "1")[1]
+    code, out, _ = run("sessions", "delete", "--path", store.path, "anna")
+    assert (code, out) == (0, f"session anna is deleted, with {NUM_OWN} blocks that no other session refers to\n")
+    code, out, err = run("sessions", "delete", "anna", "--path", store.path)
+    assert (code, out) == (1, "") and "there is no session 'anna'" in err and err.count("\n") == 1
+    assert len(block_ids(store)) == store.num_blocks - NUM_OWN
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_missing_store_is_one_line_and_is_not_made(run, tmp_path, command):
+    arguments = ["--all"] if command == "evict" else []
+    code, out, err = run(command, "--path", tmp_path / "nowhere", *arguments)
+    assert (code, out) == (
+        1,
+        "",
+    ) and err == f"kvstore: there is no store at {tmp_path}/nowhere; give the directory of one\n"
+    code, _, err = run(command, *arguments)  # the default
+    assert code == 1 and f"{tmp_path}/home/.cache/kvstore" in err
+    assert not (tmp_path / "nowhere").exists() and not (tmp_path / "home").exists()
+
+
+def test_an_empty_store_has_zeros(run, tmp_path):
+    StoreDirectory.open(tmp_path / "store").close()
+    code, out, _ = run("stats", "--path", tmp_path / "store")
+    assert code == 0 and re.search(r"disk +0 +0 B", out) and "0, with 0 turns" in out
+    assert json.loads(run("stats", "--path", tmp_path / "store", "--json")[1])["disk"]["blocks"] == 0
+    assert run("sessions", "--path", tmp_path / "store")[1] == "no sessions\n"
+    assert run("verify", "--path", tmp_path / "store")[0] == 0
+    assert run("compact", "--path", tmp_path / "store")[0] == 0
+    assert run("evict", "--all", "--path", tmp_path / "store")[0] == 0
+
+
+# -- flags -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["evict"], "give at least one of --all, --unused-for, --session, --model, --to-size"),
+        (["evict", "--dry-run"], "give at least one of"),
+        (["evict", "--unused-for", "7"], "--unused-for is '7'; give a number with a unit, such as 90s"),
+        (["evict", "--unused-for", "-7d"], "--unused-for"),
+        (["evict", "--unused-for", "soon"], "90s, 15m, 2h, 7d"),
+        (
+            ["evict", "--to-size", "lots"],
+            "--to-size is 'lots'; give a number of bytes, or a number with a unit such as",
+        ),
+        (["evict", "--session", "../x"], "--session is '../x'"),
+        (["evict", "--al"], "unknown flag '--al'; did you mean '--all'?"),
+        (["evict", "--all=1"], "--all"),
+        (["evict", "x", "--all"], "unexpected argument 'x'; evict has flags only"),
+        (["stats", "--jsno"], "did you mean '--json'?"),
+        (["stats", "--path"], "--path"),
+        (["stats", "--path", ""], "--path is ''; give the directory"),
+        (["stats", "--path", "~nobody-has-this-name/x"], "no such user's home"),
+        (["sessions", "--limit", "0"], "--limit is '0'"),
+        (["sessions", "--limit", "99999"], "--limit is 99999; give a whole number from 1 to 10,000"),
+        (["sessions", "delte", "x"], "unknown argument 'delte'; did you mean 'delete'?"),
+        (["sessions", "delete"], "takes one ID, not 0"),
+        (["sessions", "delete", "a", "b"], "takes one ID, not 2"),
+        (["sessions", "delete", "../x"], "ID is '../x'"),
+        (["verfy"], "did you mean 'verify'?"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_2(run, argv, words):
+    code, out, err = run(*argv)
+    assert (code, out) == (2, "")
+    assert words in err and err.startswith("kvstore: ") and err.count("\n") == 1
+
+
+def test_durations():
+    texts = ("90s", "15m", "2h", "7d", "1.5w", "0s")
+    assert [duration_s("x", text) for text in texts] == [90, 900, 7200, 604_800, 907_200, 0]
+
+
+def test_flags_are_mirrored_but_not_what_is_deleted(run, store, monkeypatch):
+    monkeypatch.setenv("KVSTORE_PATH", str(store.path))
+    monkeypatch.setenv("KVSTORE_JSON", "1")
+    monkeypatch.setenv("KVSTORE_LIMIT", "1")
+    assert len(json.loads(run("sessions")[1])["sessions"]) == 1
+    monkeypatch.setenv("KVSTORE_TENANT", "other")
+    assert json.loads(run("sessions")[1]) == {"sessions": []}
+    monkeypatch.setenv("KVSTORE_SESSION", "anna")
+    for name in ("ALL", "DELETE", "DRY_RUN"):
+        monkeypatch.setenv(f"KVSTORE_{name}", "1")
+    code, out, err = run("evict")
+    assert code == 2 and "at least one of" in err
+    assert json.loads(run("evict", "--model", "none")[1]) == {
+        "dry_run": False,
+        "tiers": {"disk": {"blocks": 0, "bytes": 0}},
+    }
+    monkeypatch.setenv("KVSTORE_JSON", "maybe")
+    code, out, err = run("stats")
+    assert (code, out) == (2, "") and "KVSTORE_JSON is 'maybe'; give 1 or 0" in err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_every_flag_and_has_examples(run, name):
+    code, out, err = run(name, "--help")
+    assert (code, err) == (0, "") and "examples:\n  kvstore " + name in out
+    for option in (*store_commands.STORE_OPTIONS, *store_commands.STORE_COMMANDS[name].options):
+        assert option.flag in out
+
+
+# -- beside an owner -------------------------------------------------------------------------------------------------
+def test_everything_goes_through_the_owner(run, owner):
+    tiers = {"hbm": {"blocks": 1, "bytes": 10}, "disk": {"blocks": 20_000, "bytes": 5 << 30}}
+    sessions = [{"id": "x", "turns": 3, "tokens": 12_000, "updated_s": time.time() - 7200, "title": "a\x1b[31m[b]b"}]
+    path, process = owner(
+        stats=STATS, evict={"dry_run": True, "tiers": tiers}, verify={"num_ok": 3, "bad_ids": ["ab"], "num_corrupt": 1},
+        compact={"before_bytes": 3 << 20, "after_bytes": 1 << 20}, sessions={"sessions": sessions},
+        **{"sessions.delete": {"deleted": True, "blocks": 1234}},
+    )  # fmt: skip
+
+    def asked():
+        return json.loads(process.stdout.readline())
+
+    code, out, err = run("stats", "--path", path)
+    assert (code, err, asked()) == (0, "", ["stats", {}])
+    assert "model a/model[bold]" in out
+    assert re.search(r"hbm +50 +50.0 MiB +100.0 MiB +50% +500 +– +– +7\b", out)
+    assert re.search(r"cpu +1,500 +1.5 GiB +2.0 GiB +75% +0 +5 +1,234 +0\b", out)
+    assert re.search(r"disk +12,345 +3.0 GiB +8.0 GiB +38% +7,000 +11 +12,346 +3\b", out)
+    assert "75.0% of 10,000 prompt tokens" in out and "1,000, with 4,321 turns" in out and "dropped saves 6" in out
+    assert "read: corrupt 2, missing 1" in out and "cannot be written: no space" in out
+    assert json.loads(run("stats", "--path", path, "--json")[1]) == STATS and asked()
+
+    flags = ["--unused-for", "2h", "--session", "s", "--tenant", "t", "--to-size", "2GiB", "--dry-run"]
+    code, out, _ = run("evict", "--path", path, *flags)
+    session = {"tenant": "t", "session_id": "s"}
+    arguments = {"unused_for_s": 7200.0, "session": session, "to_bytes": 2 << 30, "dry_run": True}
+    assert (code, asked()) == (0, ["evict", arguments])
+    assert out == "hbm: 1 block, 10 B would be evicted\ndisk: 20,000 blocks, 5.0 GiB would be evicted\n"
+    assert run("evict", "--path", path, "--all")[0] == 0 and asked() == ["evict", {"all": True}]
+
+    code, out, _ = run("verify", "--path", path, "--delete")
+    assert (code, asked()) == (4, ["verify", {"delete": True}]) and "deleted 1 block: what was damaged" in out
+    code, out, _ = run("compact", "--path", path)
+    assert (code, asked()) == (0, ["compact", {}]) and "3.0 MiB before, 1.0 MiB now; 2.0 MiB given back" in out
+
+    code, out, _ = run("sessions", "--path", path, "--tenant", "t", "--limit", "7")
+    assert (code, asked()) == (0, ["sessions", {"tenant": "t", "limit": 7}])
+    assert re.search(r"x +3 +12,000 +2 hours ago +a\[31m\[b\]b", out) and "\x1b" not in out
+    code, out, _ = run("sessions", "delete", "x", "--path", path)
+    assert (code, asked()) == (0, ["sessions.delete", {"session": {"tenant": "", "session_id": "x"}}])
+    assert "1,234 blocks" in out
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("ConfigError", 2), ("StoreError", 1), ("RequestError", 1)])
+def test_an_error_of_the_owner(run, owner, kind, expected):
+    path, _ = owner(stats=kind)
+    assert run("stats", "--path", path) == (expected, "", f"kvstore: it was {kind}\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_owner_without_a_socket_is_exit_3_with_its_pid(run, owner, command):
+    path, process = owner(silent=True)
+    code, out, err = run(command, "--path", path, *(["--all"] if command == "evict" else []))
+    assert (code, out) == (3, "") and f"process {process.pid}" in err and err.count("\n") == 1
+
+
+def test_an_owner_that_does_not_answer_is_exit_3(run, owner, monkeypatch):
+    monkeypatch.setattr(store_commands, "SILENCE_S", 0.3)
+    path, process = owner()
+    process.send_signal(signal.SIGSTOP)
+    code, out, err = run("stats", "--path", path)
+    process.send_signal(signal.SIGCONT)
+    assert (code, out) == (3, "") and f"process {process.pid}, which was silent for 0.3 s" in err
+
+
+def test_after_an_owner_was_killed_the_files_are_free(run, owner):
+    path, process = owner()
+    process.kill()
+    process.wait()
+    assert run("stats", "--path", path)[0] == 0
+
+
+def test_ctrl_c_is_130(run, store, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store_commands, "ask", interrupted)
+    assert run("stats", "--path", store.path) == (130, "", "kvstore: interrupted\n")
+
+
+@pytest.mark.parametrize("message", ["the store is in use", "the store is in use by process 4242"])
+def test_an_engine_whose_store_is_locked_is_exit_3(run, capsys, tmp_path, message):
+    def locked(*_, **__):
+        raise StoreLockedError(message, 4242)
+
+    assert cli.main(["chat", "--path", str(tmp_path)], locked) == 3
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.count("4242") == 1 and last.startswith("kvstore: the store is in use")
+
+
+# -- as a program ----------------------------------------------------------------------------------------------------
+def command(*argv, **kwargs):
+    return subprocess.run(
+        [sys.executable, "-m", "service.cli", *map(str, argv)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        **kwargs,
+    )
+
+
+def test_the_reader_may_go_away(store):
+    for flags in ("", "--json"):
+        script = f"{sys.executable} -m service.cli sessions --path {store.path} {flags} | true; echo ${{PIPESTATUS[0]}}"
+        done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.stderr == "" and done.stdout.strip() in ("0", "1")
+
+
+def test_no_torch_for_these_commands(store):
+    code = (
+        "import sys; from service.cli import main; code = main(sys.argv[1:]); "
+        "sys.exit(code or ('torch' in sys.modules) * 9)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "stats", "--path", str(store.path)], cwd=ROOT, capture_output=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_spinner_shows_only_in_a_terminal_and_after_a_second(monkeypatch, capsys):
+    with store_commands._progress("checking") as update:
+        update(0.5)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(store_commands, "SPINNER_AFTER_S", 0.05)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with store_commands._progress("checking") as update:
+        assert capsys.readouterr().err == ""
+        update(None)
+        update(0.5)
+        time.sleep(0.3)
+    assert "checking, 50%" in capsys.readouterr().err
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+def test_ages():
+    texts = [store_tables.ago(s) for s in (-5, 59, 60, 7199, 7200, 86400 * 3)]
+    assert texts == ["just now", "just now", "1 minute ago", "1 hour ago", "2 hours ago", "3 days ago"]
+
+
+def test_tables_tolerate_what_is_missing(capsys):
+    out = Console()
+    store_tables.show_stats({}, out)
+    store_tables.show_stats({"hbm": {}, "disk": {"blocks": None}, "tokens": None}, out)
+    store_tables.show_evicted({"dry_run": False, "tiers": {}}, out)
+    store_tables.show_verified({}, False, out)
+    store_tables.show_compacted({}, out)
+    printed = capsys.readouterr().out
+    assert "there is no tier" in printed and "all is well" in printed
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        {"bad_ids": ["x"]},
+        {"is_complete": False},
+        {"set_aside": ["q/blocks"]},
+        {"sessions": {"num_sessions": 1, "num_turns": 1, "problems": ["session a is damaged"]}},
+    ],
+)
+def test_damage_of_any_kind_is_damage(report, capsys):
+    assert not store_tables.is_sound(report)
+    store_tables.show_verified(report, True, Console())
+    assert "damage was found" in capsys.readouterr().out
+
+
+def test_a_title_is_cut(capsys):
+    session = {"id": "x", "turns": 1, "tokens": 1, "updated_s": 0, "title": "word " * 40}
+    store_tables.show_sessions([session], "", Console(width=200))
+    assert "…" in capsys.readouterr().out
