@@ -1,6 +1,6 @@
 """Looking after a running engine: eviction over all tiers, deletion of sessions, and the requests of other processes.
 
-Knows the engine's pool, its connector and its session store; no model.
+Knows the engine's pool, its connector and its session store; no model. It does not keep its engine alive.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from kvstore.connector import (
     sessions_from_dict,
     verify_from_dict,
 )
-from kvstore.errors import ConfigError, EngineClosedError, RequestError
+from kvstore.errors import ConfigError, EngineClosedError, RequestError, StoreError
 from kvstore.session_store import SessionHead, SessionKey, Tombstone
 
 if TYPE_CHECKING:
@@ -32,29 +33,32 @@ if TYPE_CHECKING:
 
 DELETE_TIMEOUT_S = 60.0
 EXPIRY_ROUND_S = 30.0
+RETRY_S = 2.0  # for all deletions together that a crash or a failing disk cut off; what is left waits for a round
 
 
 class Admin:
     """What is done to an engine from outside its requests. Any thread may call it."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._held = weakref.ref(engine)  # a dropped engine is to end where it is dropped, not in the collector
         self._sessions = engine.sessions
         self._last_expiry_s = 0.0
         self._expiring = threading.Lock()
-        self._commands: dict[str, Callable[[dict[str, object]], dict[str, object]]] = {
-            "stats": self._stats,
-            "evict": self._evict,
-            "verify": self._verify,
-            "compact": self._compact,
-            "sessions": self._list,
-            "sessions.delete": self._delete,
-        }
+
+    @property
+    def _engine(self) -> Engine:
+        engine = self._held()
+        if engine is None:
+            raise EngineClosedError("the engine is closed")
+        return engine
 
     def resume(self) -> None:
-        """Carry out deletions that a crash cut off."""
+        """Carry out deletions that a crash or a failing disk cut off, as far as that takes RETRY_S at most."""
+        deadline = time.monotonic() + RETRY_S
         for tombstone in self._sessions.pending_deletions():
-            self._carry_out(tombstone)
+            if (left := deadline - time.monotonic()) <= 0:
+                return
+            self._carry_out(tombstone, (), left)
 
     # -- eviction ----------------------------------------------------------------------------------------------------
     def evict(self, what: Evict) -> dict[str, Evicted]:
@@ -71,13 +75,21 @@ class Admin:
                 blocks = [block for block in map(pool.lookup, named) if block is not None]
             free = [block for block in blocks if pool.is_free(block)]
             if not what.dry_run:
-                self._forget_hbm(free)
+                self._engine.forget_hbm(free)
         return {"hbm": Evicted(len(free), len(free) * self._engine.block_bytes), **below}
 
-    def _forget_hbm(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            self._engine.pool.forget(block)
-        self._engine.erase_hbm(self._engine.pool.take_stale())
+    def forget(self, block_ids: Iterable[BlockId], timeout_s: float = RETRY_S) -> bool:
+        """Take KV that belongs to nobody any more from all tiers; True when it is gone from disk within the timeout."""
+        engine, wanted = self._engine, tuple(block_ids)
+        self._forget_hbm(engine, wanted)
+        found, is_gone = engine.connector.forget(wanted, timeout_s)
+        self._forget_hbm(engine, found)
+        return is_gone
+
+    @staticmethod
+    def _forget_hbm(engine: Engine, block_ids: Iterable[BlockId]) -> None:
+        with engine.lock:
+            engine.forget_hbm([block for block in map(engine.pool.lookup, block_ids) if block is not None])
 
     def verify(self, delete: bool = False) -> dict[str, object]:
         """Check every stored block and every session's records."""
@@ -99,48 +111,70 @@ class Admin:
     def delete_session(self, session_id: str, tenant: str = "") -> int:
         """Transcript, ids and the KV that no other session refers to, everywhere. Returns how many blocks that were.
 
-        Raises RequestError when there is no such session.
+        A turn that runs ends first, and is not stored. A session without a turn has nothing stored, but its object can
+        be deleted. Raises RequestError when there is no such session, and StoreError when it cannot be deleted.
         """
         self._engine.check_open()
         check_session_id(session_id)
-        key = SessionKey(tenant, session_id)
-        chat = self._engine.chats.pop(key, None)
-        if chat is not None:
-            chat.deleted = True
-        tombstone = self._sessions.delete(key).wait()
-        if tombstone is None:
+        num_blocks = self._delete_one(SessionKey(tenant, session_id), DELETE_TIMEOUT_S)
+        if num_blocks is None:
             raise RequestError(f"there is no session {session_id!r}", param="session_id")
-        self._carry_out(tombstone)
-        return len(tombstone.block_ids)
+        return num_blocks
 
-    def _carry_out(self, tombstone: Tombstone) -> None:
-        block_ids: tuple[BlockId, ...] = tombstone.block_ids
-        with self._engine.lock:
-            pool = self._engine.pool
-            self._forget_hbm([block for block in map(pool.lookup, block_ids) if block is not None])
-        if self._engine.connector.forget(block_ids, DELETE_TIMEOUT_S):
+    def _delete_one(self, key: SessionKey, timeout_s: float, only_expired: bool = False) -> int | None:
+        """How many blocks the session had for itself; None when there is none, or none to delete."""
+        engine, unstored = self._engine, list[BlockId]()
+        chat = engine.chats.get(key)
+        if only_expired and chat is not None and chat.is_busy:
+            return None
+        with nullcontext() if chat is None else chat.ending():
+            if only_expired and not self._is_over(key):
+                return None
+            tombstone = self._sessions.delete(key).wait()
+            if chat is not None:
+                unstored = chat.mark_deleted()
+                engine.chats.pop(key, None)
+        if tombstone is not None:
+            self._carry_out(tombstone, unstored, timeout_s)
+            return len(tombstone.block_ids)
+        if unstored:
+            self.forget(unstored)
+        return None if chat is None else 0
+
+    def _is_over(self, key: SessionKey) -> bool:
+        head = self._sessions.head(key)
+        return head is not None and head.expires_s is not None and head.expires_s <= time.time()
+
+    def _carry_out(self, tombstone: Tombstone, unstored: Sequence[BlockId], timeout_s: float) -> None:
+        if self.forget([*tombstone.block_ids, *unstored], timeout_s):
             self._sessions.finish_deletion(tombstone.number).wait()
 
-    def expire(self) -> None:
-        """Delete sessions whose time is over, at most once in EXPIRY_ROUND_S seconds."""
+    def expire(self, key: SessionKey | None = None) -> None:
+        """Delete this session if its time is over, and at most once in EXPIRY_ROUND_S seconds all whose time is over.
+
+        One in the middle of a turn stays. A round also goes on with deletions that were cut off. Raises StoreError when
+        the given session cannot be deleted; what fails in a round is tried again in the next one.
+        """
+        if key is not None and self._is_over(key):
+            self._delete_one(key, RETRY_S, only_expired=True)
         now = time.monotonic()
         if now - self._last_expiry_s < EXPIRY_ROUND_S or not self._expiring.acquire(blocking=False):
             return
         try:
             self._last_expiry_s = now
-            for key in self._sessions.expired(time.time()):
-                tombstone = self._sessions.delete(key).wait()
-                if tombstone is not None:
-                    self._carry_out(tombstone)
+            with suppress(StoreError):
+                for over in self._sessions.expired(time.time()):
+                    self._delete_one(over, 0.0, only_expired=True)
+                self.resume()
         finally:
             self._expiring.release()
 
     # -- other processes ---------------------------------------------------------------------------------------------
     def handle(self, command: str, arguments: dict[str, object]) -> dict[str, object]:
         """Answer one request of the store's socket. Raises KVStoreError."""
-        if command not in self._commands:
-            raise ConfigError(f"unknown command {command!r}; known are {', '.join(self._commands)}")
-        return self._commands[command](arguments)
+        if command not in _COMMANDS:
+            raise ConfigError(f"unknown command {command!r}; known are {', '.join(_COMMANDS)}")
+        return _COMMANDS[command](self, arguments)
 
     def _stats(self, arguments: dict[str, object]) -> dict[str, object]:
         nothing_from_dict("stats", arguments)
@@ -172,6 +206,16 @@ class Admin:
     def _delete(self, arguments: dict[str, object]) -> dict[str, object]:
         key = deletion_from_dict(arguments)
         return {"deleted": True, "blocks": self.delete_session(key.session_id, key.tenant)}
+
+
+_COMMANDS: dict[str, Callable[[Admin, dict[str, object]], dict[str, object]]] = {
+    "stats": Admin._stats,
+    "evict": Admin._evict,
+    "verify": Admin._verify,
+    "compact": Admin._compact,
+    "sessions": Admin._list,
+    "sessions.delete": Admin._delete,
+}
 
 
 def weak_handler(admin: Admin) -> Callable[[str, dict[str, object]], dict[str, object]]:

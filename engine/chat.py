@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from engine.chat_template import ChatTemplate, Message
 from engine.detokenizer import Detokenizer
+from engine.output_processor import Handle
 from engine.outputs import Piece, RequestOutput
 from engine.prompts import check_params, check_session_id, check_text
 from engine.sampling_params import SamplingParams
 from engine.window import NextTurn, Window
 from kvstore.block import BlockId, Lineage, extend_chain
-from kvstore.errors import RequestError
+from kvstore.errors import RequestError, StoreError
 from kvstore.session_store import SessionKey, SessionState, TurnRecord
 
 if TYPE_CHECKING:
@@ -52,11 +54,13 @@ class ChatSession:
         self._engine = engine
         self._template = template
         self._busy = threading.Lock()
+        self._ending = threading.Lock()  # held to begin a turn, to store it, and to delete the session
+        self._running: tuple[NextTurn, Handle] | None = None
         self._system: list[Message] = [{"role": "system", "content": system}] if system else []
         self._number: int | None = None  # of the stored session, once there is one
         self.messages: list[Message] = list(self._system)
         self.num_turns = self.truncated_tokens = 0
-        self._window = Window(self._system, [], 0, [], [], Lineage(engine.root(key.tenant)))
+        self._window = Window(self._system, self.messages, 0, [], [], Lineage(engine.root(key.tenant)))
         state = engine.sessions.load(key)
         if state is not None:
             self._resume(state)
@@ -114,12 +118,7 @@ class ChatSession:
         if not self._busy.acquire(blocking=False):
             raise RequestError(f"session {self.session_id} is busy with another turn", param="session_id")
         try:
-            if self.deleted:
-                raise RequestError(f"there is no session {self.session_id!r}: it was deleted", param="session_id")
-            turn = self._window.next_turn(
-                self._engine, self._template, text, params, self.tenant, self.truncation, self.truncation_reuse
-            )
-            handle = self._engine.submit(turn.prompt, params, self.tenant, spliced=(turn.chain, turn.lineage))
+            turn, handle = self._begin(text, params)
             final: Piece | None = None
             try:
                 for piece in self._engine.stream(handle):
@@ -128,14 +127,75 @@ class ChatSession:
                     else:
                         final = piece  # held back until the turn is durable
             finally:
-                if handle.error is None:
-                    self.last = handle.output
-                    if handle.output.token_ids:
-                        self._commit(text, turn, handle.output, handle.lineage or turn.lineage)
+                self._end(text, turn, handle)
             if final is not None:
                 yield final
         finally:
+            self._running = None
             self._busy.release()
+
+    def _begin(self, text: str, params: SamplingParams) -> tuple[NextTurn, Handle]:
+        with self._ending:
+            if self.deleted:
+                raise RequestError(f"there is no session {self.session_id!r}: it was deleted", param="session_id")
+            turn = self._window.next_turn(
+                self._engine, self._template, text, params, self.tenant, self.truncation, self.truncation_reuse
+            )
+            try:
+                handle = self._engine.submit(turn.prompt, params, self.tenant, spliced=(turn.chain, turn.lineage))
+            except BaseException:
+                self._forget(self._unused(turn, None))
+                raise
+            self._running = (turn, handle)
+            return self._running
+
+    def _end(self, text: str, turn: NextTurn, handle: Handle) -> None:
+        """The turn becomes part of the conversation; reused KV that no turn refers to goes."""
+        lineage = handle.lineage or turn.lineage
+        unused: Sequence[BlockId] = ()
+        is_stored = False
+        try:
+            if handle.error is None:
+                self.last = handle.output
+                if handle.output.token_ids:
+                    with self._ending:
+                        if self.deleted:
+                            raise StoreError(f"session {self.session_id} was deleted meanwhile: the turn is not stored")
+                        unused = self._unused(turn, lineage)
+                        self._commit(text, turn, handle.output, lineage)
+                        is_stored = True
+        finally:
+            if not is_stored:
+                unused = [*self._unused(turn, None), *(self._own(turn, handle) if self._is_gone() else ())]
+            self._forget(unused)
+
+    def _unused(self, turn: NextTurn, stored: Lineage | None) -> Sequence[BlockId]:
+        """Blocks that were spliced for this turn, unless it was stored with them or an earlier turn was."""
+        first = turn.lineage.splice_index
+        if first is None or turn.lineage in (stored, self._window.lineage):
+            return ()
+        return turn.chain[first:]
+
+    def _own(self, turn: NextTurn, handle: Handle) -> list[BlockId]:
+        """Blocks that only this turn has: neither of the turns before it nor of the system prompt alone."""
+        known, first = self._window.chain, turn.turn_starts[0] // self._engine.block_size if turn.turn_starts else 0
+        while first < min(len(known), len(handle.chain)) and known[first] == handle.chain[first]:
+            first += 1
+        return list(handle.chain[first:])
+
+    def _is_gone(self) -> bool:
+        """Whether the session was deleted, be it by somebody who did not know of this object."""
+        if self.deleted or self._number is None:
+            return self.deleted
+        with suppress(StoreError):
+            head = self._engine.sessions.head(self._key)
+            return head is None or head.number != self._number
+        return False
+
+    def _forget(self, block_ids: Sequence[BlockId]) -> None:
+        if block_ids and not self._engine.closed:
+            with suppress(StoreError):
+                self._engine.admin.forget(block_ids)
 
     def _commit(self, text: str, turn: NextTurn, output: RequestOutput, lineage: Lineage) -> None:
         """The turn becomes part of the conversation: text for people, ids for the next prompt. Waits for the disk."""
@@ -199,13 +259,35 @@ class ChatSession:
         if self._engine.sessions.exists(key):
             raise RequestError(f"there is a session {session_id!r} already", param="session_id")
         self._engine.sessions.fork(self._key, turn, key).wait()
-        return self._engine.chat(session_id, self.tenant)
+        self._engine.chats.pop(key, None)  # an object from before there was a turn
+        return self._engine.chat(session_id, self.tenant, None, self.truncation, self.truncation_reuse)
 
     def set_ttl(self, ttl_s: float | None) -> None:
         """Delete the session by itself so many seconds after its last turn; None keeps it. Needs a first turn."""
         if self._number is None:
             raise RequestError("the session has no turn yet", param="ttl_s")
         self._engine.sessions.set_ttl(self._key, ttl_s).wait()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a turn runs."""
+        return self._busy.locked()
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """In here the session can be deleted: its turn has been ended, none begins, and none is stored."""
+        with self._ending:
+            if self._running is not None:
+                self._engine.abort(self._running[1])
+            yield
+
+    def mark_deleted(self) -> list[BlockId]:
+        """To be called in `ending`. Returns the blocks of a turn that ran and will not be stored."""
+        self.deleted = True
+        if self._running is None:
+            return []
+        turn, handle = self._running
+        return [*self._own(turn, handle), *self._unused(turn, None)]
 
 
 def _usage(output: RequestOutput) -> dict[str, int]:

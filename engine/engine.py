@@ -10,9 +10,9 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from engine.admin import Admin, weak_handler
@@ -20,10 +20,11 @@ from engine.chat import ChatSession, lineage_of
 from engine.chat_template import ChatTemplate
 from engine.config import EngineConfig
 from engine.kv_cache_manager import KVCacheManager
+from engine.lifetime import Gate, shut, shut_dropped
 from engine.loading import load
 from engine.memory import num_hbm_blocks
 from engine.model_runner import ModelRunner, StepResult
-from engine.output_processor import Handle, OutputProcessor
+from engine.output_processor import Handle, OutputProcessor, Totals
 from engine.outputs import Piece, RequestOutput
 from engine.probe import intercept
 from engine.prompts import (
@@ -43,7 +44,7 @@ from engine.scheduler import Scheduler, SchedulerOutput
 from engine.storage import open_store
 from kvstore.block import BlockId, Lineage
 from kvstore.config import CacheTiers
-from kvstore.connector import KVConnector, TransferPlan
+from kvstore.connector import TransferPlan
 from kvstore.errors import EngineClosedError, KVStoreError, RequestError
 from kvstore.pool import BlockPool
 from kvstore.session_store import SessionKey, SessionStore, open_sessions
@@ -104,6 +105,7 @@ class Engine:
         self._num_blocks = num_hbm_blocks(model, limits, config.tiers.hbm)
         self.lock = threading.RLock()
         self.connector = open_store(config, loaded, model)
+        self._gate = Gate()
         try:
             self.pool = BlockPool(self._num_blocks)
             self._scheduler = Scheduler(limits, KVCacheManager(self.pool, limits.block_size), self.connector)
@@ -119,16 +121,21 @@ class Engine:
         self._counter = itertools.count()
         self._num_aborted = 0
         self._plan: TransferPlan | None = None
-        self._totals = dict.fromkeys(("requests", "prompt_tokens", "cached_tokens", "completion_tokens"), 0)
-        self._cached_by_tier = dict.fromkeys(("hbm", "cpu", "disk", "reencoded"), 0)
+        self._totals = Totals()
         self._changed = threading.Condition(self.lock)  # work has come, or a step has ended
         self._driver: threading.Thread | None = None  # who steps, when it is not the caller who waits
-        self._gate = _Gate()
+        self._doomed: set[int] = set()  # HBM blocks with something deleted in them that were held at that time
         # Also when the engine is collected or the interpreter exits: no step may run while Python is torn down.
-        self._finalizer = weakref.finalize(self, _shut, self._gate, self.lock, self.connector, self.sessions)
+        parts = (self._gate, self.lock, self.connector, self.sessions)
+        self._finalizer = weakref.finalize(self, shut_dropped, *parts)
         self.admin = Admin(self)
-        self.admin.resume()
-        self.connector.serve(weak_handler(self.admin))
+        try:
+            self.admin.resume()
+            self.connector.serve(weak_handler(self.admin))
+        except BaseException:
+            self._finalizer.detach()
+            shut(*parts)
+            raise
 
     # -- the library's interface -------------------------------------------------------------------------------------
     def generate(
@@ -164,14 +171,16 @@ class Engine:
         session_id: str,
         tenant: str = "",
         system: str | None = None,
-        truncation: str = "auto",
-        truncation_reuse: str = "reencode",
+        truncation: str | None = None,
+        truncation_reuse: str | None = None,
     ) -> ChatSession:
         """The session of this id, created when unknown, else resumed. system: its system prompt, for a new one only.
 
+        While somebody holds the object of a session, all who ask for it get the same one.
         truncation: "auto" drops the oldest turns when the window is full, "disabled" raises ContextLengthError instead.
-        truncation_reuse: "reencode" keeps the KV of what is kept, "exact" computes it again. Both last as long as the
-        returned object. Raises RequestError for a bad id or a model without a chat template.
+        truncation_reuse: "reencode" keeps the KV of what is kept, "exact" computes it again. None leaves both as they
+        are: "auto" and "reencode" for a new object; they are not stored with the session.
+        Raises RequestError for a bad id or a model without a chat template, StoreError when it cannot be read.
         """
         check_session_id(session_id)
         check_owner(tenant, "", 0)
@@ -179,14 +188,19 @@ class Engine:
             check_text(system, "system")
         if self._template is None:
             raise RequestError(f"{self.model_name} has no chat template; use generate", param="messages")
-        check_truncation(truncation, truncation_reuse)
+        check_truncation(
+            "auto" if truncation is None else truncation, "reencode" if truncation_reuse is None else truncation_reuse
+        )
+        self.check_open()
+        key = SessionKey(tenant, session_id)
+        self.admin.expire(key)
         with self.lock:
             self.check_open()
-            key = SessionKey(tenant, session_id)
             chat = self.chats.get(key)
             if chat is None:
                 chat = self.chats[key] = ChatSession(self, self._template, key, system)
-            chat.truncation, chat.truncation_reuse = truncation, truncation_reuse
+            chat.truncation = truncation or chat.truncation
+            chat.truncation_reuse = truncation_reuse or chat.truncation_reuse
             return chat
 
     def prefetch(self, session_id: str, tenant: str = "") -> None:
@@ -199,6 +213,8 @@ class Engine:
             return  # it has no turn yet
         if state is None:
             raise RequestError(f"there is no session {session_id!r}", param="session_id")
+        if state.head.fingerprint != self.fingerprint:
+            return  # its KV is of another model
         self.connector.prefetch(state.chain, state.token_ids, lineage_of(state, self.root(tenant)), tenant)
 
     def flush(self) -> None:
@@ -218,14 +234,11 @@ class Engine:
                 "requests": {
                     "running": self._scheduler.num_running,
                     "waiting": self._scheduler.num_waiting,
-                    "finished": self._totals["requests"],
+                    "finished": self._totals.num_requests,
                     "aborted": self._num_aborted,
                     "preemptions": self._scheduler.num_preemptions,
                 },
-                "tokens": {
-                    **{name: self._totals[name] for name in self._totals if name != "requests"},
-                    "cached_by_tier": dict(self._cached_by_tier),
-                },
+                "tokens": self._totals.as_dict(),
                 "hbm": {
                     "blocks": pool.num_blocks,
                     "free_blocks": pool.num_free,
@@ -240,12 +253,15 @@ class Engine:
         return stats
 
     def close(self) -> None:
-        """End running requests as aborted and close the store."""
+        """End running requests as aborted and close the store. Does nothing in a forked child."""
+        if self._gate.is_inherited:
+            return
         with self.lock:
             if self._gate.closed:
                 return
             self._end_all(None)
-            self._finalizer()
+            self._finalizer.detach()
+            shut(self._gate, self.lock, self.connector, self.sessions)
             self._runner.caches.clear()
             self._changed.notify_all()
 
@@ -310,6 +326,7 @@ class Engine:
                 result = self._runner.execute(output)
                 executed = time.perf_counter()
                 touched = self._update(output, result)
+                self._erase_doomed()
             times = self._runner.times
             times.schedule_s += scheduled - started
             times.update_s += time.perf_counter() - executed
@@ -331,7 +348,7 @@ class Engine:
             if handle is not None:
                 touched[handle.request_id] = handle
                 if handle.done:
-                    self._count(handle)
+                    self._totals.add(handle.output.usage)
         return list(touched.values())
 
     def abort(self, handle: Handle) -> None:
@@ -343,6 +360,8 @@ class Engine:
             self._num_aborted += bool(ended)
             for request_id in ended:
                 self._scheduler.finish(request_id, "abort")
+            self._erase_doomed()
+            self._changed.notify_all()  # whoever waits for it while another thread steps
 
     def stream(self, handle: Handle) -> Iterator[Piece]:
         """Pieces of a submitted request as they come; leaving the loop early aborts it."""
@@ -440,15 +459,6 @@ class Engine:
         self._runner.reset()
         self._changed.notify_all()
 
-    def _count(self, handle: Handle) -> None:
-        usage = handle.output.usage
-        self._totals["requests"] += 1
-        self._totals["prompt_tokens"] += usage.prompt_tokens
-        self._totals["cached_tokens"] += usage.cached_tokens
-        self._totals["completion_tokens"] += usage.completion_tokens
-        for tier in self._cached_by_tier:
-            self._cached_by_tier[tier] += getattr(usage.cached_tokens_details, tier)
-
     # -- what chat sessions and administration need ------------------------------------------------------------------
     def root(self, tenant: str) -> BlockId:
         """Root of this tenant's chains."""
@@ -467,24 +477,20 @@ class Engine:
     def block_bytes(self) -> int:
         return self._config.block_size * self.spec.kv_bytes_per_token
 
-    def erase_hbm(self, blocks: Sequence[int]) -> None:
-        """Overwrite blocks that nobody holds: what a deleted session left there."""
+    def forget_hbm(self, blocks: Iterable[int]) -> None:
+        """Forget these blocks and overwrite them, those that a request still holds once it has released them."""
+        for block in blocks:
+            self.pool.forget(block)
+            self._doomed.add(block)
+        self._erase_doomed(always=True)
+
+    def _erase_doomed(self, always: bool = False) -> None:
+        free = {block for block in self._doomed if self.pool.is_free(block)}
+        if not free and not always:  # always: what lies in blocks without an id may be of a deleted session
+            return
+        self._doomed -= free
+        stale = self.pool.take_stale()
         for layer in self._runner.caches:
             for cache in layer:
-                for block in blocks:
+                for block in stale:
                     cache[block].zero_()
-
-
-@dataclass(slots=True)
-class _Gate:
-    closed: bool = False
-
-
-def _shut(gate: _Gate, lock: AbstractContextManager, connector: KVConnector, sessions: SessionStore) -> None:
-    """Let a running step end, refuse further ones, and drain the store."""
-    with lock:
-        gate.closed = True
-        try:
-            sessions.close()
-        finally:
-            connector.close()

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.detokenizer import Detokenizer
 from engine.outputs import CachedTokensDetails, Choice, Piece, RequestOutput, TokenLogprob, Usage
 from engine.request import Request
-from kvstore.block import Lineage
+from kvstore.block import BlockId, Lineage
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -24,7 +25,7 @@ class Handle:
     """A caller's end of one prompt: pieces of the stream in order, and the output, complete when `done`.
 
     Pieces are appended by whoever steps the engine and taken by the caller. error: why it ended without an output.
-    lineage: of the chain that the first choice was computed under, once it has ended.
+    chain, lineage: the ids of the first choice's full blocks and what they are built on, once it has ended.
     """
 
     request_id: str
@@ -32,7 +33,28 @@ class Handle:
     pieces: deque[Piece] = field(default_factory=deque)
     done: bool = False
     error: Exception | None = None
+    chain: Sequence[BlockId] = ()
     lineage: Lineage | None = None
+
+
+class Totals:
+    """Requests and tokens of all outputs that were completed."""
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self._tokens = dict.fromkeys(("prompt_tokens", "cached_tokens", "completion_tokens"), 0)
+        self._cached_by_tier = dict.fromkeys(("hbm", "cpu", "disk", "reencoded"), 0)
+
+    def add(self, usage: Usage) -> None:
+        self.num_requests += 1
+        for name in self._tokens:
+            self._tokens[name] += getattr(usage, name)
+        for tier in self._cached_by_tier:
+            self._cached_by_tier[tier] += getattr(usage.cached_tokens_details, tier)
+
+    def as_dict(self) -> dict[str, object]:
+        """The tokens."""
+        return {**self._tokens, "cached_by_tier": dict(self._cached_by_tier)}
 
 
 class OutputProcessor:
@@ -58,9 +80,7 @@ class OutputProcessor:
         handle = Handle(first.request_id, output)
         for choice in choices:
             params, prompt = choice.params, choice.prompt_token_ids
-            text = Detokenizer(
-                self._tokenizer, params.stop, prompt_token_ids=prompt, min_tokens=params.min_tokens
-            )
+            text = Detokenizer(self._tokenizer, params.stop, prompt_token_ids=prompt, min_tokens=params.min_tokens)
             self._tracked[choice.request_id] = (handle, text, choice)
         self._open[handle.request_id] = len(choices)
         return handle
@@ -119,7 +139,7 @@ class OutputProcessor:
         details = request.cached or CachedTokensDetails()
         completion = handle.output.usage.completion_tokens + len(choice.token_ids)
         if request.index == 0:
-            handle.lineage = request.lineage
+            handle.chain, handle.lineage = tuple(request.chain), request.lineage
             handle.output.usage = Usage(request.num_prompt_tokens, completion, details)
         else:
             handle.output.usage = Usage(

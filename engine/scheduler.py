@@ -253,6 +253,7 @@ class Scheduler:
         if num_hit + external.num_tokens < request.lineage.splice_end * self.config.block_size:
             self.connector.request_finished(request.request_id, ())
             request.give_up_splice()
+            request.arrival = None  # that was of the blocks of its chain before
             self._announce(request)
             return self._admit(request, budget)
         num_tokens = min(request.num_tokens - num_hit - external.num_tokens, budget)
@@ -329,6 +330,8 @@ class Scheduler:
         for request in [r for r in self._running if not failed.isdisjoint(r.block_numbers)]:
             self.num_failed_loads += 1
             request.may_load = False
+            if not request.num_output_tokens:
+                request.cached = None  # what was to be loaded is computed after all
             self.connector.request_failed(request.request_id)
             self._go_back(request)
 

@@ -37,6 +37,9 @@ class NextTurn:
     truncated_tokens: int = 0
     rebase: bool = False
 
+    def __post_init__(self) -> None:
+        assert self.num_dropped >= 0, f"{self.num_dropped} messages dropped"
+
 
 @dataclass(slots=True)
 class Window:
@@ -81,6 +84,11 @@ class Window:
                 raise self._too_long(engine, len(turn.prompt) + max(answer, 1), "prompt and answer need")
             return turn
         if len(turn.prompt) + (answer or max(1, window // ANSWER_SHARE)) <= window:
+            return turn
+        if len(self.messages) == len(self.system):  # a first turn: there is nothing to drop
+            needed = len(turn.prompt) + max(answer, 1)
+            if needed > window:
+                raise self._too_long(engine, needed, "system prompt, message and answer need")
             return turn
         return self._truncated(engine, template, user, len(turn.prompt), max(answer, 1), tenant, reuse)
 

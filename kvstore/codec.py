@@ -164,12 +164,15 @@ def decode_header(value: Bytes) -> Header | None:
 def decode_into(value: Bytes, expected: BlockRecord | None, into: memoryview) -> ReadResult:
     """Check everything, and put the raw payload into `into`, which must have exactly its size.
 
-    OK or CORRUPT; after CORRUPT `into` may hold anything. expected None: whatever block it is.
+    OK, CORRUPT or MISMATCH; unless it is OK `into` may hold anything. expected None: whatever block it is. A value of
+    another identity is a mismatch only if it is sound: otherwise its identity is what was damaged.
     """
     header = decode_header(value)
-    if header is None or header.raw_bytes != into.nbytes:
+    if header is None:
         return ReadResult.CORRUPT
     if expected is not None and not header.record.same_content(expected):
+        return ReadResult.MISMATCH if is_intact(value, header) else ReadResult.CORRUPT
+    if header.raw_bytes != into.nbytes:
         return ReadResult.CORRUPT
     stored, out = _payload(value, header), np.frombuffer(into, np.uint8)
     if header.codec is Codec.RAW:

@@ -153,8 +153,12 @@ class KVConnector(Protocol):
         """A chain for the kept `spans` of `token_ids` that reuses their KV; None when it has to be computed."""
         ...
 
-    def forget(self, block_ids: Sequence[BlockId], timeout_s: float = 60.0) -> bool:
-        """Delete these blocks, in flight or not, from every tier below HBM. True when they are gone from disk too."""
+    def forget(self, block_ids: Sequence[BlockId], timeout_s: float = 60.0) -> tuple[frozenset[BlockId], bool]:
+        """Delete these blocks, in flight or not, from every tier below HBM, and what was computed after them.
+
+        Returns all that were forgotten, and whether they are gone from disk too: False when that took longer than given
+        or when the disk cannot write.
+        """
         ...
 
     def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
@@ -268,8 +272,8 @@ class NullConnector:
     ) -> tuple[list[BlockId], Lineage] | None:
         return None
 
-    def forget(self, block_ids: Sequence[BlockId], timeout_s: float = 60.0) -> bool:
-        return True
+    def forget(self, block_ids: Sequence[BlockId], timeout_s: float = 60.0) -> tuple[frozenset[BlockId], bool]:
+        return frozenset(block_ids), True
 
     def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
         return {}, frozenset()

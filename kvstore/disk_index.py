@@ -8,14 +8,13 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvstore.block import BlockId
 from kvstore.tier import Evict
 
 
-@dataclass(frozen=True, slots=True)
-class IndexEntry:
+class IndexEntry(NamedTuple):  # a million of them: made faster than dataclasses, and not watched by the collector
     """One block on disk. stored_bytes: what it takes in the file; times in seconds since the epoch."""
 
     block_id: BlockId

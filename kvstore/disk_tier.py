@@ -127,16 +127,22 @@ class DiskTier:
                 tables.env.close(clean=not self.broken)
 
     def quarantine(self) -> None:
-        """Move the environment aside and begin an empty one. Raises StoreError when that cannot be opened."""
+        """Move the environment aside and begin an empty one.
+
+        Raises StoreError when the file system does not let it; then it stays broken, and may be tried again.
+        """
         self.check_process()
         with self._write_lock, self._gate.alone():
             if not self._is_new:
                 tables, self._tables = self._tables, None
-                if tables is not None:
-                    tables.env.close(clean=False)
-                if self.path.exists():
-                    disk_check.quarantine(self.path, "LMDB found its structure damaged")
-                self._tables = self._open()
+                try:
+                    if tables is not None:
+                        tables.env.close(clean=False)
+                    if self.path.exists():
+                        disk_check.quarantine(self.path, "LMDB found its structure damaged")
+                    self._tables = self._open()
+                except (*WORLD_ERRORS, RuntimeWarning) as error:  # the warning, where warnings are errors
+                    raise StoreError(f"{self.path} is damaged and cannot be put aside: {error}") from None
             self.broken = self._is_new = False
 
     def reopen(self, replacement: Path | None = None) -> None:

@@ -1,6 +1,7 @@
 """Threads between the CPU tier and the disk: one writer that batches, several readers. They finish, and are polled.
 
-Owns the queues. Never touches the control plane's state: it is given records and memory, and returns outcomes.
+Owns the queues. Never touches the control plane's state: it is given records and memory, and returns outcomes. Whatever
+is raised by the work itself is an outcome too: a thread that died would leave its slots held, and requests waiting.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kvstore.tier import BlockRecord, ReadResult
 BATCH_BYTES = 64 << 20
 BATCH_WAIT_S = 0.2
 NUM_READERS = 3
+TOUCHED_WAIT_S = 60.0  # that times of last use wait for other work to travel with
 
 
 class Disk(Protocol):
@@ -118,6 +120,7 @@ class IoQueue:
         self._writes: deque[Write] = deque()
         self._deletes: dict[BlockId, None] = {}
         self._touched: dict[BlockId, float] = {}
+        self._touched_since = 0.0
         self._reads: deque[Read | Task] = deque()
         self._done: deque[Done] = deque()
         self._hurry = False
@@ -144,9 +147,12 @@ class IoQueue:
             self._write_ready.notify()
 
     def submit_touched(self, touched: dict[BlockId, float]) -> None:
-        """Times of last use, which travel with the next transaction."""
+        """Times of last use, which travel with the next transaction; in a hurry or after a while they are one alone."""
         with self._lock:
+            if not self._touched:
+                self._touched_since = time.monotonic()
             self._touched |= touched
+            self._write_ready.notify()
 
     def submit_read(self, read: Read | Task) -> None:
         with self._lock:
@@ -163,7 +169,7 @@ class IoQueue:
     def hurry(self) -> None:
         """Write now what is queued, without waiting for a batch to fill."""
         with self._lock:
-            self._hurry = bool(self._writes or self._deletes)
+            self._hurry = bool(self._writes or self._deletes or self._touched)
             self._write_ready.notify()
 
     @property
@@ -199,21 +205,29 @@ class IoQueue:
             writes, deletes, touched = batch
             started = time.perf_counter()
             assert self._disk is not None
-            outcome = self._disk.write([(w.record, w.view) for w in writes], deletes, touched)
-            seconds = time.perf_counter() - started
-            done = WriteDone(writes, deletes, tuple(outcome.stored_bytes), outcome.error, seconds)
+            stored_bytes: tuple[int, ...] = ()
+            try:
+                outcome = self._disk.write([(w.record, w.view) for w in writes], deletes, touched)
+                stored_bytes, error = tuple(outcome.stored_bytes), outcome.error
+            except Exception as raised:  # whatever it is, the blocks are kept and tried again
+                error = f"{type(raised).__name__}: {raised}"
+            done = WriteDone(writes, deletes, stored_bytes, error, time.perf_counter() - started)
             with self._lock:
-                self._done.append(done)
+                if error is not None and not self._closing:
+                    self._touched = touched | self._touched
+                    self._touched_since = time.monotonic()
+                if writes or deletes:
+                    self._done.append(done)
                 self._num_writing = 0
             self._on_progress()
 
     def _next_batch(self) -> tuple[tuple[Write, ...], tuple[BlockId, ...], dict[BlockId, float]] | None:
         """Up to the batch's bytes of writes, or what has come within the batch's time; None at the end."""
         with self._lock:
-            while not self._writes and not self._deletes:
+            while not self._writes and not self._deletes and (wait_s := self._touched_wait_s()) != 0:
                 if self._closing:
                     return None
-                self._write_ready.wait()
+                self._write_ready.wait(wait_s)
             deadline = time.monotonic() + self._batch_wait_s
             while not self._is_batch_full() and (left := deadline - time.monotonic()) > 0:
                 self._write_ready.wait(left)
@@ -230,6 +244,14 @@ class IoQueue:
             touched, self._touched = self._touched, {}
             self._num_writing = len(writes) + len(deletes)
             return tuple(writes), deletes, touched
+
+    def _touched_wait_s(self) -> float | None:
+        """How long times of last use may go on waiting for other work; None: there are none."""
+        if not self._touched:
+            return None
+        if self._hurry or self._closing:
+            return 0.0
+        return max(0.0, self._touched_since + TOUCHED_WAIT_S - time.monotonic())
 
     def _is_batch_full(self) -> bool:
         if self._hurry or self._closing or self._deletes:
@@ -254,13 +276,16 @@ class IoQueue:
     def _read(self, read: Read) -> ReadDone:
         assert self._disk is not None
         started = time.perf_counter()
-        result = self._disk.read(read.record, read.view)
+        try:
+            result = self._disk.read(read.record, read.view)
+        except Exception:  # whatever it is, the block is computed instead
+            result = ReadResult.FAILED
         return ReadDone(read, result, time.perf_counter() - started)
 
     @staticmethod
     def _run(task: Task) -> TaskDone:
         try:
             task.run()
-        except (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError):
-            return TaskDone(task.key, False)  # a splice that did not happen: its tokens are computed
+        except Exception:  # whatever it is, the splice did not happen: its tokens are computed
+            return TaskDone(task.key, False)
         return TaskDone(task.key, True)

@@ -15,6 +15,8 @@ from kvstore.cpu_tier import CpuTier, SlotState
 from kvstore.stats import StoreStats
 from kvstore.tier import BlockRecord, Load
 
+MAX_WAIT_S = 2.0  # for slots that others hold; then a request loads what it can and computes the rest
+
 
 class Lookup(Enum):
     """What a connector says of the blocks behind those already in HBM."""
@@ -37,8 +39,9 @@ class Tracked:
     """A request as the store sees it. chain and token_ids are the request's own lists, which grow.
 
     slots: held for it, blocks [first_block, first_block + len(slots)). num_ready: how many of them, from the first on,
-    are known to be READY. partial: (block, slot) that its last tokens are being saved to. saving: its full blocks are
-    saved; hole: the first block that was not saved, once that has ended.
+    are known to be READY. waiting_since_s: when it first found too few slots. partial: (block, slot) that its last
+    tokens are being saved to. saving: its full blocks are saved; hole: the first block that was not saved, once that
+    has ended.
     """
 
     request_id: str
@@ -53,6 +56,7 @@ class Tracked:
     slots: list[int] = field(default_factory=list)
     num_ready: int = 0
     loads: list[Load] = field(default_factory=list)
+    waiting_since_s: float | None = None
     partial: tuple[int, int] | None = None
     saving: bool = True
     hole: int | None = None
@@ -104,6 +108,10 @@ class Lookups:
             model=identity.model,
             created_s=self._clock(),
         )
+
+    @property
+    def has_disk(self) -> bool:
+        return self._reader is not None
 
     def holds(self, block_id: BlockId) -> bool:
         """Whether CPU or disk have this block, in flight included."""
@@ -184,7 +192,7 @@ class Lookups:
         if not request.begun or first_block < request.first_block:
             enough = self._begin(request, first_block, max_blocks)
             others = any(other.slots for other in self.requests.values() if other is not request)
-            if not enough and others:
+            if not enough and others and self._may_wait(request):
                 self.let_go(request)
                 return Match(Lookup.PENDING)  # whoever holds the slots will give them back
         self._advance(request)
@@ -192,8 +200,16 @@ class Lookups:
             return Match(Lookup.PENDING)
         num_blocks = min(len(request.slots), max_blocks - request.first_block) - (first_block - request.first_block)
         if num_blocks <= 0:
+            self.let_go(request)  # HBM has got them meanwhile
             return Match(Lookup.MISS)
         return Match(Lookup.HIT, num_blocks * self._identity.block_size)
+
+    def _may_wait(self, request: Tracked) -> bool:
+        """Whether to wait for slots: for a while only, since those behind it may always hold some."""
+        now_s = self._clock()
+        if request.waiting_since_s is None:
+            request.waiting_since_s = now_s
+        return now_s - request.waiting_since_s < MAX_WAIT_S
 
     def _advance(self, request: Tracked) -> None:
         """Look at slots that were not READY; a failed one ends what the request may load."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 LEAST_SAVING_S = 0.020
 LEAST_SHARE = 0.10
 _SMOOTHING = 0.3
+_RETRY_EVERY = 16  # of the requests that are better computed so many are loaded all the same: rates change
 
 
 class Planner:
@@ -19,6 +20,7 @@ class Planner:
         self._always = always
         self._load_rate: float | None = None  # bytes/s, CPU -> HBM
         self._prefill_rate: float | None = None  # tokens/s
+        self._num_computed = 0
 
     def loaded(self, num_bytes: int, seconds: float) -> None:
         """A step's loads have ended."""
@@ -34,7 +36,10 @@ class Planner:
             return True
         load_s = num_tokens * self._bytes_per_token / self._load_rate
         compute_s = num_tokens / self._prefill_rate
-        return load_s - compute_s <= max(LEAST_SAVING_S, LEAST_SHARE * load_s)
+        if load_s - compute_s <= max(LEAST_SAVING_S, LEAST_SHARE * load_s):
+            return True
+        self._num_computed += 1
+        return self._num_computed % _RETRY_EVERY == 0
 
     def as_dict(self) -> dict[str, float | None]:
         return {"load_bytes_per_s": self._load_rate, "prefill_tokens_per_s": self._prefill_rate}

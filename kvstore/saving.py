@@ -51,14 +51,15 @@ class Saver:
         # Block id -> its parent: holes that a later request closes by computing from there.
         self._unsaved: OrderedDict[BlockId, BlockId] = OrderedDict()
 
-    def plan(self, spans: Sequence[StepSpan], may_save: bool) -> SaveStep:
-        """Slots for the tokens of a step. may_save False: the queue is full, so every block that begins is dropped."""
-        step = SaveStep([], [], [])
+    def plan(self, spans: Sequence[StepSpan], may_save: bool, step: SaveStep) -> None:
+        """Slots for the tokens of a step, noted in `step` as they are taken, so that an error leaves none behind.
+
+        may_save False: the queue is full, so every block that begins is dropped.
+        """
         for scheduled, span in enumerate(spans):
             request = self._lookups.requests.get(span.request_id)
             if request is not None:
                 self._plan_request(request, scheduled, span, may_save, step)
-        return step
 
     def _plan_request(self, request: Tracked, scheduled: int, span: StepSpan, may_save: bool, step: SaveStep) -> None:
         size, end = self._block_size, span.first_token + span.num_tokens
@@ -91,8 +92,7 @@ class Saver:
             self._drop(request, index)
             return None
         if not self._has_parent(request, index):
-            self._stats.orphan_saves += 1
-            request.saving = False
+            self._orphan(request, index)
             return None
         slot = self._cpu.reserve() if may_save else None
         if slot is None:
@@ -113,6 +113,19 @@ class Saver:
         self._stats.dropped_saves += 1
         request.saving, request.hole = False, index
 
+    def _orphan(self, request: Tracked, index: int) -> None:
+        """What this block is built on was evicted below HBM: where there is a disk, a later turn stores it again.
+
+        Without one the CPU tier is too small for what HBM holds, and computing again would only evict others.
+        """
+        self._stats.orphan_saves += 1
+        request.saving = False
+        if self._lookups.has_disk:
+            first = index - 1
+            while first > 0 and not self._lookups.holds(request.chain[first - 1]):
+                first -= 1
+            self._mark(request, first)
+
     def _has_parent(self, request: Tracked, index: int) -> bool:
         """Whether what this block is built on is stored: without it nobody could ever load the block."""
         if index == 0:
@@ -123,8 +136,7 @@ class Saver:
         """The step fills this block: from now on it is found, PENDING. The request's reference becomes the step's."""
         request.partial = None
         if not self._has_parent(request, index):  # evicted or deleted since the block was begun
-            self._stats.orphan_saves += 1
-            request.saving = False
+            self._orphan(request, index)
             self._cpu.release(slot)
         elif self._cpu.announce(slot, self._lookups.record(request, index), self._clock()):
             step.complete.append((request.request_id, slot))

@@ -139,7 +139,7 @@ class Splicer:
             if job.submitted:
                 continue
             states = {self._cpu.state(slot) for slot in job.sources}
-            if states - {SlotState.READY, SlotState.PENDING}:
+            if states - {SlotState.READY, SlotState.PENDING} or not self._has_sources(job):
                 del self._jobs[key]
                 self._abandon(job)
             elif SlotState.PENDING not in states:
@@ -147,13 +147,16 @@ class Splicer:
                 self._io.submit_read(Task(key, lambda pieces=job.pieces: self._copy(pieces)))  # type: ignore[misc]
 
     def task_done(self, key: int, succeeded: bool) -> list[int]:
-        """A job has been copied: returns its READY slots, whose references go to the caller."""
+        """A job has been copied: returns its READY slots, whose references go to the caller.
+
+        What was copied from a block that has been deleted since is not to be found, and is overwritten.
+        """
         job = self._jobs.pop(key)
-        self._release(job.sources)
-        if not succeeded:
-            job.sources = []
+        if not succeeded or not self._has_sources(job):
             self._abandon(job)
+            self._cpu.erase_stale()
             return []
+        self._release(job.sources)
         ready = []
         for slot in job.slots:
             if self._cpu.state(slot) is SlotState.PENDING:
@@ -163,6 +166,14 @@ class Splicer:
                 self._cpu.release(slot)  # deleted meanwhile
         self._stats.spliced += len(ready)
         return ready
+
+    def _has_sources(self, job: _Job) -> bool:
+        """Whether none of the blocks that this job copies from has been deleted."""
+        records = map(self._cpu.record, job.sources)
+        return all(
+            record is not None and self._cpu.find(record.block_id) == slot
+            for slot, record in zip(job.sources, records, strict=True)
+        )
 
     def _abandon(self, job: _Job) -> None:
         for slot in reversed(job.slots):

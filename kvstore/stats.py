@@ -10,7 +10,8 @@ class StoreStats:
     dropped_saves: blocks that were not saved because the CPU tier or the save queue was full. orphan_saves: not saved
     because their parent is stored nowhere. dropped_writes: writes that failed and wait to be tried again.
     load_failures, read_failures (by cause): all of them were computed instead. loaded_tokens: from the CPU tier, where
-    those of the disk had been read to.
+    those of the disk had been read to. housekeeping_errors: rounds of work in the background that ended in an error
+    which nobody had foreseen.
     """
 
     saved: int = 0
@@ -29,6 +30,7 @@ class StoreStats:
     load_failures: int = 0
     read_failures: dict[str, int] = field(default_factory=dict)
     loaded_tokens: int = 0
+    housekeeping_errors: int = 0
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)

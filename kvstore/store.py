@@ -6,13 +6,14 @@ Knows slots and ids, no tensor.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvstore.block import BlockId, Lineage, child_block_id, splice_parent_id, token_bytes
 from kvstore.cpu_tier import CpuTier, SlotState
-from kvstore.io_queue import IoQueue, ReadDone, TaskDone, WriteDone
+from kvstore.io_queue import Done, IoQueue, ReadDone, TaskDone
 from kvstore.lookup import Identity, Lookup, Lookups, Match, Tracked
 from kvstore.planner import Planner
 from kvstore.saving import Saver, SaveStep, StepSpan
@@ -38,6 +39,7 @@ class _Step:
 
     loads: tuple[Load, ...]
     saves: SaveStep
+    begun: bool = False  # the data plane has it, and will say how it ended
     has_saved: bool | None = None
     is_garbage: bool = False  # it was computed behind blocks that did not come
 
@@ -73,7 +75,8 @@ class KVStore:
         self._loads: list[Load] = []
         self._steps: dict[int, _Step] = {}
         self._next_ticket = 0
-        self._rejected: set[tuple[int, str]] = set()
+        self._ended: deque[Done | Transferred] = deque()  # what worker threads have finished and was not looked at yet
+        self._to_forget: list[tuple[tuple[BlockId, ...], set[BlockId]]] = []  # what is below them is not known yet
         self._failed_blocks: list[int] = []
         self._to_erase: set[int] = set()  # slots with something forgotten in them that were held at that time
 
@@ -123,30 +126,32 @@ class KVStore:
     # -- steps -------------------------------------------------------------------------------------------------------
     def plan(self, spans: Sequence[StepSpan]) -> TransferPlan | None:
         """The transfers of a step: the loads that were taken since the last one, and where its tokens are saved."""
-        saves = self._saver.plan(spans, self._transfers.can_save)
-        loads, self._loads = tuple(self._loads), []
-        if not loads and not saves.saves:
+        # Registered before it holds anything: what is cut off in here can be dropped.
+        ticket = self._next_ticket = self._next_ticket + 1
+        step = self._steps[ticket] = _Step((), SaveStep([], [], []))
+        self._saver.plan(spans, self._transfers.can_save, step.saves)
+        step.loads, self._loads = tuple(self._loads), []
+        if not step.loads and not step.saves.saves:
+            del self._steps[ticket]
             return None
-        self._next_ticket += 1
-        self._steps[self._next_ticket] = _Step(loads, saves)
-        return TransferPlan(loads, tuple(saves.saves), self._next_ticket)
+        return TransferPlan(step.loads, tuple(step.saves.saves), ticket)
 
-    def drop_plan(self, plan: TransferPlan) -> None:
-        """The step never began."""
-        step = self._steps.pop(plan.ticket, None)
-        if step is not None:
+    def begun(self, ticket: int) -> None:
+        """The data plane has the plan of this step. May be called without the lock."""
+        self._steps[ticket].begun = True
+
+    def drop_unbegun(self) -> None:
+        """Steps that were planned and never began."""
+        for ticket in [ticket for ticket, step in self._steps.items() if not step.begun]:
+            step = self._steps.pop(ticket)
             self._end_loads(step, True)
-            self._end_saves(plan.ticket, step, False)
+            self._end_saves(step, False)
 
     def drop_taken(self) -> None:
         """Loads that were taken for a step that was never planned."""
         loads, self._loads = self._loads, []
         for load in reversed(loads):
             self.cpu.release(load.slot)
-
-    def reject(self, ticket: int, request_id: str) -> None:
-        """What this step computed for this request was computed on garbage: none of it is to be kept."""
-        self._rejected.add((ticket, request_id))
 
     def take_failed_blocks(self) -> tuple[int, ...]:
         """HBM blocks whose load failed since the last call."""
@@ -156,28 +161,36 @@ class KVStore:
     # -- what has ended ----------------------------------------------------------------------------------------------
     def poll(self) -> bool:
         """Collect what worker threads have finished. True when there was something."""
-        moved = self._transfers.completed()
-        for one in moved:
-            self._transferred(one)
-        done = self._io.completed()
-        for ended in done:
-            if isinstance(ended, TaskDone):
-                for slot in self._splicer.task_done(ended.key, ended.succeeded):
-                    self._landed(slot)
-            elif self.disk is not None:
-                if isinstance(ended, ReadDone):
-                    self.disk.read_done(ended)
-                elif isinstance(ended, WriteDone):
-                    self.disk.write_done(ended)
+        self._ended += self._transfers.completed()
+        self._ended += self._io.completed()
+        moved = bool(self._ended)
+        while self._ended:  # one at a time: an error loses no other
+            self._collect(self._ended.popleft())
         self._splicer.poll()
         if self.disk is not None:
             self.disk.pump()
+            if self._to_forget and self.disk.index_loaded:
+                self._forget_below()
         if self._to_erase:
             self._erase()
-        return bool(moved or done)
+        return moved
+
+    def _collect(self, ended: Done | Transferred) -> None:
+        if isinstance(ended, Transferred):
+            self._transferred(ended)
+        elif isinstance(ended, TaskDone):
+            for slot in self._splicer.task_done(ended.key, ended.succeeded):
+                self._landed(slot)
+        elif self.disk is not None:
+            if isinstance(ended, ReadDone):
+                self.disk.read_done(ended)
+            else:
+                self.disk.write_done(ended)
 
     def _transferred(self, done: Transferred) -> None:
-        step = self._steps[done.ticket]
+        step = self._steps.get(done.ticket)
+        if step is None:  # it was dropped: cut off between its beginning and the note of it
+            return
         if done.is_load:
             step.is_garbage = not done.succeeded
             self._end_loads(step, done.succeeded)
@@ -186,10 +199,9 @@ class KVStore:
         else:
             step.has_saved = done.succeeded
         if step.has_saved is not None and not step.loads:
-            self._end_saves(done.ticket, step, step.has_saved and not step.is_garbage)
+            self._end_saves(step, step.has_saved and not step.is_garbage)
         if not step.loads and not step.saves.written:
             del self._steps[done.ticket]
-            self._rejected = {entry for entry in self._rejected if entry[0] != done.ticket}
 
     def _end_loads(self, step: _Step, succeeded: bool) -> None:
         if succeeded:
@@ -201,11 +213,11 @@ class KVStore:
             self.cpu.release(load.slot)
         step.loads = ()
 
-    def _end_saves(self, ticket: int, step: _Step, succeeded: bool) -> None:
-        for request_id, slot in step.saves.complete:
+    def _end_saves(self, step: _Step, succeeded: bool) -> None:
+        for _, slot in step.saves.complete:
             if self.cpu.state(slot) is not SlotState.PENDING:  # deleted meanwhile
                 self.cpu.release(slot)
-            elif succeeded and (ticket, request_id) not in self._rejected:
+            elif succeeded:
                 self.cpu.publish(slot)
                 self.stats.saved += 1
                 self._landed(slot)
@@ -305,14 +317,30 @@ class KVStore:
         self.stats.prefetched += count
         return count
 
-    def forget(self, block_ids: Sequence[BlockId]) -> None:
+    def forget(self, block_ids: Sequence[BlockId]) -> set[BlockId]:
         """These blocks go from the CPU tier, the write queue and the disk, and their bytes from the arena.
 
         What was computed after them goes too: of turns that were never stored, of answers cut by a stop string. On disk
         they are gone when `is_forgotten`; what somebody still uses in the CPU tier is not found any more, and is erased
-        when it has been released.
+        when it has been released. Returns all of them; as long as the index of the disk is not loaded the set grows.
         """
         doomed = self._with_descendants(block_ids)
+        self._forget(doomed)
+        found = set(doomed)
+        if self.disk is not None and not self.disk.index_loaded:
+            self._to_forget.append((tuple(block_ids), found))
+        return found
+
+    def _forget_below(self) -> None:
+        """The index is loaded: what hangs on disk below blocks that were forgotten before."""
+        waiting, self._to_forget = self._to_forget, []
+        for block_ids, found in waiting:
+            below = [block_id for block_id in self._with_descendants(block_ids) if block_id not in found]
+            found.update(below)
+            if below:
+                self._forget(below)
+
+    def _forget(self, doomed: Sequence[BlockId]) -> None:
         self.stats.forgotten += len(doomed)
         held = {slot for slot in map(self.cpu.find, doomed) if slot is not None}
         held |= {request.partial[1] for request in self._lookups.requests.values() if request.partial is not None}
@@ -351,9 +379,16 @@ class KVStore:
         if self.disk is not None:
             self.disk.delete_tree(block_id)
 
-    @property
-    def is_forgotten(self) -> bool:
-        return self.disk is None or not self.disk.is_deleting
+    def is_forgotten(self, block_ids: set[BlockId]) -> bool:
+        """Whether what `forget` returned is gone from disk."""
+        if self.disk is None:
+            return True
+        is_whole = all(found is not block_ids for _, found in self._to_forget)
+        return is_whole and not self.disk.is_deleting(block_ids)
+
+    def cannot_forget(self, block_ids: set[BlockId]) -> bool:
+        """Whether the disk does not let these go at the moment; it is tried again later."""
+        return self.disk is not None and self.disk.cannot_delete(block_ids)
 
     def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
         """Give up what matches, on CPU and disk, or with dry_run count it; also returns the ids."""
@@ -402,7 +437,9 @@ class KVStore:
     @property
     def is_idle(self) -> bool:
         """Nothing is in flight and nothing is to be written."""
-        return not self._steps and self._splicer.is_idle and (self.disk.is_drained if self.disk else self._io.is_idle)
+        if self._steps or self._ended or not self._splicer.is_idle:
+            return False
+        return self.disk.is_drained if self.disk else self._io.is_idle
 
     def as_dict(self) -> dict[str, object]:
         """Gauges and counters."""

@@ -36,7 +36,8 @@ class ReadResult(Enum):
 
     OK = "ok"
     MISSING = "missing"  # no such block
-    CORRUPT = "corrupt"  # header, checksum or identity do not match; the block is to be deleted
+    CORRUPT = "corrupt"  # header or checksum do not match; the block is to be deleted
+    MISMATCH = "mismatch"  # sound, but of another history or model than expected; it stays, it is somebody else's
     FAILED = "failed"  # the medium failed; the block may still be there
 
 

@@ -33,6 +33,7 @@ from kvstore.write_back import WriteBack
 
 STAGING_BYTES = 64 << 20
 DRAIN_S = 5.0  # for what is in flight when the store is closed
+INDEX_S = 60.0  # for the index of a disk that was just opened, when blocks are to be chosen by it
 _REST_S = 0.05  # between two rounds of the housekeeper: a step that runs meanwhile collects by itself
 _ROUND_S = 0.25  # a round at the latest: what a step saved itself, writes that wait to be tried again
 _TOUCHED_S = 2.0  # how often times of last use are handed to the writer
@@ -76,7 +77,6 @@ class TieredConnector:
         self._progress = threading.Condition()
         self._num_progress = self._num_seen = 0
         self._closed = False
-        self._plan: TransferPlan | None = None
         self._control: ControlServer | None = None
         self._pid = os.getpid()
         num_slots = self._num_slots(tiers, layout, least_slots)
@@ -127,10 +127,13 @@ class TieredConnector:
             seen = self._wait_for_change(seen, _ROUND_S)
             time.sleep(_REST_S)
             with self._lock:
-                self._store.poll()
-                if time.monotonic() - touched_s > _TOUCHED_S and self._store.disk is not None:
-                    self._store.disk.persist_touched()
-                    touched_s = time.monotonic()
+                try:
+                    self._store.poll()
+                    if time.monotonic() - touched_s > _TOUCHED_S and self._store.disk is not None:
+                        self._store.disk.persist_touched()
+                        touched_s = time.monotonic()
+                except Exception:  # the border of a thread: without it nothing would be written between turns
+                    self._store.stats.housekeeping_errors += 1
 
     def _wait_for_change(self, seen: int, timeout_s: float) -> int:
         """Returns the number of things that have ended, once it is not `seen` any more, or after the timeout."""
@@ -139,11 +142,13 @@ class TieredConnector:
             return self._num_progress
 
     def wait_for_progress(self, timeout_s: float) -> None:
+        self._check_process()
         self._num_seen = self._wait_for_change(self._num_seen, timeout_s)
         with self._lock:
             self._store.poll()
 
     def _check_process(self) -> None:
+        """Raises StoreError in a forked child, before any lock is touched: the parent may have held it for ever."""
         if os.getpid() != self._pid:
             raise StoreError("the store was opened before this process was forked; open it again here")
 
@@ -169,16 +174,19 @@ class TieredConnector:
             )
 
     def get_num_usable_blocks(self, request_id: str, num_hit_blocks: int) -> int:
+        self._check_process()
         with self._lock:
             return self._store.num_usable(request_id, num_hit_blocks)
 
     def get_num_new_matched_tokens(self, request_id: str, num_computed_tokens: int, max_tokens: int) -> Match:
+        self._check_process()
         with self._lock:
             return self._store.match(request_id, num_computed_tokens, max_tokens)
 
     def update_state_after_alloc(
         self, request_id: str, block_numbers: Sequence[int], num_computed_tokens: int, num_external_tokens: int
     ) -> None:
+        self._check_process()
         with self._lock:
             self._store.take(request_id, block_numbers, num_computed_tokens, num_external_tokens)
 
@@ -189,21 +197,22 @@ class TieredConnector:
             return self._store.plan(spans)
 
     def request_finished(self, request_id: str, block_numbers: Sequence[int]) -> None:
+        self._check_process()
         with self._lock:
             self._store.leave(request_id)
 
     def request_failed(self, request_id: str) -> None:
-        if self._plan is not None:
-            with self._lock:
-                self._store.reject(self._plan.ticket, request_id)
+        """Nothing to do: the saves of a step fail with its loads, and a step ends only when its loads have."""
 
     # -- worker side -------------------------------------------------------------------------------------------------
     def register_kv_caches(self, kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._check_process()
         self._transfer.register(kv_caches)
 
     def start_load_kv(self, plan: TransferPlan, row_starts: Sequence[int]) -> None:
+        self._check_process()
         self._transfer.begin(plan, row_starts)
-        self._plan = plan
+        self._store.begun(plan.ticket)
 
     def wait_for_layer_load(self, layer: int) -> None:
         self._transfer.wait_for_layer(layer)
@@ -215,17 +224,17 @@ class TieredConnector:
         self._transfer.end()
 
     def step_failed(self, plan: TransferPlan | None) -> None:
+        """Of whatever was planned: the step may have been cut off before its plan was known to anybody."""
+        self._check_process()
         with self._lock:
-            if plan is not None and plan is self._plan:
-                self._transfer.end(succeeded=False)
-            elif plan is not None:
-                self._store.drop_plan(plan)
-            self._plan = None
+            self._transfer.end(succeeded=False)  # does nothing when it never began
+            self._store.drop_unbegun()
             self._store.drop_taken()
             self._store.poll()
             self._store.take_failed_blocks()  # of requests that have ended: others will have these blocks
 
     def get_finished(self) -> tuple[int, ...]:
+        self._check_process()
         with self._lock:
             self._store.poll()
             return self._store.take_failed_blocks()
@@ -254,15 +263,19 @@ class TieredConnector:
             self._store.poll()
             return spliced
 
-    def forget(self, block_ids: Sequence[BlockId], timeout_s: float = 60.0) -> bool:
+    def forget(self, block_ids: Sequence[BlockId], timeout_s: float = 60.0) -> tuple[frozenset[BlockId], bool]:
         self._check_process()
         with self._lock:
-            self._store.forget(block_ids)
-        self._io.hurry()
-        return self._wait_until(lambda: self._store.is_forgotten, timeout_s)
+            found = self._store.forget(block_ids)
+        self._wait_until(lambda: self._store.is_forgotten(found) or self._store.cannot_forget(found), timeout_s)
+        with self._lock:
+            return frozenset(found), self._store.is_forgotten(found)
 
     def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
         self._check_process()
+        disk = self._store.disk
+        if disk is not None:  # waited for here, where nobody is held up
+            self._wait_until(lambda: disk.index_loaded, INDEX_S)
         with self._lock:
             self._store.poll()
             return self._store.evict(what)
@@ -283,14 +296,15 @@ class TieredConnector:
         return {} if self._disk_tier is None else self._disk_tier.compact().as_dict()
 
     def serve(self, handler: Callable[[str, dict[str, object]], dict[str, object]]) -> None:
+        self._check_process()
         if self.directory is not None:
             self._control = ControlServer(self.directory, handler)
 
     def flush(self) -> None:
         self._check_process()
-        self._io.hurry()
-        if not self._wait_until(lambda: self._store.is_idle or self._degraded is not None, None):
-            raise AssertionError("a wait without an end has ended")
+        self._wait_until(lambda: self._store.is_idle or self._degraded is not None, None)
+        if self._closed:
+            raise StoreError("the store was closed; what was not on disk by then is computed again")
         if self._degraded is not None:
             raise DegradedError(f"the disk tier cannot write: {self._degraded}; what is in memory is kept and retried")
         if self._disk_tier is not None:
@@ -301,9 +315,12 @@ class TieredConnector:
         return None if self._store.disk is None else self._store.disk.degraded
 
     def _wait_until(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Poll until the condition holds; False when that took longer than given."""
+        """Poll until the condition holds; False when that took longer than given, or when the store was closed."""
+        self._io.hurry()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
+            if self._closed:
+                return False
             with self._progress:
                 seen = self._num_progress
             with self._lock:
@@ -316,11 +333,13 @@ class TieredConnector:
             self._wait_for_change(seen, 0.05)
 
     def stats(self) -> dict[str, object]:
+        self._check_process()
         with self._lock:
             return self._store.as_dict()
 
     def check_integrity(self, idle: bool) -> None:
         """With idle: waits for what is in flight first."""
+        self._check_process()
         if idle:
             self._wait_until(lambda: self._store.is_idle, 10.0)
         with self._lock:
@@ -333,9 +352,10 @@ class TieredConnector:
         if self._control is not None:
             self._control.close()
         self._transfer.close()
-        self._wait_until(lambda: self._store.is_idle or self._degraded is not None, DRAIN_S)
         if self._store.disk is not None:
-            self._store.disk.persist_touched()
+            with self._lock:
+                self._store.disk.finish()
+        self._wait_until(lambda: self._store.is_idle or self._degraded is not None, DRAIN_S)
         with self._progress:
             self._closed = True
             self._progress.notify_all()
@@ -343,6 +363,6 @@ class TieredConnector:
         ended = self._io.close(DRAIN_S)
         if self._disk_tier is not None and ended:
             self._disk_tier.close()
-        if self.directory is not None:
+        if self.directory is not None and ended:  # else a write is stuck: nobody else may have the file meanwhile
             self.directory.close()
         self._arena.close()

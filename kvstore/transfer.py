@@ -168,11 +168,11 @@ class Transfer:
     def end(self, succeeded: bool = True) -> None:
         """The forward has ended: hand over what is left of its saves; not succeeded: none of them is to count.
 
-        A forward that raised may have left its loads behind: then it waits for them, since the next step may give
-        their HBM blocks to somebody else.
+        Waits for the step's loads. After a forward they have landed, but only their end says whether they failed; one
+        that raised may have left them behind, and the next step may give their HBM blocks to somebody else.
         """
         step, load, self._save, self._load = self._save, self._load, None, None
-        if load is not None and not succeeded:
+        if load is not None:
             with self._layer_done:
                 self._layer_done.wait_for(lambda: load.ended)
         if step is not None:
@@ -233,14 +233,12 @@ class Transfer:
             with torch.inference_mode(), self._on(self._load_stream):
                 try:
                     self._run_load(job)
-                except (RuntimeError, ValueError, IndexError, MemoryError):  # torch's: out of memory, a lost device
+                except Exception:  # out of memory, a lost device, a bug: whoever waits must not wait for ever
                     job.failed = True
+            size = job.num_blocks * self.arena.layout.block_bytes
             with self._layer_done:
+                self._done.append(Transferred(job.ticket, True, not job.failed, size, time.perf_counter() - started))
                 job.num_layers_done, job.ended = len(self._caches), True
-                size = job.num_blocks * self.arena.layout.block_bytes
-                self._done.append(
-                    Transferred(job.ticket, True, not job.failed, size, time.perf_counter() - started)
-                )
                 self._layer_done.notify_all()
             self._on_progress()
 
@@ -271,10 +269,10 @@ class Transfer:
             step, last, num_bytes = job.step, job.last, job.num_bytes
             del job  # and with it the activations
             with self._lock:
-                self._num_save_jobs -= 1
-                self._num_save_bytes -= num_bytes
                 if last:
                     self._done.append(Transferred(step.ticket, False, not step.failed))
+                self._num_save_jobs -= 1  # last: from now on a step may save by itself
+                self._num_save_bytes -= num_bytes
             if last:
                 self._on_progress()
 
@@ -287,7 +285,7 @@ class Transfer:
                     job.event.synchronize()
                 if job.layers and not step.failed:
                     save_layers(self.arena.tensor, job.layers, step.rows, step.slots)
-        except (RuntimeError, ValueError, IndexError, MemoryError):
+        except Exception:  # as for loads; the step's blocks are computed and saved again later
             step.failed = True
 
     @staticmethod

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # as pytest does
 
 from engines import ask, counters, greedy, open_engine, tokens
 
+from engine.loading import load
 from kvstore.errors import DegradedError, StoreError
 
 SESSIONS = ("red", "green", "blue")
@@ -30,7 +31,8 @@ def chat_until_killed(model: str, store: str, log: str, seed: int) -> None:
     while True:
         name = rng.choice(SESSIONS)
         chat = chats[name]
-        chat.send(f"Message {chat.num_turns} of {name}, " + "and more " * rng.randrange(6), greedy(rng.randrange(1, 30)))
+        text = f"Message {chat.num_turns} of {name}, " + "and more " * rng.randrange(6)
+        chat.send(text, greedy(rng.randrange(1, 30)))
         line = json.dumps([name, chat.num_turns, chat.token_ids, chat.messages])
         os.write(number, line.encode() + b"\n")
         os.fsync(number)
@@ -142,8 +144,9 @@ COMMANDS = {
 }
 
 
-def nurse() -> None:
-    """Fork a child for each line of stdin, so that the imports are paid once. It says its pid, we its exit status."""
+def nurse(model: str) -> None:
+    """Fork a child for each line of stdin, so that imports are paid once. It says its pid, we its exit status."""
+    load(model, "cpu", "auto", None)  # transformers imports what it needs when it needs it
     for line in sys.stdin:
         command, *arguments = json.loads(line)
         child = os.fork()
@@ -156,7 +159,4 @@ def nurse() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        COMMANDS[sys.argv[1]](*sys.argv[2:])
-    else:
-        nurse()
+    nurse(sys.argv[1])

@@ -85,7 +85,7 @@ def test_unaligned_and_typed_buffers():
     record(parent_id=b"p" * 32), record(block_id=b"i" * 32), record(2),
 ])  # fmt: skip
 def test_another_identity_is_never_served(other):
-    assert read(encode(record(), bf16_payload(1)), other)[0] is ReadResult.CORRUPT
+    assert read(encode(record(), bf16_payload(1)), other)[0] is ReadResult.MISMATCH
 
 
 def test_another_tenant_label_or_time_is_the_same_content():
