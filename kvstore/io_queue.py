@@ -18,7 +18,8 @@ from kvstore.tier import BlockRecord, ReadResult
 
 BATCH_BYTES = 64 << 20
 BATCH_WAIT_S = 0.2
-NUM_READERS = 3
+NUM_READERS = 2
+WAKE_EVERY = 32  # reads, when more are queued
 TOUCHED_WAIT_S = 60.0  # that times of last use wait for other work to travel with
 
 
@@ -271,7 +272,10 @@ class IoQueue:
             with self._lock:
                 self._done.append(done)
                 self._num_active -= 1
-            self._on_progress()
+                # Who waits needs all of its blocks: waking it for each would cost more than the reads.
+                wake = not self._reads or len(self._done) % WAKE_EVERY == 0
+            if wake:
+                self._on_progress()
 
     def _read(self, read: Read) -> ReadDone:
         assert self._disk is not None

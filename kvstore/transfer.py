@@ -1,7 +1,8 @@
 """Moves KV between HBM and the arena: loads layer by layer ahead of the computation, saves from its activations.
 
-On CUDA loads and saves have a stream each; on a CPU a worker thread each. Knows slots and tensors, no block id and no
-request, and decides nothing.
+Loads have a worker thread, on CUDA with a stream. Saves on CUDA have a stream, and a thread that takes what arrived; on
+a CPU the computing thread copies, since a third thread on its cores would cost it more. Knows slots and tensors, no
+block id and no request, and decides nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kernels.block_copy import BlockLoad, save_layers
+from kernels.block_copy import BlockLoad, save_few, save_layers
 from kvstore.arena import Arena
 from kvstore.tier import Load, Save, TransferPlan, Transferred
 
 GROUP_BYTES = 8 << 20  # saves are handed over when so many bytes of activations are waiting, at the latest after a step
-INLINE_TOKENS = 64  # on a CPU, steps of so many tokens are saved at once: a hand-over costs them more than the copy
+FEW_TOKENS = 16  # a run of so many is saved token by token: what an indexed write costs before it begins is more
+SMALL_STEP_TOKENS = 64  # steps of so many tokens are saved in one go, when their forward has ended
 MAX_SAVE_BYTES = 512 << 20  # beyond so many bytes of activations kept alive, further steps are not saved
 
 
@@ -47,6 +49,7 @@ class _SaveStep:
     rows: torch.Tensor | None
     slots: torch.Tensor
     num_blocks: int
+    run: slice | None = None  # the rows, where they are a run of a few
     failed: bool = False
     num_waiting_bytes: int = 0
     waiting: list[tuple[int, torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -83,7 +86,6 @@ class Transfer:
         self._load_jobs: deque[_LoadJob] = deque()
         self._save_jobs: deque[_SaveJob] = deque()
         self._num_save_bytes = 0
-        self._num_save_jobs = 0  # handed over and not ended: what comes after them must not overtake
         self._done: deque[Transferred] = deque()
         self._closing = False
         loops = (("kvstore-load", self._load_loop), ("kvstore-save", self._save_loop))
@@ -126,9 +128,11 @@ class Transfer:
         rows = np.fromiter((row_starts[s.scheduled] + s.first for s in saves), np.int64, len(saves))
         slots = np.fromiter((s.slot * size + s.offset for s in saves), np.int64, len(saves))
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        row_of = torch.from_numpy(np.repeat(rows, counts) + within)
-        slot_of = torch.from_numpy(np.repeat(slots, counts) + within)
-        return _SaveStep(ticket, row_of, slot_of, len(saves))
+        row_of, slot_of = np.repeat(rows, counts) + within, np.repeat(slots, counts) + within
+        run = None
+        if len(row_of) <= FEW_TOKENS and bool((np.diff(row_of) == 1).all()):
+            run = slice(int(row_of[0]), int(row_of[-1]) + 1)
+        return _SaveStep(ticket, torch.from_numpy(row_of), torch.from_numpy(slot_of), len(saves), run)
 
     def wait_for_layer(self, layer: int) -> None:
         """Returns when the loads of this layer have landed; on CUDA it orders the current stream after them."""
@@ -149,10 +153,11 @@ class Transfer:
         if self._is_cuda:
             raw_key, value = self._to_host(raw_key, step), self._to_host(value, step)
         step.waiting.append((layer, raw_key, value))
-        if len(step.slots) <= INLINE_TOKENS and len(raw_key) <= INLINE_TOKENS:
-            return  # not worth a group of its own
+        if len(raw_key) <= SMALL_STEP_TOKENS:
+            return
         step.num_waiting_bytes += _held_bytes(raw_key, value)
-        if step.num_waiting_bytes >= GROUP_BYTES:
+        # On a CPU at once: memory that is held back is memory that the next layer has to take anew.
+        if step.num_waiting_bytes >= GROUP_BYTES or not self._is_cuda:
             self._hand_over(step, last=False)
 
     def _to_host(self, tensor: torch.Tensor, step: _SaveStep) -> torch.Tensor:
@@ -186,13 +191,12 @@ class Transfer:
             event.record(self._save_stream)
         job = _SaveJob(step, step.waiting, step.num_waiting_bytes, event, last)
         step.waiting, step.num_waiting_bytes = [], 0
-        if not self._is_cuda and len(step.slots) <= INLINE_TOKENS and not self._num_save_jobs:
+        if not self._is_cuda:
             self._copy(job)
             if last:
                 self._done.append(Transferred(step.ticket, False, not step.failed))
             return
         with self._lock:
-            self._num_save_jobs += 1
             self._num_save_bytes += job.num_bytes
             self._save_jobs.append(job)
             self._save_ready.notify()
@@ -271,7 +275,6 @@ class Transfer:
             with self._lock:
                 if last:
                     self._done.append(Transferred(step.ticket, False, not step.failed))
-                self._num_save_jobs -= 1  # last: from now on a step may save by itself
                 self._num_save_bytes -= num_bytes
             if last:
                 self._on_progress()
@@ -283,7 +286,11 @@ class Transfer:
             with torch.inference_mode():
                 if job.event is not None:
                     job.event.synchronize()
-                if job.layers and not step.failed:
+                if not job.layers or step.failed:
+                    return
+                if step.run is not None and len(job.layers) == self.arena.layout.num_layers:
+                    save_few(self.arena.tensor, job.layers, step.run, step.slots.tolist())
+                else:
                     save_layers(self.arena.tensor, job.layers, step.rows, step.slots)
         except Exception:  # as for loads; the step's blocks are computed and saved again later
             step.failed = True

@@ -6,7 +6,7 @@ from models import make_model
 
 from engine.probe import Recorder, intercept, run_step
 from kernels import block_copy, reference
-from kernels.block_copy import BlockLoad, load_blocks, save_layers, save_tokens
+from kernels.block_copy import BlockLoad, load_blocks, save_few, save_layers, save_tokens
 from kernels.write_kv import write_kv
 from rope.rotary import Rotation, Style
 
@@ -179,6 +179,16 @@ def test_saves_take_views_and_parts_of_a_step(dtype, num_tokens, strides):
         untouched = torch.ones(NUM_SLOTS * 16, dtype=torch.bool).index_fill(0, places, False)
         assert (arena[:, 0].transpose(1, 2).flatten(0, 1)[untouched] == 7).all()
         assert (arena[:, 1] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_few_tokens_go_where_save_layers_puts_them(dtype):
+    layers = [(layer, *torch.randn(2, 9, HEADS, HEAD_DIM).to(dtype)) for layer in range(5)]
+    few, many = (torch.zeros(6, 5, 2, 16, HEADS, HEAD_DIM, dtype=dtype) for _ in range(2))
+    slots = [5 * 16 + 3, 2 * 16, 2 * 16 + 15, 0]
+    save_few(few, layers, slice(3, 7), slots)
+    save_layers(many, layers, torch.arange(3, 7), torch.tensor(slots))
+    assert torch.equal(few, many) and few.count_nonzero() == 4 * 5 * 2 * HEADS * HEAD_DIM
 
 
 def test_nothing_to_load_is_nothing():

@@ -275,20 +275,24 @@ def test_invariant_6_a_failed_load_of_a_failed_step_does_not_hit_the_next_step(e
 
 # -- saves -------------------------------------------------------------------------------------------------------------
 class FailingSave:
-    """`save_layers` that raises the calls in `numbers`, counted from its making."""
+    """Saves that raise in the steps `numbers`, counted from its making. A step may be saved layer by layer."""
 
-    def __init__(self, monkeypatch, numbers) -> None:
-        self.num_calls = self.num_failures = 0
-        original = block_copy.save_layers
+    def __init__(self, monkeypatch, numbers):
+        self.num_failures, self.step = 0, -1
 
-        def save_layers(*args):
-            number, self.num_calls = self.num_calls, self.num_calls + 1
-            if number in numbers:
-                self.num_failures += 1
-                raise MemoryError("injected")
-            original(*args)
+        def failing(original):
+            def save(arena, layers, *args):
+                begins = layers[0][0] == 0
+                self.step += begins
+                if self.step in numbers:
+                    self.num_failures += begins
+                    raise RuntimeError("no memory for this copy")
+                original(arena, layers, *args)
 
-        monkeypatch.setattr(kvstore.transfer, "save_layers", save_layers)
+            return save
+
+        for name in ("save_layers", "save_few"):
+            monkeypatch.setattr(kvstore.transfer, name, failing(getattr(kvstore.transfer, name)))
 
 
 @pytest.mark.parametrize("number", [0, 1, 5, 15, 16, 17, 20])
