@@ -9,7 +9,7 @@ MODEL ?=
 .PHONY: help demo chat test check bench clean
 
 help:
-	@echo "make demo   a scripted conversation with the built-in model; warm and cold turns in a table"
+	@echo "make demo   a conversation over kill -9 and a truncation; what each turn costs, in a table"
 	@echo "make chat   talk to the built-in model (MODEL=... for another one)"
 	@echo "make test   the tests"
 	@echo "make check  ruff, mypy and the tests"

@@ -8,7 +8,8 @@ class StoreStats:
     """Running totals since the store was opened; blocks unless the name says otherwise.
 
     dropped_saves: blocks that were not saved because the CPU tier or the save queue was full. orphan_saves: not saved
-    because their parent is stored nowhere. dropped_writes: writes that failed and wait to be tried again.
+    because their parent is stored nowhere. dropped_writes: writes that failed; they are tried again, but for what does
+    not fit on the disk at all.
     load_failures, read_failures (by cause): all of them were computed instead. loaded_tokens: from the CPU tier, where
     those of the disk had been read to. housekeeping_errors: rounds of work in the background that ended in an error
     which nobody had foreseen.
