@@ -50,14 +50,14 @@ AFTER = (
             ("The bus was late again.", "I forgot my umbrella."),
             ("The train was full.", "A cat slept on the wall."),
             ("The soup was too hot.", "It rained for an hour."),
-            ("I read a long book.", "The phone rang twice."),
+            ("I drank a cup of tea.", "The shop was out of bread."),
         )
     ),
     "My sister's name is Clara.",
     "The shop was out of bread. People were waiting in line for hours. I drank a cup of tea. The train was full. "
     "Somebody left the window open. The river was very high. The lights went out for a moment.",
     "I dreamed about Venice last night. In the evening we sat by the fire. I still have to wash the dishes.",
-    "The train was full. I drank a cup of tea. I could hear the birds sing. The phone rang twice.",
+    "The train was full. I drank a cup of tea. I could hear the birds sing. The coffee was cold.",
     "What is my sister's name?",
     "I forgot my umbrella. Did I tell you my sister's name?",
 )
