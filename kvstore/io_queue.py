@@ -174,14 +174,6 @@ class IoQueue:
             self._write_ready.notify()
 
     @property
-    def num_reading(self) -> int:
-        return len(self._reads) + self._num_active
-
-    @property
-    def num_writing(self) -> int:
-        return len(self._writes) + self._num_writing
-
-    @property
     def is_idle(self) -> bool:
         """Nothing queued, nothing running, nothing that was not polled."""
         with self._lock:

@@ -420,10 +420,6 @@ class WriteBack:
         """Whether the deletion of some of these has failed, and will not be tried again soon."""
         return self.degraded is not None and (self._disk.broken or not self._undeleted.keys().isdisjoint(block_ids))
 
-    @property
-    def num_dirty(self) -> int:
-        return len(self._dirty)
-
     def persist_touched(self) -> None:
         """Send times of last use along with the next transaction."""
         if self._index is not None and (touched := self._index.take_touched()):
