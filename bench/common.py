@@ -15,16 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NoReturn
 
-EXIT_INTERRUPTED = 130
+EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
 Row = dict[str, Any]  # one result, as it goes to the JSON file
 
 
-def machine() -> Row:
-    """What the numbers were measured on."""
+def machine(with_torch: bool = True) -> Row:
+    """What the numbers were measured on. Loading torch takes seconds, which a benchmark without tensors can save."""
     import psutil
-    import torch
 
     found: Row = {
         "cpu": _cpu_name(),
@@ -33,9 +32,14 @@ def machine() -> Row:
         "load_average": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torch_threads": torch.get_num_threads(),
     }
+    return found | _torch() if with_torch else found
+
+
+def _torch() -> Row:
+    import torch
+
+    found: Row = {"torch": torch.__version__, "torch_threads": torch.get_num_threads()}
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     return found
@@ -50,36 +54,45 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor()
 
 
-def arguments(name: str, description: str) -> argparse.ArgumentParser:
-    """A parser with what every benchmark takes."""
-    parser = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=description)
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"{self.prog}: {message}\n")
+
+
+def arguments(name: str, description: str, uses_torch: bool = True) -> argparse.ArgumentParser:
+    """A parser with what every benchmark takes; without torch there are no threads to set."""
+    parser = _Parser(prog=f"python -m bench.{name}", description=description)
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the results to FILE")
     parser.add_argument("--quick", action="store_true", help="few repeats: shows that it runs, measures little")
-    parser.add_argument("--threads", type=int, default=2, help="torch threads (default: 2)")
+    if uses_torch:
+        parser.add_argument("--threads", type=int, default=2, help="torch threads (default: 2)")
     return parser
 
 
 @dataclass(slots=True)
 class Report:
-    """The results of one run, in the order in which they were found."""
+    """The results of one run, in the order in which they were found. `display` makes of one what people are shown."""
 
     title: str
+    display: Callable[[Row], Row] = dict
     results: list[Row] = field(default_factory=list)
 
     def add(self, **row: Any) -> None:
         self.results.append(row)
-        print("  " + ", ".join(f"{name} {_text(value)}" for name, value in row.items()), file=sys.stderr, flush=True)
+        say("  " + ", ".join(f"{name} {_text(value)}" for name, value in self.display(row).items()))
 
     def show(self) -> None:
         from rich.console import Console
         from rich.table import Table
 
         table = Table(title=self.title)
-        columns = list(dict.fromkeys(name for row in self.results for name in row))
-        for name in columns:
-            numeric = any(isinstance(row.get(name), int | float) for row in self.results)
-            table.add_column(name, justify="right" if numeric else "left")
-        for row in self.results:
+        rows = [self.display(row) for row in self.results]
+        for name in (columns := list(dict.fromkeys(name for row in rows for name in row))):
+            numeric = any(isinstance(row.get(name), int | float) for row in rows)
+            table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+        for row in rows:
             table.add_row(*(_text(row.get(name)) for name in columns))
         # A file or a pipe has no width of its own.
         console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
@@ -94,15 +107,22 @@ def _text(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def run(body: Callable[[argparse.Namespace, Report], None], parsed: argparse.Namespace, title: str) -> int:
+def run(
+    body: Callable[[argparse.Namespace, Report], None],
+    parsed: argparse.Namespace,
+    title: str,
+    display: Callable[[Row], Row] = dict,
+) -> int:
     """Run a benchmark, show its table and write its JSON file, also when Ctrl-C cuts it short."""
-    import torch
+    report, code = Report(title, display), 0
+    uses_torch = "threads" in parsed
+    if uses_torch:
+        import torch
 
-    torch.set_num_threads(parsed.threads)
-    report, code = Report(title), 0
-    found = machine()
+        torch.set_num_threads(parsed.threads)
+    found = machine(uses_torch)
     print(", ".join(f"{name} {value}" for name, value in found.items()), file=sys.stderr, flush=True)
-    if found["load_average"] > 1:
+    if uses_torch and found["load_average"] > 1:
         print("other jobs are running: these numbers will mean little", file=sys.stderr, flush=True)
     try:
         body(parsed, report)

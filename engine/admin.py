@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 DELETE_TIMEOUT_S = 60.0
 EXPIRY_ROUND_S = 30.0
+MAX_PIN_S = 30 * 24 * 3600
 RETRY_S = 2.0  # for all deletions together that a crash or a failing disk cut off; what is left waits for a round
 
 
@@ -148,6 +149,25 @@ class Admin:
     def _carry_out(self, tombstone: Tombstone, unstored: Sequence[BlockId], timeout_s: float) -> None:
         if self.forget([*tombstone.block_ids, *unstored], timeout_s):
             self._sessions.finish_deletion(tombstone.number).wait()
+
+    def pin(self, session_id: str, seconds: float, tenant: str = "") -> None:
+        """Keep this session's KV longer than that of others for so long from now; 0 ends it.
+
+        A priority with an end, not a lock: what a waiting request needs stays before it, and when there is nothing
+        else to evict, pinned KV goes too. It does not outlive the process. Raises RequestError for an
+        unknown session and for more than MAX_PIN_S.
+        """
+        engine = self._engine
+        engine.check_open()
+        check_session_id(session_id)
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= MAX_PIN_S:
+            raise RequestError(f"seconds is {seconds!r}; give 0 to {MAX_PIN_S:,} seconds", param="seconds")
+        state = self._sessions.load(SessionKey(tenant, session_id))
+        if state is None:
+            raise RequestError(f"there is no session {session_id!r}", param="session_id")
+        if state.head.fingerprint == engine.fingerprint:
+            with engine.lock:
+                engine.connector.pin(state.chain, seconds)
 
     def expire(self, key: SessionKey | None = None) -> None:
         """Delete this session if its time is over, and at most once in EXPIRY_ROUND_S seconds all whose time is over.

@@ -223,12 +223,14 @@ class ChatSession:
         )
         fingerprint, model = self._engine.fingerprint, self._engine.model_name
         ticket = self._engine.sessions.commit_turn(self._key, record, fingerprint, model, self._number)
-        self._number = ticket.wait().number
+        head = ticket.wait()
+        self._number = head.number
         self.num_turns += 1
         self.messages += said
         self.truncated_tokens += turn.truncated_tokens
         starts = turn.turn_starts
         self._window = Window(self._system, self.messages, turn.num_dropped, token_ids, chain, lineage, starts)
+        self._expire(head.expires_s)
 
     def _answer_ids(self, output: RequestOutput) -> list[int]:
         """Ids of the answer without its end token, which the template's delta brings, and nothing of a stop string."""
@@ -266,7 +268,13 @@ class ChatSession:
         """Delete the session by itself so many seconds after its last turn; None keeps it. Needs a first turn."""
         if self._number is None:
             raise RequestError("the session has no turn yet", param="ttl_s")
-        self._engine.sessions.set_ttl(self._key, ttl_s).wait()
+        head = self._engine.sessions.set_ttl(self._key, ttl_s).wait()
+        self._expire(head.expires_s)
+
+    def _expire(self, at_s: float | None) -> None:
+        """Its KV goes before that of others from then on."""
+        with self._engine.lock:
+            self._engine.connector.expire(self.chain, at_s)
 
     @property
     def is_busy(self) -> bool:

@@ -9,6 +9,7 @@ from kvstore.errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 POLICIES = ("fcfs", "priority")
+EVICTIONS = ("auto", "fifo", "lru", "return")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,13 @@ class EngineConfig:
     load: str = "auto"
     seed: int = 0
     policy: str = "fcfs"
+    eviction: str = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str | Path | None):
             raise ConfigError(f"model is {self.model!r}; give a directory, a hub id, or None for the built-in model")
-        for name, choices in (("dtype", DTYPES), ("load", ("auto", "always")), ("policy", POLICIES)):
+        known = {"dtype": DTYPES, "load": ("auto", "always"), "policy": POLICIES, "eviction": EVICTIONS}
+        for name, choices in known.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; give one of {', '.join(choices)}")
         if not isinstance(self.device, str) or self.device.split(":")[0] not in DEVICES:

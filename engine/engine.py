@@ -64,6 +64,8 @@ class Engine:
     load: "auto" loads stored KV unless computing it is predicted to be clearly faster; "always" loads what is stored.
     seed: of sampling without a seed of its own.
     policy: "fcfs" or "priority" (lower values first).
+    eviction: what goes first of what no waiting request needs: "fifo", "lru", "return" (least likely to return soon,
+        learned from this store's own traffic), or "auto", which follows what would have hit most.
 
     `admin` evicts, verifies, compacts, and lists and deletes sessions (see `engine.admin`).
 
@@ -84,11 +86,12 @@ class Engine:
         load: str = "auto",
         seed: int = 0,
         policy: str = "fcfs",
+        eviction: str = "auto",
     ) -> None:
         tiers = CacheTiers.of(cache_tiers)
         config = EngineConfig(
             model, tiers, device, dtype, block_size, max_model_len, max_num_seqs, max_num_batched_tokens, load, seed,
-            policy,
+            policy, eviction,
         )  # fmt: skip
         self._build(config)
 
@@ -104,10 +107,10 @@ class Engine:
         limits = config.scheduler(loaded.max_model_len)
         self._num_blocks = num_hbm_blocks(model, limits, config.tiers.hbm)
         self.lock = threading.RLock()
-        self.connector = open_store(config, loaded, model)
+        self.connector = open_store(config, loaded, model, self._num_blocks)
         self._gate = Gate()
         try:
-            self.pool = BlockPool(self._num_blocks)
+            self.pool = BlockPool(self._num_blocks, self.connector.hbm_order)
             self._scheduler = Scheduler(limits, KVCacheManager(self.pool, limits.block_size), self.connector)
             self._runner = ModelRunner(model, limits, self._num_blocks, self.connector)
             self._outputs = OutputProcessor(None if loaded.tokenizer is None else loaded.tokenizer.backend_tokenizer)
@@ -245,6 +248,7 @@ class Engine:
                     "cached_blocks": pool.num_cached,
                     "evicted_blocks": pool.num_evictions,
                     "block_bytes": self.block_bytes,
+                    "block_size": self.block_size,
                 },
                 "step": asdict(self._runner.times),
                 **self.connector.stats(),

@@ -85,15 +85,22 @@ class KVCacheManager:
     def cache_loading_blocks(self, request: Request, num_blocks: int) -> None:
         """Put `num_blocks` behind the hits into the map while they are being loaded: others of this step share them."""
         for index in range(request.num_hashed_blocks, request.num_hashed_blocks + num_blocks):
-            self.pool.insert(request.block_numbers[index], request.chain[index])
+            self._insert(request, index)
         request.num_hashed_blocks += num_blocks
 
     def cache_full_blocks(self, request: Request) -> None:
         """Put the blocks that were filled by computed tokens into the pool's map."""
         full = request.num_computed_tokens // self.block_size
         for index in range(request.num_hashed_blocks, full):
-            self.pool.insert(request.block_numbers[index], request.chain[index])
+            self._insert(request, index)
         request.num_hashed_blocks = max(request.num_hashed_blocks, full)
+
+    def _insert(self, request: Request, index: int) -> None:
+        """Linked to its parent only if this request holds that: who holds a block must hold what it is linked to."""
+        block_id, parent_id = request.chain[index], request.chain[index - 1] if index else None
+        if index and self.pool.block_id(request.block_numbers[index - 1]) != parent_id:
+            parent_id = None
+        self.pool.insert(request.block_numbers[index], block_id, parent_id, request.conversation)
 
     def free(self, request: Request) -> None:
         """The request gives up its blocks; full ones stay cached until they are allocated again."""

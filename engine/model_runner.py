@@ -82,7 +82,8 @@ class ModelRunner:
         sampled = time.perf_counter()
         times.sample_s += sampled - computed
         num_prefill_tokens = sum(s.num_tokens for s in output.scheduled if s.num_tokens > 1)
-        if 2 * num_prefill_tokens > output.num_tokens:
+        has_loaded = output.plan is not None and bool(output.plan.loads)  # then the step has waited for its loads, too
+        if 2 * num_prefill_tokens > output.num_tokens and not has_loaded and times.num_steps > 1:  # the first is slow
             self.connector.step_measured(num_prefill_tokens, sampled - built)
         return result
 

@@ -16,6 +16,11 @@ class CachedTokensDetails:
     def total(self) -> int:
         return self.hbm + self.cpu + self.disk + self.reencoded
 
+    def __add__(self, other: "CachedTokensDetails") -> "CachedTokensDetails":
+        return CachedTokensDetails(
+            self.hbm + other.hbm, self.cpu + other.cpu, self.disk + other.disk, self.reencoded + other.reencoded
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:

@@ -6,6 +6,7 @@ from enum import Enum
 from engine.outputs import CachedTokensDetails
 from engine.sampling_params import SamplingParams
 from kvstore.block import BlockId, Lineage, extend_chain
+from kvstore.connector import Conversation
 
 
 class Status(Enum):
@@ -42,8 +43,13 @@ class Request:
     block_numbers: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_hashed_blocks: int = 0  # blocks that this request has put into the pool's map, or hit there
+    conversation: Conversation | None = None  # which one the store says it goes on with
     arrival: list[str] | None = None  # the tier of each stored block of its prompt when it arrived
-    cached: CachedTokensDetails | None = None  # prompt tokens that were not computed when it was first scheduled
+    cached: CachedTokensDetails | None = None  # prompt tokens that were not computed; None: not scheduled yet
+    num_seen_tokens: int = 0  # those before were computed or counted in `cached` once, and are not counted again
+    # Of `cached` and `num_seen_tokens` before this step: its loads may fail.
+    seen_before: tuple[CachedTokensDetails | None, int] | None = None
+    ask_at: int | None = None  # when so many tokens are computed, more may have come from a slower tier
     may_load: bool = True  # a failed load is not tried again
     num_preemptions: int = 0
     children: list["Request"] = field(default_factory=list)
@@ -90,10 +96,13 @@ class Request:
             extend_chain(self.chain, self.lineage.root, self.token_ids, self.block_size)
 
     def give_up_splice(self) -> None:
-        """Reused KV is missing: the same tokens under their exact chain, to be computed."""
+        """Reused KV is missing: the same tokens under their exact chain, computed, and shared by choices."""
         self.lineage = self.lineage.exact
         self.chain.clear()
         self.extend_chain()
+        for child in self.children:
+            child.lineage = self.lineage
+            child.chain[:] = self.chain
 
     def append(self, token_id: int) -> None:
         """A token was sampled: it belongs to the sequence, its KV does not exist yet."""

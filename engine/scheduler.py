@@ -13,7 +13,7 @@ from engine.config import SchedulerConfig
 from engine.kv_cache_manager import Allocation, KVCacheManager
 from engine.outputs import CachedTokensDetails
 from engine.request import Request, Status
-from kvstore.connector import KVConnector, Lookup, StepSpan, TransferPlan
+from kvstore.connector import KVConnector, Lookup, Match, StepSpan, TransferPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +105,22 @@ class Scheduler:
 
     def _announce(self, request: Request) -> None:
         """Let the store know what this request may load; at its arrival also note which tier holds what."""
-        num_hit = len(self.manager.match_prefix(request))
-        below = self.connector.on_new_request(
+        hits = self.manager.match_prefix(request)
+        found = self.connector.on_new_request(
             request.request_id,
             request.chain,
             request.token_ids,
             request.lineage,
             request.tenant,
-            num_hit * self.config.block_size,
+            len(hits) * self.config.block_size,
+            self._key(request),
+            request.conversation,
             request.may_load,
         )
+        request.conversation = found.conversation
+        self.manager.pool.touch(hits, found.conversation)
         if request.arrival is None:
-            request.arrival = ["hbm"] * num_hit + below
+            request.arrival = ["hbm"] * len(hits) + found.tiers
 
     def _queue(self, request: Request) -> None:
         request.status = Status.WAITING
@@ -160,6 +164,7 @@ class Scheduler:
     def _free(self, request: Request) -> None:
         self.connector.request_finished(request.request_id, request.block_numbers)
         self.manager.free(request)
+        request.ask_at = None
 
     # -- one step ----------------------------------------------------------------------------------------------------
     def schedule(self) -> SchedulerOutput:
@@ -178,14 +183,44 @@ class Scheduler:
         budget, num_before, index = self.config.max_num_batched_tokens, self.num_preemptions, 0
         while index < len(self._running) and budget > 0:
             request = self._running[index]
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
-            allocation = self._allocate(request, num_tokens)
+            found = self._ask_again(request)
+            if found.lookup is Lookup.PENDING:
+                index += 1
+                continue  # what it waits for will be there before it could be computed
+            num_tokens = self._num_to_compute(request, request.num_computed_tokens + found.num_tokens, budget)
+            allocation = self._allocate(request, found.num_tokens + num_tokens)
             if allocation is None:
                 break  # the request itself was the latest, and is waiting again
+            if found.num_tokens:
+                self._load(request, request.num_computed_tokens, found.num_tokens)
+                self._count_cached(request, 0, request.num_computed_tokens)
             scheduled.append(self._scheduled(request, num_tokens, allocation))
             budget -= num_tokens
             index += 1
         return budget, self.num_preemptions > num_before
+
+    def _ask_again(self, request: Request) -> Match:
+        """For a request that has computed what was to be computed before its next load."""
+        done = request.num_computed_tokens
+        if request.ask_at is None or done < request.ask_at:
+            return _NOTHING
+        found = self.connector.get_num_new_matched_tokens(request.request_id, done, request.num_tokens - 1 - done)
+        self._note_answer(request, done, found)
+        return found
+
+    @staticmethod
+    def _note_answer(request: Request, num_before: int, found: Match) -> None:
+        """When to ask again."""
+        if found.lookup is Lookup.PENDING:
+            return
+        request.ask_at = None
+        if found.num_compute_tokens is not None:
+            request.ask_at = num_before + found.num_tokens + found.num_compute_tokens
+
+    @staticmethod
+    def _num_to_compute(request: Request, num_before: int, budget: int) -> int:
+        end = request.num_tokens if request.ask_at is None else request.ask_at
+        return min(end - num_before, budget)
 
     def _allocate(self, request: Request, num_tokens: int) -> Allocation | None:
         while (allocation := self.manager.allocate(request, num_tokens)) is None:
@@ -256,37 +291,40 @@ class Scheduler:
             request.arrival = None  # that was of the blocks of its chain before
             self._announce(request)
             return self._admit(request, budget)
-        num_tokens = min(request.num_tokens - num_hit - external.num_tokens, budget)
+        self._note_answer(request, num_hit, external)
+        num_tokens = self._num_to_compute(request, num_hit + external.num_tokens, budget)
         if not self.manager.admit(request, hits, external.num_tokens + num_tokens):
             return Lookup.MISS
         if external.num_tokens:
-            self._load(request, hits, external.num_tokens)
-        if request.cached is None:
-            request.cached = self._attribute(request, num_hit, external.num_tokens)
+            self._load(request, num_hit, external.num_tokens)
+        self._count_cached(request, num_hit, num_hit + external.num_tokens)
         return _Admitted(num_tokens, Allocation(0, ()))
 
-    def _load(self, request: Request, hits: Sequence[int], num_tokens: int) -> None:
-        """The blocks behind the hits are loaded in this step, and shared from now on."""
-        num_blocks = num_tokens // self.config.block_size
-        blocks = request.block_numbers[len(hits) : len(hits) + num_blocks]
-        self.connector.update_state_after_alloc(
-            request.request_id, blocks, len(hits) * self.config.block_size, num_tokens
-        )
-        self.manager.cache_loading_blocks(request, num_blocks)
+    def _load(self, request: Request, first_token: int, num_tokens: int) -> None:
+        """The blocks from `first_token` on are loaded in this step, and shared from now on."""
+        size = self.config.block_size
+        blocks = request.block_numbers[first_token // size : (first_token + num_tokens) // size]
+        self.connector.update_state_after_alloc(request.request_id, blocks, first_token, num_tokens)
+        self.manager.cache_loading_blocks(request, len(blocks))
         request.num_computed_tokens += num_tokens
 
-    def _attribute(self, request: Request, num_hit: int, num_external: int) -> CachedTokensDetails:
-        """Hit tokens by the tier that held their block when the request arrived."""
+    def _count_cached(self, request: Request, num_hit: int, num_cached: int) -> None:
+        """Tokens before `num_cached` that it has never computed, by the tier that held their block when it arrived.
+
+        num_hit: those of them that HBM had.
+        """
         size, counts, arrival = self.config.block_size, Counter[str](), request.arrival or []
         splice = request.lineage.splice_index
-        for index in range((num_hit + num_external) // size):
+        for index in range(-(-request.num_seen_tokens // size), num_cached // size):
             if splice is not None and index >= splice:
                 counts["reencoded"] += size
             elif index < len(arrival):
                 counts[arrival[index]] += size
             else:  # it came in between
                 counts["hbm" if index < num_hit // size else "cpu"] += size
-        return CachedTokensDetails(**counts)
+        request.seen_before = (request.cached, request.num_seen_tokens)
+        request.cached = (request.cached or CachedTokensDetails()) + CachedTokensDetails(**counts)
+        request.num_seen_tokens = max(request.num_seen_tokens, num_cached)
 
     def _scheduled(self, request: Request, num_tokens: int, allocation: Allocation) -> Scheduled:
         complete = request.num_computed_tokens + num_tokens == request.num_tokens
@@ -309,6 +347,8 @@ class Scheduler:
             if request is None or request.status is not Status.RUNNING:
                 continue  # aborted while the step ran, or its load failed
             request.num_computed_tokens += step.num_tokens
+            request.num_seen_tokens = max(request.num_seen_tokens, request.num_computed_tokens)
+            request.seen_before = None
             self.manager.cache_full_blocks(request)
             if not step.num_samples:
                 continue
@@ -330,14 +370,15 @@ class Scheduler:
         for request in [r for r in self._running if not failed.isdisjoint(r.block_numbers)]:
             self.num_failed_loads += 1
             request.may_load = False
-            if not request.num_output_tokens:
-                request.cached = None  # what was to be loaded is computed after all
+            if request.seen_before is not None:  # what was to be loaded is computed after all
+                request.cached, request.num_seen_tokens = request.seen_before
             self.connector.request_failed(request.request_id)
             self._go_back(request)
 
     def _bear(self, owner: Request, child: Request, token_id: int) -> None:
         """A child got its first token from its owner's logits: it shares the prompt's blocks and is queued."""
-        child.cached, child.arrival = owner.cached, owner.arrival
+        child.cached, child.arrival, child.num_seen_tokens = owner.cached, owner.arrival, owner.num_seen_tokens
+        child.conversation = owner.conversation
         self.manager.share(owner, child)
         child.append(token_id)
         if child.finish_reason is None:
@@ -375,3 +416,6 @@ class Scheduler:
 class _Admitted:
     num_tokens: int
     allocation: Allocation
+
+
+_NOTHING = Match(Lookup.MISS)

@@ -5,7 +5,9 @@ Verbs and meanings are those of vLLM's V1 KV connector, so that an adapter stays
 
 from __future__ import annotations
 
+import math
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -20,9 +22,13 @@ from kvstore.commands import (
     verify_from_dict,
 )
 from kvstore.config import CacheTiers
+from kvstore.conversation import Conversation, QueueKey
+from kvstore.eviction import Order
 from kvstore.layout import KVLayout
-from kvstore.lookup import Lookup, Match
+from kvstore.lookahead import LookAhead
+from kvstore.lookup import Arrival, Lookup, Match
 from kvstore.saving import StepSpan
+from kvstore.steering import Steering
 from kvstore.tier import Evict, Evicted, TransferPlan
 
 if TYPE_CHECKING:
@@ -31,7 +37,8 @@ if TYPE_CHECKING:
     from kvstore.disk_open import StoreDirectory
 
 __all__ = [
-    "Evict", "Evicted", "KVConnector", "KVLayout", "Lookup", "Match", "NullConnector", "StepSpan", "TransferPlan",
+    "Arrival", "Conversation", "Evict", "Evicted", "KVConnector", "KVLayout", "Lookup", "Match", "NullConnector",
+    "StepSpan", "TransferPlan",
     "deletion_from_dict", "evict_from_dict", "nothing_from_dict", "open_connector", "session_info",
     "sessions_from_dict", "verify_from_dict",
 ]  # fmt: skip
@@ -47,6 +54,11 @@ class KVConnector(Protocol):
         """Root of this owner's chains. Called once per request."""
         ...
 
+    @property
+    def hbm_order(self) -> Order:
+        """Of conversations in the engine's pool; its owner is the engine's thread."""
+        ...
+
     # -- scheduler side --------------------------------------------------------------------------------------------
     def on_new_request(
         self,
@@ -56,12 +68,15 @@ class KVConnector(Protocol):
         lineage: Lineage,
         tenant: str,
         num_hbm_tokens: int,
+        key: QueueKey,
+        conversation: Conversation | None = None,
         may_load: bool = True,
-    ) -> list[str]:
+    ) -> Arrival:
         """A request was queued (not yet scheduled): prefetch may begin. Called again after a preemption.
 
-        chain and token_ids are the request's own lists, which grow while it runs. Returns the tier, "cpu" or "disk", of
-        each block after those in HBM, as far as they are stored. may_load False: a load for it failed, so compute.
+        chain and token_ids are the request's own lists, which grow while it runs. key: its place in the queue.
+        conversation: what was returned for the same request before, or for another choice of its prompt. may_load
+        False: a load for it failed, so compute.
         """
         ...
 
@@ -70,7 +85,10 @@ class KVConnector(Protocol):
         ...
 
     def get_num_new_matched_tokens(self, request_id: str, num_computed_tokens: int, max_tokens: int) -> Match:
-        """How many tokens after `num_computed_tokens` can be loaded, at most `max_tokens`. Called when scheduling."""
+        """How many tokens after `num_computed_tokens` can be loaded, at most `max_tokens`. Called when scheduling.
+
+        When the answer says to compute some tokens first, it is asked again for the running request after these.
+        """
         ...
 
     def update_state_after_alloc(
@@ -142,6 +160,17 @@ class KVConnector(Protocol):
         """Somebody is likely to ask for this chain soon."""
         ...
 
+    def pin(self, chain: Sequence[BlockId], seconds: float) -> None:
+        """Keep the conversation of this chain longer than others for so long; 0 ends a pin.
+
+        A priority, not a lock: when there is nothing else to evict, pinned blocks go too.
+        """
+        ...
+
+    def expire(self, chain: Sequence[BlockId], at_s: float | None) -> None:
+        """The conversation of this chain ends at this time of `time.time()`, and is evicted first from then on."""
+        ...
+
     def splice(
         self,
         chain: Sequence[BlockId],
@@ -189,13 +218,23 @@ class KVConnector(Protocol):
 
 
 class NullConnector:
-    """No store: every lookup is a miss and nothing is kept beyond HBM."""
+    """No store: every lookup is a miss and nothing is kept beyond HBM.
+
+    num_hbm_blocks: of the engine's pool, whose order of eviction is given here too. policy: see `kvstore.policy`.
+    """
 
     directory: StoreDirectory | None = None
     fingerprint = b""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, num_hbm_blocks: int = 0, policy: str = "auto", clock: Callable[[], float] = time.time
+    ) -> None:
         self._secret = secrets.token_bytes(32)
+        self._clock = clock
+        self._steering = Steering(policy, clock, {"hbm": num_hbm_blocks})
+        self._look_ahead = LookAhead(num_hbm_blocks, 0, self._steering.refresh)
+        self._requests: dict[str, tuple[Conversation, Sequence[BlockId]]] = {}
+        self.hbm_order = self._steering.order("hbm")
 
     def lineage_root(self, tenant: str, cache_salt: str) -> BlockId:
         return lineage_root(self._secret, "", tenant, cache_salt)
@@ -208,9 +247,17 @@ class NullConnector:
         lineage: Lineage,
         tenant: str,
         num_hbm_tokens: int,
+        key: QueueKey,
+        conversation: Conversation | None = None,
         may_load: bool = True,
-    ) -> list[str]:
-        return []
+    ) -> Arrival:
+        # All its full blocks are there, if what is left is less than one of them.
+        is_stored = bool(chain) and len(token_ids) - num_hbm_tokens < num_hbm_tokens / len(chain)
+        found = self._steering.arrive(chain, conversation, is_stored)
+        self._requests[request_id] = (found, chain)
+        num_hit = round(num_hbm_tokens * len(chain) / max(len(token_ids), 1))
+        self._look_ahead.add(request_id, key, found, num_hit)
+        return Arrival([], found)
 
     def get_num_usable_blocks(self, request_id: str, num_hit_blocks: int) -> int:
         return num_hit_blocks
@@ -224,10 +271,16 @@ class NullConnector:
         raise AssertionError("NullConnector never reports a hit")
 
     def build_connector_meta(self, spans: Sequence[StepSpan]) -> TransferPlan | None:
+        for span in spans:
+            self._look_ahead.start(span.request_id)
+        self._steering.poll()
         return None
 
     def request_finished(self, request_id: str, block_numbers: Sequence[int]) -> None:
-        pass
+        conversation, chain = self._requests.pop(request_id, (None, ()))
+        if conversation is not None:
+            self._look_ahead.remove(request_id)
+            self._steering.leave(conversation, chain)
 
     def request_failed(self, request_id: str) -> None:
         pass
@@ -262,6 +315,16 @@ class NullConnector:
     def prefetch(self, chain: Sequence[BlockId], token_ids: Sequence[int], lineage: Lineage, tenant: str) -> None:
         pass
 
+    def pin(self, chain: Sequence[BlockId], seconds: float) -> None:
+        found = self._steering.find(chain)
+        if found is not None:
+            self._steering.pin(found, self._clock() + seconds)
+
+    def expire(self, chain: Sequence[BlockId], at_s: float | None) -> None:
+        found = self._steering.find(chain)
+        if found is not None:
+            self._steering.expire(found, math.inf if at_s is None else at_s)
+
     def splice(
         self,
         chain: Sequence[BlockId],
@@ -291,7 +354,7 @@ class NullConnector:
         pass
 
     def stats(self) -> dict[str, object]:
-        return {}
+        return {"policy": self._steering.as_dict()}
 
     def check_integrity(self, idle: bool) -> None:
         pass
@@ -308,15 +371,18 @@ def open_connector(
     device: torch.device,
     load: str = "auto",
     least_slots: int = 1,
+    num_hbm_blocks: int = 0,
+    policy: str = "auto",
 ) -> KVConnector:
     """The connector for these tiers: none below HBM gives a NullConnector.
 
     fingerprint: 64 hexadecimal digits that name weights, rotation and layout; called with the file in which digests of
     weights may be cached. least_slots: blocks that the staging area needs when the CPU tier is off but the disk is on.
+    num_hbm_blocks: of the engine's pool. policy: of eviction.
     Raises ConfigError, StoreError or StoreLockedError.
     """
     if not tiers.cpu and not tiers.disk:
-        return NullConnector()
+        return NullConnector(num_hbm_blocks, policy)
     from kvstore.tiered import TieredConnector  # loads torch, lmdb and all that
 
-    return TieredConnector(tiers, layout, model, fingerprint, device, load, least_slots)
+    return TieredConnector(tiers, layout, model, fingerprint, device, load, least_slots, num_hbm_blocks, policy)

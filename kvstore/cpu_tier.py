@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 
 from kvstore.block import BlockId
+from kvstore.conversation import Conversation
+from kvstore.eviction import Order
 from kvstore.pool import BlockPool
 from kvstore.tier import BlockRecord
 
@@ -25,17 +27,22 @@ class CpuTier:
     """Slots 0 .. num_slots - 1. A slot is written only while it is not READY, and reused only when nobody holds it.
 
     num_slots: capacity. erase: overwrite the bytes of these slots (after a deletion). keep: False makes the arena a
-    staging area, which forgets a block when the last holder releases it.
+    staging area, which forgets a block when the last holder releases it. order: of conversations on this tier.
     """
 
     def __init__(
-        self, num_slots: int, erase: Callable[[Sequence[int]], None] = lambda slots: None, keep: bool = True
+        self,
+        num_slots: int,
+        erase: Callable[[Sequence[int]], None] = lambda slots: None,
+        keep: bool = True,
+        order: Order | None = None,
     ) -> None:
-        self.pool = BlockPool(num_slots)
+        self.pool = BlockPool(num_slots, order)
         self.keep = keep
         self._erase = erase
         self._states = [SlotState.EMPTY] * num_slots
         self._records: list[BlockRecord | None] = [None] * num_slots
+        self._conversations: list[Conversation | None] = [None] * num_slots
         self._last_used_s = [0.0] * num_slots
         self._pending_parents: Counter[BlockId] = Counter()
 
@@ -50,6 +57,10 @@ class CpuTier:
     def record(self, slot: int) -> BlockRecord | None:
         return self._records[slot]
 
+    def conversation(self, slot: int) -> Conversation | None:
+        """Whose request brought the block."""
+        return self._conversations[slot]
+
     def last_used_s(self, slot: int) -> float:
         return self._last_used_s[slot]
 
@@ -61,12 +72,16 @@ class CpuTier:
             self._states[slot], self._records[slot] = SlotState.EMPTY, None
         return slot
 
-    def announce(self, slot: int, record: BlockRecord, now_s: float) -> bool:
+    def announce(
+        self, slot: int, record: BlockRecord, now_s: float, conversation: Conversation | None = None
+    ) -> bool:
         """From now on the slot is found under this record's id, PENDING. False when another slot has that block."""
         assert self._states[slot] is SlotState.EMPTY
         # What a staging area holds is on its way to or from disk: closure under parents is the disk's concern.
-        if not self.pool.insert(slot, record.block_id, record.parent_id if self.keep else None):
+        parent_id, owner = (record.parent_id, conversation) if self.keep else (None, None)
+        if not self.pool.insert(slot, record.block_id, parent_id, owner):
             return False
+        self._conversations[slot] = conversation
         self._states[slot], self._records[slot], self._last_used_s[slot] = SlotState.PENDING, record, now_s
         self._pending_parents[record.parent_id] += 1
         return True
@@ -115,21 +130,60 @@ class CpuTier:
         if not self.keep and self.pool.is_free(slot) and self.pool.block_id(slot) is not None:
             self.fail(slot)
 
-    def touch(self, chain: Sequence[BlockId], now_s: float) -> None:
-        """These blocks, head first, were of use just now."""
+    def touch(self, chain: Sequence[BlockId], now_s: float, conversation: Conversation | None = None) -> None:
+        """These blocks, head first, were of use just now. The time is noted at the last: the others stay with it.
+
+        conversation: whose they are.
+        """
         slots = [slot for slot in map(self.pool.lookup, chain) if slot is not None]
-        for slot in slots:
-            self._last_used_s[slot] = now_s
-        self.pool.touch(slots)
+        if slots:
+            self._last_used_s[slots[-1]] = now_s
+            self.pool.touch(slots, conversation if self.keep else None)
+
+    def claim(self, chain: Sequence[BlockId], conversation: Conversation) -> None:
+        """These blocks, head first, are wanted by this conversation, as far as they are here."""
+        slots = [slot for slot in map(self.pool.lookup, chain) if slot is not None]
+        if slots and self.keep:
+            self.pool.touch(slots, conversation)
+
+    def link(self, block_id: BlockId, parent_id: BlockId) -> None:
+        """The first block of a splice goes before the block in front of it, though it names another parent."""
+        slot, parent = self.pool.lookup(block_id), self.pool.lookup(parent_id)
+        if slot is not None and parent is not None and self.keep:
+            self.pool.link(slot, parent)
+
+    def keep_blank(self, num_slots: int) -> None:
+        """Evict until so many slots are empty, so that what is read finds one at once; as far as nobody holds them."""
+        while self.pool.num_blank < num_slots and self.pool.evict_one() is not None:
+            pass
 
     def erase_stale(self) -> None:
         """Overwrite what lies in slots that nobody holds and no id leads to."""
-        self._erase(self.pool.take_stale())
+        stale = self.pool.take_stale()
+        for slot in stale:  # a record holds the tokens
+            self._records[slot] = self._conversations[slot] = None
+        self._erase(stale)
 
     # -- for eviction by hand ----------------------------------------------------------------------------------------
     def blocks(self) -> list[int]:
         """All slots with a findable block."""
         return [slot for slot, record in enumerate(self._records) if self._is_current(slot, record)]
+
+    def parents_first(self) -> list[int]:
+        """As `blocks`, each after its parent: what stops half-way leaves nothing without its parent."""
+        slots = {record.block_id: slot for slot in self.blocks() if (record := self._records[slot]) is not None}
+        found: dict[int, None] = {}
+        seen: set[int] = set()
+        for start in slots.values():
+            path: list[int] = []
+            slot: int | None = start
+            while slot is not None and slot not in seen:
+                seen.add(slot)
+                path.append(slot)
+                record = self._records[slot]
+                slot = None if record is None else slots.get(record.parent_id)
+            found |= dict.fromkeys(reversed(path))
+        return list(found)
 
     def _is_current(self, slot: int, record: BlockRecord | None) -> bool:
         return record is not None and self.pool.block_id(slot) == record.block_id

@@ -4,6 +4,7 @@ Knows the file's format, no policy. A value is `kvstore.codec`'s.
 """
 
 import errno
+import math
 import os
 import struct
 from collections.abc import Iterator
@@ -103,6 +104,8 @@ def unpack_index(block_id: BlockId, packed: bytes) -> IndexEntry | None:
     parent_id, created_s, access_s, stored_bytes, _, tenant_bytes, model_bytes = _INDEX.unpack_from(packed)
     middle = _INDEX.size + tenant_bytes
     if len(packed) != middle + model_bytes or parent_id == block_id:
+        return None
+    if not (math.isfinite(created_s) and math.isfinite(access_s)):
         return None
     tenant, model = _text(packed[_INDEX.size : middle]), _text(packed[middle:])
     if tenant is None or model is None:

@@ -6,11 +6,12 @@ One thread, no lock, no file. Built from a scan in the background, then kept up 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvstore.block import BlockId
+from kvstore.conversation import Conversation
+from kvstore.eviction import EvictionTree, Order
 from kvstore.tier import Evict
 
 
@@ -31,33 +32,54 @@ def _never(block_id: BlockId) -> bool:
 
 
 class DiskIndex:
-    """Blocks by id, and their leaves in eviction order: least recently used first.
+    """Blocks by id, in the eviction order of their conversations (`kvstore.eviction`).
 
-    A leaf has no child here. When a leaf goes and its parent has no other child, the parent is next in the order, so a
-    conversation is eaten from its tail and what stays is closed under parents. Every operation is O(1) a block.
+    A block goes after those that are built on it, so a conversation is eaten from its tail and what stays is closed
+    under parents. Every operation is O(1) a block. order: of conversations on this tier.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, clock: Callable[[], float] = time.time, order: Order | None = None) -> None:
         self.num_bytes = 0
         self._clock = clock
         self._entries: dict[BlockId, IndexEntry] = {}
-        # Of a parent, here or not yet: its only child, or the set of them. Most have one, and a set takes 200 bytes.
-        self._children: dict[BlockId, BlockId | set[BlockId]] = {}
-        self._leaves: OrderedDict[BlockId, None] = OrderedDict()
+        self._tree: EvictionTree[BlockId] = EvictionTree(order)
         self._touched: dict[BlockId, float] = {}
 
     @classmethod
-    def build(cls, batches: Iterable[list[IndexEntry]], clock: Callable[[], float] = time.time) -> DiskIndex:
+    def build(
+        cls,
+        batches: Iterable[list[IndexEntry]],
+        clock: Callable[[], float] = time.time,
+        order: Order | None = None,
+    ) -> DiskIndex:
         """From `DiskTier.scan()`, in any order. May run in any thread, as long as nobody else has the object.
 
         What is added and removed meanwhile is to be repeated on the result; what the scan saw already does no harm.
         """
         entries = [entry for batch in batches for entry in batch]
         entries.sort(key=lambda entry: entry.last_access_s)
-        index = cls(clock)
+        index = cls(clock, order)
         for entry in entries:
             index.add(entry)
         return index
+
+    def name_conversations(self) -> list[tuple[Hashable, Conversation]]:
+        """A conversation for each leaf of nobody, known only by its last use; returns them with their last blocks.
+
+        Their numbers are negative, older than any that the registry makes.
+        """
+        leaves = [leaf for leaf in self._tree.leaves() if not any(self._tree.conversations(leaf))]
+        leaves.sort(key=lambda leaf: self._entries[leaf].last_access_s)
+        found: list[tuple[Hashable, Conversation]] = []
+        now_s = self._clock()
+        for number, leaf in enumerate(leaves, start=-len(leaves)):
+            entry = self._entries[leaf]
+            root = int.from_bytes(leaf[:8], "little")
+            used_s = min(entry.last_access_s, now_s)  # the clock may have been set back
+            one = Conversation(number, root, entry.created_s, used_s, use=number)
+            self._tree.claim(one, (leaf,))
+            found.append((leaf, one))
+        return found
 
     # -- looking -----------------------------------------------------------------------------------------------------
     def __contains__(self, block_id: BlockId) -> bool:
@@ -75,25 +97,14 @@ class DiskIndex:
         return self._entries.get(block_id)
 
     def has_children(self, block_id: BlockId) -> bool:
-        return block_id in self._children
-
-    def _children_of(self, block_id: BlockId) -> tuple[BlockId, ...]:
-        children = self._children.get(block_id)
-        if children is None:
-            return ()
-        return tuple(children) if isinstance(children, set) else (children,)
+        return self._tree.has_children(block_id)
 
     def descendants(self, block_id: BlockId) -> list[BlockId]:
         """The block itself and all that hangs below it here, parents before children."""
-        found, seen = [block_id], {block_id}
-        for one in found:
-            fresh = [child for child in self._children_of(one) if child not in seen]  # a forged file may have a loop
-            seen.update(fresh)
-            found += fresh
-        return found
+        return self._tree.descendants(block_id)
 
     # -- changing ----------------------------------------------------------------------------------------------------
-    def add(self, entry: IndexEntry) -> None:
+    def add(self, entry: IndexEntry, conversation: Conversation | None = None) -> None:
         """A block was written, just now as far as the order goes. The same id again replaces what was there."""
         block_id = entry.block_id
         known = self._entries.get(block_id)
@@ -103,112 +114,107 @@ class DiskIndex:
         self.num_bytes += entry.stored_bytes - (known.stored_bytes if known is not None else 0)
         self._entries[block_id] = entry
         if known is None:
-            self._link(block_id, entry.parent_id)
-        if block_id not in self._children:
-            self._leaves[block_id] = None
-            self._leaves.move_to_end(block_id)
-
-    def _link(self, block_id: BlockId, parent_id: BlockId) -> None:
-        children = self._children.get(parent_id)
-        if children is None:
-            self._children[parent_id] = block_id
-            self._leaves.pop(parent_id, None)
-        elif isinstance(children, set):
-            children.add(block_id)
+            self._tree.add(block_id, entry.parent_id, conversation)
         else:
-            self._children[parent_id] = {children, block_id}
+            self._tree.touch(block_id)
 
     def remove(self, block_id: BlockId) -> None:
         """A block is gone, or is to go. Nothing happens when it is not here."""
-        entry = self._entries.pop(block_id, None)
-        if entry is None:
-            return
-        self.num_bytes -= entry.stored_bytes
-        self._leaves.pop(block_id, None)
-        self._touched.pop(block_id, None)
-        children = self._children[entry.parent_id]
-        if isinstance(children, set) and len(children) > 1:
-            children.discard(block_id)
-            return
-        del self._children[entry.parent_id]
-        if entry.parent_id in self._entries:
-            self._leaves[entry.parent_id] = None
-            self._leaves.move_to_end(entry.parent_id, last=False)
+        if self._drop(block_id):
+            self._tree.remove(block_id)
 
-    def touch(self, block_id: BlockId, now_s: float) -> None:
-        """This block was of use; nothing happens when it is not here."""
-        entry = self._entries.get(block_id)
-        if entry is None:
+    def _drop(self, block_id: BlockId) -> IndexEntry | None:
+        entry = self._entries.pop(block_id, None)
+        if entry is not None:
+            self.num_bytes -= entry.stored_bytes
+            self._touched.pop(block_id, None)
+        return entry
+
+    def touch(self, chain: Sequence[BlockId], now_s: float, conversation: Conversation | None = None) -> None:
+        """These blocks, head first, were of use. Noted is the last of them that is here: the others stay with it.
+
+        conversation: whose they are.
+        """
+        end = len(chain)
+        while end and chain[end - 1] not in self._entries:
+            end -= 1
+        if not end:
             return
-        self._entries[block_id] = IndexEntry(
-            entry.block_id, entry.parent_id, entry.stored_bytes, entry.created_s, now_s, entry.model, entry.tenant
-        )
-        self._touched[block_id] = now_s
-        if block_id in self._leaves:
-            self._leaves.move_to_end(block_id)
+        entry = self._entries[chain[end - 1]]
+        self._entries[entry.block_id] = entry._replace(last_access_s=now_s)
+        self._touched[entry.block_id] = now_s
+        if conversation is not None:
+            self._tree.claim(conversation, chain[:end])
+        self._tree.touch(entry.block_id)
+
+    def claim(self, chain: Sequence[BlockId], conversation: Conversation) -> None:
+        """These blocks, head first, are wanted by this conversation, as far as they are here."""
+        end = len(chain)
+        while end and chain[end - 1] not in self._entries:
+            end -= 1
+        if end:
+            self._tree.claim(conversation, chain[:end])
+
+    def link(self, block_id: BlockId, parent_id: BlockId) -> None:
+        """The first block of a splice goes before the block in front of it, though it names another parent."""
+        self._tree.link(block_id, parent_id)
 
     def take_touched(self) -> dict[BlockId, float]:
         """Times of last use that were not handed out before, to be written with the next transaction."""
         touched, self._touched = self._touched, {}
         return touched
 
-    # -- choosing ----------------------------------------------------------------------------------------------------
-    def victims(self, num_bytes: int, is_pinned: Callable[[BlockId], bool] = _never) -> list[BlockId]:
-        """Blocks to evict so that at least so many bytes go, or as many as may; each before its parent.
+    def clear(self) -> None:
+        """Nothing is on disk any more."""
+        self._tree.clear()
+        self._entries.clear()
+        self._touched.clear()
+        self.num_bytes = 0
 
-        Nothing is removed here: the caller does, for those that it evicts.
-        """
-        return self._choose(lambda entry: not is_pinned(entry.block_id), num_bytes)
+    # -- choosing ----------------------------------------------------------------------------------------------------
+    def take_victims(self, num_bytes: int, is_pinned: Callable[[BlockId], bool] = _never) -> list[IndexEntry]:
+        """Remove blocks to evict, so that at least so many bytes go, or as many as may; each before its parent."""
+        if num_bytes <= 0:
+            return []
+        taken: dict[BlockId, IndexEntry] = {}
+
+        def size_of(block_id: BlockId) -> int:
+            entry = taken[block_id] = self._drop(block_id)  # type: ignore[assignment]
+            return entry.stored_bytes  # type: ignore[union-attr]
+
+        self._tree.take(num_bytes, size_of, is_pinned)
+        return list(taken.values())
 
     def select(self, what: Evict, is_pinned: Callable[[BlockId], bool] = _never) -> list[BlockId]:
-        """All blocks that `what` means, tails first. A block stays while a child of it does."""
+        """All blocks that `what` means, tails first, the least recently used first. A block stays if a child does."""
         conditions = (what.unused_for_s, what.model, what.block_ids, what.to_bytes)
         if not what.everything and all(condition is None for condition in conditions):
             return []
         now_s = self._clock()
 
-        def matches(entry: IndexEntry) -> bool:
+        def matches(block_id: BlockId) -> bool:
+            entry = self._entries[block_id]
             if what.unused_for_s is not None and now_s - entry.last_access_s < what.unused_for_s:
                 return False
             if what.model is not None and entry.model != what.model:
                 return False
-            return (what.block_ids is None or entry.block_id in what.block_ids) and not is_pinned(entry.block_id)
+            return (what.block_ids is None or block_id in what.block_ids) and not is_pinned(block_id)
 
-        return self._choose(matches, None if what.to_bytes is None else self.num_bytes - what.to_bytes)
-
-    def _choose(self, may_go: Callable[[IndexEntry], bool], num_bytes: int | None) -> list[BlockId]:
+        excess = None if what.to_bytes is None else self.num_bytes - what.to_bytes
+        leaves = sorted(self._tree.leaves(), key=lambda block_id: self._entries[block_id].last_access_s)
         chosen: list[BlockId] = []
-        num_left: dict[BlockId, int] = {}  # children that stay, of parents that lose some
-        for leaf in self._leaves:
-            for entry in self._from_tail(leaf, num_left):
-                if num_bytes is not None and num_bytes <= 0:
-                    return chosen
-                if not may_go(entry):
+        for block_id in self._tree.from_tails(leaves, matches):
+            if excess is not None:
+                if excess <= 0:
                     break
-                chosen.append(entry.block_id)
-                if num_bytes is not None:
-                    num_bytes -= entry.stored_bytes
+                excess -= self._entries[block_id].stored_bytes
+            chosen.append(block_id)
         return chosen
 
-    def _from_tail(self, leaf: BlockId, num_left: dict[BlockId, int]) -> Iterator[IndexEntry]:
-        """A leaf, then as long as the caller takes each, its ancestors that have no other child left."""
-        entry = self._entries.get(leaf)
-        while entry is not None:
-            yield entry
-            parent_id = entry.parent_id
-            if parent_id not in num_left:
-                children = self._children[parent_id]
-                num_left[parent_id] = len(children) if isinstance(children, set) else 1
-            num_left[parent_id] -= 1
-            entry = self._entries.get(parent_id) if num_left[parent_id] == 0 else None
-
     def check_integrity(self) -> None:
-        """Assert that links, leaves and sums agree."""
-        links: dict[BlockId, set[BlockId]] = {}
-        for block_id, entry in self._entries.items():
-            assert entry.block_id == block_id, "an entry under another id"
-            links.setdefault(entry.parent_id, set()).add(block_id)
-        assert links == {parent: set(self._children_of(parent)) for parent in self._children}, "links disagree"
-        assert set(self._leaves) == {i for i in self._entries if i not in links}, "leaves disagree"
+        """Assert that the order and the sums agree."""
+        self._tree.check_integrity()
+        assert set(self._tree.leaves()) <= self._entries.keys(), "a leaf that is not here"
+        assert all(block_id in self._tree for block_id in self._entries), "an entry that is not in the order"
         assert self.num_bytes == sum(entry.stored_bytes for entry in self._entries.values()), "bytes disagree"
         assert self._touched.keys() <= self._entries.keys(), "a block that is gone was touched"

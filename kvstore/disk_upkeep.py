@@ -217,12 +217,13 @@ def shrink(tier: DiskTier) -> None:
     Where that fails the file stays larger than it should be, with a warning: better than no store.
     """
     index = DiskIndex.build(tier.scan())
-    while (excess := tier.excess_bytes()) > 0 and index.num_blocks:
-        victims = index.victims(excess)[:DELETE_BATCH]
-        if tier.write((), victims).error is not None:
-            break
-        for block_id in victims:
-            index.remove(block_id)
+    is_deleting = True
+    while is_deleting and (excess := tier.excess_bytes()) > 0 and index.num_blocks:
+        victims = [entry.block_id for entry in index.take_victims(excess)]
+        for first in range(0, len(victims), DELETE_BATCH):
+            if tier.write((), victims[first : first + DELETE_BATCH]).error is not None:
+                is_deleting = False
+                break
     try:
         tier.compact()
     except StoreError as error:

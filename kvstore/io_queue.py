@@ -6,6 +6,8 @@ is raised by the work itself is an outcome too: a thread that died would leave i
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import threading
 import time
 from collections import deque
@@ -21,6 +23,17 @@ BATCH_WAIT_S = 0.2
 NUM_READERS = 2
 WAKE_EVERY = 32  # reads, when more are queued
 TOUCHED_WAIT_S = 60.0  # that times of last use wait for other work to travel with
+
+Rank = tuple[int, ...]  # of a read that is queued; the smallest goes first
+AT_ONCE: Rank = (0,)
+
+
+def rank_of_request(key: tuple[int, int]) -> Rank:
+    """For a request that waits for it, with this place in the queue."""
+    return (1, *key)
+
+
+AS_HINT: Rank = (2,)  # nobody waits for it yet
 
 
 class Disk(Protocol):
@@ -75,9 +88,12 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class ReadDone:
+    """num_active: readers at work meanwhile, this one included, on average."""
+
     read: Read
     result: ReadResult
     seconds: float
+    num_active: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +138,11 @@ class IoQueue:
         self._deletes: dict[BlockId, None] = {}
         self._touched: dict[BlockId, float] = {}
         self._touched_since = 0.0
-        self._reads: deque[Read | Task] = deque()
+        self._reads: list[tuple[Rank, int]] = []  # a heap; entries that are not in `_jobs` are void
+        self._jobs: dict[int, Read | Task] = {}  # queued reads by number
+        self._numbers: dict[int, int] = {}  # of the queued read into a slot
+        self._counter = itertools.count()
+        self._began: dict[int, float] = {}  # when the running reads began
         self._done: deque[Done] = deque()
         self._hurry = False
         self._closing = False
@@ -155,10 +175,39 @@ class IoQueue:
             self._touched |= touched
             self._write_ready.notify()
 
-    def submit_read(self, read: Read | Task) -> None:
+    def submit_read(self, read: Read | Task, rank: Rank = AT_ONCE) -> None:
+        """Those of the smallest rank go first, and of the same rank in the order in which they came."""
         with self._lock:
-            self._reads.append(read)
+            self._enqueue(read, rank)
             self._read_ready.notify()
+
+    def _enqueue(self, read: Read | Task, rank: Rank) -> None:
+        number = next(self._counter)
+        self._jobs[number] = read
+        heapq.heappush(self._reads, (rank, number))
+        if isinstance(read, Read):
+            self._numbers[read.slot] = number
+
+    def rank_read(self, slot: int, rank: Rank) -> None:
+        """A read that is queued gets another rank; one that runs or has ended goes on."""
+        with self._lock:
+            if slot in self._numbers:
+                self._enqueue(self._jobs.pop(self._numbers[slot]), rank)
+
+    def cancel_read(self, slot: int) -> bool:
+        """Drop a read that is queued; False when it runs or has ended."""
+        with self._lock:
+            number = self._numbers.pop(slot, None)
+            if number is None:
+                return False
+            del self._jobs[number]
+            return True
+
+    @property
+    def stalled_s(self) -> float:
+        """For how long the oldest running read or task has been running."""
+        with self._lock:
+            return time.perf_counter() - min(self._began.values()) if self._began else 0.0
 
     def completed(self) -> list[Done]:
         """What has ended since the last call."""
@@ -177,7 +226,7 @@ class IoQueue:
     def is_idle(self) -> bool:
         """Nothing queued, nothing running, nothing that was not polled."""
         with self._lock:
-            queued = self._writes or self._deletes or self._reads or self._done
+            queued = self._writes or self._deletes or self._jobs or self._done
             return not queued and not self._num_active and not self._num_writing
 
     def close(self, timeout_s: float) -> bool:
@@ -186,6 +235,8 @@ class IoQueue:
         with self._lock:
             self._closing = True
             self._reads.clear()
+            self._jobs.clear()
+            self._numbers.clear()
             self._write_ready.notify_all()
             self._read_ready.notify_all()
         for thread in self._threads:
@@ -252,31 +303,52 @@ class IoQueue:
         return bool(self._writes) and len(self._writes) * self._writes[0].view.nbytes >= self._batch_bytes
 
     def _read_loop(self) -> None:
-        while True:
+        while (taken := self._next_read()) is not None:
+            number, rank, job, num_before = taken
+            started = time.perf_counter()
+            result = self._read(job) if isinstance(job, Read) else self._run(job)
+            seconds = time.perf_counter() - started
             with self._lock:
-                while not self._reads:
-                    if self._closing:
-                        return
-                    self._read_ready.wait()
-                job = self._reads.popleft()
-                self._num_active += 1
-            done = self._read(job) if isinstance(job, Read) else self._run(job)
-            with self._lock:
-                self._done.append(done)
+                num_active = (num_before + self._num_active) / 2
+                if isinstance(result, TaskDone):
+                    self._done.append(result)
+                elif isinstance(job, Read):
+                    self._done.append(ReadDone(job, result, seconds, num_active))
                 self._num_active -= 1
+                del self._began[number]
                 # Who waits needs all of its blocks: waking it for each would cost more than the reads.
-                wake = not self._reads or len(self._done) % WAKE_EVERY == 0
+                wake = self._next_rank() != rank or len(self._done) % WAKE_EVERY == 0
             if wake:
                 self._on_progress()
 
-    def _read(self, read: Read) -> ReadDone:
+    def _next_rank(self) -> Rank | None:
+        """Of the read that goes next. The lock is held."""
+        while self._reads and self._reads[0][1] not in self._jobs:
+            heapq.heappop(self._reads)
+        return self._reads[0][0] if self._reads else None
+
+    def _next_read(self) -> tuple[int, Rank, Read | Task, int] | None:
+        """Number, rank and what is to be done, and how many readers are at work with it; None at the end."""
+        with self._lock:
+            while not self._jobs:
+                if self._closing:
+                    return None
+                self._read_ready.wait()
+            self._next_rank()
+            rank, number = heapq.heappop(self._reads)
+            job = self._jobs.pop(number)
+            if isinstance(job, Read):
+                del self._numbers[job.slot]
+            self._num_active += 1
+            self._began[number] = time.perf_counter()
+            return number, rank, job, self._num_active
+
+    def _read(self, read: Read) -> ReadResult:
         assert self._disk is not None
-        started = time.perf_counter()
         try:
-            result = self._disk.read(read.record, read.view)
+            return self._disk.read(read.record, read.view)
         except Exception:  # whatever it is, the block is computed instead
-            result = ReadResult.FAILED
-        return ReadDone(read, result, time.perf_counter() - started)
+            return ReadResult.FAILED
 
     @staticmethod
     def _run(task: Task) -> TaskDone:

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvstore import disk_check
 from kvstore.block import BlockId
+from kvstore.codec import Header, decode_header
 from kvstore.commands import (
     DeletedResult,
     deletion_from_dict,
@@ -25,7 +26,7 @@ from kvstore.commands import (
 )
 from kvstore.disk_index import DiskIndex
 from kvstore.disk_open import LOCK_NAME, StoreDirectory
-from kvstore.disk_tier import DiskTier
+from kvstore.disk_tier import WORLD_ERRORS, DiskTier
 from kvstore.errors import ConfigError, DegradedError, StoreError
 from kvstore.session_store import SessionKey, SessionStore, Tombstone, open_sessions
 
@@ -91,7 +92,10 @@ class OfflineStore:
 
     # -- looking -----------------------------------------------------------------------------------------------------
     def stats(self) -> dict[str, Any]:
-        """Disk and sessions; under "models", how many blocks of each model and their bytes."""
+        """Disk and sessions; under "models", how many blocks of each model, their bytes, and the size of one of them.
+
+        block_size: tokens of a block; block_bytes: of its KV, uncompressed; none where no block can be read.
+        """
         disk: dict[str, Any] = dict(NO_DISK)
         if self.disk is not None:
             disk = {**self.disk.stats(), "models": _by_model(self.disk)}
@@ -203,12 +207,32 @@ def _no_session(key: SessionKey) -> StoreError:
 
 def _by_model(disk: DiskTier) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
+    samples: dict[str, BlockId] = {}
     for batch in disk.scan():
         for entry in batch:
             amount = found.setdefault(entry.model, {"blocks": 0, "bytes": 0})
             amount["blocks"] += 1
             amount["bytes"] += entry.stored_bytes
+            samples.setdefault(entry.model, entry.block_id)
+    for model, block_id in samples.items():
+        header = _header(disk, block_id)
+        if header is not None:
+            found[model] |= {"block_size": len(header.record.tokens) // 4, "block_bytes": header.raw_bytes}
     return found
+
+
+def _header(disk: DiskTier, block_id: BlockId) -> Header | None:
+    """What a block says about itself; None when it cannot be read."""
+    with disk.tables() as tables:
+        if tables is None:
+            return None
+        try:
+            with tables.env.begin(buffers=True) as txn:
+                value = txn.get(block_id, db=tables.values)
+                return None if value is None else decode_header(value)
+        except WORLD_ERRORS as error:
+            disk.note(error)
+            return None
 
 
 def _with_descendants(index: DiskIndex, block_ids: Sequence[BlockId]) -> list[BlockId]:

@@ -4,52 +4,60 @@ Owns numbers, not bytes: it does not know which device its blocks are on, and it
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.block import BlockId
+from kvstore.conversation import Conversation
+from kvstore.eviction import EvictionTree, Order
 
 
 class BlockPool:
     """Blocks 0 .. num_blocks - 1, each in use (counted references) or free.
 
-    A free block may still be cached: it can be found by its id until it is allocated again. Free blocks are kept in
-    eviction order: those without an id first, then the least recently released, and of one chain the tail before the
-    head (a head without its tail is a shorter hit, a tail without its head is none). Every operation is O(1) a block.
+    A free block may still be cached: it can be found by its id until it is allocated again. Handed out are first the
+    free blocks without an id, then cached ones in the order of `kvstore.eviction`: the tail of the least valuable
+    conversation, and of blocks without a conversation the least recently released, of one chain the tail before the
+    head (a head without its tail is a shorter hit, a tail without its head is none).
 
     Blocks may be linked to their parents (see `insert`): then a block is never handed out while a child of it is
-    cached, and when the last child goes, its parent is next in the order.
+    cached. order: of conversations on this tier.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, order: Order | None = None) -> None:
         self.num_blocks = num_blocks
         self.num_evictions = 0
+        self._ref_counts: list[int] = []
+        self._tree: EvictionTree[int] = EvictionTree(order, self._is_held)
         self._clear()
 
     def _clear(self) -> None:
         self._ref_counts = [0] * self.num_blocks
         self._block_ids: list[BlockId | None] = [None] * self.num_blocks
         self._by_id: dict[BlockId, int] = {}
-        self._parents: dict[int, int] = {}
-        self._children: dict[int, set[int]] = {}
         self._stale: set[int] = set()
         self._num_in_use = 0
-        # In eviction order: what nobody holds and no cached child keeps.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
+        self._tree.clear()
+        self._blank: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))  # free and without an id
+
+    def _is_held(self, block: int) -> bool:
+        return self._ref_counts[block] > 0
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can hand out at once, cached ones included."""
-        return len(self._free)
+        """Blocks that nobody holds, cached ones included: what `allocate` can hand out, if who holds a block also holds
+        those it is linked to.
+        """
+        return self.num_blocks - self._num_in_use
+
+    @property
+    def num_blank(self) -> int:
+        """Free blocks in which nothing is cached."""
+        return len(self._blank)
 
     @property
     def num_in_use(self) -> int:
         """Blocks that somebody holds."""
         return self._num_in_use
-
-    @property
-    def num_idle(self) -> int:
-        """Blocks that nobody holds: what `allocate` could hand out one after the other, children before parents."""
-        return self.num_blocks - self._num_in_use
 
     @property
     def num_cached(self) -> int:
@@ -71,30 +79,49 @@ class BlockPool:
 
     def has_children(self, block: int) -> bool:
         """Whether a cached block is linked below this one."""
-        return block in self._children
+        return self._tree.has_children(block)
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks from the front of the eviction order, one reference each. Needs count <= num_free."""
-        assert 0 <= count <= len(self._free), f"{count} blocks asked for, {len(self._free)} free"
-        return [self._take() for _ in range(count)]
+        assert 0 <= count <= self.num_free, f"{count} blocks asked for, {self.num_free} free"
+        found = [self._take() for _ in range(count)]
+        assert None not in found, "a block is held whose parent nobody holds"
+        return found  # type: ignore[return-value]
 
     def try_allocate(self) -> int | None:
         """One block as `allocate` gives it, or None when everything is held."""
-        return self._take() if self._free else None
+        return self._take()
 
-    def _take(self) -> int:
-        block, _ = self._free.popitem(last=False)
-        self.num_evictions += self._unname(block)
+    def _take(self) -> int | None:
+        if self._blank:
+            block, _ = self._blank.popitem(last=False)
+        elif (block := self._tree.next()) is None:  # type: ignore[assignment]
+            return None
+        else:
+            self._unname(block)
+            self.num_evictions += 1
         self._stale.discard(block)
         self._ref_counts[block] = 1
         self._num_in_use += 1
+        return block
+
+    def evict_one(self) -> int | None:
+        """Give up the block that goes next; returns it, or None when everything that is cached is held."""
+        block = self._tree.next()
+        if block is not None:
+            self._unname(block)
+            self._make_blank(block, first=False)
+            self.num_evictions += 1
         return block
 
     def acquire(self, blocks: Sequence[int]) -> None:
         """Add a reference to each block; a free one leaves the eviction order."""
         for block in blocks:
             if self._ref_counts[block] == 0:
-                self._free.pop(block, None)
+                if self._block_ids[block] is None:
+                    del self._blank[block]
+                else:
+                    self._tree.hold(block)
                 self._num_in_use += 1
             self._ref_counts[block] += 1
 
@@ -105,24 +132,35 @@ class BlockPool:
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
                 self._num_in_use -= 1
-                self._make_free(block, first=self._block_ids[block] is None)
+                if self._block_ids[block] is None:
+                    self._make_blank(block)
+                else:
+                    self._tree.rest(block)
 
-    def _make_free(self, block: int, first: bool) -> None:
-        if block in self._children:
-            return  # it becomes free when the last of them goes
-        self._free[block] = None
+    def _make_blank(self, block: int, first: bool = True) -> None:
+        self._blank[block] = None
         if first:
-            self._free.move_to_end(block, last=False)
-        if self._block_ids[block] is None:
-            self._stale.add(block)
+            self._blank.move_to_end(block, last=False)
+        self._stale.add(block)
 
-    def touch(self, blocks: Sequence[int]) -> None:
-        """Blocks of a chain, head first, were useful: the free ones among them go last, the tail before the head."""
+    def touch(self, blocks: Sequence[int], conversation: Conversation | None = None) -> None:
+        """Blocks of a chain, head first, were useful: of the free ones that are nobody's, they go last, tail first.
+
+        conversation: whose they are, from now on.
+        """
+        if conversation is not None and blocks:
+            self._tree.claim(conversation, blocks)
+            return
         for block in reversed(blocks):
-            if block in self._free:
-                self._free.move_to_end(block)
+            self._tree.touch(block)
 
-    def insert(self, block: int, block_id: BlockId, parent_id: BlockId | None = None) -> bool:
+    def insert(
+        self,
+        block: int,
+        block_id: BlockId,
+        parent_id: BlockId | None = None,
+        conversation: Conversation | None = None,
+    ) -> bool:
         """Let `block`, which is in use and holds this content, be found by its id. False when another one holds it.
 
         parent_id: link it to its parent if that is cached here, which then stays as long as this one.
@@ -131,20 +169,19 @@ class BlockPool:
         if self._by_id.setdefault(block_id, block) != block:
             return False
         assert self._block_ids[block] in (None, block_id), f"block {block} has another id already"
-        self._block_ids[block] = block_id
-        parent = None if parent_id is None else self._by_id.get(parent_id)
-        if parent is not None and block not in self._parents:
-            self._parents[block] = parent
-            self._children.setdefault(parent, set()).add(block)
-            self._free.pop(parent, None)
+        if self._block_ids[block] is None:
+            self._block_ids[block] = block_id
+            parent = None if parent_id is None else self._by_id.get(parent_id)
+            self._tree.add(block, parent, conversation)
         return True
+
+    def link(self, block: int, parent: int) -> None:
+        """Two cached blocks, of which the first names no cached parent: it goes before the other all the same."""
+        self._tree.link(block, parent)
 
     def descendants(self, block: int) -> list[int]:
         """The block itself and all that is linked below it, parents before children."""
-        found = [block]
-        for one in found:
-            found += self._children.get(one, ())
-        return found
+        return self._tree.descendants(block)
 
     def forget(self, block: int) -> list[int]:
         """This block's content is not to be found any more, nor what is linked below it; returns all that were.
@@ -153,10 +190,8 @@ class BlockPool:
         """
         gone = self.descendants(block)
         for one in reversed(gone):  # tails first
-            self._unname(one)
-            if self._ref_counts[one] == 0:
-                self._free.pop(one, None)
-                self._make_free(one, first=True)
+            if self._unname(one) and self._ref_counts[one] == 0:
+                self._make_blank(one)
         return gone
 
     def reset(self) -> None:
@@ -166,19 +201,22 @@ class BlockPool:
         self._stale.update(range(self.num_blocks))
 
     def evict_all(self) -> int:
-        """Forget the ids of all free blocks; returns how many. Blocks in use stay."""
+        """Forget the ids of all free blocks; returns how many. Blocks in use stay, and what they are linked to."""
         count = 0
-        while cached := [block for block in self._free if self._block_ids[block] is not None]:
-            for block in cached:  # its parent may become free with it
-                self._unname(block)
-                self._stale.add(block)
-            count += len(cached)
-        self.num_evictions += count
+        while self.evict_one() is not None:
+            count += 1
         return count
 
     def cached_blocks(self) -> list[int]:
         """All blocks that can be found by an id."""
         return sorted(self._by_id.values())
+
+    def from_tails(self, used_s: Callable[[int], float], may_go: Callable[[int], bool]) -> Iterator[int]:
+        """Cached blocks, those of the least recently used leaf first, each before what it builds on.
+
+        may_go: False keeps a block and with it what is above it.
+        """
+        return self._tree.from_tails(sorted(self._tree.leaves(), key=used_s), may_go)
 
     def take_stale(self) -> list[int]:
         """Free blocks without an id that were held since the last call: their content is of no use to anybody."""
@@ -191,26 +229,17 @@ class BlockPool:
         if block_id is None:
             return False
         del self._by_id[block_id]
-        parent = self._parents.pop(block, None)
-        if parent is not None:
-            self._children[parent].discard(block)
-            if not self._children[parent]:
-                del self._children[parent]
-                if self._ref_counts[parent] == 0:
-                    self._make_free(parent, first=True)
+        self._tree.remove(block)
         return True
 
     def check_integrity(self, idle: bool = True) -> None:
         """Assert that counts, ids and the free list agree; with `idle`, that nobody holds a block."""
         for block, count in enumerate(self._ref_counts):
-            free = count == 0 and block not in self._children
-            assert count >= 0 and free == (block in self._free), f"block {block}: {count} references"
             block_id = self._block_ids[block]
+            assert count >= 0 and (block in self._blank) == (count == 0 and block_id is None), f"block {block}: {count}"
             assert block_id is None or self._by_id.get(block_id) == block, f"block {block}: its id leads elsewhere"
+            assert (block_id is not None) == (block in self._tree), f"block {block}: cached and not in the order"
         assert len(self._by_id) == sum(i is not None for i in self._block_ids), "an id leads to a block without it"
-        for block, parent in self._parents.items():
-            assert block in self._children.get(parent, ()), f"block {block}: its parent does not know it"
-            assert self._block_ids[block] is not None and self._block_ids[parent] is not None, f"link of block {block}"
-        assert sum(map(len, self._children.values())) == len(self._parents), "a child without a parent"
+        self._tree.check_integrity()
         assert self._num_in_use == sum(count > 0 for count in self._ref_counts), "blocks in use are miscounted"
         assert not idle or not self.num_in_use, f"{self.num_in_use} blocks still held"

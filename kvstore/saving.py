@@ -138,7 +138,7 @@ class Saver:
         if not self._has_parent(request, index):  # evicted or deleted since the block was begun
             self._orphan(request, index)
             self._cpu.release(slot)
-        elif self._cpu.announce(slot, self._lookups.record(request, index), self._clock()):
+        elif self._cpu.announce(slot, self._lookups.record(request, index), self._clock(), request.conversation):
             step.complete.append((request.request_id, slot))
             self._unsaved.pop(request.chain[index], None)
         else:  # another request of this step fills the same block
@@ -167,7 +167,7 @@ class Saver:
                 del self._unsaved[chain[index]]
                 continue
             stored = index == 0 or self._lookups.holds(parent) or parent == root
-            return index if stored and self._cpu.pool.num_idle >= num_hit - index else num_hit
+            return index if stored and self._cpu.pool.num_free >= num_hit - index else num_hit
         return num_hit
 
     def drop_partial(self, request: Tracked) -> None:

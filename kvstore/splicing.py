@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvstore.block import BlockId
+from kvstore.conversation import Conversation
 from kvstore.cpu_tier import CpuTier, SlotState
 from kvstore.io_queue import IoQueue, Task
 from kvstore.lookup import Reader
@@ -35,6 +36,7 @@ class NewBlock:
 
     record: BlockRecord
     runs: tuple[Run, ...]
+    conversation: Conversation | None = None
 
 
 Piece = tuple[int, int, int, int, int]  # source slot, source offset, slot, offset, number of tokens
@@ -107,7 +109,7 @@ class Splicer:
         if slot is None:
             return False
         job.slots.append(slot)
-        if not self._cpu.announce(slot, block.record, self._clock()):
+        if not self._cpu.announce(slot, block.record, self._clock(), block.conversation):
             return False
         job.pieces += [(held[r.source.block_id], r.source_offset, slot, r.offset, r.num_tokens) for r in block.runs]
         return True
@@ -130,7 +132,7 @@ class Splicer:
             self._cpu.release(slot)
             return None
         self._cpu.acquire(slot)
-        self._reader.start_read(slot, record)
+        self._reader.reads.start(slot, record)
         return slot
 
     def poll(self) -> None:

@@ -9,19 +9,25 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 from kvstore.block import BlockId, Lineage, child_block_id, splice_parent_id, token_bytes
+from kvstore.conversation import Conversation
 from kvstore.cpu_tier import CpuTier, SlotState
 from kvstore.io_queue import Done, IoQueue, ReadDone, TaskDone
-from kvstore.lookup import Identity, Lookup, Lookups, Match, Tracked
+from kvstore.lookup import Identity, Lookups, Match, Tracked
 from kvstore.planner import Planner
+from kvstore.prefetch import Prefetcher
 from kvstore.saving import Saver, SaveStep, StepSpan
 from kvstore.splicing import NewBlock, Piece, Run, Splicer
 from kvstore.stats import StoreStats
+from kvstore.steering import Steering
 from kvstore.tier import BlockRecord, Evict, Evicted, Load, TransferPlan, Transferred
 from kvstore.write_back import WriteBack
 from rope.splice import plan_splice
+
+HINT_S = 30.0  # that what was read on a hint is kept before other things
 
 
 class Transfers(Protocol):
@@ -59,8 +65,10 @@ class KVStore:
         copy: Callable[[Sequence[Piece]], None],
         stats: StoreStats,
         clock: Callable[[], float],
+        steering: Steering,
     ) -> None:
         self.cpu = cpu
+        self._steering = steering
         self.disk = write_back
         self.stats = stats
         self._io = io
@@ -69,8 +77,12 @@ class KVStore:
         self._secret = secret
         self._planner = planner
         self._clock = clock
-        self._lookups = Lookups(cpu, write_back, identity, stats, clock)
-        self._saver = Saver(cpu, self._lookups, identity.block_size, stats, clock)
+        self.lookups = Lookups(cpu, write_back, identity, stats, clock)
+        num_on_disk = 0 if write_back is None else write_back.capacity_bytes // planner.block_bytes
+        self._prefetcher = Prefetcher(
+            cpu, write_back, self.lookups, planner, stats, clock, identity.block_size, num_on_disk, steering.refresh
+        )
+        self._saver = Saver(cpu, self.lookups, identity.block_size, stats, clock)
         self._splicer = Splicer(cpu, io, write_back, copy, stats, clock)
         self._loads: list[Load] = []
         self._steps: dict[int, _Step] = {}
@@ -84,44 +96,39 @@ class KVStore:
     def arrive(self, request: Tracked, num_hbm_tokens: int) -> list[str]:
         """A request was queued: returns the tier of each block after those in HBM, as far as they are stored."""
         size = self._identity.block_size
-        self._lookups.arrive(request, num_hbm_tokens // size, self._most_blocks(request))
+        most = min((len(request.token_ids) - 1) // size, len(request.chain))  # one token is always left to compute
+        self.lookups.arrive(request, num_hbm_tokens // size, most)
+        self._prefetcher.arrive(request)
         return request.arrival
-
-    def _most_blocks(self, request: Tracked) -> int:
-        """One token is always left to compute."""
-        return min((len(request.token_ids) - 1) // self._identity.block_size, len(request.chain))
 
     def num_usable(self, request_id: str, num_hit: int) -> int:
         """Of `num_hit` blocks in HBM, those before a hole that is to be computed and saved now."""
-        request = self._lookups.requests[request_id]
+        request = self.lookups.requests[request_id]
         return self._saver.num_usable(request.chain, num_hit, request.lineage.root)
 
     def match(self, request_id: str, num_computed_tokens: int, max_tokens: int) -> Match:
-        """What can be loaded behind `num_computed_tokens`, unless computing it is predicted to be faster."""
+        """What can be loaded behind `num_computed_tokens`, and what is to be computed meanwhile."""
         size = self._identity.block_size
-        request = self._lookups.requests[request_id]
         first = num_computed_tokens // size
-        match = self._lookups.match(request, first, first + max_tokens // size)
-        if match.lookup is not Lookup.HIT or request.lineage.splice_index is not None:
-            return match
-        if self._planner.should_load(match.num_tokens):
-            return match
-        self._lookups.let_go(request)
-        return Match(Lookup.MISS)
+        return self._prefetcher.match(self.lookups.requests[request_id], first, first + max_tokens // size)
 
     def take(self, request_id: str, block_numbers: Sequence[int], first_token: int, num_tokens: int) -> None:
         """HBM blocks for a hit were allocated: their loads go into the next plan."""
         size = self._identity.block_size
-        request = self._lookups.requests[request_id]
-        self._loads += self._lookups.take(request, block_numbers, first_token // size, num_tokens // size)
+        request = self.lookups.requests[request_id]
+        self._loads += self.lookups.take(request, block_numbers, first_token // size, num_tokens // size)
 
-    def leave(self, request_id: str) -> None:
-        """The request ended or was preempted."""
-        request = self._lookups.leave(request_id)
+    def leave(self, request_id: str) -> Tracked | None:
+        """The request ended or was preempted. Returns it as it was known."""
+        self._prefetcher.leave(request_id)
+        request = self.lookups.leave(request_id)
         if request is not None:
             self._saver.drop_partial(request)
             if self.disk is not None:
-                self.disk.touch(request.chain)
+                self.disk.touch(request.chain, request.conversation)
+            if request.conversation is not None:
+                self._steering.leave(request.conversation, request.chain)
+        return request
 
     # -- steps -------------------------------------------------------------------------------------------------------
     def plan(self, spans: Sequence[StepSpan]) -> TransferPlan | None:
@@ -129,6 +136,9 @@ class KVStore:
         # Registered before it holds anything: what is cut off in here can be dropped.
         ticket = self._next_ticket = self._next_ticket + 1
         step = self._steps[ticket] = _Step((), SaveStep([], [], []))
+        for span in spans:
+            if (request := self.lookups.requests.get(span.request_id)) is not None:
+                self._prefetcher.scheduled(request)
         self._saver.plan(spans, self._transfers.can_save, step.saves)
         step.loads, self._loads = tuple(self._loads), []
         if not step.loads and not step.saves.saves:
@@ -144,7 +154,7 @@ class KVStore:
         """Steps that were planned and never began."""
         for ticket in [ticket for ticket, step in self._steps.items() if not step.begun]:
             step = self._steps.pop(ticket)
-            self._end_loads(step, True)
+            self._release_loads(step)
             self._end_saves(step, False)
 
     def drop_taken(self) -> None:
@@ -167,6 +177,8 @@ class KVStore:
         while self._ended:  # one at a time: an error loses no other
             self._collect(self._ended.popleft())
         self._splicer.poll()
+        self._steering.poll()
+        self._prefetcher.poll()
         if self.disk is not None:
             self.disk.pump()
             if self._to_forget and self.disk.index_loaded:
@@ -183,7 +195,9 @@ class KVStore:
                 self._landed(slot)
         elif self.disk is not None:
             if isinstance(ended, ReadDone):
+                self._planner.read(ended.read.view.nbytes, ended.seconds, ended.num_active)
                 self.disk.read_done(ended)
+                self._prefetcher.landed()
             else:
                 self.disk.write_done(ended)
 
@@ -209,6 +223,9 @@ class KVStore:
         else:
             self.stats.load_failures += len(step.loads)
             self._failed_blocks += [load.block_number for load in step.loads]
+        self._release_loads(step)
+
+    def _release_loads(self, step: _Step) -> None:
         for load in reversed(step.loads):
             self.cpu.release(load.slot)
         step.loads = ()
@@ -271,8 +288,9 @@ class KVStore:
         if not planned.blocks or not self.cpu.keep:
             return None
         kept = [token for start, end in spans for token in old_tokens[start:end]]
-        old = Tracked("", old_chain, old_tokens, old_lineage, tenant)
-        records = {p.source_block: self._lookups.record(old, p.source_block) for b in planned.blocks for p in b.pieces}
+        conversation = self.find_conversation(old_chain)
+        old = Tracked("", old_chain, old_tokens, old_lineage, tenant, conversation=conversation)
+        records = {p.source_block: self.lookups.record(old, p.source_block) for b in planned.blocks for p in b.pieces}
         chain = list(old_chain[: planned.num_exact_blocks])
         sources = [
             (records[p.source_block].block_id, p.source_offset, p.length) for b in planned.blocks for p in b.pieces
@@ -287,35 +305,39 @@ class KVStore:
                 block_id, parent, tokens, self._identity.fingerprint, tenant, self._identity.model, self._clock()
             )
             runs = tuple(Run(records[p.source_block], p.source_offset, p.offset, p.length) for p in block.pieces)
-            blocks.append(NewBlock(record, runs))
+            blocks.append(NewBlock(record, runs, conversation))
             chain.append(block_id)
             parent = block_id
         if not self._splicer.start(blocks):
             return None
+        if conversation is not None:
+            self._steering.move(conversation, chain)
         return chain, Lineage(old_lineage.root, first, splice_parent, len(chain))
 
     # -- giving up, looking after ------------------------------------------------------------------------------------
     def prefetch(self, chain: Sequence[BlockId], tokens: Sequence[int], lineage: Lineage, tenant: str) -> int:
-        """Read what of this chain is on disk only, into slots that are free; returns how many reads were begun."""
-        wanted = Tracked("", chain, tokens, lineage, tenant)
-        count = 0
+        """Read what of this chain is on disk only, when nobody waits; returns how many reads were begun.
+
+        Its conversation is kept for a while, so that what was read is still there when the person presses enter.
+        """
         if self.disk is None or not self.cpu.keep:
-            return count
-        for index in range(len(chain)):
-            if self.cpu.find(chain[index]) is not None:
-                continue
-            if not self.disk.contains(chain[index]) or self.cpu.pool.num_idle <= self.cpu.pool.num_blocks // 4:
-                break
-            slot = self.cpu.reserve()
-            if slot is None:
-                break
-            if not self.cpu.announce(slot, self._lookups.record(wanted, index), self._clock()):
-                self.cpu.release(slot)
-                break
-            self.disk.start_read(slot, self._lookups.record(wanted, index))
-            count += 1
-        self.stats.prefetched += count
-        return count
+            return 0
+        conversation = self.find_conversation(chain)
+        until_s = self._clock() + HINT_S
+        if conversation is not None and conversation.pinned_until_s < until_s:
+            self._steering.pin(conversation, until_s)
+        return self._prefetcher.hint(Tracked("", chain, tokens, lineage, tenant, conversation=conversation))
+
+    def find_conversation(self, chain: Sequence[BlockId]) -> Conversation | None:
+        """The conversation of this chain; one is made when nobody is known to have it but its end is stored."""
+        found = self._steering.find(chain)
+        if found is None and chain and self.lookups.holds(chain[-1]):
+            found = self._steering.make(chain[-1])
+            self._steering.adopt([(chain[-1], found)])
+            self.cpu.touch(chain, self._clock(), found)
+            if self.disk is not None:
+                self.disk.touch(chain, found)
+        return found
 
     def forget(self, block_ids: Sequence[BlockId]) -> set[BlockId]:
         """These blocks go from the CPU tier, the write queue and the disk, and their bytes from the arena.
@@ -343,11 +365,13 @@ class KVStore:
     def _forget(self, doomed: Sequence[BlockId]) -> None:
         self.stats.forgotten += len(doomed)
         held = {slot for slot in map(self.cpu.find, doomed) if slot is not None}
-        held |= {request.partial[1] for request in self._lookups.requests.values() if request.partial is not None}
+        held |= {request.partial[1] for request in self.lookups.requests.values() if request.partial is not None}
+        held |= {slot for step in self._steps.values() for slot in step.saves.written}
         if self.disk is not None:
             self.disk.delete(doomed)
         for block_id in reversed(doomed):
             self.cpu.forget(block_id)
+        self._steering.forget(doomed)
         self._to_erase |= held
         self._erase()
 
@@ -416,23 +440,27 @@ class KVStore:
         conditions = (what.unused_for_s, what.model, what.block_ids, what.to_bytes)
         if not what.everything and all(condition is None for condition in conditions):
             return []
-        now, pool, all_slots = self._clock(), self.cpu.pool, self.cpu.blocks()
-        most = len(all_slots)
+        now, pool = self._clock(), self.cpu.pool
+        most = pool.num_cached
         if what.to_bytes is not None:
-            most = max(0, len(all_slots) - what.to_bytes // self._planner.block_bytes)
-        chosen: dict[int, None] = {}
-        for slot in sorted(all_slots, key=self.cpu.last_used_s):
+            most = max(0, most - what.to_bytes // self._planner.block_bytes)
+
+        def matches(slot: int) -> bool:
             record = self.cpu.record(slot)
             assert record is not None
-            old = what.unused_for_s is None or now - self.cpu.last_used_s(slot) >= what.unused_for_s
-            if not old or record.model != (what.model or record.model):
-                continue
-            if what.block_ids is not None and record.block_id not in what.block_ids:
-                continue
-            chosen |= dict.fromkeys(reversed(pool.descendants(slot)))  # nobody could use them without it
-            if len(chosen) >= most:
-                break
-        return list(chosen)[:most]
+            if what.unused_for_s is not None and now - self.cpu.last_used_s(slot) < what.unused_for_s:
+                return False
+            if record.model != (what.model or record.model):
+                return False
+            return what.block_ids is None or record.block_id in what.block_ids
+
+        return list(islice(pool.from_tails(self.cpu.last_used_s, matches), most))
+
+    def finish(self) -> None:
+        """The store is about to be closed."""
+        self._prefetcher.drop_hints()
+        if self.disk is not None:
+            self.disk.finish()
 
     @property
     def is_idle(self) -> bool:
@@ -449,11 +477,15 @@ class KVStore:
                 "blocks": pool.num_blocks if self.cpu.keep else 0,
                 "staging_blocks": 0 if self.cpu.keep else pool.num_blocks,
                 "cached_blocks": pool.num_cached,
-                "free_blocks": pool.num_idle,
+                "free_blocks": pool.num_free,
                 "evicted_blocks": pool.num_evictions,
                 "block_bytes": self._planner.block_bytes,
             },
-            "store": {**self.stats.as_dict(), "unsaved": self._saver.num_unsaved, **self._planner.as_dict()},
+            "store": {
+                **self.stats.as_dict(), "unsaved": self._saver.num_unsaved,
+                **self._planner.as_dict(), **self._prefetcher.as_dict(),
+            },
+            "policy": self._steering.as_dict(),
         }
         if self.disk is not None:
             found["disk"] = self.disk.stats()
@@ -462,4 +494,5 @@ class KVStore:
     def check_integrity(self, idle: bool) -> None:
         """Assert that counts agree; with `idle`, that nothing is held."""
         self.cpu.check_integrity(idle)
+        self._prefetcher.check_integrity(idle)
         assert not idle or not self._steps, f"steps in flight while idle: {list(self._steps)}"

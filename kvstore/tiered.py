@@ -5,6 +5,7 @@ A thread of its own collects what has ended while nobody steps the engine, so th
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -17,15 +18,19 @@ from kvstore.arena import Arena, KVLayout
 from kvstore.block import BlockId, Lineage, lineage_root
 from kvstore.config import CacheTiers, format_size
 from kvstore.control import ControlServer
+from kvstore.conversation import Conversation, QueueKey
 from kvstore.cpu_tier import CpuTier
 from kvstore.disk_open import StoreDirectory
 from kvstore.disk_tier import DiskTier
 from kvstore.errors import ConfigError, DegradedError, StoreError
+from kvstore.history import History
 from kvstore.io_queue import BATCH_BYTES, IoQueue
-from kvstore.lookup import Identity, Match, Tracked
+from kvstore.lookup import Arrival, Identity, Match, Tracked
 from kvstore.planner import Planner
+from kvstore.policy_file import read_learned, write_learned
 from kvstore.saving import StepSpan
 from kvstore.stats import StoreStats
+from kvstore.steering import Steering
 from kvstore.store import KVStore
 from kvstore.tier import Evict, Evicted, TransferPlan
 from kvstore.transfer import Transfer
@@ -37,6 +42,8 @@ INDEX_S = 60.0  # for the index of a disk that was just opened, when blocks are 
 _REST_S = 0.05  # between two rounds of the housekeeper: a step that runs meanwhile collects by itself
 _ROUND_S = 0.25  # a round at the latest: what a step saved itself, writes that wait to be tried again
 _TOUCHED_S = 2.0  # how often times of last use are handed to the writer
+_LEARNED_S = 60.0  # how often what was learned is written
+_MOST_RATES = 15  # other models whose rates are remembered
 
 
 class TieredConnector:
@@ -51,10 +58,12 @@ class TieredConnector:
         device: torch.device,
         load: str,
         least_slots: int,
+        num_hbm_blocks: int,
+        policy: str,
     ) -> None:
         self.directory = StoreDirectory.open(tiers.path) if tiers.disk and tiers.path is not None else None
         try:
-            self._build(tiers, layout, model, fingerprint, device, load, least_slots)
+            self._build(tiers, layout, model, fingerprint, device, load, least_slots, num_hbm_blocks, policy)
         except BaseException:
             if self.directory is not None:
                 self.directory.close()
@@ -69,6 +78,8 @@ class TieredConnector:
         device: torch.device,
         load: str,
         least_slots: int,
+        num_hbm_blocks: int,
+        policy: str,
     ) -> None:
         directory, clock = self.directory, time.time
         self._secret = os.urandom(32) if directory is None else directory.secret
@@ -77,12 +88,18 @@ class TieredConnector:
         self._progress = threading.Condition()
         self._num_progress = self._num_seen = 0
         self._closed = False
+        self._history = None if directory is None else History(directory.path)
         self._control: ControlServer | None = None
         self._pid = os.getpid()
         num_slots = self._num_slots(tiers, layout, least_slots)
         self._arena = Arena(layout, num_slots, pin=device.type == "cuda")
         stats = StoreStats()
-        self._cpu = CpuTier(num_slots, self._arena.erase, keep=bool(tiers.cpu))
+        capacities = {"hbm": num_hbm_blocks, "cpu": num_slots, "disk": int(tiers.disk) // layout.block_bytes}
+        learned = self._read_learned(stats)
+        self._steering = Steering(policy, clock, capacities, learned.get("steering"))
+        stats.policy_file_errors += self._steering.state_was_bad
+        self.hbm_order = self._steering.order("hbm")
+        self._cpu = CpuTier(num_slots, self._arena.erase, bool(tiers.cpu), self._steering.order("cpu"))
         self._disk_tier = None
         if directory is not None:
             self._disk_tier = DiskTier(directory, int(tiers.disk), itemsize=layout.dtype.itemsize)
@@ -90,17 +107,59 @@ class TieredConnector:
         batch_bytes = min(BATCH_BYTES, max(int(tiers.disk) // 32, layout.block_bytes))
         self._io = IoQueue(self._disk_tier, self._wake, batch_bytes=batch_bytes)
         disk = self._disk_tier
-        write_back = None if disk is None else WriteBack(disk, self._cpu, self._io, self._arena.view, stats, clock)
+        write_back = None
+        if disk is not None:
+            write_back = WriteBack(disk, self._cpu, self._io, self._arena.view, stats, clock, self._steering)
         self._transfer = Transfer(self._arena, device, self._wake)
         self._planner = Planner(layout.block_bytes, layout.block_size, always=load == "always")
+        self._restore_rates(learned, stats)
         self.fingerprint = bytes.fromhex(self._fingerprint)
         identity = Identity(self.fingerprint, model, layout.block_size)
         self._store = KVStore(
             self._cpu, self._io, write_back, self._transfer, identity, self._secret, self._planner,
-            self._arena.copy_tokens, stats, clock,
+            self._arena.copy_tokens, stats, clock, self._steering,
         )  # fmt: skip
         self._housekeeper = threading.Thread(target=self._keep_house, name="kvstore-housekeeping", daemon=True)
         self._housekeeper.start()
+
+    # -- what was learned --------------------------------------------------------------------------------------------
+    def _read_learned(self, stats: StoreStats) -> dict[str, object]:
+        """Of an earlier process. Whatever is wrong with it, everything is learned anew."""
+        try:
+            found = None if self.directory is None else read_learned(self.directory.path)
+            if found is not None and not isinstance(found, dict):
+                raise ValueError("not an object")
+        except (OSError, ValueError):
+            stats.policy_file_errors += 1
+            return {}
+        return found or {}
+
+    def _restore_rates(self, learned: dict[str, object], stats: StoreStats) -> None:
+        """Rates are those of a model on this machine."""
+        rates = learned.get("rates")
+        self._rates: dict[str, object] = dict(rates) if isinstance(rates, dict) else {}
+        try:
+            self._planner.restore(self._rates.get(self._fingerprint))
+        except ValueError:
+            stats.policy_file_errors += 1
+
+    def _write_learned(self) -> None:
+        if self.directory is None:
+            return
+        try:
+            with self._lock:
+                self._rates.pop(self._fingerprint, None)
+                rates = dict(list(self._rates.items())[-_MOST_RATES:]) | {self._fingerprint: self._planner.state()}
+                learned = {"steering": self._steering.state(), "rates": rates}
+            write_learned(self.directory.path, learned)
+        except (OSError, ValueError, TypeError):
+            self._store.stats.policy_file_errors += 1
+
+    def _write_history(self, is_end: bool = False) -> None:
+        if self._history is not None:
+            with self._lock:
+                lines = self._history.take_lines(time.time(), is_end)
+            self._history.write(lines)
 
     @staticmethod
     def _num_slots(tiers: CacheTiers, layout: KVLayout, least_slots: int) -> int:
@@ -122,7 +181,7 @@ class TieredConnector:
             self._progress.notify_all()
 
     def _keep_house(self) -> None:
-        seen, touched_s = 0, time.monotonic()
+        seen, touched_s, learned_s = 0, time.monotonic(), time.monotonic()
         while not self._closed:
             seen = self._wait_for_change(seen, _ROUND_S)
             time.sleep(_REST_S)
@@ -134,6 +193,10 @@ class TieredConnector:
                         touched_s = time.monotonic()
                 except Exception:  # the border of a thread: without it nothing would be written between turns
                     self._store.stats.housekeeping_errors += 1
+            self._write_history()
+            if time.monotonic() - learned_s > _LEARNED_S:
+                self._write_learned()
+                learned_s = time.monotonic()
 
     def _wait_for_change(self, seen: int, timeout_s: float) -> int:
         """Returns the number of things that have ended, once it is not `seen` any more, or after the timeout."""
@@ -164,14 +227,20 @@ class TieredConnector:
         lineage: Lineage,
         tenant: str,
         num_hbm_tokens: int,
+        key: QueueKey,
+        conversation: Conversation | None = None,
         may_load: bool = True,
-    ) -> list[str]:
+    ) -> Arrival:
         self._check_process()
         with self._lock:
             self._store.poll()
-            return self._store.arrive(
-                Tracked(request_id, chain, token_ids, lineage, tenant, may_load), num_hbm_tokens
-            )
+            is_stored = self._store.lookups.is_stored(chain, num_hbm_tokens)
+            found = self._steering.arrive(chain, conversation, is_stored)
+            request = Tracked(request_id, chain, token_ids, lineage, tenant, key, found, may_load)
+            if self._history is not None and (conversation is None or self._history.is_back(request_id)):
+                after = found.first_block if found.number < 0 else None
+                self._history.arrived(request_id, time.time(), found.name, len(token_ids), after)
+            return Arrival(self._store.arrive(request, num_hbm_tokens), found)
 
     def get_num_usable_blocks(self, request_id: str, num_hit_blocks: int) -> int:
         self._check_process()
@@ -199,7 +268,10 @@ class TieredConnector:
     def request_finished(self, request_id: str, block_numbers: Sequence[int]) -> None:
         self._check_process()
         with self._lock:
-            self._store.leave(request_id)
+            request = self._store.leave(request_id)
+            if request is not None and self._history is not None:
+                tip = request.chain[-1] if request.chain else None
+                self._history.left(request_id, time.time(), len(request.token_ids), tip)
 
     def request_failed(self, request_id: str) -> None:
         """Nothing to do: the saves of a step fail with its loads, and a step ends only when its loads have."""
@@ -246,7 +318,22 @@ class TieredConnector:
     def prefetch(self, chain: Sequence[BlockId], token_ids: Sequence[int], lineage: Lineage, tenant: str) -> None:
         self._check_process()
         with self._lock:
+            self._store.poll()
             self._store.prefetch(chain, token_ids, lineage, tenant)
+
+    def pin(self, chain: Sequence[BlockId], seconds: float) -> None:
+        self._check_process()
+        with self._lock:
+            found = self._store.find_conversation(chain)
+            if found is not None:
+                self._steering.pin(found, time.time() + seconds)
+
+    def expire(self, chain: Sequence[BlockId], at_s: float | None) -> None:
+        self._check_process()
+        with self._lock:
+            found = self._store.find_conversation(chain)
+            if found is not None:
+                self._steering.expire(found, math.inf if at_s is None else at_s)
 
     def splice(
         self,
@@ -352,14 +439,16 @@ class TieredConnector:
         if self._control is not None:
             self._control.close()
         self._transfer.close()
+        self._write_learned()
         if self._store.disk is not None:
             with self._lock:
-                self._store.disk.finish()
+                self._store.finish()
         self._wait_until(lambda: self._store.is_idle or self._degraded is not None, DRAIN_S)
         with self._progress:
             self._closed = True
             self._progress.notify_all()
         self._housekeeper.join(DRAIN_S)
+        self._write_history(is_end=True)
         ended = self._io.close(DRAIN_S)
         if self._disk_tier is not None and ended:
             self._disk_tier.close()

@@ -7,25 +7,29 @@ only because every block that is free there has been written.
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from kvstore.block import BlockId
+from kvstore.conversation import Conversation
 from kvstore.cpu_tier import CpuTier, SlotState
 from kvstore.disk_format import WriteError
 from kvstore.disk_index import DiskIndex, IndexEntry
+from kvstore.disk_reads import DiskReads
 from kvstore.disk_tier import WATERMARK, DiskTier
 from kvstore.errors import StoreError
-from kvstore.io_queue import BATCH_BYTES, IoQueue, Read, ReadDone, Write, WriteDone
+from kvstore.io_queue import BATCH_BYTES, IoQueue, ReadDone, Write, WriteDone
 from kvstore.stats import StoreStats
+from kvstore.steering import Steering
 from kvstore.tier import BlockRecord, Evict, Evicted, ReadResult
 
 MAX_QUEUED_BYTES = 2 * BATCH_BYTES  # more dirty blocks wait in the arena, where a deletion still finds them
 PAGE_BYTES = 4096
 MAX_FULL = 5  # times in a row that the map may be full before the disk counts as degraded
 GIVE_UP_S = 1.0  # without room for a block because of blocks that may not be evicted
+ADOPTED_AT_ONCE = 2000  # conversations that are found at a start
 FIRST_RETRY_S, LAST_RETRY_S = 0.5, 30.0
-MAX_EARLY_TOUCHES = 1 << 18  # remembered until the index is loaded
+MAX_EARLY_TOUCHES = 1 << 12  # chains remembered until the index is loaded
 
 
 def _file_bytes(view: memoryview) -> int:
@@ -47,8 +51,10 @@ class WriteBack:
         view: Callable[[int], memoryview],
         stats: StoreStats,
         clock: Callable[[], float],
+        steering: Steering,
     ) -> None:
         self._disk = disk
+        self._steering = steering
         self._cpu = cpu
         self._io = io
         self._view = view
@@ -56,7 +62,7 @@ class WriteBack:
         self._clock = clock
         self._dirty: deque[int] = deque()
         self._dirty_parents: Counter[BlockId] = Counter()
-        self._reading: set[int] = set()
+        self.reads = DiskReads(cpu, io, view, stats)
         self._queued: set[int] = set()  # slots whose writes were submitted
         self._unsure: set[int] = set()  # those of them that may have gone to an environment that was put aside
         self._deleting: dict[BlockId, int] = {}  # and the bytes that will be free
@@ -70,11 +76,14 @@ class WriteBack:
         self.degraded: str | None = None
         self._index: DiskIndex | None = None  # until it is loaded, LMDB itself is asked
         # What happened meanwhile, the last of each block: written, or None: deleted. And when it was last of use.
-        self._journal: dict[BlockId, IndexEntry | None] = {}
-        self._early_touches: OrderedDict[BlockId, float] = OrderedDict()
+        self._journal: dict[BlockId, tuple[IndexEntry, Conversation | None] | None] = {}
+        self._early_touches: deque[tuple[tuple[BlockId, ...], float, Conversation | None]] = deque(
+            maxlen=MAX_EARLY_TOUCHES
+        )
         self._lost_early: list[BlockId] = []  # what hangs below them is not known yet
         self._generation = 0  # of the environment
-        self._loaded: deque[tuple[int, DiskIndex, bool]] = deque()
+        self._to_adopt: list[tuple[Hashable, Conversation]] = []
+        self._loaded: deque[tuple[int, DiskIndex, list[tuple[Hashable, Conversation]], bool]] = deque()
         loader = threading.Thread(target=self._load_index, args=(0,), name="kvstore-index", daemon=True)
         loader.start()
 
@@ -83,32 +92,43 @@ class WriteBack:
         batches: list[list[IndexEntry]] = []
         try:
             batches.extend(self._disk.scan())
-            self._loaded.append((generation, DiskIndex.build(batches), True))
+            index, is_whole = self._new_index(batches), True
+            found = index.name_conversations()  # last, since the order is the same for whatever index there is
+            self._steering.order("disk").first()  # sorts them here, not where somebody waits
         except Exception:  # the border of a thread: what was not found is computed and written again
-            self._loaded.append((generation, self._partial_index(batches), False))
+            index, is_whole, found = self._partial_index(batches), False, []
+        self._loaded.append((generation, index, found, is_whole))
 
-    @staticmethod
-    def _partial_index(batches: list[list[IndexEntry]]) -> DiskIndex:
+    def _new_index(self, batches: list[list[IndexEntry]]) -> DiskIndex:
+        return DiskIndex.build(batches, self._clock, self._steering.order("disk"))
+
+    def _partial_index(self, batches: list[list[IndexEntry]]) -> DiskIndex:
         try:
-            return DiskIndex.build(batches)
+            return self._new_index(batches)
         except Exception:  # what was read is what cannot be used
-            return DiskIndex()
+            return self._new_index([])
 
     def _take_index(self) -> None:
         while self._loaded:
-            generation, index, is_whole = self._loaded.popleft()
+            generation, index, found, is_whole = self._loaded.popleft()
             self._stats.housekeeping_errors += not is_whole
             if generation == self._generation and self._index is None:
+                self._to_adopt = found
                 self._set_index(index)
+            else:
+                index.clear()
+        if self._to_adopt:  # a part at a time, the last used first: there may be very many
+            part, self._to_adopt = self._to_adopt[-ADOPTED_AT_ONCE:], self._to_adopt[:-ADOPTED_AT_ONCE]
+            self._steering.adopt(part)
 
     def _set_index(self, index: DiskIndex) -> None:
-        for block_id, entry in self._journal.items():
-            if entry is None:
+        for block_id, change in self._journal.items():
+            if change is None:
                 index.remove(block_id)
             else:
-                index.add(entry)
-        for block_id, used_s in self._early_touches.items():
-            index.touch(block_id, used_s)
+                index.add(*change)
+        for chain, used_s, conversation in self._early_touches:
+            index.touch(chain, used_s, conversation)
         lost, self._lost_early = self._lost_early, []
         self._index = index
         self._journal.clear()
@@ -117,19 +137,28 @@ class WriteBack:
         if below:
             self.delete(below)
 
-    def _note_in_index(self, block_id: BlockId, entry: IndexEntry | None) -> None:
-        """A block was written, or with None deleted: in the index, or in it once it is there."""
+    def _note_written(self, entry: IndexEntry, conversation: Conversation | None) -> None:
+        """In the index, or in it once it is there."""
         if self._index is None:
-            self._journal.pop(block_id, None)  # the order is that of the last changes
-            self._journal[block_id] = entry
-        elif entry is None:
-            self._index.remove(block_id)
+            self._journal.pop(entry.block_id, None)  # the order is that of the last changes
+            self._journal[entry.block_id] = (entry, conversation)
         else:
-            self._index.add(entry)
+            self._index.add(entry, conversation)
+
+    def _note_deleted(self, block_id: BlockId) -> None:
+        if self._index is None:
+            self._journal.pop(block_id, None)
+            self._journal[block_id] = None
+        else:
+            self._index.remove(block_id)
 
     @property
     def index_loaded(self) -> bool:
         return self._index is not None
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._disk.capacity_bytes
 
     def contains(self, block_id: BlockId) -> bool:
         """Whether the disk has this block; false for one that is being deleted."""
@@ -139,30 +168,28 @@ class WriteBack:
             return block_id in self._index
         return self._disk.contains(block_id)
 
-    def touch(self, chain: Sequence[BlockId]) -> None:
-        """These blocks, head first, were of use just now."""
+    def claim(self, chain: Sequence[BlockId], conversation: Conversation) -> None:
+        """These blocks, head first, are wanted by this conversation, as far as they are on disk."""
+        if self._index is not None:
+            self._index.claim(chain, conversation)
+
+    def link(self, block_id: BlockId, parent_id: BlockId) -> None:
+        """The first block of a splice goes before the block in front of it."""
+        if self._index is not None:
+            self._index.link(block_id, parent_id)
+
+    def touch(self, chain: Sequence[BlockId], conversation: Conversation | None = None) -> None:
+        """These blocks, head first, were of use just now. conversation: whose they are."""
         now = self._clock()
-        for block_id in reversed(chain):
-            if self._index is not None:
-                self._index.touch(block_id, now)
-                continue
-            self._early_touches[block_id] = now
-            self._early_touches.move_to_end(block_id)
-            if len(self._early_touches) > MAX_EARLY_TOUCHES:
-                self._early_touches.popitem(last=False)
+        if self._index is not None:
+            self._index.touch(chain, now, conversation)
+        else:
+            self._early_touches.append((tuple(chain), now, conversation))
 
     # -- reads -------------------------------------------------------------------------------------------------------
-    def is_reading(self, slot: int) -> bool:
-        return slot in self._reading
-
-    def start_read(self, slot: int, record: BlockRecord) -> None:
-        """The slot is announced and holds a reference for the read."""
-        self._reading.add(slot)
-        self._io.submit_read(Read(slot, record, self._view(slot)))
-
     def read_done(self, done: ReadDone) -> None:
         slot, result = done.read.slot, done.result
-        self._reading.discard(slot)
+        self.reads.end(slot)
         if result is ReadResult.OK:
             self._stats.read += 1
             if self._cpu.state(slot) is SlotState.PENDING:  # else it was deleted meanwhile
@@ -170,17 +197,32 @@ class WriteBack:
         else:
             failures = self._stats.read_failures
             failures[result.value] = failures.get(result.value, 0) + 1
-            is_current = self._cpu.find(done.read.record.block_id) == slot  # else it was given up, and may be new
-            self._cpu.fail(slot)
-            if result in (ReadResult.MISSING, ReadResult.CORRUPT) and is_current:
-                self.delete_tree(done.read.record.block_id)
+            block_id = done.read.record.block_id
+            is_current = self._cpu.find(block_id) == slot  # else it was given up, and may be new
+            records = map(self._cpu.record, self._cpu.fail(slot))
+            gone = [record.block_id for record in records if record is not None]
+            is_lost = result in (ReadResult.MISSING, ReadResult.CORRUPT) or not self.contains(block_id)
+            if is_lost and is_current:  # a quarantine may have come in between
+                self.delete_tree(block_id, gone)
         self._cpu.release(slot)
 
-    def delete_tree(self, block_id: BlockId) -> None:
-        """A block is lost: it goes, and with it what was computed after it, which nobody could use."""
+    def delete_tree(self, block_id: BlockId, gone: Sequence[BlockId] = ()) -> None:
+        """A block is lost: it goes, and with it what was computed after it, which nobody could use.
+
+        gone: what the CPU tier had below it until now.
+        """
         if self._index is None:
             self._lost_early.append(block_id)
-        self.delete(self.with_descendants([block_id]))
+        lost = dict.fromkeys(self.with_descendants([block_id, *gone]))
+        self._add_children(lost)
+        self.delete(list(lost))
+
+    def _add_children(self, lost: dict[BlockId, None]) -> None:
+        """What the CPU tier has below these: what came when its parent was on disk only is not linked to it."""
+        for slot in self._cpu.parents_first():
+            record = self._cpu.record(slot)
+            if record is not None and record.parent_id in lost:
+                lost[record.block_id] = None
 
     def _quarantine(self) -> bool:
         """The environment is damaged: put aside, and start with an empty one; the CPU tier is written to it again.
@@ -199,35 +241,32 @@ class WriteBack:
         self._heal_at, self._heal_s = 0.0, FIRST_RETRY_S
         self.degraded, self._retry_at = None, 0.0
         self._generation += 1
-        self._index = DiskIndex()
+        if self._index is not None:
+            self._forget_what_it_held_up(self._index)
+            self._index.clear()
+        self._index = self._new_index([])
         self._journal.clear()
         self._early_touches.clear()
+        self._to_adopt = []
         self._lost_early.clear()
         self._deleting.clear()
         self._undeleted.clear()
         self._unsure |= self._queued
         known = self._queued.union(self._dirty)
-        for slot in self._parents_first():
+        for slot in self._cpu.parents_first():
             if self._cpu.state(slot) is SlotState.READY and slot not in known:
                 self._cpu.acquire(slot)
                 self.add_dirty(slot)
         return True
 
-    def _parents_first(self) -> list[int]:
-        """The slots of the CPU tier's blocks: what stops half-way leaves nothing on disk without its parent."""
-        slots = {record.block_id: slot for slot in self._cpu.blocks() if (record := self._cpu.record(slot)) is not None}
-        found: dict[int, None] = {}
-        seen: set[int] = set()
-        for start in slots.values():
-            path: list[int] = []
-            slot: int | None = start
-            while slot is not None and slot not in seen:
-                seen.add(slot)
-                path.append(slot)
-                record = self._cpu.record(slot)
-                slot = None if record is None else slots.get(record.parent_id)
-            found |= dict.fromkeys(reversed(path))
-        return list(found)
+    def _forget_what_it_held_up(self, index: DiskIndex) -> None:
+        """Blocks of the CPU tier whose parent was on disk only are of no use to anybody now."""
+        records = [record for record in map(self._cpu.record, self._cpu.blocks()) if record is not None]
+        parents = dict.fromkeys(record.parent_id for record in records)
+        lost = {block_id: None for block_id in parents if block_id in index and self._cpu.find(block_id) is None}
+        self._add_children(lost)
+        for block_id in lost:
+            self._cpu.forget(block_id)
 
     # -- writes ------------------------------------------------------------------------------------------------------
     def add_dirty(self, slot: int) -> None:
@@ -318,7 +357,7 @@ class WriteBack:
                 model=record.model,
                 tenant=record.tenant,
             )
-            self._note_in_index(record.block_id, entry)
+            self._note_written(entry, self._cpu.conversation(write.slot))
             if self._cpu.find(record.block_id) != write.slot:  # deleted while it was being written
                 self.delete([record.block_id])
             self._clean(write.slot, record)
@@ -334,9 +373,7 @@ class WriteBack:
         if done.error == WriteError.MAP_FULL and self._num_full < MAX_FULL and self._index is not None:
             # There is room, in pieces that are too small or not free before another transaction or two.
             self._num_full += 1
-            victims = self._index.victims(sum(_file_bytes(write.view) for write in done.writes), self._is_pinned)
-            self._stats.disk_evictions += len(victims)
-            self.delete(victims)
+            self._evict(self._index, sum(_file_bytes(write.view) for write in done.writes))
             self._delete_again()
             return
         self.degraded = done.error
@@ -350,19 +387,24 @@ class WriteBack:
             self._io.submit_deletes(again)
 
     def _make_room(self, incoming_bytes: int) -> bool:
-        """Evict the least recently used leaves until so much more may be written; False when that must wait."""
+        """Evict, in the order of eviction, until so much more may be written; False when that must wait."""
         excess = self._disk.excess_bytes(incoming_bytes) - sum(self._deleting.values())
         if excess <= 0:
             return True
         if self._index is None:
             return False
-        victims = self._index.victims(excess, self._is_pinned)
-        if victims:
-            self._stats.disk_evictions += len(victims)
-            self.delete(victims)
+        victims = self._evict(self._index, excess)
         # Their pages can be used again after the next transactions; half of what is above the watermark is for that.
         slack = (1 - WATERMARK) * self._disk.capacity_bytes / 2
         return bool(victims) and (excess <= slack or not self._queued_bytes)
+
+    def _evict(self, index: DiskIndex, num_bytes: int) -> list[IndexEntry]:
+        """Give up at least so much, in the order of eviction; returns what."""
+        victims = index.take_victims(num_bytes, self._is_pinned)
+        self._stats.disk_evictions += len(victims)
+        if victims:
+            self._delete([(entry.block_id, entry.stored_bytes) for entry in victims])
+        return victims
 
     def _is_pinned(self, block_id: BlockId) -> bool:
         """Whether something above the disk still builds on this block, or uses it."""
@@ -374,14 +416,19 @@ class WriteBack:
     # -- giving up ---------------------------------------------------------------------------------------------------
     def delete(self, block_ids: Sequence[BlockId]) -> None:
         """Take blocks from the disk and from the CPU tier. Whoever holds a slot there keeps it."""
-        for block_id in reversed(block_ids):
-            self._cpu.forget(block_id)
-            entry = None if self._index is None else self._index.get(block_id)
-            self._deleting[block_id] = 0 if entry is None else entry.stored_bytes
-            self._undeleted.pop(block_id, None)
+        entries = [None if self._index is None else self._index.get(block_id) for block_id in block_ids]
         for block_id in block_ids:
-            self._note_in_index(block_id, None)
-        self._io.submit_deletes(block_ids)
+            self._note_deleted(block_id)
+        sizes = [0 if entry is None else entry.stored_bytes for entry in entries]
+        self._delete(list(zip(block_ids, sizes, strict=True)))
+
+    def _delete(self, blocks: Sequence[tuple[BlockId, int]]) -> None:
+        """Of these, given with their sizes, the index knows already."""
+        for block_id, size in reversed(blocks):
+            self._cpu.forget(block_id)
+            self._deleting[block_id] = size
+            self._undeleted.pop(block_id, None)
+        self._io.submit_deletes([block_id for block_id, _ in blocks])
 
     def with_descendants(self, block_ids: Sequence[BlockId]) -> list[BlockId]:
         """These blocks and all that hangs below them on disk, as far as that is known: before the index is, nothing."""
@@ -410,7 +457,7 @@ class WriteBack:
     @property
     def is_drained(self) -> bool:
         """Nothing is dirty and nothing is on its way."""
-        return not self._dirty and not self._deleting and not self._reading and self._io.is_idle
+        return not self._dirty and not self._deleting and not self.reads and self._io.is_idle
 
     def is_deleting(self, block_ids: Iterable[BlockId]) -> bool:
         """Whether some of these are not gone from disk yet."""
@@ -427,6 +474,7 @@ class WriteBack:
 
     def finish(self) -> None:
         """The store is about to be closed: hand over what waits for a better moment."""
+        self.reads.finish()
         self.persist_touched()
         self._delete_again()
 
@@ -437,7 +485,7 @@ class WriteBack:
             "blocks": blocks,
             "dirty_blocks": len(self._dirty),
             "queued_write_bytes": self._queued_bytes,
-            "reads_in_flight": len(self._reading),
+            "reads_in_flight": len(self.reads),
             "degraded": self.degraded,
             "index_loaded": self._index is not None,
         }

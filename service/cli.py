@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from engine.config import DTYPES, EngineConfig
+from engine.config import DTYPES, EVICTIONS, EngineConfig
 from kvstore.config import CacheTiers
 from kvstore.errors import ConfigError, KVStoreError, StoreLockedError
 from service.options import (
@@ -42,6 +42,7 @@ COMMANDS = {
     "verify": "check everything that is stored",
     "compact": "give the space of what was deleted back to the file system",
     "sessions": "list or delete stored conversations",
+    "plan": "predict hit rate and time to first token for other sizes of the tiers",
 }
 ENGINE_OPTIONS = (
     Option("--max-model-len", count, None, "context window in tokens (default: the model's)"),
@@ -50,6 +51,12 @@ ENGINE_OPTIONS = (
     Option("--max-num-batched-tokens", count, 2048, "tokens computed in one step (default: 2048)"),
     Option("--dtype", choice(*DTYPES), "auto", "auto, float32, bfloat16 or float16 (default: auto, the model's)"),
     Option("--device", device, "auto", "auto, cpu, cuda or cuda:N (default: auto)"),
+    Option(
+        "--eviction",
+        choice(*EVICTIONS),
+        "auto",
+        "what goes first: auto, fifo, lru or return, the least likely to come back (default: auto)",
+    ),
     Option("--seed", whole, 0, "seed of the engine's sampling (default: 0)"),
 )
 TIER_OPTIONS = (
@@ -119,6 +126,10 @@ def _run(argv: list[str], environment: Mapping[str, str], engine_factory: Callab
         raise UsageError(f"unknown {kind} {argv[0]!r}{suggestion(argv[0], known)}")
     if argv[0] == "chat":
         return _chat(argv[1:], environment, engine_factory)
+    if argv[0] == "plan":
+        from service.plan import run_plan
+
+        return run_plan(COMMANDS["plan"], argv[1:], environment)
     from service.store_commands import run_store_command
 
     return run_store_command(argv[0], COMMANDS[argv[0]], argv[1:], environment)

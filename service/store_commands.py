@@ -95,8 +95,8 @@ def run_store_command(name: str, summary: str, argv: list[str], environment: Map
 
 # -- the commands ----------------------------------------------------------------------------------------------------
 def _stats(values: Mapping[str, Any], _: Sequence[str]) -> int:
-    result = _carry_out(values["path"], "stats", {}, "reading the store")
-    if not _print_json(values, result):
+    result = carry_out(values["path"], "stats", {}, "reading the store")
+    if not print_json(values, result):
         from service.store_tables import console, show_stats
 
         show_stats(result, console())
@@ -116,8 +116,8 @@ def _evict(values: Mapping[str, Any], _: Sequence[str]) -> int:
         to_bytes=values["to_size"],
         dry_run=values["dry_run"],
     )
-    result = _carry_out(values["path"], "evict", request.to_dict(), "evicting")
-    if not _print_json(values, result):
+    result = carry_out(values["path"], "evict", request.to_dict(), "evicting")
+    if not print_json(values, result):
         from service.store_tables import console, show_evicted
 
         show_evicted(result, console())
@@ -127,15 +127,15 @@ def _evict(values: Mapping[str, Any], _: Sequence[str]) -> int:
 def _verify(values: Mapping[str, Any], _: Sequence[str]) -> int:
     from service.store_tables import console, is_sound, show_verified
 
-    result = _carry_out(values["path"], "verify", {"delete": values["delete"]}, "checking")
-    if not _print_json(values, result):
+    result = carry_out(values["path"], "verify", {"delete": values["delete"]}, "checking")
+    if not print_json(values, result):
         show_verified(result, values["delete"], console())
     return EXIT_OK if is_sound(result) else EXIT_DAMAGED
 
 
 def _compact(values: Mapping[str, Any], _: Sequence[str]) -> int:
-    result = _carry_out(values["path"], "compact", {}, "compacting")
-    if not _print_json(values, result):
+    result = carry_out(values["path"], "compact", {}, "compacting")
+    if not print_json(values, result):
         from service.store_tables import console, show_compacted
 
         show_compacted(result, console())
@@ -146,8 +146,8 @@ def _sessions(values: Mapping[str, Any], arguments: Sequence[str]) -> int:
     if arguments:
         return _delete_session(values, arguments)
     request = {"tenant": values["tenant"], "limit": values["limit"]}
-    result = _carry_out(values["path"], "sessions", request, "reading the sessions")
-    if not _print_json(values, result):
+    result = carry_out(values["path"], "sessions", request, "reading the sessions")
+    if not print_json(values, result):
         from service.store_tables import console, show_sessions
 
         show_sessions(result["sessions"], values["tenant"], console())
@@ -161,8 +161,8 @@ def _delete_session(values: Mapping[str, Any], arguments: Sequence[str]) -> int:
         raise UsageError(f"sessions delete takes one ID, not {len(arguments) - 1}")
     name = session_id("ID", arguments[1])
     request = {"session": session_to_dict(SessionKey(values["tenant"], name))}
-    result = _carry_out(values["path"], "sessions.delete", request, "deleting")
-    if not _print_json(values, result):
+    result = carry_out(values["path"], "sessions.delete", request, "deleting")
+    if not print_json(values, result):
         from service.store_tables import num_blocks
 
         print(f"session {name} is deleted, with {num_blocks(result['blocks'])} that no other session refers to")
@@ -208,9 +208,9 @@ STORE_COMMANDS = {
 
 
 # -- how -------------------------------------------------------------------------------------------------------------
-def _carry_out(path: Path, command: str, arguments: dict[str, Any], note: str) -> Mapping[str, Any]:
+def carry_out(path: Path, command: str, arguments: dict[str, Any], note: str) -> Mapping[str, Any]:
     """Through the owner's socket, or on the files of a store that nobody owns."""
-    with _progress(note) as on_progress:
+    with progress(note) as on_progress:
         try:
             return ask(path, command, arguments, SILENCE_S, on_progress)
         except NoOwner:
@@ -221,7 +221,7 @@ def _carry_out(path: Path, command: str, arguments: dict[str, Any], note: str) -
             return store.handle(command, arguments, on_progress)
 
 
-def _print_json(values: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
+def print_json(values: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
     """Print the result as JSON when that was asked for."""
     if values["json"]:
         print(json.dumps(result))
@@ -229,7 +229,7 @@ def _print_json(values: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def _progress(note: str) -> Iterator[Callable[[float | None], None]]:
+def progress(note: str) -> Iterator[Callable[[float | None], None]]:
     """A spinner on stderr from the second second on, in a terminal only; what is yielded tells it how far it is."""
     if not sys.stderr.isatty():
         yield lambda fraction: None

@@ -41,6 +41,8 @@ def show_stats(stats: Mapping[str, Any], out: Console) -> None:
     for name, amount in (_part(stats, "disk").get("models") or {}).items():
         shown = f"{num_blocks(amount['blocks'])}, {format_size(amount['bytes'])}"
         facts.append((f"model {printable(name) or 'not named'}", shown))
+    if policy := _part(stats, "policy"):
+        facts.append(("eviction", _policy(policy)))
     facts += _failures(stats)
     counters = {name: value for name, value in _part(stats, "store").items() if name not in _SKIPPED}
     if shown := _counts(counters):
@@ -50,6 +52,14 @@ def show_stats(stats: Mapping[str, Any], out: Console) -> None:
 
 def _part(stats: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return stats.get(name) or {}
+
+
+def _policy(policy: Mapping[str, Any]) -> str:
+    """What is asked for, what that means on each tier now, and what it was learned from."""
+    in_force = ", ".join(f"{tier} {name}" for tier, name in policy["in_force"].items())
+    shown = policy["policy"] if policy["policy"] != "auto" else f"auto (now {in_force})"
+    learned = f"{policy['num_returns_learned']:,} returns learned"
+    return f"{shown}; {policy['num_conversations']:,} conversations, {learned}"
 
 
 def _tier_table(stats: Mapping[str, Any]) -> Table:

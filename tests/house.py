@@ -13,7 +13,7 @@ from engine.request import Request, Status
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler, SchedulerOutput
 from kvstore.block import Lineage, lineage_root
-from kvstore.connector import Lookup, Match, NullConnector, TransferPlan
+from kvstore.connector import Arrival, Lookup, Match, NullConnector, TransferPlan
 from kvstore.pool import BlockPool
 from kvstore.tier import Load
 
@@ -56,11 +56,17 @@ class FakeStore(NullConnector):
         self._may_load: dict[str, bool] = {}
         self._loads: list[Load] = []
 
-    def on_new_request(self, request_id, chain, token_ids, lineage, tenant, num_hbm_tokens, may_load=True):
+    def on_new_request(
+        self, request_id, chain, token_ids, lineage, tenant, num_hbm_tokens, key, conversation=None, may_load=True
+    ):
+        found = super().on_new_request(
+            request_id, chain, token_ids, lineage, tenant, num_hbm_tokens, key, conversation, may_load
+        )
         self.calls.append(("new", request_id, len(chain)))
         self._chains[request_id] = chain
         self._may_load[request_id] = may_load
-        return ["cpu" for block_id in chain[num_hbm_tokens // self.block_size :] if block_id in self.loadable]
+        below = ["cpu" for block_id in chain[num_hbm_tokens // self.block_size :] if block_id in self.loadable]
+        return Arrival(below, found.conversation)
 
     def get_num_new_matched_tokens(self, request_id, num_computed_tokens, max_tokens):
         found, chain = [], self._chains[request_id]
@@ -83,10 +89,12 @@ class FakeStore(NullConnector):
         self.calls.append(("alloc", request_id, num_external_tokens))
 
     def build_connector_meta(self, spans):
+        super().build_connector_meta(spans)
         loads, self._loads = self._loads, []
         return TransferPlan(tuple(loads)) if loads else None
 
     def request_finished(self, request_id, block_numbers):
+        super().request_finished(request_id, block_numbers)
         self.calls.append(("finished", request_id, len(block_numbers)))
 
 
@@ -95,11 +103,12 @@ class House:
 
     def __init__(self, num_blocks=64, block_size=4, seqs=8, budget=64, window=200, policy="fcfs", store=None) -> None:
         self.config = SchedulerConfig(window, block_size, seqs, budget, policy)
-        self.pool = BlockPool(num_blocks)
+        connector = store or NullConnector(num_blocks)
+        self.pool = BlockPool(num_blocks, connector.hbm_order)
         self.store = store
         if store is not None:
             store.block_size = block_size
-        self.scheduler = Scheduler(self.config, KVCacheManager(self.pool, block_size), store or NullConnector())
+        self.scheduler = Scheduler(self.config, KVCacheManager(self.pool, block_size), connector)
         self.batch = InputBatch(seqs, window, block_size)
         self.keys = [EMPTY] * (num_blocks * block_size)
         self.computed: Counter[str] = Counter()  # tokens computed, by the request's name before "/"

@@ -102,7 +102,7 @@ def run(monkeypatch, capsys):
 def test_help_lists_only_the_commands_that_exist(run):
     code, out, err = run("--help")
     assert (code, err) == (0, "")
-    assert re.findall(r"(?m)^  ([a-z]+) ", out) == ["chat", "stats", "evict", "verify", "compact", "sessions"]
+    assert re.findall(r"(?m)^  ([a-z]+) ", out) == ["chat", "stats", "evict", "verify", "compact", "sessions", "plan"]
     code, out, _ = run("chat", "--help")
     assert code == 0
     for option in cli.ENGINE_OPTIONS + cli.TIER_OPTIONS + cli.CHAT_OPTIONS:
@@ -159,6 +159,7 @@ def test_flags_reach_the_engine_and_win_over_the_environment(run, monkeypatch):
         "max_num_batched_tokens": 2048,
         "dtype": "auto",
         "device": "auto",
+        "eviction": "auto",
         "seed": -1,
     }
     assert made.sessions["terminal"].system == "be brief"

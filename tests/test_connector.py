@@ -32,13 +32,13 @@ def test_the_null_connector_has_no_verb_of_its_own():
 
 def test_every_lookup_is_a_miss():
     connector = NullConnector()
-    assert connector.on_new_request("r", [b"id"], list(range(16)), Lineage(ROOT), "", 0) == []
+    assert connector.on_new_request("r", [b"id"], list(range(16)), Lineage(ROOT), "", 0, (0, 0)).tiers == []
     assert connector.get_num_usable_blocks("r", 3) == 3
     assert connector.get_num_new_matched_tokens("r", 0, 63) == Match(Lookup.MISS, 0)
     assert connector.build_connector_meta([StepSpan("r", 0, 16)]) is None
     assert connector.get_finished() == ()
     assert connector.splice([b"id"], list(range(16)), Lineage(ROOT), [(0, 16)], "") is None
-    assert connector.stats() == {}
+    assert set(connector.stats()) == {"policy"}
 
 
 def test_roots_are_one_per_owner_and_another_in_every_store():

@@ -88,7 +88,7 @@ def test_a_staging_area_forgets_what_nobody_holds():
     tier.release(child)
     assert names(tier) == {"b"}, "its parent is on disk"
     tier.release(child)
-    assert names(tier) == set() and tier.pool.num_idle == 2
+    assert names(tier) == set() and tier.pool.num_free == 2
 
 
 def test_what_was_held_and_has_no_name_is_erased_once():

@@ -247,9 +247,7 @@ def right(tier, number):
 directory = StoreDirectory.open(sys.argv[1] + "/store")
 tier, index = DiskTier(directory, 64 * MIB, codec="raw"), DiskIndex()
 for first in range(0, 6400, 32):  # twice what fits, with eviction as the owner does it
-    gone = index.victims(tier.excess_bytes(32 * 8192))
-    for block_id in gone:
-        index.remove(block_id)
+    gone = [entry.block_id for entry in index.take_victims(tier.excess_bytes(32 * 8192))]
     assert tier.write([put(i) for i in range(first, first + 32)], gone).error is None, first
     for i in range(first, first + 32):
         index.add(tier.entry(record(i).block_id))

@@ -70,7 +70,8 @@ def test_scan_gives_what_the_index_needs(store, monkeypatch):
     entry = index.get(record(9).block_id)
     assert (entry.parent_id, entry.model, entry.tenant) == (record(8).block_id, "model 0", "tenant")
     assert (entry.created_s, entry.last_access_s) == (1.0, 5.0)
-    assert len(index.victims(1)) == 1 and not index.has_children(index.victims(1)[0])
+    (victim,) = index.take_victims(1)
+    assert victim.block_id not in index and not index.has_children(victim.block_id)
 
 
 def test_many_readers_and_a_writer(store):
@@ -158,9 +159,7 @@ def test_eviction_at_the_watermark_never_fills_the_map(store):
     index = DiskIndex.build(tier.scan())
     for first in range(0, 2400, 16):
         numbers = range(first, first + 16)
-        gone = index.victims(tier.excess_bytes(16 * (PAYLOAD_BYTES + 4096)))
-        for block_id in gone:
-            index.remove(block_id)
+        gone = [entry.block_id for entry in index.take_victims(tier.excess_bytes(16 * (PAYLOAD_BYTES + 4096)))]
         outcome = tier.write([put(i) for i in numbers], gone)
         assert outcome.error is None
         for i in numbers:

@@ -5,7 +5,18 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvstore.io_queue import IoQueue, Read, ReadDone, Task, TaskDone, Write, WriteDone
+from kvstore.io_queue import (
+    AS_HINT,
+    AT_ONCE,
+    IoQueue,
+    Read,
+    ReadDone,
+    Task,
+    TaskDone,
+    Write,
+    WriteDone,
+    rank_of_request,
+)
 from kvstore.tier import BlockRecord, ReadResult
 
 
@@ -150,3 +161,61 @@ def test_close_writes_what_is_queued_and_a_stuck_disk_is_reported():
     assert not stuck.close(0.2)
     disk.gate.set()
     assert stuck.close(5.0)
+
+
+def held(queue: IoQueue, disk: FakeDisk, slots: list[int]) -> None:
+    """Both readers are busy with these."""
+    disk.gate.clear()
+    for slot in slots:
+        queue.submit_read(Read(slot, record(slot), block(0)))
+    while queue._num_active < len(slots):
+        pass
+
+
+def test_reads_go_by_rank_and_then_in_their_order(made):
+    disk, queue, woken = made
+    held(queue, disk, [101, 102])
+    order: list[int] = []
+    read = disk.read
+    disk.read = lambda expected, into: (order.append(expected.block_id[0]), read(expected, into))[1]
+    for slot, rank in ((1, AS_HINT), (2, rank_of_request((0, 7))), (3, rank_of_request((0, 2))), (4, AS_HINT)):
+        queue.submit_read(Read(slot, record(slot), block(0)), rank)
+    queue.submit_read(Read(5, record(5), block(0)), rank_of_request((0, 2)))
+    queue.rank_read(4, AT_ONCE)
+    queue.rank_read(99, AT_ONCE)  # it has ended
+    disk.gate.set()
+    collect(queue, woken, 7)
+    assert [number for number in order if number < 100][:1] == [4] and order.index(3) < order.index(2) < order.index(1)
+
+
+def test_a_read_that_is_queued_can_be_cancelled_and_one_that_runs_cannot(made):
+    disk, queue, woken = made
+    held(queue, disk, [101, 102])
+    queue.submit_read(Read(1, record(1), block(0)))
+    queue.submit_read(Read(2, record(2), block(0)))
+    assert queue.cancel_read(1) and not queue.cancel_read(1) and not queue.cancel_read(101)
+    assert queue.stalled_s > 0
+    disk.gate.set()
+    assert {done.read.slot for done in collect(queue, woken, 3)} == {2, 101, 102}
+    assert queue.is_idle and queue.stalled_s == 0
+
+
+def test_who_waits_is_woken_when_the_last_read_of_its_rank_has_ended(made):
+    disk, queue, woken = made
+    held(queue, disk, [101, 102])
+    queue.submit_read(Read(1, record(1), block(0)), AS_HINT)
+    hint_gate = threading.Event()
+    read = disk.read
+    disk.read = lambda expected, into: (expected.block_id[0] == 1 and hint_gate.wait(), read(expected, into))[1]
+    disk.gate.set()
+    assert woken.acquire(timeout=5), "a hint is still to be read"
+    hint_gate.set()
+    while not queue.is_idle:
+        queue.completed()
+
+
+def test_how_many_readers_were_at_work_is_told(made):
+    disk, queue, woken = made
+    held(queue, disk, [1, 2])
+    disk.gate.set()
+    assert {1.0, 1.5, 2.0} >= {done.num_active for done in collect(queue, woken, 2)}

@@ -74,14 +74,13 @@ def test_hits_are_the_longest_known_prefix_and_leave_a_token_to_compute(manager,
     assert set(second.block_numbers[num_hits:]).isdisjoint(first.block_numbers)
 
 
-def test_a_hole_in_a_chain_ends_the_hit(manager):
+def test_a_forgotten_block_ends_the_hit(manager):
     first = new_request("first", list(range(13)))
     run_prompt(manager, first)
     manager.free(first)
     chain = first.chain
     blocks = [manager.pool.lookup(block_id) for block_id in chain]
-    manager.pool.acquire([blocks[0], blocks[2]])
-    manager.pool.evict_all()
+    assert manager.pool.forget(blocks[1]) == blocks[1:]
     assert manager.match_prefix(new_request("second", list(range(13)))) == [blocks[0]]
 
 

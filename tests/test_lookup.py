@@ -1,29 +1,16 @@
-"""What a request may load, and that it holds slots only while it waits for them."""
+"""What of a request is stored, that only its own blocks are, and that what is held for it is given back."""
 
 from kvstore.block import Lineage, extend_chain
-from kvstore.cpu_tier import CpuTier
-from kvstore.lookup import MAX_WAIT_S, Identity, Lookup, Lookups, Match, Tracked
+from kvstore.cpu_tier import CpuTier, SlotState
+from kvstore.lookup import Identity, Lookups, Tracked
 from kvstore.stats import StoreStats
 
 ROOT = b"r" * 32
 
 
-class OneDisk:
-    """Every block is on disk, and no read ever ends."""
-
-    def contains(self, block_id):
-        return True
-
-    def is_reading(self, slot):
-        return True
-
-    def start_read(self, slot, record):
-        pass
-
-
-def made(num_slots: int, disk: OneDisk | None, now: list[float]) -> tuple[CpuTier, Lookups]:
+def made(num_slots: int) -> tuple[CpuTier, Lookups]:
     cpu = CpuTier(num_slots)
-    return cpu, Lookups(cpu, disk, Identity(b"f" * 32, "model", 4), StoreStats(), lambda: now[0])
+    return cpu, Lookups(cpu, None, Identity(b"f" * 32, "model", 4), StoreStats(), lambda: 0.0)
 
 
 def tracked(name: str, first: int, num_blocks: int) -> Tracked:
@@ -41,40 +28,72 @@ def store(cpu: CpuTier, lookups: Lookups, request: Tracked) -> None:
         cpu.release(slot)
 
 
-def test_a_request_gives_back_what_hbm_has_got_meanwhile():
-    cpu, lookups = made(8, None, [0.0])
+def test_what_is_stored_is_held_until_it_is_taken():
+    cpu, lookups = made(8)
     request = tracked("a", 0, 3)
     store(cpu, lookups, request)
     lookups.arrive(request, 0, 3)
-    assert request.arrival == ["cpu"] * 3 and cpu.pool.num_in_use == 3
-    assert lookups.match(request, 3, 3) == Match(Lookup.MISS)
-    assert cpu.pool.num_in_use == 0
+    assert request.arrival == ["cpu"] * 3 and cpu.pool.num_in_use == 0
+    lookups.hold(request, 0, 3)
+    lookups.advance(request, 0)
+    assert (request.front, request.end) == (3, 3) and cpu.pool.num_in_use == 3
+    loads = lookups.take(request, [7, 8, 9], 0, 3)
+    assert [(load.block_number, load.position) for load in loads] == [(7, 0), (8, 4), (9, 8)]
+    assert not request.slots and cpu.pool.num_in_use == 3, "the loads hold them now"
+    for load in loads:
+        cpu.release(load.slot)
     lookups.leave("a")
     cpu.check_integrity()
 
 
-def test_a_request_waits_for_slots_of_others_for_a_while_only():
-    now = [0.0]
-    cpu, lookups = made(4, None, now)
-    holder = tracked("holder", 0, 3)
-    store(cpu, lookups, holder)
-    lookups.requests["holder"] = holder
-    assert lookups.match(holder, 0, 3).lookup is Lookup.HIT
-    lookups._reader = OneDisk()
-    waiting = tracked("waiting", 100, 3)
-    lookups.requests["waiting"] = waiting
-    assert lookups.match(waiting, 0, 3).lookup is Lookup.PENDING and not waiting.slots
-    now[0] = MAX_WAIT_S + 1
-    lookups.match(waiting, 0, 3)
-    assert len(waiting.slots) == 1, "it goes on with the slot that there is"
+def test_a_request_gives_back_what_hbm_has_got_meanwhile():
+    cpu, lookups = made(8)
+    request = tracked("a", 0, 3)
+    store(cpu, lookups, request)
+    lookups.arrive(request, 0, 3)
+    lookups.hold(request, 0, 3)
+    lookups.advance(request, 2)
+    assert sorted(request.slots) == [2] and (request.front, request.end) == (3, 3)
+    lookups.advance(request, 3)
+    assert cpu.pool.num_in_use == 0 and (request.front, request.end) == (3, 3)
+    lookups.leave("a")
+    cpu.check_integrity()
+
+
+def test_what_is_wanted_may_begin_earlier_than_it_did():
+    cpu, lookups = made(8)
+    request = tracked("a", 0, 4)
+    store(cpu, lookups, request)
+    lookups.arrive(request, 2, 4)
+    lookups.hold(request, 2, 4)
+    lookups.hold_before(request, 0)
+    lookups.advance(request, 0)
+    assert sorted(request.slots) == [0, 1, 2, 3] and request.front == request.end == 4
+    lookups.leave("a")
+    cpu.check_integrity()
+
+
+def test_a_block_that_fails_ends_what_may_be_loaded():
+    cpu, lookups = made(8)
+    request = tracked("a", 0, 4)
+    store(cpu, lookups, request)
+    slot = cpu.find(request.chain[2])
+    lookups.arrive(request, 0, 4)
+    lookups.hold(request, 0, 4)
+    cpu._states[slot] = SlotState.FAILED
+    lookups.advance(request, 0)
+    assert sorted(request.slots) == [0, 1] and request.front == request.end == 2
+    cpu._states[slot] = SlotState.READY
+    lookups.leave("a")
+    cpu.check_integrity()
 
 
 def test_a_block_of_another_history_is_no_hit():
-    cpu, lookups = made(8, None, [0.0])
+    cpu, lookups = made(8)
     stored = tracked("a", 0, 2)
     store(cpu, lookups, stored)
     forged = tracked("b", 50, 2)
     forged.chain[:] = stored.chain
     lookups.arrive(forged, 0, 2)
-    assert lookups.match(forged, 0, 2) == Match(Lookup.MISS)
-    assert cpu.pool.num_in_use == 0
+    lookups.hold(forged, 0, 2)
+    assert forged.end == 0 and not forged.slots and cpu.pool.num_in_use == 0

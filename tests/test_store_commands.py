@@ -400,14 +400,14 @@ def test_no_torch_for_these_commands(store):
 
 
 def test_a_spinner_shows_only_in_a_terminal_and_after_a_second(monkeypatch, capsys):
-    with store_commands._progress("checking") as update:
+    with store_commands.progress("checking") as update:
         update(0.5)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(store_commands, "SPINNER_AFTER_S", 0.05)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with store_commands._progress("checking") as update:
+    with store_commands.progress("checking") as update:
         assert capsys.readouterr().err == ""
         update(None)
         update(0.5)

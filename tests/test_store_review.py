@@ -205,7 +205,7 @@ def test_after_a_damaged_file_parents_are_written_before_their_children(engine):
         connector._store.disk._dirty.clear()
         for slot in connector._cpu.blocks()[::2]:  # another order than that of the slots
             connector._cpu.touch([connector._cpu.record(slot).block_id], time.time())
-        order = [connector._cpu.record(slot) for slot in connector._store.disk._parents_first()]
+        order = [connector._cpu.record(slot) for slot in connector._store.disk._cpu.parents_first()]
     ids = [one.block_id for one in order]
     assert len(ids) == 2 * BLOCKS and len(set(ids)) == len(ids)
     assert all(ids.index(one.parent_id) < ids.index(one.block_id) for one in order if one.parent_id in ids)

@@ -1,0 +1,310 @@
+"""Exact caches of one tier to measure our policies by: fifo, lru, lfu, s3fifo, belady, and one that forgets nothing.
+
+They see names of blocks only: no time, no queue, no store. The rules: a request's hits are counted before its own
+insertions, as the longest prefix of its prompt's blocks that is present; then its blocks are touched or inserted from
+tail to head, so that the head is the most recent.
+"""
+# libcachesim is the oracle of the tests and is not used here: its LFU forgets the counts of evicted blocks, its S3-FIFO
+# works from 20 blocks on and aborts the process below 10, and its names are not negative.
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvstore.traces import Trace
+
+REFERENCES = ("fifo", "lru", "lfu", "s3fifo", "belady")
+PROGRESS_EVERY = 1000  # requests
+
+
+class Cache(Protocol):
+    """A cache of blocks by their names."""
+
+    @property
+    def blocks(self) -> Container[int]:
+        """The blocks that are present."""
+        ...
+
+    def use(self, names: Sequence[int]) -> None:
+        """The blocks of one request, from the head: touch or insert them from tail to head."""
+        ...
+
+
+class Fifo:
+    """Evicts what came in first."""
+
+    def __init__(self, capacity: int) -> None:
+        self.blocks: OrderedDict[int, None] = OrderedDict()
+        self._capacity = capacity
+
+    def use(self, names: Sequence[int]) -> None:
+        blocks = self.blocks
+        for name in reversed(names):
+            if name not in blocks:
+                if len(blocks) >= self._capacity:
+                    blocks.popitem(last=False)
+                blocks[name] = None
+
+
+class Lru:
+    """Evicts what was touched the longest time ago."""
+
+    def __init__(self, capacity: int) -> None:
+        self.blocks: OrderedDict[int, None] = OrderedDict()
+        self._capacity = capacity
+
+    def use(self, names: Sequence[int]) -> None:
+        blocks = self.blocks
+        for name in reversed(names):
+            if name in blocks:
+                blocks.move_to_end(name)
+                continue
+            if len(blocks) >= self._capacity:
+                blocks.popitem(last=False)
+            blocks[name] = None
+
+
+class Lfu:
+    """Evicts what was touched least often since the trace began, of equals what was touched the longest time ago.
+
+    The heap has one entry per present block with its count and time when it was pushed. Both only grow, so an entry
+    that is out of date stands too early, never too late, and is put right when it comes up.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.blocks: dict[int, int] = {}  # -> time of the last touch
+        self._counts: dict[int, int] = {}
+        self._heap: list[tuple[int, int, int]] = []  # count, time, name
+        self._capacity = capacity
+        self._clock = 0
+
+    def use(self, names: Sequence[int]) -> None:
+        blocks, counts = self.blocks, self._counts
+        for name in reversed(names):
+            self._clock += 1
+            count = counts[name] = counts.get(name, 0) + 1
+            if name not in blocks:
+                if len(blocks) >= self._capacity:
+                    self._evict()
+                heapq.heappush(self._heap, (count, self._clock, name))
+            blocks[name] = self._clock
+
+    def _evict(self) -> None:
+        while True:
+            _, pushed, name = self._heap[0]
+            touched = self.blocks[name]
+            if touched == pushed:
+                break
+            heapq.heapreplace(self._heap, (self._counts[name], touched, name))
+        heapq.heappop(self._heap)
+        del self.blocks[name]
+
+
+class S3Fifo:
+    """S3-FIFO (Yang et al., SOSP 2023) with the sizes and the order of libcachesim 0.3.
+
+    A tenth is a small queue for what is new, the rest the main queue; a ghost queue of nine tenths remembers names.
+    What was touched twice in the small queue moves to the main queue, where a touch gives another round, three at most.
+    """
+
+    SMALL, MAIN = 0, 1
+
+    def __init__(self, capacity: int) -> None:
+        self.blocks: dict[int, int] = {}  # -> touches since it was put into its queue
+        self._small: deque[int] = deque()
+        self._main: deque[int] = deque()
+        self._ghosts: OrderedDict[int, None] = OrderedDict()
+        self._capacity = capacity
+        self._small_size = max(capacity // 10, 1)
+        self._num_ghosts = capacity * 9 // 10
+        self._has_evicted = False
+
+    def use(self, names: Sequence[int]) -> None:
+        blocks = self.blocks
+        for name in reversed(names):
+            if name in blocks:
+                blocks[name] += 1
+            else:
+                self._insert(name)
+
+    def _insert(self, name: int) -> None:
+        known = name in self._ghosts
+        if known:
+            del self._ghosts[name]
+        while len(self.blocks) >= self._capacity:
+            self._evict()
+        fills_up = not self._has_evicted and len(self._small) >= self._small_size
+        (self._main if known or fills_up else self._small).append(name)
+        self.blocks[name] = 0
+
+    def _evict(self) -> None:
+        self._has_evicted = True
+        if len(self._main) > self._capacity - self._small_size or not self._small:
+            self._evict_main()
+        else:
+            self._evict_small()
+
+    def _evict_small(self) -> None:
+        """May only move blocks to the main queue, and evict none."""
+        while self._small:
+            name = self._small.popleft()
+            if self.blocks[name] < 2:
+                del self.blocks[name]
+                self._remember(name)
+                return
+            self.blocks[name] = 0
+            self._main.append(name)
+
+    def _evict_main(self) -> None:
+        while self._main:
+            name = self._main.popleft()
+            if self.blocks[name] == 0:
+                del self.blocks[name]
+                return
+            self.blocks[name] = min(self.blocks[name], 3) - 1
+            self._main.append(name)
+
+    def _remember(self, name: int) -> None:
+        if not self._num_ghosts:
+            return
+        if len(self._ghosts) >= self._num_ghosts:
+            self._ghosts.popitem(last=False)
+        self._ghosts[name] = None
+
+
+class Belady:
+    """Evicts what is requested again last or never, of equals what was touched last.
+
+    It knows the future: present blocks stand on stacks by the number of their next request. A stack is needed until
+    that request is through, which touches all that are left on it. Of a request's blocks the head is touched last and
+    so goes first, which is what the published figures were made with; tails first would hit more in small caches.
+    """
+
+    def __init__(self, capacity: int, requests: Sequence[Sequence[int]]) -> None:
+        self.blocks: dict[int, int] = {}  # -> the number of its next request
+        self._capacity = capacity
+        self._next = _next_requests(requests)
+        self._place = 0  # in self._next
+        self._number = 0  # of the request that is next
+        self._stacks: dict[int, list[int]] = {}
+        self._heap: list[int] = []  # numbers of stacks, negative, so that the last comes first
+
+    def use(self, names: Sequence[int]) -> None:
+        blocks = self.blocks
+        for distance, name in enumerate(reversed(names), 1):
+            if name not in blocks and len(blocks) >= self._capacity:
+                self._evict()
+            following = self._next[self._place + len(names) - distance]
+            blocks[name] = following
+            if following not in self._stacks:
+                self._stacks[following] = []
+                heapq.heappush(self._heap, -following)
+            self._stacks[following].append(name)
+        self._stacks.pop(self._number, None)
+        self._place += len(names)
+        self._number += 1
+
+    def _evict(self) -> None:
+        while True:
+            number = -self._heap[0]
+            stack = self._stacks.get(number)
+            while stack:
+                name = stack.pop()
+                if self.blocks.get(name) == number:
+                    del self.blocks[name]
+                    return
+            self._stacks.pop(number, None)
+            heapq.heappop(self._heap)
+
+
+def _next_requests(requests: Sequence[Sequence[int]]) -> array[int]:
+    """For every block of every request the number of the next request with that block, or that of all requests."""
+    num_places = sum(map(len, requests))
+    following = array("i", bytes(4 * num_places))
+    seen: dict[int, int] = {}
+    place = num_places
+    for number in range(len(requests) - 1, -1, -1):
+        names = requests[number]
+        place -= len(names)
+        for i, name in enumerate(names):
+            following[place + i] = seen.get(name, len(requests))
+        seen.update(dict.fromkeys(names, number))
+    return following
+
+
+class Ideal:
+    """Forgets nothing."""
+
+    def __init__(self) -> None:
+        self.blocks: set[int] = set()
+
+    def use(self, names: Sequence[int]) -> None:
+        self.blocks.update(names)
+
+
+# -- a trace through a cache -----------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class Hits:
+    """What was hit of what was asked, after the warm-up."""
+
+    num_blocks: int = 0
+    num_hit_blocks: int = 0
+    num_prompt_tokens: int = 0
+    num_hit_tokens: int = 0
+
+    @property
+    def block_hit_rate(self) -> float:
+        return self.num_hit_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    def token_hit_rate(self) -> float:
+        return self.num_hit_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+
+
+@dataclass
+class References:
+    """A trace as the references see it: the blocks of its prompts, made once for all of them."""
+
+    trace: Trace
+    warm_up: int = 0  # requests at the start that are not counted
+    _requests: list[Sequence[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._requests = [request.prompt_blocks(self.trace.block_size) for request in self.trace.requests]
+
+    def replay(self, policy: str, capacity_blocks: int, progress: Callable[[int], None] | None = None) -> Hits:
+        """`policy` is one of REFERENCES; `progress` is told the number of requests done so far."""
+        return self._through(self._cache(policy, capacity_blocks), progress)
+
+    def ideal(self, progress: Callable[[int], None] | None = None) -> tuple[Hits, int]:
+        """Hits of a cache that forgets nothing, and how many blocks it ends with: all that differ."""
+        cache = Ideal()
+        return self._through(cache, progress), len(cache.blocks)
+
+    def _cache(self, policy: str, capacity_blocks: int) -> Cache:
+        assert policy in REFERENCES and capacity_blocks >= 1
+        if policy == "belady":
+            return Belady(capacity_blocks, self._requests)
+        simple: dict[str, Callable[[int], Cache]] = {"fifo": Fifo, "lru": Lru, "lfu": Lfu, "s3fifo": S3Fifo}
+        return simple[policy](capacity_blocks)
+
+    def _through(self, cache: Cache, progress: Callable[[int], None] | None) -> Hits:
+        hits, block_size, blocks = Hits(), self.trace.block_size, cache.blocks
+        for number, names in enumerate(self._requests):
+            if number >= self.warm_up:
+                num_tokens = self.trace.requests[number].num_tokens
+                num_hits = sum(1 for _ in itertools.takewhile(blocks.__contains__, names))
+                hits.num_blocks += len(names)
+                hits.num_hit_blocks += num_hits
+                hits.num_prompt_tokens += num_tokens
+                hits.num_hit_tokens += min(num_hits * block_size, num_tokens)
+            cache.use(names)
+            if progress is not None and (number + 1) % PROGRESS_EVERY == 0:
+                progress(number + 1)
+        return hits

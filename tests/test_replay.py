@@ -1,0 +1,483 @@
+"""Replays of tiny traces against results made by hand, of random ones against a naive cache and their own sums.
+
+Blocks have 10 tokens and one byte unless a test says otherwise; the server computes 10 tokens a second.
+"""
+
+import itertools
+import math
+import random
+from collections import OrderedDict
+
+import pytest
+
+from kvstore.errors import ConfigError
+from kvstore.replay import OneTier, Replay, ReplayConfig, ServiceModel, replay, replay_one_tier
+from kvstore.traces import Arrivals, Trace, TraceRequest, generate
+
+SIZE = 10
+
+
+def request(chain, num_tokens=None, num_output_tokens=0, at_s=0.0, **more):
+    num_tokens = len(chain) * SIZE + 1 if num_tokens is None else num_tokens
+    return TraceRequest(tuple(chain), num_tokens, num_output_tokens, at_s, **more)
+
+
+def trace(*requests):
+    return Trace("by hand", SIZE, requests)
+
+
+def service(**more):
+    rates = {
+        "prefill_tokens_per_s": 10.0,
+        "decode_tokens_per_s": 1.0,
+        "max_batch": 4,
+        "load_bytes_per_s": math.inf,
+        "read_bytes_per_s": math.inf,
+        "write_bytes_per_s": math.inf,
+    }
+    return ServiceModel(**{**rates, **more})
+
+
+def config(hbm=100, cpu=0, disk=0, policy="lru", look_ahead=True, ttl_s=None, warm_up=0, **rates):
+    return ReplayConfig(hbm, cpu, disk, 1, policy, look_ahead, service(**rates), ttl_s, warm_up)
+
+
+def run(config, *requests):
+    one = Replay(trace(*requests), config)
+    result = one.run()
+    one.check_integrity()
+    return result
+
+
+def by_tier(hbm=0, cpu=0, disk=0):
+    return {"hbm": hbm, "cpu": cpu, "disk": disk}
+
+
+# -- one tier --------------------------------------------------------------------------------------------------------
+def naive_lru(trace, capacity):
+    """Blocks one by one: a request's are touched or inserted from tail to head. Returns blocks and tokens hit."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    num_blocks = num_tokens = 0
+    for one in trace.requests:
+        names = list(one.prompt_blocks(trace.block_size))
+        num_hit = len(list(itertools.takewhile(cache.__contains__, names)))
+        num_blocks += num_hit
+        num_tokens += min(num_hit * trace.block_size, one.num_tokens)
+        for name in reversed(names):
+            cache[name] = None
+            cache.move_to_end(name)
+            if len(cache) > capacity:
+                cache.popitem(last=False)
+    return num_blocks, num_tokens
+
+
+def chained_trace(seed, num_requests=400, has_partial=True):
+    """Prompts that go on from any prompt before, at its end or in its middle, or begin anew; some are repeated."""
+    rng = random.Random(seed)
+    fresh = itertools.count(1)
+    prompts = [[0]]
+    requests, now_s = [], 0.0
+    for _ in range(num_requests):
+        now_s += rng.expovariate(1.0)
+        if requests and rng.random() < 0.1:
+            old = rng.choice(requests[-20:])
+            requests.append(TraceRequest(old.chain, old.num_tokens, 0, now_s, -1, old.partial))
+            continue
+        before = rng.choice(prompts[-30:])
+        head = before if rng.random() < 0.7 else before[: rng.randint(0, len(before))]
+        chain = [*head, *(next(fresh) for _ in range(rng.randint(0, 5)))]
+        prompts.append(chain)
+        num_rest = rng.randint(0, SIZE - 1)
+        partial = next(fresh) if has_partial and num_rest else None
+        requests.append(TraceRequest(tuple(chain), max(len(chain) * SIZE + num_rest, 1), 0, now_s, -1, partial))
+    return Trace(f"chained {seed}", SIZE, requests)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("capacity", [1, 7, 40, 200, 5000])
+def test_one_tier_with_lru_is_block_lru(seed, capacity):
+    made = chained_trace(seed)
+    one = OneTier(made, capacity, "lru")
+    result = one.run()
+    one.check_integrity()
+    assert (result.num_hit_blocks, result.num_hit_tokens) == naive_lru(made, capacity)
+
+
+def test_one_tier_counts_the_longest_prefix_before_its_own_blocks():
+    result = replay_one_tier(
+        trace(
+            request([1, 2], 25, partial=3),
+            request([1, 2], 25, partial=3),  # 2 full blocks and the partial one: all 25 tokens
+            request([1, 2, 4], 30),  # 2 of 3
+            request([5, 2], 20),  # nothing: a gap ends the prefix
+        ),
+        100,
+        "lru",
+    )
+    assert (result.num_blocks, result.num_hit_blocks) == (3 + 3 + 3 + 2, 3 + 2)
+    assert (result.num_prompt_tokens, result.num_hit_tokens) == (100, 25 + 20)
+    assert result.hits_at_arrival == result.hits_at_schedule == by_tier(hbm=45)
+    assert result.block_hit_rate == 5 / 11
+    assert result.token_hit_rate == 0.45
+
+
+def test_one_tier_keeps_the_head_of_what_does_not_fit():
+    result = replay_one_tier(trace(request([1, 2, 3, 4]), request([1, 2, 3, 4])), 3, "lru")
+    assert result.num_hit_blocks == 3
+
+
+@pytest.mark.parametrize("policy", ["fifo", "lru", "return", "auto"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_oracle_hits_most(policy, seed):
+    made = chained_trace(seed, has_partial=False)
+    for capacity in (20, 60, 150):
+        best = replay_one_tier(made, capacity, "belady").num_hit_blocks
+        # It knows the next request of a conversation, not who else shares its head: hence the tolerance.
+        assert replay_one_tier(made, capacity, policy).num_hit_blocks <= best * 1.02
+
+
+def test_fifo_lru_and_the_oracle_differ_as_they_should():
+    """Two blocks' room: 1 is the oldest, 2 the least recently used, and 1 and 3 come again."""
+    made = trace(*(request([name], at_s=at_s) for at_s, name in enumerate([1, 2, 1, 3, 1, 3])))
+    hits = {policy: replay_one_tier(made, 2, policy).num_hit_blocks for policy in ("fifo", "lru", "belady")}
+    assert hits == {"fifo": 2, "lru": 3, "belady": 3}
+
+
+def test_one_tier_takes_closed_loops_in_the_order_of_the_trace():
+    made = trace(request([1]), request([1, 2], at_s=5.0, after=0), request([1], at_s=1.0))
+    assert replay_one_tier(made, 10, "auto").num_hit_blocks == 2
+
+
+# -- the service -----------------------------------------------------------------------------------------------------
+def test_the_time_to_the_first_token_is_queue_and_computing():
+    result = run(config(), request([], 5, 2), request([], 9, 2, 0.2))
+    # 0.5 s to compute the first; the second waits 0.3 s for the prefill server and takes 0.9 s.
+    assert result.ttft_mean_s == pytest.approx((0.5 + 1.2) / 2)
+    assert result.ttft_p90_s == pytest.approx(1.2)
+    assert result.duration_s == pytest.approx(1.4 + 2.0)
+    assert result.mean_queue == 0
+
+
+def test_a_full_batch_makes_the_next_one_wait():
+    result = run(config(max_batch=1), request([], 5, 2), request([], 9, 2, 0.5))
+    assert result.ttft_mean_s == pytest.approx((0.5 + (2.5 - 0.5) + 0.9) / 2)
+    assert result.mean_queue == pytest.approx(2.0 / result.duration_s)
+
+
+def test_requests_wait_for_hbm_in_their_order():
+    """The second needs 3 blocks and finds 2; the third would fit and waits all the same."""
+    result = run(config(hbm=4), request([], 11, 9), request([], 21, 9, 0.1), request([], 1, 0, 0.2))
+    # 1.1 + 9 s until the first has ended; then 2.1 s, and 0.1 s behind that.
+    assert result.ttft_mean_s == pytest.approx((1.1 + (10.1 + 2.1 - 0.1) + (10.1 + 2.2 - 0.2)) / 3)
+
+
+def test_what_is_larger_than_hbm_is_refused_and_followed():
+    result = run(config(hbm=2), request([1, 2], 21, 0), request([3], 11, 0, 4.0, after=0))
+    assert (result.num_refused, result.num_requests, result.num_prompt_tokens) == (1, 1, 11)
+
+
+def test_an_answer_is_the_next_turns_history():
+    first = request([1, 2, 3], 15, 18, has_answer=True)
+    result = run(config(), first, request([1, 2, 3, 4], 40, 0, 1.0, after=0, has_answer=True))
+    assert (result.num_hit_blocks, result.num_hit_tokens) == (3, 30)  # the answer's full blocks too
+    # It comes 1 s after the end of the first, at 1.5 + 18 + 1 s, and computes 10 tokens.
+    assert result.duration_s == pytest.approx(20.5 + 1.0)
+
+
+def test_one_token_is_always_computed():
+    result = run(config(), request([1, 2], 20), request([1, 2], 20, 0, 10.0))
+    assert result.num_hit_tokens == 10
+    assert result.ttft_mean_s == pytest.approx((2.0 + 1.0) / 2)
+
+
+def test_a_follower_of_nobody_before_it_is_refused():
+    with pytest.raises(ConfigError, match="request 0 of the trace follows 1"):
+        replay(trace(request([1], after=1), request([2])), config())
+
+
+# -- tiers -----------------------------------------------------------------------------------------------------------
+def test_a_load_and_the_computing_run_side_by_side():
+    """4 of 5 blocks come from the CPU tier, after others have taken HBM; 11 tokens are computed in 1.1 s."""
+    requests = (
+        request([1, 2, 3, 4], 41),
+        request([11, 12, 13, 14, 15], 51, 0, 50.0),
+        request([1, 2, 3, 4, 5], 51, 0, 100.0),
+    )
+    for rate, ttft_s in ((100.0, 1.1), (2.0, 2.0)):  # 4 bytes in 0.04 s or in 2 s
+        result = run(config(hbm=6, cpu=20, load_bytes_per_s=rate), *requests)
+        assert result.hits_at_arrival == result.hits_at_schedule == by_tier(cpu=40)
+        assert result.ttft_mean_s == pytest.approx((4.1 + 5.1 + ttft_s) / 3)
+        assert result.bytes_moved == {"save": 10, "load": 4, "write": 0, "read": 0}
+
+
+def on_disk_only(at_s, *more):
+    """1, 2 are pushed out of HBM of 6 and a CPU tier of 6 blocks, then a request runs for 50 s from 100 s on."""
+    return (
+        request([1, 2], 21),
+        request([11, 12, 13, 14, 15], 51, 0, 20.0),
+        request([21, 22], 21, 0, 40.0),
+        request([], 1, 50, 100.0),
+        request([1, 2, 3], 31, 0, at_s),
+        *more,
+    )
+
+
+def test_look_ahead_hides_the_disk():
+    """Two reads of 4 s each, begun at 110 s; the batch is free at 150.1 s. 11 tokens are computed in 1.1 s."""
+    served = {}
+    for look_ahead in (True, False):
+        result = run(
+            config(hbm=6, cpu=6, disk=50, look_ahead=look_ahead, max_batch=1, read_bytes_per_s=0.25),
+            *on_disk_only(110.0),
+        )
+        served[look_ahead] = result
+        assert result.hits_at_arrival == by_tier(disk=20)
+        assert result.bytes_moved == {"save": 10, "load": 2, "write": 10, "read": 2}
+    assert served[True].hits_at_schedule == by_tier(cpu=20)
+    assert served[False].hits_at_schedule == by_tier(disk=20)
+    before_s = 2.1 + 5.1 + 2.1 + 0.1
+    assert served[True].ttft_mean_s == pytest.approx((before_s + 150.1 - 110 + 1.1) / 5)
+    assert served[False].ttft_mean_s == pytest.approx((before_s + 150.1 - 110 + 8 + 1.1) / 5)
+
+
+def test_a_read_that_has_not_ended_counts_as_disk():
+    result = run(config(hbm=6, cpu=6, disk=50, max_batch=1, read_bytes_per_s=0.25), *on_disk_only(145.0))
+    assert result.hits_at_schedule == by_tier(cpu=10, disk=10)  # reads end at 149 and 153 s
+    assert result.ttft_mean_s == pytest.approx((2.1 + 5.1 + 2.1 + 0.1 + 153 - 145 + 1.1) / 5)
+
+
+def test_who_waits_for_the_disk_holds_up_nobody():
+    late = request([], 1, 0, 120.0)
+    result = run(
+        config(hbm=6, cpu=6, disk=50, look_ahead=False, max_batch=1, read_bytes_per_s=0.25), *on_disk_only(110.0, late)
+    )
+    # Reads begin at 150.1 s; the last one starts at once and the other when they have ended.
+    waits_s = (150.1 - 110 + 8 + 1.1) + (150.1 - 120 + 0.1)
+    assert result.ttft_mean_s == pytest.approx((2.1 + 5.1 + 2.1 + 0.1 + waits_s) / 6)
+
+
+def test_waiting_conversations_go_last():
+    """A CPU tier of 4: the request that runs saves 2 blocks. The first that came go, unless somebody waits for them."""
+    requests = (
+        request([1, 2], 21),
+        request([5, 6], 21, 0, 10.0),
+        request([11, 12], 21, 10, 100.0),
+        request([1, 2, 3], 31, 0, 101.0),
+    )
+    tiers = {"hbm": 4, "cpu": 4, "policy": "fifo", "max_batch": 1}
+    assert run(config(**tiers), *requests).hits_at_schedule == by_tier(cpu=20)
+    assert run(config(**tiers, look_ahead=False), *requests).num_hit_tokens == 0
+
+
+def test_a_save_without_a_slot_is_dropped_with_all_that_follows():
+    """A CPU tier of 2 and a disk that takes 1,000 s a block: of 4 blocks 2 are saved."""
+    requests = (
+        request([1, 2, 3, 4], 41),
+        request([11, 12, 13, 14, 15], 51, 0, 50.0),
+        request([1, 2, 3, 4, 5], 51, 0, 100.0),
+    )
+    result = run(config(hbm=6, cpu=2, disk=50, write_bytes_per_s=0.001), *requests)
+    # Then 5 of which none can be saved; then 3, of which the first two were hits.
+    assert result.num_dropped_saves == 2 + 5 + 3
+    assert result.hits_at_arrival == by_tier(cpu=20)
+    assert result.bytes_moved == {"save": 2, "load": 2, "write": 2, "read": 0}
+
+
+def test_a_hole_is_closed_by_computing():
+    """Blocks 3, 4 were not saved. They are in HBM, but there is room to save them by now: they are computed."""
+    requests = (request([1, 2, 3, 4], 41), request([1, 2, 3, 4, 5], 51, 0, 5000.0))
+    result = run(config(hbm=20, cpu=2, disk=50, write_bytes_per_s=0.001), *requests)
+    assert result.hits_at_arrival == by_tier(hbm=20)
+    assert result.bytes_moved["save"] == 4  # two slots, both of which were free: 3 and 4
+
+
+def test_without_a_disk_the_cpu_tier_forgets():
+    requests = [request([name, name + 1], 21, 0, float(name)) for name in (0, 10, 20, 30, 0)]
+    result = run(config(hbm=3, cpu=4), *requests)
+    assert result.num_hit_tokens == 0
+    assert result.num_evicted["cpu"] == 6
+
+
+def test_without_a_cpu_tier_blocks_come_straight_from_disk():
+    result = run(
+        config(hbm=6, cpu=0, disk=50, max_batch=1, read_bytes_per_s=0.25, look_ahead=False), *on_disk_only(110.0)
+    )
+    assert result.hits_at_arrival == result.hits_at_schedule == by_tier(disk=20)
+    assert result.bytes_moved == {"save": 10, "load": 2, "write": 10, "read": 2}
+
+
+def test_the_disk_gives_up_tails_and_their_copies():
+    requests = (
+        request([1, 2, 3], 31),
+        request([11, 12], 21, 0, 50.0),  # a disk of 4 gives up 3
+        request([1, 2, 3, 4], 41, 0, 100.0),
+    )
+    result = run(config(hbm=5, cpu=20, disk=4), *requests)
+    assert result.num_hit_tokens == 20
+    assert result.num_evicted["disk"] == 1 + 2  # and 11, 12 for the last
+
+
+def test_what_is_larger_than_the_disk_is_given_up():
+    result = run(config(hbm=20, cpu=20, disk=3), request([1, 2, 3, 4, 5], 51))
+    assert result.bytes_moved["write"] == 3
+    assert result.num_dropped_writes == 1  # 4; then 5 has nothing to build on
+
+
+def test_nothing_below_hbm():
+    result = run(config(hbm=6), *on_disk_only(110.0))
+    assert result.num_hit_tokens == 0
+    assert result.bytes_moved == {"save": 0, "load": 0, "write": 0, "read": 0}
+    assert result.num_dropped_saves == 0
+
+
+# -- time to live ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("think_s", "num_hit"), [(59.0, 30), (61.0, 0)])
+def test_a_conversation_idle_for_longer_is_gone(think_s, num_hit):
+    first = request([1, 2, 3], 31, 5)
+    result = run(config(cpu=50, disk=50, ttl_s=60.0), first, request([1, 2, 3, 4], 41, 0, think_s, after=0))
+    assert result.num_hit_tokens == num_hit
+    assert result.num_expired == 3 * (num_hit == 0) + 4  # the second expires at the end, too
+
+
+def test_what_another_conversation_shares_does_not_expire():
+    requests = (
+        request([1, 2, 3], 31),
+        request([1, 2, 4], 31, 0, 40.0),
+        request([1, 2, 3, 5], 41, 0, 80.0),  # 3 went at 63.1 s
+    )
+    assert run(config(cpu=50, disk=50, ttl_s=60.0), *requests).num_hit_tokens == 20 + 20
+
+
+def test_a_waiting_request_keeps_its_conversation():
+    requests = (request([1, 2], 21), request([], 1, 100, 50.0), request([1, 2, 3], 31, 0, 55.0))
+    assert run(config(max_batch=1, ttl_s=60.0), *requests).num_hit_tokens == 20
+
+
+def test_a_chain_that_was_left_expires_by_itself():
+    """The same conversation goes on elsewhere: with another block 2."""
+    requests = (
+        request([1, 2], 11, 10, has_answer=True),
+        request([1, 3], 21, 0, 40.0),  # ends at 41.1 s
+        request([1, 3, 5], 31, 0, 60.0),
+        request([1, 2, 4], 31, 0, 90.0),
+    )
+    assert run(config(ttl_s=60.0), *requests).num_hit_tokens == 10 + 20 + 20
+    assert run(config(ttl_s=45.0), *requests).num_hit_tokens == 10 + 20 + 10
+
+
+# -- policies, warm-up, errors ---------------------------------------------------------------------------------------
+def test_the_oracle_keeps_who_comes_next():
+    """HBM of 5 blocks, one of them for the rest of a prompt: 1, 2 comes again; 5, 6 does not, but was used later."""
+    requests = (
+        request([1, 2], 21, 0, 0.0),
+        request([5, 6], 21, 0, 10.0),
+        request([7], 11, 0, 20.0),
+        request([1, 2, 3], 31, 0, 30.0),
+    )
+    hits = {policy: run(config(hbm=5, policy=policy), *requests).num_hit_blocks for policy in ("lru", "belady")}
+    assert hits == {"lru": 1, "belady": 2}
+    assert run(config(hbm=5, cpu=4, policy="belady"), *requests).in_force == {"hbm": "belady", "cpu": "belady"}
+
+
+def test_the_oracle_needs_known_arrivals():
+    made = trace(request([1]), request([1, 2], at_s=5.0, after=0))
+    for served in (lambda: replay(made, config(policy="belady")), lambda: replay_one_tier(made, 9, "belady")):
+        with pytest.raises(ConfigError, match="depend on answers"):
+            served()
+
+
+def test_the_warm_up_is_served_and_not_counted():
+    requests = (request([1, 2], 21), request([1, 2, 3], 31, 0, 50.0), request([1, 2, 3, 4], 41, 0, 100.0))
+    result = run(config(hbm=5, cpu=50, warm_up=1), *requests)
+    assert (result.num_requests, result.num_prompt_tokens, result.num_hit_tokens) == (2, 72, 20 + 30)
+    assert result.bytes_moved["save"] == 2
+    assert result.duration_s == pytest.approx(100 + 1.1 - 50)
+    with pytest.raises(ConfigError, match="a warm-up of 3 leaves none of 3"):
+        replay(trace(*requests), config(warm_up=3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hbm_blocks": 0}, "hbm_blocks is 0; give 1"),
+        ({"cpu_blocks": -1}, "cpu_blocks is -1"),
+        ({"policy": "lfu"}, "unknown policy 'lfu'; known are auto, fifo, lru, return, belady"),
+        ({"ttl_s": 0.0}, "ttl_s is 0.0"),
+    ],
+)
+def test_a_wrong_configuration_says_what_to_do(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        ReplayConfig(**{"hbm_blocks": 1, "cpu_blocks": 0, "disk_blocks": 0, "block_bytes": 1, **changes})
+
+
+def test_wrong_rates_and_capacities():
+    with pytest.raises(ConfigError, match="max_batch is 0; give a number above 0"):
+        ServiceModel(max_batch=0)
+    with pytest.raises(ConfigError, match="read_bytes_per_s is nan"):
+        ServiceModel(read_bytes_per_s=math.nan)
+    with pytest.raises(ConfigError, match="a tier of 0 blocks"):
+        replay_one_tier(trace(request([1])), 0, "lru")
+
+
+def test_progress_is_told():
+    made = chained_trace(0, num_requests=600)
+    told = []
+    replay_one_tier(made, 10, "lru", told.append)
+    replay(made, config(prefill_tokens_per_s=math.inf), told.append)
+    assert told == [256, 512] * 2
+
+
+# -- random traffic --------------------------------------------------------------------------------------------------
+TIERS = [(60, 0, 0), (60, 40, 0), (60, 0, 40), (60, 3, 30), (60, 30, 150), (200, 100, 2000), (60, 150, 1)]
+
+
+def random_config(rng, hbm, cpu, disk):
+    rates = ServiceModel(
+        prefill_tokens_per_s=rng.choice([200.0, 5000.0, math.inf]),
+        decode_tokens_per_s=rng.choice([20.0, 500.0]),
+        max_batch=rng.choice([1, 3, 16]),
+        load_bytes_per_s=rng.choice([50.0, math.inf]),
+        read_bytes_per_s=rng.choice([3.0, 200.0, math.inf]),
+        write_bytes_per_s=rng.choice([1.0, 100.0, math.inf]),
+    )
+    policy = rng.choice(["fifo", "lru", "return", "auto"])
+    ttl_s = rng.choice([None, 30.0])
+    return ReplayConfig(hbm, cpu, disk, 1 << 22, policy, rng.random() < 0.6, rates, ttl_s, rng.choice([0, 50]))
+
+
+def random_trace(seed):
+    if seed % 2:
+        return chained_trace(seed, num_requests=250)
+    return generate(200, seed, block_size=256, arrivals=Arrivals(rate_per_s=0.5, think_median_s=10.0, seed=seed))
+
+
+FAILED_ONCE = [(103, (60, 0, 40)), (243, (60, 30, 150)), (149, (44, 52, 180))]  # requests or reads were left over
+
+
+@pytest.mark.parametrize(("seed", "sizes"), [*itertools.product(range(8), TIERS), *FAILED_ONCE], ids=str)
+def test_counts_balance_whatever_the_traffic(seed, sizes):
+    rng = random.Random(f"{seed} {sizes}")
+    made, settings = random_trace(seed), random_config(rng, *sizes)
+    one = Replay(made, settings)
+    result = one.run()
+    one.check_integrity()
+    assert result.num_requests + result.num_refused == len(made.requests) - settings.warm_up
+    assert sum(result.hits_at_arrival.values()) == result.num_hit_tokens
+    assert sum(result.hits_at_schedule.values()) == result.num_hit_tokens
+    assert result.num_hit_tokens == result.num_hit_blocks * made.block_size < max(result.num_prompt_tokens, 1)
+    assert result.num_hit_blocks <= result.num_blocks
+    moved = {way: num_bytes // settings.block_bytes for way, num_bytes in result.bytes_moved.items()}
+    assert moved["load"] * made.block_size <= result.num_hit_tokens
+    if not settings.warm_up:
+        assert moved["write"] + result.num_dropped_writes <= moved["save"] or not settings.disk_blocks
+    assert replay(made, settings) == result  # the same again
+
+
+@pytest.mark.parametrize("policy", ["lru", "return", "auto", "belady"])
+def test_more_memory_hits_more(policy):
+    made = chained_trace(3)
+    rates = [
+        replay(made, config(hbm, cpu, disk, policy, prefill_tokens_per_s=5000.0)).token_hit_rate
+        for hbm, cpu, disk in ((40, 0, 0), (40, 100, 0), (40, 100, 5000))
+    ]
+    assert rates == sorted(rates) and rates[0] < rates[-1]
