@@ -71,10 +71,15 @@ def reference_row(hits: Hits) -> Row:
     return rates | asdict(hits) | {"hits_at_arrival": by_tier, "hits_at_schedule": by_tier}
 
 
+# What one tier alone, without a queue and without anything that computes, does not have.
+OF_A_SERVER = ("bytes_moved", "num_dropped_saves", "num_dropped_writes", "ttft_mean_s", "ttft_p90_s", "mean_queue")
+
+
 def one_tier_row(job: Job, capacity: int, policy: str, told: Callable[[int], None]) -> Row:
     from kvstore.replay import replay_one_tier
 
-    return result_row(replay_one_tier(job.trace, capacity, policy, told))
+    row = result_row(replay_one_tier(job.trace, capacity, policy, told))
+    return {name: value for name, value in row.items() if name not in OF_A_SERVER}
 
 
 def measure_tiers(job: Job, report: Report) -> None:
