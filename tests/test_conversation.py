@@ -1,5 +1,7 @@
 """Conversations: what belongs together, when it was of use, and what the learner hears of it."""
 
+import math
+
 import pytest
 
 from kvstore.conversation import Conversation, Conversations
@@ -143,3 +145,28 @@ def test_roots_are_the_same_in_every_process(known):
     roots = [known.make(0.0, name).root for name in (b"\1" + bytes(31), b"\2", "a", 7, None)]
     assert roots == [1, 2, 97, 7, 5]
     assert known.make(0.0, b"\3" * 8 + b"x" * 24).root == known.make(0.0, b"\3" * 8 + b"y" * 24).root
+
+
+def test_behind_a_shared_head_newcomers_are_not_taken_for_the_one_who_came_last(known):
+    first = known.arrive(["s", "a"], 0)
+    known.leave(first, ["s", "a", "b"], 1)
+    short = known.arrive(["s"], 2, is_stored=True)  # its first message does not fill a block
+    known.leave(short, ["s"], 3)
+    other = known.arrive(["s", "c"], 4)
+    assert len({first, short, other}) == 3
+    known.leave(short := known.arrive(["s"], 5, is_stored=True), ["s", "d"], 6)
+    assert known.find(["s", "d", "e"]) is short, "its answer is its own"
+
+
+def test_deleted_conversations_are_forgotten(known, heard):
+    one = talk(known, ["a"], ["b"], 0, 1)
+    known.forget(["unknown", "b"])
+    assert known.find(["a", "b"]) is None and len(known) == 0
+    assert heard.calls[-1] == ("forgotten", one.number)
+
+
+def test_who_returns_has_not_expired(known):
+    one = talk(known, ["a"], [], 0, 1)
+    one.expires_s = 5.0
+    known.arrive(["a", "b"], 9)
+    assert one.expires_s == math.inf

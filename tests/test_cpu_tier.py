@@ -131,3 +131,13 @@ def test_at_random_what_stays_is_closed_under_parents(seed):
     for slot in held:
         tier.release(slot)
     tier.check_integrity()
+
+
+def test_what_was_erased_leaves_no_tokens_behind():
+    erased = []
+    tier = CpuTier(3, erase=lambda slots: erased.append(list(slots)))
+    slot = put(tier, "a")
+    tier.release(slot)
+    tier.forget(tier.record(slot).block_id)
+    tier.erase_stale()
+    assert slot in erased[-1] and tier.record(slot) is None and tier.conversation(slot) is None

@@ -278,3 +278,10 @@ def test_a_lower_capacity_without_room_to_compact_warns_and_serves(store, monkey
     with pytest.warns(RuntimeWarning, match="takes more than its 4.0 MiB"):
         tier = store.open(capacity=4 * MIB)
     assert tier.excess_bytes() <= 0 and len(present(tier, range(1000))) > 100
+
+
+@pytest.mark.parametrize("when", [float("nan"), float("inf")])
+def test_an_index_record_of_no_time_is_none(when):
+    packed = bytearray(disk_format.pack_index(record(1), 4096, 5.0))
+    disk_format._LAST_ACCESS.pack_into(packed, disk_format._LAST_ACCESS_OFFSET, when)
+    assert disk_format.unpack_index(record(1).block_id, bytes(packed)) is None

@@ -206,3 +206,10 @@ def test_lines_stand_in_the_order_of_arrival_and_links_are_gone():
 def test_a_line_that_cannot_be_read_is_left_out(bad):
     found = list(joined([line("a", 0), bad, line("b", 1)]))
     assert [request.num_tokens for request in read_session_lines(found, "history").requests] == [10, 10]
+
+
+def test_a_clock_that_was_set_back_holds_up_no_line(tmp_path):
+    history = History(tmp_path)
+    history.arrived("a", 1e9 + 1000.0, "s", 5, None)
+    history.left("a", 1e9 + 1001.0, 9, None)
+    assert len(history.take_lines(1e9)) == 1

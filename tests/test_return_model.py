@@ -378,3 +378,20 @@ def test_ranks_are_published_when_enough_has_changed():
         learner.rested(conversation(number + 100), 50.0)
         learner.poll(50.0)
     assert 20 < model.version < 60, "ever rarer, but not too rarely"
+
+
+def test_a_clock_that_was_set_back_does_not_stop_the_counting():
+    shelves, passed = AgeShelves(), []
+    one = Conversation(1, 0, 0.0, 1e9, use=1)
+    shelves.add(one)
+    shelves.advance(1e9 + 365 * 86400, lambda *_: None)  # a glitch
+    shelves.advance(1e9 + 1, lambda *_: None)
+    shelves.advance(1e9 + 100, lambda category, bucket, num: passed.append(num))
+    assert sum(passed) > 5
+
+
+def test_very_many_at_once_are_counted_within_the_bound_and_accepted_again():
+    model = ReturnModel()
+    model.passed(0, 3, 1_000_000)
+    assert ReturnModel.from_dict(model.to_dict()).to_dict() == model.to_dict()
+    assert max(model.to_dict()["0"]["passes"]) <= 50_000
