@@ -1,4 +1,4 @@
-"""The engine as a library: DESIGN section 4, and the invariants that hold without a store."""
+"""The engine as a library: its public interface, and the invariants that hold without a store."""
 
 import threading
 import warnings

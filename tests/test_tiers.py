@@ -1,4 +1,4 @@
-"""The invariants of the tiers (DESIGN section 7), on small random models with stores in temporary directories.
+"""The invariants of the tiers, on small random models with stores in temporary directories.
 
 Greedy and float32 where tokens are compared; an engine without tiers is what they are compared with.
 """
