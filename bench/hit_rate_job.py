@@ -30,47 +30,31 @@ ONE_TIER_POLICIES = (*REFERENCES, "return", "auto")
 TIERS_POLICIES = ("fifo", "lru", "look-ahead", "return", "auto", "belady")
 DEFAULT_MODEL = "llama-3.1-8b"
 NUM_REQUESTS, NUM_QUICK = 20_000, 1_000
-# Flags and their values, as on the command line; flags that are given count more.
+# CachedAttention (USENIX ATC 2024) on ShareGPT: look-ahead 76 to 86 %, LRU 31 to 58 %, FIFO 48 %. Sizes, batch, time to
+# live and warm-up are the paper's; HBM and the rates are guesses for LLaMA-13B on its four A100 and SSDs.
+_PAPER = {
+    "format": "turns",
+    "conversations": "9000",
+    "arrival_rate": "1",
+    "kv_bytes_per_token": "llama-13b",
+    "hbm": "40GB",
+    "cpu": "128GB",
+    "disk": "10TB,2TB",
+    "ttl": "1h",
+    "batch": "24",
+    "prefill_rate": "10000",
+    "decode_rate": "25",
+    "load_bandwidth": "25GB",
+    "read_bandwidth": "5GB",
+    "write_bandwidth": "2GB",
+    "warm_up": "10000",
+    "policies": "fifo,lru,look-ahead,return,auto",
+}
+# Flags and their values, as on the command line; flags that are given count more. In the short queue the same people
+# come a tenth as often: hardly anybody waits, so that the queue tells little.
 PRESETS: dict[str, dict[str, str]] = {
-    # CachedAttention (USENIX ATC 2024) on ShareGPT: look-ahead 76 to 86 %, LRU 31 to 58 %, FIFO 48 %. Sizes, batch,
-    # time to live and warm-up are the paper's; HBM and the rates are guesses for LLaMA-13B on its four A100 and SSDs.
-    "paper": {
-        "format": "turns",
-        "conversations": "9000",
-        "arrival_rate": "1",
-        "kv_bytes_per_token": "llama-13b",
-        "hbm": "40GB",
-        "cpu": "128GB",
-        "disk": "10TB,2TB",
-        "ttl": "1h",
-        "batch": "24",
-        "prefill_rate": "10000",
-        "decode_rate": "25",
-        "load_bandwidth": "25GB",
-        "read_bandwidth": "5GB",
-        "write_bandwidth": "2GB",
-        "warm_up": "10000",
-        "policies": "fifo,lru,look-ahead,return,auto",
-    },
-    # The same people, but few of them: hardly anybody waits, so that the queue tells little.
-    "short-queue": {
-        "format": "turns",
-        "conversations": "9000",
-        "arrival_rate": "0.1",
-        "kv_bytes_per_token": "llama-13b",
-        "hbm": "40GB",
-        "cpu": "128GB",
-        "disk": "2TB",
-        "ttl": "1h",
-        "batch": "24",
-        "prefill_rate": "10000",
-        "decode_rate": "25",
-        "load_bandwidth": "25GB",
-        "read_bandwidth": "5GB",
-        "write_bandwidth": "2GB",
-        "warm_up": "10000",
-        "policies": "fifo,lru,look-ahead,return,auto",
-    },
+    "paper": _PAPER,
+    "short-queue": _PAPER | {"arrival_rate": "0.1", "disk": "2TB"},
 }
 
 
