@@ -21,11 +21,13 @@ from kvstore.connector import (
     deletion_from_dict,
     evict_from_dict,
     nothing_from_dict,
+    one_session_from_dict,
     session_info,
     sessions_from_dict,
+    transcript,
     verify_from_dict,
 )
-from kvstore.errors import ConfigError, EngineClosedError, RequestError, StoreError
+from kvstore.errors import ConfigError, EngineClosedError, RequestError, SessionNotFoundError, StoreError
 from kvstore.session_store import SessionHead, SessionKey, Tombstone
 
 if TYPE_CHECKING:
@@ -119,7 +121,7 @@ class Admin:
         check_session_id(session_id)
         num_blocks = self._delete_one(SessionKey(tenant, session_id), DELETE_TIMEOUT_S)
         if num_blocks is None:
-            raise RequestError(f"there is no session {session_id!r}", param="session_id")
+            raise SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
         return num_blocks
 
     def _delete_one(self, key: SessionKey, timeout_s: float, only_expired: bool = False) -> int | None:
@@ -164,7 +166,7 @@ class Admin:
             raise RequestError(f"seconds is {seconds!r}; give 0 to {MAX_PIN_S:,} seconds", param="seconds")
         state = self._sessions.load(SessionKey(tenant, session_id))
         if state is None:
-            raise RequestError(f"there is no session {session_id!r}", param="session_id")
+            raise SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
         if state.head.fingerprint == engine.fingerprint:
             with engine.lock:
                 engine.connector.pin(state.chain, seconds)
@@ -209,7 +211,7 @@ class Admin:
     def _blocks_of(self, key: SessionKey) -> set[BlockId]:
         """The session's KV that is not also another's."""
         if not self._sessions.exists(key):
-            raise RequestError(f"there is no session {key.session_id!r}", param="session_id")
+            raise SessionNotFoundError(f"there is no session {key.session_id!r}", param="session_id")
         return self._sessions.unshared_blocks_of(key)
 
     def _verify(self, arguments: dict[str, object]) -> dict[str, object]:
@@ -223,6 +225,14 @@ class Admin:
         wanted = sessions_from_dict(arguments)
         return {"sessions": [session_info(head) for head in self.list_sessions(wanted.tenant, wanted.limit)]}
 
+    def _show(self, arguments: dict[str, object]) -> dict[str, object]:
+        key = one_session_from_dict("sessions.show", arguments)
+        self.expire(key)
+        state = self._sessions.load(key)
+        if state is None:
+            raise SessionNotFoundError(f"there is no session {key.session_id!r}", param="session_id")
+        return dict(transcript(state))
+
     def _delete(self, arguments: dict[str, object]) -> dict[str, object]:
         key = deletion_from_dict(arguments)
         return {"deleted": True, "blocks": self.delete_session(key.session_id, key.tenant)}
@@ -234,6 +244,7 @@ _COMMANDS: dict[str, Callable[[Admin, dict[str, object]], dict[str, object]]] = 
     "verify": Admin._verify,
     "compact": Admin._compact,
     "sessions": Admin._list,
+    "sessions.show": Admin._show,
     "sessions.delete": Admin._delete,
 }
 

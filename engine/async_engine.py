@@ -8,16 +8,26 @@ from __future__ import annotations
 import asyncio
 import atexit
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
+from engine.chat import ChatSession, Turn
+from engine.chat_template import Message
 from engine.engine import Engine
 from engine.output_processor import Handle
 from engine.outputs import Piece, RequestOutput
 from engine.prompts import prompt_ids
 from engine.sampling_params import SamplingParams
+from kvstore.block import BlockId, Lineage
 from kvstore.errors import EngineClosedError
+from kvstore.session_store import TurnRecord
+
+P = ParamSpec("P")
+T = TypeVar("T")
+MAX_CALLS = 32  # blocking calls at once: turns that wait for the disk, templates, administration
 
 
 @dataclass(slots=True)
@@ -26,6 +36,79 @@ class _Waiter:
 
     loop: asyncio.AbstractEventLoop
     queue: asyncio.Queue[Piece | None]  # None: the request has ended
+
+
+class Answer:
+    """One request's answer as it comes: an asynchronous iterator of pieces, and a context manager that ends it.
+
+    output: complete once the iteration has ended. turn: of a session, the stored turn; it is durable before the last
+    piece is handed out. Used by one task. Iterating raises what ended the request, and StoreError when a turn could not
+    be stored.
+    """
+
+    def __init__(self, engine: AsyncEngine, handle: Handle, waiter: _Waiter, chat: ChatSession | None = None) -> None:
+        self.turn: TurnRecord | None = None
+        self._engine = engine
+        self._handle = handle
+        self._waiter = waiter
+        self._chat = chat
+        self._running: Turn | None = None  # of the chat, until it has ended
+        self._ended = False
+
+    @property
+    def output(self) -> RequestOutput:
+        return self._handle.output
+
+    @property
+    def chain(self) -> Sequence[BlockId]:
+        """Ids of the first choice's full blocks, once it has ended."""
+        return self._handle.chain
+
+    @property
+    def lineage(self) -> Lineage | None:
+        """What that chain is built on, once it has ended."""
+        return self._handle.lineage
+
+    def __aiter__(self) -> Answer:
+        return self
+
+    async def __anext__(self) -> Piece:
+        if self._ended:
+            raise StopAsyncIteration
+        piece = await self._waiter.queue.get()
+        if self._running is not None and (piece is None or piece.finish_reason is not None):
+            await self._finish()  # a turn has one choice, so this was its last piece
+        if piece is None:
+            self._ended = True
+            if self._handle.error is not None:
+                raise self._handle.error
+            raise StopAsyncIteration
+        return piece
+
+    async def _finish(self, keep: bool = True) -> None:
+        """Store the turn, whatever becomes of the task that waits for it."""
+        assert self._chat is not None and self._running is not None
+        running, self._running = self._running, None
+        self.turn = await _unbroken(self._engine.call(self._chat.end, running, keep))
+
+    async def stop(self) -> None:
+        """End it now and keep what was said: the iteration goes on to a last piece with finish_reason "abort"."""
+        await self._engine.call(self._engine.engine.abort, self._handle)
+
+    async def aclose(self) -> None:
+        """End it early: its blocks are given back, and a turn that has not ended is not stored. Else does nothing."""
+        self._ended = True
+        self._engine.leave(self._handle)
+        if not self._handle.done:
+            await _unbroken(self._engine.call(self._engine.engine.abort, self._handle))
+        if self._running is not None:
+            await self._finish(keep=False)
+
+    async def __aenter__(self) -> Answer:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
 
 class AsyncEngine:
@@ -38,12 +121,19 @@ class AsyncEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._waiters: dict[str, tuple[Handle, _Waiter]] = {}
-        self._submitting = threading.Lock()
         self._closing = False
+        self._workers = ThreadPoolExecutor(MAX_CALLS, "engine-call")
         self._thread = threading.Thread(target=self._run, name="kvstore-engine", daemon=True)
         engine.drive(self._thread)
         self._thread.start()
         atexit.register(self._stop)  # a thread in the middle of a step must not meet the interpreter's end
+
+    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run something that blocks off the event loop: tokenizing, templates, sessions, administration.
+
+        At most MAX_CALLS at a time. When the caller is cancelled the function goes on, its result unseen.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._workers, partial(function, *args, **kwargs))
 
     async def generate(
         self,
@@ -54,11 +144,10 @@ class AsyncEngine:
         priority: int = 0,
     ) -> RequestOutput:
         """The whole answer to one prompt. Raises as `Engine.generate`."""
-        handle, waiter = await self._submit(prompt, params, tenant, cache_salt, priority)
-        async with aclosing(self._pieces(handle, waiter)) as pieces:
-            async for _ in pieces:
+        async with await self.start(prompt, params, tenant, cache_salt, priority) as answer:
+            async for _ in answer:
                 pass
-        return handle.output
+        return answer.output
 
     async def stream(
         self,
@@ -69,66 +158,77 @@ class AsyncEngine:
         priority: int = 0,
     ) -> AsyncIterator[Piece]:
         """The answer piece by piece."""
-        handle, waiter = await self._submit(prompt, params, tenant, cache_salt, priority)
-        async with aclosing(self._pieces(handle, waiter)) as pieces:
-            async for piece in pieces:
+        async with await self.start(prompt, params, tenant, cache_salt, priority) as answer:
+            async for piece in answer:
                 yield piece
+
+    async def start(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        tenant: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        spliced: tuple[Sequence[BlockId], Lineage] | None = None,
+    ) -> Answer:
+        """Queue a prompt, tokenized off the event loop. Raises as `Engine.generate`. spliced: see `Engine.submit`."""
+        waiter = self._new_waiter()
+        chosen = params or SamplingParams()
+
+        def submit() -> Answer:
+            token_ids = prompt_ids(prompt, self.engine.tokenizer, self.engine.vocab_size)
+            announce = partial(self._announce, waiter)
+            handle = self.engine.submit(token_ids, chosen, tenant, cache_salt, priority, spliced, announce)
+            return Answer(self, handle, waiter)
+
+        return await self._begin(submit)
+
+    async def start_turn(
+        self,
+        chat: ChatSession,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        idempotency_key: str | None = None,
+    ) -> Answer:
+        """Queue a turn of a session. Raises as `ChatSession.begin`."""
+        waiter = self._new_waiter()
+
+        def begin() -> Answer:
+            checked = params or SamplingParams()
+            said = chat.check(messages, checked)
+            submit = partial(self.engine.submit, announce=partial(self._announce, waiter))
+            turn = chat.begin(said, checked, idempotency_key, submit)
+            answer = Answer(self, turn.handle, waiter, chat)
+            answer._running = turn
+            return answer
+
+        return await self._begin(begin)
 
     async def close(self) -> None:
         """Stop the thread and close the engine; running requests end as aborted."""
         await asyncio.to_thread(self._stop)
 
-    async def _submit(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams | None,
-        tenant: str,
-        cache_salt: str,
-        priority: int,
-    ) -> tuple[Handle, _Waiter]:
-        """Tokenize and queue off the event loop: both may take a while, and a step holds the engine's lock."""
-        waiter = _Waiter(asyncio.get_running_loop(), asyncio.Queue())
-        arguments = (waiter, prompt, params or SamplingParams(), tenant, cache_salt, priority)
-        submitting = waiter.loop.run_in_executor(None, self._submit_now, *arguments)
+    def leave(self, handle: Handle) -> None:
+        """Nobody reads the pieces of this request any more."""
+        self._waiters.pop(handle.request_id, None)
+
+    @staticmethod
+    def _new_waiter() -> _Waiter:
+        return _Waiter(asyncio.get_running_loop(), asyncio.Queue())
+
+    async def _begin(self, submit: Callable[[], Answer]) -> Answer:
+        submitting = asyncio.ensure_future(self.call(submit))
         try:
-            return await asyncio.shield(submitting), waiter
+            return await asyncio.shield(submitting)
         except asyncio.CancelledError:  # the thread goes on: what it submits has no reader
-            submitting.add_done_callback(self._abandon)
+            submitting.add_done_callback(_abandon)
             raise
 
-    def _abandon(self, submitting: asyncio.Future[Handle]) -> None:
-        if not submitting.cancelled() and submitting.exception() is None:
-            handle = submitting.result()
-            self._waiters.pop(handle.request_id, None)
-            submitting.get_loop().run_in_executor(None, self.engine.abort, handle)
-
-    def _submit_now(
-        self,
-        waiter: _Waiter,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
-        tenant: str,
-        cache_salt: str,
-        priority: int,
-    ) -> Handle:
-        token_ids = prompt_ids(prompt, self.engine.tokenizer, self.engine.spec.vocab_size)
-        with self._submitting:  # the first piece must not come before its waiter is known
-            if self._closing:
-                raise EngineClosedError("the engine is closed")
-            handle = self.engine.submit(token_ids, params, tenant, cache_salt, priority)
-            self._waiters[handle.request_id] = (handle, waiter)
-        return handle
-
-    async def _pieces(self, handle: Handle, waiter: _Waiter) -> AsyncGenerator[Piece]:
-        try:
-            while (piece := await waiter.queue.get()) is not None:
-                yield piece
-            if handle.error is not None:
-                raise handle.error
-        finally:
-            if not handle.done:
-                self._waiters.pop(handle.request_id, None)
-                await asyncio.shield(asyncio.to_thread(self.engine.abort, handle))
+    def _announce(self, waiter: _Waiter, handle: Handle) -> None:
+        """Called before any step can see the request: no piece comes before its waiter is known."""
+        if self._closing:
+            raise EngineClosedError("the engine is closed")
+        self._waiters[handle.request_id] = (handle, waiter)
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
     def _run(self) -> None:
@@ -152,34 +252,37 @@ class AsyncEngine:
         except Exception:  # it has ended every request with this error; each caller gets it from its handle
             self._deliver_all()
         else:
-            for handle in touched:
-                self._deliver(handle)
+            self._deliver(touched)
 
     def _deliver_all(self) -> None:
-        with self._submitting:
-            handles = [handle for handle, _ in self._waiters.values()]
-        for handle in handles:
-            self._deliver(handle)
+        self._deliver([handle for handle, _ in list(self._waiters.values())])
 
-    def _deliver(self, handle: Handle) -> None:
-        """Hand a request's new pieces to its loop, in one call."""
-        with self._submitting:
+    def _deliver(self, handles: Sequence[Handle]) -> None:
+        """Hand new pieces to their loops, one call each: waking a loop costs more than the pieces."""
+        parcels: dict[asyncio.AbstractEventLoop, list[tuple[_Waiter, list[Piece | None]]]] = {}
+        for handle in handles:
             entry = self._waiters.get(handle.request_id)
-        if entry is None:
-            return
-        waiter = entry[1]
-        pieces: list[Piece | None] = []
-        done = handle.done  # read before the pieces: none can follow once it is set
-        while handle.pieces:
-            pieces.append(handle.pieces.popleft())
-        if done:
-            pieces.append(None)
-            self._waiters.pop(handle.request_id, None)
-        try:
-            waiter.loop.call_soon_threadsafe(_put_all, waiter.queue, pieces)
-        except RuntimeError:  # its loop was closed without cancelling: nobody will read this
-            self._waiters.pop(handle.request_id, None)
-            self.engine.abort(handle)
+            if entry is None:
+                continue
+            pieces: list[Piece | None] = []
+            done = handle.done  # read before the pieces: none can follow once it is set
+            while handle.pieces:
+                pieces.append(handle.pieces.popleft())
+            if done:
+                pieces.append(None)
+                self._waiters.pop(handle.request_id, None)
+            parcels.setdefault(entry[1].loop, []).append((entry[1], pieces))
+        for loop, parcel in parcels.items():
+            try:
+                loop.call_soon_threadsafe(_put_all, parcel)
+            except RuntimeError:  # the loop was closed without cancelling: nobody will read this
+                self._abort_all_of(loop)
+
+    def _abort_all_of(self, loop: asyncio.AbstractEventLoop) -> None:
+        for handle, waiter in list(self._waiters.values()):
+            if waiter.loop is loop:
+                self.leave(handle)
+                self.engine.abort(handle)
 
     def _stop(self) -> None:
         atexit.unregister(self._stop)
@@ -188,6 +291,27 @@ class AsyncEngine:
         self._thread.join()
 
 
-def _put_all(queue: asyncio.Queue[Piece | None], pieces: list[Piece | None]) -> None:
-    for piece in pieces:
-        queue.put_nowait(piece)
+def _put_all(parcel: list[tuple[_Waiter, list[Piece | None]]]) -> None:
+    for waiter, pieces in parcel:
+        for piece in pieces:
+            waiter.queue.put_nowait(piece)
+
+
+def _abandon(submitting: asyncio.Future[Answer]) -> None:
+    if not submitting.cancelled() and submitting.exception() is None:
+        task = submitting.get_loop().create_task(submitting.result().aclose())
+        _closing_tasks.add(task)
+        task.add_done_callback(_closing_tasks.discard)
+
+
+_closing_tasks: set[asyncio.Task[None]] = set()  # a loop refers to its tasks weakly
+
+
+async def _unbroken(awaitable: Coroutine[Any, Any, T]) -> T:
+    """Wait for its end even when the waiting task is cancelled; the cancellation follows then."""
+    task = asyncio.ensure_future(awaitable)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

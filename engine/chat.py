@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from engine.chat_template import ChatTemplate, Message
@@ -21,7 +21,7 @@ from engine.prompts import check_params, check_session_id, check_text
 from engine.sampling_params import SamplingParams
 from engine.window import NextTurn, Window
 from kvstore.block import BlockId, Lineage, extend_chain
-from kvstore.errors import RequestError, StoreError
+from kvstore.errors import RequestError, SessionBusyError, SessionExistsError, SessionNotFoundError, StoreError
 from kvstore.session_store import SessionKey, SessionState, TurnRecord
 
 if TYPE_CHECKING:
@@ -33,6 +33,16 @@ def lineage_of(state: SessionState, root: BlockId) -> Lineage:
     if state.first_reencoded is None:
         return Lineage(root)
     return Lineage(root, state.first_reencoded, state.splice_parent, state.splice_end)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn that runs. said: what the person said, after a history that a first turn may bring."""
+
+    said: list[Message]
+    next: NextTurn
+    handle: Handle
+    idempotency_key: str | None = None
 
 
 class ChatSession:
@@ -55,7 +65,8 @@ class ChatSession:
         self._template = template
         self._busy = threading.Lock()
         self._ending = threading.Lock()  # held to begin a turn, to store it, and to delete the session
-        self._running: tuple[NextTurn, Handle] | None = None
+        self._running: Turn | None = None
+        self._expires_s: float | None = None  # what the store was told last
         self._system: list[Message] = [{"role": "system", "content": system}] if system else []
         self._number: int | None = None  # of the stored session, once there is one
         self.messages: list[Message] = list(self._system)
@@ -108,66 +119,126 @@ class ChatSession:
     def stream(self, text: str, params: SamplingParams | None = None) -> Iterator[Piece]:
         """`send`, piece by piece; afterwards `last` is the whole output. Leaving early ends the answer there."""
         params = SamplingParams() if params is None else params
+        said = self.check([{"role": "user", "content": text}], params)
+        return self._run(said, params)
+
+    def _run(self, said: list[Message], params: SamplingParams) -> Iterator[Piece]:
+        turn = self.begin(said, params)
+        final: Piece | None = None
+        try:
+            for piece in self._engine.stream(turn.handle):
+                if piece.finish_reason is None:
+                    yield piece
+                else:
+                    final = piece  # held back until the turn is durable
+        finally:
+            self.end(turn)
+        if final is not None:
+            yield final
+
+    def check(self, messages: Sequence[Message], params: SamplingParams) -> list[Message]:
+        """The messages of a turn. Raises RequestError unless they are a user's, or a history that ends with one.
+
+        A history, which only a session without turns takes, is the system prompt first if there is one, then user and
+        assistant in turn.
+        """
         check_params(params)
-        check_text(text, "message")
         if params.n != 1:
             raise RequestError(f"n is {params.n}; a turn has one answer", param="n")
-        return self._run(text, params)
+        for message in messages:
+            check_text(message["content"], "message")
+        said = [dict(message) for message in messages]
+        history = said[1:] if said and said[0]["role"] == "system" else said
+        expected = ["user", "assistant"] * (len(history) // 2) + ["user"]
+        if [message["role"] for message in history] != expected:
+            raise RequestError("messages must take turns, user and assistant, and end with the user", param="messages")
+        return said
 
-    def _run(self, text: str, params: SamplingParams) -> Iterator[Piece]:
+    def begin(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams,
+        idempotency_key: str | None = None,
+        submit: Callable[..., Handle] | None = None,
+    ) -> Turn:
+        """Queue a turn; `messages` and `params` went through `check`. `end` has to be called, whatever happens.
+
+        idempotency_key: stored with the turn. submit: instead of the engine's. Raises SessionBusyError while another
+        turn runs, SessionNotFoundError when the session was deleted, and as `send`.
+        """
         if not self._busy.acquire(blocking=False):
-            raise RequestError(f"session {self.session_id} is busy with another turn", param="session_id")
+            raise SessionBusyError(f"session {self.session_id} is busy with another turn", param="session_id")
         try:
-            turn, handle = self._begin(text, params)
-            final: Piece | None = None
-            try:
-                for piece in self._engine.stream(handle):
-                    if piece.finish_reason is None:
-                        yield piece
-                    else:
-                        final = piece  # held back until the turn is durable
-            finally:
-                self._end(text, turn, handle)
-            if final is not None:
-                yield final
+            with self._ending:
+                if self.deleted:
+                    raise SessionNotFoundError(
+                        f"there is no session {self.session_id!r}: it was deleted", param="session_id"
+                    )
+                self._running = self._begin(list(messages), params, idempotency_key, submit or self._engine.submit)
+                return self._running
+        except BaseException:
+            self._busy.release()
+            raise
+
+    def _begin(
+        self, said: list[Message], params: SamplingParams, idempotency_key: str | None, submit: Callable[..., Handle]
+    ) -> Turn:
+        window = self._window
+        if len(said) > 1:
+            window, said = self._with_history(said)
+        text = said[-1]["content"]
+        following = window.next_turn(
+            self._engine, self._template, text, params, self.tenant, self.truncation, self.truncation_reuse
+        )
+        try:
+            handle = submit(following.prompt, params, self.tenant, spliced=(following.chain, following.lineage))
+        except BaseException:
+            self._forget(self._unused(following, None))
+            raise
+        return Turn(said, following, handle, idempotency_key)
+
+    def _with_history(self, said: list[Message]) -> tuple[Window, list[Message]]:
+        """A first turn that brings the conversation so far: the window it makes, and all but the system prompt."""
+        if self.num_turns:
+            raise RequestError("a session that has turns takes one user message at a time", param="messages")
+        if said[0]["role"] == "system":
+            self._system, said = said[:1], said[1:]
+        self.messages = list(self._system)
+        transcript = [*self._system, *said[:-1]]
+        return Window(self._system, transcript, 0, [], [], self._window.lineage), said
+
+    def end(self, turn: Turn, keep: bool = True) -> TurnRecord | None:
+        """The turn becomes part of the conversation, durable on return; reused KV that no turn refers to goes.
+
+        Not when it failed, said nothing, or is not to be kept. Raises as `send`.
+        """
+        try:
+            return self._end(turn, keep)
         finally:
             self._running = None
             self._busy.release()
 
-    def _begin(self, text: str, params: SamplingParams) -> tuple[NextTurn, Handle]:
-        with self._ending:
-            if self.deleted:
-                raise RequestError(f"there is no session {self.session_id!r}: it was deleted", param="session_id")
-            turn = self._window.next_turn(
-                self._engine, self._template, text, params, self.tenant, self.truncation, self.truncation_reuse
-            )
-            try:
-                handle = self._engine.submit(turn.prompt, params, self.tenant, spliced=(turn.chain, turn.lineage))
-            except BaseException:
-                self._forget(self._unused(turn, None))
-                raise
-            self._running = (turn, handle)
-            return self._running
-
-    def _end(self, text: str, turn: NextTurn, handle: Handle) -> None:
-        """The turn becomes part of the conversation; reused KV that no turn refers to goes."""
-        lineage = handle.lineage or turn.lineage
+    def _end(self, turn: Turn, keep: bool) -> TurnRecord | None:
+        handle = turn.handle
+        self._engine.abort(handle)
+        lineage = handle.lineage or turn.next.lineage
         unused: Sequence[BlockId] = ()
-        is_stored = False
+        record = None
         try:
-            if handle.error is None:
+            if handle.error is None and keep:
                 self.last = handle.output
                 if handle.output.token_ids:
                     with self._ending:
                         if self.deleted:
                             raise StoreError(f"session {self.session_id} was deleted meanwhile: the turn is not stored")
-                        unused = self._unused(turn, lineage)
-                        self._commit(text, turn, handle.output, lineage)
-                        is_stored = True
+                        unused = self._unused(turn.next, lineage)
+                        record = self._commit(turn, lineage)
         finally:
-            if not is_stored:
-                unused = [*self._unused(turn, None), *(self._own(turn, handle) if self._is_gone() else ())]
+            if record is None:
+                own = self._own(turn.next, handle) if self._is_gone() else ()
+                unused = [*self._unused(turn.next, None), *own]
             self._forget(unused)
+        return record
 
     def _unused(self, turn: NextTurn, stored: Lineage | None) -> Sequence[BlockId]:
         """Blocks that were spliced for this turn, unless it was stored with them or an earlier turn was."""
@@ -197,9 +268,10 @@ class ChatSession:
             with suppress(StoreError):
                 self._engine.admin.forget(block_ids)
 
-    def _commit(self, text: str, turn: NextTurn, output: RequestOutput, lineage: Lineage) -> None:
+    def _commit(self, running: Turn, lineage: Lineage) -> TurnRecord:
         """The turn becomes part of the conversation: text for people, ids for the next prompt. Waits for the disk."""
-        said: list[Message] = [{"role": "user", "content": text}, {"role": "assistant", "content": output.text}]
+        turn, output = running.next, running.handle.output
+        said: list[Message] = [*running.said, {"role": "assistant", "content": output.text}]
         token_ids = output.prompt_token_ids + self._answer_ids(output)
         chain = list(turn.chain) if lineage == turn.lineage else []  # given up: the reused KV was missing
         extend_chain(chain, lineage.root, token_ids, self._engine.block_size)
@@ -220,6 +292,7 @@ class ChatSession:
             finish_reason=output.finish_reason or "",
             usage=_usage(output),
             created_s=time.time(),
+            idempotency_key=running.idempotency_key,
         )
         fingerprint, model = self._engine.fingerprint, self._engine.model_name
         ticket = self._engine.sessions.commit_turn(self._key, record, fingerprint, model, self._number)
@@ -231,6 +304,7 @@ class ChatSession:
         starts = turn.turn_starts
         self._window = Window(self._system, self.messages, turn.num_dropped, token_ids, chain, lineage, starts)
         self._expire(head.expires_s)
+        return record
 
     def _answer_ids(self, output: RequestOutput) -> list[int]:
         """Ids of the answer without its end token, which the template's delta brings, and nothing of a stop string."""
@@ -259,7 +333,7 @@ class ChatSession:
             raise RequestError(f"turn is {turn}; this session has {self.num_turns} turns", param="turn")
         key = SessionKey(self.tenant, session_id)
         if self._engine.sessions.exists(key):
-            raise RequestError(f"there is a session {session_id!r} already", param="session_id")
+            raise SessionExistsError(f"there is a session {session_id!r} already", param="session_id")
         self._engine.sessions.fork(self._key, turn, key).wait()
         self._engine.chats.pop(key, None)  # an object from before there was a turn
         return self._engine.chat(session_id, self.tenant, None, self.truncation, self.truncation_reuse)
@@ -273,8 +347,9 @@ class ChatSession:
 
     def _expire(self, at_s: float | None) -> None:
         """Its KV goes before that of others from then on."""
-        with self._engine.lock:
-            self._engine.connector.expire(self.chain, at_s)
+        if at_s != self._expires_s:
+            self._engine.expire_kv(self.chain, at_s)
+        self._expires_s = at_s
 
     @property
     def is_busy(self) -> bool:
@@ -286,7 +361,7 @@ class ChatSession:
         """In here the session can be deleted: its turn has been ended, none begins, and none is stored."""
         with self._ending:
             if self._running is not None:
-                self._engine.abort(self._running[1])
+                self._engine.abort(self._running.handle)
             yield
 
     def mark_deleted(self) -> list[BlockId]:
@@ -294,13 +369,15 @@ class ChatSession:
         self.deleted = True
         if self._running is None:
             return []
-        turn, handle = self._running
-        return [*self._own(turn, handle), *self._unused(turn, None)]
+        turn = self._running
+        return [*self._own(turn.next, turn.handle), *self._unused(turn.next, None)]
 
 
 def _usage(output: RequestOutput) -> dict[str, int]:
-    usage = output.usage
+    """Counts of tokens, and times in microseconds as far as they are known."""
+    usage, times = output.usage, asdict(output.timings)
     return {
+        **{f"{name[:-2]}_us": round(seconds * 1e6) for name, seconds in times.items() if seconds is not None},
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "cached_tokens": usage.cached_tokens,

@@ -12,18 +12,19 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 from engine.admin import Admin, weak_handler
 from engine.chat import ChatSession, lineage_of
 from engine.chat_template import ChatTemplate
 from engine.config import EngineConfig
+from engine.erasure import Erasure
+from engine.fair_lock import FairLock
 from engine.kv_cache_manager import KVCacheManager
 from engine.lifetime import Gate, shut, shut_dropped
 from engine.loading import load
 from engine.memory import num_hbm_blocks
-from engine.model_runner import ModelRunner, StepResult
+from engine.model_runner import ModelRunner, StepResult, StepTimes
 from engine.output_processor import Handle, OutputProcessor, Totals
 from engine.outputs import Piece, RequestOutput
 from engine.probe import intercept
@@ -41,11 +42,12 @@ from engine.prompts import (
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler, SchedulerOutput
+from engine.stats import engine_stats
 from engine.storage import open_store
 from kvstore.block import BlockId, Lineage
 from kvstore.config import CacheTiers
 from kvstore.connector import TransferPlan
-from kvstore.errors import EngineClosedError, KVStoreError, RequestError
+from kvstore.errors import EngineClosedError, KVStoreError, RequestError, SessionNotFoundError
 from kvstore.pool import BlockPool
 from kvstore.session_store import SessionKey, SessionStore, open_sessions
 
@@ -69,8 +71,7 @@ class Engine:
 
     `admin` evicts, verifies, compacts, and lists and deletes sessions (see `engine.admin`).
 
-    Raises ConfigError, ModelError, UnsupportedModelError, StoreError or StoreLockedError. A context manager; `close`
-    twice does no harm.
+    Raises ConfigError, ModelError, UnsupportedModelError, StoreError or StoreLockedError. A context manager.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Engine:
         self.spec = model.spec
         limits = config.scheduler(loaded.max_model_len)
         self._num_blocks = num_hbm_blocks(model, limits, config.tiers.hbm)
-        self.lock = threading.RLock()
+        self.lock = FairLock()
         self.connector = open_store(config, loaded, model, self._num_blocks)
         self._gate = Gate()
         try:
@@ -120,14 +121,15 @@ class Engine:
             self.connector.close()
             raise
         self.chats: weakref.WeakValueDictionary[SessionKey, ChatSession] = weakref.WeakValueDictionary()
+        self._erasure = Erasure(self.pool, self._runner.caches)
         self._random = random.Random(config.seed)
         self._counter = itertools.count()
         self._num_aborted = 0
         self._plan: TransferPlan | None = None
         self._totals = Totals()
-        self._changed = threading.Condition(self.lock)  # work has come, or a step has ended
+        self._changed = threading.Condition(self.lock)  # type: ignore[arg-type]  # work has come, or a step has ended
         self._driver: threading.Thread | None = None  # who steps, when it is not the caller who waits
-        self._doomed: set[int] = set()  # HBM blocks with something deleted in them that were held at that time
+        self._aborted: list[Handle] = []  # since the last step, for the driver to hand out
         # Also when the engine is collected or the interpreter exits: no step may run while Python is torn down.
         parts = (self._gate, self.lock, self.connector, self.sessions)
         self._finalizer = weakref.finalize(self, shut_dropped, *parts)
@@ -155,7 +157,7 @@ class Engine:
         Raises RequestError or ContextLengthError before anything runs when one of them is wrong.
         """
         texts, each = checked_prompts(prompts, params)
-        ids = [prompt_ids(prompt, self.tokenizer, self.spec.vocab_size) for prompt in texts]
+        ids = [prompt_ids(prompt, self.tokenizer, self.vocab_size) for prompt in texts]
         for token_ids, one in zip(ids, each, strict=True):
             self.max_output_tokens(token_ids, one)
         handles: list[Handle] = []
@@ -215,7 +217,7 @@ class Engine:
         if state is None and key in self.chats:
             return  # it has no turn yet
         if state is None:
-            raise RequestError(f"there is no session {session_id!r}", param="session_id")
+            raise SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
         if state.head.fingerprint != self.fingerprint:
             return  # its KV is of another model
         self.connector.prefetch(state.chain, state.token_ids, lineage_of(state, self.root(tenant)), tenant)
@@ -231,28 +233,7 @@ class Engine:
     def stats(self) -> dict[str, object]:
         """Counters and gauges as a plain dict; step times are running totals in seconds."""
         with self.lock:
-            pool = self.pool
-            stats: dict[str, object] = {
-                "model": self.model_name,
-                "requests": {
-                    "running": self._scheduler.num_running,
-                    "waiting": self._scheduler.num_waiting,
-                    "finished": self._totals.num_requests,
-                    "aborted": self._num_aborted,
-                    "preemptions": self._scheduler.num_preemptions,
-                },
-                "tokens": self._totals.as_dict(),
-                "hbm": {
-                    "blocks": pool.num_blocks,
-                    "free_blocks": pool.num_free,
-                    "cached_blocks": pool.num_cached,
-                    "evicted_blocks": pool.num_evictions,
-                    "block_bytes": self.block_bytes,
-                    "block_size": self.block_size,
-                },
-                "step": asdict(self._runner.times),
-                **self.connector.stats(),
-            }
+            stats = engine_stats(self, self._scheduler, self._totals, self._num_aborted)
         stats["sessions"] = self.sessions.stats()
         return stats
 
@@ -284,14 +265,16 @@ class Engine:
         cache_salt: str = "",
         priority: int = 0,
         spliced: tuple[Sequence[BlockId], Lineage] | None = None,
+        announce: Callable[[Handle], None] | None = None,
     ) -> Handle:
         """Queue one prompt of token ids. Somebody has to call `step` until the handle is done. Raises as `generate`.
 
         spliced: the chain of its first blocks, where these hold reused KV, and that chain's lineage.
+        announce: called with the handle before any step can see it.
         """
         check_owner(tenant, cache_salt, priority)
         check_params(params)
-        check_ids(token_ids, self.spec.vocab_size)
+        check_ids(token_ids, self.vocab_size)
         longest = self.max_output_tokens(token_ids, params)
         with self.lock:
             self.check_open()
@@ -313,14 +296,19 @@ class Engine:
                 )
                 first.children = [first.sibling(index) for index in range(1, params.n)]
                 handle = self._outputs.add([first, *first.children])
+                if announce is not None:
+                    announce(handle)
                 self._scheduler.add(first)
             self._changed.notify_all()
             return handle
 
     def step(self) -> list[Handle]:
-        """Run one step; returns the handles that got something new. An error ends all running requests with it."""
+        """Run one step; returns the handles that got something new or were aborted. An error ends all that run."""
         with self.lock:
             self.check_open()
+            aborted, self._aborted = self._aborted, []
+            if aborted and not self._scheduler.has_work:
+                return aborted
             with self._ending_all_on_error():
                 started = time.perf_counter()
                 self._plan = None
@@ -330,14 +318,14 @@ class Engine:
                 result = self._runner.execute(output)
                 executed = time.perf_counter()
                 touched = self._update(output, result)
-                self._erase_doomed()
+                self._erasure.go_on()
             times = self._runner.times
             times.schedule_s += scheduled - started
             times.update_s += time.perf_counter() - executed
             self._changed.notify_all()
             if not output.scheduled and self._scheduler.has_work:
                 self.connector.wait_for_progress(IDLE_WAIT_S)  # every request waits for blocks from a slower tier
-            return touched
+            return touched + aborted
 
     def _update(self, output: SchedulerOutput, result: StepResult) -> list[Handle]:
         failed_blocks = self.connector.get_finished()
@@ -362,9 +350,10 @@ class Engine:
         with self.lock, self._ending_all_on_error():
             ended = self._outputs.abort(handle)
             self._num_aborted += bool(ended)
+            self._aborted += [handle] if self._driver is not None else []
             for request_id in ended:
                 self._scheduler.finish(request_id, "abort")
-            self._erase_doomed()
+            self._erasure.go_on()
             self._changed.notify_all()  # whoever waits for it while another thread steps
 
     def stream(self, handle: Handle) -> Iterator[Piece]:
@@ -394,7 +383,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._scheduler.has_work or bool(self._aborted)
 
     def check_integrity(self) -> None:
         """Assert that every count agrees, and that nothing is held when nothing runs. For tests and debugging."""
@@ -468,10 +457,35 @@ class Engine:
         """Root of this tenant's chains."""
         return self.connector.lineage_root(tenant, "")
 
+    def splice(
+        self,
+        chain: Sequence[BlockId],
+        token_ids: Sequence[int],
+        lineage: Lineage,
+        spans: Sequence[tuple[int, int]],
+        tenant: str = "",
+    ) -> tuple[list[BlockId], Lineage] | None:
+        """A chain out of spans [begin, end) of tokens of this one, its KV reused; None where that is not stored."""
+        return self.connector.splice(chain, token_ids, lineage, spans, tenant)
+
+    def expire_kv(self, chain: Sequence[BlockId], at_s: float | None) -> None:
+        """From this time on (seconds since the epoch) the KV of this chain goes before that of others."""
+        with self.lock:
+            self.connector.expire(chain, at_s)
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model; a tokenizer's may be smaller."""
+        return self.spec.vocab_size
+
     @property
     def fingerprint(self) -> bytes:
         """Names weights and layout where sessions outlive the process, else empty."""
         return self.connector.fingerprint
+
+    @property
+    def step_times(self) -> StepTimes:
+        return self._runner.times
 
     @property
     def block_size(self) -> int:
@@ -482,19 +496,5 @@ class Engine:
         return self._config.block_size * self.spec.kv_bytes_per_token
 
     def forget_hbm(self, blocks: Iterable[int]) -> None:
-        """Forget these blocks and overwrite them, those that a request still holds once it has released them."""
-        for block in blocks:
-            self.pool.forget(block)
-            self._doomed.add(block)
-        self._erase_doomed(always=True)
-
-    def _erase_doomed(self, always: bool = False) -> None:
-        free = {block for block in self._doomed if self.pool.is_free(block)}
-        if not free and not always:  # always: what lies in blocks without an id may be of a deleted session
-            return
-        self._doomed -= free
-        stale = self.pool.take_stale()
-        for layer in self._runner.caches:
-            for cache in layer:
-                for block in stale:
-                    cache[block].zero_()
+        """Forget these blocks and overwrite them."""
+        self._erasure.forget(blocks)

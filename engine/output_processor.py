@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from engine.detokenizer import Detokenizer
-from engine.outputs import CachedTokensDetails, Choice, Piece, RequestOutput, TokenLogprob, Usage
+from engine.outputs import CachedTokensDetails, Choice, Piece, RequestOutput, Timings, TokenLogprob, Usage
 from engine.request import Request
 from kvstore.block import BlockId, Lineage
 
@@ -140,6 +140,7 @@ class OutputProcessor:
         completion = handle.output.usage.completion_tokens + len(choice.token_ids)
         if request.index == 0:
             handle.chain, handle.lineage = tuple(request.chain), request.lineage
+            handle.output.timings = _timings(request, handle.output.ttft_s)
             handle.output.usage = Usage(request.num_prompt_tokens, completion, details)
         else:
             handle.output.usage = Usage(
@@ -148,4 +149,20 @@ class OutputProcessor:
         self._open[handle.request_id] -= 1
         if self._open[handle.request_id] == 0:
             del self._open[handle.request_id]
+            handle.output.timings = _with_decode(handle.output.timings, request.arrival_s)
             handle.done = True
+
+
+def _timings(request: Request, ttft_s: float | None) -> Timings:
+    """Of the first choice, which computed the prompt."""
+    if request.scheduled_s is None:
+        return Timings()
+    ready_s = request.scheduled_s if request.pending_s is None else request.pending_s
+    prefill_s = None if ttft_s is None else request.arrival_s + ttft_s - request.scheduled_s
+    return Timings(ready_s - request.arrival_s, request.scheduled_s - ready_s, prefill_s, ttft_s)
+
+
+def _with_decode(timings: Timings, arrival_s: float) -> Timings:
+    if timings.ttft_s is None:
+        return timings
+    return replace(timings, decode_s=time.monotonic() - arrival_s - timings.ttft_s)

@@ -44,6 +44,22 @@ class TokenLogprob:
     top: dict[int, float]
 
 
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where a request's time went, in seconds; None: it did not come so far.
+
+    queue_s: waiting for its turn. load_s: waiting for blocks on their way from disk before it could start. prefill_s:
+    from its first step to its first token, loads from CPU included. ttft_s: these three. decode_s: from there to its
+    end.
+    """
+
+    queue_s: float | None = None
+    load_s: float | None = None
+    prefill_s: float | None = None
+    ttft_s: float | None = None
+    decode_s: float | None = None
+
+
 @dataclass(slots=True)
 class Choice:
     """One answer. finish_reason: "stop", "length" or "abort"; stop_reason: the string or id that ended it."""
@@ -59,7 +75,8 @@ class Choice:
 class RequestOutput:
     """Result of one prompt. `choices` has n entries; text, token_ids and finish_reason are those of the first.
 
-    ttft_s: seconds from the request's arrival to its first token; None when it ended without one.
+    ttft_s: seconds from the request's arrival to its first token; None when it ended without one. timings: complete
+    once every choice has ended.
     """
 
     request_id: str
@@ -67,6 +84,7 @@ class RequestOutput:
     choices: list[Choice]
     usage: Usage
     ttft_s: float | None
+    timings: Timings = Timings()
 
     @property
     def text(self) -> str:

@@ -34,6 +34,8 @@ class Request:
     priority: int = 0
     arrival_s: float = 0.0
     tenant: str = ""
+    pending_s: float | None = None  # when it could have started but for blocks on their way; clock as arrival_s
+    scheduled_s: float | None = None  # when its first step began
     index: int = 0  # which of the n choices
 
     sequence: int = 0  # order of arrival, given by the scheduler

@@ -4,8 +4,9 @@ Owns the waiting and the running set. Knows the connector only by its scheduler-
 """
 
 import bisect
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,7 +67,13 @@ class Progress:
 class Scheduler:
     """FCFS or priority order (lower value first), running requests before waiting ones, preemption of the latest."""
 
-    def __init__(self, config: SchedulerConfig, manager: KVCacheManager, connector: KVConnector) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        manager: KVCacheManager,
+        connector: KVConnector,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.config = config
         self.manager = manager
         self.connector = connector
@@ -77,6 +84,7 @@ class Scheduler:
         self._waiting: list[Request] = []  # sorted by _key; unborn choices are not in it
         self._left: list[str] = []
         self._next_sequence = 0
+        self._clock = clock
 
     @property
     def num_running(self) -> int:
@@ -259,6 +267,8 @@ class Scheduler:
             request = self._waiting[index]
             admitted = self._admit(request, budget)
             if admitted is Lookup.PENDING:
+                if request.pending_s is None:
+                    request.pending_s = self._clock()
                 index += 1
                 continue
             if admitted is Lookup.MISS:
@@ -267,6 +277,8 @@ class Scheduler:
                 continue  # nobody runs who could give back blocks, so those who wait must
             del self._waiting[index]
             request.status = Status.RUNNING
+            if request.scheduled_s is None:
+                request.scheduled_s = self._clock()
             bisect.insort(self._running, request, key=self._key)
             new_rows.append(NewRow(request, tuple(request.token_ids), tuple(request.block_numbers)))
             scheduled.append(self._scheduled(request, admitted.num_tokens, admitted.allocation))

@@ -155,7 +155,7 @@ class Window:
         head = turn.turn_starts[0]
         cut = self.turn_starts[len(self.turn_starts) - (len(turn.turn_starts) - 1)]
         spans = [(0, head), (cut, len(self.token_ids))]
-        spliced = engine.connector.splice(self.chain, self.token_ids, self.lineage, spans, tenant)
+        spliced = engine.splice(self.chain, self.token_ids, self.lineage, spans, tenant)
         if spliced is None:
             return turn
         chain, lineage = spliced

@@ -5,7 +5,10 @@ KVStoreError
 ├── ModelError             the model cannot be loaded
 │   └── UnsupportedModelError   it loads, but its attention cannot be served by position-free keys
 ├── RequestError           one request is wrong; nothing else is affected (also a ValueError)
-│   └── ContextLengthError      it does not fit the context window or the HBM pool
+│   ├── ContextLengthError      it does not fit the context window or the HBM pool
+│   ├── SessionBusyError        another turn of this session runs
+│   ├── SessionNotFoundError    there is no such session, or it was deleted
+│   └── SessionExistsError      the id is taken
 ├── StoreError             a store's files cannot be opened or used
 │   ├── StoreLockedError        another process owns the store; its pid is in the message
 │   └── DegradedError           the disk tier cannot write at the moment: what was to be made durable is not
@@ -44,6 +47,18 @@ class ContextLengthError(RequestError):
         super().__init__(message, param="messages")
         self.requested_tokens = requested_tokens
         self.limit_tokens = limit_tokens
+
+
+class SessionBusyError(RequestError):
+    """A session has one turn at a time."""
+
+
+class SessionNotFoundError(RequestError):
+    """There is no session of this id, or not any more."""
+
+
+class SessionExistsError(RequestError):
+    """A session cannot be created under the id of another one."""
 
 
 class StoreError(KVStoreError):

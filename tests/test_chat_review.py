@@ -285,10 +285,10 @@ def test_hbm_blocks_that_were_held_when_forgotten_are_erased_when_released(engin
     (request,) = engine._scheduler.requests.values()
     blocks = list(request.block_numbers)
     engine.admin.forget(request.chain[:1])
-    assert engine.pool.lookup(request.chain[0]) is None and engine._doomed
+    assert engine.pool.lookup(request.chain[0]) is None and engine._erasure.pending
     while not handle.done:
         engine.step()
-    assert not engine._doomed
+    assert not engine._erasure.pending
     assert not any(bool(cache[blocks[0]].any()) for layer in engine._runner.caches for cache in layer)
 
 

@@ -1,0 +1,38 @@
+"""What an engine shows of itself, as a plain dict: counters and gauges of the loop, of its tiers and its sessions."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from engine.output_processor import Totals
+    from engine.scheduler import Scheduler
+
+
+def engine_stats(engine: Engine, scheduler: Scheduler, totals: Totals, num_aborted: int) -> dict[str, object]:
+    """To be called with the engine's lock held. Step times are running totals in seconds."""
+    pool = engine.pool
+    return {
+        "model": engine.model_name,
+        "requests": {
+            "running": scheduler.num_running,
+            "waiting": scheduler.num_waiting,
+            "finished": totals.num_requests,
+            "aborted": num_aborted,
+            "preemptions": scheduler.num_preemptions,
+        },
+        "tokens": totals.as_dict(),
+        "hbm": {
+            "blocks": pool.num_blocks,
+            "free_blocks": pool.num_free,
+            "cached_blocks": pool.num_cached,
+            "evicted_blocks": pool.num_evictions,
+            "removed_blocks": pool.num_forgotten,
+            "block_bytes": engine.block_bytes,
+            "block_size": engine.block_size,
+        },
+        "step": asdict(engine.step_times),
+        **engine.connector.stats(),
+    }
