@@ -28,7 +28,7 @@ from kvstore.connector import (
     verify_from_dict,
 )
 from kvstore.errors import ConfigError, EngineClosedError, RequestError, SessionNotFoundError, StoreError
-from kvstore.session_store import SessionHead, SessionKey, Tombstone
+from kvstore.session_store import SessionHead, SessionKey, Tombstone, owner_tag
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -45,6 +45,7 @@ class Admin:
     def __init__(self, engine: Engine) -> None:
         self._held = weakref.ref(engine)  # a dropped engine is to end where it is dropped, not in the collector
         self._sessions = engine.sessions
+        self.expires = True  # False where another process knows which sessions are in the middle of a turn
         self._last_expiry_s = 0.0
         self._expiring = threading.Lock()
 
@@ -149,6 +150,7 @@ class Admin:
         return head is not None and head.expires_s is not None and head.expires_s <= time.time()
 
     def _carry_out(self, tombstone: Tombstone, unstored: Sequence[BlockId], timeout_s: float) -> None:
+        self._engine.answers.forget_owner(owner_tag(tombstone.key.tenant, tombstone.key.session_id))
         if self.forget([*tombstone.block_ids, *unstored], timeout_s):
             self._sessions.finish_deletion(tombstone.number).wait()
 
@@ -177,6 +179,8 @@ class Admin:
         One in the middle of a turn stays. A round also goes on with deletions that were cut off. Raises StoreError when
         the given session cannot be deleted; what fails in a round is tried again in the next one.
         """
+        if not self.expires:
+            return
         if key is not None and self._is_over(key):
             self._delete_one(key, RETRY_S, only_expired=True)
         now = time.monotonic()

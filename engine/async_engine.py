@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from engine.chat import ChatSession, Turn
 from engine.chat_template import Message
-from engine.engine import Engine
 from engine.output_processor import Handle
 from engine.outputs import Piece, RequestOutput
 from engine.prompts import prompt_ids
@@ -24,6 +24,10 @@ from engine.sampling_params import SamplingParams
 from kvstore.block import BlockId, Lineage
 from kvstore.errors import EngineClosedError
 from kvstore.session_store import TurnRecord
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from engine.remote import RemoteEngine
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,6 +40,7 @@ class _Waiter:
 
     loop: asyncio.AbstractEventLoop
     queue: asyncio.Queue[Piece | None]  # None: the request has ended
+    trace: TracebackType | None = None  # of the error that ended it, before anybody raised that
 
 
 class Answer:
@@ -76,12 +81,12 @@ class Answer:
         if self._ended:
             raise StopAsyncIteration
         piece = await self._waiter.queue.get()
+        self._ended = self._ended or piece is None
         if self._running is not None and (piece is None or piece.finish_reason is not None):
             await self._finish()  # a turn has one choice, so this was its last piece
         if piece is None:
-            self._ended = True
-            if self._handle.error is not None:
-                raise self._handle.error
+            if self._handle.error is not None:  # others may share it: raised as it was, not as the last one left it
+                raise self._handle.error.with_traceback(self._waiter.trace)
             raise StopAsyncIteration
         return piece
 
@@ -99,10 +104,12 @@ class Answer:
         """End it early: its blocks are given back, and a turn that has not ended is not stored. Else does nothing."""
         self._ended = True
         self._engine.leave(self._handle)
-        if not self._handle.done:
-            await _unbroken(self._engine.call(self._engine.engine.abort, self._handle))
-        if self._running is not None:
-            await self._finish(keep=False)
+        try:
+            if not self._handle.done:
+                await _unbroken(self._engine.call(self._engine.engine.abort, self._handle))
+        finally:  # also when it was cancelled meanwhile: else the session would stay busy
+            if self._running is not None:
+                await self._finish(keep=False)
 
     async def __aenter__(self) -> Answer:
         return self
@@ -118,8 +125,8 @@ class AsyncEngine:
     instance. A cancelled or abandoned `stream` aborts its request.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine | RemoteEngine) -> None:
+        self.engine = cast("Engine", engine)  # both have the same verbs
         self._waiters: dict[str, tuple[Handle, _Waiter]] = {}
         self._closing = False
         self._workers = ThreadPoolExecutor(MAX_CALLS, "engine-call")
@@ -176,7 +183,8 @@ class AsyncEngine:
         chosen = params or SamplingParams()
 
         def submit() -> Answer:
-            token_ids = prompt_ids(prompt, self.engine.tokenizer, self.engine.vocab_size)
+            engine = self.engine
+            token_ids = prompt_ids(prompt, engine.tokenizer, engine.vocab_size, engine.max_request_tokens)
             announce = partial(self._announce, waiter)
             handle = self.engine.submit(token_ids, chosen, tenant, cache_salt, priority, spliced, announce)
             return Answer(self, handle, waiter)
@@ -240,8 +248,10 @@ class AsyncEngine:
                 self._step()
         finally:  # whatever ended this thread, nobody may wait for it
             self._closing = True
-            self.engine.close()
-            self._deliver_all()
+            try:
+                self.engine.close()
+            finally:
+                self._deliver_all()
 
     def _is_over(self) -> bool:
         return self._closing or self.engine.closed
@@ -270,6 +280,7 @@ class AsyncEngine:
                 pieces.append(handle.pieces.popleft())
             if done:
                 pieces.append(None)
+                entry[1].trace = None if handle.error is None else handle.error.__traceback__
                 self._waiters.pop(handle.request_id, None)
             parcels.setdefault(entry[1].loop, []).append((entry[1], pieces))
         for loop, parcel in parcels.items():
@@ -308,10 +319,14 @@ _closing_tasks: set[asyncio.Task[None]] = set()  # a loop refers to its tasks we
 
 
 async def _unbroken(awaitable: Coroutine[Any, Any, T]) -> T:
-    """Wait for its end even when the waiting task is cancelled; the cancellation follows then."""
+    """Wait for its end even when the waiting task is cancelled, however often; the cancellation follows then."""
     task = asyncio.ensure_future(awaitable)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return task.result()

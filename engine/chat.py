@@ -14,15 +14,15 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from engine.chat_template import ChatTemplate, Message
-from engine.detokenizer import Detokenizer
 from engine.output_processor import Handle
 from engine.outputs import Piece, RequestOutput
-from engine.prompts import check_params, check_session_id, check_text
+from engine.prompts import check_length, check_params, check_session_id, check_text
+from engine.recall_ids import answer_ids
 from engine.sampling_params import SamplingParams
 from engine.window import NextTurn, Window
 from kvstore.block import BlockId, Lineage, extend_chain
 from kvstore.errors import RequestError, SessionBusyError, SessionExistsError, SessionNotFoundError, StoreError
-from kvstore.session_store import SessionKey, SessionState, TurnRecord
+from kvstore.session_store import SessionHead, SessionKey, SessionState, TurnRecord
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -50,10 +50,17 @@ class ChatSession:
 
     messages: the transcript, whole. token_ids: exactly what the model has seen and said, as far as it still is in the
     window. last: the last turn's output. truncated_tokens: how many tokens were dropped to stay within the window.
-    num_turns: how many are stored. truncation, truncation_reuse: see `Engine.chat`.
+    num_turns: how many are stored. truncation, truncation_reuse: see `Engine.chat`. state: what is stored of it.
     """
 
-    def __init__(self, engine: Engine, template: ChatTemplate, key: SessionKey, system: str | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        template: ChatTemplate,
+        key: SessionKey,
+        system: str | None = None,
+        state: SessionState | None = None,
+    ) -> None:
         self.session_id = key.session_id
         self.tenant = key.tenant
         self.last: RequestOutput | None = None
@@ -72,7 +79,6 @@ class ChatSession:
         self.messages: list[Message] = list(self._system)
         self.num_turns = self.truncated_tokens = 0
         self._window = Window(self._system, self.messages, 0, [], [], Lineage(engine.root(key.tenant)))
-        state = engine.sessions.load(key)
         if state is not None:
             self._resume(state)
 
@@ -101,6 +107,16 @@ class ChatSession:
     def chain(self) -> list[BlockId]:
         """Ids of the full blocks of `token_ids`."""
         return self._window.chain
+
+    @property
+    def shown_messages(self) -> list[Message]:
+        """Those of the transcript that are in the window."""
+        return self._window.kept(self._window.num_dropped)
+
+    @property
+    def turn_starts(self) -> list[int]:
+        """Where in `token_ids` each turn begins; empty where that is not known."""
+        return self._window.turn_starts
 
     # -- turns -------------------------------------------------------------------------------------------------------
     def send(self, text: str, params: SamplingParams | None = None) -> RequestOutput:
@@ -145,8 +161,11 @@ class ChatSession:
         check_params(params)
         if params.n != 1:
             raise RequestError(f"n is {params.n}; a turn has one answer", param="n")
+        if not params.detokenize:
+            raise RequestError("detokenize is False; a turn is kept as text", param="detokenize")
         for message in messages:
             check_text(message["content"], "message")
+            check_length(len(message["content"]), self._engine.tokenizer, self._engine.max_request_tokens)
         said = [dict(message) for message in messages]
         history = said[1:] if said and said[0]["role"] == "system" else said
         expected = ["user", "assistant"] * (len(history) // 2) + ["user"]
@@ -272,7 +291,8 @@ class ChatSession:
         """The turn becomes part of the conversation: text for people, ids for the next prompt. Waits for the disk."""
         turn, output = running.next, running.handle.output
         said: list[Message] = [*running.said, {"role": "assistant", "content": output.text}]
-        token_ids = output.prompt_token_ids + self._answer_ids(output)
+        said_ids = answer_ids(self._engine.tokenizer, self._template, output.prompt_token_ids, output.choices[0])
+        token_ids = [*output.prompt_token_ids, *said_ids]
         chain = list(turn.chain) if lineage == turn.lineage else []  # given up: the reused KV was missing
         extend_chain(chain, lineage.root, token_ids, self._engine.block_size)
         append = not turn.rebase and lineage == self._window.lineage
@@ -294,33 +314,13 @@ class ChatSession:
             created_s=time.time(),
             idempotency_key=running.idempotency_key,
         )
-        fingerprint, model = self._engine.fingerprint, self._engine.model_name
-        ticket = self._engine.sessions.commit_turn(self._key, record, fingerprint, model, self._number)
-        head = ticket.wait()
-        self._number = head.number
-        self.num_turns += 1
+        head = self._store(record)
         self.messages += said
         self.truncated_tokens += turn.truncated_tokens
         starts = turn.turn_starts
         self._window = Window(self._system, self.messages, turn.num_dropped, token_ids, chain, lineage, starts)
         self._expire(head.expires_s)
         return record
-
-    def _answer_ids(self, output: RequestOutput) -> list[int]:
-        """Ids of the answer without its end token, which the template's delta brings, and nothing of a stop string."""
-        choice = output.choices[0]
-        if choice.finish_reason != "stop":
-            return list(choice.token_ids)
-        if not isinstance(choice.stop_reason, str):
-            return choice.token_ids[:-1]
-        said = Detokenizer(self._engine.tokenizer.backend_tokenizer, prompt_token_ids=output.prompt_token_ids)
-        count, known = 0, ""
-        for number, token_id in enumerate(choice.token_ids, start=1):
-            said.append([token_id])
-            if not choice.text.startswith(said.text):
-                break
-            count, known = number, said.text
-        return choice.token_ids[:count] + self._template.encode_answer(choice.text[len(known) :])
 
     # -- the whole session -------------------------------------------------------------------------------------------
     def fork(self, session_id: str, turn: int | None = None) -> ChatSession:
@@ -337,6 +337,58 @@ class ChatSession:
         self._engine.sessions.fork(self._key, turn, key).wait()
         self._engine.chats.pop(key, None)  # an object from before there was a turn
         return self._engine.chat(session_id, self.tenant, None, self.truncation, self.truncation_reuse)
+
+    def keep_last(self, num_turns: int) -> TurnRecord | None:
+        """Take all but the last turns out of the window now; the transcript stays. Durable on return.
+
+        It is stored as a turn without messages, which is returned; None when the window has no more turns than that.
+        Raises SessionBusyError while a turn runs, SessionNotFoundError when the session was deleted.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise SessionBusyError(f"session {self.session_id} is busy with another turn", param="session_id")
+        try:
+            with self._ending:
+                if self.deleted or self._number is None:
+                    raise SessionNotFoundError(f"there is no session {self.session_id!r}", param="session_id")
+                return self._keep_last(num_turns)
+        finally:
+            self._busy.release()
+
+    def _keep_last(self, num_turns: int) -> TurnRecord | None:
+        before = self._window
+        window = before.last(num_turns, self._engine, self.tenant, self.truncation_reuse)
+        if window is None:
+            return None
+        lineage = window.lineage
+        record = TurnRecord(
+            number=self.num_turns + 1, messages=(), token_ids=window.token_ids, chain=window.chain, base="rebase",
+            first_reencoded=lineage.splice_index, splice_parent=lineage.splice_parent, splice_end=lineage.splice_end,
+            turn_starts=window.turn_starts, num_dropped_messages=window.num_dropped,
+            truncated_tokens=max(0, len(before.token_ids) - (len(window.token_ids) or self._num_rendered(window))),
+            finish_reason="truncated", created_s=time.time(),
+        )  # fmt: skip
+        try:
+            self._store(record)
+        except BaseException:
+            if lineage.splice_index is not None and lineage != before.lineage:
+                self._forget(window.chain[lineage.splice_index :])
+            raise
+        self.truncated_tokens += record.truncated_tokens
+        self._window = window
+        return record
+
+    def _num_rendered(self, window: Window) -> int:
+        """Tokens of a window whose ids are not known yet."""
+        messages = window.kept(window.num_dropped)
+        return len(self._template.prompt_ids(messages)) if messages else 0
+
+    def _store(self, record: TurnRecord) -> SessionHead:
+        """Durable on return."""
+        fingerprint, model = self._engine.fingerprint, self._engine.model_name
+        head = self._engine.sessions.commit_turn(self._key, record, fingerprint, model, self._number).wait()
+        self._number = head.number
+        self.num_turns += 1
+        return head
 
     def set_ttl(self, ttl_s: float | None) -> None:
         """Delete the session by itself so many seconds after its last turn; None keeps it. Needs a first turn."""

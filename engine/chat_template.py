@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 from jinja2 import TemplateError
@@ -40,6 +43,25 @@ class Boundary:
     turn_chars: int
 
 
+@dataclass(frozen=True, slots=True)
+class HistoryIds:
+    """A prompt made of known ids and encoded text. ends: where in it each known answer ends, by its message's index."""
+
+    token_ids: list[int]
+    ends: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """A history as the template shows it, cut at some messages: texts has one entry more than contents.
+
+    contents: what the template makes of the content (it may trim), by the message's index.
+    """
+
+    texts: list[str]
+    contents: dict[int, str]
+
+
 class ChatTemplate:
     """The chat template of one tokenizer. Make it with `of`."""
 
@@ -48,6 +70,7 @@ class ChatTemplate:
         self._controls = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
         self._deltas: dict[bool, Delta | None] = {}
         self._boundaries: dict[bool, Boundary | None] = {}
+        self._opening: str | None = None
 
     @classmethod
     def of(cls, tokenizer: Any) -> ChatTemplate | None:
@@ -82,9 +105,9 @@ class ChatTemplate:
         if delta is None:
             return None
         rendered = self._render([*messages, {"role": "user", "content": content}])
-        answer = messages[-1]["content"].strip()  # a template that trims does not rewrite
-        for shown in (content, content.strip()):
-            if rendered.endswith(answer + delta.before + shown + delta.after):
+        answer = messages[-1]["content"]
+        for said, shown in product((answer, answer.strip()), (content, content.strip())):  # to trim is not to rewrite
+            if rendered.endswith(said + delta.before + shown + delta.after):
                 break
         else:
             return None
@@ -92,6 +115,87 @@ class ChatTemplate:
             before, after = self._encode_part(delta.before), self._encode_part(delta.after)
             return token_ids + before + self._encode_plain(shown) + after
         return token_ids + self._encode_part(delta.before + shown + delta.after)
+
+    def history_ids(
+        self,
+        messages: list[Message],
+        answers: Mapping[int, Sequence[int]],
+        known: tuple[int, Sequence[int]] | None = None,
+    ) -> HistoryIds | None:
+        """`prompt_ids` of a history in which some answers keep the ids that the model gave them.
+
+        answers: ids without the end token, by the index of the assistant's message. known: all ids up to the end of
+        the answer of this index, which come instead of what is before it. An answer that the template does not show
+        as the model saw it (it drops reasoning, or opens an answer otherwise) is encoded as text, and so is all that
+        comes before it. None when no answer is left.
+        """
+        if self._delta(messages[0]["role"] == "system") is None:
+            return None
+        kept = {known[0]: known[1]} if known else {}
+        kept |= {index: answers[index] for index in sorted(answers) if known is None or index > known[0]}
+        shown = self._shown(messages, kept) if kept else None
+        if shown is None:
+            return None
+        first = min(index for index in shown.contents if index in kept)
+        if known and first == known[0]:
+            ids = list(known[1])
+        else:
+            ids = self.prompt_ids(messages[:first]) + list(kept[first])
+        ends = {first: len(ids)}
+        after = [*shown.contents][1:]
+        for text, index in zip(shown.texts[1:], [*after, None], strict=True):
+            ids += self._encode_part(text)
+            if index in kept:
+                ids += kept[index]
+                ends[index] = len(ids)
+            elif index is not None:
+                ids += self._encode_plain(shown.contents[index])
+        return HistoryIds(ids, ends)
+
+    def _shown(self, messages: list[Message], kept: Mapping[int, Sequence[int]]) -> _Shown | None:
+        """The history cut at the answers that are kept, from the first one on that has to be; None: at none of them."""
+        first = min(kept)
+        cuts = [i for i, m in enumerate(messages) if i in kept or (i > first and self._spells_control(m["content"]))]
+        nonce = secrets.token_hex(8)  # no content can spell it
+        marked = list(messages)
+        for index in cuts:
+            marked[index] = {**messages[index], "content": f"kvstore{nonce}x{index}end"}
+        parts = re.split(f"kvstore{nonce}x([0-9]+)end", self._render(marked))
+        if parts[1::2] != [str(index) for index in cuts]:
+            return None
+        texts, rendered = parts[::2], self._render(messages)
+        if not rendered.endswith(texts[-1]):
+            return None
+        end = len(rendered) - len(texts[-1])
+        contents: dict[int, str] = {}
+        for number in reversed(range(len(cuts))):
+            index, before = cuts[number], texts[number]
+            content = self._content_before(rendered, end, before, messages[index]["content"])
+            if content is None or (index in kept and not before.endswith(self._opening_text())):
+                break
+            contents[index] = content
+            end -= len(before) + len(content)
+        while contents and next(reversed(contents)) not in kept:
+            contents.popitem()  # before the first answer that is kept, all is encoded in one piece
+        contents = dict(reversed(contents.items()))
+        return _Shown(texts[len(texts) - len(contents) - 1 :], contents) if contents else None
+
+    @staticmethod
+    def _content_before(rendered: str, end: int, before: str, content: str) -> str | None:
+        """How a content is shown that ends at `end` and has `before` before it."""
+        for shown in (content, content.strip()):
+            start = end - len(shown)
+            if rendered.startswith(shown, start) and rendered.endswith(before, 0, start):
+                return shown
+        return None
+
+    def _opening_text(self) -> str:
+        """What opens an answer that is to be given."""
+        if self._opening is None:
+            asked = [{"role": "user", "content": _USER}]
+            closed, opened = self._render(asked, opens_answer=False), self._render(asked)
+            self._opening = opened.removeprefix(closed)
+        return self._opening
 
     def head_ids(self, system: list[Message]) -> list[int] | None:
         """Ids of what stands before the first turn: of a prompt, the part that every truncation keeps."""
@@ -164,9 +268,9 @@ class ChatTemplate:
         before, after = second[len(first) + len(_ANSWER) :].split(_NEXT)
         return Delta(before, after)
 
-    def _render(self, messages: list[Message]) -> str:
+    def _render(self, messages: list[Message], opens_answer: bool = True) -> str:
         try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens_answer)
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
 
@@ -184,7 +288,7 @@ class ChatTemplate:
         return plain
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return _ids(self._backend, text)
 
     def _encode_part(self, text: str) -> list[int]:
         """Template text within a prompt: what it gives behind a control token, if the tokenizer has one."""
@@ -195,4 +299,9 @@ class ChatTemplate:
     def _encode_plain(self, text: str) -> list[int]:
         if not text:
             return []
-        return list(self._plain.encode(_ANCHOR + text.replace(_ANCHOR, ""), add_special_tokens=False).ids)[1:]
+        return _ids(self._plain, _ANCHOR + text.replace(_ANCHOR, ""))[1:]
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    """As a batch of one: unlike `encode` it lets other threads run meanwhile."""
+    return list(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)

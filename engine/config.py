@@ -28,7 +28,11 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What `Engine(...)` was given. max_model_len None: the model's own window."""
+    """What `Engine(...)` was given. max_model_len None: the model's own window.
+
+    tokenizer: directory or hub id of one that is not the model's. revision: branch, tag or commit of a hub id; both of
+    the model and, where it is its own, of the tokenizer.
+    """
 
     model: str | Path | None = None
     tiers: CacheTiers = field(default_factory=CacheTiers)
@@ -42,10 +46,16 @@ class EngineConfig:
     seed: int = 0
     policy: str = "fcfs"
     eviction: str = "auto"
+    tokenizer: str | None = None
+    revision: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str | Path | None):
             raise ConfigError(f"model is {self.model!r}; give a directory, a hub id, or None for the built-in model")
+        for name in ("tokenizer", "revision"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value.strip()):
+                raise ConfigError(f"{name} is {value!r}; give a name, or None for the model's own")
         known = {"dtype": DTYPES, "load": ("auto", "always"), "policy": POLICIES, "eviction": EVICTIONS}
         for name, choices in known.items():
             if getattr(self, name) not in choices:

@@ -15,8 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from engine.admin import Admin, weak_handler
-from engine.chat import ChatSession, lineage_of
+from engine.blocking import generate, stream
+from engine.chat import ChatSession
 from engine.chat_template import ChatTemplate
+from engine.chats import open_chat, prefetch_chat
 from engine.config import EngineConfig
 from engine.erasure import Erasure
 from engine.fair_lock import FairLock
@@ -28,17 +30,7 @@ from engine.model_runner import ModelRunner, StepResult, StepTimes
 from engine.output_processor import Handle, OutputProcessor, Totals
 from engine.outputs import Piece, RequestOutput
 from engine.probe import intercept
-from engine.prompts import (
-    check_fits,
-    check_ids,
-    check_owner,
-    check_params,
-    check_session_id,
-    check_text,
-    check_truncation,
-    checked_prompts,
-    prompt_ids,
-)
+from engine.prompts import check_fits, check_ids, check_owner, check_params
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler, SchedulerOutput
@@ -47,9 +39,9 @@ from engine.storage import open_store
 from kvstore.block import BlockId, Lineage
 from kvstore.config import CacheTiers
 from kvstore.connector import TransferPlan
-from kvstore.errors import EngineClosedError, KVStoreError, RequestError, SessionNotFoundError
+from kvstore.errors import EngineClosedError, KVStoreError
 from kvstore.pool import BlockPool
-from kvstore.session_store import SessionKey, SessionStore, open_sessions
+from kvstore.session_store import AnswerStore, SessionKey, SessionStore, open_answers, open_sessions
 
 IDLE_WAIT_S = 0.02
 
@@ -68,6 +60,7 @@ class Engine:
     policy: "fcfs" or "priority" (lower values first).
     eviction: what goes first of what no waiting request needs: "fifo", "lru", "return" (least likely to return soon,
         learned from this store's own traffic), or "auto", which follows what would have hit most.
+    tokenizer: directory or hub id of another one than the model's. revision: branch, tag or commit of a hub id.
 
     `admin` evicts, verifies, compacts, and lists and deletes sessions (see `engine.admin`).
 
@@ -88,19 +81,24 @@ class Engine:
         seed: int = 0,
         policy: str = "fcfs",
         eviction: str = "auto",
+        tokenizer: str | None = None,
+        revision: str | None = None,
     ) -> None:
         tiers = CacheTiers.of(cache_tiers)
         config = EngineConfig(
             model, tiers, device, dtype, block_size, max_model_len, max_num_seqs, max_num_batched_tokens, load, seed,
-            policy, eviction,
+            policy, eviction, tokenizer, revision,
         )  # fmt: skip
         self._build(config)
 
     def _build(self, config: EngineConfig) -> None:
-        loaded = load(config.model, config.device, config.dtype, config.max_model_len)
+        loaded = load(
+            config.model, config.device, config.dtype, config.max_model_len, config.tokenizer, config.revision
+        )
         self.model_name = loaded.name
         self.max_model_len = loaded.max_model_len
         self.tokenizer = loaded.tokenizer
+        self.sampling_defaults = loaded.sampling_defaults
         self._config = config
         self._eos_token_ids = loaded.eos_token_ids
         model = intercept(loaded.model, loaded.max_model_len, pack=loaded.device.type == "cpu")
@@ -117,6 +115,7 @@ class Engine:
             self._outputs = OutputProcessor(None if loaded.tokenizer is None else loaded.tokenizer.backend_tokenizer)
             self._template = None if loaded.tokenizer is None else ChatTemplate.of(loaded.tokenizer)
             self.sessions: SessionStore = open_sessions(self.connector.directory)
+            self.answers: AnswerStore = open_answers(self.connector.directory)
         except BaseException:
             self.connector.close()
             raise
@@ -131,7 +130,7 @@ class Engine:
         self._driver: threading.Thread | None = None  # who steps, when it is not the caller who waits
         self._aborted: list[Handle] = []  # since the last step, for the driver to hand out
         # Also when the engine is collected or the interpreter exits: no step may run while Python is torn down.
-        parts = (self._gate, self.lock, self.connector, self.sessions)
+        parts = (self._gate, self.lock, self.connector, self.sessions, self.answers)
         self._finalizer = weakref.finalize(self, shut_dropped, *parts)
         self.admin = Admin(self)
         try:
@@ -156,20 +155,7 @@ class Engine:
         params: one for all, or one each. tenant and cache_salt: prompts of another tenant or salt share no KV.
         Raises RequestError or ContextLengthError before anything runs when one of them is wrong.
         """
-        texts, each = checked_prompts(prompts, params)
-        ids = [prompt_ids(prompt, self.tokenizer, self.vocab_size) for prompt in texts]
-        for token_ids, one in zip(ids, each, strict=True):
-            self.max_output_tokens(token_ids, one)
-        handles: list[Handle] = []
-        try:
-            for token_ids, one in zip(ids, each, strict=True):
-                handles.append(self.submit(token_ids, one, tenant, cache_salt, priority))
-            for handle in handles:
-                self._wait(handle)
-        finally:
-            for handle in handles:
-                self.abort(handle)
-        return [handle.output for handle in handles]
+        return generate(self, prompts, params, tenant, cache_salt, priority)
 
     def chat(
         self,
@@ -187,40 +173,11 @@ class Engine:
         are: "auto" and "reencode" for a new object; they are not stored with the session.
         Raises RequestError for a bad id or a model without a chat template, StoreError when it cannot be read.
         """
-        check_session_id(session_id)
-        check_owner(tenant, "", 0)
-        if system is not None:
-            check_text(system, "system")
-        if self._template is None:
-            raise RequestError(f"{self.model_name} has no chat template; use generate", param="messages")
-        check_truncation(
-            "auto" if truncation is None else truncation, "reencode" if truncation_reuse is None else truncation_reuse
-        )
-        self.check_open()
-        key = SessionKey(tenant, session_id)
-        self.admin.expire(key)
-        with self.lock:
-            self.check_open()
-            chat = self.chats.get(key)
-            if chat is None:
-                chat = self.chats[key] = ChatSession(self, self._template, key, system)
-            chat.truncation = truncation or chat.truncation
-            chat.truncation_reuse = truncation_reuse or chat.truncation_reuse
-            return chat
+        return open_chat(self, self._template, (tenant, session_id), system, truncation, truncation_reuse)
 
     def prefetch(self, session_id: str, tenant: str = "") -> None:
         """A hint that this session's person is typing. Raises RequestError when there is no such session."""
-        self.check_open()
-        check_session_id(session_id)
-        key = SessionKey(tenant, session_id)
-        state = self.sessions.load(key)
-        if state is None and key in self.chats:
-            return  # it has no turn yet
-        if state is None:
-            raise SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
-        if state.head.fingerprint != self.fingerprint:
-            return  # its KV is of another model
-        self.connector.prefetch(state.chain, state.token_ids, lineage_of(state, self.root(tenant)), tenant)
+        prefetch_chat(self, session_id, tenant)
 
     def flush(self) -> None:
         """Returns when every finished block is synced on disk; at once without a disk tier.
@@ -246,7 +203,7 @@ class Engine:
                 return
             self._end_all(None)
             self._finalizer.detach()
-            shut(self._gate, self.lock, self.connector, self.sessions)
+            shut(self._gate, self.lock, self.connector, self.sessions, self.answers)
             self._runner.caches.clear()
             self._changed.notify_all()
 
@@ -343,30 +300,28 @@ class Engine:
                     self._totals.add(handle.output.usage)
         return list(touched.values())
 
-    def abort(self, handle: Handle) -> None:
-        """End a request now; its blocks are given back before the next step. Does nothing when it is done."""
+    def abort(self, handle: Handle, index: int | None = None, reason: str = "abort") -> None:
+        """End a request, or only choice `index` of it; its blocks are given back before the next step.
+
+        reason: "stop" where the caller has found its end. Does nothing when it is done.
+        """
         if handle.done:
             return
         with self.lock, self._ending_all_on_error():
-            ended = self._outputs.abort(handle)
-            self._num_aborted += bool(ended)
+            ended = self._outputs.abort(handle, None, index, reason)
+            if reason == "abort":
+                self._num_aborted += bool(ended)
+            elif not self._outputs.is_running(handle):
+                self._totals.add(handle.output.usage)
             self._aborted += [handle] if self._driver is not None else []
             for request_id in ended:
-                self._scheduler.finish(request_id, "abort")
+                self._scheduler.finish(request_id, reason)
             self._erasure.go_on()
             self._changed.notify_all()  # whoever waits for it while another thread steps
 
     def stream(self, handle: Handle) -> Iterator[Piece]:
         """Pieces of a submitted request as they come; leaving the loop early aborts it."""
-        try:
-            while not handle.done or handle.pieces:
-                if handle.pieces:
-                    yield handle.pieces.popleft()
-                else:
-                    self._step_for(handle)
-            self._raise_error(handle)
-        finally:
-            self.abort(handle)
+        return stream(self, handle)
 
     def max_output_tokens(self, token_ids: Sequence[int], params: SamplingParams) -> int:
         """Tokens this prompt may be answered with. Raises ContextLengthError with both numbers when it cannot fit."""
@@ -391,12 +346,7 @@ class Engine:
             self._scheduler.check_integrity()
             self.connector.check_integrity(idle=not self._scheduler.has_work)
 
-    def _wait(self, handle: Handle) -> None:
-        while not handle.done:
-            self._step_for(handle)
-        self._raise_error(handle)
-
-    def _step_for(self, handle: Handle) -> None:
+    def step_for(self, handle: Handle) -> None:
         """A step, unless another thread's step has just brought the end, or a driver steps for all."""
         with self._changed:
             if handle.done:
@@ -421,11 +371,6 @@ class Engine:
         with self._changed:
             self._changed.notify_all()
 
-    @staticmethod
-    def _raise_error(handle: Handle) -> None:
-        if handle.error is not None:
-            raise handle.error
-
     def check_open(self) -> None:
         if self._gate.closed:
             raise EngineClosedError("the engine is closed")
@@ -443,9 +388,11 @@ class Engine:
             raise
 
     def _end_all(self, error: Exception | None) -> None:
-        for handle in self._outputs.handles():
+        ended = self._outputs.handles()
+        for handle in ended:
             self._outputs.abort(handle, error)
             self._num_aborted += 1
+        self._aborted += ended if self._driver is not None else []
         self.connector.step_failed(self._plan)
         self._plan = None
         self._scheduler.reset("abort")

@@ -15,9 +15,11 @@ import transformers
 from safetensors import SafetensorError
 
 from engine.builtin import MODEL_DIR
-from kvstore.errors import ConfigError, ModelError, UnsupportedModelError
+from engine.sampling_params import SamplingParams
+from kvstore.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_SNAPSHOT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _QUICK_BYTES = 2**28  # below this no progress bar is shown
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -26,7 +28,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 class Loaded:
     """What was loaded. tokenizer is None when the directory has none: prompts are then token ids.
 
-    source: the directory, or the hub id.
+    source: the directory, or the hub id. sampling_defaults: what the model's authors recommend where a request says
+    nothing, by names of SamplingParams.
     """
 
     name: str
@@ -36,22 +39,53 @@ class Loaded:
     eos_token_ids: frozenset[int]
     max_model_len: int
     device: torch.device
+    sampling_defaults: dict[str, float]
 
 
-def load(model: str | Path | None, device: str, dtype: str, max_model_len: int | None) -> Loaded:
+def load(
+    model: str | Path | None,
+    device: str,
+    dtype: str,
+    max_model_len: int | None,
+    tokenizer_of: str | None = None,
+    revision: str | None = None,
+) -> Loaded:
     """Load a causal LM from safetensors with eager attention, as its authors wrote it.
 
     model: None for the built-in one, a local directory, or a hub id. dtype "auto": as stored in the checkpoint.
+    tokenizer_of: directory or hub id whose tokenizer is used instead of the model's. revision: of a hub id.
     Raises ModelError, UnsupportedModelError or ConfigError.
     """
     source = _source(model)
+    is_local = Path(source).is_dir()
+    if revision is not None:
+        if is_local:
+            raise ConfigError(f"revision is {revision!r}, which is for a hub id; {source} is a directory")
+        source = _snapshot(source, revision)
     config = _config(source)
     window = _window(config, max_model_len)
     target = _device(device)
     network = _network(source, config, dtype).to(target).eval().requires_grad_(False)
-    tokenizer = _tokenizer(source)
-    name = "kvstore-builtin" if model is None else Path(source).resolve().name if Path(source).is_dir() else source
-    return Loaded(name, source, network, tokenizer, _eos_token_ids(network, tokenizer), window, target)
+    tokenizer = _tokenizer(source) if tokenizer_of is None else _other_tokenizer(tokenizer_of, network)
+    name = "kvstore-builtin" if model is None else Path(source).resolve().name if is_local else str(model)
+    eos, defaults = _eos_token_ids(network, tokenizer), _sampling_defaults(network.generation_config)
+    return Loaded(name, source, network, tokenizer, eos, window, target, defaults)
+
+
+def _sampling_defaults(config: Any) -> dict[str, float]:
+    """From generation_config.json: what it says when it says to sample; greedy when it says not to."""
+    if config is None or getattr(config, "do_sample", None) is None:
+        return {}
+    if not config.do_sample:
+        return {"temperature": 0.0}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    found = {name: getattr(config, name, None) for name in names}
+    defaults = {name: value for name, value in found.items() if value is not None}
+    try:
+        SamplingParams(**defaults)
+    except RequestError:
+        return {}
+    return defaults
 
 
 def _source(model: str | Path | None) -> str:
@@ -72,6 +106,18 @@ def _source(model: str | Path | None) -> str:
     if path.exists() or str(model).startswith((".", "/", "~")) or not _HUB_ID.fullmatch(str(model)):
         raise ModelError(f"{model} is not a directory; give a model's directory or its hub id")
     return str(model)
+
+
+def _snapshot(hub_id: str, revision: str) -> str:
+    """The directory of one revision in the hub's cache, fetched when it is not there: the weights' digest needs it."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found: str = snapshot_download(hub_id, revision=revision, allow_patterns=_SNAPSHOT_FILES)
+    except (OSError, ValueError, HFValidationError) as error:
+        raise ModelError(f"cannot get revision {revision} of {hub_id}: {_first_line(error)}") from error
+    return _source(found)
 
 
 def _first_line(error: Exception) -> str:
@@ -148,6 +194,28 @@ def _device(name: str) -> torch.device:
         return torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"device is {name!r}; give auto, cpu, cuda or cuda:N") from error
+
+
+def load_tokenizer(model: str | Path | None, tokenizer_of: str | None = None, revision: str | None = None) -> Any:
+    """What `load` finds as the tokenizer, alone. Raises ModelError."""
+    if tokenizer_of is not None:
+        return _tokenizer(_expanded(tokenizer_of))
+    source = _source(model)
+    return _tokenizer(source if revision is None else _snapshot(source, revision))
+
+
+def _expanded(source: str) -> str:
+    return str(Path(source).expanduser()) if source.startswith("~") else source
+
+
+def _other_tokenizer(source: str, network: Any) -> Any:
+    tokenizer = _tokenizer(_expanded(source))
+    if tokenizer is None:
+        raise ModelError(f"{source} has no tokenizer; give a directory with tokenizer.json, or a hub id")
+    num_rows = network.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > num_rows:
+        raise ModelError(f"the tokenizer {source} has {len(tokenizer):,} tokens, but the model knows {num_rows:,}")
+    return tokenizer
 
 
 def _tokenizer(source: str) -> Any:

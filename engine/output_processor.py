@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from engine.detokenizer import Detokenizer
 from engine.outputs import CachedTokensDetails, Choice, Piece, RequestOutput, Timings, TokenLogprob, Usage
 from engine.request import Request
+from engine.sampling_params import SamplingParams
 from kvstore.block import BlockId, Lineage
 
 if TYPE_CHECKING:
@@ -57,30 +58,66 @@ class Totals:
         return {**self._tokens, "cached_by_tier": dict(self._cached_by_tier)}
 
 
+def new_handle(request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> Handle:
+    """A handle with `params.n` choices that have said nothing yet."""
+    choices = [Choice(logprobs=None if params.logprobs is None else []) for _ in range(params.n)]
+    usage = Usage(len(prompt_token_ids), 0, CachedTokensDetails())
+    return Handle(request_id, RequestOutput(request_id, prompt_token_ids, choices, usage, ttft_s=None))
+
+
+class ChoiceText:
+    """One choice as its caller sees it: token ids come in, pieces with text go out."""
+
+    def __init__(self, output: RequestOutput, index: int, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+        self.choice = output.choices[index]
+        self._index = index
+        self._text = Detokenizer(
+            tokenizer if params.detokenize else None,
+            params.stop,
+            prompt_token_ids=output.prompt_token_ids,
+            min_tokens=params.min_tokens,
+        )
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended it."""
+        return self._text.stop_string
+
+    def take(self, token_id: int, logprob: TokenLogprob | None, finish_reason: str | None) -> Piece:
+        """What a new token brings. finish_reason: what ended the choice with it, unless a stop string does."""
+        choice = self.choice
+        choice.token_ids.append(token_id)
+        if choice.logprobs is not None and logprob is not None:
+            choice.logprobs.append(logprob)
+        released = "" if finish_reason == "stop" else self._text.append((token_id,))  # an end token has no text
+        if finish_reason is not None:
+            released += self._text.finish()
+        if self.stop_string is not None:
+            finish_reason = "stop"
+        choice.text += released
+        return Piece(self._index, released, (token_id,), finish_reason, None if logprob is None else (logprob,))
+
+    def end(self, finish_reason: str) -> Piece:
+        """Its last piece, where it ends without a token."""
+        released = self._text.finish()
+        self.choice.text += released
+        return Piece(self._index, released, (), finish_reason)
+
+
 class OutputProcessor:
     """Tracks every choice of every running request."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._tracked: dict[str, tuple[Handle, Detokenizer, Request]] = {}
+        self._tracked: dict[str, tuple[Handle, ChoiceText, Request]] = {}
         self._open: dict[str, int] = {}  # handle id -> choices still running
 
     def add(self, choices: list[Request]) -> Handle:
         """Begin to track the n choices of one prompt."""
         first = choices[0]
-        usage = Usage(first.num_prompt_tokens, 0, CachedTokensDetails())
-        logprobs = first.params.logprobs is not None
-        output = RequestOutput(
-            request_id=first.request_id,
-            prompt_token_ids=first.prompt_token_ids,
-            choices=[Choice(logprobs=[] if logprobs else None) for _ in choices],
-            usage=usage,
-            ttft_s=None,
-        )
-        handle = Handle(first.request_id, output)
+        handle = new_handle(first.request_id, first.prompt_token_ids, first.params)
         for choice in choices:
-            params, prompt = choice.params, choice.prompt_token_ids
-            text = Detokenizer(self._tokenizer, params.stop, prompt_token_ids=prompt, min_tokens=params.min_tokens)
+            text = ChoiceText(handle.output, choice.index, choice.params, self._tokenizer)
             self._tracked[choice.request_id] = (handle, text, choice)
         self._open[handle.request_id] = len(choices)
         return handle
@@ -96,37 +133,33 @@ class OutputProcessor:
         if tracked is None:
             return None, False
         handle, text, _ = tracked
-        choice = handle.output.choices[request.index]
         if handle.output.ttft_s is None:
             handle.output.ttft_s = time.monotonic() - request.arrival_s
-        choice.token_ids.append(token_id)
-        if choice.logprobs is not None and logprob is not None:
-            choice.logprobs.append(logprob)
         running = request.finish_reason is None
-        released = "" if request.finish_reason == "stop" else text.append((token_id,))  # an end token has no text
-        if not running:
-            released += text.finish()
+        piece = text.take(token_id, logprob, request.finish_reason)
         if text.stop_string is not None:
             request.finish_reason, request.stop_reason = "stop", text.stop_string
-        choice.text += released
-        logprobs = None if logprob is None else (logprob,)
-        handle.pieces.append(Piece(request.index, released, (token_id,), request.finish_reason, logprobs))
+        handle.pieces.append(piece)
         if request.finish_reason is not None:
             self._close(request)
         return handle, running and request.finish_reason is not None
 
-    def abort(self, handle: Handle, error: Exception | None = None) -> list[str]:
-        """Stop tracking a handle; returns the ids of its choices that were still running."""
-        ids = [i for i, (owner, _, _) in self._tracked.items() if owner is handle]
+    def abort(
+        self, handle: Handle, error: Exception | None = None, index: int | None = None, reason: str = "abort"
+    ) -> list[str]:
+        """Stop tracking a handle, or only choice `index`; returns the ids of its choices that were still running."""
+        mine = [i for i, (owner, _, _) in self._tracked.items() if owner is handle]
+        ids = [i for i in mine if index is None or self._tracked[i][2].index == index]
         for request_id in ids:
             _, text, request = self._tracked[request_id]
-            request.finish_reason = "abort"
-            released = text.finish()
-            handle.output.choices[request.index].text += released
-            handle.pieces.append(Piece(request.index, released, (), "abort"))
+            request.finish_reason = reason
+            handle.pieces.append(text.end(reason))
             self._close(request)
         handle.error = error
         return ids
+
+    def is_running(self, handle: Handle) -> bool:
+        return handle.request_id in self._open
 
     def handles(self) -> list[Handle]:
         """Handles that are not done, each once."""
@@ -149,7 +182,7 @@ class OutputProcessor:
         self._open[handle.request_id] -= 1
         if self._open[handle.request_id] == 0:
             del self._open[handle.request_id]
-            handle.output.timings = _with_decode(handle.output.timings, request.arrival_s)
+            handle.output.timings = with_decode(handle.output.timings, request.arrival_s)
             handle.done = True
 
 
@@ -162,7 +195,8 @@ def _timings(request: Request, ttft_s: float | None) -> Timings:
     return Timings(ready_s - request.arrival_s, request.scheduled_s - ready_s, prefill_s, ttft_s)
 
 
-def _with_decode(timings: Timings, arrival_s: float) -> Timings:
+def with_decode(timings: Timings, arrival_s: float) -> Timings:
+    """To be called at the end of the last choice."""
     if timings.ttft_s is None:
         return timings
     return replace(timings, decode_s=time.monotonic() - arrival_s - timings.ttft_s)

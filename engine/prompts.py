@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from engine.sampling_params import SamplingParams
@@ -52,6 +53,23 @@ def check_text(text: object, param: str) -> None:
         raise RequestError(f"{param} is not valid Unicode: it holds half a surrogate pair", param=param)
 
 
+@lru_cache(maxsize=4)
+def _longest_token(tokenizer: Any) -> int:
+    """In characters."""
+    return max(map(len, tokenizer.get_vocab()), default=1)
+
+
+def check_length(num_chars: int, tokenizer: Any, limit: int) -> None:
+    """Before any work: raises ContextLengthError for a text that has more than `limit` tokens however it is cut."""
+    least = num_chars // max(1, _longest_token(tokenizer))
+    if least > limit:
+        raise ContextLengthError(
+            f"the text has {num_chars} characters, at least {least} tokens, but the context window has {limit}",
+            least,
+            limit,
+        )
+
+
 def check_owner(tenant: object, cache_salt: object, priority: object) -> None:
     """Raises RequestError unless tenant and salt are texts and the priority is a whole number."""
     for name, value in (("tenant", tenant), ("cache_salt", cache_salt)):
@@ -61,15 +79,20 @@ def check_owner(tenant: object, cache_salt: object, priority: object) -> None:
         raise RequestError(f"priority is {priority!r}; give a whole number, lower is earlier", param="priority")
 
 
-def prompt_ids(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int) -> list[int]:
+def prompt_ids(
+    prompt: str | Sequence[int], tokenizer: Any, vocab_size: int, limit: int | None = None
+) -> list[int]:
     """Token ids of a prompt: tokenized with the tokenizer's own special tokens, or checked against the vocabulary.
 
-    vocab_size is the model's, which may be larger than the tokenizer's.
+    vocab_size is the model's, which may be larger than the tokenizer's. limit: of tokens, where a text that cannot
+    have so few is not worth the work.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
             raise RequestError("this model has no tokenizer; give prompts as token ids", param="prompt")
         check_text(prompt, "prompt")
+        if limit is not None:
+            check_length(len(prompt), tokenizer, limit)
         token_ids = list(tokenizer(prompt)["input_ids"])
     elif not isinstance(prompt, Iterable):
         raise RequestError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}", param="prompt")

@@ -44,6 +44,7 @@ class SamplingParams:
     logit_bias: token id -> added to its logit (-100 to 100).
     stop: strings that end the answer and are not part of it. stop_token_ids: ids that do, likewise.
     logprobs: None, or how many alternatives to report beside each sampled token (0: only its own).
+    detokenize: False leaves the text empty; there can be no stop strings then.
     Raises RequestError naming the field and its bounds.
     """
 
@@ -63,6 +64,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] | list[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    detokenize: bool = True
 
     def __post_init__(self) -> None:
         _number("n", self.n, 1, MAX_CHOICES, integer=True)
@@ -86,6 +88,8 @@ class SamplingParams:
             _number("logprobs", self.logprobs, 0, MAX_LOGPROBS, integer=True)
         object.__setattr__(self, "stop", self._checked_stop())
         object.__setattr__(self, "stop_token_ids", _sequence("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS))
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings are looked for in the text; detokenize must be True", param="stop")
         for token_id in self.stop_token_ids:
             _number("stop_token_ids", token_id, 0, 2**31, integer=True)
         self._check_logit_bias()

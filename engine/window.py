@@ -5,13 +5,14 @@ Truncation cuts at turn boundaries in id space: what is kept keeps its exact ids
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.chat_template import ChatTemplate, Message
 from engine.sampling_params import SamplingParams
-from kvstore.block import BlockId, Lineage
+from kvstore.block import BlockId, Lineage, extend_chain
 from kvstore.errors import ContextLengthError
 
 if TYPE_CHECKING:
@@ -111,6 +112,28 @@ class Window:
         return [*starts, num_known + len(end)]
 
     # -- truncation --------------------------------------------------------------------------------------------------
+    def last(self, num_turns: int, engine: Engine, tenant: str, reuse: str) -> Window | None:
+        """The window with its last turns only, their ids as they are; None when it has no more of them.
+
+        Where turn starts are not known, or no turn is kept, it has no ids: the next prompt is rendered.
+        """
+        total = len(self.messages) - len(self.system)
+        num_dropped = max(0, total - 2 * num_turns)
+        if num_dropped <= self.num_dropped:
+            return None
+        if not self.turn_starts or num_turns == 0:
+            return Window(self.system, self.messages, num_dropped, [], [], self.lineage.exact)
+        head, cut = self.turn_starts[0], self.turn_starts[-num_turns]
+        kept = self.token_ids[:head] + self.token_ids[cut:]
+        starts = [start - (cut - head) for start in self.turn_starts[-num_turns:]]
+        spliced = None
+        if reuse == "reencode":
+            spans = [(0, head), (cut, len(self.token_ids))]
+            spliced = engine.splice(self.chain, self.token_ids, self.lineage, spans, tenant)
+        chain, lineage = spliced or ([], self.lineage.exact)
+        extend_chain(chain, lineage.root, kept, engine.block_size)
+        return Window(self.system, self.messages, num_dropped, kept, chain, lineage, starts)
+
     def _truncated(
         self,
         engine: Engine,
@@ -124,18 +147,22 @@ class Window:
         """Drop whole turns from the oldest on, until half the window is kept at most and the answer fits."""
         window = engine.max_request_tokens
         total = len(self.messages) - len(self.system)
-        prompt: list[int] = []
-        for num_dropped in range(min(self.num_dropped + 2, total), total + 1, 2):
-            turn = self._without(template, num_dropped, user)
-            prompt = turn.prompt
-            fits = len(prompt) + answer <= window
-            if fits and (len(prompt) <= window // 2 or num_dropped == total):
-                if reuse == "reencode" and turn.turn_starts and num_dropped < total:
-                    turn = self._spliced(engine, turn, tenant)
-                return NextTurn(
-                    prompt, turn.chain, turn.lineage, num_dropped, turn.turn_starts, num_tokens - len(prompt), True
-                )
-        raise self._too_long(engine, len(prompt) + answer, "system prompt, message and answer need")
+        drops = range(min(self.num_dropped + 2, total), total + 1, 2)
+        longest = min(window // 2, window - answer)  # of a prompt; it gets shorter from each to the next
+
+        def is_short(num_dropped: int) -> bool:
+            return len(self._without(template, num_dropped, user).prompt) <= longest
+
+        num_dropped = drops[bisect_left(drops, True, hi=len(drops) - 1, key=is_short)]
+        turn = self._without(template, num_dropped, user)
+        prompt = turn.prompt
+        if len(prompt) > longest and not (num_dropped == total and len(prompt) + answer <= window):
+            raise self._too_long(engine, len(prompt) + answer, "system prompt, message and answer need")
+        if reuse == "reencode" and turn.turn_starts and num_dropped < total:
+            turn = self._spliced(engine, turn, tenant)
+        return NextTurn(
+            prompt, turn.chain, turn.lineage, num_dropped, turn.turn_starts, num_tokens - len(prompt), True
+        )
 
     def _without(self, template: ChatTemplate, num_dropped: int, user: Message) -> NextTurn:
         """The next prompt without the oldest turns: the same ids, or rendered anew where turn starts are not known."""

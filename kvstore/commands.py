@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from kvstore.errors import ConfigError, RequestError
-from kvstore.session_record import SessionHead, SessionKey
+from kvstore.session_record import Message, SessionHead, SessionKey, SessionState
 from kvstore.tier import Evict
 
 if TYPE_CHECKING:
     from kvstore.block import BlockId
 
-COMMANDS = ("stats", "evict", "verify", "compact", "sessions", "sessions.delete")
+COMMANDS = ("stats", "evict", "verify", "compact", "sessions", "sessions.show", "sessions.delete")
 MAX_SESSIONS = 10_000  # of one list
 _LARGEST = 1e18
 
@@ -74,7 +74,7 @@ class CompactResult(TypedDict, total=False):
 
 
 class SessionInfo(TypedDict):
-    """One session; times in seconds since the epoch."""
+    """One session; times in seconds since the epoch. expires_s: None when it never ends by itself."""
 
     id: str
     tenant: str
@@ -82,6 +82,7 @@ class SessionInfo(TypedDict):
     tokens: int
     updated_s: float
     created_s: float
+    expires_s: float | None
     title: str
     model: str
 
@@ -90,6 +91,13 @@ class SessionsResult(TypedDict):
     """Of one tenant, the most recently used first."""
 
     sessions: list[SessionInfo]
+
+
+class TranscriptResult(TypedDict):
+    """A session and all that was said in it, each message with its role and its content."""
+
+    session: SessionInfo
+    messages: list[Message]
 
 
 class DeletedResult(TypedDict):
@@ -102,8 +110,13 @@ class DeletedResult(TypedDict):
 def session_info(head: SessionHead) -> SessionInfo:
     return SessionInfo(
         id=head.key.session_id, tenant=head.key.tenant, turns=head.num_turns, tokens=head.num_tokens,
-        updated_s=head.updated_s, created_s=head.created_s, title=head.title, model=head.model,
+        updated_s=head.updated_s, created_s=head.created_s, expires_s=head.expires_s,
+        title=head.title, model=head.model,
     )  # fmt: skip
+
+
+def transcript(state: SessionState) -> TranscriptResult:
+    return TranscriptResult(session=session_info(state.head), messages=state.messages)
 
 
 # -- arguments: what a handler is given -----------------------------------------------------------------------------
@@ -183,9 +196,13 @@ def sessions_from_dict(arguments: Mapping[str, Any]) -> SessionsRequest:
     return request
 
 
+def one_session_from_dict(command: str, arguments: Mapping[str, Any]) -> SessionKey:
+    """Arguments of `sessions.show` and `sessions.delete`: {"session": {"tenant": str, "session_id": str}}."""
+    return _session_key(_checked(command, arguments, {"session": dict}, required=("session",))["session"])
+
+
 def deletion_from_dict(arguments: Mapping[str, Any]) -> SessionKey:
-    """Arguments of `sessions.delete`: {"session": {"tenant": str, "session_id": str}}."""
-    return _session_key(_checked("sessions.delete", arguments, {"session": dict}, required=("session",))["session"])
+    return one_session_from_dict("sessions.delete", arguments)
 
 
 def nothing_from_dict(command: str, arguments: Mapping[str, Any]) -> None:

@@ -39,6 +39,7 @@ class CpuTier:
     ) -> None:
         self.pool = BlockPool(num_slots, order)
         self.keep = keep
+        self.num_removed = 0  # blocks that could be loaded and were given up for another reason than room
         self._erase = erase
         self._states = [SlotState.EMPTY] * num_slots
         self._records: list[BlockRecord | None] = [None] * num_slots
@@ -98,10 +99,13 @@ class CpuTier:
 
     def fail(self, slot: int) -> list[int]:
         """Its bytes will not come: forget it and what hangs below it. Returns all slots that were forgotten."""
+        num_before = self.pool.num_forgotten
         gone = self.pool.forget(slot)
-        for one in gone:
-            if self._states[one] is SlotState.PENDING:
-                self._landed(one, SlotState.FAILED)
+        pending = [one for one in gone if self._states[one] is SlotState.PENDING]
+        for one in pending:
+            self._landed(one, SlotState.FAILED)
+        if self.keep:
+            self.num_removed += self.pool.num_forgotten - num_before - len(pending)
         return gone
 
     def _landed(self, slot: int, state: SlotState) -> None:
@@ -187,6 +191,19 @@ class CpuTier:
 
     def _is_current(self, slot: int, record: BlockRecord | None) -> bool:
         return record is not None and self.pool.block_id(slot) == record.block_id
+
+    def as_dict(self, block_bytes: int) -> dict[str, object]:
+        """Gauges and counters. A staging area has no blocks of its own."""
+        pool = self.pool
+        return {
+            "blocks": pool.num_blocks if self.keep else 0,
+            "staging_blocks": 0 if self.keep else pool.num_blocks,
+            "cached_blocks": pool.num_cached,
+            "free_blocks": pool.num_free,
+            "evicted_blocks": pool.num_evictions,
+            "removed_blocks": self.num_removed,
+            "block_bytes": block_bytes,
+        }
 
     def check_integrity(self, idle: bool = True) -> None:
         """Assert that states, records and the pool agree; with `idle`, that nobody holds a slot."""

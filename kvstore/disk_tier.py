@@ -27,6 +27,7 @@ from kvstore.disk_index import IndexEntry
 from kvstore.disk_open import StoreDirectory
 from kvstore.disk_upkeep import CompactReport, VerifyReport
 from kvstore.errors import DegradedError, StoreError
+from kvstore.stats import Histogram
 from kvstore.tier import BlockRecord, ReadResult
 
 WATERMARK = 0.85
@@ -63,6 +64,7 @@ class DiskTier:
         self.broken = False
         self.was_reset = False
         self.num_reads = self.num_writes = 0
+        self.read_seconds, self.write_seconds = Histogram(), Histogram()  # of a block, of a transaction
         self.failures: Counter[str] = Counter()
         self.chooser = CodecChooser(codec, itemsize)
         self._directory = directory
@@ -222,7 +224,9 @@ class DiskTier:
                 return WriteOutcome(error=WriteError.BROKEN if self.broken else self._name(error))
             else:
                 self.num_writes += len(puts)
-                self._measure("write", sum(stored), time.perf_counter() - started)
+                seconds = time.perf_counter() - started
+                self.write_seconds.observe(seconds)
+                self._measure("write", sum(stored), seconds)
                 return WriteOutcome(stored)
         self._recover()
         return WriteOutcome(error=WriteError.IO)
@@ -311,9 +315,11 @@ class DiskTier:
             finally:
                 self._write_lock.release()
         if result is ReadResult.OK:
+            seconds = time.perf_counter() - started
             with self._count_lock:
                 self.num_reads += 1
-                self._measure("read", into.nbytes, time.perf_counter() - started)
+                self.read_seconds.observe(seconds)
+                self._measure("read", into.nbytes, seconds)
         elif result is not ReadResult.MISSING:
             self._count_failure(f"read: {result.value}")
         return result
@@ -424,7 +430,7 @@ class DiskTier:
                 except WORLD_ERRORS as error:
                     self.note(error)
         with self._count_lock:
-            failures = dict(self.failures)
+            failures, read_seconds = dict(self.failures), self.read_seconds.as_dict()
         return {
             "blocks": blocks,
             "bytes": self._used_bytes,
@@ -434,6 +440,8 @@ class DiskTier:
             "reads": self.num_reads,
             "writes": self.num_writes,
             "failures": failures,
+            "read_seconds": read_seconds,
+            "write_seconds": self.write_seconds.as_dict(),
             "broken": self.broken,
             "read_bytes_per_s": self._rates.get("read"),
             "write_bytes_per_s": self._rates.get("write"),

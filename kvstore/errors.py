@@ -12,7 +12,9 @@ KVStoreError
 ├── StoreError             a store's files cannot be opened or used
 │   ├── StoreLockedError        another process owns the store; its pid is in the message
 │   └── DegradedError           the disk tier cannot write at the moment: what was to be made durable is not
-└── EngineClosedError      the engine was closed, or its thread died
+├── EngineClosedError      the engine was closed, or its thread died
+├── EngineDiedError        the engine's own process has ended; it is started again, once
+└── EngineOverloadedError  more requests or calls than the engine's own process takes at once
 """
 
 
@@ -79,3 +81,11 @@ class DegradedError(StoreError):
 
 class EngineClosedError(KVStoreError):
     """The engine can take no more requests."""
+
+
+class EngineDiedError(KVStoreError):
+    """The process of the engine has ended: what ran is lost, stored turns are not."""
+
+
+class EngineOverloadedError(KVStoreError):
+    """The process of the engine takes no more at the moment; try again."""

@@ -254,7 +254,7 @@ class Lookups:
         while request.front < request.end:
             state = self._state(request, request.front)
             if state is SlotState.FAILED:
-                self.cut(request, request.front)
+                self._give_up(request, request.front)
             elif state is not SlotState.READY:
                 break
             else:
@@ -262,7 +262,7 @@ class Lookups:
         while request.back > request.front:
             state = self._state(request, request.back - 1)
             if state is SlotState.FAILED:
-                self.cut(request, request.back - 1)
+                self._give_up(request, request.back - 1)
             elif state is not SlotState.READY:
                 break
             else:
@@ -275,6 +275,12 @@ class Lookups:
             return None
         state = self._cpu.state(slot)
         return SlotState.FAILED if state is SlotState.EMPTY else state
+
+    def _give_up(self, request: Tracked, end: int) -> None:
+        """The block at `end` did not come: it is computed, and what is behind it."""
+        if not request.is_hint:
+            self._stats.given_up_tokens += (request.end - end) * self._identity.block_size
+        self.cut(request, end)
 
     def cut(self, request: Tracked, end: int) -> None:
         """What it wants ends here."""

@@ -7,28 +7,34 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstore import disk_check
 from kvstore.block import BlockId
-from kvstore.codec import Header, decode_header
 from kvstore.commands import (
     DeletedResult,
+    TranscriptResult,
     deletion_from_dict,
     evict_from_dict,
     nothing_from_dict,
+    one_session_from_dict,
     session_info,
     sessions_from_dict,
+    transcript,
     verify_from_dict,
 )
-from kvstore.disk_index import DiskIndex
 from kvstore.disk_open import LOCK_NAME, StoreDirectory
-from kvstore.disk_tier import WORLD_ERRORS, DiskTier
 from kvstore.errors import ConfigError, DegradedError, StoreError
-from kvstore.session_store import SessionKey, SessionStore, Tombstone, open_sessions
+from kvstore.session_record import SessionKey, Tombstone
+
+if TYPE_CHECKING:
+    from kvstore.codec import Header
+    from kvstore.disk_index import DiskIndex
+    from kvstore.disk_tier import DiskTier
+    from kvstore.session_store import SessionStore
 
 OnProgress = Callable[[float | None], None]
 DELETE_BATCH = 4096
@@ -54,11 +60,15 @@ class OfflineStore:
             set_aside = _quarantined(self.directory.path)
             self.disk: DiskTier | None = None
             if (self.directory.path / "blocks").is_dir():
+                from kvstore.disk_tier import DiskTier  # here, as numpy takes longer to load than all the rest
+
                 data_file = self.directory.path / "blocks" / disk_check.DATA_FILE
                 self.disk = DiskTier(self.directory, stored_capacity(data_file))
                 opened.callback(self.disk.close)
             self.sessions: SessionStore | None = None
             if (self.directory.path / "sessions").is_dir():
+                from kvstore.session_store import open_sessions
+
                 self.sessions = open_sessions(self.directory)
                 opened.callback(self.sessions.close)
             self.set_aside = sorted(_quarantined(self.directory.path) - set_aside)
@@ -81,6 +91,8 @@ class OfflineStore:
             return self.verify(verify_from_dict(arguments), on_progress)
         if command == "sessions.delete":
             return self.delete_session(deletion_from_dict(arguments))
+        if command == "sessions.show":
+            return self.show_session(one_session_from_dict(command, arguments))
         if command == "sessions":
             return self.list_sessions(arguments)
         if command == "evict":
@@ -108,6 +120,12 @@ class OfflineStore:
         heads = [] if self.sessions is None else self.sessions.list(request.tenant, request.limit)
         return {"sessions": [session_info(head) for head in heads]}
 
+    def show_session(self, key: SessionKey) -> TranscriptResult:
+        state = None if self.sessions is None else self.sessions.load(key)
+        if state is None:
+            raise _no_session(key)
+        return transcript(state)
+
     # -- giving up ---------------------------------------------------------------------------------------------------
     def evict(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Select on the index, tails first, and delete."""
@@ -116,7 +134,7 @@ class OfflineStore:
         chosen: list[BlockId] = []
         num_bytes = 0
         if self.disk is not None:
-            index = DiskIndex.build(self.disk.scan())
+            index = _index_of(self.disk)
             chosen = index.select(request.selection(block_ids))
             num_bytes = sum(entry.stored_bytes for entry in map(index.get, chosen) if entry is not None)
             if not request.dry_run:
@@ -138,9 +156,18 @@ class OfflineStore:
             self._carry_out(self.sessions, one)
         return DeletedResult(deleted=True, blocks=len(tombstone.block_ids))
 
+    def _forget_answers(self, key: SessionKey) -> None:
+        """The token ids by which its answers would be known again in a history that comes as text."""
+        if (self.directory.path / "answers").is_dir():
+            from kvstore.answer_store import open_answers, owner_tag
+
+            with closing(open_answers(self.directory)) as answers:
+                answers.forget_owner(owner_tag(key.tenant, key.session_id))
+
     def _carry_out(self, sessions: SessionStore, tombstone: Tombstone) -> None:
+        self._forget_answers(tombstone.key)
         if self.disk is not None:
-            index = DiskIndex.build(self.disk.scan())
+            index = _index_of(self.disk)
             _delete(self.disk, _with_descendants(index, tombstone.block_ids))
             self.disk.sync()
         sessions.finish_deletion(tombstone.number).wait()
@@ -156,7 +183,7 @@ class OfflineStore:
         return report
 
     def _verify_disk(self, disk: DiskTier, delete: bool, on_progress: OnProgress | None) -> dict[str, Any]:
-        index = DiskIndex.build(disk.scan())
+        index = _index_of(disk)
 
         def note(num_done: int) -> None:
             if on_progress is not None:
@@ -223,6 +250,9 @@ def _by_model(disk: DiskTier) -> dict[str, dict[str, int]]:
 
 def _header(disk: DiskTier, block_id: BlockId) -> Header | None:
     """What a block says about itself; None when it cannot be read."""
+    from kvstore.codec import decode_header
+    from kvstore.disk_tier import WORLD_ERRORS
+
     with disk.tables() as tables:
         if tables is None:
             return None
@@ -233,6 +263,12 @@ def _header(disk: DiskTier, block_id: BlockId) -> Header | None:
         except WORLD_ERRORS as error:
             disk.note(error)
             return None
+
+
+def _index_of(disk: DiskTier) -> DiskIndex:
+    from kvstore.disk_index import DiskIndex
+
+    return DiskIndex.build(disk.scan())
 
 
 def _with_descendants(index: DiskIndex, block_ids: Sequence[BlockId]) -> list[BlockId]:

@@ -25,7 +25,8 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, order: Order | None = None) -> None:
         self.num_blocks = num_blocks
-        self.num_evictions = 0
+        self.num_evictions = 0  # to make room
+        self.num_forgotten = 0  # for any other reason
         self._ref_counts: list[int] = []
         self._tree: EvictionTree[int] = EvictionTree(order, self._is_held)
         self._clear()
@@ -190,8 +191,10 @@ class BlockPool:
         """
         gone = self.descendants(block)
         for one in reversed(gone):  # tails first
-            if self._unname(one) and self._ref_counts[one] == 0:
-                self._make_blank(one)
+            if self._unname(one):
+                self.num_forgotten += 1
+                if self._ref_counts[one] == 0:
+                    self._make_blank(one)
         return gone
 
     def reset(self) -> None:

@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 import lmdb
 
 from kvstore import session_tables as tables
+from kvstore.answer_store import AnswerStore, open_answers, owner_tag
 from kvstore.block import BlockId
 from kvstore.disk_env import open_environment
 from kvstore.disk_open import StoreDirectory
@@ -35,8 +36,9 @@ from kvstore.session_storage import FIRST_MAP_BYTES, DiskTables, MemoryTables, S
 from kvstore.session_tables import CheckReport, View
 
 __all__ = [
-    "CheckReport", "MemorySessionStore", "Message", "Parent", "SessionHead", "SessionKey", "SessionState",
-    "SessionStore", "Ticket", "Tombstone", "TurnRecord", "open_plain_environment",
+    "AnswerStore", "CheckReport", "MemorySessionStore", "Message", "Parent", "SessionHead", "SessionKey",
+    "SessionState", "SessionStore", "Ticket", "Tombstone", "TurnRecord", "open_answers", "open_plain_environment",
+    "owner_tag",
 ]  # fmt: skip
 
 T = TypeVar("T")

@@ -1,6 +1,31 @@
-"""Counters of a store, by what happened. Plain integers, written by the control plane's thread only."""
+"""Counters of a store, by what happened, and how long its transfers took. Plain numbers; knows nobody who shows them.
 
+What is in `StoreStats` is written by the control plane's thread only.
+"""
+
+from bisect import bisect_left
 from dataclasses import asdict, dataclass, field
+
+LATENCY_BOUNDS_S = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0
+)  # fmt: skip
+
+
+class Histogram:
+    """How many observations were at most each bound, and their sum. One thread at a time observes."""
+
+    def __init__(self, bounds: tuple[float, ...] = LATENCY_BOUNDS_S) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)  # the last: above all bounds
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def as_dict(self) -> dict[str, object]:
+        """For each bound how many were at most that, and above the one before; a last count of what is above all."""
+        return {"bounds": list(self._bounds), "counts": list(self._counts), "sum": self._sum}
 
 
 @dataclass(slots=True)
@@ -14,9 +39,11 @@ class StoreStats:
     their request came, and in memory when it was first asked for; prefetch_wasted: read ahead and not loaded by the
     request that they were read for. cancelled_reads: dropped before they began. split_prefills: requests whose head was
     computed while their tail was read.
+    disk_evictions: to make room; disk_removals: what was deleted by hand or with its session, or was damaged.
     load_failures, read_failures (by cause): all of them were computed instead. loaded_tokens: from the CPU tier, where
-    those of the disk had been read to. housekeeping_errors: rounds of work in the background that ended in an error
-    which nobody had foreseen. policy_file_errors: what was learned earlier could not be read or written.
+    those of the disk had been read to; given_up_tokens: were to be, until a block of them did not come.
+    housekeeping_errors: rounds of work in the background that ended in an error which nobody had foreseen.
+    policy_file_errors: what was learned earlier could not be read or written.
     """
 
     saved: int = 0
@@ -33,12 +60,14 @@ class StoreStats:
     orphan_saves: int = 0
     dropped_writes: int = 0
     disk_evictions: int = 0
+    disk_removals: int = 0
     forgotten: int = 0
     given_up_splices: int = 0
     identity_mismatches: int = 0
     load_failures: int = 0
     read_failures: dict[str, int] = field(default_factory=dict)
     loaded_tokens: int = 0
+    given_up_tokens: int = 0
     housekeeping_errors: int = 0
     policy_file_errors: int = 0
 

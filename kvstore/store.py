@@ -471,16 +471,8 @@ class KVStore:
 
     def as_dict(self) -> dict[str, object]:
         """Gauges and counters."""
-        pool = self.cpu.pool
         found: dict[str, object] = {
-            "cpu": {
-                "blocks": pool.num_blocks if self.cpu.keep else 0,
-                "staging_blocks": 0 if self.cpu.keep else pool.num_blocks,
-                "cached_blocks": pool.num_cached,
-                "free_blocks": pool.num_free,
-                "evicted_blocks": pool.num_evictions,
-                "block_bytes": self._planner.block_bytes,
-            },
+            "cpu": self.cpu.as_dict(self._planner.block_bytes),
             "store": {
                 **self.stats.as_dict(), "unsaved": self._saver.num_unsaved,
                 **self._planner.as_dict(), **self._prefetcher.as_dict(),

@@ -28,6 +28,7 @@ from kvstore.io_queue import BATCH_BYTES, IoQueue
 from kvstore.lookup import Arrival, Identity, Match, Tracked
 from kvstore.planner import Planner
 from kvstore.policy_file import read_learned, write_learned
+from kvstore.quota import TenantUsage, usage_of
 from kvstore.saving import StepSpan
 from kvstore.stats import StoreStats
 from kvstore.steering import Steering
@@ -188,9 +189,11 @@ class TieredConnector:
             with self._lock:
                 try:
                     self._store.poll()
-                    if time.monotonic() - touched_s > _TOUCHED_S and self._store.disk is not None:
-                        self._store.disk.persist_touched()
-                        touched_s = time.monotonic()
+                    if (disk := self._store.disk) is not None:
+                        disk.keep_limits()
+                        if time.monotonic() - touched_s > _TOUCHED_S:
+                            disk.persist_touched()
+                            touched_s = time.monotonic()
                 except Exception:  # the border of a thread: without it nothing would be written between turns
                     self._store.stats.housekeeping_errors += 1
             self._write_history()
@@ -387,6 +390,17 @@ class TieredConnector:
         if self.directory is not None:
             self._control = ControlServer(self.directory, handler)
 
+    def set_tenant_limit(self, tenant: str | None, max_bytes: int | None) -> None:
+        self._check_process()
+        with self._lock:
+            if self._store.disk is not None:
+                self._store.disk.quotas.set_limit(tenant, max_bytes)
+
+    def tenant_usage(self) -> dict[str, TenantUsage]:
+        self._check_process()
+        with self._lock:
+            return usage_of(self._cpu, self._store.disk)
+
     def flush(self) -> None:
         self._check_process()
         self._wait_until(lambda: self._store.is_idle or self._degraded is not None, None)
@@ -422,7 +436,7 @@ class TieredConnector:
     def stats(self) -> dict[str, object]:
         self._check_process()
         with self._lock:
-            return self._store.as_dict()
+            return {**self._store.as_dict(), "load_seconds": self._transfer.load_seconds.as_dict()}
 
     def check_integrity(self, idle: bool) -> None:
         """With idle: waits for what is in flight first."""

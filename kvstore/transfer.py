@@ -19,6 +19,7 @@ import torch
 
 from kernels.block_copy import BlockLoad, save_few, save_layers
 from kvstore.arena import Arena
+from kvstore.stats import Histogram
 from kvstore.tier import Load, Save, TransferPlan, Transferred
 
 GROUP_BYTES = 8 << 20  # saves are handed over when so many bytes of activations are waiting, at the latest after a step
@@ -86,6 +87,7 @@ class Transfer:
         self._load_jobs: deque[_LoadJob] = deque()
         self._save_jobs: deque[_SaveJob] = deque()
         self._num_save_bytes = 0
+        self.load_seconds = Histogram()  # of all loads of a step
         self._done: deque[Transferred] = deque()
         self._closing = False
         loops = (("kvstore-load", self._load_loop), ("kvstore-save", self._save_loop))
@@ -239,9 +241,10 @@ class Transfer:
                     self._run_load(job)
                 except Exception:  # out of memory, a lost device, a bug: whoever waits must not wait for ever
                     job.failed = True
-            size = job.num_blocks * self.arena.layout.block_bytes
+            size, seconds = job.num_blocks * self.arena.layout.block_bytes, time.perf_counter() - started
             with self._layer_done:
-                self._done.append(Transferred(job.ticket, True, not job.failed, size, time.perf_counter() - started))
+                self.load_seconds.observe(seconds)
+                self._done.append(Transferred(job.ticket, True, not job.failed, size, seconds))
                 job.num_layers_done, job.ended = len(self._caches), True
                 self._layer_done.notify_all()
             self._on_progress()

@@ -6,7 +6,6 @@ only because every block that is free there has been written.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
@@ -18,7 +17,9 @@ from kvstore.disk_index import DiskIndex, IndexEntry
 from kvstore.disk_reads import DiskReads
 from kvstore.disk_tier import WATERMARK, DiskTier
 from kvstore.errors import StoreError
+from kvstore.index_loader import IndexLoader
 from kvstore.io_queue import BATCH_BYTES, IoQueue, ReadDone, Write, WriteDone
+from kvstore.quota import TRIM_BLOCKS, Quotas
 from kvstore.stats import StoreStats
 from kvstore.steering import Steering
 from kvstore.tier import BlockRecord, Evict, Evicted, ReadResult
@@ -81,42 +82,19 @@ class WriteBack:
             maxlen=MAX_EARLY_TOUCHES
         )
         self._lost_early: list[BlockId] = []  # what hangs below them is not known yet
-        self._generation = 0  # of the environment
         self._to_adopt: list[tuple[Hashable, Conversation]] = []
-        self._loaded: deque[tuple[int, DiskIndex, list[tuple[Hashable, Conversation]], bool]] = deque()
-        loader = threading.Thread(target=self._load_index, args=(0,), name="kvstore-index", daemon=True)
-        loader.start()
+        self.quotas = Quotas(self._evict_of, lambda: self._index)
+        self._loader = IndexLoader(disk, steering.order("disk"), clock, self.quotas.is_limited)
 
     # -- the index ---------------------------------------------------------------------------------------------------
-    def _load_index(self, generation: int) -> None:
-        batches: list[list[IndexEntry]] = []
-        try:
-            batches.extend(self._disk.scan())
-            index, is_whole = self._new_index(batches), True
-            found = index.name_conversations()  # last, since the order is the same for whatever index there is
-            self._steering.order("disk").first()  # sorts them here, not where somebody waits
-        except Exception:  # the border of a thread: what was not found is computed and written again
-            index, is_whole, found = self._partial_index(batches), False, []
-        self._loaded.append((generation, index, found, is_whole))
-
-    def _new_index(self, batches: list[list[IndexEntry]]) -> DiskIndex:
-        return DiskIndex.build(batches, self._clock, self._steering.order("disk"))
-
-    def _partial_index(self, batches: list[list[IndexEntry]]) -> DiskIndex:
-        try:
-            return self._new_index(batches)
-        except Exception:  # what was read is what cannot be used
-            return self._new_index([])
-
     def _take_index(self) -> None:
-        while self._loaded:
-            generation, index, found, is_whole = self._loaded.popleft()
-            self._stats.housekeeping_errors += not is_whole
-            if generation == self._generation and self._index is None:
-                self._to_adopt = found
-                self._set_index(index)
-            else:
-                index.clear()
+        if (loaded := self._loader.take()) is not None:
+            self._stats.housekeeping_errors += not loaded.is_whole
+            if self._index is None:
+                self._to_adopt = loaded.found
+                self._set_index(loaded.index)
+            else:  # of a file that was put aside meanwhile
+                loaded.index.clear()
         if self._to_adopt:  # a part at a time, the last used first: there may be very many
             part, self._to_adopt = self._to_adopt[-ADOPTED_AT_ONCE:], self._to_adopt[:-ADOPTED_AT_ONCE]
             self._steering.adopt(part)
@@ -136,6 +114,7 @@ class WriteBack:
         below = [block_id for block_id in self.with_descendants(lost) if block_id not in lost]
         if below:
             self.delete(below)
+        self.quotas.suspect(index, list(index.stored()))
 
     def _note_written(self, entry: IndexEntry, conversation: Conversation | None) -> None:
         """In the index, or in it once it is there."""
@@ -240,11 +219,10 @@ class WriteBack:
             return False
         self._heal_at, self._heal_s = 0.0, FIRST_RETRY_S
         self.degraded, self._retry_at = None, 0.0
-        self._generation += 1
         if self._index is not None:
             self._forget_what_it_held_up(self._index)
             self._index.clear()
-        self._index = self._new_index([])
+        self._index = DiskIndex(self._clock, self._steering.order("disk"))
         self._journal.clear()
         self._early_touches.clear()
         self._to_adopt = []
@@ -295,6 +273,9 @@ class WriteBack:
                 self._clean(slot, record)
                 continue
             size = _file_bytes(self._view(slot))
+            if not self.quotas.admits(record.tenant, size):
+                self._drop(slot, record)
+                continue
             if not self._make_room(self._queued_bytes + size):
                 if self._index is None or self._queued_bytes or self._deleting:
                     return
@@ -306,6 +287,7 @@ class WriteBack:
             self._stuck_since = None
             self._dirty.popleft()
             self._queued_bytes += size
+            self.quotas.submitted(record.tenant, size)
             self._deleting.pop(record.block_id, None)
             self._queued.add(slot)
             self._io.submit_write(Write(slot, record, self._view(slot)))
@@ -320,11 +302,15 @@ class WriteBack:
             self._stuck_since = now
         if now - self._stuck_since < GIVE_UP_S:
             return False
-        self._dirty.popleft()
         self._stats.dropped_writes += 1
+        self._drop(slot, record)
+        return True
+
+    def _drop(self, slot: int, record: BlockRecord) -> None:
+        """The first of the dirty ones is not written, nor what is built on it."""
+        self._dirty.popleft()
         self._cpu.forget(record.block_id)
         self._clean(slot, record)
-        return True
 
     def _clean(self, slot: int, record: BlockRecord) -> None:
         self._dirty_parents[record.parent_id] -= 1
@@ -333,7 +319,10 @@ class WriteBack:
         self._cpu.release(slot)
 
     def write_done(self, done: WriteDone) -> None:
-        self._queued_bytes -= sum(_file_bytes(write.view) for write in done.writes)
+        for write in done.writes:
+            size = _file_bytes(write.view)
+            self._queued_bytes -= size
+            self.quotas.ended(write.record.tenant, size)
         self._queued.difference_update(write.slot for write in done.writes)
         if done.error is not None:
             self._writes_failed(done)
@@ -363,6 +352,8 @@ class WriteBack:
             self._clean(write.slot, record)
         for block_id in done.deletes:
             self._deleting.pop(block_id, None)
+        if self._index is not None:
+            self.quotas.suspect(self._index, {write.record.tenant for write in done.writes})
 
     def _writes_failed(self, done: WriteDone) -> None:
         """Keep the blocks dirty and try again later, deletions too; a longer while each time."""
@@ -400,11 +391,22 @@ class WriteBack:
 
     def _evict(self, index: DiskIndex, num_bytes: int) -> list[IndexEntry]:
         """Give up at least so much, in the order of eviction; returns what."""
-        victims = index.take_victims(num_bytes, self._is_pinned)
+        victims = self._evict_of(index, num_bytes)
         self._stats.disk_evictions += len(victims)
+        return victims
+
+    def _evict_of(self, index: DiskIndex, num_bytes: int, tenant: str | None = None) -> list[IndexEntry]:
+        """Of one tenant, or of all."""
+        victims = index.take_victims(num_bytes, self._is_pinned, tenant)
         if victims:
             self._delete([(entry.block_id, entry.stored_bytes) for entry in victims])
         return victims
+
+    def keep_limits(self) -> None:
+        """Evict a few blocks of tenants that have more than they may. Called now and then, in the background."""
+        is_behind = len(self._deleting) > 4 * TRIM_BLOCKS  # the disk does not delete that fast
+        if self._index is not None and self.degraded is None and not self._disk.broken and not is_behind:
+            self.quotas.trim(self._index)
 
     def _is_pinned(self, block_id: BlockId) -> bool:
         """Whether something above the disk still builds on this block, or uses it."""
@@ -419,6 +421,7 @@ class WriteBack:
         entries = [None if self._index is None else self._index.get(block_id) for block_id in block_ids]
         for block_id in block_ids:
             self._note_deleted(block_id)
+        self._stats.disk_removals += len(entries) - entries.count(None)
         sizes = [0 if entry is None else entry.stored_bytes for entry in entries]
         self._delete(list(zip(block_ids, sizes, strict=True)))
 
@@ -482,6 +485,7 @@ class WriteBack:
         blocks = None if self._index is None else self._index.num_blocks
         return {
             **self._disk.stats(),
+            **self.quotas.as_dict(),
             "blocks": blocks,
             "dirty_blocks": len(self._dirty),
             "queued_write_bytes": self._queued_bytes,

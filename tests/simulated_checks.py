@@ -213,6 +213,10 @@ def check_disk(sim: Simulation) -> None:
     values = sim.platter.values
     assert disk._index._entries.keys() == values.keys(), "the index and the disk disagree"
     assert sim.store.stats.written == sim.counts_of_store["blocks written"], "written blocks are miscounted"
+    assert not disk.quotas._queued, "bytes of tenants are counted as queued while idle"
+    if sim.config.limit_blocks is not None:
+        limit_bytes, stored_bytes = sim.limit_bytes, disk._index.bytes_of("tenant-0")
+        assert stored_bytes <= limit_bytes, f"{stored_bytes} bytes of a tenant that may have {limit_bytes}"
     assert disk._queued_bytes == 0 and not disk._dirty and not disk._dirty_parents and not disk._queued
     for block_id, (_, _, value) in values.items():
         assert value == sim.book.blocks[block_id]

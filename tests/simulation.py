@@ -61,9 +61,9 @@ class Config:
     load_s: float = 0.0005  # of one block into HBM
     index_s: float = 5.0  # until the index of the disk is loaded
     max_queued_bytes: int = 4096
+    limit_blocks: int | None = None  # on disk, of the first tenant
     longest_wait_s: float = 120.0  # of a request, when nothing fails
     faults: Faults = NO_FAULTS
-
 
 
 SOME = Faults(slow_reads=0.1, failed_reads=0.01, rotten=0.01, failed_writes=0.05, failed_loads=0.03, failed_saves=0.03)
@@ -83,6 +83,8 @@ CONFIGS = (
     Config("tiny-disk", disk_blocks=70, eviction="return", faults=SOME),
     Config("no-disk", disk_blocks=0, cpu_slots=90, policy="priority"),
     Config("staging", cpu_slots=0, eviction="fifo", faults=SOME),
+    Config("limit", limit_blocks=40, hbm_blocks=60, cpu_slots=60, disk_blocks=300),
+    Config("limit-faults", limit_blocks=30, cpu_slots=60, disk_blocks=120, faults=SOME),
     Config("always", load="always", block_size=8, faults=SOME),
     Config("everything", policy="priority", cpu_slots=100, disk_blocks=400, faults=ALL),
 )
@@ -128,7 +130,7 @@ class Simulation:
         stack.enter_context(mock.patch.multiple(kvstore.tiered, **parts))
         stack.enter_context(mock.patch("os.urandom", lambda count: b"s" * count))
         stack.enter_context(mock.patch("kvstore.io_queue.time", clock.module))
-        stack.enter_context(mock.patch("kvstore.write_back.threading", threads))
+        stack.enter_context(mock.patch("kvstore.index_loader.threading", threads))
         stack.enter_context(mock.patch("kvstore.write_back.PAGE_BYTES", PAGE_BYTES))
         stack.enter_context(mock.patch("kvstore.write_back.MAX_QUEUED_BYTES", self.config.max_queued_bytes))
         stack.enter_context(mock.patch("kvstore.planner.ASSUMED_READ_RATE", self.book.block_bytes / 0.005))
@@ -180,9 +182,14 @@ class Simulation:
         self.runner, self.plan = Runner(self), None
         self._watch_plan()
         self._unsettled_since_s = self.clock.now_s
+        self.limit_first_tenant(config.limit_blocks)
         take = self.connector.update_state_after_alloc
         self.connector.update_state_after_alloc = lambda *given: self._taken(given[3]) or take(*given)
         self._watch_orders()
+
+    def limit_first_tenant(self, num_blocks: int | None) -> None:
+        self.limit_bytes = None if num_blocks is None else num_blocks * (self.book.block_bytes + PAGE_BYTES)
+        self.connector.set_tenant_limit("tenant-0", self.limit_bytes)
 
     def _watch_plan(self) -> None:
         """Where slots for saves are taken something may fail; elsewhere that is no place for an error."""
@@ -201,6 +208,7 @@ class Simulation:
         """What was counted since the store was opened goes to the counts of the whole run."""
         if (store := getattr(self, "store", None)) is not None:
             stats = store.stats
+            self.counts.update(store.disk.quotas.as_dict() if store.disk is not None else {})
             self.counts_of_store += Counter({
                 "preempted": self.scheduler.num_preemptions, "reads cancelled": stats.cancelled_reads,
                 "reads failed": sum(stats.read_failures.values()), "saves dropped": stats.dropped_saves,
@@ -443,6 +451,11 @@ class Simulation:
             if self.scheduler._left:
                 self.step()  # rows of requests that have ended
             self._keep_house()
+            if not self.store.is_idle:  # it had something to delete
+                return True
+            if self.config.limit_blocks is not None and self.orders_rng.random() < 0.05:
+                self.limit_first_tenant(self.orders_rng.randrange(2 * self.config.limit_blocks))
+                return True
             self.counts["idle"] += 1
             is_last = clock.people.next_s == float("inf")
             checks.check_idle(self, is_thorough=is_last or self.counts["idle"] % 4 == 0)
@@ -464,9 +477,11 @@ class Simulation:
         self._round_s = min(2 * self._round_s, 30.0)
         self._round_at_s = self.clock.now_s + self._round_s
         self.store.poll()
-        if self.store.disk is not None and self.clock.now_s - self._touched_s > 2.0:
-            self.store.disk.persist_touched()
-            self._touched_s = self.clock.now_s
+        if self.store.disk is not None:
+            self.store.disk.keep_limits()
+            if self.clock.now_s - self._touched_s > 2.0:
+                self.store.disk.persist_touched()
+                self._touched_s = self.clock.now_s
         if self.clock.now_s - self._learned_s > HOUR_S:
             self.connector._write_learned()
             self._learned_s = self.clock.now_s

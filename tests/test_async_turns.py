@@ -173,3 +173,32 @@ def test_times_of_a_request_add_up_and_are_stored_with_its_turn():
         json.dumps(answer.turn.usage)
 
     run(scenario)
+
+
+def test_a_turn_that_is_cancelled_twice_leaves_its_session_free():
+    """A client that is gone is noticed by a failing write and by its connection, one after the other."""
+
+    async def scenario(engine):
+        chat = engine.engine.chat("a")
+        await text_of(await engine.start_turn(chat, said("Hello"), GREEDY))
+        answer = await engine.start_turn(chat, said("Hello"), LONG)
+        await anext(answer)
+        with engine.engine.lock:  # the abort has to wait
+            task = asyncio.create_task(answer.aclose())
+            for _ in range(3):
+                await asyncio.sleep(0.01)
+                task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not chat.is_busy and chat.num_turns == 1
+
+    run(scenario)
+
+
+def test_a_turn_has_one_answer_and_that_is_kept_as_text():
+    async def scenario(engine):
+        for params in (SamplingParams(n=2), SamplingParams(detokenize=False)):
+            with pytest.raises(RequestError):
+                await engine.start_turn(engine.engine.chat("a"), said("Hello"), params)
+
+    run(scenario)

@@ -5,7 +5,7 @@ from engines import save_model
 
 from engine import Engine, SamplingParams
 from engine.chat_template import ChatTemplate
-from kvstore.errors import ContextLengthError, RequestError
+from kvstore.errors import ContextLengthError, RequestError, SessionBusyError, SessionNotFoundError
 
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
@@ -206,3 +206,39 @@ def test_bad_messages_are_refused_before_anything_runs(engine):
         with pytest.raises(RequestError, match="system"):
             engine.chat("fifteen", system=system)
     assert chat.messages == []
+
+
+@pytest.mark.parametrize("reuse", ["exact", "reencode"])
+def test_keeping_the_last_turns_keeps_their_ids_and_is_stored(engine, reuse):
+    chat = engine.chat("kept", system="Be brief.", truncation_reuse=reuse)
+    outs = [chat.send(f"Question number {number}, about the sea and about the sky.", PARAMS) for number in range(4)]
+    starts, known, messages = list(chat.turn_starts), list(chat.token_ids), list(chat.messages)
+    record = chat.keep_last(2)
+    assert (record.number, record.messages, record.base) == (5, (), "rebase") and chat.num_turns == 5
+    kept = known[: starts[0]] + known[starts[2] :]
+    assert chat.token_ids == kept and record.truncated_tokens == len(known) - len(kept) == chat.truncated_tokens
+    assert chat.messages == messages and chat.shown_messages == [messages[0], *messages[5:]]
+    assert chat.keep_last(2) is None and chat.keep_last(9) is None
+    del chat
+    again = engine.chat("kept", truncation_reuse=reuse)
+    assert (again.token_ids, again.messages, again.num_turns) == (kept, messages, 5)
+    out = again.send("And what was the first question?", PARAMS)
+    assert out.prompt_token_ids[: len(kept)] == kept and len(outs) == 4
+    assert again.num_turns == 6 and again.token_ids[: len(out.prompt_token_ids)] == out.prompt_token_ids
+    assert again.keep_last(0).token_ids == () and again.shown_messages == [messages[0]]
+    fresh = engine.chat("fresh", system="Be brief.").send("Hello", PARAMS)
+    assert again.send("Hello", PARAMS).prompt_token_ids == fresh.prompt_token_ids
+
+
+def test_keeping_the_last_turns_of_a_busy_or_deleted_session_is_refused(engine):
+    chat = engine.chat("busy")
+    with pytest.raises(SessionNotFoundError):
+        chat.keep_last(1)  # it has no turn yet
+    chat.send("Hello", PARAMS)
+    for _ in chat.stream("Hello", PARAMS):
+        with pytest.raises(SessionBusyError):
+            chat.keep_last(0)
+        break
+    engine.admin.delete_session("busy")
+    with pytest.raises(SessionNotFoundError):
+        chat.keep_last(0)

@@ -138,6 +138,8 @@ def test_devices(device):
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
         ({"max_num_batched_tokens": "many"}, "max_num_batched_tokens is 'many'"),
         ({"max_model_len": 1}, "max_model_len is 1; give a whole number from 2"),
+        ({"tokenizer": " "}, "tokenizer is ' '; give a name"),
+        ({"revision": 5}, "revision is 5; give a name"),
         ({"seed": 2**63}, "seed is"),
         ({"seed": 0.5}, "seed is 0.5"),
     ],

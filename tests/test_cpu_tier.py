@@ -141,3 +141,27 @@ def test_what_was_erased_leaves_no_tokens_behind():
     tier.forget(tier.record(slot).block_id)
     tier.erase_stale()
     assert slot in erased[-1] and tier.record(slot) is None and tier.conversation(slot) is None
+
+
+def test_what_is_given_up_for_another_reason_than_room_is_counted_once():
+    tier = CpuTier(4)
+    slots = [put(tier, "a"), put(tier, "b", "a")]
+    pending = tier.reserve()
+    tier.announce(pending, record("c", "b"), 1.0)
+    tier.fail(slots[0])
+    tier.fail(slots[1])
+    tier.forget(record("b").block_id)
+    assert tier.num_removed == 2, "what had not landed was never there"
+    for slot in (*slots, pending):
+        tier.release(slot)
+    assert tier.as_dict(10) == {
+        "blocks": 4, "staging_blocks": 0, "cached_blocks": 0, "free_blocks": 4, "evicted_blocks": 0,
+        "removed_blocks": 2, "block_bytes": 10,
+    }  # fmt: skip
+
+
+def test_a_staging_area_keeps_nothing_that_could_be_given_up():
+    tier = CpuTier(2, keep=False)
+    tier.release(put(tier, "a"))
+    found = tier.as_dict(10)
+    assert (found["blocks"], found["staging_blocks"], found["removed_blocks"]) == (0, 2, 0)

@@ -285,3 +285,15 @@ def test_an_index_record_of_no_time_is_none(when):
     packed = bytearray(disk_format.pack_index(record(1), 4096, 5.0))
     disk_format._LAST_ACCESS.pack_into(packed, disk_format._LAST_ACCESS_OFFSET, when)
     assert disk_format.unpack_index(record(1).block_id, bytes(packed)) is None
+
+
+def test_how_long_reads_and_transactions_took_is_counted(store):
+    tier = store.open()
+    write(tier, range(3))
+    read(tier, 1)
+    read(tier, 99)
+    found = tier.stats()
+    for name, count in (("read_seconds", 1), ("write_seconds", 1)):
+        histogram = found[name]
+        assert sum(histogram["counts"]) == count and histogram["sum"] > 0, name
+        assert len(histogram["counts"]) == len(histogram["bounds"]) + 1

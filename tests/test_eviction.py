@@ -285,3 +285,66 @@ def test_a_linked_head_goes_after_its_splice(tree):
     tree.check_integrity()
     found = drained(tree)
     assert found.index("x1") < found.index("x0") < found.index("h1") < found.index("h0")
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+class Divisible(ByValue):
+    def part(self):
+        part = Divisible()
+        part.values = self.values
+        return part
+
+
+@pytest.fixture
+def parted(held):
+    """A tree whose blocks belong to the part that their names end with."""
+    return EvictionTree(Divisible(), held.__contains__, part_of=lambda key: key[-1])
+
+
+def of_part(tree, name: str) -> list[str]:
+    found = []
+    while (key := tree.next_of(name)) is not None:
+        tree.remove(key)
+        tree.check_integrity()
+        found.append(key)
+    return found
+
+
+def fill(tree) -> None:
+    grow(tree, "a0x a1x", talk(2))
+    grow(tree, "b0y b1y", talk(1))
+    grow(tree, "c0x c1x", talk(3))
+    grow(tree, "n0x n1x", None)
+    grow(tree, "m0y", None)
+
+
+@pytest.mark.parametrize("is_early", [False, True], ids=["of what is there", "of what comes"])
+def test_a_part_has_the_order_of_the_whole(parted, is_early):
+    if is_early:
+        parted.add_parts(["x"])
+    fill(parted)
+    parted.add_parts(["x", "y"])
+    parted.check_integrity()
+    assert of_part(parted, "x") == ["n1x", "n0x", "a1x", "a0x", "c1x", "c0x"]
+    assert drained(parted) == ["m0y", "b1y", "b0y"]
+
+
+def test_what_is_held_is_in_no_order_of_a_part(parted, held):
+    parted.add_parts(["x"])
+    fill(parted)
+    held.add("a1x")
+    parted.hold("a1x")
+    parted.check_integrity()
+    assert parted.take(4, lambda key: 1, {"n1x"}.__contains__, "x") == ["c1x", "c0x"]
+    parted.check_integrity()
+    held.clear()
+    parted.rest("a1x")
+    assert of_part(parted, "x") == ["n1x", "n0x", "a1x", "a0x"]
+
+
+def test_a_child_in_another_part_keeps_its_parent(parted):
+    parted.add_parts(["x", "y"])
+    grow(parted, "a0x a1y", talk(1))
+    parted.check_integrity()
+    assert of_part(parted, "x") == []
+    assert of_part(parted, "y") == ["a1y"] and of_part(parted, "x") == ["a0x"]

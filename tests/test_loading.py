@@ -7,6 +7,7 @@ import pytest
 import torch
 from engines import save_model
 
+from engine.builtin import MODEL_DIR
 from engine.loading import load
 from kvstore.errors import ConfigError, ModelError, UnsupportedModelError
 
@@ -106,3 +107,38 @@ def test_devices():
 
 def test_refusal_is_a_model_error():
     assert issubclass(UnsupportedModelError, ModelError)
+
+
+def test_another_tokenizer_may_be_named(tmp_path):
+    folder = save_model(tmp_path / "m", vocab_size=2048)
+    assert load_cpu(folder).tokenizer is None
+    loaded = load(folder, "cpu", "auto", None, tokenizer_of=str(MODEL_DIR))
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode("Hello")).endswith("Hello")
+    assert (loaded.name, loaded.source) == ("m", str(folder))  # what names its KV: a tokenizer changes none
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path):
+    folder = save_model(tmp_path / "m")
+    with pytest.raises(ModelError, match=r"has no tokenizer; give a directory"):
+        load(folder, "cpu", "auto", None, tokenizer_of=str(folder))
+    with pytest.raises(ModelError, match=r"has [0-9,]+ tokens, but the model knows [0-9,]+"):
+        load(folder, "cpu", "auto", None, tokenizer_of=str(MODEL_DIR))
+
+
+def test_a_revision_is_the_hubs_and_is_loaded_from_its_own_directory(tmp_path, monkeypatch):
+    folder = save_model(tmp_path / "snapshots" / "abc")
+    with pytest.raises(ConfigError, match=r"revision is 'v1', which is for a hub id"):
+        load(folder, "cpu", "auto", None, revision="v1")
+    asked = []
+
+    def snapshot_download(hub_id, revision, allow_patterns):
+        asked.append((hub_id, revision))
+        if revision == "gone":
+            raise OSError("no such revision\nat all")
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    loaded = load("some/model", "cpu", "auto", None, revision="v1")
+    assert (loaded.name, loaded.source, asked) == ("some/model", str(folder), [("some/model", "v1")])
+    with pytest.raises(ModelError, match=r"cannot get revision gone of some/model: no such revision$"):
+        load("some/model", "cpu", "auto", None, revision="gone")

@@ -97,3 +97,18 @@ def test_a_block_of_another_history_is_no_hit():
     lookups.arrive(forged, 0, 2)
     lookups.hold(forged, 0, 2)
     assert forged.end == 0 and not forged.slots and cpu.pool.num_in_use == 0
+
+
+def test_what_a_failed_block_takes_along_is_counted_but_not_for_a_hint():
+    for is_hint, given_up in ((False, 2 * 4), (True, 0)):
+        cpu, lookups = made(8)
+        request = tracked("a", 0, 3)
+        request.is_hint = is_hint
+        store(cpu, lookups, request)
+        lookups.arrive(request, 0, 3)
+        lookups.hold(request, 0, 3)
+        slot = request.slots[1]
+        cpu._states[slot] = SlotState.FAILED
+        lookups.advance(request, 0)
+        assert (request.front, request.end, lookups._stats.given_up_tokens) == (1, 1, given_up)
+        lookups.leave("a")

@@ -187,6 +187,19 @@ def test_sessions(store):
     assert handle(store, "sessions", {"tenant": "other"})["sessions"] == []
 
 
+def test_the_transcript_of_a_session(store):
+    found = handle(store, "sessions.show", ANNA)
+    assert found["session"] == next(one for one in handle(store, "sessions")["sessions"] if one["id"] == "anna")
+    assert found["messages"] == [
+        {"role": "user", "content": "I am anna"},
+        {"role": "assistant", "content": "hello anna"},
+    ]
+    with pytest.raises(StoreError, match="no session 'nobody'"):
+        handle(store, "sessions.show", {"session": {"session_id": "nobody"}})
+    with pytest.raises(ConfigError, match=r"sessions.show lacks session"):
+        handle(store, "sessions.show")
+
+
 def test_deleting_a_session_takes_its_own_blocks(store):
     assert handle(store, "sessions.delete", ANNA) == {"deleted": True, "blocks": NUM_OWN}
     assert block_ids(store) == {*store.shared, *store.bert, *store.lone}
@@ -225,8 +238,9 @@ def test_an_empty_store_has_zeros_and_stays_as_it_is(tmp_path):
         assert store.handle("verify", {}) == {"set_aside": []}
         assert store.handle("compact", {})["after_bytes"] == 0
         assert store.handle("sessions", {}) == {"sessions": []}
-        with pytest.raises(StoreError, match="no session"):
-            store.handle("sessions.delete", ANNA)
+        for command in ("sessions.show", "sessions.delete"):
+            with pytest.raises(StoreError, match="no session"):
+                store.handle(command, ANNA)
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 

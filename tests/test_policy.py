@@ -322,3 +322,24 @@ def test_auto_and_nothing_else_needs_somebody_to_choose(clock):
         EvictionOrder("auto", ReturnModel(), clock)
     with pytest.raises(AssertionError, match="needs somebody to choose"):
         EvictionOrder("lru", ReturnModel(), clock, lambda: "lru")
+
+
+def test_a_part_follows_the_refreshes_of_the_whole():
+    clock = Clock()
+    whole = order_of("lru", clock)
+    part, other = whole.part(), whole.part()
+    talks = [Conversation(number, number, 0.0, 0.0, use=number) for number in range(1, 5)]
+    for one in talks:
+        whole.add(one)
+        (part if one.number % 2 else other).add(one)
+    assert part.first() is talks[0] and other.first() is talks[1]
+    talks[0].use = 9
+    whole.refresh(talks[0])
+    assert part.first() is talks[2] and other.first() is talks[1]
+    part.discard(talks[2])
+    other.add(talks[2])  # it is in another part now
+    part.discard(talks[2])
+    talks[1].pinned_until_s = talks[3].pinned_until_s = clock() + 5.0
+    for one in (talks[1], talks[3]):
+        whole.refresh(one)
+    assert part.first() is talks[0] and other.first() is talks[2] and len(part) == 1 and len(other) == 3

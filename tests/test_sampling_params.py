@@ -33,6 +33,7 @@ ALLOWED = {
     "stop_token_ids": [(), [0, 7], (2**31,)],
     "ignore_eos": [True, False],
     "logprobs": [None, 0, MAX_LOGPROBS],
+    "detokenize": [True, False],
 }
 REFUSED = {
     "n": [0, MAX_CHOICES + 1, 1.0, True, "1", None],
@@ -66,6 +67,12 @@ def test_allowed(name, value):
     params = SamplingParams(**{name: value})
     if not name.startswith("stop"):
         assert getattr(params, name) == value
+
+
+def test_stop_strings_need_text():
+    with pytest.raises(RequestError, match="detokenize") as error:
+        SamplingParams(stop="end", detokenize=False)
+    assert error.value.param == "stop"
 
 
 @pytest.mark.parametrize(("name", "value"), cases(REFUSED))

@@ -1,0 +1,66 @@
+"""Sessions of an engine by their ids: opened, and hinted at. The engine may be one in another process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.chat import ChatSession, lineage_of
+from engine.chat_template import ChatTemplate
+from engine.prompts import check_length, check_owner, check_session_id, check_text, check_truncation
+from kvstore.errors import RequestError, SessionNotFoundError
+from kvstore.session_store import SessionKey
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+
+def open_chat(
+    engine: Engine,
+    template: ChatTemplate | None,
+    key: tuple[str, str],
+    system: str | None,
+    truncation: str | None,
+    truncation_reuse: str | None,
+) -> ChatSession:
+    """See `Engine.chat`. key: tenant and session id. While somebody holds the object of a session, there is one."""
+    tenant, session_id = key
+    check_session_id(session_id)
+    check_owner(tenant, "", 0)
+    if system is not None:
+        check_text(system, "system")
+    if template is None:
+        raise RequestError(f"{engine.model_name} has no chat template; use generate", param="messages")
+    if system is not None:
+        check_length(len(system), engine.tokenizer, engine.max_request_tokens)
+    check_truncation(
+        "auto" if truncation is None else truncation, "reencode" if truncation_reuse is None else truncation_reuse
+    )
+    engine.check_open()
+    name = SessionKey(tenant, session_id)
+    engine.admin.expire(name)
+    state = None if name in engine.chats else engine.sessions.load(name)  # no step waits for the disk
+    with engine.lock:
+        engine.check_open()
+        chat = engine.chats.get(name)
+        if chat is None:
+            if engine.sessions.head(name) != (None if state is None else state.head):
+                state = engine.sessions.load(name)  # it has gone on since
+            chat = engine.chats[name] = ChatSession(engine, template, name, system, state)
+        chat.truncation = truncation or chat.truncation
+        chat.truncation_reuse = truncation_reuse or chat.truncation_reuse
+        return chat
+
+
+def prefetch_chat(engine: Engine, session_id: str, tenant: str) -> None:
+    """See `Engine.prefetch`."""
+    engine.check_open()
+    check_session_id(session_id)
+    key = SessionKey(tenant, session_id)
+    state = engine.sessions.load(key)
+    if state is None and key in engine.chats:
+        return  # it has no turn yet
+    if state is None:
+        raise SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
+    if state.head.fingerprint != engine.fingerprint:
+        return  # its KV is of another model
+    engine.connector.prefetch(state.chain, state.token_ids, lineage_of(state, engine.root(tenant)), tenant)

@@ -1,0 +1,237 @@
+"""The engine in a process of its own: token ids in and out, and blocking calls. Run as `python -m engine.core_process`.
+
+Started by `engine.remote_process`, whose end it does not outlive. Knows no text, no template and no HTTP.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import zmq
+
+from engine.core_calls import CallServer
+from engine.lifetime import open_waiting_for_lock
+from engine.output_processor import Handle
+from engine.outputs import CachedTokensDetails, Timings
+from engine.wire import (
+    Close,
+    End,
+    Ended,
+    Hello,
+    NotStarted,
+    Said,
+    Start,
+    Submit,
+    Update,
+    Updates,
+    decode_inbound,
+    decode_start,
+    encode,
+    failure_of,
+    owner_of,
+    params_of,
+)
+
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+TERM_GRACE_S = 10  # from SIGTERM to the end, when the front says nothing
+SEND_LIMIT = 1000  # updates the front has not taken; then the engine waits
+
+
+def die_with_parent(parent: int) -> None:
+    """From now on SIGKILL when the parent ends (on Linux), however it does; at once when it has ended already."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        libc.prctl(PR_SET_NAME, b"kvstore-core", 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def watch_parent() -> None:
+    """The parent holds the other end of stdin and writes nothing more: its end is the parent's."""
+    while os.read(0, 4096):
+        pass
+    os._exit(1)
+
+
+class Core:
+    """The loop: what the front wants, a step, what it brought. In the main thread; only this thread steps."""
+
+    def __init__(self, engine: Any, inbox: zmq.Socket, updates: zmq.Socket) -> None:
+        self._engine = engine
+        self._inbox = inbox
+        self._updates = updates
+        self._running: dict[str, Handle] = {}  # by the front's ids
+        self._ids: dict[str, str] = {}  # the front's, by the engine's
+        self._over = False
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+
+    def stop(self, *_: object) -> None:
+        """For a signal handler."""
+        self._over = True
+        with suppress(BlockingIOError):
+            os.write(self._wake, b"\0")
+
+    def run(self) -> None:
+        """Returns when the front or a signal says so; running requests have been told their end."""
+        poller = zmq.Poller()
+        poller.register(self._inbox, zmq.POLLIN)
+        poller.register(self._woken, zmq.POLLIN)
+        self._engine.drive(threading.current_thread())
+        while not self._over and not self._engine.closed:
+            if not self._engine.has_work:
+                poller.poll()
+            self._take_inbox()
+            if self._engine.has_work and not self._over:
+                self._step()
+        try:
+            self._engine.close()
+        finally:
+            self._publish(list(self._running.values()))
+
+    # -- what comes in -----------------------------------------------------------------------------------------------
+    def _take_inbox(self) -> None:
+
+        while not self._over:
+            try:
+                message = decode_inbound(self._inbox.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            if isinstance(message, Submit):
+                self._submit(message)
+            elif isinstance(message, Close):
+                self._over = True
+            else:
+                self._end(message)
+
+    def _submit(self, message: Submit) -> None:
+        def note(handle: Handle) -> None:
+            self._running[message.request_id] = handle
+            self._ids[handle.request_id] = message.request_id
+
+        tenant, salt = owner_of(message.tenant), owner_of(message.cache_salt)
+        try:
+            params = params_of(message.params)
+            self._engine.submit(message.token_ids, params, tenant, salt, message.priority, message.spliced, note)
+        except Exception as error:
+            ended = Ended(CachedTokensDetails(), (), None, Timings(), failure_of(error))
+            if (handle := self._running.pop(message.request_id, None)) is not None:
+                del self._ids[handle.request_id]
+            self._send([Update(message.request_id, [], ended)])
+
+    def _end(self, message: End) -> None:
+        handle = self._running.get(message.request_id)
+        if handle is not None:  # else it has ended by itself
+            self._engine.abort(handle, message.index, message.reason)
+
+    # -- what goes out -----------------------------------------------------------------------------------------------
+    def _step(self) -> None:
+        try:
+            touched = self._engine.step()
+        except Exception as error:  # it has ended every request with this error
+            print(f"kvstore: a step of the engine failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            touched = list(self._running.values())
+        self._publish(touched)
+
+    def _publish(self, handles: Sequence[Handle]) -> None:
+        updates: list[Update] = []
+        for handle in handles:
+            request_id = self._ids.get(handle.request_id)
+            if request_id is None:
+                continue  # it was handed out as ended before
+            done = handle.done
+            updates.append(update_of(request_id, handle))
+            if done:
+                del self._ids[handle.request_id], self._running[request_id]
+        if updates:
+            self._send(updates)
+
+    def _send(self, updates: list[Update]) -> None:
+        self._updates.send(encode(Updates(updates)))
+
+
+def update_of(request_id: str, handle: Handle) -> Update:
+    """What a request has said since the last update, and its end."""
+    choices, said = handle.output.choices, []
+    while handle.pieces:
+        piece = handle.pieces.popleft()
+        reason = choices[piece.index].stop_reason if piece.finish_reason is not None else None
+        assert reason is None or isinstance(reason, int), "the engine's process looks for no stop strings"
+        token_id = piece.token_ids[0] if piece.token_ids else None
+        logprob = piece.logprobs[0] if piece.logprobs else None
+        said.append(Said(piece.index, token_id, piece.finish_reason, reason, logprob))
+    ended = None
+    if handle.done:
+        failure = None if handle.error is None else failure_of(handle.error)
+        output = handle.output
+        ended = Ended(output.usage.cached_tokens_details, handle.chain, handle.lineage, output.timings, failure)
+    return Update(request_id, said, ended)
+
+
+def serve(start: Start) -> int:
+    """Load the engine, tell the front, and work until it is closed."""
+    from engine.engine import Engine  # torch comes with it
+
+    def endpoint(name: str) -> str:
+        return f"ipc://{start.folder}/{start.life}-{name}"
+
+    context = zmq.Context()
+    inbox, updates = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    updates.sndhwm = SEND_LIMIT
+    inbox.connect(endpoint("requests"))
+    updates.connect(endpoint("updates"))
+    try:
+        engine = open_waiting_for_lock(lambda: Engine(**start.arguments))
+    except Exception as error:
+        updates.send(encode(NotStarted(failure_of(error))))
+        _end(context, inbox, updates)
+        return 1
+    engine.admin.expires = False  # the front knows which sessions are in the middle of a turn
+    core = Core(engine, inbox, updates)
+    # A supervisor tells the whole group to end: the front then lets running requests finish, and says when.
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(TERM_GRACE_S))
+    signal.signal(signal.SIGALRM, core.stop)
+    CallServer(engine, lambda number: endpoint(f"call-{number}"))
+    hello = Hello(
+        os.getpid(), engine.model_name, engine.max_model_len, engine.max_request_tokens, engine.block_size,
+        engine.block_bytes, engine.vocab_size, engine.fingerprint, engine.sampling_defaults,
+    )  # fmt: skip
+    updates.send(encode(hello))
+    try:
+        core.run()
+    finally:
+        _end(context, inbox, updates)
+    return 0
+
+
+def _end(context: zmq.Context, inbox: zmq.Socket, updates: zmq.Socket) -> None:
+    """What was sent goes out, as far as the front takes it."""
+    inbox.close(linger=0)
+    updates.close(linger=1000)
+    context.term()
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides
+    start = decode_start(sys.stdin.buffer.readline())
+    die_with_parent(start.parent)
+    threading.Thread(target=watch_parent, name="core-parent", daemon=True).start()
+    try:
+        return serve(start)
+    except Exception as error:
+        print(f"kvstore: the engine's process failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # what is durable is durable; threads that wait for calls are not waited for

@@ -1,0 +1,300 @@
+"""RemoteEngine: an Engine whose core runs in a process of its own. Text is made here, tokens there.
+
+So tokenizing, templates, detokenizing and HTTP do not share an interpreter with the engine's steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from engine.admin import Admin
+from engine.blocking import generate, stream
+from engine.chat import ChatSession
+from engine.chat_template import ChatTemplate
+from engine.chats import open_chat, prefetch_chat
+from engine.config import EngineConfig
+from engine.loading import load_tokenizer
+from engine.output_processor import Handle
+from engine.outputs import Piece, RequestOutput
+from engine.prompts import check_fits, check_ids, check_owner, check_params, check_session_id
+from engine.remote_link import STEP_POLL_S, Link, State, close_dropped
+from engine.remote_parts import NoPool, RemoteAnswers, RemoteConnector, RemoteSessions
+from engine.sampling_params import SamplingParams
+from engine.wire import Submit, encode, owner_to_wire, params_to_wire
+from kvstore.block import BlockId, Lineage
+from kvstore.config import CacheTiers
+from kvstore.errors import EngineOverloadedError, KVStoreError
+from kvstore.session_store import SessionKey
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+MAX_REQUESTS = 4096  # in the engine's process at once; a bound for what is queued between the two
+
+
+class RemoteEngine:
+    """Takes what `Engine` takes, and is used as it is. A context manager.
+
+    state: "running"; "restarting" after the process has ended, which ends all that ran with EngineDiedError; "failed"
+    when it ended again within ten minutes or could not be started again; "closed". Sessions go on after a restart.
+    shutdown_s: how long `close` waits for the process before it kills it.
+    Raises as Engine, and EngineDiedError when the process ends before the engine is there.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        cache_tiers: CacheTiers | Mapping[str, object] | None = None,
+        *,
+        shutdown_s: float = 10.0,
+        **options: Any,
+    ) -> None:
+        config = EngineConfig(model, CacheTiers.of(cache_tiers), **options)
+        self._link = link = Link(_arguments(config), shutdown_s)
+        self._finalizer = weakref.finalize(self, close_dropped, link)
+        try:
+            self.tokenizer = load_tokenizer(config.model, config.tokenizer, config.revision)
+            self._backend = None if self.tokenizer is None else self.tokenizer.backend_tokenizer
+            self._template = None if self.tokenizer is None else ChatTemplate.of(self.tokenizer)
+            link.wait_until_started()
+        except BaseException:
+            self._finalizer()
+            raise
+        self.lock = threading.RLock()  # of `chats`
+        self.pool = NoPool()
+        self.sessions = RemoteSessions(link)
+        self.answers = RemoteAnswers(link)
+        self.connector = RemoteConnector(link)
+        self._counter = itertools.count()
+        self._driver: threading.Thread | None = None
+        self.admin = Admin(self._verbs)
+
+    # -- what is known of the engine ---------------------------------------------------------------------------------
+    @property
+    def state(self) -> State:
+        return self._link.state
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine's process; None while there is none."""
+        return self._link.pid
+
+    @property
+    def model_name(self) -> str:
+        return self._link.hello.model_name
+
+    @property
+    def max_model_len(self) -> int:
+        return self._link.hello.max_model_len
+
+    @property
+    def max_request_tokens(self) -> int:
+        return self._link.hello.max_request_tokens
+
+    @property
+    def block_size(self) -> int:
+        return self._link.hello.block_size
+
+    @property
+    def block_bytes(self) -> int:
+        return self._link.hello.block_bytes
+
+    @property
+    def vocab_size(self) -> int:
+        return self._link.hello.vocab_size
+
+    @property
+    def fingerprint(self) -> bytes:
+        return self._link.hello.fingerprint
+
+    @property
+    def sampling_defaults(self) -> dict[str, float]:
+        return self._link.hello.sampling_defaults
+
+    @property
+    def chats(self) -> weakref.WeakValueDictionary[SessionKey, ChatSession]:
+        return self._link.chats
+
+    @property
+    def closed(self) -> bool:
+        """It takes no requests any more."""
+        return self.state in ("closed", "failed")
+
+    @property
+    def has_work(self) -> bool:
+        return len(self._link.outputs) > 0 or bool(self._link.undelivered)
+
+    @property
+    def _verbs(self) -> Engine:
+        """Itself: what knows an engine by its verbs takes this one."""
+        return cast("Engine", self)
+
+    def check_open(self) -> None:
+        self._link.check_open()
+
+    # -- the library's interface -------------------------------------------------------------------------------------
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]] | str,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        tenant: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> list[RequestOutput]:
+        return generate(self._verbs, prompts, params, tenant, cache_salt, priority)
+
+    def chat(
+        self,
+        session_id: str,
+        tenant: str = "",
+        system: str | None = None,
+        truncation: str | None = None,
+        truncation_reuse: str | None = None,
+    ) -> ChatSession:
+        """See `Engine.chat`. After a restart of the process, ask for the session again."""
+        check_session_id(session_id)
+        key = SessionKey(tenant, session_id)
+        with self.lock:
+            known = self.chats.get(key)
+            if known is not None and not known.is_busy and known._is_gone():
+                self.chats.pop(key, None)  # somebody deleted it at the store's own socket
+        return open_chat(self._verbs, self._template, (tenant, session_id), system, truncation, truncation_reuse)
+
+    def prefetch(self, session_id: str, tenant: str = "") -> None:
+        prefetch_chat(self._verbs, session_id, tenant)
+
+    def flush(self) -> None:
+        self._link.call("flush")
+
+    def stats(self) -> dict[str, object]:
+        """The engine's, and of its process."""
+        link = self._link
+        process = {"state": link.state, "pid": link.pid, "restarts": link.num_restarts, "requests": len(link.outputs)}
+        return {**link.call("stats"), "process": process}
+
+    def close(self) -> None:
+        self._finalizer.detach()
+        self._link.close()
+
+    def __enter__(self) -> RemoteEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- requests, step by step --------------------------------------------------------------------------------------
+    def submit(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        tenant: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        spliced: tuple[Sequence[BlockId], Lineage] | None = None,
+        announce: Callable[[Handle], None] | None = None,
+    ) -> Handle:
+        """See `Engine.submit`. Raises EngineOverloadedError at MAX_REQUESTS, EngineDiedError without a process."""
+        check_owner(tenant, cache_salt, priority)
+        check_params(params)
+        check_ids(token_ids, self.vocab_size)
+        self.max_output_tokens(token_ids, params)
+        request_id = f"request-{next(self._counter)}"
+        tenant_bytes, salt = owner_to_wire(tenant), owner_to_wire(cache_salt)
+        beginning = None if spliced is None else (list(spliced[0]), spliced[1])
+        message = encode(Submit(request_id, token_ids, params_to_wire(params), tenant_bytes, salt, priority, beginning))
+        link = self._link
+        with link.lock:
+            life = link.check_open()
+            if len(link.outputs) >= MAX_REQUESTS:
+                raise EngineOverloadedError(f"{MAX_REQUESTS} requests run or wait; try again")
+            handle = link.outputs.add(request_id, token_ids, params, self._backend, self.block_size)
+            try:
+                if announce is not None:
+                    announce(handle)
+                life.send(message)
+            except KVStoreError as error:  # whoever was told of it hears of its end in the same way
+                link.outputs.end(handle, error)
+                link.undelivered.append(handle)
+                raise
+        return handle
+
+    def step(self) -> list[Handle]:
+        """Take in what has come from the process; never waits. Returns the handles that got something new."""
+        return self._link.step()
+
+    def step_for(self, handle: Handle) -> None:
+        """Waits a while for something new, unless a driver does for all."""
+        link = self._link
+        if self._driver in (None, threading.current_thread()):
+            if link.wait(lambda: handle.done, STEP_POLL_S):
+                link.step()
+            return
+        with link.changed:
+            if not handle.done:
+                link.changed.wait()
+
+    def abort(self, handle: Handle, index: int | None = None, reason: str = "abort") -> None:
+        """See `Engine.abort`. Returns when the engine's process has said the last of it; the driver does not wait."""
+        with self._link.lock:
+            if not self._link.outputs.is_running(handle):
+                return
+            self._link.end_request(handle.request_id, index, reason)
+        while index is None and not handle.done and self._driver is not threading.current_thread():
+            self.step_for(handle)
+
+    def stream(self, handle: Handle) -> Iterator[Piece]:
+        return stream(self._verbs, handle)
+
+    def max_output_tokens(self, token_ids: Sequence[int], params: SamplingParams) -> int:
+        return check_fits(len(token_ids), params, self.max_model_len, self.max_request_tokens)
+
+    def drive(self, driver: threading.Thread) -> None:
+        self._driver = driver
+
+    def wait_for_work(self, stop: Callable[[], bool]) -> None:
+        while not self._link.wait(stop):
+            if stop():
+                return
+
+    def wake(self) -> None:
+        self._link.wake()
+
+    # -- what chat sessions and administration need ------------------------------------------------------------------
+    def root(self, tenant: str) -> BlockId:
+        roots = self._link.roots
+        found = roots.get(tenant)
+        if found is None:
+            found = self._link.call("root", tenant)
+            roots[tenant] = found
+        return found
+
+    def splice(
+        self,
+        chain: Sequence[BlockId],
+        token_ids: Sequence[int],
+        lineage: Lineage,
+        spans: Sequence[tuple[int, int]],
+        tenant: str = "",
+    ) -> tuple[list[BlockId], Lineage] | None:
+        return self._link.call("splice", chain, token_ids, lineage, spans, tenant)
+
+    def expire_kv(self, chain: Sequence[BlockId], at_s: float | None) -> None:
+        self._link.call("expire_kv", chain, at_s)
+
+    def forget_hbm(self, blocks: Iterable[int]) -> None:
+        """The engine's process does."""
+
+
+def _arguments(config: EngineConfig) -> dict[str, Any]:
+    """Of `Engine`, as JSON can say them."""
+    arguments = asdict(config)
+    tiers = arguments.pop("tiers")
+    arguments["cache_tiers"] = {**tiers, "path": None if tiers["path"] is None else str(tiers["path"])}
+    arguments["model"] = None if config.model is None else str(config.model)
+    return arguments

@@ -1,0 +1,243 @@
+"""The front's hold on the engine's process: started, watched, started again once, closed; and the requests in it.
+
+A thread starts the process and waits for its end. Knows no text beyond `RemoteOutputs`, and no session.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Literal
+
+from engine.chat import ChatSession
+from engine.output_processor import Handle
+from engine.remote_outputs import RemoteOutputs
+from engine.remote_process import CoreProcess, socket_folder
+from engine.wire import End, Hello, encode
+from kvstore.block import BlockId
+from kvstore.errors import EngineClosedError, EngineDiedError, EngineOverloadedError, KVStoreError
+from kvstore.session_store import SessionKey
+
+State = Literal["starting", "running", "restarting", "failed", "closed"]
+RESTART_WINDOW_S = 600.0  # a second death within this time after the first is the last
+POLL_S = 1.0
+STEP_POLL_S = 0.1
+WATCH = "kvstore-core-watch"
+
+
+class Link:
+    """state: of the engine. What is said in `lock` is for all threads; nobody waits for the process in it."""
+
+    def __init__(self, arguments: dict[str, Any], shutdown_s: float) -> None:
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)  # something has ended, or the state is another
+        self.state: State = "starting"
+        self.num_restarts = 0
+        self.outputs = RemoteOutputs()
+        self.undelivered: list[Handle] = []  # ended without the engine's doing; for the next step to hand out
+        self.chats: weakref.WeakValueDictionary[SessionKey, ChatSession] = weakref.WeakValueDictionary()
+        self.roots: dict[str, BlockId] = {}
+        self.tenant_limits: dict[str | None, int | None] = {}  # set again after a restart
+        self.hello: Hello
+        self._arguments = arguments
+        self._shutdown_s = shutdown_s
+        self._owner = os.getpid()
+        self._life: CoreProcess | None = None
+        self._over = False  # closed; a state of "failed" stays
+        self._died_s: float | None = None
+        self._why = ""
+        self._woken, self._wake = os.pipe()
+        for end in (self._woken, self._wake):
+            os.set_blocking(end, False)
+        weakref.finalize(self, _close_all, self._woken, self._wake)
+        self._folder = socket_folder()
+        self._started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._watch, name=WATCH, daemon=True)
+        self._thread.start()
+
+    def wait_until_started(self) -> None:
+        """Raises what kept the engine from being opened."""
+        self._started.result()
+
+    # -- the process -------------------------------------------------------------------------------------------------
+    def _watch(self) -> None:
+        """The parent of every process in turn: as long as this thread lives, so do they."""
+        try:
+            self._begin()
+        except BaseException as error:
+            self._started.set_exception(error)
+            return
+        self._started.set_result(None)
+        while self._has_to_go_on():
+            self.num_restarts += 1
+            try:
+                self._begin()
+            except KVStoreError as error:
+                self._fail(str(error))
+                return
+
+    def _begin(self) -> None:
+        life = CoreProcess(self._arguments, self._folder, self.num_restarts)
+        try:
+            hello = life.greeted(lambda: not self._over)
+            for limit in list(self.tenant_limits.items()):
+                life.call("connector.set_tenant_limit", limit)
+            with self.changed:
+                if self._over:
+                    raise EngineClosedError("the engine is closed")
+                self._life, self.hello, self.state = life, hello, "running"
+                self.changed.notify_all()
+        except BaseException:
+            life.kill()
+            raise
+
+    def _has_to_go_on(self) -> bool:
+        """Waits for the end of the process; whether another one has to be started."""
+        life = self._life
+        assert life is not None
+        how = life.wait()
+        with self.changed:
+            if not self._over:
+                self._lose(how)
+        life.retire()
+        self.wake()
+        return self.state == "restarting"
+
+    def _lose(self, how: str) -> None:
+        """What ran ends with an error; what was known of the store is read from it again."""
+        now = time.monotonic()
+        is_first = self._died_s is None or now - self._died_s > RESTART_WINDOW_S
+        self._died_s, self._why, self._life = now, how, None
+        self.state = "restarting" if is_first else "failed"
+        following = "it is started again" if is_first else "it is not started again"
+        print(f"kvstore: the engine's process ended ({how}); {following}", file=sys.stderr, flush=True)
+        self.undelivered += self.outputs.end_all(EngineDiedError(f"the engine's process ended ({how})"))
+        self.chats.clear()
+        self.roots.clear()
+        self.changed.notify_all()
+
+    def _fail(self, why: str) -> None:
+        with self.changed:
+            if self._over:
+                return
+            self.state, self._why = "failed", why
+            self.changed.notify_all()
+        print(f"kvstore: the engine could not be started again: {why}", file=sys.stderr, flush=True)
+        self.wake()
+
+    def close(self) -> None:
+        """End running requests as aborted, close the engine in order and end its process. Nothing in a forked child."""
+        if os.getpid() != self._owner:
+            return
+        with self.changed:
+            if self._over:
+                return
+            self._over = True
+            if self.state != "failed":
+                self.state = "closed"
+            life, self._life = self._life, None
+            self.undelivered += self.outputs.end_all(None)
+            self.changed.notify_all()
+        self.wake()
+        if life is not None:
+            life.end(self._shutdown_s)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def pid(self) -> int | None:
+        life = self._life
+        return None if life is None else life.pid
+
+    # -- what is said to it ------------------------------------------------------------------------------------------
+    def check_open(self) -> CoreProcess:
+        """The process, which was there a moment ago. Raises EngineClosedError or EngineDiedError."""
+        with self.lock:
+            state, life, why = self.state, self._life, self._why
+        if state == "closed":
+            raise EngineClosedError("the engine is closed")
+        if state == "restarting":
+            raise EngineDiedError(f"the engine's process ended ({why}) and is being started again; try again")
+        if life is None:
+            raise EngineDiedError(f"the engine's process ended ({why}) again and stays down; restart the server")
+        return life
+
+    def call(self, verb: str, *arguments: object) -> Any:
+        """A blocking verb of the engine."""
+        return self.check_open().call(verb, arguments)
+
+    def end_request(self, request_id: str, index: int | None, reason: str) -> None:
+        """To be called with the lock. One that cannot be told is gone, or stuck and killed for it."""
+        life = self._life
+        if life is None:
+            return
+        try:
+            life.send(encode(End(request_id, index, reason)))
+        except EngineDiedError:
+            pass  # its watcher will end the request
+        except EngineOverloadedError:
+            life.stop()
+
+    # -- what comes from it ------------------------------------------------------------------------------------------
+    def step(self) -> list[Handle]:
+        """Take in what has come; returns the handles that got something new or have ended."""
+        with self.changed:
+            ended, self.undelivered = self.undelivered, []
+            touched = {id(handle): handle for handle in ended}
+            for updates in self._life.receive() if self._life is not None else ():
+                for update in updates.updates:
+                    handle, stopped = self.outputs.apply(update)
+                    if handle is not None:
+                        touched[id(handle)] = handle
+                    for index in stopped:
+                        self.end_request(update.request_id, index, "stop")
+            if touched:
+                self.changed.notify_all()
+            return list(touched.values())
+
+    def wait(self, stop: Callable[[], bool], timeout_s: float = POLL_S) -> bool:
+        """Waits until there is something to step for: True. Or `stop` says so after a `wake`, or the time is over."""
+        self._drain_wake()
+        with self.changed:
+            if self.undelivered:
+                return True
+            if stop():
+                return False
+            life = self._life
+            if life is None:
+                self.changed.wait(timeout_s)
+        if life is not None:
+            return life.has_updates(timeout_s, self._woken)
+        return bool(self.undelivered)
+
+    def wake(self) -> None:
+        with suppress(BlockingIOError):
+            os.write(self._wake, b"\0")
+        with self.changed:
+            self.changed.notify_all()
+
+    def _drain_wake(self) -> None:
+        with suppress(BlockingIOError):
+            while os.read(self._woken, 64):
+                pass
+
+
+def close_dropped(link: Link) -> None:
+    """For an engine that nobody refers to any more: the collector may have found it in the thread to be waited for."""
+    if threading.current_thread().name.startswith(WATCH):
+        threading.Thread(target=link.close, name="engine-shut").start()
+    else:
+        link.close()
+
+
+def _close_all(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,166 @@
+"""kill -9 on either side of the border: nobody waits for ever, nothing outlives its parent, no stored turn is lost."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from engines import save_model
+
+from engine import AsyncEngine, CacheTiers, Engine, SamplingParams
+from engine.lifetime import open_waiting_for_lock
+from engine.remote import RemoteEngine
+from engine.wire_calls import MAX_CALLS
+from kvstore.errors import EngineDiedError, StoreLockedError
+from kvstore.session_store import SessionKey
+
+HERE = Path(__file__).parent
+TEN = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+PROMPT = list(range(3, 40))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("chat"), tokenizer=True)
+
+
+def tiers(path: Path) -> CacheTiers:
+    return CacheTiers(hbm="2MiB", cpu="2MiB", disk="32MiB", path=path)
+
+
+def until(condition, what: str) -> None:
+    for _ in range(6000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"waited a minute for {what}")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def killed_in_the_middle(engine: RemoteEngine, front: AsyncEngine) -> list[object]:
+    """Streams and a turn run when the process is killed: what each of them got."""
+    chat = engine.chat("talk")
+    answer = await front.start_turn(chat, [{"role": "user", "content": "and then?"}], LONG)
+    first = asyncio.Event()
+
+    async def read(prompt):
+        async for _ in front.stream(prompt, LONG):
+            first.set()
+
+    async def turn():
+        async with answer:
+            async for _ in answer:
+                first.set()
+
+    tasks = [asyncio.create_task(read(PROMPT[:n])) for n in range(5, 13)] + [asyncio.create_task(turn())]
+    await first.wait()
+    os.kill(engine.pid, signal.SIGSTOP)
+    tasks.append(asyncio.create_task(front.call(engine.flush)))  # a call on its way, as a commit could be
+    calls = engine._link._life._calls
+    while calls.qsize() == MAX_CALLS:
+        await asyncio.sleep(0.001)
+    os.kill(engine.pid, signal.SIGKILL)
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_a_killed_process_is_started_again_once(model, tmp_path, capfd):
+    async def scenario():
+        engine = RemoteEngine(model, tiers(tmp_path / "store"), device="cpu")
+        front = AsyncEngine(engine)
+        old = engine.chat("talk")
+        outs = [old.send(f"message {number}", TEN) for number in range(3)]
+        engine.connector.set_tenant_limit("", 5 << 20)
+        errors = await killed_in_the_middle(engine, front)
+        assert [type(error) for error in errors] == [EngineDiedError] * 10 and not old.is_busy
+        with pytest.raises(EngineDiedError, match="again"):  # at once, while it is being started
+            await front.generate(PROMPT, TEN)
+        await front.call(until, lambda: engine.state == "running", "the restart")
+
+        chat = engine.chat("talk")
+        assert chat is not old and chat.num_turns == 3
+        assert chat.messages[-1]["content"] == outs[-1].text
+        out = chat.send("what was that?", TEN)
+        known = outs[-1].prompt_token_ids + outs[-1].token_ids
+        assert out.prompt_token_ids[: len(known)] == known
+        assert engine.stats()["process"]["restarts"] == 1
+        engine.flush()
+        assert engine.connector.tenant_usage()[""].limit_bytes == 5 << 20
+        assert len((await front.generate(PROMPT, TEN)).token_ids) == 10
+
+        errors = await killed_in_the_middle(engine, front)
+        assert [type(error) for error in errors] == [EngineDiedError] * 10
+        assert engine.state == "failed" and engine.closed and engine.pid is None
+        for wanted in (engine.stats, engine.check_open, lambda: engine.chat("talk"), lambda: engine.root("other")):
+            with pytest.raises(EngineDiedError, match="stays down"):
+                wanted()
+        await front.close()
+        assert engine.state == "failed" and not engine._link._folder.exists()
+
+    asyncio.run(asyncio.wait_for(scenario(), 120))
+    said = capfd.readouterr().err
+    assert "signal 9); it is started again" in said and "signal 9); it is not started again" in said
+    with Engine(model, tiers(tmp_path / "store"), device="cpu") as engine:
+        assert engine.chat("talk").num_turns == 4 and engine.sessions.check().problems == ()
+
+
+def test_a_killed_parent_takes_the_process_with_it(model, tmp_path):
+    path = tmp_path / "store"
+    command = [sys.executable, str(HERE / "remote_child.py"), model, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE.parent) as parent:
+        assert parent.stdout is not None
+        core = int(parent.stdout.readline())
+        acknowledged = [int(parent.stdout.readline()) for _ in range(3)]
+        assert is_running(core)
+        parent.kill()
+        acknowledged += [int(line) for line in parent.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
+        parent.wait()
+        until(lambda: not is_running(core), "the end of the engine's process")
+    with Engine(model, tiers(path), device="cpu") as engine:
+        state = engine.sessions.load(SessionKey("", "killed"))
+        assert state.turn >= acknowledged[-1] == len(acknowledged)
+        assert engine.chat("killed").send("go on", TEN).usage.prompt_tokens > 0
+
+
+def test_a_new_process_waits_for_a_lock_that_is_given_up(model, tmp_path):
+    holder = Engine(model, tiers(tmp_path / "store"), device="cpu")
+    holder.chat("known").send("Hello", TEN)
+    closing = threading.Timer(0.1, holder.close)
+    try:
+        closing.start()
+        with RemoteEngine(model, tiers(tmp_path / "store"), device="cpu") as engine:
+            assert engine.chat("known").num_turns == 1
+    finally:
+        closing.join()
+        holder.close()
+
+
+def test_a_lock_is_waited_for_and_then_reported():
+    tries = []
+
+    def locked(until_try):
+        def opened():
+            tries.append(None)
+            if len(tries) < until_try:
+                raise StoreLockedError("locked by 42", 42)
+            return "opened"
+
+        return opened
+
+    assert open_waiting_for_lock(locked(3), timeout_s=60) == "opened" and len(tries) == 3
+    with pytest.raises(StoreLockedError) as told:
+        open_waiting_for_lock(locked(10**9), timeout_s=0.0)
+    assert told.value.pid == 42 and len(tries) == 4
+    with pytest.raises(ZeroDivisionError):
+        open_waiting_for_lock(lambda: 1 // 0)
