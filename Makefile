@@ -6,11 +6,12 @@ STAMP := $(VENV)/.installed
 MODEL ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo chat test check bench clean
+.PHONY: help demo chat serve test check bench clean
 
 help:
 	@echo "make demo   a conversation over kill -9 and a truncation; what each turn costs, in a table"
 	@echo "make chat   talk to the built-in model (MODEL=... for another one)"
+	@echo "make serve  answer over HTTP on port 8000, with a web page (MODEL=... for another model)"
 	@echo "make test   the tests"
 	@echo "make check  ruff, mypy and the tests"
 	@echo "make bench  the benchmarks (minutes; results go to the terminal)"
@@ -26,6 +27,9 @@ demo: $(STAMP)
 
 chat: $(STAMP)
 	@$(BIN)/kvstore chat $(MODEL)
+
+serve: $(STAMP)
+	@$(BIN)/kvstore serve $(MODEL)
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest

@@ -5,84 +5,40 @@ interrupted.
 Every failure is one line on stderr.
 """
 
+import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from engine.config import DTYPES, EVICTIONS, EngineConfig
-from kvstore.config import CacheTiers
 from kvstore.errors import ConfigError, KVStoreError, StoreLockedError
-from service.options import (
-    DEFAULT_PATH,
-    EPILOG,
-    Option,
-    UsageError,
-    asks_for_help,
-    choice,
-    command_parser,
-    count,
-    device,
-    directory,
-    number,
-    option_values,
-    parse_arguments,
-    plain_text,
-    session_id,
-    size,
-    size_or_auto,
-    suggestion,
-    whole,
-)
+from service.options import EPILOG, Option, UsageError, asks_for_help, command_parser, parse_arguments, suggestion
+
+if TYPE_CHECKING:
+    from service.config_file import Setting
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_IN_USE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 COMMANDS = {
+    "serve": "answer over HTTP: sessions, the OpenAI API, a web page",
     "chat": "talk to a model in the terminal",
     "stats": "show what a store holds and how it is used",
     "evict": "give up cached KV by age, model, session or size",
     "verify": "check everything that is stored",
     "compact": "give the space of what was deleted back to the file system",
-    "sessions": "list or delete stored conversations",
+    "sessions": "list, show or delete stored conversations",
     "plan": "predict hit rate and time to first token for other sizes of the tiers",
 }
-ENGINE_OPTIONS = (
-    Option("--max-model-len", count, None, "context window in tokens (default: the model's)"),
-    Option("--block-size", count, 16, "tokens per KV block (default: 16)"),
-    Option("--max-num-seqs", count, 64, "requests running at once (default: 64)"),
-    Option("--max-num-batched-tokens", count, 2048, "tokens computed in one step (default: 2048)"),
-    Option("--dtype", choice(*DTYPES), "auto", "auto, float32, bfloat16 or float16 (default: auto, the model's)"),
-    Option("--device", device, "auto", "auto, cpu, cuda or cuda:N (default: auto)"),
-    Option(
-        "--eviction",
-        choice(*EVICTIONS),
-        "auto",
-        "what goes first: auto, fifo, lru or return, the least likely to come back (default: auto)",
-    ),
-    Option("--seed", whole, 0, "seed of the engine's sampling (default: 0)"),
-)
-TIER_OPTIONS = (
-    Option("--hbm", size_or_auto, "auto", 'size of the KV block pool, such as 512MiB or 1.5GiB (default: "auto")'),
-    Option("--cpu", size, None, "size of the CPU tier (default: 1GiB with a disk tier, else 0)"),
-    Option("--disk", size, None, "size of the disk tier (default: 8GiB with --path, else 0)"),
-    Option("--path", directory, None, f"directory of the store; makes conversations durable (default: {DEFAULT_PATH})"),
-)
-CHAT_OPTIONS = (
-    Option("--temperature", number, 0.0, "0 is greedy (default: 0)"),
-    Option("--max-tokens", count, None, "tokens of one answer at most (default: what remains of the window)"),
-    Option("--system", plain_text, None, "system prompt"),
-    Option("--session", session_id, "terminal", "id of the conversation (default: terminal)"),
-    Option("--truncation", choice("auto", "disabled"), "auto", "auto drops the oldest turns when the window is full"),
-    Option(
-        "--truncation-reuse",
-        choice("reencode", "exact"),
-        "reencode",
-        "after a truncation, reencode keeps the KV of what stays, exact computes it again (default: reencode)",
-    ),
-)
+SERVE_EXAMPLES = """Prefer KVSTORE_API_KEY or --api-key-file to --api-key: all users can see a command line.
+
+examples:
+  kvstore serve                                      the built-in model on http://127.0.0.1:8000
+  kvstore serve path/to/model --store ~/store --cpu 4GiB --disk 100GiB
+  kvstore serve --host 0.0.0.0 --api-key-file keys   one tenant:key a line
+  kvstore serve --print-config > kvstore.toml; kvstore serve --config kvstore.toml"""
 CHAT_EXAMPLES = """examples:
   kvstore chat
-  kvstore chat --path ~/store --disk 20GiB --session anna    kept, and resumed the next time
+  kvstore chat --store ~/store --disk 20GiB --session anna    kept, and resumed the next time
   echo "Hello" | kvstore chat Qwen/Qwen3-0.6B --max-tokens 100"""
-DEFAULT_DISK, DEFAULT_CPU = "8GiB", "1GiB"
 
 
 def main(argv: Sequence[str] | None = None, engine_factory: Callable[..., object] | None = None) -> int:
@@ -114,6 +70,8 @@ def _fail(message: str, code: int) -> int:
 
 
 def _run(argv: list[str], environment: Mapping[str, str], engine_factory: Callable[..., object] | None) -> int:
+    if argv[:1] == ["help"] and len(argv) > 1:
+        argv = [argv[1], "--help"]
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_overview())
         return EXIT_OK if argv else EXIT_USAGE
@@ -124,8 +82,9 @@ def _run(argv: list[str], environment: Mapping[str, str], engine_factory: Callab
         kind = "flag" if argv[0].startswith("-") else "command"
         known = ("--help", "--version") if kind == "flag" else COMMANDS
         raise UsageError(f"unknown {kind} {argv[0]!r}{suggestion(argv[0], known)}")
-    if argv[0] == "chat":
-        return _chat(argv[1:], environment, engine_factory)
+    if argv[0] in ("serve", "chat"):
+        run = _serve if argv[0] == "serve" else _chat
+        return run(argv[1:], environment, engine_factory)
     if argv[0] == "plan":
         from service.plan import run_plan
 
@@ -150,45 +109,75 @@ def _version() -> str:
         return "(not installed; run from a checkout)"
 
 
-def _chat(argv: list[str], environment: Mapping[str, str], engine_factory: Callable[..., object] | None) -> int:
-    options = ENGINE_OPTIONS + TIER_OPTIONS + CHAT_OPTIONS
-    parser = command_parser("chat", COMMANDS["chat"].capitalize() + ".", options, CHAT_EXAMPLES)
-    parser.add_argument(
-        "model", metavar="MODEL", nargs="?", help="a local directory or a hub id (default: the built-in model)"
-    )
-    if asks_for_help(argv):
-        print(parser.format_help(), end="")
+def _serve(argv: list[str], environment: Mapping[str, str], engine_factory: Callable[..., object] | None) -> int:
+    from service.serve_options import SERVE_OPTIONS, serve_options
+
+    settings = _settings("serve", SERVE_OPTIONS, SERVE_EXAMPLES, argv, environment)
+    if settings is None:
         return EXIT_OK
-    given = parse_arguments(parser, argv, "one MODEL at most")
-    values = option_values(options, given, environment)
+    from service.engine_options import engine_arguments
+
+    arguments = engine_arguments(settings)
+    options = serve_options({name: setting.value for name, setting in settings.items()})
+    if _prints_config(settings):
+        return EXIT_OK
+    from service.server import run_serve
+
+    return run_serve(settings["model"].value, arguments, options, engine_factory)  # type: ignore[arg-type]
+
+
+def _chat(argv: list[str], environment: Mapping[str, str], engine_factory: Callable[..., object] | None) -> int:
+    from service.engine_options import CHAT_OPTIONS, engine_arguments
+
+    settings = _settings("chat", CHAT_OPTIONS, CHAT_EXAMPLES, argv, environment)
+    if settings is None:
+        return EXIT_OK
     from service.terminal import ChatOptions, run_chat
 
-    engine_arguments = {option.key: values[option.key] for option in ENGINE_OPTIONS}
-    _check_engine(given["model"], engine_arguments)
-    engine_arguments["cache_tiers"] = _cache_tiers(values)
-    chat = ChatOptions(**{option.key: values[option.key] for option in CHAT_OPTIONS})  # type: ignore[arg-type]
-    return run_chat(given["model"], engine_arguments, chat, engine_factory)
+    arguments = engine_arguments(settings)
+    options = ChatOptions(**{option.key: settings[option.key].value for option in CHAT_OPTIONS})  # type: ignore[arg-type]
+    if _prints_config(settings):
+        return EXIT_OK
+    return run_chat(settings["model"].value, arguments, options, engine_factory)  # type: ignore[arg-type]
 
 
-def _cache_tiers(values: Mapping[str, object]) -> CacheTiers:
-    """A path alone means a disk tier, and a disk tier a CPU tier before it; what is given counts."""
-    cpu, disk, path = values["cpu"], values["disk"], values["path"]
-    if disk is None:
-        disk = DEFAULT_DISK if path is not None else 0
-    if cpu is None:
-        cpu = DEFAULT_CPU if disk else 0
-    if disk and path is None:
-        path = directory("--path", DEFAULT_PATH)
-    return CacheTiers(hbm=values["hbm"], cpu=cpu, disk=disk, path=path)  # type: ignore[arg-type]
+def _settings(
+    name: str, own: Sequence[Option], examples: str, argv: list[str], environment: Mapping[str, str]
+) -> "dict[str, Setting] | None":
+    """What a command that runs an engine is told; None when it was asked for its help, which is printed then."""
+    from service.config_file import effective
+    from service.engine_options import (
+        ENGINE_OPTIONS,
+        MODEL,
+        PRINT_CONFIG,
+        SERVE_TIER_OPTIONS,
+        TIER_OPTIONS,
+        with_tiers,
+    )
+
+    is_server = name == "serve"
+    groups = {
+        "model and engine": (MODEL, *ENGINE_OPTIONS),
+        "tiers": SERVE_TIER_OPTIONS if is_server else TIER_OPTIONS,
+        "service" if is_server else "conversation": (*own, PRINT_CONFIG),
+    }
+    parser = command_parser(name, COMMANDS[name], groups, examples, "[MODEL]")
+    if asks_for_help(argv):
+        print(parser.format_help(), end="")
+        return None
+    given = parse_arguments(parser, argv, "one MODEL at most")
+    options = itertools.chain.from_iterable(groups.values())
+    return with_tiers(effective(name, options, given, environment), keeps=is_server)
 
 
-def _check_engine(model: str | None, arguments: Mapping[str, object]) -> None:
-    """What the engine would refuse, before anything is loaded and with the flags' names."""
-    try:
-        EngineConfig(model, **arguments)  # type: ignore[arg-type]
-    except ConfigError as error:
-        name, _, rest = str(error).partition(" ")
-        raise ConfigError(f"--{name.replace('_', '-')} {rest}") from error
+def _prints_config(settings: "dict[str, Setting]") -> bool:
+    """Print the settings when that was asked for."""
+    from service.config_file import as_toml
+
+    asked = settings.pop("print_config").value
+    if asked:
+        print(as_toml(settings.values()))
+    return bool(asked)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Flags of the `kvstore` command, their KVSTORE_* mirrors, and the forms of values they accept. Knows no command."""
+"""Flags of the `kvstore` command and the forms of values they accept. Knows no command, nor where values come from."""
 
 import argparse
 import difflib
@@ -6,15 +6,17 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from engine.prompts import SESSION_ID
 from kvstore.config import parse_size
 from kvstore.errors import ConfigError
 
+HELP_COLUMN = 30
 DEFAULT_PATH = "~/.cache/kvstore"
 EPILOG = """Every flag has a mirror in the environment: KVSTORE_MAX_MODEL_LEN=1024 is --max-model-len 1024.
-Order: flag, environment, default. What a command deletes is never taken from the environment."""
+Order: flag, environment, file (--config), default. In the file, max_model_len = 1024 is for every command, and below
+[serve] or [chat] for that one. What a command deletes is taken from flags only."""
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
@@ -26,8 +28,10 @@ class UsageError(Exception):
 class Option:
     """One flag. `parse` makes its value from (name, text) and raises ConfigError with the accepted forms.
 
-    switch: it takes no value on the command line, where it means "1". mirrored: false for what a command destroys,
-    which is never taken from the environment.
+    A flag without dashes, such as MODEL, is the command's own argument. switch: it takes no value on the command line,
+    where it means "1". bare: what it means there without a value, where it may have one. mirrored: false for what a
+    command destroys, which is taken neither from the environment nor from a file. aliases: older names, which work and
+    are not shown. secret: never printed.
     """
 
     flag: str
@@ -36,14 +40,25 @@ class Option:
     help: str
     switch: bool = False
     mirrored: bool = True
+    aliases: tuple[str, ...] = ()
+    secret: bool = False
+    bare: str | None = None
 
     @property
     def key(self) -> str:
-        return self.flag[2:].replace("-", "_")
+        return key_of(self.flag)
 
     @property
     def variable(self) -> str:
-        return "KVSTORE_" + self.key.upper()
+        return variable_of(self.flag)
+
+
+def key_of(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_").lower()
+
+
+def variable_of(flag: str) -> str:
+    return "KVSTORE_" + key_of(flag).upper()
 
 
 def count(name: str, text: str) -> int:
@@ -83,6 +98,16 @@ def duration_s(name: str, text: str) -> float:
     return float(match[1]) * _UNITS_S[match[2]]
 
 
+def lifetime_s(name: str, text: str) -> float | None:
+    try:
+        seconds = None if text == "none" else duration_s(name, text)
+    except ConfigError as error:
+        raise ConfigError(f'{error}, or "none"') from None
+    if seconds == 0:
+        raise ConfigError(f"{name} is {text!r}; give a time above 0, or \"none\"")
+    return seconds
+
+
 def choice(*known: str) -> Callable[[str, str], str]:
     def parse(name: str, text: str) -> str:
         if text not in known:
@@ -119,12 +144,50 @@ def plain_text(name: str, text: str) -> str:
 
 
 def directory(name: str, text: str) -> Path:
+    return _place(name, text, "the directory of the store")
+
+
+def file(name: str, text: str) -> Path:
+    return _place(name, text, "a file")
+
+
+def _place(name: str, text: str, what: str) -> Path:
     if not text or "\0" in text:
-        raise ConfigError(f"{name} is {text!r}; give the directory of the store")
+        raise ConfigError(f"{name} is {text!r}; give {what}")
     try:
         return Path(text).expanduser()
     except RuntimeError:
         raise ConfigError(f"{name} is {text!r}, but there is no such user's home; give the whole path") from None
+
+
+STORE = Option(
+    "--store",
+    directory,
+    None,
+    f"directory of the store (default: {DEFAULT_PATH})",
+    aliases=("--path",),
+)
+JSON = Option("--json", switch, False, "print one JSON object", switch=True)
+TTL = Option("--ttl", lifetime_s, None, "new sessions end so long after their last turn: 12h, 7d (default: none)")
+CONFIG = Option("--config", file, None, "TOML file of settings (default: ~/.config/kvstore/config.toml, if it exists)")
+
+
+_SHOWN_AS = {  # in the help, by what reads the value
+    "count": "N",
+    "count_or_none": "N",
+    "whole": "N",
+    "size": "SIZE",
+    "size_or_auto": "SIZE",
+    "directory": "DIR",
+    "duration_s": "TIME",
+    "lifetime_s": "TIME",
+    "seconds": "SECONDS",
+    "session_id": "ID",
+    "body_size": "SIZE",
+    "_limit": "N",
+    "_interval_s": "SECONDS",
+    "_sizes": "SIZES",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -132,21 +195,42 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
-def command_parser(command: str, description: str, options: Iterable[Option], examples: str) -> Parser:
+def command_parser(
+    command: str, summary: str, groups: Mapping[str, Iterable[Option]], examples: str, arguments: str = ""
+) -> Parser:
+    """groups: flags under their headings in the help. arguments: what there may be beside flags, for the first line."""
     parser = Parser(
         prog=f"kvstore {command}",
-        description=description,
+        usage=" ".join(part for part in (f"kvstore {command}", arguments, "[FLAGS]") if part),
+        description=summary[0].upper() + summary[1:] + ".",
         epilog=f"{examples}\n\n{EPILOG}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=HELP_COLUMN),
         allow_abbrev=False,
+        add_help=False,
     )
-    for option in options:
-        if option.switch:
-            parser.add_argument(option.flag, dest=option.key, action="store_const", const="1", help=option.help)
-        else:
-            metavar = option.key.split("_")[-1].upper()
-            parser.add_argument(option.flag, dest=option.key, metavar=metavar, help=option.help)
+    for heading, options in groups.items():
+        group = parser.add_argument_group(heading)
+        for option in options:
+            _add(group, option)
+    common = parser.add_argument_group("settings and help")
+    _add(common, CONFIG)
+    common.add_argument("-h", "--help", action="help", help="show this text")
     return parser
+
+
+def _add(parser: "argparse._ArgumentGroup", option: Option) -> None:
+    if not option.flag.startswith("-"):
+        parser.add_argument(option.key, metavar=option.flag, nargs="?", help=option.help)
+        return
+    shown = _SHOWN_AS.get(getattr(option.parse, "__name__", ""), option.key.split("_")[-1].upper())
+    kind: dict[str, Any] = {"metavar": shown}
+    if option.switch:
+        kind = {"action": "store_const", "const": "1"}
+    elif option.bare is not None:
+        kind |= {"nargs": "?", "const": option.bare}
+    parser.add_argument(option.flag, dest=option.key, help=option.help, **kind)
+    if option.aliases:
+        parser.add_argument(*option.aliases, dest=option.key, help=argparse.SUPPRESS, **kind)
 
 
 def asks_for_help(argv: Iterable[str]) -> bool:
@@ -159,26 +243,16 @@ def parse_arguments(parser: Parser, argv: list[str], most: str) -> dict[str, str
     for argument in unknown:
         if argument.startswith("-"):
             flag = argument.split("=")[0]
-            flags = [name for action in parser._actions for name in action.option_strings]
+            shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+            flags = [name for action in shown for name in action.option_strings]
             raise UsageError(f"unknown flag {flag!r}{suggestion(flag, flags)}")
     if unknown:
         raise UsageError(f"unexpected argument {unknown[0]!r}; {most}")
     return vars(namespace)
 
 
-def option_values(
-    options: Iterable[Option], given: Mapping[str, str | None], environment: Mapping[str, str]
-) -> dict[str, object]:
-    values = {}
-    for option in options:
-        text, name = given[option.key], option.flag
-        if text is None and option.mirrored and environment.get(option.variable):
-            text, name = environment[option.variable], option.variable
-        values[option.key] = option.default if text is None else option.parse(name, text)
-    return values
-
-
 def suggestion(word: str, known: Iterable[str]) -> str:
     known = list(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    begun = [one for one in known if one.startswith(word) and len(word.strip("-")) > 1]
+    close = begun or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"

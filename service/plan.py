@@ -35,8 +35,11 @@ from kvstore.sizing import (
     without_reuse,
 )
 from kvstore.trace_formats import FORMATS
+from service.config_file import option_values
 from service.options import (
     DEFAULT_PATH,
+    JSON,
+    STORE,
     Option,
     UsageError,
     asks_for_help,
@@ -44,12 +47,12 @@ from service.options import (
     command_parser,
     count,
     directory,
-    option_values,
+    file,
     parse_arguments,
-    switch,
 )
 from service.plan_source import Source, from_file, from_store, needed_kv_bytes
-from service.store_commands import carry_out, progress
+from service.progress import no_progress, progress
+from service.store_commands import carry_out
 from service.terminal import one_line_warning, tolerate_any_text
 
 if TYPE_CHECKING:
@@ -92,14 +95,8 @@ def _bandwidth(name: str, text: str) -> float:
     return float(rate)
 
 
-def _file(name: str, text: str) -> Path:
-    if not text or "\0" in text:
-        raise ConfigError(f"{name} is {text!r}; give a file")
-    return Path(text).expanduser()
-
-
 def _picture(name: str, text: str) -> Path:
-    path = _file(name, text)
+    path = file(name, text)
     if path.suffix.lower() not in PICTURES:
         raise ConfigError(f"{name} is {text!r}; give a file that ends in {' or '.join(PICTURES)}")
     if not path.parent.is_dir():
@@ -118,8 +115,8 @@ SERVICE_OPTIONS = {  # the names of a service model's parts
     "write_bytes_per_s": Option("--write-bandwidth", _bandwidth, None, "to disk in a second"),
 }
 PLAN_OPTIONS = (
-    Option("--path", directory, None, f"replay what this store recorded while it served (default: {DEFAULT_PATH})"),
-    Option("--trace", _file, None, "replay this file instead"),
+    replace(STORE, help=f"replay what this store recorded while it served (default: {DEFAULT_PATH})"),
+    Option("--trace", file, None, "replay this file instead"),
     Option("--format", choice(*FORMATS), None, f"of the trace: {', '.join(FORMATS)}"),
     Option("--requests", count, None, "only the last so many requests"),
     Option("--hbm", _sizes, None, "one or several sizes, such as 16GiB,32GiB", mirrored=False),
@@ -132,10 +129,16 @@ PLAN_OPTIONS = (
         f"a size, or a model: {', '.join(KV_BYTES_PER_TOKEN)} (default: the store's own)",
     ),
     Option("--block-size", count, None, "tokens per block of the replay (default: what fits)", mirrored=False),
-    Option("--policy", choice(*POLICIES), "auto", f"what is evicted first: {', '.join(POLICIES)} (default: auto)"),
+    Option(
+        "--policy",
+        choice(*POLICIES),
+        "auto",
+        f"what is evicted first: {', '.join(POLICIES)} (default: auto)",
+        aliases=("--eviction",),
+    ),
     *SERVICE_OPTIONS.values(),
     Option("--plot", _picture, None, "draw hit rate and TTFT into a file, .png or .svg"),
-    Option("--json", switch, False, "print one JSON object", switch=True),
+    JSON,
 )
 EXAMPLES = """Without sizes, HBM is what serves a full batch, and disk and CPU (an eighth of it) grow in powers of two
 until the disk holds everything. Of several sizes every combination is replayed. What the service can do is taken from
@@ -144,7 +147,7 @@ from the environment, where they describe an engine.
 
 examples:
   kvstore plan                                    what the default store would have gained from other sizes
-  kvstore plan --path ~/store --cpu 4GiB,16GiB --disk 64GiB,256GiB
+  kvstore plan --store ~/store --cpu 4GiB,16GiB --disk 64GiB,256GiB
   kvstore plan --trace trace.jsonl --format mooncake --kv-bytes-per-token llama-3.1-8b --plot plan.png
   kvstore plan --requests 20000 --json | python -m json.tool"""
 
@@ -174,12 +177,12 @@ class Question:
 def _question(values: Mapping[str, Any]) -> Question:
     """Read the trace and decide what to replay. Raises ConfigError and StoreError."""
     block_size, num_requests = values["block_size"], values["requests"]
-    stats = None if values["trace"] is not None else carry_out(values["path"], "stats", {}, "reading the store")
-    with progress("reading the traffic"):
+    stats = None if values["trace"] is not None else carry_out(values, "stats", {}, "reading the store")
+    with _progress_of(values)("reading the traffic"):
         if stats is None:
             source = from_file(values["trace"], values["format"], block_size, num_requests)
         else:
-            source = from_store(values["path"], stats, block_size, num_requests)
+            source = from_store(values["store"], stats, block_size, num_requests)
         demand = extent(source.trace)
     if values["kv_bytes_per_token"] is not None:
         source = replace(source, kv_bytes_per_token=values["kv_bytes_per_token"])
@@ -215,6 +218,10 @@ def _chosen_sizes(
             assumed.append(f"no {'CPU' if tier == 'cpu' else tier} tier, as --{tier} is not given")
     grid = itertools.product(hbms, values["cpu"] or [0], values["disk"] or [0])
     return [Sizes(*one) for one in grid], assumed
+
+
+def _progress_of(values: Mapping[str, Any]) -> Callable[[str], Any]:
+    return no_progress if values["json"] else progress
 
 
 # -- the answer ------------------------------------------------------------------------------------------------------
@@ -317,18 +324,18 @@ def run_plan(summary: str, argv: list[str], environment: Mapping[str, str]) -> i
 
     KeyboardInterrupt comes out after what was done so far has been shown.
     """
-    parser = command_parser("plan", summary.capitalize() + ".", PLAN_OPTIONS, EXAMPLES)
+    parser = command_parser("plan", summary, {"flags": PLAN_OPTIONS}, EXAMPLES)
     if asks_for_help(argv):
         print(parser.format_help(), end="")
         return 0
     given = parse_arguments(parser, argv, "plan has flags only")
-    values = option_values(PLAN_OPTIONS, given, environment)
+    values = option_values("plan", PLAN_OPTIONS, given, environment)
     _check(given, values)
     tolerate_any_text()
     warnings.showwarning = one_line_warning
     question, answer = _question(values), Answer()
     try:
-        with progress("replaying") as on_progress:
+        with _progress_of(values)("replaying") as on_progress:
             _replay_all(question, answer, on_progress)
     except KeyboardInterrupt:
         if answer.points:
@@ -343,9 +350,9 @@ def _check(given: Mapping[str, str | None], values: dict[str, Any]) -> None:
     if values["trace"] is None:
         if given["format"] is not None:
             raise UsageError("--format is that of a file; give --trace FILE too")
-        values["path"] = values["path"] or directory("--path", DEFAULT_PATH)
-    elif given["path"] is not None:
-        raise UsageError("--trace and --path are two traffics; give one of them")
+        values["store"] = values["store"] or directory(STORE.flag, DEFAULT_PATH)
+    elif given["store"] is not None:
+        raise UsageError("--trace and --store are two traffics; give one of them")
     elif values["format"] is None:
         raise UsageError(f"--trace needs --format, one of {', '.join(FORMATS)}")
     elif values["kv_bytes_per_token"] is None:

@@ -3,22 +3,25 @@
 Knows flags and results; no file and no socket. With --json, stdout holds one JSON object and nothing else.
 """
 
+import argparse
 import json
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 from kvstore.commands import MAX_SESSIONS, EvictRequest, session_to_dict
 from kvstore.control import NoOwner, ask
 from kvstore.errors import ConfigError
 from kvstore.session_record import SessionKey
+from service.config_file import option_values
 from service.options import (
     DEFAULT_PATH,
+    JSON,
+    STORE,
     Option,
     UsageError,
     asks_for_help,
@@ -26,7 +29,6 @@ from service.options import (
     count,
     directory,
     duration_s,
-    option_values,
     parse_arguments,
     plain_text,
     session_id,
@@ -34,11 +36,21 @@ from service.options import (
     suggestion,
     switch,
 )
+from service.progress import no_progress, progress
 from service.terminal import one_line_warning, tolerate_any_text
 
 EXIT_OK, EXIT_DAMAGED = 0, 4
 SILENCE_S = 10.0  # an owner that works sends a sign of life every second
-SPINNER_AFTER_S = 1.0
+
+
+def _interval_s(name: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise ConfigError(f"{name} is {text!r}; give seconds from 0.1 to 3600")
+    return seconds
 
 
 def _limit(name: str, text: str) -> int:
@@ -47,10 +59,7 @@ def _limit(name: str, text: str) -> int:
     return int(text)
 
 
-STORE_OPTIONS = (
-    Option("--path", directory, None, f"directory of the store (default: {DEFAULT_PATH})"),
-    Option("--json", switch, False, "print one JSON object", switch=True),
-)
+STORE_OPTIONS = (STORE, JSON)
 TENANT = Option("--tenant", plain_text, "", "whose session (default: the one without a name)")
 EVICT_OPTIONS = (
     Option("--all", switch, False, "everything", switch=True, mirrored=False),
@@ -61,6 +70,10 @@ EVICT_OPTIONS = (
     Option("--to-size", size, None, "least recently used first, down to so much a tier: 2GiB", mirrored=False),
     Option("--dry-run", switch, False, "only say how much it would be", switch=True, mirrored=False),
 )
+WATCH = Option(
+    "--watch", _interval_s, None, "show it again every so many seconds (2, if not given) until Ctrl-C", mirrored=False,
+    bare="2",
+)  # fmt: skip
 CONDITIONS = ("all", "unused_for", "session", "model", "to_size")
 
 
@@ -78,16 +91,16 @@ def run_store_command(name: str, summary: str, argv: list[str], environment: Map
     """Run one of them. Raises UsageError and ConfigError for its flags, KVStoreError for what then fails."""
     command = STORE_COMMANDS[name]
     options = (*STORE_OPTIONS, *command.options)
-    parser = command_parser(name, summary.capitalize() + ".", options, command.examples)
+    usage = f"[{command.arguments}]" if command.arguments else ""
+    parser = command_parser(name, summary, {"flags": options}, command.examples, usage)
     if command.arguments:
-        parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help=command.arguments)
+        parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
     if asks_for_help(argv):
         print(parser.format_help(), end="")
         return EXIT_OK
     given: dict[str, Any] = parse_arguments(parser, argv, command.arguments or f"{name} has flags only")
-    values = option_values(options, given, environment)
-    if values["path"] is None:
-        values["path"] = directory("--path", DEFAULT_PATH)
+    values = option_values(name, options, given, environment)
+    values["store"] = values["store"] or directory(STORE.flag, DEFAULT_PATH)
     tolerate_any_text()
     warnings.showwarning = one_line_warning
     return command.run(values, given.get("arguments") or ())
@@ -95,12 +108,32 @@ def run_store_command(name: str, summary: str, argv: list[str], environment: Map
 
 # -- the commands ----------------------------------------------------------------------------------------------------
 def _stats(values: Mapping[str, Any], _: Sequence[str]) -> int:
-    result = carry_out(values["path"], "stats", {}, "reading the store")
+    if values["watch"] is not None:
+        return _watch(values)
+    result = carry_out(values, "stats", {}, "reading the store")
     if not print_json(values, result):
-        from service.store_tables import console, show_stats
+        from service.stats_tables import show_stats
+        from service.store_tables import console
 
         show_stats(result, console())
     return EXIT_OK
+
+
+def _watch(values: Mapping[str, Any]) -> int:
+    """Until Ctrl-C, which is how this ends and so no failure. In a terminal the numbers stay where they are."""
+    from service.stats_tables import live_stats
+    from service.store_tables import console
+
+    try:
+        with live_stats(console()) as show:
+            while True:
+                result = ask_or_open(values["store"], "stats", {}, lambda fraction: None)
+                if not print_json(values, result):
+                    show(result)
+                sys.stdout.flush()
+                sleep(values["watch"])
+    except KeyboardInterrupt:
+        return EXIT_OK
 
 
 def _evict(values: Mapping[str, Any], _: Sequence[str]) -> int:
@@ -116,7 +149,7 @@ def _evict(values: Mapping[str, Any], _: Sequence[str]) -> int:
         to_bytes=values["to_size"],
         dry_run=values["dry_run"],
     )
-    result = carry_out(values["path"], "evict", request.to_dict(), "evicting")
+    result = carry_out(values, "evict", request.to_dict(), "evicting")
     if not print_json(values, result):
         from service.store_tables import console, show_evicted
 
@@ -127,14 +160,14 @@ def _evict(values: Mapping[str, Any], _: Sequence[str]) -> int:
 def _verify(values: Mapping[str, Any], _: Sequence[str]) -> int:
     from service.store_tables import console, is_sound, show_verified
 
-    result = carry_out(values["path"], "verify", {"delete": values["delete"]}, "checking")
+    result = carry_out(values, "verify", {"delete": values["delete"]}, "checking")
     if not print_json(values, result):
         show_verified(result, values["delete"], console())
     return EXIT_OK if is_sound(result) else EXIT_DAMAGED
 
 
 def _compact(values: Mapping[str, Any], _: Sequence[str]) -> int:
-    result = carry_out(values["path"], "compact", {}, "compacting")
+    result = carry_out(values, "compact", {}, "compacting")
     if not print_json(values, result):
         from service.store_tables import console, show_compacted
 
@@ -143,10 +176,18 @@ def _compact(values: Mapping[str, Any], _: Sequence[str]) -> int:
 
 
 def _sessions(values: Mapping[str, Any], arguments: Sequence[str]) -> int:
-    if arguments:
-        return _delete_session(values, arguments)
+    verb, *rest = arguments or ("list",)
+    if verb not in SESSION_VERBS:
+        raise UsageError(f"unknown argument {verb!r}{suggestion(verb, SESSION_VERBS)}")
+    num_ids = 0 if verb == "list" else 1
+    if len(rest) != num_ids:
+        raise UsageError(f"sessions {verb} takes {'one ID' if num_ids else 'no ID'}, not {len(rest)}")
+    return SESSION_VERBS[verb](values, *rest)
+
+
+def _list_sessions(values: Mapping[str, Any]) -> int:
     request = {"tenant": values["tenant"], "limit": values["limit"]}
-    result = carry_out(values["path"], "sessions", request, "reading the sessions")
+    result = carry_out(values, "sessions", request, "reading the sessions")
     if not print_json(values, result):
         from service.store_tables import console, show_sessions
 
@@ -154,14 +195,20 @@ def _sessions(values: Mapping[str, Any], arguments: Sequence[str]) -> int:
     return EXIT_OK
 
 
-def _delete_session(values: Mapping[str, Any], arguments: Sequence[str]) -> int:
-    if arguments[0] != "delete":
-        raise UsageError(f"unknown argument {arguments[0]!r}{suggestion(arguments[0], ['delete'])}")
-    if len(arguments) != 2:
-        raise UsageError(f"sessions delete takes one ID, not {len(arguments) - 1}")
-    name = session_id("ID", arguments[1])
+def _show_session(values: Mapping[str, Any], text: str) -> int:
+    request = {"session": session_to_dict(SessionKey(values["tenant"], session_id("ID", text)))}
+    result = carry_out(values, "sessions.show", request, "reading the session")
+    if not print_json(values, result):
+        from service.store_tables import console, show_transcript
+
+        show_transcript(result, console())
+    return EXIT_OK
+
+
+def _delete_session(values: Mapping[str, Any], text: str) -> int:
+    name = session_id("ID", text)
     request = {"session": session_to_dict(SessionKey(values["tenant"], name))}
-    result = carry_out(values["path"], "sessions.delete", request, "deleting")
+    result = carry_out(values, "sessions.delete", request, "deleting")
     if not print_json(values, result):
         from service.store_tables import num_blocks
 
@@ -169,11 +216,18 @@ def _delete_session(values: Mapping[str, Any], arguments: Sequence[str]) -> int:
     return EXIT_OK
 
 
+SESSION_VERBS: dict[str, Callable[..., int]] = {
+    "list": _list_sessions,
+    "show": _show_session,
+    "delete": _delete_session,
+}
 STORE_COMMANDS = {
     "stats": Command(
-        (),
+        (WATCH,),
         _stats,
-        "examples:\n  kvstore stats --path ~/store\n  kvstore stats --json | python -m json.tool",
+        "Beside a running engine, the hits are those since it started; a store that nobody has open counts none.\n\n"
+        "examples:\n  kvstore stats --store ~/store\n  kvstore stats --watch\n"
+        "  kvstore stats --json | python -m json.tool",
     ),
     "evict": Command(
         EVICT_OPTIONS,
@@ -201,24 +255,31 @@ STORE_COMMANDS = {
     "sessions": Command(
         (TENANT, Option("--limit", _limit, 100, "how many to list, the last used first (default: 100)")),
         _sessions,
-        "examples:\n  kvstore sessions\n  kvstore sessions --limit 10 --json\n  kvstore sessions delete anna",
-        arguments="none for a list; or: delete ID",
+        "examples:\n  kvstore sessions\n  kvstore sessions list --tenant acme --limit 10 --json\n"
+        "  kvstore sessions show anna\n  kvstore sessions delete anna",
+        arguments="list | show ID | delete ID",
     ),
 }
 
 
 # -- how -------------------------------------------------------------------------------------------------------------
-def carry_out(path: Path, command: str, arguments: dict[str, Any], note: str) -> Mapping[str, Any]:
-    """Through the owner's socket, or on the files of a store that nobody owns."""
-    with progress(note) as on_progress:
-        try:
-            return ask(path, command, arguments, SILENCE_S, on_progress)
-        except NoOwner:
-            pass
-        from kvstore.offline import OfflineStore
+def carry_out(values: Mapping[str, Any], command: str, arguments: dict[str, Any], note: str) -> Mapping[str, Any]:
+    """Through the owner's socket, or on the files of a store that nobody owns; it says so when it takes its time."""
+    with (no_progress if values["json"] else progress)(note) as on_progress:
+        return ask_or_open(values["store"], command, arguments, on_progress)
 
-        with OfflineStore(path) as store:
-            return store.handle(command, arguments, on_progress)
+
+def ask_or_open(
+    path: Path, command: str, arguments: dict[str, Any], on_progress: Callable[[float | None], None]
+) -> Mapping[str, Any]:
+    try:
+        return ask(path, command, arguments, SILENCE_S, on_progress)
+    except NoOwner:
+        pass
+    from kvstore.offline import OfflineStore
+
+    with OfflineStore(path) as store:
+        return store.handle(command, arguments, on_progress)
 
 
 def print_json(values: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
@@ -226,35 +287,3 @@ def print_json(values: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
     if values["json"]:
         print(json.dumps(result))
     return bool(values["json"])
-
-
-@contextmanager
-def progress(note: str) -> Iterator[Callable[[float | None], None]]:
-    """A spinner on stderr from the second second on, in a terminal only; what is yielded tells it how far it is."""
-    if not sys.stderr.isatty():
-        yield lambda fraction: None
-        return
-    from rich.console import Console
-
-    status = Console(stderr=True).status(note)
-    lock, ended = threading.Lock(), False
-
-    def begin() -> None:
-        with lock:
-            if not ended:
-                status.start()
-
-    def update(fraction: float | None) -> None:
-        if fraction is not None:
-            status.update(f"{note}, {fraction:.0%}")
-
-    timer = threading.Timer(SPINNER_AFTER_S, begin)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield update
-    finally:
-        timer.cancel()
-        with lock:
-            ended = True
-            status.stop()

@@ -1,4 +1,4 @@
-"""What the commands on a store print for a person: tables of sizes and counts of results as in `commands`."""
+"""What evict, verify, compact and sessions print for a person, from results as in `commands`."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -10,129 +10,18 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.config import format_size
-from service.terminal import printable
+from service.terminal import MODEL, YOU, printable
 
 NONE = "–"
 PIPE_WIDTH = 160  # when stdout is no terminal, so that nothing is cut
-TITLE_CHARS = 60
-_SKIPPED = {"block_bytes", "capacity", "codec", "index_loaded", "read_failures", "failures", "models"}
+TITLE_CHARS, TITLE_MIN_CHARS = 60, 8
+SYSTEM = "system> "
+SPEAKERS = {"user": YOU, "assistant": MODEL, "system": SYSTEM}
 
 
 def console() -> Console:
     made = Console(highlight=False)
     return made if made.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
-
-
-def show_stats(stats: Mapping[str, Any], out: Console) -> None:
-    """Model and requests, a row per tier, what failed, and the counters that are not zero."""
-    tokens, requests = stats.get("tokens") or {}, stats.get("requests") or {}
-    if stats.get("model"):
-        out.print(Text(f"model {printable(str(stats['model']))}", style="bold"))
-    out.print(_tier_table(stats))
-    facts = []
-    prompt_tokens = tokens.get("prompt_tokens", 0)
-    if prompt_tokens:
-        share = tokens.get("cached_tokens", 0) / prompt_tokens
-        facts.append(("hit rate", f"{share:.1%} of {prompt_tokens:,} prompt tokens"))
-    if requests:
-        facts.append(("requests", _counts(requests)))
-    sessions = stats.get("sessions") or {}
-    facts.append(("sessions", f"{sessions.get('sessions', 0):,}, with {sessions.get('turns', 0):,} turns"))
-    for name, amount in (_part(stats, "disk").get("models") or {}).items():
-        shown = f"{num_blocks(amount['blocks'])}, {format_size(amount['bytes'])}"
-        facts.append((f"model {printable(name) or 'not named'}", shown))
-    if policy := _part(stats, "policy"):
-        facts.append(("eviction", _policy(policy)))
-    facts += _failures(stats)
-    counters = {name: value for name, value in _part(stats, "store").items() if name not in _SKIPPED}
-    if shown := _counts(counters):
-        facts.append(("store", shown))
-    _print_facts(facts, out)
-
-
-def _part(stats: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    return stats.get(name) or {}
-
-
-def _policy(policy: Mapping[str, Any]) -> str:
-    """What is asked for, what that means on each tier now, and what it was learned from."""
-    in_force = ", ".join(f"{tier} {name}" for tier, name in policy["in_force"].items())
-    shown = policy["policy"] if policy["policy"] != "auto" else f"auto (now {in_force})"
-    learned = f"{policy['num_returns_learned']:,} returns learned"
-    return f"{shown}; {policy['num_conversations']:,} conversations, {learned}"
-
-
-def _tier_table(stats: Mapping[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("tier")
-    for heading in ("blocks", "used", "capacity", "full", "hit tokens", "reads", "writes", "evicted"):
-        table.add_column(heading, justify="right")
-    store = _part(stats, "store")
-    hits = (stats.get("tokens") or {}).get("cached_by_tier") or {}
-    for tier in ("hbm", "cpu"):
-        part = _part(stats, tier)
-        if part:
-            block_bytes, cached = part.get("block_bytes", 0), part.get("cached_blocks", 0)
-            moved = (store.get("loaded"), store.get("saved")) if tier == "cpu" else (None, None)
-            used, capacity = cached * block_bytes, part.get("blocks", 0) * block_bytes
-            table.add_row(tier, *_tier_row(cached, used, capacity, hits.get(tier), moved, part.get("evicted_blocks")))
-    disk = _part(stats, "disk")
-    if disk:
-        moved = (disk.get("reads"), disk.get("writes"))
-        used, capacity = disk.get("bytes", 0), disk.get("capacity_bytes", 0)
-        row = _tier_row(disk.get("blocks"), used, capacity, hits.get("disk"), moved, store.get("disk_evictions"))
-        table.add_row("disk", *row)
-    return table
-
-
-def _tier_row(
-    blocks: int | None, used: int, capacity: int, hits: int | None, moved: Sequence[int | None], evicted: int | None
-) -> list[str]:
-    full = f"{used / capacity:.0%}" if capacity else NONE
-    sizes = [format_size(used), format_size(capacity) if capacity else NONE, full]
-    return [_count(blocks), *sizes, _count(hits), *map(_count, moved), _count(evicted)]
-
-
-def _count(value: int | None) -> str:
-    return NONE if value is None else f"{value:,}"
-
-
-def _failures(stats: Mapping[str, Any]) -> list[tuple[str, str]]:
-    disk, store = _part(stats, "disk"), _part(stats, "store")
-    causes = {**(disk.get("failures") or {}), **(store.get("read_failures") or {})}
-    facts = [("failures", ", ".join(f"{printable(str(cause))} {num:,}" for cause, num in causes.items()) or "none")]
-    if disk.get("degraded"):
-        facts.append(("degraded", f"the disk cannot be written: {printable(str(disk['degraded']))}"))
-    if disk.get("broken"):
-        facts.append(("broken", "the disk tier's file is damaged"))
-    return facts
-
-
-def _counts(values: Mapping[str, Any]) -> str:
-    """Numbers that are not zero, with their names."""
-    shown = []
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value:
-            continue
-        words = name.replace("_", " ")
-        if name.endswith("_per_s"):
-            shown.append(f"{words.removesuffix(' per s')} {value:,.0f}/s")
-        elif name.endswith("_bytes"):
-            shown.append(f"{words.removesuffix(' bytes')} {format_size(value)}")
-        elif name.endswith("_s"):
-            shown.append(f"{words.removesuffix(' s')} {value:,.3g} s")
-        else:
-            shown.append(f"{words} {value:,}" if isinstance(value, int) else f"{words} {value:,.3g}")
-    return ", ".join(shown)
-
-
-def _print_facts(facts: Sequence[tuple[str, str]], out: Console) -> None:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in facts:
-        table.add_row(Text(name), Text(value))
-    out.print(table)
 
 
 def num_blocks(number: int) -> str:
@@ -189,25 +78,53 @@ def show_compacted(result: Mapping[str, Any], out: Console) -> None:
 
 
 def show_sessions(sessions: Sequence[Mapping[str, Any]], tenant: str, out: Console) -> None:
+    """Numbers and ids are shown whole, as far as there is room; titles are cut."""
     if not sessions:
         out.print(Text("no sessions" + (f" of tenant {printable(tenant)}" if tenant else "")))
         return
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("id", no_wrap=True)
-    for heading in ("turns", "tokens", "last used"):
-        table.add_column(heading, justify="right")
-    table.add_column("title", no_wrap=True, overflow="ellipsis", max_width=TITLE_CHARS)
+    table.add_column("title", max_width=TITLE_CHARS, min_width=TITLE_MIN_CHARS)
+    for heading in ("turns", "tokens", "age", "expires"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    now_s = time.time()
     for session in sessions:
-        title = Text(" ".join(printable(str(session["title"])).split()))
-        counts = (f"{session['turns']:,}", f"{session['tokens']:,}", ago(time.time() - session["updated_s"]))
-        table.add_row(Text(str(session["id"])), *counts, title)
+        text = " ".join(printable(str(session["title"])).split())
+        title = Text(text, no_wrap=True, overflow="ellipsis")
+        counts = (f"{session['turns']:,}", f"{session['tokens']:,}", short_time(now_s - session["updated_s"]))
+        table.add_row(Text(str(session["id"])), title, *counts, _expires(session, now_s))
     out.print(table)
+    out.print(Text("age: since the last turn; kvstore sessions show ID prints what was said", style="dim"))
 
 
-def ago(seconds: float) -> str:
-    """A time in the past, in its largest unit."""
-    for unit, name in ((86400, "day"), (3600, "hour"), (60, "minute")):
+def _expires(session: Mapping[str, Any], now_s: float) -> str:
+    at_s = session.get("expires_s")
+    return NONE if at_s is None else "due" if at_s <= now_s else f"in {short_time(at_s - now_s)}"
+
+
+def short_time(seconds: float) -> str:
+    """A length of time in its largest unit: 12 min."""
+    seconds = max(round(seconds), 0)
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= unit:
-            count = int(seconds // unit)
-            return f"{count:,} {name}{'s' * (count != 1)} ago"
-    return "just now"
+            return f"{round(seconds / unit):,} {name}"
+    return f"{seconds} s"
+
+
+def show_transcript(result: Mapping[str, Any], out: Console) -> None:
+    """What was said, as `kvstore chat` shows it, below a line about the session."""
+    session, now_s = result["session"], time.time()
+    facts = [
+        f"{session['turns']:,} turn{'s' * (session['turns'] != 1)}",
+        f"{session['tokens']:,} tokens",
+        f"last used {short_time(now_s - session['updated_s'])} ago",
+    ]
+    if session.get("model"):
+        facts.insert(0, printable(str(session["model"])))
+    if session.get("expires_s") is not None:
+        facts.append(f"expires {_expires(session, now_s)}")
+    out.print(Text(f"{session['id']}: {', '.join(facts)}", style="bold"), soft_wrap=True)
+    for message in result["messages"]:
+        who = SPEAKERS.get(message.get("role", ""), printable(message.get("role", "?")) + "> ")
+        style = "dim" if who == SYSTEM else ""
+        out.print(Text(who + printable(message.get("content", "")), style=style), soft_wrap=True)

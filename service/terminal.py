@@ -33,7 +33,10 @@ MAX_SHOWN_CHARS = 1000  # of each message of the exchange that a resumed convers
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What the command line says about the conversation; the engine's own options travel apart."""
+    """What the command line says about the conversation; the engine's own options travel apart.
+
+    ttl: how long a new conversation lives after its last turn, in seconds; None is for ever.
+    """
 
     temperature: float
     max_tokens: int | None
@@ -41,6 +44,7 @@ class ChatOptions:
     session: str
     truncation: str = "auto"
     truncation_reuse: str = "reencode"
+    ttl: float | None = None
 
 
 def run_chat(
@@ -58,7 +62,7 @@ def run_chat(
     from rich.console import Console
 
     warnings.showwarning = one_line_warning
-    with _loading(Console(stderr=True), model):
+    with _loading(Console(stderr=True), model), interruptible():
         engine = (engine_factory or _engine_class())(model, **engine_arguments)
     with engine:
         if options.max_tokens is not None and options.max_tokens >= engine.max_model_len:
@@ -105,6 +109,24 @@ def _loading(console: "Console", model: str | None) -> Iterator[None]:
     else:
         print(f"kvstore: {note}", file=sys.stderr, flush=True)
         yield
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C in here ends in KeyboardInterrupt: a library's import may catch it, or make another error of it."""
+    seen = False
+
+    def on_interrupt(signum: int, frame: FrameType | None) -> None:
+        nonlocal seen
+        seen = True
+        raise KeyboardInterrupt
+
+    try:
+        with _handling(on_interrupt):
+            yield
+    finally:
+        if seen:
+            raise KeyboardInterrupt
 
 
 def printable(text: str) -> str:
@@ -199,10 +221,12 @@ class Conversation:
 
     def _turn(self, message: str) -> bool:
         """One message and its answer. False when it was refused, or could not be kept; the conversation goes on."""
-        start_s = time.perf_counter()
+        start_s, was_said = time.perf_counter(), self._session.num_turns > 0
         print(MODEL, end="", flush=True)
         try:
             stopped = self._stream(message)
+            if self._options.ttl is not None and not was_said and self._session.num_turns:
+                self._session.set_ttl(self._options.ttl)
         except (RequestError, StoreError) as error:
             print(flush=True)
             print(f"kvstore: {error}", file=sys.stderr)
@@ -266,12 +290,18 @@ def _interrupt_flag() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         seen = True
 
+    with _handling(on_interrupt):
+        yield lambda: seen
+
+
+@contextmanager
+def _handling(on_interrupt: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     try:
         previous = signal.signal(signal.SIGINT, on_interrupt)
     except ValueError:  # not the main thread: nobody can press Ctrl-C here
-        yield lambda: False
+        yield
         return
     try:
-        yield lambda: seen
+        yield
     finally:
         signal.signal(signal.SIGINT, previous)

@@ -13,7 +13,7 @@ from small_store import BLOCK_SIZE, PAYLOAD_BYTES, make_store
 
 from kvstore.history import FILE, OLDER_FILE
 from kvstore.replay_config import ServiceModel
-from service import cli, plan, plan_chart, plan_tables
+from service import cli, plan, plan_chart, plan_tables, progress
 from service.plan_source import Source
 
 KV_BYTES = 1000
@@ -70,6 +70,8 @@ def run(monkeypatch, capsys, tmp_path):
     for name in [name for name in os.environ if name.startswith("KVSTORE_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr(progress, "SHOWN_AFTER_S", 3600.0)  # also on a busy machine
 
     def call(*argv):
         code = cli.main(["plan", *map(str, argv)])
@@ -169,21 +171,21 @@ def test_sizes_of_an_engine_in_the_environment_are_not_those_of_a_plan(replay_tr
 def test_the_history_of_a_store(run, store):
     (store / OLDER_FILE).write_text(history_lines())
     (store / FILE).write_text(history_lines(start_s=1000.0) + '{"session": "cut of')
-    code, out, err = run("--path", store, "--hbm", "40MB", "--disk", "40MB", "--json")
+    code, out, err = run("--store", store, "--hbm", "40MB", "--disk", "40MB", "--json")
     assert (code, err) == (0, "")
     found = json.loads(out)
     assert found["trace"]["requests"] == 60 and found["trace"]["block_size"] == 16
     assert found["assumptions"]["kv_bytes_per_token"] == PAYLOAD_BYTES / BLOCK_SIZE
     assert found["assumptions"]["disk_bytes_per_token"] > PAYLOAD_BYTES / BLOCK_SIZE  # headers, and whole pages
     assert found["ideal"]["token_hit_rate"] > 0.2
-    code, out, _ = run("--path", store, "--requests", "10", "--hbm", "40MB", "--json")
+    code, out, _ = run("--store", store, "--requests", "10", "--hbm", "40MB", "--json")
     assert json.loads(out)["trace"]["requests"] == 10
 
 
 def test_what_the_owner_has_measured_counts_until_a_flag_says_otherwise(run, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "carry_out", lambda *_: STATS)
     (tmp_path / FILE).write_text(history_lines())
-    code, out, err = run("--path", tmp_path, "--read-bandwidth", "1GB", "--json")
+    code, out, err = run("--store", tmp_path, "--read-bandwidth", "1GB", "--json")
     assert (code, err) == (0, "")
     assumptions = json.loads(out)["assumptions"]
     assert assumptions["measured"] == ["prefill_tokens_per_s", "write_bytes_per_s"]
@@ -192,7 +194,7 @@ def test_what_the_owner_has_measured_counts_until_a_flag_says_otherwise(run, tmp
     assert rates["load_bytes_per_s"] == default.load_bytes_per_s
     assert (assumptions["kv_bytes_per_token"], assumptions["disk_bytes_per_token"]) == (KV_BYTES, KV_BYTES / 2)
     assert {row["hbm_bytes"] for row in json.loads(out)["points"]} == {300 * 16 * KV_BYTES}
-    _, out, _ = run("--path", tmp_path)
+    _, out, _ = run("--store", tmp_path)
     out = " ".join(out.split())
     assert "measured by the store: prefill 5,000 tokens/s, read 0.4 GB/s, write 0.2 GB/s" in out
     assert "HBM is that of the engine which owns the store" in out and "500 B on disk" in out
@@ -202,7 +204,7 @@ def test_an_engine_that_has_hardly_begun_has_measured_nothing(run, tmp_path, mon
     young = STATS | {"tokens": {"prompt_tokens": 1500, "cached_tokens": 500}, "disk": {"blocks": 3, "bytes": 1 << 20}}
     monkeypatch.setattr(plan, "carry_out", lambda *_: young)
     (tmp_path / FILE).write_text(history_lines())
-    assumptions = json.loads(run("--path", tmp_path, "--json")[1])["assumptions"]
+    assumptions = json.loads(run("--store", tmp_path, "--json")[1])["assumptions"]
     assert assumptions["measured"] == [] and assumptions["disk_bytes_per_token"] == KV_BYTES
 
 
@@ -211,27 +213,27 @@ def test_long_prompts_are_replayed_in_larger_blocks(run, tmp_path, monkeypatch):
     lines = [{"session": "s", "timestamp": t, "input_length": 3000 * (t + 1), "output_length": 9} for t in range(3)]
     (tmp_path / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
     for flags, expected in (((), 128), (("--block-size", "32"), 32)):
-        _, out, _ = run("--path", tmp_path, "--hbm", "1GB", "--json", *flags)
+        _, out, _ = run("--store", tmp_path, "--hbm", "1GB", "--json", *flags)
         assert json.loads(out)["trace"]["block_size"] == expected
 
 
 def test_a_store_without_history_says_how_it_comes_about(run, store):
-    code, out, err = run("--path", store)
+    code, out, err = run("--store", store)
     assert (code, out) == (1, "") and err.count("\n") == 1
     assert "has no history yet; it records one while an engine serves with a disk tier" in err
 
 
 def test_no_store_at_all(run, tmp_path):
-    code, out, err = run("--path", tmp_path / "gone")
+    code, out, err = run("--store", tmp_path / "gone")
     assert (code, out) == (1, "") and "there is no store at" in err and err.count("\n") == 1
 
 
 def test_a_store_that_cannot_say_how_large_its_kv_is(run, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "carry_out", lambda *_: {"disk": {"models": {}}})
     (tmp_path / FILE).write_text(history_lines())
-    code, _, err = run("--path", tmp_path)
+    code, _, err = run("--store", tmp_path)
     assert code == 2 and "give --kv-bytes-per-token, a size or one of" in err
-    assert run("--path", tmp_path, "--kv-bytes-per-token", "1KB", "--hbm", "10MB")[0] == 0
+    assert run("--store", tmp_path, "--kv-bytes-per-token", "1KB", "--hbm", "10MB")[0] == 0
 
 
 # -- what may be wrong -----------------------------------------------------------------------------------------------
@@ -244,7 +246,7 @@ def test_a_store_that_cannot_say_how_large_its_kv_is(run, tmp_path, monkeypatch)
         (["--format", "mooncake"], "--format is that of a file"),
         (["--trace", "TRACE"], "--trace needs --format, one of mooncake, sessions"),
         (["--trace", "TRACE", "--format", "sessions"], "--trace needs --kv-bytes-per-token, a size or one of llama"),
-        (["--trace", "TRACE", "--path", "x"], "--trace and --path are two traffics"),
+        (["--trace", "TRACE", "--store", "x"], "--trace and --store are two traffics"),
         (["--trace", "gone", "--format", "sessions", "--kv-bytes-per-token", "1"], "the trace gone cannot be read"),
         (["--trace", "TRACE", "--format", "mooncake", "--kv-bytes-per-token", "1"], "line 1"),
         (["--hbm", "3 M tokens"], "--hbm is '3 M tokens'; give a number of bytes"),

@@ -1,0 +1,149 @@
+"""The aiohttp application: all routes, and what happens around every one of them. Knows no handler's business."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from service import admin, chat, completions, edge, metrics, openai, openapi, page, responses, sessions
+from service.connection import new_request_id
+from service.context import CONTEXT, EXCHANGE, Context, Exchange, context_of
+from service.errors import ApiError, api_error, error_response, unavailable
+from service.logs import log
+from service.routes import Handler, Route
+from service.sse import ReaderGone
+
+ROUTES: tuple[Route, ...] = (
+    *edge.ROUTES, *openai.ROUTES, *completions.ROUTES, *chat.ROUTES, *sessions.ROUTES, *responses.ROUTES,
+    *admin.ROUTES, *metrics.ROUTES, *openapi.ROUTES, *page.ROUTES,
+)  # fmt: skip
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+CLIENT_GONE = 499  # nginx's number for a client that did not wait; it is never sent
+
+
+def make_app(context: Context, routes: Sequence[Route] = ROUTES) -> web.Application:
+    """The whole service."""
+    app = web.Application(
+        middlewares=[observe, answer_errors, guard], client_max_size=context.options.max_body_bytes + 1
+    )
+    app[CONTEXT] = context
+    for route in routes:
+        for method in ("GET", "HEAD") if route.method == "GET" else (route.method,):
+            app.router.add_route(method, route.path, _bound(route), expect_handler=_expect_later)
+    app.on_response_prepare.append(_add_headers)
+    return app
+
+
+def _bound(route: Route) -> Handler:
+    """The handler, with its route where the middlewares find it."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await route.handler(request)
+
+    handle.route = route  # type: ignore[attr-defined]
+    return handle
+
+
+async def _expect_later(request: web.Request) -> None:
+    """Who waits to be asked for the body is asked by `read_body`: not before the request was let in."""
+
+
+def route_of(request: web.Request) -> Route | None:
+    """None for an unknown path or method."""
+    return getattr(request.match_info.handler, "route", None)
+
+
+def request_id_for(request: web.Request) -> str:
+    """The client's own where it is a sane one."""
+    given = request.headers.get("X-Request-Id", "")
+    return given if REQUEST_ID.fullmatch(given) else new_request_id()
+
+
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = "kvstore"
+    response.headers["X-Request-Id"] = request[EXCHANGE].request_id
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    response.headers.setdefault("Cache-Control", "no-store")
+    if not request.content.is_eof():
+        response.force_close()  # what is left of the body must not be taken for the next request
+        response.headers["Connection"] = "close"
+
+
+@web.middleware
+async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """One line in the log and one count for every request, whatever became of it."""
+    exchange = request[EXCHANGE] = Exchange(request_id_for(request))
+    started, status = time.perf_counter(), CLIENT_GONE
+    try:
+        response = await handler(request)
+        status = exchange.status or response.status
+        return response
+    finally:
+        _tell(request, exchange, status, time.perf_counter() - started)
+
+
+def _tell(request: web.Request, exchange: Exchange, status: int, seconds: float) -> None:
+    route = route_of(request)
+    path = "unknown" if route is None else route.template
+    context_of(request).metrics.request_ended(path, request.method, status, seconds)
+    fields = {
+        "request_id": exchange.request_id,
+        "method": request.method[:20],
+        "route": path,
+        "status": status,
+        "seconds": seconds,
+        "tenant": exchange.tenant or None,
+        "code": exchange.error_code,
+    }
+    log("request", fields)
+
+
+@web.middleware
+async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every exception becomes an answer; after the headers of a stream it was an event of it already."""
+    exchange = request[EXCHANGE]
+    try:
+        async with context_of(request).limits.deadline() as exchange.deadline:
+            return await handler(request)
+    except ReaderGone:
+        raise asyncio.CancelledError from None  # as for every client that went away
+    except Exception as error:
+        told = api_error(error)
+        if told.code == "internal_error":
+            log("a handler failed", {"request_id": exchange.request_id}, logging.ERROR, error)
+        _count_refusal(context_of(request), told)
+        exchange.status, exchange.error_code = told.status, told.code
+        begun = exchange.response
+        return error_response(told) if begun is None or not begun.prepared else begun
+
+
+def _count_refusal(context: Context, error: ApiError) -> None:
+    """Turned away without having tried."""
+    if error.status in (401, 403, 413, 429, 503) and error.code is not None:
+        context.metrics.refused(error.code)
+
+
+@web.middleware
+async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Nobody comes in whom the route does not let in, and nothing but public routes answers before the model."""
+    context, route = context_of(request), route_of(request)
+    if route is not None:
+        request[EXCHANGE].tenant = context.access.check(request, route)
+        if route.access != "public":
+            _check_state(context)
+    return await handler(request)
+
+
+def _check_state(context: Context) -> None:
+    if context.state == "starting":
+        raise unavailable("the model is being loaded; try again", "starting", 5)
+    if context.state == "stopping":
+        raise unavailable("the server is shutting down", "stopping", 5)
+    if context.has_failed:
+        raise ApiError(503, "the engine has failed", type="server_error", code="engine_failed")

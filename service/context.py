@@ -1,0 +1,87 @@
+"""What every handler can reach: the engine, the options and the service's own parts. Knows no route."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from aiohttp import web
+
+from service.access import Access
+from service.limits import Deadline, Limits
+from service.running import Turns
+from service.serve_options import ServeOptions
+
+if TYPE_CHECKING:
+    from engine.async_engine import AsyncEngine
+    from engine.recall import Recall
+    from service.metrics import Metrics
+
+State = Literal["starting", "running", "stopping", "failed"]
+
+
+@dataclass(slots=True)
+class Context:
+    """The parts of one server. `engine` and `recall` are there once `state` is no longer "starting".
+
+    No handler but those of public routes runs before that.
+    """
+
+    options: ServeOptions
+    access: Access
+    limits: Limits
+    metrics: Metrics
+    started_s: int  # since the epoch
+    state: State = "starting"
+    turns: Turns = field(default_factory=Turns)
+    engine: AsyncEngine = field(init=False)
+    recall: Recall = field(init=False)
+    known_stats: dict[str, Any] = field(default_factory=dict)  # the last that the engine told
+    asking: asyncio.Task[None] | None = None  # the question to it that is still open
+    failing_until_s: float = 0.0  # monotonic: sessions could not be stored a moment ago
+
+    def open(self, engine: AsyncEngine, recall: Recall) -> None:
+        """The model is loaded: from now on requests are served."""
+        self.engine, self.recall = engine, recall
+        self.state = "running"
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine ended without being asked to."""
+        return self.state == "failed" or (self.state == "running" and self.engine.engine.closed)
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in requests and answers."""
+        return self.options.served_model_name or self.engine.engine.model_name
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What is known of one request on its way. response: its stream, if any; status, error_code: of its error."""
+
+    request_id: str
+    tenant: str = ""
+    deadline: Deadline | None = None
+    response: web.StreamResponse | None = None
+    status: int | None = None
+    error_code: str | None = None
+
+
+CONTEXT: web.AppKey[Context] = web.AppKey("context", Context)
+EXCHANGE: web.RequestKey[Exchange] = web.RequestKey("exchange", Exchange)
+
+
+def context_of(request: web.Request) -> Context:
+    return request.app[CONTEXT]
+
+
+def tenant_of(request: web.Request) -> str:
+    """Whose key the request brought; "" where there are no keys."""
+    return request[EXCHANGE].tenant
+
+
+def request_id_of(request: web.Request) -> str:
+    """As in the header X-Request-Id of the answer."""
+    return request[EXCHANGE].request_id

@@ -1,0 +1,243 @@
+"""Routes around the answers: health, version, models, tokens of a text and texts of tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated, Any
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+
+from engine.chat_template import ChatTemplate, Message
+from service.context import Context, context_of
+from service.errors import ApiError
+from service.routes import Route
+from service.schema import Messages, TokenId, messages_of, read_body
+
+MAX_TOKENIZED_CHARS = 2**20
+STATS_WAIT_S = 0.5
+FAILING_S = 60.0
+
+
+def json_response(body: Any, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+# -- health ----------------------------------------------------------------------------------------------------------
+class Health(msgspec.Struct):
+    """status: ok, degraded (it answers, but something does not work), starting, stopping or failed."""
+
+    status: str
+    reasons: list[str]
+
+
+class Ready(msgspec.Struct):
+    ready: bool
+
+
+async def health(request: web.Request) -> web.Response:
+    context = context_of(request)
+    if context.has_failed:
+        return json_response(Health("failed", ["engine_failed"]), 503)
+    if context.state != "running":
+        return json_response(Health(context.state, []), 503)
+    if getattr(context.engine.engine, "state", "running") == "restarting":  # the engine's own process has ended
+        return json_response(Health("degraded", ["engine_restarting"]))
+    reasons = health_reasons(await recent_stats(context), time.monotonic() < context.failing_until_s)
+    return json_response(Health("degraded" if reasons else "ok", reasons))
+
+
+async def ready(request: web.Request) -> web.Response:
+    context = context_of(request)
+    is_ready = context.state == "running" and not context.has_failed
+    return json_response(Ready(is_ready), 200 if is_ready else 503)
+
+
+async def recent_stats(context: Context) -> dict[str, Any]:
+    """The engine's counters; those of an earlier question where a long step keeps it from answering now."""
+    if context.asking is None or context.asking.done():
+        context.asking = asyncio.create_task(_ask(context))
+    await asyncio.wait({context.asking}, timeout=STATS_WAIT_S)
+    return context.known_stats
+
+
+async def _ask(context: Context) -> None:
+    num_known = _num_failed(context.known_stats)
+    try:
+        context.known_stats = await context.engine.call(context.engine.engine.stats)
+    except Exception as error:  # whatever it is, it must not be /health that fails
+        context.known_stats = {"error": type(error).__name__}
+    if _num_failed(context.known_stats) > num_known:
+        context.failing_until_s = time.monotonic() + FAILING_S
+
+
+def _num_failed(stats: dict[str, Any]) -> int:
+    """Turns that could not be stored."""
+    return (stats.get("sessions") or {}).get("failed", 0)
+
+
+def health_reasons(stats: dict[str, Any], sessions_fail: bool) -> list[str]:
+    """What does not work, as stable codes."""
+    disk = stats.get("disk") or {}
+    found = {
+        "stats_unavailable": "error" in stats,
+        "disk_degraded": disk.get("degraded"),
+        "disk_broken": disk.get("broken"),
+        "disk_was_reset": disk.get("was_reset"),
+        "sessions_failing": sessions_fail,
+    }
+    return [code for code, is_so in found.items() if is_so]
+
+
+# -- what is served --------------------------------------------------------------------------------------------------
+class Version(msgspec.Struct):
+    version: str
+    model: str
+    block_size: int
+    max_model_len: int
+
+
+class Model(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct):
+    object: str
+    data: list[Model]
+
+
+def package_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("kvstore")
+    except PackageNotFoundError:
+        return "0"
+
+
+async def version(request: web.Request) -> web.Response:
+    context = context_of(request)
+    engine = context.engine.engine
+    return json_response(Version(package_version(), context.model_name, engine.block_size, engine.max_model_len))
+
+
+async def list_models(request: web.Request) -> web.Response:
+    return json_response(ModelList("list", [_model(context_of(request))]))
+
+
+async def show_model(request: web.Request) -> web.Response:
+    context = context_of(request)
+    check_model(context, request.match_info["id"])
+    return json_response(_model(context))
+
+
+def check_model(context: Context, name: str | None) -> None:
+    """Raises ApiError 404 unless it is this server's model, or none is named."""
+    if name is not None and name not in (context.model_name, context.engine.engine.model_name):
+        shown = name[:80]
+        raise ApiError(
+            404, f"there is no model {shown!r}; this server has {context.model_name!r}", param="model",
+            code="model_not_found",
+        )  # fmt: skip
+
+
+def _model(context: Context) -> Model:
+    return Model(context.model_name, "model", context.started_s, "kvstore", context.engine.engine.max_model_len)
+
+
+# -- tokens ----------------------------------------------------------------------------------------------------------
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """A prompt or messages; with messages, the prompt that the chat template makes of them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class Tokens(msgspec.Struct, omit_defaults=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Meta(max_length=2**20)]
+
+
+class Prompt(msgspec.Struct):
+    prompt: str
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    context, body = context_of(request), await read_body(request, TokenizeBody)
+    check_model(context, body.model)
+    engine, tokenizer = context.engine.engine, _tokenizer(context)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give either prompt or messages", param="prompt", code="missing")
+    if body.messages is not None:
+        messages = messages_of(body.messages)
+        _check_chars(sum(len(message["content"]) for message in messages), "messages")
+        ids = await context.engine.call(_chat_ids, tokenizer, messages)
+    else:
+        assert body.prompt is not None
+        _check_chars(len(body.prompt), "prompt")
+        special = True if body.add_special_tokens is None else body.add_special_tokens
+        ids = await context.engine.call(_encode, tokenizer, body.prompt, special)
+    shown = await context.engine.call(tokenizer.convert_ids_to_tokens, ids) if body.return_token_strs else None
+    return json_response(Tokens(len(ids), engine.max_model_len, ids, shown))
+
+
+def _check_chars(num_chars: int, param: str) -> None:
+    if num_chars > MAX_TOKENIZED_CHARS:
+        raise ApiError(
+            400, f"{param} has {num_chars} characters; at most {MAX_TOKENIZED_CHARS} are tokenized at once",
+            param=param, code="invalid_value",
+        )  # fmt: skip
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    context, body = context_of(request), await read_body(request, DetokenizeBody)
+    check_model(context, body.model)
+    tokenizer, size = _tokenizer(context), context.engine.engine.vocab_size
+    if body.tokens and max(body.tokens) >= size:
+        raise ApiError(400, f"token ids go from 0 to {size - 1}", param="tokens", code="invalid_value")
+    return json_response(Prompt(await context.engine.call(tokenizer.decode, body.tokens)))
+
+
+def _tokenizer(context: Context) -> Any:
+    tokenizer = context.engine.engine.tokenizer
+    if tokenizer is None:
+        raise ApiError(400, "this model has no tokenizer", param="model", code="no_tokenizer")
+    return tokenizer
+
+
+def _encode(tokenizer: Any, text: str, special: bool) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+
+
+def _chat_ids(tokenizer: Any, messages: list[Message]) -> list[int]:
+    template = ChatTemplate.of(tokenizer)
+    if template is None:
+        raise ApiError(400, "this model has no chat template", param="messages", code="no_chat_template")
+    return template.prompt_ids(messages)
+
+
+ROUTES = (
+    Route("GET", "/health", health, "public", "Whether the server works.", None, Health, "server"),
+    Route("GET", "/ready", ready, "public", "Whether the model is loaded.", None, Ready, "server"),
+    Route("GET", "/version", version, "user", "Version, model and sizes.", None, Version, "server"),
+    Route("GET", "/v1/models", list_models, "user", "The models: one.", None, ModelList, "models"),
+    Route("GET", "/v1/models/{id:.+}", show_model, "user", "One model.", None, Model, "models"),
+    Route("POST", "/tokenize", tokenize, "user", "Token ids of a text or of messages.", TokenizeBody, Tokens, "tokens"),
+    Route("POST", "/detokenize", detokenize, "user", "Text of token ids.", DetokenizeBody, Prompt, "tokens"),
+)

@@ -1,0 +1,198 @@
+"""What /metrics shows of `Engine.stats()`: the loop, each tier, sessions. Only renders; knows no request and no tenant.
+
+Names and meanings are vLLM's where there is an equal one. Counters begin anew with the engine, as Prometheus expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+PREFIX = "kvstore:"
+TIERS = ("hbm", "cpu", "disk")
+POLICIES = ("fifo", "lru", "return")
+READ_FAILURES = ("corrupt", "mismatch", "missing", "failed")  # shown from the start, so that the first one is a rise
+STEP_PHASES = ("schedule", "build", "forward", "sample", "update")
+
+Values = Mapping[Any, float]  # by tuples of as many texts as there are labels, a type that mypy cannot infer
+Stats = Mapping[str, Any]
+
+
+# -- families --------------------------------------------------------------------------------------------------------
+def counter(name: str, text: str, value: float | Values, labels: Sequence[str] = ()) -> Metric:
+    """One number, or one for each combination of labels."""
+    return _filled(CounterMetricFamily(PREFIX + name, text, labels=labels), value)
+
+
+def gauge(name: str, text: str, value: float | Values, labels: Sequence[str] = ()) -> Metric:
+    return _filled(GaugeMetricFamily(PREFIX + name, text, labels=labels), value)
+
+
+def _filled(family: Any, value: float | Values) -> Metric:
+    for labels, number in (value if isinstance(value, Mapping) else {(): value}).items():
+        family.add_metric(labels, number)
+    return family
+
+
+def histogram(name: str, text: str, found: Mapping[Any, Stats], labels: Sequence[str] = ()) -> Metric:
+    """found: for each combination of labels what `kvstore.stats.Histogram.as_dict` gave."""
+    family = HistogramMetricFamily(PREFIX + name, text, labels=labels)
+    for values, one in found.items():
+        bounds = [*map(str, map(float, one["bounds"])), "+Inf"]
+        family.add_metric(values, list(zip(bounds, accumulate(one["counts"]), strict=True)), one["sum"])
+    return family
+
+
+# -- what an engine shows --------------------------------------------------------------------------------------------
+def engine_families(stats: Stats) -> Iterator[Metric]:
+    """stats: empty when there is no engine to be asked at the moment."""
+    yield gauge("engine_up", "1 when the engine answers, 0 when it is gone or begins again.", float(bool(stats)))
+    if not stats:
+        return
+    yield gauge("engine_info", "The model that is served.", {(stats["model"],): 1.0}, ["model"])
+    yield from _loop(stats)
+    yield from _hits(stats["tokens"])
+    yield from _policy(stats["policy"])
+    yield from _capacity(stats)
+    yield from _sessions(stats["sessions"])
+    if "store" in stats:
+        yield from _traffic(stats)
+        yield from _failures(stats)
+        yield from _latencies(stats)
+    if "disk" in stats:
+        yield from _disk(stats["disk"])
+    yield gauge("degraded", "1 when the disk tier cannot write at the moment.", float(_is_degraded(stats)))
+
+
+def _is_degraded(stats: Stats) -> bool:
+    disk = stats.get("disk", {})
+    return bool(disk.get("degraded") or disk.get("broken"))
+
+
+def _loop(stats: Stats) -> Iterator[Metric]:
+    requests, hbm, step = stats["requests"], stats["hbm"], stats["step"]
+    in_use = hbm["blocks"] - hbm["free_blocks"]
+    yield gauge("num_requests_running", "Requests in the running batch.", requests["running"])
+    yield gauge("num_requests_waiting", "Requests waiting to be scheduled.", requests["waiting"])
+    yield gauge("kv_cache_usage_perc", "Share of HBM blocks that requests hold; 1 is all.", in_use / hbm["blocks"])
+    yield counter("num_preemptions", "Requests put back for want of HBM.", requests["preemptions"])
+    yield counter("requests_finished", "Requests that ended by themselves.", requests["finished"])
+    yield counter("requests_aborted", "Requests that were ended early.", requests["aborted"])
+    yield counter("engine_steps", "Steps of the engine.", step["num_steps"])
+    seconds = {(phase,): step[f"{phase}_s"] for phase in STEP_PHASES}
+    yield counter("engine_step_seconds", "Time in each phase of the steps.", seconds, ["phase"])
+
+
+def _hits(tokens: Stats) -> Iterator[Metric]:
+    """By the tier that held the block when the request arrived; a tier is asked for what those above it had not."""
+    hits, prompt = tokens["cached_by_tier"], tokens["prompt_tokens"]
+    asked = {"hbm": prompt, "cpu": prompt - hits["hbm"], "disk": prompt - hits["hbm"] - hits["cpu"]}
+    yield counter("prompt_tokens", "Prompt tokens of finished requests, cached ones included.", prompt)
+    yield counter("generation_tokens", "Tokens generated for finished requests.", tokens["completion_tokens"])
+    yield counter("cached_prompt_tokens", "Prompt tokens that no step had to compute.", tokens["cached_tokens"])
+    yield counter("reencoded_tokens", "Prompt tokens reused at another position.", hits["reencoded"])
+    yield counter("prefix_cache_queries", "Prompt tokens looked up in HBM.", asked["hbm"])
+    yield counter("prefix_cache_hits", "Prompt tokens found in HBM.", hits["hbm"])
+    yield counter("external_prefix_cache_queries", "Prompt tokens looked up below HBM.", asked["cpu"])
+    yield counter("external_prefix_cache_hits", "Prompt tokens found on CPU or disk.", hits["cpu"] + hits["disk"])
+    queries = {(tier,): asked[tier] for tier in TIERS}
+    yield counter("tier_query_tokens", "Prompt tokens that a tier was asked for.", queries, ["tier"])
+    found = {(tier,): hits[tier] for tier in TIERS}
+    yield counter("tier_hit_tokens", "Prompt tokens whose block a tier held on arrival.", found, ["tier"])
+
+
+def _policy(policy: Stats) -> Iterator[Metric]:
+    in_force = policy["in_force"].items()
+    states = {(tier, name): float(name == used) for tier, used in in_force for name in POLICIES}
+    yield gauge("eviction_policy", "1 for the policy of eviction in force on a tier.", states, ["tier", "policy"])
+    yield gauge("conversations", "Conversations that eviction knows.", policy["num_conversations"])
+
+
+def _capacity(stats: Stats) -> Iterator[Metric]:
+    used, limit = {}, {}
+    for tier in ("hbm", "cpu"):
+        if pool := stats.get(tier):
+            limit[(tier,)] = pool["blocks"] * pool["block_bytes"]
+            used[(tier,)] = pool["cached_blocks"] * pool["block_bytes"] if pool["blocks"] else 0
+    if disk := stats.get("disk"):
+        limit[("disk",)], used[("disk",)] = disk["capacity_bytes"], disk["bytes"]
+    yield gauge("tier_used_bytes", "Bytes of blocks that a tier holds.", used, ["tier"])
+    yield gauge("tier_limit_bytes", "Bytes that a tier may take.", limit, ["tier"])
+    evicted = {(tier, "room"): stats[tier]["evicted_blocks"] for tier in ("hbm", "cpu") if tier in stats}
+    evicted |= {(tier, "removed"): stats[tier]["removed_blocks"] for tier in ("hbm", "cpu") if tier in stats}
+    if disk:
+        evicted[("disk", "room")] = stats["store"]["disk_evictions"]
+        evicted[("disk", "removed")] = stats["store"]["disk_removals"]
+    text = "Blocks given up: to make room, or removed since they were deleted, damaged, or gone from the tier below."
+    yield counter("tier_evicted_blocks", text, evicted, ["tier", "reason"])
+
+
+def _traffic(stats: Stats) -> Iterator[Metric]:
+    """In bytes of KV: a block on disk may be smaller, where it is compressed."""
+    store, size = stats["store"], stats["cpu"]["block_bytes"]
+    read = {("cpu",): store["loaded"] * size, ("disk",): store["read"] * size}
+    into_cpu = store["saved"] + store["read"] + store["spliced"]
+    written = {("cpu",): into_cpu * size, ("disk",): store["written"] * size}
+    yield counter("tier_read_bytes", "KV read: from CPU into HBM, from disk into CPU.", read, ["tier"])
+    yield counter("tier_write_bytes", "KV written into the tier.", written, ["tier"])
+    yield counter("loaded_tokens", "Tokens loaded into HBM.", store["loaded_tokens"])
+    yield counter("spliced_blocks", "Blocks made of parts of others after a truncation.", store["spliced"])
+    yield counter("prefetched_blocks", "Blocks read ahead of their request.", store["prefetched"])
+    yield counter("prefetch_hit_blocks", "Of these, in memory when they were asked for.", store["prefetch_hits"])
+    yield counter("prefetch_wasted_blocks", "Of these, not loaded by their request.", store["prefetch_wasted"])
+    yield counter("split_prefills", "Requests whose head was computed and tail read.", store["split_prefills"])
+
+
+def _failures(stats: Stats) -> Iterator[Metric]:
+    store, block_tokens = stats["store"], stats["hbm"]["block_size"]
+    dropped = {("full",): store["dropped_saves"], ("orphan",): store["orphan_saves"]}
+    failed = {("cpu", "failed"): store["load_failures"]}
+    failed |= {("disk", cause): 0 for cause in READ_FAILURES}
+    failed |= {("disk", cause): count for cause, count in store["read_failures"].items()}
+    lost = store["given_up_tokens"] + store["load_failures"] * block_tokens
+    yield counter("dropped_saves", "Blocks not saved: no room, or their parent is not stored.", dropped, ["reason"])
+    yield counter("dropped_writes", "Blocks whose write to disk failed, each try.", store["dropped_writes"])
+    text = 'Blocks that did not come, and were computed; "corrupt": a checksum did not match.'
+    yield counter("tier_read_failures", text, failed, ["tier", "cause"])
+    yield counter("recomputed_tokens", "Tokens computed although stored, since a block did not come.", lost)
+    yield counter("identity_mismatches", "Blocks that were not what their id says.", store["identity_mismatches"])
+    yield counter("housekeeping_errors", "Rounds in the background that failed.", store["housekeeping_errors"])
+
+
+def _latencies(stats: Stats) -> Iterator[Metric]:
+    found = {("cpu",): stats["load_seconds"]}
+    if "disk" in stats:
+        found[("disk",)] = stats["disk"]["read_seconds"]
+    text = "Time of a load: all of a step from CPU into HBM, one block from disk into CPU."
+    yield histogram("tier_load_seconds", text, found, ["tier"])
+
+
+def _disk(disk: Stats) -> Iterator[Metric]:
+    causes = {tuple(_operation_and_cause(name)): count for name, count in disk["failures"].items()}
+    yield histogram("disk_write_seconds", "Time of a transaction on disk.", {(): disk["write_seconds"]})
+    yield gauge("disk_file_bytes", "Size of the data file.", disk["file_bytes"])
+    yield gauge("disk_queued_write_bytes", "Handed to the writer, not durable yet.", disk["queued_write_bytes"])
+    yield gauge("disk_dirty_blocks", "Blocks that wait to be handed to the writer.", disk["dirty_blocks"])
+    yield gauge("disk_reads_in_flight", "Reads that are queued or running.", disk["reads_in_flight"])
+    yield counter("disk_errors", "Operations on the disk tier that failed.", causes, ["operation", "cause"])
+
+
+def _operation_and_cause(name: str) -> list[str]:
+    """Of "write: no space", say; "sync" has one cause only."""
+    operation, _, cause = name.partition(": ")
+    return [operation, cause or "failed"]
+
+
+def _sessions(sessions: Stats) -> Iterator[Metric]:
+    changes = {(outcome,): sessions[outcome] for outcome in ("committed", "refused", "failed")}
+    yield gauge("sessions", "Sessions that are stored.", sessions["sessions"])
+    yield gauge("session_turns", "Turns of all stored sessions.", sessions["turns"])
+    yield gauge("session_bytes", "Size of the session store.", sessions["bytes"])
+    yield gauge("session_queue", "Changes of sessions that are not durable yet.", sessions["queued"])
+    yield counter("session_commits", "Transactions of the session store.", sessions["commits"])
+    yield counter("session_changes", "Changes of sessions, by how they ended.", changes, ["outcome"])
+    yield counter("damaged_sessions", "Records of sessions that could not be read.", sessions["damaged"])

@@ -1,0 +1,118 @@
+"""What a client is told when something is wrong: one shape, OpenAI's, with a stable `code`.
+
+Knows no route. Nothing of an unexpected exception's text reaches a client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from aiohttp import web
+
+from kvstore import errors as kv
+
+NO_RETRY = {"x-should-retry": "false"}  # the OpenAI SDK would else send a 409 or a 5xx again
+
+
+class ErrorInfo(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    """The body of every answer that is not a success."""
+
+    error: ErrorInfo
+
+
+class ApiError(Exception):
+    """An answer with an error status. `headers` go with it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> ErrorBody:
+        return ErrorBody(ErrorInfo(self.message, self.type, self.param, self.code))
+
+
+def error_response(error: ApiError) -> web.Response:
+    return web.Response(
+        status=error.status,
+        body=msgspec.json.encode(error.body()),
+        content_type="application/json",
+        headers={"Server": "kvstore", **error.headers},
+    )
+
+
+def api_error(error: Exception) -> ApiError:
+    """What a client is told of an exception; anything that is not known to be its own fault is "internal error"."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, kv.RequestError):
+        return _request_error(error)
+    if isinstance(error, kv.ConfigError):  # arguments of an administrator's command
+        return ApiError(400, str(error), code="invalid_value")
+    if isinstance(error, kv.EngineClosedError):
+        return unavailable("the server is shutting down or its engine has failed", "engine_closed")
+    if isinstance(error, kv.EngineDiedError):
+        return unavailable("the engine has ended and may be started again; try again", "engine_died", 5)
+    if isinstance(error, kv.EngineOverloadedError):
+        return unavailable("the engine takes no more at the moment; try again", "server_overloaded", 1)
+    if isinstance(error, kv.DegradedError):
+        return unavailable("the disk tier cannot write at the moment: what was to be kept is not", "store_degraded")
+    if isinstance(error, kv.StoreError):
+        return unavailable("the store could not carry this out", "store_error")
+    if isinstance(error, web.HTTPException):
+        return _http_error(error)
+    return ApiError(500, "internal error", type="server_error", code="internal_error")
+
+
+def unavailable(message: str, code: str, retry_after_s: int | None = None) -> ApiError:
+    headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+    return ApiError(503, message, type="server_error", code=code, headers=headers)
+
+
+def _request_error(error: kv.RequestError) -> ApiError:
+    status, code, headers = 400, "invalid_value", None
+    if isinstance(error, kv.ContextLengthError):
+        code = "context_length_exceeded"
+    elif isinstance(error, kv.SessionBusyError):
+        status, code, headers = 409, "session_busy", NO_RETRY
+    elif isinstance(error, kv.SessionExistsError):
+        status, code, headers = 409, "session_exists", NO_RETRY
+    elif isinstance(error, kv.SessionNotFoundError):
+        status, code = 404, "session_not_found"
+    return ApiError(status, str(error), param=error.param, code=code, headers=headers)
+
+
+def _http_error(error: web.HTTPException) -> ApiError:
+    """aiohttp's own: unknown path, wrong method, body too large."""
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        message = f"{error.method} is not possible here; use {allowed}"
+        return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
+    if isinstance(error, web.HTTPNotFound):
+        return ApiError(404, "there is nothing at this path", code="not_found")
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return ApiError(413, "the body is too large", code="body_too_large")
+    if error.status >= 500:
+        return ApiError(error.status, "internal error", type="server_error", code="internal_error")
+    return ApiError(error.status, error.reason, code="bad_request")

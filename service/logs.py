@@ -1,0 +1,60 @@
+"""The server's log: one line a request, as text or as JSON, without anything that a person wrote."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+LOGGER = logging.getLogger("kvstore.service")
+
+
+class TextFormatter(logging.Formatter):
+    """`2026-01-31T12:00:00Z INFO message name=value ...`"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = getattr(record, "fields", {})
+        told = "".join(f" {name}={_word(value)}" for name, value in fields.items() if value is not None)
+        return f"{_stamp(record)} {record.levelname} {record.getMessage()}{told}{self._trace(record)}"
+
+    def _trace(self, record: logging.LogRecord) -> str:
+        return "\n" + self.formatException(record.exc_info) if record.exc_info else ""
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        found: dict[str, Any] = {"time": _stamp(record), "level": record.levelname, "message": record.getMessage()}
+        found |= {name: value for name, value in getattr(record, "fields", {}).items() if value is not None}
+        if record.exc_info:
+            found["trace"] = self.formatException(record.exc_info)
+        return json.dumps(found)
+
+
+def set_up_logging(log_format: str) -> None:
+    """Lines go to stderr from now on."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    for logger in (LOGGER, logging.getLogger("aiohttp.server")):
+        logger.handlers[:] = [handler]
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+
+
+def log(message: str, fields: Mapping[str, object], level: int = logging.INFO, error: Any = None) -> None:
+    """One line. error: an exception whose trace follows; for bugs only."""
+    LOGGER.log(level, message, exc_info=error, extra={"fields": fields})
+
+
+def _stamp(record: logging.LogRecord) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03}Z"
+
+
+def _word(value: object) -> str:
+    """As it is where it is one plain word, else as a JSON string: a line stays a line."""
+    text = f"{value:.4f}" if isinstance(value, float) else str(value)
+    return text if text.isascii() and text.isprintable() and " " not in text and '"' not in text else json.dumps(text)

@@ -1,0 +1,36 @@
+"""What a route declares: method, path, handler, who may use it, and the types of its bodies. Plain data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from aiohttp import web
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Access = Literal["public", "user", "admin"]
+PARAMETER = re.compile(r"\{(\w+)(?::((?:[^{}]|\{[^{}]*\})+))?\}")  # of a path: its name, and its pattern if it has one
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One route of the service. body, answer, status: types of the JSON and the status of a success, for the
+    description of the interface.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    access: Access
+    summary: str
+    body: type | None = None
+    answer: type | None = None
+    tag: str = ""
+    status: int = 200
+
+    @property
+    def template(self) -> str:
+        """The path with the names of its parameters alone, such as /sessions/{id}."""
+        return PARAMETER.sub(r"{\1}", self.path)

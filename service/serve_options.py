@@ -1,0 +1,159 @@
+"""Flags of `kvstore serve` beside those of the engine, and the checked values that the service's parts receive."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.errors import ConfigError
+from service.options import TTL, Option, choice, count, file, number, plain_text, size, switch
+
+LOG_FORMATS = ("text", "json")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """How the service listens, whom it lets in, and its limits. Times are in seconds.
+
+    host: not a loopback address needs a key, or allow_no_key. port: 0 takes any free one.
+    api_key: of the tenant ""; api_key_file: one `tenant:key` a line; admin_key: for /admin.
+    max_queue: requests waiting or running, of all tenants together. max_concurrent_per_key: requests of one tenant
+    that run at once, 0 for no limit; max_queue_per_key: how many more of it may wait for their turn.
+    request_timeout_s: from the request's arrival to the last byte of its answer.
+    engine_process: the engine runs in a process of its own. disk_per_key_bytes: of one tenant's KV on disk.
+    ttl_s: how long a new session lives after its last turn, where the request says nothing; None: for ever.
+    Raises ConfigError.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    api_key_file: Path | None = None
+    admin_key: str | None = None
+    allow_no_key: bool = False
+    served_model_name: str | None = None
+    max_connections: int = 1024
+    max_queue: int = 512
+    max_concurrent_per_key: int = 0
+    max_queue_per_key: int = 0
+    request_timeout_s: float = 600.0
+    queue_timeout_s: float = 60.0
+    max_body_bytes: int = 32 * 2**20
+    body_timeout_s: float = 30.0
+    header_timeout_s: float = 10.0
+    write_timeout_s: float = 30.0
+    keep_alive_s: float = 75.0
+    shutdown_timeout_s: float = 5.0
+    log_format: str = "text"
+    engine_process: bool = True
+    disk_per_key_bytes: int | None = None
+    ttl_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.host or any(c.isspace() for c in self.host):
+            raise ConfigError(f"--host is {self.host!r}; give an address or a name, such as 127.0.0.1 or 0.0.0.0")
+        if not 0 <= self.port < 2**16:
+            raise ConfigError(f"--port is {self.port}; give 0 to 65535")
+        for key, flag in ((self.api_key, "--api-key"), (self.admin_key, "--admin-key")):
+            if key is not None:
+                check_key(key, flag)
+        keys = (self.api_key, self.api_key_file, self.admin_key)
+        if not self.is_loopback and not self.allow_no_key and all(key is None for key in keys):
+            raise ConfigError(
+                f"--host is {self.host}, which others can reach, and there is no key; give --api-key or "
+                "--api-key-file, or --allow-no-key when everybody may use it"
+            )
+
+    @property
+    def is_loopback(self) -> bool:
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+def check_key(key: str, where: str) -> None:
+    """Raises ConfigError unless it can stand in a header. The message does not repeat the key."""
+    if not 8 <= len(key) <= 512 or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"{where}: a key has 8 to 512 printable ASCII characters without spaces")
+
+
+def port_number(name: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 5 or int(text) >= 2**16:
+        raise ConfigError(f"{name} is {text!r}; give 0 to 65535")
+    return int(text)
+
+
+def count_or_none(name: str, text: str) -> int:
+    return 0 if text == "0" else count(name, text)
+
+
+def seconds(name: str, text: str) -> float:
+    value = number(name, text.removesuffix("s"))
+    if not 0 < value <= 86400:
+        raise ConfigError(f"{name} is {text!r}; give seconds above 0, to 86400")
+    return value
+
+
+def body_size(name: str, text: str) -> int:
+    value = size(name, text)
+    if not 1024 <= value <= 2**30:
+        raise ConfigError(f"{name} is {text!r}; give 1KiB to 1GiB")
+    return value
+
+
+SERVE_OPTIONS = (
+    Option("--host", plain_text, "127.0.0.1", "address to listen on (default: 127.0.0.1)"),
+    Option("--port", port_number, 8000, "port to listen on (default: 8000)"),
+    Option(
+        "--api-key",
+        plain_text,
+        None,
+        "key that requests must bring (tenant: none); in the list of processes, unlike KVSTORE_API_KEY",
+        secret=True,
+    ),
+    Option("--api-key-file", file, None, "file with one tenant:key a line; not readable by others"),
+    Option(
+        "--admin-key", plain_text, None, "key of the routes below /admin; without one they are closed", secret=True
+    ),
+    Option("--allow-no-key", switch, False, "listen on a public address without any key", switch=True),
+    Option("--served-model-name", plain_text, None, "name of the model in answers (default: the model's)"),
+    TTL,
+    Option("--max-connections", count, 1024, "open connections (default: 1024)"),
+    Option("--max-queue", count, 512, "requests waiting or running before the next gets 503 (default: 512)"),
+    Option("--max-concurrent-per-key", count_or_none, 0, "requests of one tenant at once; 0: no limit (default: 0)"),
+    Option("--max-queue-per-key", count_or_none, 0, "requests of one tenant that wait beyond those (default: 0)"),
+    Option("--disk-per-key", size, None, "size of one tenant's KV on disk at most (default: no limit but --disk)"),
+    Option(
+        "--engine-process",
+        choice("on", "off"),
+        "on",
+        "on runs the engine in a process of its own, beside the one that answers (default: on)",
+    ),
+    Option("--request-timeout", seconds, 600.0, "seconds a request may take in all (default: 600)"),
+    Option("--queue-timeout", seconds, 60.0, "seconds a request may wait for its tenant's turn (default: 60)"),
+    Option("--max-body", body_size, 32 * 2**20, "size of a request's body (default: 32MiB)"),
+    Option("--body-timeout", seconds, 30.0, "seconds a request's body may take to arrive (default: 30)"),
+    Option("--shutdown-timeout", seconds, 5.0, "seconds running requests get when the server ends (default: 5)"),
+    Option("--log-format", choice(*LOG_FORMATS), "text", "text or json, one line a request (default: text)"),
+)
+_FIELDS = {
+    "disk_per_key": "disk_per_key_bytes",
+    "ttl": "ttl_s",
+    "request_timeout": "request_timeout_s",
+    "queue_timeout": "queue_timeout_s",
+    "max_body": "max_body_bytes",
+    "body_timeout": "body_timeout_s",
+    "shutdown_timeout": "shutdown_timeout_s",
+}
+
+
+def serve_options(values: Mapping[str, object]) -> ServeOptions:
+    """From the values of SERVE_OPTIONS, by their keys; other keys are left alone. Raises ConfigError."""
+    found = {_FIELDS.get(option.key, option.key): values[option.key] for option in SERVE_OPTIONS}
+    found["engine_process"] = found["engine_process"] == "on"
+    return ServeOptions(**found)  # type: ignore[arg-type]

@@ -1,0 +1,257 @@
+"""`kvstore serve`: opens the port, loads the model beside it, serves, and ends in order. Owns the process' signals."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from kvstore.config import format_size
+from kvstore.errors import KVStoreError
+from service.access import Access
+from service.app import ROUTES, make_app
+from service.connection import SEND_BUFFER_BYTES, Connection, Connections
+from service.context import Context
+from service.errors import unavailable
+from service.limits import Limits
+from service.logs import log, set_up_logging
+from service.metrics import Metrics
+from service.routes import Route
+from service.serve_options import ServeOptions
+
+OpenEngine = Callable[[], Any]
+LAST_WORDS_S = 2.0  # for error events and closing, once the time of running requests is over
+POLL_S = 0.02
+
+
+def run_serve(
+    model: str | None,
+    engine_arguments: Mapping[str, Any],
+    options: ServeOptions,
+    engine_factory: Callable[..., Any] | None = None,
+) -> int:
+    """Serve until a signal comes: 0 after SIGTERM, 130 after SIGINT.
+
+    Raises ConfigError before anything is opened, and KVStoreError when the port or the model cannot be.
+    """
+    server = Server(options)
+    set_up_logging(options.log_format)
+    warnings.showwarning = _log_warning
+    return asyncio.run(_serve(server, lambda: open_engine(model, engine_arguments, options, engine_factory)))
+
+
+def _log_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    log(" ".join(str(message).split()), {}, logging.WARNING)
+
+
+def open_engine(
+    model: str | None,
+    engine_arguments: Mapping[str, Any],
+    options: ServeOptions,
+    engine_factory: Callable[..., Any] | None = None,
+) -> Any:
+    """The engine that the service drives, in this process or in one of its own."""
+    if engine_factory is None:
+        engine_factory = _remote_engine() if options.engine_process else _local_engine()
+    engine = engine_factory(model, **engine_arguments)
+    if options.disk_per_key_bytes is not None:
+        engine.connector.set_tenant_limit(None, options.disk_per_key_bytes)
+    return engine
+
+
+def _local_engine() -> Callable[..., Any]:
+    """Waits for a predecessor that is about to end, as the engine's own process does by itself."""
+    from engine import Engine  # loads torch, hence here
+    from engine.lifetime import open_waiting_for_lock
+
+    return lambda *given, **named: open_waiting_for_lock(lambda: Engine(*given, **named))
+
+
+def _remote_engine() -> Callable[..., Any]:
+    from engine.remote import RemoteEngine
+
+    return RemoteEngine
+
+
+async def _serve(server: Server, open_engine: OpenEngine) -> int:
+    ended = _signals()
+    await server.listen()
+    log("loading the model", {"address": server.address})
+    loading: asyncio.Future[Any] = asyncio.ensure_future(server.load(open_engine))
+    await asyncio.wait([loading, ended], return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():  # a model that is being loaded cannot be interrupted, and nothing was promised yet
+        _exit_now(_code(ended.result()))
+    try:
+        await loading
+        log("ready", server.description())
+        number = await ended
+        log("stopping", {"running": server.context.limits.num_admitted})
+    finally:
+        await server.close()
+    return _code(number)
+
+
+def _code(number: int) -> int:
+    """To be told to end is no failure."""
+    return 0 if number == signal.SIGTERM else 128 + number
+
+
+def _signals() -> asyncio.Future[int]:
+    """Done with the number of the first signal; the second one ends the process where it stands."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+
+    def received(number: int) -> None:
+        if ended.done():
+            _exit_now(128 + number)
+        ended.set_result(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, received, number)
+    return ended
+
+
+def _exit_now(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class Server:
+    """One listening service. `listen`, then `load`, then `close`, all in one event loop.
+
+    Raises ConfigError for options that cannot be used.
+    """
+
+    def __init__(self, options: ServeOptions, routes: Sequence[Route] = ROUTES) -> None:
+        self.options = options
+        self._routes = routes
+        self.context = Context(options, Access(options), Limits(options), Metrics(), int(time.time()))
+        self.connections = Connections(options)
+        self._runner: web.AppRunner | None = None
+        self._socket: asyncio.Server | None = None
+
+    async def listen(self) -> None:
+        """The port answers from now on: /health and /ready with 503. Raises KVStoreError when it cannot be opened."""
+        loop = asyncio.get_running_loop()
+        runner = web.AppRunner(
+            make_app(self.context, self._routes), handle_signals=False, access_log=None, handler_cancellation=True,
+            shutdown_timeout=LAST_WORDS_S,
+        )  # fmt: skip
+        await runner.setup()
+        self._runner = runner
+        try:
+            self._socket = await loop.create_server(
+                lambda: Connection(runner.server, self.connections, loop), self.options.host, self.options.port
+            )
+        except OSError as error:
+            await runner.cleanup()
+            raise KVStoreError(self._why_not(error)) from error
+        for one in self._socket.sockets:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
+
+    def _why_not(self, error: OSError) -> str:
+        host, port = self.options.host, self.options.port
+        if error.errno == errno.EADDRINUSE:
+            return f"port {port} on {host} is in use by another program; give another --port"
+        if isinstance(error, socket.gaierror):
+            return f"--host {host} is no address of this machine"
+        return f"port {port} on {host} cannot be opened: {os.strerror(error.errno or 0)}"
+
+    async def load(self, open_engine: OpenEngine) -> None:
+        """Load the model in a thread; requests are served once this returns."""
+        from engine.async_engine import AsyncEngine
+        from engine.recall import Recall
+
+        engine = await in_thread(open_engine)
+        self.context.open(AsyncEngine(engine), Recall(engine))
+
+    @property
+    def port(self) -> int:
+        assert self._socket is not None
+        return self._socket.sockets[0].getsockname()[1]
+
+    @property
+    def address(self) -> str:
+        host = self.options.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    def description(self) -> dict[str, object]:
+        """What a person wants to know when it is ready."""
+        engine = self.context.engine.engine
+        return {
+            "address": self.address,
+            "model": self.context.model_name,
+            "window": engine.max_model_len,
+            "tiers": describe_tiers(engine.stats()),
+            "keys": "required" if self.context.access.needs_key else "none",
+        }
+
+    async def close(self) -> None:
+        """Let running requests end, for a while; then end them, the connections and the engine."""
+        has_engine = self.context.state != "starting"
+        self.context.state = "stopping"
+        limits = self.context.limits
+        await _until(lambda: limits.num_open == 0, self.options.shutdown_timeout_s)
+        limits.end_all(unavailable("the server is shutting down", "stopping"))
+        if self._socket is not None:
+            self._socket.close()
+        await _until(lambda: limits.num_open == 0, LAST_WORDS_S)
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if has_engine:
+            await self.context.engine.close()
+
+
+def describe_tiers(stats: Mapping[str, Any]) -> str:
+    """Such as "hbm 512.0 MiB, cpu 1.0 GiB, disk 8.0 GiB"."""
+    sizes = {tier: stats[tier]["blocks"] * stats[tier]["block_bytes"] for tier in ("hbm", "cpu") if stats.get(tier)}
+    if stats.get("disk"):
+        sizes["disk"] = stats["disk"]["capacity_bytes"]
+    return ", ".join(f"{tier} {format_size(size)}" for tier, size in sizes.items() if size)
+
+
+async def _until(is_so: Callable[[], bool], timeout_s: float) -> None:
+    """Returns when it is so, or when the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while not is_so() and time.monotonic() < deadline:
+        await asyncio.sleep(POLL_S)
+
+
+async def in_thread(function: Callable[[], Any]) -> Any:
+    """In a thread that does not keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def tell(result: Any, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(result)
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        try:
+            result, error = function(), None
+        except BaseException as caught:
+            result, error = None, caught
+        try:
+            loop.call_soon_threadsafe(tell, result, error)
+        except RuntimeError:  # the loop was closed meanwhile
+            if error is None:
+                result.close()
+
+    threading.Thread(target=run, name="kvstore-loading", daemon=True).start()
+    return await done

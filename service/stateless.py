@@ -1,0 +1,77 @@
+"""An answer to a whole history that belongs to no session, in the shape of a turn. Knows no route."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from engine.chat_template import Message
+from service.context import Context
+from service.errors import unavailable
+from service.turns import TurnRequest, TurnResult
+
+if TYPE_CHECKING:
+    from engine.async_engine import Answer
+    from engine.window import NextTurn
+
+ID_BYTES = 16
+
+
+class StatelessTurn:
+    """As `LiveTurn`, but nothing is stored: it has no number, and its session's id names nothing."""
+
+    number = None
+
+    def __init__(
+        self, context: Context, wanted: TurnRequest, messages: list[Message], turn: NextTurn, answer: Answer
+    ) -> None:
+        self.session_id = secrets.token_hex(ID_BYTES)
+        self.gaps_s: list[float] = []
+        self._context = context
+        self._wanted = wanted
+        self._messages = messages
+        self._turn = turn
+        self._answer = answer
+        self._last_s: float | None = None
+
+    def __aiter__(self) -> StatelessTurn:
+        return self
+
+    async def __anext__(self) -> str:
+        piece = await anext(self._answer)
+        now_s = time.perf_counter()
+        if self._last_s is not None:
+            self.gaps_s.append(now_s - self._last_s)
+        self._last_s = now_s
+        return piece.text
+
+    async def finish(self) -> TurnResult:
+        output = self._answer.output
+        if output.finish_reason in (None, "abort"):
+            raise unavailable("the request was ended by the server", "aborted", 1)
+        await self._context.engine.call(
+            self._context.recall.note, self._wanted.tenant, "", self._messages, output, self._turn.chain,
+            self._answer.lineage, self._turn.turn_starts,
+        )  # fmt: skip
+        return TurnResult(
+            self.session_id, None, output.text, output.finish_reason or "", output.usage, output.timings, 0, time.time()
+        )
+
+
+@asynccontextmanager
+async def open_stateless(
+    context: Context, wanted: TurnRequest, messages: list[Message]
+) -> AsyncIterator[StatelessTurn]:
+    """Begin it. Raises ApiError 429 or 503 where there is no room, and RequestError."""
+    engine, params = context.engine, wanted.params
+    async with context.limits.admit(wanted.tenant):
+        turn = await engine.call(context.recall.next_turn, wanted.tenant, "", messages, params, "exact")
+        async with await engine.start(turn.prompt, params, wanted.tenant) as answer:
+            live = StatelessTurn(context, wanted, messages, turn, answer)
+            try:
+                yield live
+            finally:
+                context.metrics.answer_ended(answer.output, wanted.route, live.gaps_s)

@@ -1,0 +1,89 @@
+// Where a prompt's tokens came from: the bar, its numbers, its legend. Knows usage and timings of a turn.
+
+import { count, duration, el, percent, plural } from "./dom.js";
+
+export const SOURCES = [
+  { name: "hbm", label: "HBM", phrase: "from HBM", help: "still in the engine's own memory" },
+  { name: "cpu", label: "CPU", phrase: "from CPU memory", help: "loaded from CPU memory" },
+  { name: "disk", label: "Disk", phrase: "from disk", help: "loaded from disk" },
+  { name: "reencoded", label: "Re-encoded", phrase: "re-encoded", help: "kept by a truncation, at a new position" },
+  { name: "computed", label: "Computed", phrase: "computed", help: "not stored anywhere: the model worked them out" },
+];
+
+// {source: tokens}; what no tier held was computed.
+export function tokensBySource(usage) {
+  const prompt = usage?.prompt_tokens_details ?? {};
+  const cached = prompt.cached_tokens ?? 0;
+  const details = prompt.cached_tokens_details ?? {};
+  const tokens = Object.fromEntries(SOURCES.map(({ name }) => [name, details[name] ?? 0]));
+  tokens.computed = Math.max(0, (usage?.prompt_tokens ?? 0) - cached);
+  return tokens;
+}
+
+export function bar(tokens, label) {
+  const parts = SOURCES.filter(({ name }) => tokens[name] > 0).map(({ name }) => {
+    const part = el("span", { class: `part ${name}` });
+    part.style.flexGrow = tokens[name];
+    return part;
+  });
+  return el("div", { class: "bar", role: "img", "aria-label": label }, ...parts);
+}
+
+export function counts(tokens) {
+  const used = SOURCES.filter(({ name }) => tokens[name] > 0);
+  return el("ul", { class: "counts" }, ...used.map(({ name, label }) => numberOf(name, label, count(tokens[name]))));
+}
+
+// A line of such a list: the colour of `name`, its label, its number.
+export function numberOf(name, label, number) {
+  return el("li", { class: name }, el("span", { class: "swatch" }), el("span", { class: "label" }, label),
+    el("span", { class: "number" }, number));
+}
+
+export function inWords(tokens) {
+  const all = SOURCES.reduce((sum, { name }) => sum + tokens[name], 0);
+  const parts = SOURCES.map(({ name, phrase }) => `${count(tokens[name])} ${phrase}`);
+  return `${plural(all, "prompt token")}: ${parts.join(", ")}`;
+}
+
+export function legend() {
+  return SOURCES.map(({ name, label, help }) =>
+    el("li", { class: name, title: `${label}: ${help}` }, el("span", { class: "swatch" }), label));
+}
+
+// Tokens a second after the first one, or null where there are too few to tell.
+export function decodeRate(usage, timings) {
+  const tokens = (usage?.completion_tokens ?? 0) - 1;
+  return tokens > 0 && timings?.decode_s > 0 ? tokens / timings.decode_s : null;
+}
+
+// What one turn cost. turn: {usage, timings}, from a stored turn or a stream's last event.
+export function meter(turn) {
+  const tokens = tokensBySource(turn.usage);
+  const prompt = turn.usage?.prompt_tokens ?? 0;
+  const cached = prompt - tokens.computed;
+  const ttft = turn.timings?.ttft_s;
+  const words = `${inWords(tokens)}.${ttft == null ? "" : ` First token after ${duration(ttft)}.`}`;
+  return el("figure", { class: "meter" },
+    el("div", { class: "headline" },
+      el("span", {}, el("b", {}, percent(cached, prompt)), " cached"),
+      ttft != null && el("span", { title: "Time to first token" }, el("b", {}, duration(ttft)), " TTFT")),
+    bar(tokens, words),
+    counts(tokens),
+    timings(turn));
+}
+
+function timings({ usage, timings: times }) {
+  const rate = decodeRate(usage, times);
+  const rows = [
+    ["Prompt", plural(usage?.prompt_tokens ?? 0, "token")],
+    ["Answer", plural(usage?.completion_tokens ?? 0, "token")],
+    ["In queue", duration(times?.queue_s)],
+    ["Loading", duration(times?.load_s)],
+    ["Prefill", duration(times?.prefill_s)],
+    ["Decoding", duration(times?.decode_s)],
+    ["Speed", rate == null ? "–" : `${rate < 10 ? rate.toFixed(1) : count(rate)} tokens/s`],
+  ];
+  return el("details", {}, el("summary", {}, "Details"),
+    el("dl", {}, ...rows.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])));
+}

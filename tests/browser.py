@@ -1,0 +1,62 @@
+"""A headless Chromium that is installed already, and pages in it that note every error. Downloads nothing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+ARGUMENTS = (
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+DESKTOP, PHONE = (1280, 800), (360, 740)
+TIMEOUT_MS = 20_000
+
+
+class Tabs:
+    """Pages of one browser. `errors`: what their consoles said and what no script caught, since the last `clear`."""
+
+    def __init__(self, browser: Any) -> None:
+        self._browser = browser
+        self.errors: list[str] = []
+        self._contexts: list[Any] = []
+
+    def open(self, url: str, size: tuple[int, int] = DESKTOP, dark: bool = False) -> Any:
+        """A page of a person of its own: nothing is shared with the other pages."""
+        shown = {"width": size[0], "height": size[1]}
+        context = self._browser.new_context(viewport=shown, color_scheme="dark" if dark else "light")
+        self._contexts.append(context)
+        context.set_default_timeout(TIMEOUT_MS)
+        page = context.new_page()
+        page.on("console", lambda message: self._note(message.type, message.text))
+        page.on("pageerror", lambda error: self._note("error", str(error)))
+        page.goto(url)
+        return page
+
+    def _note(self, kind: str, text: str) -> None:
+        if kind in ("error", "warning"):
+            self.errors.append(text)
+
+    def close(self) -> None:
+        for context in self._contexts:
+            context.close()
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """The browser. Skips the test where none is installed."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install -e '.[dev]')")
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        pytest.skip(f"needs one of {', '.join(NAMES)} on the PATH")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=list(ARGUMENTS))
+        try:
+            yield browser
+        finally:
+            browser.close()
