@@ -328,5 +328,6 @@ async def _unbroken(awaitable: Coroutine[Any, Any, T]) -> T:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
+        task.exception()  # seen: nobody else will look
         raise cancelled
     return task.result()

@@ -27,6 +27,8 @@ from kvstore.session_store import SessionHead, SessionKey, SessionState, TurnRec
 if TYPE_CHECKING:
     from engine.engine import Engine
 
+MAX_HISTORY_CHARS = 2**21  # that a first turn brings, whatever is then left of it
+
 
 def lineage_of(state: SessionState, root: BlockId) -> Lineage:
     """What the chain of a stored session is built on."""
@@ -165,7 +167,9 @@ class ChatSession:
             raise RequestError("detokenize is False; a turn is kept as text", param="detokenize")
         for message in messages:
             check_text(message["content"], "message")
-            check_length(len(message["content"]), self._engine.tokenizer, self._engine.max_request_tokens)
+            check_length([message["content"]], self._engine.tokenizer, self._engine.max_request_tokens)
+        if sum(len(message["content"]) for message in messages) > MAX_HISTORY_CHARS:
+            raise RequestError(f"messages have more than {MAX_HISTORY_CHARS} characters", param="messages")
         said = [dict(message) for message in messages]
         history = said[1:] if said and said[0]["role"] == "system" else said
         expected = ["user", "assistant"] * (len(history) // 2) + ["user"]

@@ -31,7 +31,7 @@ def open_chat(
     if template is None:
         raise RequestError(f"{engine.model_name} has no chat template; use generate", param="messages")
     if system is not None:
-        check_length(len(system), engine.tokenizer, engine.max_request_tokens)
+        check_length([system], engine.tokenizer, engine.max_request_tokens)
     check_truncation(
         "auto" if truncation is None else truncation, "reencode" if truncation_reuse is None else truncation_reuse
     )

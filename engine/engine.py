@@ -30,7 +30,7 @@ from engine.model_runner import ModelRunner, StepResult, StepTimes
 from engine.output_processor import Handle, OutputProcessor, Totals
 from engine.outputs import Piece, RequestOutput
 from engine.probe import intercept
-from engine.prompts import check_fits, check_ids, check_owner, check_params
+from engine.prompts import check_fits, check_ids, check_ids_of, check_owner, check_params
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler, SchedulerOutput
@@ -232,6 +232,7 @@ class Engine:
         check_owner(tenant, cache_salt, priority)
         check_params(params)
         check_ids(token_ids, self.vocab_size)
+        check_ids_of(params, self.vocab_size)
         longest = self.max_output_tokens(token_ids, params)
         with self.lock:
             self.check_open()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 from engine.sampling_params import SamplingParams
 from kvstore.errors import ContextLengthError, RequestError
 
+USUAL_CHARS = 8  # of a token: a text that is shorter is tokenized without another look
+PART_CHARS = 2**17
+SEAM_TOKENS = 64  # that a part may have more than where it is not cut off
 _SURROGATE = re.compile("[\ud800-\udfff]")  # in a str of its own: half a pair
 SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
@@ -59,15 +62,34 @@ def _longest_token(tokenizer: Any) -> int:
     return max(map(len, tokenizer.get_vocab()), default=1)
 
 
-def check_length(num_chars: int, tokenizer: Any, limit: int) -> None:
-    """Before any work: raises ContextLengthError for a text that has more than `limit` tokens however it is cut."""
+def check_length(texts: Sequence[str], tokenizer: Any, limit: int) -> None:
+    """Raises ContextLengthError for texts that have far more than `limit` tokens, without making all of these.
+
+    What is not certain passes.
+    """
+    num_chars = sum(map(len, texts))
+    if num_chars <= USUAL_CHARS * limit:
+        return
     least = num_chars // max(1, _longest_token(tokenizer))
+    if least <= limit:
+        least = 0
+        for part in _parts(texts):
+            ids = tokenizer.backend_tokenizer.encode_batch_fast([part], add_special_tokens=False)[0].ids
+            least += max(0, len(ids) - SEAM_TOKENS)
+            if least > limit:
+                break
     if least > limit:
         raise ContextLengthError(
             f"the text has {num_chars} characters, at least {least} tokens, but the context window has {limit}",
             least,
             limit,
         )
+
+
+def _parts(texts: Sequence[str]) -> Iterator[str]:
+    for text in texts:
+        for start in range(0, len(text), PART_CHARS):
+            yield text[start : start + PART_CHARS]
 
 
 def check_owner(tenant: object, cache_salt: object, priority: object) -> None:
@@ -92,7 +114,7 @@ def prompt_ids(
             raise RequestError("this model has no tokenizer; give prompts as token ids", param="prompt")
         check_text(prompt, "prompt")
         if limit is not None:
-            check_length(len(prompt), tokenizer, limit)
+            check_length([prompt], tokenizer, limit)
         token_ids = list(tokenizer(prompt)["input_ids"])
     elif not isinstance(prompt, Iterable):
         raise RequestError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}", param="prompt")
@@ -108,6 +130,13 @@ def check_ids(token_ids: Sequence[int], vocab_size: int) -> None:
         raise RequestError("the prompt is empty; give at least one token", param="prompt")
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         raise RequestError(f"a prompt's token ids must be whole numbers from 0 to {vocab_size - 1}", param="prompt")
+
+
+def check_ids_of(params: SamplingParams, vocab_size: int) -> None:
+    """Raises RequestError where the parameters name token ids that the model does not have."""
+    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        if ids and max(ids) >= vocab_size:
+            raise RequestError(f"{name} names token {max(ids)}; token ids go from 0 to {vocab_size - 1}", param=name)
 
 
 def _is_integer(value: object) -> bool:

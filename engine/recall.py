@@ -81,8 +81,8 @@ class Recall:
             raise RequestError(f"{self._engine.model_name} has no chat template; use completions", param="messages")
         if not messages:
             raise RequestError("messages is empty; give at least one", param="messages")
-        num_chars = sum(len(message["content"]) for message in messages)
-        check_length(num_chars, self._engine.tokenizer, self._engine.max_request_tokens)
+        texts = [message["content"] for message in messages]
+        check_length(texts, self._engine.tokenizer, self._engine.max_request_tokens)
         keys = Keys(self._engine.root(tenant), cache_salt)
         digests = keys.of(messages)
         answered = [index for index, message in enumerate(messages) if message["role"] == "assistant"]

@@ -22,7 +22,7 @@ from engine.config import EngineConfig
 from engine.loading import load_tokenizer
 from engine.output_processor import Handle
 from engine.outputs import Piece, RequestOutput
-from engine.prompts import check_fits, check_ids, check_owner, check_params, check_session_id
+from engine.prompts import check_fits, check_ids, check_ids_of, check_owner, check_params, check_session_id
 from engine.remote_link import STEP_POLL_S, Link, State, close_dropped
 from engine.remote_parts import NoPool, RemoteAnswers, RemoteConnector, RemoteSessions
 from engine.sampling_params import SamplingParams
@@ -203,6 +203,7 @@ class RemoteEngine:
         check_owner(tenant, cache_salt, priority)
         check_params(params)
         check_ids(token_ids, self.vocab_size)
+        check_ids_of(params, self.vocab_size)
         self.max_output_tokens(token_ids, params)
         request_id = f"request-{next(self._counter)}"
         tenant_bytes, salt = owner_to_wire(tenant), owner_to_wire(cache_salt)

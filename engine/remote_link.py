@@ -5,9 +5,9 @@ A thread starts the process and waits for its end. Knows no text beyond `RemoteO
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
-import sys
 import threading
 import time
 import weakref
@@ -29,6 +29,7 @@ State = Literal["starting", "running", "restarting", "failed", "closed"]
 RESTART_WINDOW_S = 600.0  # a second death within this time after the first is the last
 POLL_S = 1.0
 STEP_POLL_S = 0.1
+LOGGER = logging.getLogger("kvstore.engine")
 WATCH = "kvstore-core-watch"
 
 
@@ -106,6 +107,7 @@ class Link:
         with self.changed:
             if not self._over:
                 self._lose(how)
+        self.wake()  # whoever waits for updates hands out these ends instead
         life.retire()
         self.wake()
         return self.state == "restarting"
@@ -117,7 +119,7 @@ class Link:
         self._died_s, self._why, self._life = now, how, None
         self.state = "restarting" if is_first else "failed"
         following = "it is started again" if is_first else "it is not started again"
-        print(f"kvstore: the engine's process ended ({how}); {following}", file=sys.stderr, flush=True)
+        LOGGER.error("the engine's process ended (%s); %s", how, following)
         self.undelivered += self.outputs.end_all(EngineDiedError(f"the engine's process ended ({how})"))
         self.chats.clear()
         self.roots.clear()
@@ -129,7 +131,7 @@ class Link:
                 return
             self.state, self._why = "failed", why
             self.changed.notify_all()
-        print(f"kvstore: the engine could not be started again: {why}", file=sys.stderr, flush=True)
+        LOGGER.error("the engine could not be started again: %s", why)
         self.wake()
 
     def close(self) -> None:

@@ -234,7 +234,7 @@ class AnswerStore:
     ) -> int | None:
         try:
             return tables.write(answers, forgotten)
-        except ERRORS:
+        except Exception:  # whatever it is: without this thread, those in `flush` would wait for ever
             with self._changed:
                 self._counts.failed += 1
             return None

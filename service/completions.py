@@ -14,6 +14,7 @@ from aiohttp import web
 
 from engine.outputs import Piece, TokenLogprob
 from engine.sampling_params import SamplingParams
+from kvstore.errors import ContextLengthError
 from service.context import Context, context_of, tenant_of
 from service.edge import check_model, json_response
 from service.generation import Stopwatch, check_ended, fingerprint, token_text
@@ -47,9 +48,13 @@ class Exchange:
         """All prompts are queued, or none: leaving the stack ends what runs."""
         answers = []
         for prompt in self.prompts:
-            answer = await self.context.engine.start(
-                prompt, self.params, self.tenant, self.body.cache_salt or "", self.body.priority or 0
-            )
+            try:
+                answer = await self.context.engine.start(
+                    prompt, self.params, self.tenant, self.body.cache_salt or "", self.body.priority or 0
+                )
+            except ContextLengthError as error:
+                error.param = "prompt"
+                raise
             answers.append(await stack.enter_async_context(answer))
         return answers
 

@@ -39,6 +39,7 @@ class Context:
     recall: Recall = field(init=False)
     known_stats: dict[str, Any] = field(default_factory=dict)  # the last that the engine told
     asking: asyncio.Task[None] | None = None  # the question to it that is still open
+    asked_s: float = 0.0  # when that was put, on the monotonic clock
     failing_until_s: float = 0.0  # monotonic: sessions could not be stored a moment ago
 
     def open(self, engine: AsyncEngine, recall: Recall) -> None:

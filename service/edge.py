@@ -18,6 +18,7 @@ from service.schema import Messages, TokenId, messages_of, read_body
 
 MAX_TOKENIZED_CHARS = 2**20
 STATS_WAIT_S = 0.5
+STUCK_S = 10.0  # longer than any step, unless the device is far too small for its model
 FAILING_S = 60.0
 
 
@@ -46,6 +47,8 @@ async def health(request: web.Request) -> web.Response:
     if getattr(context.engine.engine, "state", "running") == "restarting":  # the engine's own process has ended
         return json_response(Health("degraded", ["engine_restarting"]))
     reasons = health_reasons(await recent_stats(context), time.monotonic() < context.failing_until_s)
+    if context.asking is not None and not context.asking.done() and time.monotonic() > context.asked_s + STUCK_S:
+        reasons.append("engine_not_answering")
     return json_response(Health("degraded" if reasons else "ok", reasons))
 
 
@@ -58,7 +61,7 @@ async def ready(request: web.Request) -> web.Response:
 async def recent_stats(context: Context) -> dict[str, Any]:
     """The engine's counters; those of an earlier question where a long step keeps it from answering now."""
     if context.asking is None or context.asking.done():
-        context.asking = asyncio.create_task(_ask(context))
+        context.asking, context.asked_s = asyncio.create_task(_ask(context)), time.monotonic()
     await asyncio.wait({context.asking}, timeout=STATS_WAIT_S)
     return context.known_stats
 

@@ -53,6 +53,8 @@ def engine_families(stats: Stats) -> Iterator[Metric]:
     yield gauge("engine_up", "1 when the engine answers, 0 when it is gone or begins again.", float(bool(stats)))
     if not stats:
         return
+    restarts = stats.get("process", {}).get("restarts", 0)
+    yield counter("engine_restarts", "How often the engine's own process was started again.", restarts)
     yield gauge("engine_info", "The model that is served.", {(stats["model"],): 1.0}, ["model"])
     yield from _loop(stats)
     yield from _hits(stats["tokens"])
@@ -127,7 +129,8 @@ def _capacity(stats: Stats) -> Iterator[Metric]:
     if disk:
         evicted[("disk", "room")] = stats["store"]["disk_evictions"]
         evicted[("disk", "removed")] = stats["store"]["disk_removals"]
-    text = "Blocks given up: to make room, or removed since they were deleted, damaged, or gone from the tier below."
+        evicted[("disk", "limit")] = disk["limit_evictions"]
+    text = "Blocks given up: for room, for a tenant's limit, or since they were deleted, damaged or gone from below."
     yield counter("tier_evicted_blocks", text, evicted, ["tier", "reason"])
 
 

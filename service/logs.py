@@ -39,7 +39,7 @@ def set_up_logging(log_format: str) -> None:
     """Lines go to stderr from now on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
-    for logger in (LOGGER, logging.getLogger("aiohttp.server")):
+    for logger in (LOGGER, logging.getLogger("kvstore.engine"), logging.getLogger("aiohttp.server")):
         logger.handlers[:] = [handler]
         logger.setLevel(logging.INFO)
         logger.propagate = False

@@ -254,6 +254,7 @@ async def _ended(task: asyncio.Future[Any], running: Running) -> None:
         except asyncio.CancelledError as error:
             running.leaving, cancelled = True, error
     if cancelled is not None:
+        task.exception()  # seen: nobody else will look
         raise cancelled
 
 

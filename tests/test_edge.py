@@ -88,6 +88,14 @@ def test_health_does_not_wait_for_a_long_step(server):
         thread.join()
 
 
+def test_an_engine_that_does_not_answer_is_told(server, monkeypatch):
+    monkeypatch.setattr("service.edge.STUCK_S", 0.0)
+    with server.engine.lock:
+        assert server.get("/health").json() == {"status": "degraded", "reasons": ["engine_not_answering"]}
+    server.wait_until(lambda: server.context.asking.done())
+    assert server.get("/health").json()["status"] == "ok"
+
+
 def test_numbers_that_cannot_be_had_are_told(server, monkeypatch):
     def fails():
         raise OSError("gone")

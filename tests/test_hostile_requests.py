@@ -92,6 +92,12 @@ def test_an_image_has_a_code_of_its_own(server):
     assert reply.error["code"] == "unsupported_content"
 
 
+@pytest.mark.parametrize(("field", "value"), [("logit_bias", {"1000000": 1}), ("stop_token_ids", [1000000])])
+def test_tokens_that_the_model_does_not_have_are_refused(server, field, value):
+    reply = server.post(CHAT, body(**{field: value}))
+    assert (reply.status, reply.error["param"]) == (400, field)
+
+
 def test_half_a_surrogate_pair_is_no_text(server):
     raw = b'{"messages": [{"role": "user", "content": "\\ud800"}], "max_tokens": 1}'
     reply = server.request("POST", CHAT, raw, {"Content-Type": "application/json"})
@@ -118,7 +124,9 @@ def test_a_prompt_as_long_as_the_window_and_one_token_less(server, spare, status
     ids = [7] * (1024 - spare)
     reply = server.post(COMPLETIONS, {"prompt": ids, "max_tokens": 1})
     assert reply.status == status, reply.body
-    if status == 200:
+    if status == 400:
+        assert (reply.error["code"], reply.error["param"]) == ("context_length_exceeded", "prompt")
+    else:
         assert reply.json()["choices"][0]["finish_reason"] == "length"
         assert reply.json()["usage"]["completion_tokens"] == 1
 

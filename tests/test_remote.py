@@ -84,7 +84,7 @@ PARAMETERS = {
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_answers_are_those_of_an_engine_in_this_process(engine, here, name):
     params = SamplingParams(max_tokens=12, **PARAMETERS[name])
-    prompts = [PROMPT[:n] for n in (5, 20, 37)]
+    prompts = [PROMPT[:n][::-1] for n in (5, 20, 37)]  # no hits: they would hang on who comes first
     salt = f"salt of {name}"
     for there, known in zip(
         engine.generate(prompts, params, "anna", salt), here.generate(prompts, params, "anna", salt), strict=True
