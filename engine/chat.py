@@ -244,6 +244,9 @@ class ChatSession:
     def _end(self, turn: Turn, keep: bool) -> TurnRecord | None:
         handle = turn.handle
         self._engine.abort(handle)
+        if handle.output.finish_reason == "abort":
+            with self._ending:  # a deletion that has ended it marks the session before it lets go of this
+                pass
         lineage = handle.lineage or turn.next.lineage
         unused: Sequence[BlockId] = ()
         record = None
@@ -338,7 +341,12 @@ class ChatSession:
         key = SessionKey(self.tenant, session_id)
         if self._engine.sessions.exists(key):
             raise SessionExistsError(f"there is a session {session_id!r} already", param="session_id")
-        self._engine.sessions.fork(self._key, turn, key).wait()
+        try:
+            self._engine.sessions.fork(self._key, turn, key).wait()
+        except StoreError as error:
+            if self._engine.sessions.exists(self._key):
+                raise
+            raise SessionNotFoundError(f"there is no session {self.session_id!r}", param="session_id") from error
         self._engine.chats.pop(key, None)  # an object from before there was a turn
         return self._engine.chat(session_id, self.tenant, None, self.truncation, self.truncation_reuse)
 

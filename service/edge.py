@@ -44,7 +44,7 @@ async def health(request: web.Request) -> web.Response:
         return json_response(Health("failed", ["engine_failed"]), 503)
     if context.state != "running":
         return json_response(Health(context.state, []), 503)
-    if getattr(context.engine.engine, "state", "running") == "restarting":  # the engine's own process has ended
+    if _is_restarting(context):
         return json_response(Health("degraded", ["engine_restarting"]))
     reasons = health_reasons(await recent_stats(context), time.monotonic() < context.failing_until_s)
     if context.asking is not None and not context.asking.done() and time.monotonic() > context.asked_s + STUCK_S:
@@ -54,8 +54,13 @@ async def health(request: web.Request) -> web.Response:
 
 async def ready(request: web.Request) -> web.Response:
     context = context_of(request)
-    is_ready = context.state == "running" and not context.has_failed
+    is_ready = context.state == "running" and not context.has_failed and not _is_restarting(context)
     return json_response(Ready(is_ready), 200 if is_ready else 503)
+
+
+def _is_restarting(context: Context) -> bool:
+    """Whether the engine's own process has ended and the next one is being started."""
+    return getattr(context.engine.engine, "state", "running") == "restarting"
 
 
 async def recent_stats(context: Context) -> dict[str, Any]:
