@@ -7,6 +7,7 @@ conversations: nothing cached, prefix cache only, all tiers, and all tiers after
 import argparse
 import asyncio
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -158,41 +159,52 @@ def _hit_rates(results: list[TurnResult]) -> Row:
 
 
 # -- one client, and many streams ------------------------------------------------------------------------------------
-def measure_overhead(model: str | None, common: Sequence[str], report: Report, vocabulary: Sequence[str],
-                     repeats: int) -> None:  # fmt: skip
-    """The same short completion over HTTP and from an engine in this process, in turns; the difference is HTTP's."""
+def measure_overhead(
+    model: str | None, common: Sequence[str], report: Report, vocabulary: Sequence[str], repeats: int
+) -> None:
+    """One client's turns over HTTP, and turns of a session in this process: what each takes beyond the engine's time.
+
+    The engine's time is what the answer says: until its first token, and from there to its last.
+    """
     from engine import Engine, SamplingParams
 
-    body = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "stream": False}
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    with TemporaryDirectory(prefix="kvstore-bench-") as name, serve(model, [*common, "--hbm", "64MiB"], Path(name)) as (
-        server
-    ), Engine(model, {"hbm": "64MiB"}) as engine:  # fmt: skip
-        over_http, direct = asyncio.run(_compare(server, engine, params, body, vocabulary, repeats))
+    flags = [*common, "--hbm", "64MiB", "--disk", "0"]
+    with TemporaryDirectory(prefix="kvstore-bench-") as name, serve(model, flags, Path(name)) as server:
+        over_http = asyncio.run(_turns_over_http(server, params.max_tokens or 0, vocabulary, repeats))
+    with Engine(model, {"hbm": "64MiB"}) as engine:
+        direct = [_direct_turn(engine, params, text) for text in _messages(vocabulary, repeats)][3:]
+    found = {"over_http_s": median(over_http), "direct_s": median(direct)}
     report.add(
-        part="overhead", arm=_mode(common), num_requests=repeats, over_http_s=median(over_http),
-        direct_s=median(direct), overhead_s=median([a - b for a, b in zip(over_http, direct, strict=True)]),
+        part="overhead", arm=_mode(common), num_requests=repeats, **found,
+        overhead_s=found["over_http_s"] - found["direct_s"],
     )  # fmt: skip
 
 
-async def _compare(
-    server: Served, engine: Any, params: Any, body: Row, vocabulary: Sequence[str], repeats: int
-) -> tuple[list[float], list[float]]:
-    import random
+def _messages(vocabulary: Sequence[str], repeats: int) -> Iterator[str]:
+    rng = random.Random(0)
+    for _ in range(repeats + 3):
+        yield " ".join(rng.choices(vocabulary, k=24))
 
-    rng, over_http, direct = random.Random(0), list[float](), list[float]()
+
+async def _turns_over_http(
+    server: Served, max_tokens: int, vocabulary: Sequence[str], repeats: int
+) -> list[float]:
+    found = []
     async with new_session() as session:
-        for number in range(-3, repeats):
-            prompt = " ".join(rng.choices(vocabulary, k=24))
+        for text in _messages(vocabulary, repeats):
+            body = {"message": text, "temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
             started = time.perf_counter()
-            async with session.post(f"{server.url}/v1/completions", json={**body, "prompt": prompt}) as reply:
-                assert (await reply.json())["usage"]["completion_tokens"] == params.max_tokens
-            between = time.perf_counter()
-            engine.generate([prompt], params)
-            if number >= 0:
-                over_http.append(between - started)
-                direct.append(time.perf_counter() - between)
-    return over_http, direct
+            async with session.post(f"{server.url}/chat", json=body) as reply:
+                times = (await reply.json())["timings"]
+            found.append(time.perf_counter() - started - times["ttft_s"] - times["decode_s"])
+    return found[3:]
+
+
+def _direct_turn(engine: Any, params: Any, text: str) -> float:
+    started = time.perf_counter()
+    times = engine.chat(f"turn-{time.perf_counter_ns()}").send(text, params).timings
+    return time.perf_counter() - started - times.ttft_s - times.decode_s
 
 
 def measure_streams(model: str | None, common: Sequence[str], report: Report, load: Load) -> None:

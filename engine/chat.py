@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from engine.chat_template import ChatTemplate, Message
 from engine.output_processor import Handle
 from engine.outputs import Piece, RequestOutput
-from engine.prompts import check_length, check_params, check_session_id, check_text
+from engine.prompts import check_length, check_params, check_session_id, check_text, check_truncation
 from engine.recall_ids import answer_ids
 from engine.sampling_params import SamplingParams
 from engine.window import NextTurn, Window
@@ -96,6 +96,16 @@ class ChatSession:
         self._window = Window(
             self._system, self.messages, state.num_dropped_messages, ids, chain, lineage, list(starts)
         )
+
+    def set_truncation(self, truncation: str | None, truncation_reuse: str | None) -> None:
+        """See `Engine.chat`; None leaves one as it is. Raises RequestError."""
+        check_truncation(truncation or self.truncation, truncation_reuse or self.truncation_reuse)
+        self.truncation = truncation or self.truncation
+        self.truncation_reuse = truncation_reuse or self.truncation_reuse
+
+    def is_at(self, head: SessionHead) -> bool:
+        """Whether this object is of that stored session, and knows all its turns."""
+        return not self.deleted and self._number == head.number and self.num_turns == head.num_turns
 
     @property
     def token_ids(self) -> list[int]:

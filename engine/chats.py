@@ -21,8 +21,12 @@ def open_chat(
     system: str | None,
     truncation: str | None,
     truncation_reuse: str | None,
+    is_new: bool = False,
 ) -> ChatSession:
-    """See `Engine.chat`. key: tenant and session id. While somebody holds the object of a session, there is one."""
+    """See `Engine.chat`. key: tenant and session id. While somebody holds the object of a session, there is one.
+
+    is_new: nobody knows this id so far, so it is not looked for.
+    """
     tenant, session_id = key
     check_session_id(session_id)
     check_owner(tenant, "", 0)
@@ -32,22 +36,20 @@ def open_chat(
         raise RequestError(f"{engine.model_name} has no chat template; use generate", param="messages")
     if system is not None:
         check_length([system], engine.tokenizer, engine.max_request_tokens)
-    check_truncation(
-        "auto" if truncation is None else truncation, "reencode" if truncation_reuse is None else truncation_reuse
-    )
+    check_truncation(truncation or "auto", truncation_reuse or "reencode")
     engine.check_open()
     name = SessionKey(tenant, session_id)
-    engine.admin.expire(name)
-    state = None if name in engine.chats else engine.sessions.load(name)  # no step waits for the disk
+    if not is_new:
+        engine.admin.expire(name)
+    state = None if is_new or name in engine.chats else engine.sessions.load(name)  # no step waits for the disk
     with engine.lock:
         engine.check_open()
         chat = engine.chats.get(name)
         if chat is None:
-            if engine.sessions.head(name) != (None if state is None else state.head):
+            if not is_new and engine.sessions.head(name) != (None if state is None else state.head):
                 state = engine.sessions.load(name)  # it has gone on since
             chat = engine.chats[name] = ChatSession(engine, template, name, system, state)
-        chat.truncation = truncation or chat.truncation
-        chat.truncation_reuse = truncation_reuse or chat.truncation_reuse
+        chat.set_truncation(truncation, truncation_reuse)
         return chat
 
 

@@ -164,6 +164,7 @@ class Engine:
         system: str | None = None,
         truncation: str | None = None,
         truncation_reuse: str | None = None,
+        is_new: bool = False,
     ) -> ChatSession:
         """The session of this id, created when unknown, else resumed. system: its system prompt, for a new one only.
 
@@ -171,9 +172,10 @@ class Engine:
         truncation: "auto" drops the oldest turns when the window is full, "disabled" raises ContextLengthError instead.
         truncation_reuse: "reencode" keeps the KV of what is kept, "exact" computes it again. None leaves both as they
         are: "auto" and "reencode" for a new object; they are not stored with the session.
+        is_new: nobody has used this id so far, so it is not looked for in the store.
         Raises RequestError for a bad id or a model without a chat template, StoreError when it cannot be read.
         """
-        return open_chat(self, self._template, (tenant, session_id), system, truncation, truncation_reuse)
+        return open_chat(self, self._template, (tenant, session_id), system, truncation, truncation_reuse, is_new)
 
     def prefetch(self, session_id: str, tenant: str = "") -> None:
         """A hint that this session's person is typing. Raises RequestError when there is no such session."""

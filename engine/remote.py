@@ -156,6 +156,7 @@ class RemoteEngine:
         system: str | None = None,
         truncation: str | None = None,
         truncation_reuse: str | None = None,
+        is_new: bool = False,
     ) -> ChatSession:
         """See `Engine.chat`. After a restart of the process, ask for the session again."""
         check_session_id(session_id)
@@ -164,7 +165,8 @@ class RemoteEngine:
             known = self.chats.get(key)
             if known is not None and not known.is_busy and known._is_gone():
                 self.chats.pop(key, None)  # somebody deleted it at the store's own socket
-        return open_chat(self._verbs, self._template, (tenant, session_id), system, truncation, truncation_reuse)
+        names = (tenant, session_id)
+        return open_chat(self._verbs, self._template, names, system, truncation, truncation_reuse, is_new)
 
     def prefetch(self, session_id: str, tenant: str = "") -> None:
         prefetch_chat(self._verbs, session_id, tenant)
@@ -180,6 +182,7 @@ class RemoteEngine:
 
     def close(self) -> None:
         self._finalizer.detach()
+        self.answers.settle()
         self._link.close()
 
     def __enter__(self) -> RemoteEngine:

@@ -5,11 +5,15 @@ Same names and meanings as the parts themselves; what changes something has happ
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvstore.block import BlockId, Lineage
 from kvstore.connector import Evict, Evicted, TenantUsage
+from kvstore.errors import KVStoreError
 from kvstore.session_store import (
     CheckReport,
     Message,
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 NO_OWNER = bytes(16)
+MAX_PUTS = 256  # answers on their way
 
 
 class Done(Generic[T]):
@@ -110,21 +115,37 @@ class RemoteSessions:
 
 
 class RemoteAnswers:
-    """See `AnswerStore`."""
+    """See `AnswerStore`. What is put goes out behind the caller's back; whatever comes after it waits for that."""
 
     def __init__(self, link: Link) -> None:
         self._call = link.call
+        self._sender = ThreadPoolExecutor(1, "kvstore-answers")
+        self._sent: deque[Future[None]] = deque(maxlen=MAX_PUTS)  # the last ones
 
     def put(self, keys: Sequence[bytes], token_ids: Sequence[int], owner: bytes = NO_OWNER) -> None:
-        self._call("answers.put", keys, token_ids, owner)
+        if len(self._sent) == MAX_PUTS and not self._sent[0].done():
+            return  # the engine is far behind: this answer will be tokenized again
+        self._sent.append(self._sender.submit(self._put, keys, token_ids, owner))
+
+    def _put(self, keys: Sequence[bytes], token_ids: Sequence[int], owner: bytes) -> None:
+        with suppress(KVStoreError):  # a cache, and the engine may have ended
+            self._call("answers.put", keys, token_ids, owner)
+
+    def settle(self) -> None:
+        """Wait until all that was put has arrived."""
+        if self._sent:
+            self._sent[-1].result()
 
     def find(self, groups: Sequence[Sequence[bytes]]) -> Sequence[Sequence[int] | None]:
+        self.settle()
         return self._call("answers.find", groups)
 
     def forget_owner(self, owner: bytes) -> bool:
+        self.settle()
         return self._call("answers.forget_owner", owner)
 
     def flush(self) -> None:
+        self.settle()
         self._call("answers.flush")
 
     def stats(self) -> dict[str, int]:

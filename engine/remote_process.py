@@ -22,6 +22,7 @@ from typing import Any
 import zmq
 
 import engine
+from engine.spinning import spin_briefly
 from engine.wire import (
     Close,
     Hello,
@@ -91,13 +92,15 @@ class CoreProcess:
         """Nothing of the configuration is in the list of processes: it goes through a pipe, whose end is ours too."""
         home = str(Path(engine.__file__).parent.parent)
         path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "PYTHONPATH": path}
+        spin_briefly(environment)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: Ctrl-C is for the front
         try:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "engine.core_process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path},
+                env=environment,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

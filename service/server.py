@@ -72,6 +72,9 @@ def open_engine(
 
 def _local_engine() -> Callable[..., Any]:
     """Waits for a predecessor that is about to end, as the engine's own process does by itself."""
+    from engine.spinning import spin_briefly
+
+    spin_briefly(os.environ)
     from engine import Engine  # loads torch, hence here
     from engine.lifetime import open_waiting_for_lock
 

@@ -264,26 +264,28 @@ def _open_chat(engine: Engine, wanted: TurnRequest) -> ChatSession:
         if wanted.request_key is not None and engine.sessions.exists(key):
             raise SessionExistsError("the session of this Idempotency-Key has another history", param="session_id")
         engine.chats.pop(key, None)  # left over from a first turn that failed
-        return _chat_of(engine, wanted, wanted.system)
+        return engine.chat(
+            wanted.session_id, wanted.tenant, wanted.system, wanted.truncation, wanted.truncation_reuse, is_new=True
+        )
     if wanted.fork_of is not None and not engine.sessions.exists(key):
         fork(engine, SessionKey(wanted.tenant, wanted.fork_of.session_id), wanted.fork_of.turn, key)
     head = find_session(engine, key)
-    known = "".join(message["content"] for message in head.system)
-    if wanted.system is not None and wanted.system != known:
+    said = "".join(message["content"] for message in head.system)
+    if wanted.system is not None and wanted.system != said:
         raise ApiError(
             400, "system is not the session's; leave it out, or begin a new session", param="system",
             code="system_mismatch",
         )  # fmt: skip
     if wanted.after_turn not in (None, head.num_turns):
         raise SessionBusyError(f"session {wanted.session_id} has gone on since turn {wanted.after_turn}")
-    chat = _chat_of(engine, wanted, None)
+    known = engine.chats.get(key)
+    if known is not None and known.is_at(head):
+        known.set_truncation(wanted.truncation, wanted.truncation_reuse)
+        return known
+    chat = engine.chat(wanted.session_id, wanted.tenant, None, wanted.truncation, wanted.truncation_reuse)
     if chat.num_turns < head.num_turns:  # it was deleted just now
         raise unknown_session(wanted.session_id)
     return chat
-
-
-def _chat_of(engine: Engine, wanted: TurnRequest, system: str | None) -> ChatSession:
-    return engine.chat(wanted.session_id, wanted.tenant, system, wanted.truncation, wanted.truncation_reuse)
 
 
 # -- sessions --------------------------------------------------------------------------------------------------------
