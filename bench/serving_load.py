@@ -152,7 +152,7 @@ async def talk(
 async def _one(client: Client, load: Load, conversation: Conversation, first_turn: int, last_turn: int) -> None:
     rng = random.Random(f"think-{load.seed}-{conversation.number}")
     for turn in range(first_turn, last_turn + 1):
-        if turn > first_turn and load.think_s:
+        if turn > 1 and load.think_s:
             await asyncio.sleep(rng.expovariate(1 / load.think_s))
         conversation.say(load, turn)
         result = await client.turn(conversation.messages, turn)

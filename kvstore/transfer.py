@@ -67,6 +67,28 @@ class _SaveJob:
     last: bool
 
 
+def start_alone(loops: Sequence[tuple[str, Callable[[], None]]]) -> list[threading.Thread]:
+    """Start threads by name whose tensor operations get no helpers.
+
+    OpenMP makes helpers for each thread that computes. Once there are more of them than cores, all of them go to sleep
+    at every barrier, those of the model too: each step after a first load took 1.6 times as long (bench/LOG.md).
+    """
+    num_threads, settled = torch.get_num_threads(), threading.Barrier(len(loops) + 1)
+
+    def begin(loop: Callable[[], None]) -> None:
+        torch.get_num_threads()  # the first use in a thread takes what is set for all, and would come later
+        torch.set_num_threads(1)
+        settled.wait()
+        loop()
+
+    threads = [threading.Thread(target=begin, args=(loop,), name=name, daemon=True) for name, loop in loops]
+    for thread in threads:
+        thread.start()
+    settled.wait()
+    torch.set_num_threads(num_threads)  # that of threads to come, which the others have changed
+    return threads
+
+
 class Transfer:
     """on_progress: called in a worker thread after something ended; it may only wake somebody."""
 
@@ -91,9 +113,7 @@ class Transfer:
         self._done: deque[Transferred] = deque()
         self._closing = False
         loops = (("kvstore-load", self._load_loop), ("kvstore-save", self._save_loop))
-        self._threads = [threading.Thread(target=loop, name=name, daemon=True) for name, loop in loops]
-        for thread in self._threads:
-            thread.start()
+        self._threads = start_alone(loops)
 
     def register(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Key and value cache of each layer, [num_blocks, block_size, num_kv_heads, head_dim]."""
