@@ -99,9 +99,10 @@ class ChatSession:
 
     def set_truncation(self, truncation: str | None, truncation_reuse: str | None) -> None:
         """See `Engine.chat`; None leaves one as it is. Raises RequestError."""
-        check_truncation(truncation or self.truncation, truncation_reuse or self.truncation_reuse)
-        self.truncation = truncation or self.truncation
-        self.truncation_reuse = truncation_reuse or self.truncation_reuse
+        kept = self.truncation if truncation is None else truncation
+        reuse = self.truncation_reuse if truncation_reuse is None else truncation_reuse
+        check_truncation(kept, reuse)
+        self.truncation, self.truncation_reuse = kept, reuse
 
     def is_at(self, head: SessionHead) -> bool:
         """Whether this object is of that stored session, and knows all its turns."""

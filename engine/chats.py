@@ -36,7 +36,9 @@ def open_chat(
         raise RequestError(f"{engine.model_name} has no chat template; use generate", param="messages")
     if system is not None:
         check_length([system], engine.tokenizer, engine.max_request_tokens)
-    check_truncation(truncation or "auto", truncation_reuse or "reencode")
+    check_truncation(
+        "auto" if truncation is None else truncation, "reencode" if truncation_reuse is None else truncation_reuse
+    )
     engine.check_open()
     name = SessionKey(tenant, session_id)
     if not is_new:

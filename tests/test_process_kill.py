@@ -75,7 +75,7 @@ async def killed_in_the_middle(engine: RemoteEngine, front: AsyncEngine) -> list
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_a_killed_process_is_started_again_once(model, tmp_path, capfd):
+def test_a_killed_process_is_started_again_once(model, tmp_path, caplog):
     async def scenario():
         engine = RemoteEngine(model, tiers(tmp_path / "store"), device="cpu")
         front = AsyncEngine(engine)
@@ -109,7 +109,7 @@ def test_a_killed_process_is_started_again_once(model, tmp_path, capfd):
         assert engine.state == "failed" and not engine._link._folder.exists()
 
     asyncio.run(asyncio.wait_for(scenario(), 120))
-    said = capfd.readouterr().err
+    said = " ".join(caplog.messages)
     assert "signal 9); it is started again" in said and "signal 9); it is not started again" in said
     with Engine(model, tiers(tmp_path / "store"), device="cpu") as engine:
         assert engine.chat("talk").num_turns == 4 and engine.sessions.check().problems == ()
