@@ -1,6 +1,6 @@
 """Parts of an engine in another process, each verb a call: its sessions, its answers, its connector.
 
-Same names and meanings as the parts themselves; what changes something has happened when the call returns.
+Same names and meanings as the parts themselves; but for answers, what changes something has happened on return.
 """
 
 from __future__ import annotations

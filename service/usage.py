@@ -55,17 +55,3 @@ def sum_usage(usages: list[Usage]) -> UsageObject:
 
 def timings_object(timings: Timings) -> TimingsObject:
     return TimingsObject(timings.queue_s, timings.load_s, timings.prefill_s, timings.ttft_s, timings.decode_s)
-
-
-def stored_usage(stored: dict[str, int]) -> UsageObject:
-    """Of a turn as the session's record has it."""
-    prompt, completion = stored.get("prompt_tokens", 0), stored.get("completion_tokens", 0)
-    by_tier = CachedTokens(*(stored.get(tier, 0) for tier in ("hbm", "cpu", "disk", "reencoded")))
-    details = PromptTokensDetails(stored.get("cached_tokens", 0), by_tier)
-    return UsageObject(prompt, completion, prompt + completion, details)
-
-
-def stored_timings(stored: dict[str, int]) -> TimingsObject:
-    """Of a turn as the session's record has it, in whole microseconds."""
-    names = ("queue_us", "load_us", "prefill_us", "ttft_us", "decode_us")
-    return TimingsObject(*(stored[name] / 1e6 if name in stored else None for name in names))
