@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import reference
-from kernels.attention import VIEW_TOKENS, PagedBatch, Scoring, paged_attention
+from kernels.attention import PagedBatch, Scoring, paged_attention
+from kernels.paged_batch import VIEW_TOKENS
 from kernels.write_kv import write_kv
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16

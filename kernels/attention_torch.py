@@ -1,0 +1,140 @@
+"""Paged attention of a mixed batch (decode and prefill tokens of many requests) in torch operations."""
+
+import torch
+import torch.nn.functional as F
+
+from kernels.paged_batch import DecodeGroup, PagedBatch, Scoring
+
+PIECE_TOKENS = 128  # query tokens per matrix product in prefill: small enough for the scores to stay in cache
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    batch: PagedBatch,
+    scoring: Scoring,
+) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+    """Attention of all tokens of a step. Same result as `kernels.reference.paged_attention`.
+
+    query: [num_tokens, num_heads, head_dim]; key, value: this step's, [num_tokens, num_kv_heads, head_dim], already in
+    the caches, [num_blocks, block_size, num_kv_heads, head_dim], and used directly where there is nothing before them.
+    """
+    out = torch.empty_like(query)
+    if batch.num_decodes:
+        for group in batch.decode_groups(scoring.window, query.dtype):
+            _decode(query, key_cache, value_cache, group, scoring, out)
+    for i in range(batch.num_decodes, len(batch.context_lens)):
+        start, end = batch.query_start[i], batch.query_start[i + 1]
+        if batch.context_lens[i] == end - start:
+            keys, values = key[start:end], value[start:end]
+        else:
+            keys, values = batch.gather(key_cache, i), batch.gather(value_cache, i)
+        _prefill(query[start:end], keys, values, scoring, out[start:end])
+    return out
+
+
+def _decode(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    group: DecodeGroup,
+    scoring: Scoring,
+    out: torch.Tensor,
+) -> None:
+    """One call for a group: the query heads that share a KV head stand in the place of query positions."""
+    _, block_size, num_kv_heads, head_dim = key_cache.shape
+    queries = query[: group.size] if group.rows is None else query.index_select(0, group.rows)
+    grouped = queries.view(group.size, num_kv_heads, -1, head_dim)
+    if group.run is not None:
+        start = group.run * block_size
+        keys, values = (
+            cache.view(1, -1, num_kv_heads, head_dim)[:, start : start + group.context_len].transpose(1, 2)
+            for cache in (key_cache, value_cache)
+        )
+    else:
+        keys, values = (
+            cache.index_select(0, group.blocks).view(group.size, -1, num_kv_heads, head_dim).transpose(1, 2)
+            for cache in (key_cache, value_cache)
+        )
+    if scoring.plain:
+        result = F.scaled_dot_product_attention(grouped, keys, values, group.mask, scale=scoring.scale)
+    else:
+        sinks = None if scoring.sinks is None else scoring.sinks.view(num_kv_heads, -1, 1)
+        scores = torch.matmul(grouped * scoring.scale, keys.transpose(2, 3))
+        result = torch.matmul(_weights(scores, group.mask, scoring.softcap, sinks), values)
+    result = result.reshape(group.size, -1, head_dim)
+    if group.rows is None:
+        out[: group.size] = result
+    else:
+        out.index_copy_(0, group.rows, result)
+
+
+def _prefill(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring, out: torch.Tensor) -> None:
+    """Several tokens of one request over its whole context, in pieces of queries.
+
+    query, out: [num_tokens, num_heads, head_dim]; key, value: [context_len, num_kv_heads, head_dim].
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    context_len, num_kv_heads, _ = key.shape
+    before = context_len - num_tokens
+    windowed = scoring.window is not None and scoring.window < context_len
+    if before == 0 and scoring.plain and not windowed and _flash_is_fast(query):
+        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
+        result = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=num_heads != num_kv_heads
+        )
+        out.copy_(result[0].transpose(0, 1))
+        return
+    grouped = (query * scoring.scale).view(num_tokens, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    keys = key.permute(1, 2, 0).contiguous()  # [num_kv_heads, head_dim, context_len]
+    values = value.transpose(0, 1).contiguous()
+    out_grouped = out.view(num_tokens, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    sinks = None if scoring.sinks is None else scoring.sinks.view(num_kv_heads, -1, 1, 1)
+    for start in range(0, num_tokens, PIECE_TOKENS):
+        end = min(start + PIECE_TOKENS, num_tokens)
+        first = max(0, before + start - scoring.window + 1) if windowed and scoring.window else 0
+        last = before + end
+        piece = grouped[:, :, start:end]
+        scores = torch.bmm(piece.flatten(1, 2), keys[:, :, first:last]).view(*piece.shape[:3], last - first)
+        _hide(scores, before + start - first, scoring.window if windowed else None)
+        weights = _weights(scores, None, scoring.softcap, sinks)
+        result = torch.bmm(weights.flatten(1, 2), values[:, first:last])
+        out_grouped[:, :, start:end] = result.view(*piece.shape)
+
+
+def _hide(scores: torch.Tensor, offset: int, window: int | None) -> None:
+    """Mask in place, [..., num_queries, num_keys]: query q stands at key `offset + q`."""
+    num_queries, num_keys = scores.shape[-2:]
+    positions = torch.arange(num_keys, device=scores.device)
+    own = offset + torch.arange(num_queries, device=scores.device)[:, None]
+    if window is not None:
+        scores.masked_fill_((positions > own) | (positions <= own - window), float("-inf"))
+    elif num_queries > 1:
+        scores[..., offset:].masked_fill_(positions[offset:] > own, float("-inf"))
+
+
+def _weights(
+    scores: torch.Tensor, mask: torch.Tensor | None, softcap: float | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Softmax of [..., num_queries, num_keys]; sinks, broadcastable to [..., num_queries, 1], only take weight away."""
+    if softcap is not None:
+        hidden = scores == float("-inf")
+        scores = (softcap * torch.tanh(scores / softcap)).masked_fill_(hidden, float("-inf"))
+    if mask is not None:
+        scores = scores + mask
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
+
+
+def _flash_is_fast(query: torch.Tensor) -> bool:
+    """Whether torch's fused attention beats matrix products here: not for 16-bit floats on a CPU without AMX tiles."""
+    return query.device.type != "cpu" or query.dtype == torch.float32 or _has_amx()
+
+
+def _has_amx() -> bool:
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())

@@ -1,0 +1,135 @@
+"""One step's layout for attention, shared by all layers: what can be computed once per step is computed here."""
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+VIEW_TOKENS = 512  # from this context length a request whose blocks lie in one run is read in place
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What a layer does with its scores; see `kernels.reference.attend`."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None  # [num_heads]
+
+    @property
+    def plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Single-token requests of similar context length that attend in one call.
+
+    rows: their token in the step, [size], or None for all tokens 0 .. size - 1 in order. blocks: their block numbers,
+    [size * blocks_each], padded with its first. mask: [size, 1, 1, blocks_each * block_size], 0 or -inf, or None.
+    run: first block when it is one request whose blocks lie in one run: a view of the cache, no copy.
+    """
+
+    rows: torch.Tensor | None
+    size: int
+    context_len: int
+    blocks: torch.Tensor
+    mask: torch.Tensor | None
+    run: int | None = None
+
+
+class PagedBatch:
+    """Which tokens belong to which request, where their KV goes and what they may see.
+
+    query_start: [num_requests + 1] and context_lens: [num_requests], lists. The first `num_decodes` requests have one
+    token each. block_table: [num_requests, max_blocks] int64 on the CPU; slots: [num_tokens] int64 on the device.
+    """
+
+    def __init__(
+        self,
+        query_start: list[int],
+        context_lens: list[int],
+        block_table: torch.Tensor,
+        slots: torch.Tensor,
+        block_size: int,
+    ) -> None:
+        self.query_start = query_start
+        self.context_lens = context_lens
+        self.block_table = block_table
+        self.slots = slots
+        self.block_size = block_size
+        self._groups: dict[int | None, list[DecodeGroup]] = {}
+        self._runs: dict[int, int | None] = {}
+
+    @cached_property
+    def num_decodes(self) -> int:
+        starts = self.query_start
+        lengths = [end - start for start, end in itertools.pairwise(starts)]
+        return next((i for i, length in enumerate(lengths) if length != 1), len(lengths))
+
+    def decode_groups(self, window: int | None, dtype: torch.dtype) -> list[DecodeGroup]:
+        """The decode requests in groups for layers with this window; built at its first use in a step."""
+        if window not in self._groups:
+            self._groups[window] = self._build_groups(window, dtype)
+        return self._groups[window]
+
+    def _build_groups(self, window: int | None, dtype: torch.dtype) -> list[DecodeGroup]:
+        order = sorted(range(self.num_decodes), key=self.context_lens.__getitem__, reverse=True)
+        groups: list[list[int]] = []
+        for i in order:
+            alone = self.context_lens[i] >= VIEW_TOKENS and self.run_start(i) is not None
+            longest = self.context_lens[groups[-1][0]] if groups and not alone else 0
+            if groups and not alone and 2 * self.context_lens[i] >= longest and not self._is_alone(groups[-1]):
+                groups[-1].append(i)
+            else:
+                groups.append([i])
+        return [self._group(sorted(members), window, dtype) for members in groups]
+
+    def _is_alone(self, members: list[int]) -> bool:
+        return self.context_lens[members[0]] >= VIEW_TOKENS and self.run_start(members[0]) is not None
+
+    def _group(self, members: list[int], window: int | None, dtype: torch.dtype) -> DecodeGroup:
+        size, context_len = len(members), max(self.context_lens[i] for i in members)
+        width = -(-context_len // self.block_size)
+        device = self.slots.device
+        rows = None if members == list(range(size)) and size == self.num_decodes else torch.tensor(members)
+        run = self.run_start(members[0]) if size == 1 else None
+        lens = torch.tensor([self.context_lens[i] for i in members])
+        positions = torch.arange(context_len if run is not None else width * self.block_size)
+        hidden = positions >= lens[:, None]
+        if window is not None:
+            hidden |= positions < lens[:, None] - window
+        mask = None
+        if bool(hidden.any()):
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None, None]
+        blocks = self.block_table[members, :width].clone()
+        used = torch.arange(width) < -(-lens[:, None] // self.block_size)
+        blocks = torch.where(used, blocks, blocks[:, :1]).flatten()  # pad with its own: nobody reads another's
+        move = device.type != "cpu"
+        return DecodeGroup(
+            rows=rows.to(device) if rows is not None and move else rows,
+            size=size,
+            context_len=context_len,
+            blocks=blocks.to(device) if move else blocks,
+            mask=mask.to(device) if mask is not None and move else mask,
+            run=run,
+        )
+
+    def run_start(self, i: int) -> int | None:
+        """First block of request i when its blocks lie in one run, else None."""
+        if i not in self._runs:
+            blocks = self.block_table[i, : -(-self.context_lens[i] // self.block_size)]
+            first, last = int(blocks[0]), int(blocks[-1])
+            in_order = last - first == len(blocks) - 1 and bool((blocks.diff() == 1).all())
+            self._runs[i] = first if in_order else None
+        return self._runs[i]
+
+    def gather(self, cache: torch.Tensor, i: int) -> torch.Tensor:  # [context_len, num_kv_heads, head_dim]
+        """Keys or values of request i, as a view of the cache where its blocks lie in one run."""
+        context_len, run = self.context_lens[i], self.run_start(i)
+        if run is not None:
+            return cache.view(-1, *cache.shape[2:])[run * self.block_size : run * self.block_size + context_len]
+        blocks = self.block_table[i, : -(-context_len // self.block_size)].to(cache.device)
+        return cache.index_select(0, blocks).flatten(0, 1)[:context_len]
