@@ -31,7 +31,7 @@ class EngineConfig:
     """What `Engine(...)` was given. max_model_len None: the model's own window.
 
     tokenizer: directory or hub id of one that is not the model's. revision: branch, tag or commit of a hub id; both of
-    the model and, where it is its own, of the tokenizer.
+    the model and, where it is its own, of the tokenizer. enforce_eager: no CUDA graphs; means nothing on a CPU.
     """
 
     model: str | Path | None = None
@@ -48,6 +48,7 @@ class EngineConfig:
     eviction: str = "auto"
     tokenizer: str | None = None
     revision: str | None = None
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str | Path | None):
@@ -70,6 +71,8 @@ class EngineConfig:
             lowest = 2 if name == "max_model_len" else 1
             if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
                 raise ConfigError(f"{name} is {value!r}; give a whole number from {lowest} to {highest}")
+        if not isinstance(self.enforce_eager, bool):
+            raise ConfigError(f"enforce_eager is {self.enforce_eager!r}; give True or False")
         if not isinstance(self.seed, int) or abs(self.seed) >= 2**63:
             raise ConfigError(f"seed is {self.seed!r}; give a whole number below 2^63")
 

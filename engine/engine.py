@@ -22,6 +22,7 @@ from engine.chats import open_chat, prefetch_chat
 from engine.config import EngineConfig
 from engine.erasure import Erasure
 from engine.fair_lock import FairLock
+from engine.graphs import CudaCapturer
 from engine.kv_cache_manager import KVCacheManager
 from engine.lifetime import Gate, shut, shut_dropped
 from engine.loading import load
@@ -36,6 +37,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler, SchedulerOutput
 from engine.stats import engine_stats
 from engine.storage import open_store
+from kernels.triton_support import has_triton
 from kvstore.block import BlockId, Lineage
 from kvstore.config import CacheTiers
 from kvstore.connector import TransferPlan
@@ -61,6 +63,7 @@ class Engine:
     eviction: what goes first of what no waiting request needs: "fifo", "lru", "return" (least likely to return soon,
         learned from this store's own traffic), or "auto", which follows what would have hit most.
     tokenizer: directory or hub id of another one than the model's. revision: branch, tag or commit of a hub id.
+    enforce_eager: True launches every kernel of a decode step by itself instead of replaying CUDA graphs.
 
     `admin` evicts, verifies, compacts, and lists and deletes sessions (see `engine.admin`).
 
@@ -83,11 +86,12 @@ class Engine:
         eviction: str = "auto",
         tokenizer: str | None = None,
         revision: str | None = None,
+        enforce_eager: bool = False,
     ) -> None:
         tiers = CacheTiers.of(cache_tiers)
         config = EngineConfig(
             model, tiers, device, dtype, block_size, max_model_len, max_num_seqs, max_num_batched_tokens, load, seed,
-            policy, eviction, tokenizer, revision,
+            policy, eviction, tokenizer, revision, enforce_eager,
         )  # fmt: skip
         self._build(config)
 
@@ -101,17 +105,20 @@ class Engine:
         self.sampling_defaults = loaded.sampling_defaults
         self._config = config
         self._eos_token_ids = loaded.eos_token_ids
-        model = intercept(loaded.model, loaded.max_model_len, pack=loaded.device.type == "cpu")
+        model = intercept(loaded.model, loaded.max_model_len, pack=True)
         self.spec = model.spec
         limits = config.scheduler(loaded.max_model_len)
-        self._num_blocks = num_hbm_blocks(model, limits, config.tiers.hbm)
+        has_graphs = loaded.device.type == "cuda" and has_triton() and not config.enforce_eager
+        has_store = bool(config.tiers.cpu or config.tiers.disk)
+        self._num_blocks = num_hbm_blocks(model, limits, config.tiers.hbm, has_graphs, has_store)
         self.lock = FairLock()
         self.connector = open_store(config, loaded, model, self._num_blocks)
         self._gate = Gate()
         try:
             self.pool = BlockPool(self._num_blocks, self.connector.hbm_order)
             self._scheduler = Scheduler(limits, KVCacheManager(self.pool, limits.block_size), self.connector)
-            self._runner = ModelRunner(model, limits, self._num_blocks, self.connector)
+            capturer = CudaCapturer(loaded.device) if has_graphs else None
+            self._runner = ModelRunner(model, limits, self._num_blocks, self.connector, capturer)
             self._outputs = OutputProcessor(None if loaded.tokenizer is None else loaded.tokenizer.backend_tokenizer)
             self._template = None if loaded.tokenizer is None else ChatTemplate.of(loaded.tokenizer)
             self.sessions: SessionStore = open_sessions(self.connector.directory)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
+from kernels.triton_support import to_device
 from kvstore.pool import BlockPool
 
 
@@ -30,7 +33,9 @@ class Erasure:
             return
         self.pending -= free
         stale = self._pool.take_stale()
+        if not stale or not self._caches:
+            return
+        blocks = to_device(torch.tensor(stale), self._caches[0][0].device)
         for layer in self._caches:
             for cache in layer:
-                for block in stale:
-                    cache[block].zero_()
+                cache.index_fill_(0, blocks, 0)

@@ -187,13 +187,20 @@ def _window(config: Any, asked: int | None) -> int:
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ModelError(f"device is {name}, but torch sees no CUDA device; give device=cpu or auto")
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"device is {name!r}; give auto, cpu, cuda or cuda:N") from error
+    if device.type != "cuda":
+        return device
+    if device.index is None:  # the current one: of this thread, in others it may be another
+        return torch.device("cuda", torch.cuda.current_device())
+    if device.index >= torch.cuda.device_count():
+        raise ConfigError(f"device is {name}, but torch sees {torch.cuda.device_count()} CUDA devices; give auto")
+    return device
 
 
 def load_tokenizer(model: str | Path | None, tokenizer_of: str | None = None, revision: str | None = None) -> Any:

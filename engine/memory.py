@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import warnings
 
@@ -9,9 +10,10 @@ import psutil
 import torch
 
 from engine.config import SchedulerConfig
+from engine.graphs import bytes_for_graphs
 from engine.model import PositionFreeModel
 from kernels.attention import PagedBatch
-from kvstore.config import format_size
+from kvstore.config import MAX_SAVE_BYTES, format_size
 from kvstore.connector import NullConnector
 from kvstore.errors import ConfigError
 
@@ -20,10 +22,16 @@ CPU_WINDOWS = 4  # and never more than so many times max_num_seqs full windows
 CUDA_FRACTION = 0.92  # of the device's memory, weights and the largest step included
 
 
-def num_hbm_blocks(model: PositionFreeModel, config: SchedulerConfig, hbm: int | str) -> int:
-    """Blocks that fit in `hbm` bytes, or in what "auto" finds. Raises ConfigError when not even one fits."""
+def num_hbm_blocks(
+    model: PositionFreeModel, config: SchedulerConfig, hbm: int | str, has_graphs: bool = False, saves: bool = False
+) -> int:
+    """Blocks that fit in `hbm` bytes, or in what "auto" finds. Raises ConfigError when not even one fits.
+
+    On CUDA "auto" leaves room for what comes beside the pool. has_graphs: for CUDA graphs, which are going to be
+    captured over it. saves: for what is kept until it is saved, where there is a tier below HBM.
+    """
     block_bytes = config.block_size * model.spec.kv_bytes_per_token
-    size_bytes = _auto_bytes(model, config) if hbm == "auto" else int(hbm)
+    size_bytes = _auto_bytes(model, config, has_graphs, saves) if hbm == "auto" else int(hbm)
     count = size_bytes // block_bytes
     if count < 1:
         raise ConfigError(
@@ -38,15 +46,17 @@ def num_hbm_blocks(model: PositionFreeModel, config: SchedulerConfig, hbm: int |
     return count
 
 
-def _auto_bytes(model: PositionFreeModel, config: SchedulerConfig) -> int:
+def _auto_bytes(model: PositionFreeModel, config: SchedulerConfig, has_graphs: bool, saves: bool) -> int:
     if model.device.type == "cuda":
-        return _cuda_bytes(model, config)
+        beside = (MAX_SAVE_BYTES if saves else 0) + (bytes_for_graphs(model, config) if has_graphs else 0)
+        return max(_cuda_bytes(model, config) - beside, 0)
     windows = CPU_WINDOWS * config.max_num_seqs * config.max_model_len * model.spec.kv_bytes_per_token
     return min(int(psutil.virtual_memory().available * CPU_FRACTION), windows)
 
 
 def _cuda_bytes(model: PositionFreeModel, config: SchedulerConfig) -> int:
     """What the device has left beside the weights and the peak of a maximal step, which is run to see it."""
+    gc.collect()  # an engine that was dropped may still hold its pool
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(model.device)
     with torch.inference_mode():

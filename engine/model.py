@@ -6,24 +6,30 @@ over are raw. Which layer rotates how is observed at load, and a probe refuses m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from kernels.attention import PagedBatch, Scoring, paged_attention
-from kernels.write_kv import write_kv
-from kvstore.connector import KVConnector
+from kernels.decode_native import DecodeStep, decode_step
+from kernels.write_kv import rotate_and_write, write_kv
 from kvstore.errors import UnsupportedModelError
 from rope.rotary import Rotation
 
 ATTENTION = "kvstore_paged"
+MIN_PRUNED_TOKENS = 16  # so many tokens less make up for attending in a batch of their own
 
 
 class AttentionStep(Protocol):
     """What travels through `forward` as the keyword argument `kvstore_step`: one step's attention, layer by layer."""
+
+    @property
+    def sample_rows(self) -> torch.Tensor | None:
+        """Tokens whose logits are asked for, [num_samples], where the last layer is to give these alone."""
+        ...
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
@@ -55,13 +61,9 @@ def _attention(
     return out.unsqueeze(0), None
 
 
-def _no_mask(*_: object, **__: object) -> None:
-    """No mask: the default one of a flattened batch would be tokens x tokens, and block tables say who sees what."""
-
-
+# No function for the mask is registered: then no model makes one, nor looks in the positions for where sequences begin,
+# which on CUDA would wait for the device. Block tables say who sees what.
 AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, _no_mask)
-
 
 
 class StepCarrier:
@@ -69,6 +71,8 @@ class StepCarrier:
 
     def __init__(self, network: Any) -> None:
         self.step: AttentionStep | None = None
+        self.pruned_layer: int | None = None  # the last one, if it can leave out tokens that are not sampled
+        self.lean: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None  # see `engine.lean`
         network.kvstore_carrier = self
         for module in network.modules():
             if hasattr(module, "layer_idx"):
@@ -135,17 +139,28 @@ def run_step(
     network: Any, token_ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep, sample_tokens: torch.Tensor
 ) -> torch.Tensor:  # [num_samples, vocab_size]
     """The intercepted network's forward over one flat row of tokens, [num_tokens], with `step` as its attention."""
-    network.kvstore_carrier.step = step
+    carrier = network.kvstore_carrier
+    carrier.step = step
     try:
+        if carrier.lean is not None:
+            return carrier.lean(token_ids, sample_tokens)
         return network(
             input_ids=token_ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
             use_cache=False,
-            logits_to_keep=sample_tokens,
+            logits_to_keep=sample_tokens if step.sample_rows is None else 0,
             kvstore_step=step,
         ).logits[0]
     finally:
-        network.kvstore_carrier.step = None
+        carrier.step = None
+
+
+class LayerConnector(Protocol):
+    """What a forward needs of a `KVConnector`."""
+
+    def save_kv_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None: ...
+
+    def wait_for_layer_load(self, layer: int) -> None: ...
 
 
 KVCaches = list[tuple[torch.Tensor, torch.Tensor]]  # per layer, [num_blocks, block_size, num_kv_heads, head_dim]
@@ -158,17 +173,30 @@ class PagedStep:
     batch: PagedBatch
     caches: KVCaches
     rotations: Sequence[Rotation | None]  # per layer, at this step's positions
-    connector: KVConnector
+    connector: LayerConnector
+    sample_rows: torch.Tensor | None = None  # [num_samples], where `pruned_layer` computes the output of these alone
+    pruned_layer: int | None = None
+    decode: DecodeStep | None = None  # computes what of a step of single tokens it knows, on a CPU
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         self.connector.save_kv_layer(layer, key, value)
-        rotation = self.rotations[layer]
-        if rotation is not None:
-            query, key = rotation.apply(query), rotation.apply(key)
         key_cache, value_cache = self.caches[layer]
-        write_kv(key, value, key_cache, value_cache, self.batch.slots)
+        slots, rotation = self.batch.slots, self.rotations[layer]
+        if self.sample_rows is not None and layer == self.pruned_layer:
+            rows = self.sample_rows
+            if rotation is not None:
+                query, key = rotation.at(rows).apply(query[rows]), rotation.apply(key)
+            write_kv(key, value, key_cache, value_cache, slots)
+            self.connector.wait_for_layer_load(layer)
+            return paged_attention(query, key, value, key_cache, value_cache, self.batch.at(rows), scoring)
+        if self.decode is not None:
+            self.connector.wait_for_layer_load(layer)
+            attended = self.decode.attend(layer, query, key, value, key_cache, value_cache, scoring)
+            if attended is not None:
+                return attended
+        query, key = rotate_and_write(query, key, value, key_cache, value_cache, slots, rotation)
         self.connector.wait_for_layer_load(layer)
         return paged_attention(query, key, value, key_cache, value_cache, self.batch, scoring)
 
@@ -201,12 +229,20 @@ class PositionFreeModel:
         positions: torch.Tensor,
         batch: PagedBatch,
         caches: KVCaches,
-        connector: KVConnector,
+        connector: LayerConnector,
         sample_tokens: torch.Tensor,
     ) -> torch.Tensor:  # [num_samples, vocab_size]
         """Compute one step's tokens, [num_tokens], of all requests in one row; logits of `sample_tokens` only."""
-        at = {id(r): r.at(positions) for r in self.rotations if r is not None}
+        at = {id(r): r.at(positions).spread_out() for r in self.rotations if r is not None}
         rotations = [None if r is None else at[id(r)] for r in self.rotations]
-        step = PagedStep(batch, caches, rotations, connector)
-        return run_step(self.network, token_ids, positions, step, sample_tokens)
+        decode = decode_step(batch, caches[0][0], rotations)
+        step = PagedStep(batch, caches, rotations, connector, *self._pruned(token_ids, sample_tokens), decode)
+        with torch.cuda.device_of(token_ids):  # where Triton launches; a CPU changes nothing
+            return run_step(self.network, token_ids, positions, step, sample_tokens)
 
+    def _pruned(self, token_ids: torch.Tensor, sample_tokens: torch.Tensor) -> tuple[torch.Tensor | None, int | None]:
+        """The samples and the layer that computes these alone, where that leaves out enough tokens to pay."""
+        layer = self.network.kvstore_carrier.pruned_layer
+        if layer is None or len(token_ids) - len(sample_tokens) < MIN_PRUNED_TOKENS:
+            return None, None
+        return sample_tokens, layer

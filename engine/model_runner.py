@@ -10,14 +10,17 @@ import numpy as np
 import torch
 
 from engine.config import SchedulerConfig
+from engine.graphs import Capturer, capture_graphs
 from engine.input_batch import InputBatch, StepInputs
 from engine.model import PositionFreeModel
 from engine.outputs import TokenLogprob
 from engine.request import Request
 from engine.sampler import Sampler
 from engine.scheduler import NewRow, Scheduled, SchedulerOutput
-from kernels.attention import PagedBatch
-from kvstore.connector import KVConnector
+from engine.step_tensors import step_tensors
+from engine.warm_up import warm_up
+from kernels.triton_support import to_device
+from kvstore.connector import KVConnector, TransferPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +33,15 @@ class StepResult:
 
 @dataclass(slots=True)
 class StepTimes:
-    """Running totals in seconds, and how often; where a step's time goes."""
+    """Running totals in seconds, and how often; where a step's time goes.
+
+    num_graphs: CUDA graphs that were captured; num_replays: steps that replayed one. On CUDA the forward's time is that
+    of its launch, and sampling waits for it.
+    """
 
     num_steps: int = 0
+    num_graphs: int = 0
+    num_replays: int = 0
     schedule_s: float = 0.0
     build_s: float = 0.0
     forward_s: float = 0.0
@@ -40,20 +49,40 @@ class StepTimes:
     update_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """A step on CUDA that sampled nothing, so that nobody has waited for it. num_prefill_tokens: 0: not to be timed."""
+
+    num_prefill_tokens: int
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+
+
 class ModelRunner:
-    """One model, its caches and its persistent batch."""
+    """One model, its caches and its persistent batch. capturer: makes the graphs of decode steps, None for none."""
 
     def __init__(
-        self, model: PositionFreeModel, config: SchedulerConfig, num_blocks: int, connector: KVConnector
+        self,
+        model: PositionFreeModel,
+        config: SchedulerConfig,
+        num_blocks: int,
+        connector: KVConnector,
+        capturer: Capturer | None = None,
     ) -> None:
         self.model = model
+        self._device = model.device
         self.block_size = config.block_size
         self.connector = connector
         self.caches = model.new_caches(num_blocks, config.block_size)
         self.batch = InputBatch(config.max_num_seqs, config.max_model_len, config.block_size)
-        self.sampler = Sampler(config.max_num_seqs, model.spec.vocab_size, model.device)
+        self.sampler = Sampler(config.max_num_seqs, model.spec.vocab_size, self._device)
         self.times = StepTimes()
+        self._unread: _Unread | None = None
         connector.register_kv_caches(self.caches)
+        if self._device.type == "cuda":
+            warm_up(model, self.caches, config, self.sampler)
+        self.graphs = None if capturer is None else capture_graphs(model, self.caches, config, capturer)
+        self.times.num_graphs = 0 if self.graphs is None else self.graphs.num_graphs
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> StepResult:
@@ -64,15 +93,16 @@ class ModelRunner:
         if not output.scheduled:
             return StepResult([], {})
         inputs = self.batch.build(output.scheduled)
+        self._wait_for_unread()
         if copies:
             self._copy_blocks(copies)
         if output.plan is not None:
             row_starts = np.empty(len(inputs.order), dtype=np.int64)
             row_starts[inputs.order] = inputs.query_start[:-1]
             self.connector.start_load_kv(output.plan, row_starts.tolist())
-        built = time.perf_counter()
-        logits = self._forward(inputs)
-        self.connector.wait_for_save()
+        built, start = time.perf_counter(), self._mark()
+        logits = self._forward(inputs, output.plan)
+        end = None if len(inputs.sample_rows) else self._mark()
         computed = time.perf_counter()
         result = self._sample(inputs, output.scheduled, logits)
         times = self.times
@@ -81,14 +111,40 @@ class ModelRunner:
         times.forward_s += computed - built
         sampled = time.perf_counter()
         times.sample_s += sampled - computed
-        num_prefill_tokens = sum(s.num_tokens for s in output.scheduled if s.num_tokens > 1)
-        has_loaded = output.plan is not None and bool(output.plan.loads)  # then the step has waited for its loads, too
-        if 2 * num_prefill_tokens > output.num_tokens and not has_loaded and times.num_steps > 1:  # the first is slow
+        num_prefill_tokens = self._num_measured(output)
+        if start is not None and end is not None:
+            self._unread = _Unread(num_prefill_tokens, start, end)
+        elif num_prefill_tokens:
             self.connector.step_measured(num_prefill_tokens, sampled - built)
         return result
 
+    def _num_measured(self, output: SchedulerOutput) -> int:
+        """Tokens of prompts in a step whose time says how fast these are computed; 0 when it does not."""
+        count = sum(s.num_tokens for s in output.scheduled if s.num_tokens > 1)
+        has_loaded = output.plan is not None and bool(output.plan.loads)  # then the step has waited for its loads, too
+        is_first = self.times.num_steps == 1  # and slow
+        return count if 2 * count > output.num_tokens and not has_loaded and not is_first else 0
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """A time on the device's clock; None on a CPU, where a step has ended when its call returns."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _wait_for_unread(self) -> None:
+        """One step ahead of the device, not more: what is to be saved of a step is kept until it is computed."""
+        if self._unread is not None:
+            unread, self._unread = self._unread, None
+            unread.end.synchronize()
+            if unread.num_prefill_tokens:
+                seconds = unread.start.elapsed_time(unread.end) / 1000
+                self.connector.step_measured(unread.num_prefill_tokens, seconds)
+
     def reset(self) -> None:
         """Empty the batch: after an error left rows that cannot be trusted. The caches stay; nobody refers to them."""
+        self._unread = None
         self.batch.reset()
         for row in range(self.batch.max_rows):
             self.sampler.clear_row(row)
@@ -111,30 +167,24 @@ class ModelRunner:
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy on write: whole blocks, all sources read before any destination is written."""
-        source, destination = (torch.tensor(side, device=self.model.device) for side in zip(*copies, strict=True))
+        source, destination = to_device(torch.tensor(copies).T.contiguous(), self._device)
         for layer in self.caches:
             for cache in layer:
                 cache.index_copy_(0, destination, cache.index_select(0, source))
 
-    def _forward(self, inputs: StepInputs) -> torch.Tensor:
-        device = self.model.device
+    def _forward(self, inputs: StepInputs, plan: TransferPlan | None) -> torch.Tensor:
         width = -(-int(inputs.context_lens.max()) // self.block_size)
-        table = torch.from_numpy(self.batch.block_table[inputs.rows, :width].astype(np.int64))
-        batch = PagedBatch(
-            inputs.query_start.tolist(),
-            inputs.context_lens.tolist(),
-            table,
-            torch.from_numpy(inputs.slots).to(device),
-            self.block_size,
+        table = self.batch.block_table[inputs.rows, :width]
+        has_loads = plan is not None and bool(plan.loads)  # layer by layer, which a graph does not wait for
+        if self.graphs is not None and not has_loads and self.graphs.fits(inputs):
+            self.times.num_replays += 1
+            return self.graphs.run(inputs, table, plan, self.connector)
+        step = step_tensors(inputs, table, self.block_size, self._device)
+        logits = self.model.forward(
+            step.token_ids, step.positions, step.batch, self.caches, self.connector, step.sample_tokens
         )
-        return self.model.forward(
-            torch.from_numpy(inputs.token_ids).to(device),
-            torch.from_numpy(inputs.positions).to(device),
-            batch,
-            self.caches,
-            self.connector,
-            torch.from_numpy(inputs.sample_tokens).to(device),
-        )
+        self.connector.wait_for_save()
+        return logits
 
     def _sample(self, inputs: StepInputs, scheduled: tuple[Scheduled, ...], logits: torch.Tensor) -> StepResult:
         token_ids: list[Sequence[int]] = [()] * len(scheduled)
@@ -147,7 +197,7 @@ class ModelRunner:
             source = np.repeat(np.arange(len(counts)), counts)
             offsets = np.concatenate([np.arange(count) for count in counts])
             rows = rows[source]
-            logits = logits[torch.from_numpy(source).to(logits.device)]
+            logits = logits[to_device(torch.from_numpy(source), logits.device)]
         sampled = self.sampler.sample(logits, rows, offsets)
         first = np.cumsum([0, *counts[:-1]])
         firsts = sampled.token_ids[first]

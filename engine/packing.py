@@ -1,6 +1,7 @@
-"""Makes the eager CPU forward of a Hugging Face model faster by replacing modules in place; knows no architecture.
+"""Makes the eager forward of a Hugging Face model faster by replacing modules in place; knows no architecture.
 
 `pack_for_cpu` packs linear weights for oneDNN, joins q/k/v and shortens RMS norms and submodule lookups.
+`pack_for_cuda` joins q/k/v, shortens lookups and makes one kernel of an RMS norm.
 `skip_rotation` removes the attention's own rotation where the caller makes it a no-op.
 What cannot be replaced exactly (to rounding) is left as it is. Numbers: bench/LOG.md.
 """
@@ -17,15 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.decode_native import native_rms_norm
+
 # Below this many elements a float32 weight stays in cache and MKL's gemv beats oneDNN's call overhead.
 MIN_FLOAT32_ELEMENTS = 256 * 1024
 MIN_BFLOAT16_ELEMENTS = 4 * 1024
+MIN_WIDENED_ELEMENTS = 16 * 1024  # of an input that is widened to float32 before it is normalised
 _ROTATION_NAME = re.compile(r"_?apply_\w*rotary\w*")
 
 
 @dataclass(frozen=True, slots=True)
 class PackingReport:
-    """What `pack_for_cpu` replaced. `num_linears`: every `nn.Linear` packed now, those joined in q/k/v too."""
+    """What was replaced. `num_linears`: every `nn.Linear` packed now, those joined in q/k/v too."""
 
     num_linears: int
     num_linears_left: int
@@ -61,10 +65,10 @@ class SharedProjection:
     Holds the input and what was not yet fetched between the calls of one attention forward, nothing after it.
     """
 
-    def __init__(self, linears: list[nn.Linear]) -> None:
+    def __init__(self, linears: list[nn.Linear], make: Callable[[Tensor, Tensor | None], Any]) -> None:
         biases = [linear.bias for linear in linears if linear.bias is not None]
         weight = torch.cat([linear.weight.detach() for linear in linears])
-        self.linear = PackedLinear(weight, torch.cat(biases) if biases else None)
+        self.linear = make(weight, torch.cat(biases) if biases else None)
         self.sizes = [linear.out_features for linear in linears]
         self._source: Tensor | None = None
         self._pending: dict[int, Tensor] = {}
@@ -87,26 +91,26 @@ class ProjectionSlice(nn.Module):
 
     def __init__(self, shared: SharedProjection, index: int) -> None:
         super().__init__()
-        self._shared, self._index = shared, index
+        self.shared, self._index = shared, index
         self.in_features, self.out_features = shared.linear.in_features, shared.sizes[index]
 
     @property
     def weight(self) -> Tensor:
-        return self._shared.linear.weight.split(self._shared.sizes)[self._index]
+        return self.shared.linear.weight.split(self.shared.sizes)[self._index]
 
     @property
     def bias(self) -> Tensor | None:
-        bias = self._shared.linear.bias
-        return None if bias is None else bias.split(self._shared.sizes)[self._index]
+        bias = self.shared.linear.bias
+        return None if bias is None else bias.split(self.shared.sizes)[self._index]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._shared.project(x, self._index)
+        return self.shared.project(x, self._index)
 
     __call__ = forward
 
 
 class FusedRMSNorm(nn.Module):
-    """Root mean square norm in 5 operations instead of 8: one pass for the norm, no square of the input is stored.
+    """Root mean square norm in one pass of C, or in 5 operations of torch instead of 8: no square of it is stored.
 
     `wide`: the scale is float32 and applied before rounding to the input's dtype (Gemma, OLMo 2), else after (Llama).
     """
@@ -117,13 +121,42 @@ class FusedRMSNorm(nn.Module):
         self._scale, self._wide = scale, wide
         self._eps = torch.tensor(eps, dtype=torch.float32)
         self._mean = 1.0 / weight.shape[0]
+        self._native = native_rms_norm(scale, weight.dtype, eps, wide)
 
     def forward(self, x: Tensor) -> Tensor:
-        norm = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
-        inverse = torch.addcmul(self._eps, norm, norm, value=self._mean).rsqrt_()
+        if self._native is not None:
+            normed = self._native(x)
+            if normed is not None:
+                return normed
+        if x.dtype != torch.float32 and x.numel() >= MIN_WIDENED_ELEMENTS:
+            wide = x.float()  # the product of mixed types takes one element at a time
+            normed = wide.mul_(self._inverse(wide))
+        else:
+            normed = x * self._inverse(x)
         if self._wide:
-            return (x * inverse).mul_(self._scale).to(x.dtype)
-        return (x * inverse).to(x.dtype).mul_(self._scale)
+            return normed.mul_(self._scale).to(x.dtype)
+        return normed.to(x.dtype).mul_(self._scale)
+
+    __call__ = forward
+
+    def _inverse(self, x: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
+        return torch.addcmul(self._eps, norm, norm, value=self._mean).rsqrt_()
+
+
+class TorchRMSNorm(nn.Module):
+    """Root mean square norm by torch's own, one kernel on CUDA where input and scale have the same dtype.
+
+    The scale is applied before rounding; a float32 scale for a narrower input (Gemma) takes a kernel before and after.
+    """
+
+    def __init__(self, weight: nn.Parameter, scale: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self._scale, self._eps = scale, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.to(self._scale.dtype), self._scale.shape, self._scale, self._eps).to(x.dtype)
 
     __call__ = forward
 
@@ -147,12 +180,25 @@ def pack_for_cpu(model: nn.Module) -> PackingReport:
     q, k and v handed out by a joined product are views of it: rows are strided, and one of them keeps all three alive.
     """
     num_before = sum(type(module) is nn.Linear for module in model.modules())
-    num_qkv = sum(_join_qkv(module) for module in list(model.modules()))
+    num_qkv = sum(_join_qkv(module, _is_packable, PackedLinear) for module in list(model.modules()))
     _replace(model, _packed_linear)
     num_norms = _replace(model, _fused_norm)
     _shorten_lookups(model)
     num_left = sum(type(module) is nn.Linear for module in model.modules())
     return PackingReport(num_before - num_left, num_left, num_qkv, num_norms)
+
+
+@torch.no_grad()
+def pack_for_cuda(model: nn.Module) -> PackingReport:
+    """As `pack_for_cpu`, for a device where the number of kernels counts: they are what decoding for few is made of.
+
+    Weights stay as they are, but those of q, k and v become one.
+    """
+    num_qkv = sum(_join_qkv(module, _is_plain, _plain_linear) for module in list(model.modules()))
+    num_norms = _replace(model, _torch_norm)
+    _shorten_lookups(model)
+    num_left = sum(type(module) is nn.Linear for module in model.modules())
+    return PackingReport(3 * num_qkv, num_left, num_qkv, num_norms)
 
 
 def skip_rotation(attention: nn.Module) -> bool:
@@ -204,8 +250,20 @@ def _packs(dtype: torch.dtype) -> bool:
         return False
 
 
+def _is_plain(module: Any) -> bool:
+    return type(module) is nn.Linear and not module._forward_hooks
+
+
+def _plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
 def _is_packable(module: Any) -> bool:
-    if type(module) is not nn.Linear or module.weight.device.type != "cpu" or module._forward_hooks:
+    if not _is_plain(module) or module.weight.device.type != "cpu":
         return False
     minimum = {torch.float32: MIN_FLOAT32_ELEMENTS, torch.bfloat16: MIN_BFLOAT16_ELEMENTS}.get(module.weight.dtype, 0)
     return module.weight.numel() >= minimum and _packs(module.weight.dtype)
@@ -215,31 +273,50 @@ def _packed_linear(module: nn.Module) -> nn.Module | None:
     return PackedLinear(module.weight, module.bias) if _is_packable(module) else None
 
 
-def _join_qkv(attention: nn.Module) -> bool:
+def _join_qkv(attention: nn.Module, can_join: Callable[[Any], bool], make: Callable[..., nn.Module]) -> bool:
     """Join the three projections where forward uses q_proj first, then the others, and nothing else of them differs."""
     names = ("q_proj", "k_proj", "v_proj")
     linears = [attention._modules.get(name) for name in names]
-    if not all(_is_packable(linear) for linear in linears) or getattr(attention, "is_kv_shared_layer", False):
+    if not all(can_join(linear) for linear in linears) or getattr(attention, "is_kv_shared_layer", False):
         return False
     if len({(linear.in_features, linear.weight.dtype, linear.bias is None) for linear in linears}) != 1:
         return False
     used = [name for name in inspect.unwrap(type(attention).forward).__code__.co_names if name in names]
     if set(used) != set(names) or used[0] != "q_proj":
         return False
-    shared = SharedProjection(linears)
+    shared = SharedProjection(linears, make)
     for index, name in enumerate(names):
         setattr(attention, name, ProjectionSlice(shared, index))
     return True
 
 
-def _fused_norm(norm: nn.Module) -> nn.Module | None:
-    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if not type(norm).__name__.endswith("RMSNorm") or isinstance(norm, FusedRMSNorm) or not isinstance(eps, float):
+def _is_rms_norm(norm: Any) -> bool:
+    """Whether it looks like one that was not replaced yet: a row in, a row out."""
+    if not type(norm).__name__.endswith("RMSNorm") or isinstance(norm, FusedRMSNorm | TorchRMSNorm):
+        return False
+    weight = getattr(norm, "weight", None)
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not isinstance(_eps_of(norm), float):
+        return False
+    return len(inspect.signature(norm.forward).parameters) == 1
+
+
+def _eps_of(norm: Any) -> Any:
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+
+
+def _torch_norm(norm: Any) -> nn.Module | None:
+    if not _is_rms_norm(norm):
         return None
-    if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or weight.device.type != "cpu":
+    weight, eps = norm.weight, _eps_of(norm)
+    x, wide = _samples(weight.shape[0], weight.dtype).to(weight.device), weight.detach().float()
+    candidates = (TorchRMSNorm(weight, scale, eps) for scale in (weight.detach(), 1.0 + wide))
+    return next((candidate for candidate in candidates if _agrees(candidate, norm, x, ulps=2)), None)
+
+
+def _fused_norm(norm: Any) -> nn.Module | None:
+    if not _is_rms_norm(norm) or norm.weight.device.type != "cpu":
         return None
-    if len(inspect.signature(norm.forward).parameters) != 1:
-        return None
+    weight, eps = norm.weight, _eps_of(norm)
     scale, wide = weight.detach(), weight.detach().float()
     candidates = [
         FusedRMSNorm(weight, scale, eps, wide=False),

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from engine.lean import lean_layers
 from engine.model import ATTENTION, ModelSpec, PositionFreeModel, RotaryTap, SourceKey, StepCarrier, run_step
-from engine.packing import pack_for_cpu, skip_rotation
+from engine.packing import pack_for_cpu, pack_for_cuda, skip_rotation
 from kernels.attention import PagedBatch, Scoring
 from kvstore.connector import NullConnector
 from kvstore.errors import UnsupportedModelError
@@ -25,6 +26,8 @@ _TOLERANCE_16_BIT = 0.15
 
 class Recorder:
     """An attention step that keeps each layer's raw query and key and attends to nothing."""
+
+    sample_rows = None
 
     def __init__(self) -> None:
         self.queries: dict[int, torch.Tensor] = {}
@@ -45,7 +48,7 @@ class Recorder:
 def intercept(network: Any, max_model_len: int, pack: bool = False) -> PositionFreeModel:
     """Replace attention and rotation of `network`, in place, and check that its logits stay what they were.
 
-    pack: also replace modules by faster ones for the CPU (see `engine.packing`), and check again.
+    pack: also replace modules by faster ones (see `engine.packing`), and check again.
     Raises UnsupportedModelError when no rotation is found, when keys depend on position in another way, when layers
     have state that is not KV or KV of different shapes, or when the logits differ.
     """
@@ -83,11 +86,16 @@ def _intercept(network: Any, taps: list[RotaryTap], max_model_len: int, pack: bo
     model = PositionFreeModel(network, spec, rotations)
     _check_logits(model, token_ids, expected)
     if pack:
-        pack_for_cpu(network)
+        is_cpu = network.device.type == "cpu"
+        pack_for_cpu(network) if is_cpu else pack_for_cuda(network)
         for module in network.modules():
             if hasattr(module, "layer_idx"):
                 skip_rotation(module)
+        if is_cpu:
+            every = torch.arange(num_tokens)
+        lean_layers(network, lambda: run_step(network, token_ids, positions, Recorder(), every))
         _check_logits(model, token_ids, expected)
+        _check_pruning(model, token_ids, expected)
     return model
 
 
@@ -166,9 +174,24 @@ def _assign(
         rotations[layer] = table
 
 
-def _check_logits(model: PositionFreeModel, token_ids: torch.Tensor, expected: torch.Tensor) -> None:
-    """Through the paged cache, in chunks and one decode step, the logits must be those of the untouched model."""
-    block_size, count, start, logits = 16, len(token_ids), 0, []
+def _check_pruning(model: PositionFreeModel, token_ids: torch.Tensor, expected: torch.Tensor) -> None:
+    """A last layer that computes the samples alone must give their logits, else it computes all tokens."""
+    carrier = model.network.kvstore_carrier
+    if carrier.pruned_layer is not None:
+        try:
+            _check_logits(model, token_ids, expected, last_only=True)
+        except UnsupportedModelError:
+            carrier.pruned_layer = None
+
+
+def _check_logits(
+    model: PositionFreeModel, token_ids: torch.Tensor, expected: torch.Tensor, last_only: bool = False
+) -> None:
+    """Through the paged cache, in chunks and one decode step, the logits must be those of the untouched model.
+
+    last_only: only those of each chunk's last token are asked for, as in a prefill.
+    """
+    block_size, count, start, logits, ends = 16, len(token_ids), 0, [], list[int]()
     num_blocks = -(-count // block_size)
     caches = model.new_caches(num_blocks, block_size)
     for chunk in _CHUNKS:
@@ -178,10 +201,11 @@ def _check_logits(model: PositionFreeModel, token_ids: torch.Tensor, expected: t
         positions = torch.arange(start, end, device=token_ids.device)
         table = torch.arange(num_blocks).unsqueeze(0)
         batch = PagedBatch([0, end - start], [end], table, positions, block_size)
-        every = torch.arange(end - start, device=token_ids.device)
-        logits.append(model.forward(token_ids[start:end], positions, batch, caches, NullConnector(), every))
+        asked = torch.arange(end - start, device=token_ids.device)[-1 if last_only else 0 :]
+        logits.append(model.forward(token_ids[start:end], positions, batch, caches, NullConnector(), asked))
+        ends.extend((asked + start).tolist())
         start = end
-    got, want = torch.cat(logits).float(), expected.float()
+    got, want = torch.cat(logits).float(), expected[ends].float()
     error = float((got - want).norm() / want.norm().clamp_min(1e-9))
     if not error <= _TOLERANCE.get(model.spec.dtype, _TOLERANCE_16_BIT):
         raise UnsupportedModelError(f"through paged attention its logits differ by {error:.2g} of their size")

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from engine.draw import argmax, draw_all, draw_cut
 from engine.outputs import TokenLogprob
 from engine.sampling_params import SamplingParams
+from kernels.triton_support import to_device
 
 # Stands for log 0, as in the OpenAI API: JSON has no infinity.
 LOWEST_LOGPROB = -9999.0
@@ -177,7 +178,7 @@ class Sampler:
         return token_ids[token_ids < self._vocab_size]
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values.copy()).to(self._device)
+        return to_device(torch.from_numpy(values.copy()), self._device)
 
     def _edit(self, raw: torch.Tensor, rows: np.ndarray, state: np.ndarray) -> torch.Tensor:
         """Bias, min_tokens and penalties, in this order, on a copy; `raw` itself when no row wants any."""
@@ -193,7 +194,7 @@ class Sampler:
             logits.index_put_(where, self._tensor(np.concatenate(biases)), accumulate=True)
         if len(held):
             where = self._positions(held, [self._stops[row] for row in rows[held].tolist()])
-            logits.index_put_(where, logits.new_tensor(-torch.inf))
+            logits.index_put_(where, logits.new_full((), -torch.inf))
         if len(penalised):
             self._penalties.apply(logits, penalised, state[penalised])
         return logits
@@ -280,9 +281,10 @@ class _Penalties:
         slot = self._free.pop()
         output = torch.from_numpy(np.asarray(output_token_ids, np.int64))
         prompt = torch.from_numpy(np.unique(np.asarray(prompt_token_ids, np.int64)))
-        self._counts[slot] = torch.bincount(output, minlength=self._vocab_size).to(self._counts)
+        counts = torch.bincount(output, minlength=self._vocab_size).to(self._counts.dtype)
+        self._counts[slot] = to_device(counts, self._counts.device)
         self._seen[slot] = self._counts[slot] > 0
-        self._seen[slot, prompt.to(self._seen.device)] = True
+        self._seen[slot].index_fill_(0, to_device(prompt, self._seen.device), True)
         return slot
 
     def release(self, slot: int) -> None:
@@ -290,10 +292,10 @@ class _Penalties:
 
     def add(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
         device = self._counts.device
-        where = (torch.from_numpy(slots).to(device), torch.from_numpy(token_ids.astype(np.int64)).to(device))
+        where = tuple(to_device(torch.from_numpy(x.astype(np.int64)), device) for x in (slots, token_ids))
         one = torch.ones((), dtype=torch.int32, device=device)
         self._counts.index_put_(where, one, accumulate=True)
-        self._seen[where] = True
+        self._seen.index_put_(where, one.bool())
 
     def apply(self, logits: torch.Tensor, indices: np.ndarray, state: np.ndarray) -> None:
         """Changes rows `indices` [P] of logits float32, whose state is `state` [P], where their tokens have been seen.
@@ -301,9 +303,9 @@ class _Penalties:
         As vLLM does: repetition as a factor that makes the logit smaller, then frequency and presence.
         """
         device = logits.device
-        slots, rows = (torch.from_numpy(x.copy()).to(device) for x in (state["penalty_slot"], indices))
+        slots, rows = (to_device(torch.from_numpy(x.copy()), device) for x in (state["penalty_slot"], indices))
         names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-        factors = torch.from_numpy(np.stack([state[name] for name in names]).astype(np.float32)).to(device)
+        factors = to_device(torch.from_numpy(np.stack([state[name] for name in names]).astype(np.float32)), device)
         which, ids = self._seen[slots].nonzero(as_tuple=True)  # one entry per distinct token: few, beside V
         repetition, frequency, presence = factors[:, which]
         counts = self._counts[slots[which], ids]

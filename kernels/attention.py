@@ -1,11 +1,17 @@
-"""Paged attention of a step: which implementation computes it, by the device."""
+"""Paged attention of a step: which implementation computes it, by the device and by what is installed."""
+
+import functools
+import logging
 
 import torch
 
-from kernels import attention_torch
+from kernels import attention_flash, attention_torch
 from kernels.paged_batch import PagedBatch, Scoring
+from kernels.triton_support import runs_kernels
 
 __all__ = ["PagedBatch", "Scoring", "paged_attention"]
+
+log = logging.getLogger(__name__)
 
 
 def paged_attention(
@@ -22,4 +28,63 @@ def paged_attention(
     query: [num_tokens, num_heads, head_dim]; key, value: this step's, [num_tokens, num_kv_heads, head_dim], already in
     the caches, [num_blocks, block_size, num_kv_heads, head_dim], and used directly where there is nothing before them.
     """
+    if runs_kernels(query):
+        return attend_paged(query, key_cache, value_cache, batch, scoring)
     return attention_torch.paged_attention(query, key, value, key_cache, value_cache, batch, scoring)
+
+
+def attend_paged(
+    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, batch: PagedBatch, scoring: Scoring
+) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+    """The same by kernels that read the pages themselves. Prefill: the fastest that can; decode: always Triton's.
+
+    A CUDA graph needs a grid that fits any context, which foreign kernels choose from lengths on the host; and a step
+    that runs eagerly, since another request loads, must not give other numbers than a replayed one.
+    """
+    from kernels import attention_triton  # imports Triton, which may be missing
+
+    layout = batch.device_batch
+    has_prefill = layout.num_decodes < layout.num_requests
+    foreign = _foreign_prefill(_setting(query, key_cache, scoring)) if has_prefill and scoring.sinks is None else None
+    if foreign is not None:
+        out = foreign(query, key_cache, value_cache, layout, scoring)
+    else:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if layout.num_decodes:
+        attention_triton.decode(query, key_cache, value_cache, layout, scoring, out)
+    if has_prefill and foreign is None:
+        attention_triton.prefill(query, key_cache, value_cache, layout, scoring, out)
+    return out
+
+
+def _setting(query: torch.Tensor, key_cache: torch.Tensor, scoring: Scoring) -> attention_flash.Setting:
+    return attention_flash.Setting(
+        device=query.device,
+        dtype=query.dtype,
+        num_heads=query.shape[1],
+        num_kv_heads=key_cache.shape[2],
+        head_dim=query.shape[2],
+        block_size=key_cache.shape[1],
+        has_window=scoring.window is not None,
+        has_softcap=scoring.softcap is not None,
+    )
+
+
+@functools.cache
+def _foreign_prefill(setting: attention_flash.Setting) -> attention_flash.Prefill | None:
+    """Whose kernel computes prefill, found out once; None: ours. None of them knows sinks or float32."""
+    found = _find_prefill(setting) if setting.dtype in (torch.float16, torch.bfloat16) else None
+    log.info("prefill attention: %s for %s", "Triton" if found is None else found.__name__, setting)
+    return found
+
+
+def _find_prefill(setting: attention_flash.Setting) -> attention_flash.Prefill | None:
+    flash = attention_flash
+    if flash.module("flash_attn_interface") is not None and flash.works(flash.flash3, setting):
+        return flash.flash3
+    aligned = setting.block_size % flash.FLASH2_PAGE == 0
+    if aligned and flash.module("flash_attn") is not None and flash.works(flash.flash2, setting):
+        return flash.flash2
+    if not setting.has_softcap and flash.has_torch_varlen() and flash.works(flash.torch_varlen, setting):
+        return flash.torch_varlen
+    return None

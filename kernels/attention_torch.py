@@ -5,6 +5,7 @@ import torch.nn.functional as F
 
 from kernels.paged_batch import DecodeGroup, PagedBatch, Scoring
 
+MAX_MASK_ELEMENTS = 1 << 22  # of a mask that says what each token of a prefill sees
 PIECE_TOKENS = 128  # query tokens per matrix product in prefill: small enough for the scores to stay in cache
 
 
@@ -22,38 +23,39 @@ def paged_attention(
     query: [num_tokens, num_heads, head_dim]; key, value: this step's, [num_tokens, num_kv_heads, head_dim], already in
     the caches, [num_blocks, block_size, num_kv_heads, head_dim], and used directly where there is nothing before them.
     """
-    out = torch.empty_like(query)
-    if batch.num_decodes:
-        for group in batch.decode_groups(scoring.window, query.dtype):
-            _decode(query, key_cache, value_cache, group, scoring, out)
-    for i in range(batch.num_decodes, len(batch.context_lens)):
+    num_requests = len(batch.context_lens)
+    groups = batch.decode_groups(scoring.window, query.dtype) if batch.num_decodes else []
+    if len(groups) == 1 and groups[0].rows is None and batch.num_decodes == num_requests:
+        return _decode(query, key_cache, value_cache, groups[0], scoring)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    for group in groups:
+        attended = _decode(query, key_cache, value_cache, group, scoring)
+        if group.rows is None:
+            out[: group.size] = attended
+        else:
+            out.index_copy_(0, group.rows, attended)
+    for i in range(batch.num_decodes, num_requests):
         start, end = batch.query_start[i], batch.query_start[i + 1]
         if batch.context_lens[i] == end - start:
             keys, values = key[start:end], value[start:end]
         else:
             keys, values = batch.gather(key_cache, i), batch.gather(value_cache, i)
-        _prefill(query[start:end], keys, values, scoring, out[start:end])
+        _prefill(query[start:end], keys, values, scoring, out[start:end], batch)
     return out
 
 
 def _decode(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    group: DecodeGroup,
-    scoring: Scoring,
-    out: torch.Tensor,
-) -> None:
+    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, group: DecodeGroup, scoring: Scoring
+) -> torch.Tensor:  # [size, num_heads, head_dim]
     """One call for a group: the query heads that share a KV head stand in the place of query positions."""
     _, block_size, num_kv_heads, head_dim = key_cache.shape
     queries = query[: group.size] if group.rows is None else query.index_select(0, group.rows)
     grouped = queries.view(group.size, num_kv_heads, -1, head_dim)
     if group.run is not None:
-        start = group.run * block_size
-        keys, values = (
-            cache.view(1, -1, num_kv_heads, head_dim)[:, start : start + group.context_len].transpose(1, 2)
-            for cache in (key_cache, value_cache)
-        )
+        row = num_kv_heads * head_dim
+        shape, strides = (1, num_kv_heads, group.context_len, head_dim), (0, head_dim, row, 1)
+        start = group.run * block_size * row
+        keys, values = (cache.as_strided(shape, strides, start) for cache in (key_cache, value_cache))
     else:
         keys, values = (
             cache.index_select(0, group.blocks).view(group.size, -1, num_kv_heads, head_dim).transpose(1, 2)
@@ -65,14 +67,17 @@ def _decode(
         sinks = None if scoring.sinks is None else scoring.sinks.view(num_kv_heads, -1, 1)
         scores = torch.matmul(grouped * scoring.scale, keys.transpose(2, 3))
         result = torch.matmul(_weights(scores, group.mask, scoring.softcap, sinks), values)
-    result = result.reshape(group.size, -1, head_dim)
-    if group.rows is None:
-        out[: group.size] = result
-    else:
-        out.index_copy_(0, group.rows, result)
+    return result.reshape(group.size, -1, head_dim)
 
 
-def _prefill(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring, out: torch.Tensor) -> None:
+def _prefill(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scoring: Scoring,
+    out: torch.Tensor,
+    batch: PagedBatch,
+) -> None:
     """Several tokens of one request over its whole context, in pieces of queries.
 
     query, out: [num_tokens, num_heads, head_dim]; key, value: [context_len, num_kv_heads, head_dim].
@@ -81,10 +86,11 @@ def _prefill(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scorin
     context_len, num_kv_heads, _ = key.shape
     before = context_len - num_tokens
     windowed = scoring.window is not None and scoring.window < context_len
-    if before == 0 and scoring.plain and not windowed and _flash_is_fast(query):
+    if scoring.plain and not windowed and _fused_is_fast(query, context_len):
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
+        mask = batch.causal_mask(num_tokens, before, query.dtype) if before else None
         result = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=num_heads != num_kv_heads
+            q, k, v, mask, is_causal=not before, scale=scoring.scale, enable_gqa=num_heads != num_kv_heads
         )
         out.copy_(result[0].transpose(0, 1))
         return
@@ -131,9 +137,14 @@ def _weights(
     return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
 
 
-def _flash_is_fast(query: torch.Tensor) -> bool:
-    """Whether torch's fused attention beats matrix products here: not for 16-bit floats on a CPU without AMX tiles."""
-    return query.device.type != "cpu" or query.dtype == torch.float32 or _has_amx()
+def _fused_is_fast(query: torch.Tensor, context_len: int) -> bool:
+    """Whether torch's fused attention beats matrix products here: not for 16-bit floats on a CPU without AMX tiles.
+
+    With something before the tokens it needs a mask, which is worth it only with tiles, and up to a size.
+    """
+    if query.device.type != "cpu" or len(query) == context_len:
+        return query.device.type != "cpu" or query.dtype == torch.float32 or _has_amx()
+    return query.dtype != torch.float32 and len(query) * context_len <= MAX_MASK_ELEMENTS and _has_amx()
 
 
 def _has_amx() -> bool:

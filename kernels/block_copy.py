@@ -1,7 +1,8 @@
 """One layer of N blocks between the CPU arena and the paged HBM cache; loading rotates the keys on the way.
 
 The arena, [num_slots, num_layers, 2, block_size, num_kv_heads, head_dim], holds raw keys (index 0 of the third axis)
-and values. Torch operations only; results are those of the twins in `kernels.reference`, bit for bit.
+and values. A Triton kernel on CUDA, torch operations elsewhere and where Triton is missing; results are those of the
+twins in `kernels.reference`, bit for bit.
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels import copy_native, reference
+from kernels.triton_support import runs_kernels, to_device
 from rope.rotary import Rotation, Style
 
 CHUNK_BYTES = (
@@ -67,9 +70,10 @@ class BlockLoad:
         self._rotations = rotations
         self._turns: dict[int, _Turn] = {}
         self._rows: dict[int, Rotation] = {}
-        self._numbers: torch.Tensor | None = None
+        self._places: torch.Tensor | None = None
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._chunks: list[_Chunk] = []
+        self._native: copy_native.NativeLoad | None = None
 
     def load_layer(self, layer: int, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
         """Fill this layer's HBM blocks; caches: [num_blocks, block_size, num_kv_heads, head_dim]."""
@@ -77,11 +81,19 @@ class BlockLoad:
             return
         if key_cache.device.type == "cpu":
             self._load_on_cpu(layer, key_cache, value_cache)
+        elif runs_kernels(key_cache):
+            self.load_by_kernel(layer, key_cache, value_cache)
         else:
-            self._load_to_device(layer, key_cache, value_cache)
+            self.load_by_copy(layer, key_cache, value_cache)
 
     # -- on a CPU ----------------------------------------------------------------------------------------------------
     def _load_on_cpu(self, layer: int, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+        if self._native is None:
+            self._native = copy_native.NativeLoad(self._arena, self._slots, self._block_numbers, self._positions)
+        if not self._native.load_layer(layer, key_cache, value_cache, self._rotations[layer]):
+            self._load_by_torch(layer, key_cache, value_cache)
+
+    def _load_by_torch(self, layer: int, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
         keys, values = self._arena[:, layer, 0], self._arena[:, layer, 1]  # [num_slots, block_size, num_kv_heads, ...]
         turn = self._turn(self._rotations[layer])
         if not self._chunks:
@@ -168,12 +180,18 @@ class BlockLoad:
         return held[:size].view(shape)
 
     # -- to a device -------------------------------------------------------------------------------------------------
-    def _load_to_device(self, layer: int, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+    def load_by_kernel(self, layer: int, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+        """As `load_layer`, by a kernel that reads the arena, pinned memory, over the bus."""
+        from kernels import kv_triton
+
+        kv_triton.load(
+            self._arena, layer, key_cache, value_cache, self._places_on(key_cache.device), self._rotations[layer]
+        )
+
+    def load_by_copy(self, layer: int, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+        """As `load_layer`, by the device's copy engine from blocks gathered in pinned memory; rotated afterwards."""
         device, source = key_cache.device, self._arena[:, layer]
-        rotation = self._rows_on(device, self._rotations[layer])
-        if self._numbers is None:  # once: such a small copy waits for all that the stream was given before
-            self._numbers = self._block_numbers.to(device)
-        numbers = self._numbers
+        rotation, numbers = self._rows_on(device, self._rotations[layer]), self._places_on(device)[1]
         block_size, size = source.shape[2], max(1, STAGING_BYTES // (source[0].numel() * source.element_size()))
         for start in range(0, len(self._slots), size):
             slots = self._slots[start : start + size]
@@ -190,12 +208,18 @@ class BlockLoad:
             key_cache.index_copy_(0, targets, key)
             value_cache.index_copy_(0, targets, blocks[:, 1])
 
+    def _places_on(self, device: torch.device) -> torch.Tensor:
+        """[3, N] int64: slots, block numbers, positions; brought to the device once, in the stream of the loads."""
+        if self._places is None:
+            self._places = to_device(torch.stack([self._slots, self._block_numbers, self._positions]), device)
+        return self._places
+
     def _rows_on(self, device: torch.device, rotation: Rotation | None) -> Rotation | None:
         """The table's rows of this load's tokens, gathered once on the device for all layers that share them."""
         if rotation is None:
             return None
         if id(rotation) not in self._rows:
-            self._rows[id(rotation)] = rotation.at(self._token_positions().to(device))
+            self._rows[id(rotation)] = rotation.at(to_device(self._token_positions(), device))
         return self._rows[id(rotation)]
 
 
@@ -228,6 +252,8 @@ def save_layers(
     """Several layers of one step. rows: which of its tokens are saved, [n] int64, None for all; slots: where, [n]."""
     if not layers or not len(slots):
         return
+    if copy_native.save_layers(arena, layers, 0 if rows is None else rows, slots):
+        return
     blocks, offsets = slots // arena.shape[3], slots % arena.shape[3]
     if len(slots) <= STACKED_TOKENS:
         parts = [part for _, key, value in layers for part in (key, value)]
@@ -243,12 +269,34 @@ def save_layers(
             target[blocks, layer, part, offsets] = source
 
 
+def save_to_arena(
+    arena: torch.Tensor, layers: Sequence[RawLayer], rows: torch.Tensor | None, slots: torch.Tensor
+) -> None:
+    """As `save_layers`, in the order of the current stream: on CUDA a kernel writes to the arena over the bus.
+
+    rows, slots: int64, on the device of the keys; a slot of -1 is skipped. The arena is pinned, and the keys and values
+    must stay as they are until the stream has passed. A CUDA device needs Triton for this.
+    """
+    if not layers or not len(slots):
+        return
+    if layers[0][1].device.type == "cpu":
+        for layer, key, value in layers:
+            pair = (key, value) if rows is None else (key[rows], value[rows])
+            reference.save_tokens(arena, layer, *pair, slots)
+        return
+    from kernels import kv_triton
+
+    kv_triton.save(arena, layers, rows, slots)
+
+
 def save_few(arena: torch.Tensor, layers: Sequence[RawLayer], rows: slice, slots: Sequence[int]) -> None:
     """All layers, in order, of a run of a few tokens: as `save_layers`, with as few calls as possible.
 
     rows: which of the step's tokens; slots: where each goes. A decode step takes milliseconds: every call counts.
     """
     assert len(layers) == arena.shape[1]
+    if len(slots) > 1 and copy_native.save_layers(arena, layers, rows.start, torch.tensor(slots)):
+        return  # a single token takes as long either way
     block_size = arena.shape[3]
     stacked = torch.stack([part[rows] for _, key, value in layers for part in (key, value)], dim=1)
     new = stacked.view(len(slots), len(layers), 2, *arena.shape[4:])

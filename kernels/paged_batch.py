@@ -1,10 +1,13 @@
 """One step's layout for attention, shared by all layers: what can be computed once per step is computed here."""
 
+import bisect
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+
+from kernels.triton_support import to_device
 
 VIEW_TOKENS = 512  # from this context length a request whose blocks lie in one run is read in place
 
@@ -40,11 +43,32 @@ class DecodeGroup:
     run: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """The layout as a CUDA device reads it. int32 tensors on the device:
+    query_start [num_requests + 1], context_lens [num_requests], block_table [num_requests, max_blocks].
+    Host numbers: num_decodes (the first so many requests have one token each), max_query_len, max_context_len (upper
+    bounds: in a CUDA graph they are those of the capture). A request whose context_len is 0 is padding.
+    """
+
+    query_start: torch.Tensor
+    context_lens: torch.Tensor
+    block_table: torch.Tensor
+    num_decodes: int
+    max_query_len: int
+    max_context_len: int
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.context_lens)
+
+
 class PagedBatch:
     """Which tokens belong to which request, where their KV goes and what they may see.
 
     query_start: [num_requests + 1] and context_lens: [num_requests], lists. The first `num_decodes` requests have one
-    token each. block_table: [num_requests, max_blocks] int64 on the CPU; slots: [num_tokens] int64 on the device.
+    token each. block_table: [num_requests, max_blocks] int64 on the CPU; slots: [num_tokens] int64 on the device, -1
+    for a token that is padding. on_device: the same layout on a CUDA device, where its tensors outlive the step.
     """
 
     def __init__(
@@ -54,20 +78,49 @@ class PagedBatch:
         block_table: torch.Tensor,
         slots: torch.Tensor,
         block_size: int,
+        on_device: DeviceBatch | None = None,
     ) -> None:
         self.query_start = query_start
         self.context_lens = context_lens
         self.block_table = block_table
         self.slots = slots
         self.block_size = block_size
+        self._on_device = on_device
         self._groups: dict[int | None, list[DecodeGroup]] = {}
         self._runs: dict[int, int | None] = {}
+        self._masks: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+
+    def at(self, tokens: torch.Tensor) -> "PagedBatch":
+        """The layout in which each of these tokens, [n] in order, is a request of its own; its slots are left out."""
+        numbers = tokens.tolist()
+        requests = [bisect.bisect_right(self.query_start, token) - 1 for token in numbers]
+        behind = [self.query_start[i + 1] - 1 - token for i, token in zip(requests, numbers, strict=True)]
+        context_lens = [self.context_lens[i] - after for i, after in zip(requests, behind, strict=True)]
+        table = self.block_table[requests]
+        return PagedBatch(list(range(len(numbers) + 1)), context_lens, table, self.slots[:0], self.block_size)
 
     @cached_property
     def num_decodes(self) -> int:
         starts = self.query_start
         lengths = [end - start for start, end in itertools.pairwise(starts)]
         return next((i for i, length in enumerate(lengths) if length != 1), len(lengths))
+
+    @cached_property
+    def device_batch(self) -> DeviceBatch:
+        """The layout on the device of `slots`; unless given, copied there once per step, in one piece."""
+        if self._on_device is not None:
+            return self._on_device
+        parts = [torch.tensor(self.query_start), torch.tensor(self.context_lens), self.block_table.flatten()]
+        packed = to_device(torch.cat(parts).to(torch.int32), self.slots.device)
+        query_start, context_lens, blocks = packed.split([len(part) for part in parts])
+        return DeviceBatch(
+            query_start=query_start,
+            context_lens=context_lens,
+            block_table=blocks.view(self.block_table.shape),
+            num_decodes=self.num_decodes,
+            max_query_len=max(end - start for start, end in itertools.pairwise(self.query_start)),
+            max_context_len=max(self.context_lens),
+        )
 
     def decode_groups(self, window: int | None, dtype: torch.dtype) -> list[DecodeGroup]:
         """The decode requests in groups for layers with this window; built at its first use in a step."""
@@ -116,6 +169,14 @@ class PagedBatch:
             mask=mask.to(device) if mask is not None and move else mask,
             run=run,
         )
+
+    def causal_mask(self, num_tokens: int, before: int, dtype: torch.dtype) -> torch.Tensor:
+        """What so many tokens after `before` others may see, [num_tokens, before + num_tokens], 0 or -inf."""
+        name = (num_tokens, before, dtype)
+        if name not in self._masks:
+            hidden = torch.full((num_tokens, before + num_tokens), float("-inf"), dtype=dtype, device=self.slots.device)
+            self._masks[name] = hidden.triu_(before + 1)
+        return self._masks[name]
 
     def run_start(self, i: int) -> int | None:
         """First block of request i when its blocks lie in one run, else None."""

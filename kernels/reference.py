@@ -8,12 +8,34 @@ from rope.rotary import Rotation
 def write_kv(
     key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """Put new keys and values, [num_tokens, num_kv_heads, head_dim], into their slots, [num_tokens].
+    """Put new keys and values, [num_tokens, num_kv_heads, head_dim], into their slots, [num_tokens]; -1 is skipped.
 
     Caches: [num_blocks, block_size, num_kv_heads, head_dim].
     """
+    if len(slots) and int(slots.min()) < 0:
+        kept = slots >= 0
+        key, value, slots = key[kept], value[kept], slots[kept]
     key_cache.view(-1, *key_cache.shape[2:]).index_copy_(0, slots, key)
     value_cache.view(-1, *value_cache.shape[2:]).index_copy_(0, slots, value)
+
+
+def rotate_and_write(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    rotation: Rotation | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate query, [num_tokens, num_heads, head_dim], and key, write key and value, return rotated query and key.
+
+    rotation: one row per token, None to rotate nothing. The rest as `write_kv`.
+    """
+    if rotation is not None:
+        query, key = rotation.apply(query), rotation.apply(key)
+    write_kv(key, value, key_cache, value_cache, slots)
+    return query, key
 
 
 def load_blocks(
@@ -44,8 +66,10 @@ def load_blocks(
 def save_tokens(arena: torch.Tensor, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
     """Raw keys and values of one layer, [num_tokens, num_kv_heads, head_dim], into their token slots, [num_tokens].
 
-    arena: as in `load_blocks`; a token slot is arena slot * block_size + offset.
+    arena: as in `load_blocks`; a token slot is arena slot * block_size + offset, and -1 is skipped.
     """
+    kept = slots >= 0
+    key, value, slots = key[kept], value[kept], slots[kept].to(arena.device)
     blocks, offsets = slots // arena.shape[3], slots % arena.shape[3]
     arena[blocks, layer, 0, offsets] = key.to(arena.device)
     arena[blocks, layer, 1, offsets] = value.to(arena.device)

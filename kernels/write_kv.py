@@ -1,5 +1,50 @@
-"""New keys and values into the paged HBM cache, by slot mapping. One torch operation per cache on every device."""
+"""New keys and values into the paged HBM cache, by slot mapping, and the rotation that goes before it.
 
-from kernels.reference import write_kv
+On CUDA one Triton kernel does both; elsewhere, and without Triton, torch operations. The bits are the same.
+"""
 
-__all__ = ["write_kv"]
+import torch
+
+from kernels import reference
+from kernels.triton_support import runs_kernels
+from rope.rotary import Rotation
+
+
+def write_kv(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """As `kernels.reference.write_kv`: [num_tokens, num_kv_heads, head_dim] each; a slot of -1 is skipped."""
+    if runs_kernels(key):
+        from kernels import kv_triton
+
+        kv_triton.write(key, value, key_cache, value_cache, slots)
+        return
+    try:
+        key_cache.view(-1, *key_cache.shape[2:]).index_copy_(0, slots, key)
+        value_cache.view(-1, *value_cache.shape[2:]).index_copy_(0, slots, value)
+    except IndexError:  # a slot of -1: only padded steps have any, and looking for them costs every layer of all others
+        reference.write_kv(key, value, key_cache, value_cache, slots)
+
+
+def rotate_and_write(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    rotation: Rotation | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # query and key, rotated
+    """Rotate query and key by `rotation`, which has one row per token (see `Rotation.at`); write key and value.
+
+    query: [num_tokens, num_heads, head_dim]; the rest as in `write_kv`. Rotated tensors are new; with None for the
+    rotation query and key come back as they are.
+    """
+    if runs_kernels(key):
+        from kernels import kv_triton
+
+        return kv_triton.rotate_and_write(query, key, value, key_cache, value_cache, slots, rotation)
+    if rotation is not None:
+        query, key = rotation.apply_both(query, key)
+    write_kv(key, value, key_cache, value_cache, slots)
+    return query, key

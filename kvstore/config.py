@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvstore.errors import ConfigError
 
+MAX_SAVE_BYTES = 512 << 20  # of activations that a CUDA device keeps until they are saved
 SIZE_FORMS = 'a number of bytes, or a number with a unit such as "512MiB", "1.5GiB" or "2GB"'
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):

@@ -32,7 +32,7 @@ from kvstore.lookup import Arrival, Lookup, Match
 from kvstore.quota import TenantUsage
 from kvstore.saving import StepSpan
 from kvstore.steering import Steering
-from kvstore.tier import Evict, Evicted, TransferPlan
+from kvstore.tier import Evict, Evicted, SaveFence, TransferPlan
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Arrival", "Conversation", "Evict", "Evicted", "KVConnector", "KVLayout", "Lookup", "Match", "NullConnector",
-    "StepSpan", "TenantUsage", "TransferPlan",
+    "SaveFence", "StepSpan", "TenantUsage", "TransferPlan",
     "deletion_from_dict", "evict_from_dict", "nothing_from_dict", "one_session_from_dict", "open_connector",
     "session_info", "sessions_from_dict", "transcript", "verify_from_dict",
 ]  # fmt: skip
@@ -138,12 +138,15 @@ class KVConnector(Protocol):
     def save_kv_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None:
         """Raw keys and values of this step's tokens, [num_tokens, num_kv_heads, head_dim]; returns at once.
 
-        The tensors are kept until they are saved, and must not be written again.
+        The tensors are kept until they are saved, and must not be written again but behind `wait_for_save`'s fence.
         """
         ...
 
-    def wait_for_save(self) -> None:
-        """The forward pass has ended: hand over what was saved. Never waits for a slow tier."""
+    def wait_for_save(self) -> SaveFence | None:
+        """The forward pass has ended: hand over what was saved. Never waits for a slow tier.
+
+        Returns what orders the next writing of this step's saved tensors; None when they may be written at once.
+        """
         ...
 
     def step_failed(self, plan: TransferPlan | None) -> None:
@@ -316,8 +319,8 @@ class NullConnector:
     def save_kv_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None:
         pass
 
-    def wait_for_save(self) -> None:
-        pass
+    def wait_for_save(self) -> SaveFence | None:
+        return None
 
     def step_failed(self, plan: TransferPlan | None) -> None:
         pass

@@ -5,6 +5,7 @@ Knows no tensor, no thread and no file.
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 from kvstore.block import BlockId
 
@@ -72,6 +73,14 @@ class TransferPlan:
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
     ticket: int = 0
+
+
+class SaveFence(Protocol):
+    """Of a step's saves, on a device that runs behind its host: what they read must not be written before they end."""
+
+    def order(self) -> None:
+        """What the current stream is given from now on begins after the saves. Returns at once."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

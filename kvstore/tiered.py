@@ -20,6 +20,7 @@ from kvstore.config import CacheTiers, format_size
 from kvstore.control import ControlServer
 from kvstore.conversation import Conversation, QueueKey
 from kvstore.cpu_tier import CpuTier
+from kvstore.device_transfer import DeviceTransfer
 from kvstore.disk_open import StoreDirectory
 from kvstore.disk_tier import DiskTier
 from kvstore.errors import ConfigError, DegradedError, StoreError
@@ -33,7 +34,8 @@ from kvstore.saving import StepSpan
 from kvstore.stats import StoreStats
 from kvstore.steering import Steering
 from kvstore.store import KVStore
-from kvstore.tier import Evict, Evicted, TransferPlan
+from kvstore.streams import CudaStreams
+from kvstore.tier import Evict, Evicted, SaveFence, TransferPlan
 from kvstore.transfer import Transfer
 from kvstore.write_back import WriteBack
 
@@ -111,7 +113,11 @@ class TieredConnector:
         write_back = None
         if disk is not None:
             write_back = WriteBack(disk, self._cpu, self._io, self._arena.view, stats, clock, self._steering)
-        self._transfer = Transfer(self._arena, device, self._wake)
+        self._transfer: Transfer | DeviceTransfer
+        if device.type == "cuda":
+            self._transfer = DeviceTransfer(self._arena, CudaStreams(device), self._wake)
+        else:
+            self._transfer = Transfer(self._arena, self._wake)
         self._planner = Planner(layout.block_bytes, layout.block_size, always=load == "always")
         self._restore_rates(learned, stats)
         self.fingerprint = bytes.fromhex(self._fingerprint)
@@ -295,8 +301,8 @@ class TieredConnector:
     def save_kv_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None:
         self._transfer.save_layer(layer, raw_key, value)
 
-    def wait_for_save(self) -> None:
-        self._transfer.end()
+    def wait_for_save(self) -> SaveFence | None:
+        return self._transfer.end()
 
     def step_failed(self, plan: TransferPlan | None) -> None:
         """Of whatever was planned: the step may have been cut off before its plan was known to anybody."""

@@ -9,6 +9,8 @@ from enum import Enum
 
 import torch
 
+FEW_TOKENS = 32  # up to so many, swapping all halves costs less than two products of halves
+
 
 class Style(Enum):
     """Which two elements of a head form a pair: HALF (i, i + d/2) as in GPT-NeoX and Llama, or neighbours."""
@@ -60,10 +62,40 @@ class Layout(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """cos, and sin with the sign it is added with, of every element, [num_tokens, 1, rotary_dim].
+
+    Three products and a sum of whole heads give what `rotate` gives, bit for bit: a - b is a + (-b), and rounding is
+    symmetric. For the steps of a CPU, where each operation has its price.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    first: slice
+    second: slice
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+        rotary_dim, first, second = self.cos.shape[-1], self.first, self.second
+        if len(x) <= FEW_TOKENS and first.step is None and rotary_dim == x.shape[-1]:
+            swapped = x.view(*x.shape[:2], 2, rotary_dim // 2).flip(2).view(x.shape)
+            return swapped.mul_(self.sin).add_(torch.mul(x, self.cos))
+        turned = x if rotary_dim == x.shape[-1] else x[..., :rotary_dim]
+        other = torch.empty(turned.shape, dtype=x.dtype)
+        torch.mul(turned[..., second], self.sin[..., first], out=other[..., first])
+        torch.mul(turned[..., first], self.sin[..., second], out=other[..., second])
+        if turned is x:
+            return other.add_(torch.mul(turned, self.cos))
+        out = x.clone(memory_format=torch.contiguous_format)
+        torch.add(torch.mul(turned, self.cos), other, out=out[..., :rotary_dim])
+        return out
+
+
+@dataclass(frozen=True, slots=True)
 class Rotation:
     """The rotation of the layers that share frequencies: its table, [max_positions, rotary_dim / 2], and its style.
 
-    layout: how the model's own cos and sin spread over the rotary dimension, see `match_rotation`.
+    layout: how the model's own cos and sin spread over the rotary dimension, see `match_rotation`. spread: of a step's
+    tokens on a CPU, see `spread_out`.
     """
 
     cos: torch.Tensor
@@ -71,6 +103,7 @@ class Rotation:
     style: Style
     upcast: bool = False
     layout: Layout = Layout.HALVES
+    spread: Spread | None = None
 
     def over(self, cos: torch.Tensor, sin: torch.Tensor) -> "Rotation":
         """The same rotation with the model's full table, [max_positions, width] as its rotary module returns it."""
@@ -78,11 +111,37 @@ class Rotation:
 
     def at(self, positions: torch.Tensor) -> "Rotation":
         """The same rotation for the tokens of one step: rows of the table at `positions` [num_tokens]."""
-        return replace(self, cos=self.cos[positions], sin=self.sin[positions])
+        return replace(self, cos=self.cos[positions], sin=self.sin[positions], spread=None)
+
+    def spread_out(self) -> "Rotation":
+        """The same with what makes `apply` cheaper where the same tokens are rotated in many layers, on a CPU."""
+        if self.upcast or self.cos.device.type != "cpu":
+            return self
+        half = self.cos.shape[-1]
+        if self.style is Style.HALF:
+            first, second = slice(0, half), slice(half, 2 * half)
+            cos, sin = torch.cat([self.cos, self.cos], -1), torch.cat([-self.sin, self.sin], -1)
+        else:
+            first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+            cos = self.cos.repeat_interleave(2, -1)
+            sin = torch.stack([-self.sin, self.sin], -1).flatten(-2)
+        return replace(self, spread=Spread(cos.unsqueeze(1), sin.unsqueeze(1), first, second))
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """Rotate x [num_tokens, num_heads, head_dim]; the table must have one row per token (see `at`)."""
+        if self.spread is not None and x.dtype == self.cos.dtype:
+            return self.spread.apply(x)
         return rotate(x, self.cos, self.sin, self.style, self.upcast)
+
+    def apply_both(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate both, in one go where they lie beside each other: rows of one product of all projections."""
+        num_heads, head_dim = query.shape[1:]
+        beside = query.data_ptr() + num_heads * head_dim * query.element_size() == key.data_ptr()
+        if not beside or query.stride() != key.stride() or query.stride()[1:] != (head_dim, 1):
+            return self.apply(query), self.apply(key)
+        both = query.as_strided((len(query), num_heads + key.shape[1], head_dim), query.stride())
+        rotated = self.apply(both)
+        return rotated[:, :num_heads], rotated[:, num_heads:]
 
 
 def match_rotation(

@@ -39,6 +39,9 @@ ENGINE_OPTIONS = (
     Option("--max-num-batched-tokens", count, 2048, "tokens computed in one step (default: 2048)"),
     Option("--dtype", choice(*DTYPES), "auto", "auto, float32, bfloat16 or float16 (default: auto, the model's)"),
     Option("--device", device, "auto", "auto, cpu, cuda or cuda:N (default: auto)"),
+    Option(
+        "--enforce-eager", switch, False, "no CUDA graphs; for debugging, or to save their memory", switch=True
+    ),
     Option("--seed", whole, 0, "seed of the engine's sampling (default: 0)"),
     Option(
         "--scheduling-policy",

@@ -1,36 +1,19 @@
-"""Blocks between arena and paged cache: bit-identical to what computing at the position writes, and nothing else."""
+"""Blocks between arena and paged cache on a CPU: bit-identical to what computing at the position writes, no more."""
 
 import pytest
 import torch
 from models import make_model
+from rotations import KINDS, kinds
 
 from engine.probe import Recorder, intercept, run_step
-from kernels import block_copy, reference
+from kernels import block_copy, native, reference
 from kernels.block_copy import BlockLoad, load_blocks, save_few, save_layers, save_tokens
 from kernels.write_kv import write_kv
-from rope.rotary import Rotation, Style
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-NUM_SLOTS, NUM_BLOCKS, NUM_LAYERS, HEADS, HEAD_DIM, MAX_LEN = 11, 13, 3, 2, 32, 256
+NUM_SLOTS, NUM_BLOCKS, NUM_LAYERS, HEADS, HEAD_DIM = 11, 13, 3, 2, 32
 
 
-def rotation(dtype, style=Style.HALF, upcast=False, rotary_dim=HEAD_DIM, base=10000.0, table_dtype=None) -> Rotation:
-    half = rotary_dim // 2
-    angles = torch.arange(MAX_LEN)[:, None] * base ** -(torch.arange(half) / half)
-    return Rotation(angles.cos().to(table_dtype or dtype), angles.sin().to(table_dtype or dtype), style, upcast)
-
-
-ROTATIONS = {
-    "half": lambda dtype: [rotation(dtype)] * 3,
-    "interleaved": lambda dtype: [rotation(dtype, Style.INTERLEAVED)] * 3,
-    "upcast": lambda dtype: [rotation(dtype, upcast=True)] * 3,
-    "interleaved upcast": lambda dtype: [rotation(dtype, Style.INTERLEAVED, upcast=True)] * 3,
-    "float32 table": lambda dtype: [rotation(dtype, table_dtype=torch.float32)] * 3,
-    "partial": lambda dtype: [rotation(dtype, rotary_dim=12)] * 3,
-    "partial upcast": lambda dtype: [rotation(dtype, Style.INTERLEAVED, True, rotary_dim=12)] * 3,
-    "none": lambda dtype: [None] * 3,
-    "per layer": lambda dtype: [rotation(dtype), None, rotation(dtype, base=500.0)],
-}
 PLACES = {  # arena slots, HBM blocks: runs or not
     "runs": ([2, 3, 4, 5, 6], [4, 5, 6, 7, 8]),
     "slots permuted": ([9, 0, 4, 10, 3], [4, 5, 6, 7, 8]),
@@ -85,30 +68,33 @@ def saved(keys, slots, block_size) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ROTATIONS)
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("block_size", [1, 16, 7])
 @torch.inference_mode()
 def test_what_comes_back_is_what_was_computed(dtype, name, block_size, monkeypatch):
     """At its old position and at a new one, into runs and into scattered blocks, in one chunk and in many."""
-    rotations, keys = ROTATIONS[name](dtype), raw_keys(5 * block_size, dtype)
+    rotations, keys = kinds(dtype)[name], raw_keys(5 * block_size, dtype)
     for slots, blocks in PLACES.values():
         arena = saved(keys, slots, block_size)
         for first in (0, 3 * block_size, 101):
             positions = [first + i * block_size for i in range(5)]
             expected = computed(keys, rotations, blocks, block_size, positions)
-            for chunk_bytes in (1 << 19, 2 * block_size * HEADS * HEAD_DIM * dtype.itemsize):
-                monkeypatch.setattr(block_copy, "CHUNK_BYTES", chunk_bytes)
+            for chunk_bytes in (None, 1 << 19, 2 * block_size * HEADS * HEAD_DIM * dtype.itemsize):
                 caches = new_caches(block_size, dtype)
                 load = BlockLoad(arena, slots, blocks, positions, rotations)
-                for layer, pair in enumerate(caches):
-                    load.load_layer(layer, *pair)
+                with monkeypatch.context() as patch:
+                    if chunk_bytes is not None:  # torch operations, which go by chunks
+                        patch.setattr(native, "library", lambda: None)
+                        patch.setattr(block_copy, "CHUNK_BYTES", chunk_bytes)
+                    for layer, pair in enumerate(caches):
+                        load.load_layer(layer, *pair)
                 assert_same(caches, expected)  # blocks that were not loaded included
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ROTATIONS)
+@pytest.mark.parametrize("name", KINDS)
 def test_the_twins_agree(dtype, name):
-    rotations, keys, block_size = ROTATIONS[name](dtype), raw_keys(80, dtype), 16
+    rotations, keys, block_size = kinds(dtype)[name], raw_keys(80, dtype), 16
     slots, blocks = (torch.tensor(numbers) for numbers in PLACES["both permuted"])
     positions = torch.tensor([160, 0, 16, 57, 3])
     arena, twin = new_arena(block_size, dtype), new_arena(block_size, dtype)
@@ -121,35 +107,6 @@ def test_the_twins_agree(dtype, name):
         reference.load_blocks(twin, layer, slots, *twins[layer], blocks, positions, rotations[layer])
     assert torch.equal(arena, twin)
     assert_same(caches, twins)
-
-
-@pytest.mark.parametrize("name", ROTATIONS)
-@pytest.mark.parametrize("staging_bytes", [1 << 25, 1])
-def test_the_way_to_a_device_gives_the_same(name, staging_bytes, monkeypatch):
-    """Its operations know no device, so they are checked on the CPU."""
-    monkeypatch.setattr(block_copy, "STAGING_BYTES", staging_bytes)
-    check_device_path(name, "cpu", lambda load, *arguments: load._load_to_device(*arguments))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ROTATIONS)
-def test_on_a_device(name):
-    check_device_path(name, "cuda", lambda load, *arguments: load.load_layer(*arguments))
-
-
-def check_device_path(name, device, run):
-    dtype, block_size, positions = torch.bfloat16, 16, [160, 0, 16, 57, 3]
-    keys = raw_keys(5 * block_size, dtype)
-    rotations = ROTATIONS[name](dtype)
-    slots, blocks = PLACES["both permuted"]
-    expected = computed(keys, rotations, blocks, block_size, positions)
-    arena = saved([key.to(device) for key in keys], slots, block_size)
-    moved = {id(r): r and Rotation(r.cos.to(device), r.sin.to(device), r.style, r.upcast) for r in rotations}
-    load = BlockLoad(arena, slots, blocks, positions, [moved[id(r)] for r in rotations])
-    caches = new_caches(block_size, dtype, device)
-    for layer, pair in enumerate(caches):
-        run(load, layer, *pair)
-    assert_same(caches, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -193,7 +150,7 @@ def test_a_few_tokens_go_where_save_layers_puts_them(dtype):
 
 def test_nothing_to_load_is_nothing():
     caches = new_caches(16, torch.float32)
-    load = BlockLoad(new_arena(16, torch.float32), [], [], [], ROTATIONS["half"](torch.float32))
+    load = BlockLoad(new_arena(16, torch.float32), [], [], [], kinds(torch.float32)["half"])
     load.load_layer(0, *caches[0])
     assert_same(caches, new_caches(16, torch.float32))
 

@@ -191,6 +191,7 @@ def test_flags_reach_the_engine_and_win_over_the_environment(run, monkeypatch):
         "seed": -1,
         "policy": "fcfs",
         "load": "auto",
+        "enforce_eager": False,
     }
     assert made.sessions["terminal"].system == "be brief"
 
@@ -379,12 +380,14 @@ def test_serve_is_told_everything(run, monkeypatch, tmp_path):
     monkeypatch.setattr("service.server.run_serve", run_serve)
     monkeypatch.setenv("KVSTORE_API_KEY", "a-key-of-some-length")
     flags = ["--port", "9000", "--ttl", "2h", "--scheduling-policy", "priority", "--policy", "lru", "--load", "always"]
-    code, _, err = run("serve", "a/model", "--store", str(tmp_path), *flags, "--revision", "v1", "--tokenizer", "t")
+    flags += ["--revision", "v1", "--tokenizer", "t", "--enforce-eager"]
+    code, _, err = run("serve", "a/model", "--store", str(tmp_path), *flags)
     assert (code, err) == (7, "")
     model, arguments, options, factory = calls[0]
     assert (model, factory) == ("a/model", FakeEngine)
     assert (options.port, options.ttl_s, options.api_key) == (9000, 7200.0, "a-key-of-some-length")
     expected = {"policy": "priority", "eviction": "lru", "load": "always", "revision": "v1", "tokenizer": "t"}
+    expected["enforce_eager"] = True
     assert {name: arguments[name] for name in expected} == expected
     assert (arguments["cache_tiers"].disk, arguments["cache_tiers"].path) == (8 << 30, tmp_path)
 

@@ -8,7 +8,7 @@ import torch
 from engines import save_model
 
 from engine.builtin import MODEL_DIR
-from engine.loading import load
+from engine.loading import _device, load
 from kvstore.errors import ConfigError, ModelError, UnsupportedModelError
 
 
@@ -103,6 +103,16 @@ def test_end_tokens_of_every_place_count(tmp_path):
 def test_devices():
     with pytest.raises(ModelError if not torch.cuda.is_available() else ConfigError):
         load(None, "cuda:99", "auto", None)
+
+
+def test_a_cuda_device_has_its_number_and_exists(monkeypatch):
+    """The current one is asked for once: it is that of a thread, and steps run in others."""
+    for name, value in (("is_available", True), ("device_count", 2), ("current_device", 1)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert _device("auto") == _device("cuda") == torch.device("cuda", 1)
+    assert _device("cuda:0") == torch.device("cuda", 0) and _device("cpu") == torch.device("cpu")
+    with pytest.raises(ConfigError, match="cuda:2, but torch sees 2 CUDA devices"):
+        _device("cuda:2")
 
 
 def test_refusal_is_a_model_error():

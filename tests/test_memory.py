@@ -1,14 +1,17 @@
 """The size of the block pool: given, or found."""
 
 import warnings
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 from models import make_model
 
 from engine.config import SchedulerConfig
 from engine.memory import CPU_FRACTION, CPU_WINDOWS, _maximal_step, num_hbm_blocks
 from engine.probe import intercept
+from kvstore.config import MAX_SAVE_BYTES
 from kvstore.errors import ConfigError
 
 CONFIG = SchedulerConfig(max_model_len=256, block_size=16, max_num_seqs=4)
@@ -67,10 +70,17 @@ def test_the_maximal_step_has_all_the_tokens_and_samples_of_one(model, max_token
     assert seen["samples"] == min(max_tokens, max_seqs)
 
 
+def test_auto_on_cuda_leaves_room_for_graphs_and_for_what_is_not_saved_yet(monkeypatch):
+    device = torch.device("cuda")
+    model = SimpleNamespace(device=device, spec=SimpleNamespace(kv_bytes_per_token=1 << 10))
+    monkeypatch.setattr("engine.memory._cuda_bytes", lambda *_: 4 << 30)
+    monkeypatch.setattr("engine.memory.bytes_for_graphs", lambda *_: 1 << 30)
+    found = [num_hbm_blocks(model, CONFIG, "auto", *flags) for flags in ((False, False), (True, False), (True, True))]
+    assert found == [(4 << 30) >> 14, (3 << 30) >> 14, ((3 << 30) - MAX_SAVE_BYTES) >> 14]
+
+
 @pytest.mark.gpu
 def test_auto_on_cuda_leaves_room_for_the_largest_step():
-    import torch
-
     network = make_model().to("cuda")
     model = intercept(network, 256)
     blocks = num_hbm_blocks(model, CONFIG, "auto")

@@ -8,10 +8,19 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama import modeling_llama
 
 from engine import packing
-from engine.packing import FusedRMSNorm, PackedLinear, ProjectionSlice, pack_for_cpu, skip_rotation
+from engine.packing import (
+    FusedRMSNorm,
+    PackedLinear,
+    ProjectionSlice,
+    TorchRMSNorm,
+    pack_for_cpu,
+    pack_for_cuda,
+    skip_rotation,
+)
 
 COMMON = {
     "vocab_size": 320,
@@ -74,7 +83,7 @@ def tiny(architecture: str, dtype: torch.dtype = torch.float32, **overrides: obj
 
 
 def logits(model: nn.Module, num_tokens: int = 9) -> torch.Tensor:
-    ids = torch.arange(num_tokens)[None] * 37 % 317 + 3
+    ids = torch.arange(num_tokens, device=model.device)[None] * 37 % 317 + 3
     return model(input_ids=ids, use_cache=False).logits.float()
 
 
@@ -126,6 +135,59 @@ def test_packed_logits_equal_unpacked(architecture: str, dtype: torch.dtype) -> 
         assert report.num_norms == 2 * norms + last
         if packing._packs(dtype):
             assert report.num_qkv == 2 * qkv
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_packed_for_cuda_equal_unpacked(architecture: str, dtype: torch.dtype, device: str) -> None:
+    model = without_positions(tiny(architecture, dtype)).to(device)
+    expected = {n: logits(model, n) for n in (1, 9, 40)}
+    linears = sum(type(module) is nn.Linear for module in model.modules())
+    report = pack_for_cuda(model)
+    assert all(skip_rotation(module) for module in attentions(model))
+    tolerance = 2e-5 if dtype is torch.float32 else 0.04
+    is_routed = "num_experts_per_tok" in ARCHITECTURES[architecture] and dtype is not torch.float32
+    for n, reference in expected.items():
+        actual = logits(model, n)
+        assert not actual.requires_grad
+        errors = (actual - reference).abs().amax(-1)  # rounded otherwise, a token may go to another expert
+        assert (errors.median() if is_routed else errors.max()) <= tolerance * reference.abs().max()
+    modules = list(model.modules())
+    assert report.num_qkv * 3 == report.num_linears == sum(isinstance(module, ProjectionSlice) for module in modules)
+    assert report.num_linears + report.num_linears_left == linears
+    assert report.num_norms == sum(isinstance(module, TorchRMSNorm) for module in modules)
+    if architecture in EXPECTED:
+        qkv, norms, last = EXPECTED[architecture]
+        assert (report.num_qkv, report.num_norms) == (2 * qkv, 2 * norms + last)
+    again = pack_for_cuda(model)
+    assert (again.num_linears, again.num_qkv, again.num_norms) == (0, 0, 0)
+
+
+def test_packed_for_cuda_a_norm_is_one_call_where_its_scale_has_the_dtype_of_the_input() -> None:
+    """Llama's weight is its scale; Gemma's is 1 + weight, which bfloat16 would round for every token alike."""
+    for architecture, dtype in (("Llama", torch.bfloat16), ("Gemma2", torch.float32)):
+        model = tiny(architecture, torch.bfloat16)
+        pack_for_cuda(model)
+        norms = [module for module in model.modules() if isinstance(module, TorchRMSNorm)]
+        assert norms and {norm._scale.dtype for norm in norms} == {dtype}
+
+
+@pytest.mark.gpu
+def test_a_norm_packed_for_cuda_is_one_kernel() -> None:
+    model = tiny("Llama", torch.bfloat16).to("cuda")
+    pack_for_cuda(model)
+    names: list[str] = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names.append(function.__name__)
+            return function(*args, **(kwargs or {}))
+
+    x = torch.randn(1, 5, 64, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad(), Names():
+        model.model.norm(x)
+    assert [name for name in names if "view" not in name and "detach" not in name] == ["_fused_rms_norm.default"]
 
 
 @pytest.mark.parametrize("architecture", ["Llama", "Phi3", "Gemma2", "GPTNeoX", "Mixtral"])
@@ -201,7 +263,7 @@ def test_shared_projection_keeps_nothing_and_serves_any_order() -> None:
     torch.testing.assert_close(attention.k_proj(other), k(other))
     torch.testing.assert_close(attention.v_proj(x), v(x))
     torch.testing.assert_close(attention.k_proj(x), k(x))
-    shared = attention.q_proj._shared
+    shared = attention.q_proj.shared
     assert shared._source is None and not shared._pending
     torch.testing.assert_close(attention.v_proj(x), v(x))
     assert shared._source is None and not shared._pending

@@ -343,7 +343,7 @@ def test_invariant_8_a_full_save_queue_drops_and_leaves_no_lasting_hole(llama, p
         ask(engine, history, 4)
         settle(engine)
         with monkeypatch.context() as patch:
-            patch.setattr(kvstore.transfer, "MAX_SAVE_BYTES", 0)
+            patch.setattr(kvstore.transfer.Transfer, "can_save", False)
             history = history + tokens(62, 60)
             out = ask(engine, history, 30)
             assert out.token_ids == plain(history, 30)

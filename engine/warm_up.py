@@ -1,0 +1,62 @@
+"""What a first request on CUDA would wait for, done at the start: kernels are compiled and loaded, workspaces made.
+
+Triton compiles a kernel for every form of its launches, which takes a second each, and keeps what comes out on disk.
+Loads and saves are warmed up where they are registered, graphs where they are captured.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from engine.config import SchedulerConfig
+from engine.model import KVCaches, PositionFreeModel
+from engine.sampler import Sampler
+from engine.sampling_params import SamplingParams
+from kernels.attention import PagedBatch
+from kvstore.connector import NullConnector
+
+LOGGER = logging.getLogger("kvstore.engine")
+_MOST_TOKENS = 128  # attention has no other forms for more: a tile has no more rows
+
+
+@torch.inference_mode()
+def warm_up(model: PositionFreeModel, caches: KVCaches, config: SchedulerConfig, sampler: Sampler) -> None:
+    """Steps of all forms over caches that nobody uses yet; nothing is written to them. Row 0 of the sampler is free."""
+    LOGGER.info("warming up: kernels that were never compiled on this machine take a second each")
+    started = time.perf_counter()
+    for num_tokens, context_len in step_forms(config):
+        logits = _step(model, caches, config.block_size, num_tokens, context_len)
+    none = np.empty(0, np.int64)
+    for params in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=40, top_p=0.9)):
+        sampler.set_row(0, params, 0, (), none, none)
+        sampler.sample(logits, np.zeros(1, np.int64))  # waits for the device
+    sampler.clear_row(0)
+    LOGGER.info("warm after %.1f s", time.perf_counter() - started)
+
+
+def step_forms(config: SchedulerConfig) -> Iterator[tuple[int, int]]:
+    """New tokens of a request, from one to a whole step, and its context: without a history, and with the longest."""
+    longest = min(config.max_num_batched_tokens, config.max_model_len)
+    yield longest, longest
+    num_tokens = 1
+    while num_tokens <= min(_MOST_TOKENS, longest):
+        yield from ((num_tokens, num_tokens), (num_tokens, config.max_model_len))
+        num_tokens *= 2
+
+
+def _step(
+    model: PositionFreeModel, caches: KVCaches, block_size: int, num_tokens: int, context_len: int
+) -> torch.Tensor:  # [1, vocab_size]
+    """One request whose blocks are all the first one; a slot of -1 is not written."""
+    device = model.device
+    positions = torch.arange(context_len - num_tokens, context_len, device=device)
+    table = torch.zeros(1, -(-context_len // block_size), dtype=torch.int64)
+    slots = torch.full_like(positions, -1)
+    batch = PagedBatch([0, num_tokens], [context_len], table, slots, block_size)
+    last = torch.full((1,), num_tokens - 1, device=device)
+    return model.forward(torch.zeros_like(positions), positions, batch, caches, NullConnector(), last)

@@ -1,0 +1,75 @@
+"""Memory that is touched ahead of its use keeps what is in it, and its thread ends with its owner."""
+
+import gc
+import mmap
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from kernels import first_touch
+from kernels.first_touch import FirstTouch
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "kvstore-touch"]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(threads())
+    monkeypatch.setattr(first_touch, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(first_touch, "AHEAD_BYTES", 64 << 10)
+    monkeypatch.setattr(first_touch, "_PIECE_BYTES", 16 << 10)
+    yield
+    gc.collect()
+    assert len(threads()) == before
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_contents_stay_and_every_row_may_be_reached() -> None:
+    tensors = [torch.zeros(1000, 33, dtype=torch.int32), torch.zeros(1000, 7, 5)]
+    tensors[0][:] = torch.arange(1000, dtype=torch.int32)[:, None]
+    touch = FirstTouch(tensors)
+    for row in range(1000):
+        touch.reach(row)
+        tensors[1][row] = row
+    del touch
+    assert torch.equal(tensors[0][:, 5], torch.arange(1000, dtype=torch.int32))
+    assert torch.equal(tensors[1][:, 6, 4], torch.arange(1000.0))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are counted by Linux's /proc")
+def test_memory_is_there_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_touch, "AHEAD_BYTES", 64 << 20)
+    monkeypatch.setattr(first_touch, "_PIECE_BYTES", 4 << 20)
+    memory = mmap.mmap(-1, 256 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    before, tensor = resident_bytes(), torch.frombuffer(memory, dtype=torch.uint8).view(256, 1 << 20)
+    touch = FirstTouch([tensor])
+    deadline = time.monotonic() + 20
+    while resident_bytes() - before < 60 << 20 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    found = resident_bytes() - before
+    assert 60 << 20 <= found <= 160 << 20, "about what is asked for, not all"
+    del touch
+
+
+def test_little_memory_gets_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_touch, "_LEAST_BYTES", 1 << 20)
+    before = len(threads())
+    touch = FirstTouch([torch.zeros(10, 10)])
+    touch.reach(9)
+    assert len(threads()) == before
+
+
+def test_the_tensors_outlive_their_thread() -> None:
+    for _ in range(20):
+        touch = FirstTouch([torch.zeros(4096, 4096, dtype=torch.uint8)])
+        touch.reach(3000)
+        del touch
