@@ -73,14 +73,19 @@ def arguments(name: str, description: str, uses_torch: bool = True) -> argparse.
 
 @dataclass(slots=True)
 class Report:
-    """The results of one run, in the order in which they were found. `display` makes of one what people are shown."""
+    """The results of one run, in the order in which they were found. `display` makes of one what people are shown.
+
+    keep: called after each result, with all of them.
+    """
 
     title: str
     display: Callable[[Row], Row] = dict
     results: list[Row] = field(default_factory=list)
+    keep: Callable[[list[Row]], None] = lambda results: None
 
     def add(self, **row: Any) -> None:
         self.results.append(row)
+        self.keep(self.results)
         say("  " + ", ".join(f"{name} {_text(value)}" for name, value in self.display(row).items()))
 
     def show(self) -> None:
@@ -112,8 +117,12 @@ def run(
     parsed: argparse.Namespace,
     title: str,
     display: Callable[[Row], Row] = dict,
+    keep_json: bool = False,
 ) -> int:
-    """Run a benchmark, show its table and write its JSON file, also when Ctrl-C cuts it short."""
+    """Run a benchmark, show its table and write its JSON file, also when Ctrl-C cuts it short.
+
+    keep_json: write the file anew after each result, for a benchmark that may be killed.
+    """
     report, code = Report(title, display), 0
     uses_torch = "threads" in parsed
     if uses_torch:
@@ -124,6 +133,8 @@ def run(
     print(", ".join(f"{name} {value}" for name, value in found.items()), file=sys.stderr, flush=True)
     if uses_torch and found["load_average"] > 1:
         print("other jobs are running: these numbers will mean little", file=sys.stderr, flush=True)
+    if parsed.json and keep_json and (parsed.json.is_file() or not parsed.json.exists()):
+        report.keep = lambda results: _replace_json(parsed.json, found, results)
     try:
         body(parsed, report)
     except KeyboardInterrupt:
@@ -132,10 +143,21 @@ def run(
     if report.results:
         report.show()
     if parsed.json:
-        command = shlex.join(["python", "-m", f"bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
-        document = {"machine": found, "command": command, "results": report.results}
-        parsed.json.write_text(json.dumps(document, indent=1) + "\n")
+        _write_json(parsed.json, found, report.results)
     return code
+
+
+def _write_json(path: Path, found: Row, results: list[Row]) -> None:
+    command = shlex.join(["python", "-m", f"bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    document = {"machine": found, "command": command, "results": results}
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _replace_json(path: Path, found: Row, results: list[Row]) -> None:
+    """Whoever is killed meanwhile leaves the file of one result less."""
+    fresh = path.with_name(path.name + ".part")
+    _write_json(fresh, found, results)
+    fresh.replace(path)
 
 
 def alternate(measures: Mapping[str, Callable[[], float]], repeats: int, warm_ups: int = 1) -> dict[str, list[float]]:
@@ -191,7 +213,7 @@ def random_llama(shape: LlamaShape, dtype: str = "bfloat16", seed: int = 0) -> I
     """
     from transformers import LlamaConfig
 
-    config = LlamaConfig(**_sizes(shape), tie_word_embeddings=False)
+    config = LlamaConfig(**config_sizes(shape), tie_word_embeddings=False)
     with _random_model(config, dtype, seed) as made:
         yield made
 
@@ -201,12 +223,13 @@ def random_qwen(shape: LlamaShape, dtype: str = "bfloat16", seed: int = 0) -> It
     """The same for a Qwen 2, whose output projection is its embedding."""
     from transformers import Qwen2Config
 
-    config = Qwen2Config(**_sizes(shape), tie_word_embeddings=True)
+    config = Qwen2Config(**config_sizes(shape), tie_word_embeddings=True)
     with _random_model(config, dtype, seed) as made:
         yield made
 
 
-def _sizes(shape: LlamaShape) -> Row:
+def config_sizes(shape: LlamaShape) -> Row:
+    """As the configurations of transformers name them."""
     return {
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,

@@ -51,7 +51,7 @@ class Served:
     """A server in a process of its own."""
 
     def __init__(self, model: str | None, flags: Sequence[str], log: Path) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "service.cli", "serve", *([model] if model else [])]
         with log.open("ab") as out:
@@ -89,7 +89,7 @@ class Served:
             self._process.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])

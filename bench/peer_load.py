@@ -1,0 +1,294 @@
+"""What is measured of two engines side by side, in turns: prefill, decode, conversations, a restart.
+
+Knows an engine only as a `Side`, which takes token ids. Both sides get the same ids of people; the answers in a
+conversation's history are the side's own. Prompts that are to be computed are fresh ids of the same number. After a
+restart the files of both are in the page cache, and both have answered others who returned, unmeasured.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from bench.common import LlamaShape, Report, alternate, median, random_prompts, say, spread
+
+
+class PeerError(RuntimeError):
+    """A side cannot be measured; the message says what is wrong, and where its log is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """ttft_s, end_s: seconds from the question to the first and to the last token. cached_tokens: None, not told."""
+
+    ttft_s: float
+    end_s: float
+    ids: list[int]
+    cached_tokens: int | None
+
+
+class Side(Protocol):
+    """One engine in processes of its own. Between questions it uses no processor."""
+
+    @property
+    def settings(self) -> list[list[str]]:
+        """The command of each process."""
+
+    def start(self) -> None:
+        """Returns when it answers. Raises PeerError."""
+
+    def stop(self) -> None: ...
+
+    def ask(self, prompts: Sequence[list[int]], max_tokens: int, talk: str = "") -> list[Answer]:
+        """Answers of exactly max_tokens, greedy, all prompts at once. talk: names the conversation of a single prompt
+        that is to be found again; without one, nothing of the prompt is asked for again."""
+
+    def leave(self, talk: str, keep: bool) -> None:
+        """Nobody returns to this conversation before the restart (keep) or ever: what is kept by hand can go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is measured of one model, in tokens. first_tokens, turn_tokens: of a conversation's first message and of
+    each further one."""
+
+    shape: LlamaShape
+    is_qwen: bool
+    num_talks: int
+    first_tokens: int
+    prefill_tokens: int = 1024
+    prompt_tokens: int = 128
+    decode_tokens: int = 64
+    batches: tuple[int, ...] = (1, 8)
+    num_turns: int = 4
+    turn_tokens: int = 128
+    reply_tokens: int = 32
+
+    @property
+    def last_prompt_tokens(self) -> int:
+        return self.first_tokens + (self.num_turns - 1) * (self.turn_tokens + self.reply_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """Ratios ours over the peer's; None: no goal. TTFT at most, tokens a second at least."""
+
+    speed: float | None = None
+    warm: float | None = None
+    restart: float | None = None
+    restart_to_recompute: float | None = None
+    restart_to_own_warm: float | None = None
+
+
+@dataclass(slots=True)
+class Talk:
+    """One conversation with one side. name: the same on both sides, and seeds what is said."""
+
+    name: str
+    tokens: list[int] = field(default_factory=list)
+    num_turns: int = 0
+
+    def turn(self, side: Side, sizes: Sizes) -> Answer:
+        count = sizes.turn_tokens if self.num_turns else sizes.first_tokens
+        rng = random.Random(f"{self.name}-{self.num_turns}")
+        self.tokens += [rng.randrange(1, sizes.shape.vocab_size) for _ in range(count)]
+        [answer] = side.ask([self.tokens], sizes.reply_tokens, self.name)
+        self.tokens += answer.ids
+        self.num_turns += 1
+        return answer
+
+
+Both = dict[str, list[Answer]]  # by side
+
+
+def both() -> Both:
+    return {"ours": [], "peer": []}
+
+
+@dataclass(slots=True)
+class Match:
+    """Two sides on one model. Rows go to the report as they are found."""
+
+    sides: dict[str, Side]  # "ours", "peer"
+    model: str
+    sizes: Sizes
+    goals: Goals
+    report: Report
+    stores: Path  # where both sides keep what outlives them
+    settle_s: float = 3.0  # before a restart: what is written behind the answers gets onto the disk
+    pause_s: float = 1.0  # before the other side is asked: threads of the one that has answered spin on for a while
+    last: str = ""
+    seeds: dict[str, int] = field(default_factory=lambda: {"ours": 0, "peer": 0})
+
+    def fresh(self, name: str, num_prompts: int, num_tokens: int) -> list[list[int]]:
+        """Prompts never used before with this side; the other gets the same ones."""
+        self.seeds[name] += 1
+        return random_prompts(num_prompts, num_tokens, self.sizes.shape.vocab_size, 1000 + self.seeds[name])
+
+    def side(self, name: str) -> Side:
+        """Where the other one was asked before, it has come to rest."""
+        if self.last not in ("", name):
+            time.sleep(self.pause_s)
+        self.last = name
+        return self.sides[name]
+
+    # -- speed -------------------------------------------------------------------------------------------------------
+    def speed(self, repeats: int) -> None:
+        sizes = self.sizes
+        say(f"prefill of {sizes.prefill_tokens:,} tokens, {repeats} rounds")
+        times = self._alternate(self._prefill_s, repeats, 2)
+        self._rate(f"prefill {sizes.prefill_tokens:,}", times, sizes.prefill_tokens)
+        for batch in sizes.batches:
+            say(f"decode at batch {batch}, {repeats} rounds")
+            times = self._alternate(lambda name, batch=batch: self._decode_s(name, batch), repeats, 1)  # type: ignore[misc]
+            self._rate(f"decode, batch {batch}", times, batch * sizes.decode_tokens)
+
+    def _alternate(self, measure: Callable[[str], float], repeats: int, warm_ups: int) -> dict[str, list[float]]:
+        return alternate({"ours": lambda: measure("ours"), "peer": lambda: measure("peer")}, repeats, warm_ups)
+
+    def _prefill_s(self, name: str) -> float:
+        return self.side(name).ask(self.fresh(name, 1, self.sizes.prefill_tokens), 1)[0].ttft_s
+
+    def _decode_s(self, name: str, batch: int) -> float:
+        """From the first token, of all together, to the last."""
+        prompts = self.fresh(name, batch, self.sizes.prompt_tokens)
+        answers = self.side(name).ask(prompts, 1 + self.sizes.decode_tokens)
+        return max(one.end_s for one in answers) - max(one.ttft_s for one in answers)
+
+    # -- conversations -----------------------------------------------------------------------------------------------
+    def turns(self, rounds: int, restarts: int) -> None:
+        """Conversations while the server runs, others whose last turn comes after a restart, and that turn cold."""
+        sizes = self.sizes
+        warm = [both() for _ in range(sizes.num_turns)]
+        returned, cold = both(), both()
+        for restart in range(restarts):
+            say(f"{rounds} rounds of conversations: warm, then up to a restart ({restart + 1} of {restarts})")
+            parted: dict[str, list[Talk]] = {"ours": [], "peer": []}
+            for number in range(rounds):
+                for name in _order(number):
+                    if number == 0:
+                        self._warm_up(name, f"start-{restart}")
+                    for turn, answers in enumerate(self._whole(name, f"warm-{restart}-{number}")):
+                        warm[turn][name] += answers
+                    parted[name] += self._parted(name, f"kept-{restart}-{number}")
+            spares = {name: self._parted(name, f"spare-{restart}") for name in parted}
+            for name in _order(restart):
+                self._restart(name)
+            read_all(self.stores)
+            for name, talks in spares.items():
+                self._warm_up(name, f"again-{restart}")
+                for talk in talks:
+                    self._last_turn(name, talk)
+            say("the last turn after the restart, and computed anew")
+            for number in range(len(parted["ours"])):
+                for name in _order(number):
+                    returned[name].append(self._last_turn(name, parted[name][number]))
+                    cold[name] += self.side(name).ask(self.fresh(name, 1, sizes.last_prompt_tokens), 1)
+        self._turn_rows(warm, returned, cold)
+
+    def _whole(self, name: str, prefix: str) -> list[list[Answer]]:
+        """All turns of a round's conversations, which take turns. Answers by turn."""
+        talks = [Talk(f"{prefix}-{number}") for number in range(self.sizes.num_talks)]
+        found = [[talk.turn(self.side(name), self.sizes) for talk in talks] for _ in range(self.sizes.num_turns)]
+        for talk in talks:
+            self.sides[name].leave(talk.name, keep=False)
+        return found
+
+    def _parted(self, name: str, prefix: str) -> list[Talk]:
+        """Conversations up to the turn before the last."""
+        talks = [Talk(f"{prefix}-{number}") for number in range(self.sizes.num_talks)]
+        for _ in range(self.sizes.num_turns - 1):
+            for talk in talks:
+                talk.turn(self.side(name), self.sizes)
+        for talk in talks:
+            self.sides[name].leave(talk.name, keep=True)
+        return talks
+
+    def _last_turn(self, name: str, talk: Talk) -> Answer:
+        answer = talk.turn(self.side(name), self.sizes)
+        self.sides[name].leave(talk.name, keep=False)
+        return answer
+
+    def _restart(self, name: str) -> None:
+        say(f"{name}: restarting")
+        time.sleep(self.settle_s)
+        self.sides[name].stop()
+        self.sides[name].start()
+
+    def _warm_up(self, name: str, prefix: str) -> None:
+        """All turns of somebody else: the first steps of a process are slow."""
+        talk = Talk(prefix)
+        for _ in range(self.sizes.num_turns):
+            talk.turn(self.side(name), self.sizes)
+        self.sides[name].leave(talk.name, keep=False)
+
+    # -- rows --------------------------------------------------------------------------------------------------------
+    def _turn_rows(self, warm: list[Both], returned: Both, cold: Both) -> None:
+        goals, last = self.goals, warm[-1]
+        for turn, found in enumerate(warm, 1):
+            self._ttft(f"turn {turn}{', warm' if turn > 1 else ''}", found, goals.warm if turn > 1 else None)
+        self._ttft("last turn, after a restart", returned, goals.restart)
+        self._ttft("last turn, computed anew", cold, None)
+        self._ttft(
+            "last turn, after a restart / peer anew",
+            {"ours": returned["ours"], "peer": cold["peer"]}, goals.restart_to_recompute,
+        )  # fmt: skip
+        self._ttft(
+            "last turn, after a restart / ours warm", {"ours": returned["ours"], "peer": last["ours"]},
+            goals.restart_to_own_warm,
+        )  # fmt: skip
+
+    def _ttft(self, measure: str, found: Both, goal: float | None) -> None:
+        times = {name: [1000 * one.ttft_s for one in answers] for name, answers in found.items()}
+        ratio = median(times["ours"]) / median(times["peer"])
+        cached = {f"cached_{name}": _cached(answers) for name, answers in found.items()}
+        self._row(
+            measure,
+            "ms",
+            times,
+            ratio,
+            None if goal is None else f"<= {goal:g}",
+            goal is None or ratio <= goal,
+            **cached,
+        )
+
+    def _rate(self, measure: str, seconds: dict[str, list[float]], num_tokens: int) -> None:
+        rates = {name: [num_tokens / one for one in times] for name, times in seconds.items()}
+        goal, ratio = self.goals.speed, median(rates["ours"]) / median(rates["peer"])
+        self._row(
+            measure, "tok/s", rates, ratio, None if goal is None else f">= {goal:g}", goal is None or ratio >= goal
+        )
+
+    def _row(
+        self, measure: str, unit: str, found: dict[str, list[float]], ratio: float, goal: str | None, reached: bool,
+        **more: float | None,
+    ) -> None:  # fmt: skip
+        self.report.add(
+            measure=measure, model=self.model, unit=unit, ours=median(found["ours"]), peer=median(found["peer"]),
+            ratio=ratio, goal=goal or "-", reached="-" if goal is None else "yes" if reached else "no",
+            spread_ours=spread(found["ours"]), spread_peer=spread(found["peer"]), repeats=len(found["ours"]), **more,
+            all_ours=[round(one, 2) for one in found["ours"]], all_peer=[round(one, 2) for one in found["peer"]],
+        )  # fmt: skip
+
+
+def read_all(folder: Path) -> None:
+    """Bring all files into the page cache: some systems page out what is idle while the other side starts."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                while file.read(1 << 20):
+                    pass
+
+
+def _order(number: int) -> Iterable[str]:
+    return ("ours", "peer") if number % 2 == 0 else ("peer", "ours")
+
+
+def _cached(answers: list[Answer]) -> float | None:
+    """Median of what was found, in tokens; None when a side does not tell."""
+    told = [one.cached_tokens for one in answers if one.cached_tokens is not None]
+    return median(told) if told else None
