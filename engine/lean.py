@@ -67,6 +67,8 @@ class LeanLayer:
         attended = step.attend(self.layer_idx, query, key, value, self._scoring)
         if attended.shape[0] != hidden_states.shape[1]:  # the last layer's output for the samples alone
             hidden_states = hidden_states[:, step.sample_rows]
+        if not len(attended):
+            return hidden_states
         attended = attended.reshape(1, attended.shape[0], -1)
         if hidden_states.shape[1] <= PIECE_TOKENS:
             return self._after(attended, hidden_states)
@@ -209,6 +211,8 @@ class LeanNetwork:
             x = layer(x)
         if x.shape[1] != len(sample_tokens):
             x = x[:, sample_tokens]
+        if not x.shape[1]:
+            return x.new_empty(0, len(self._embed))
         return self._head(self._norm(x))[0]
 
 

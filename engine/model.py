@@ -190,6 +190,8 @@ class PagedStep:
                 query, key = rotation.at(rows).apply(query[rows]), rotation.apply(key)
             write_kv(key, value, key_cache, value_cache, slots)
             self.connector.wait_for_layer_load(layer)
+            if not len(rows):  # a part of a prefill that samples nothing
+                return query
             return paged_attention(query, key, value, key_cache, value_cache, self.batch.at(rows), scoring)
         if self.decode is not None:
             self.connector.wait_for_layer_load(layer)
@@ -242,7 +244,10 @@ class PositionFreeModel:
 
     def _pruned(self, token_ids: torch.Tensor, sample_tokens: torch.Tensor) -> tuple[torch.Tensor | None, int | None]:
         """The samples and the layer that computes these alone, where that leaves out enough tokens to pay."""
-        layer = self.network.kvstore_carrier.pruned_layer
+        carrier = self.network.kvstore_carrier
+        layer = carrier.pruned_layer
+        if not len(sample_tokens) and carrier.lean is None:  # a network's own forward may not like an empty input
+            return None, None
         if layer is None or len(token_ids) - len(sample_tokens) < MIN_PRUNED_TOKENS:
             return None, None
         return sample_tokens, layer

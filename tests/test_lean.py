@@ -69,6 +69,21 @@ def test_the_last_layer_may_compute_the_samples_alone(name: str, samples: list[i
     torch.testing.assert_close(forward(model, token_ids, samples), every[samples], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma", "Mixtral"])
+def test_a_part_of_a_prefill_that_samples_nothing(name: str) -> None:
+    model, token_ids = packed(name), torch.randint(160, (60,), generator=torch.Generator().manual_seed(6))
+    expected = forward(model, token_ids, [59])
+    caches, positions = model.new_caches(4, 16), torch.arange(60)
+    with torch.inference_mode():
+        for start, end, samples in ((0, 40, []), (40, 60, [19])):
+            part = positions[start:end]
+            batch = PagedBatch([0, end - start], [end], torch.arange(4)[None], part, 16)
+            asked = torch.tensor(samples, dtype=torch.int64)
+            found = model.forward(token_ids[start:end], part, batch, caches, NullConnector(), asked)
+            assert found.shape == (len(samples), 160)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_pruned_step_still_writes_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
     model, token_ids = packed("Llama"), torch.arange(48)
     caches, positions = model.new_caches(3, 16), torch.arange(48)
