@@ -18,11 +18,7 @@ def paged_attention(
     batch: PagedBatch,
     scoring: Scoring,
 ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
-    """Attention of all tokens of a step. Same result as `kernels.reference.paged_attention`.
-
-    query: [num_tokens, num_heads, head_dim]; key, value: this step's, [num_tokens, num_kv_heads, head_dim], already in
-    the caches, [num_blocks, block_size, num_kv_heads, head_dim], and used directly where there is nothing before them.
-    """
+    """As `kernels.attention.paged_attention`, for a host that knows the batch's lists."""
     num_requests = len(batch.context_lens)
     groups = batch.decode_groups(scoring.window, query.dtype) if batch.num_decodes else []
     if len(groups) == 1 and groups[0].rows is None and batch.num_decodes == num_requests:

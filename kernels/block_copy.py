@@ -1,8 +1,8 @@
 """One layer of N blocks between the CPU arena and the paged HBM cache; loading rotates the keys on the way.
 
 The arena, [num_slots, num_layers, 2, block_size, num_kv_heads, head_dim], holds raw keys (index 0 of the third axis)
-and values. A Triton kernel on CUDA, torch operations elsewhere and where Triton is missing; results are those of the
-twins in `kernels.reference`, bit for bit.
+and values. A Triton kernel on CUDA, compiled C on a CPU, torch operations where these are missing; results are those of
+the twins in `kernels.reference`, bit for bit.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """The C code of this folder, compiled once by the machine's own compiler and kept in the user's cache.
 
-For what torch has no operation for on a CPU: several small ones in one pass. Without a compiler torch
-operations do the same work.
+For what torch has no operation for on a CPU: several small ones in one pass. Without a compiler torch operations do the
+same work.
 """
 
 import ctypes
