@@ -1,4 +1,5 @@
-"""Decoder layers on a CPU in few operations: residual sums and gates inside of oneDNN's products, no detours.
+"""Decoder layers on a CPU in few operations: residual sums and gates inside of the products, no detours. A step of few
+rows takes two calls of C around its attention where it can (`kernels.layer_native`), else oneDNN computes all products.
 
 Knows the plain layer (norm, attention, sum, norm, gated MLP, sum) by its parts, and takes over only one that computes
 the same from the same input: every other layer stays as its authors wrote it. Numbers: bench/LOG.md.
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.packing import FusedRMSNorm, PackedLinear, ProjectionSlice
+from kernels.layer_native import MAX_ROWS, NativeLayer, native_layer
 from kernels.paged_batch import Scoring
 
 _ULPS = 24  # roundings, of a row's largest value, by which a layer may differ: sums and gates round less often here
@@ -26,6 +28,8 @@ class LeanMLP:
 
     def __init__(self, mlp: nn.Module, activation: tuple[str, str]) -> None:
         self._gate, self._up, self._down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.products = self._gate.native, self._up.native, self._down.native
+        self.is_gelu = activation[0] == "gelu"
         self._activation, self._algorithm = activation
         self._linear = torch.ops.mkldnn._linear_pointwise.default
         self._linear_with = torch.ops.mkldnn._linear_pointwise.binary
@@ -57,11 +61,23 @@ class LeanLayer:
         self._linear_with = torch.ops.mkldnn._linear_pointwise.binary
         self._mlp = _lean_mlp(layer.mlp)
         self._whole_mlp = layer.mlp
+        self.native = self._of_parts()
+
+    def _of_parts(self) -> NativeLayer | None:
+        if self._mlp is None:
+            return None
+        products = (self._projection.native, self._out.native, *self._mlp.products)
+        return native_layer([norm.native for norm in self._norms], products, self._mlp.is_gelu)
 
     def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:  # [1, num_tokens, hidden_size]
-        step = self._carrier.step
-        heads = self._projection(self._norms[0](hidden_states)).view(-1, self._num_all_heads, self._head_dim)
-        query, key, value = heads.split(self._split, 1)
+        step, native = self._carrier.step, self.native
+        if native is not None and not native.takes(hidden_states):
+            native = None
+        if native is not None:
+            projected = native.before_attention(hidden_states)
+        else:
+            projected = self._projection(self._norms[0](hidden_states))
+        query, key, value = projected.view(-1, self._num_all_heads, self._head_dim).split(self._split, 1)
         if self._head_norms is not None:
             query, key = self._head_norms[0](query), self._head_norms[1](key)
         attended = step.attend(self.layer_idx, query, key, value, self._scoring)
@@ -70,6 +86,8 @@ class LeanLayer:
         if not len(attended):
             return hidden_states
         attended = attended.reshape(1, attended.shape[0], -1)
+        if self.native is not None and self.native.takes(hidden_states):
+            return self.native.after_attention(attended.contiguous(), hidden_states)
         if hidden_states.shape[1] <= PIECE_TOKENS:
             return self._after(attended, hidden_states)
         pieces = zip(attended.split(PIECE_TOKENS, 1), hidden_states.split(PIECE_TOKENS, 1), strict=True)
@@ -150,6 +168,7 @@ class _Witness:
             return None
         shapes = (query.shape[1], key.shape[1], key.shape[2])
         candidate = LeanLayer(self.layer, self.carrier, shapes, scoring)
+        native, candidate.native = candidate.native, None
         trial = _Trial()
         self.carrier.step = trial
         try:
@@ -157,7 +176,18 @@ class _Witness:
         except (RuntimeError, TypeError, AttributeError):
             return None
         pairs = zip((expected, *own.seen[0][:3]), (found, *trial.seen[0][:3]), strict=True)
-        return candidate if all(_close(a, b) for a, b in pairs) else None
+        if not all(_close(a, b) for a, b in pairs):
+            return None
+        candidate.native = native
+        if native is not None and not self._agrees(candidate, hidden_states[:, :MAX_ROWS], found):
+            candidate.native = None
+        return candidate
+
+    def _agrees(self, candidate: LeanLayer, hidden_states: Tensor, expected: Tensor) -> bool:
+        """Whether a few rows come out as they did among all."""
+        trial = _Trial()
+        self.carrier.step = trial
+        return _close(expected[:, : hidden_states.shape[1]], candidate(hidden_states))
 
 
 def _close(expected: Tensor, found: Tensor) -> bool:

@@ -186,8 +186,9 @@ class PagedStep:
         slots, rotation = self.batch.slots, self.rotations[layer]
         if self.sample_rows is not None and layer == self.pruned_layer:
             rows = self.sample_rows
+            query = query[rows]
             if rotation is not None:
-                query, key = rotation.at(rows).apply(query[rows]), rotation.apply(key)
+                query, key = rotation.at(rows).apply(query), rotation.apply(key)
             write_kv(key, value, key_cache, value_cache, slots)
             self.connector.wait_for_layer_load(layer)
             if not len(rows):  # a part of a prefill that samples nothing

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.decode_native import native_rms_norm
+from kernels.layer_native import native_product, native_rms_norm
 
 # Below this many elements a float32 weight stays in cache and MKL's gemv beats oneDNN's call overhead.
 MIN_FLOAT32_ELEMENTS = 256 * 1024
@@ -46,6 +46,7 @@ class PackedLinear(nn.Module):
         # No batch size hint: on bf16 it changes nothing, on float32 a hint of 1 makes 8 rows 1.5 times slower.
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
         self.bias = None if bias is None else bias.detach()
+        self.native = native_product(self.packed, weight.detach(), self.bias)
         self._linear = torch.ops.mkldnn._linear_pointwise.default
 
     @property
@@ -54,6 +55,10 @@ class PackedLinear(nn.Module):
         return self.packed.to_dense()
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.native is not None:
+            product = self.native(x)
+            if product is not None:
+                return product
         return self._linear(x, self.packed, self.bias, "none", [], "")
 
     __call__ = forward  # No hooks on these: nn.Module's dispatch costs a microsecond per call.
@@ -121,11 +126,11 @@ class FusedRMSNorm(nn.Module):
         self._scale, self._wide = scale, wide
         self._eps = torch.tensor(eps, dtype=torch.float32)
         self._mean = 1.0 / weight.shape[0]
-        self._native = native_rms_norm(scale, weight.dtype, eps, wide)
+        self.native = native_rms_norm(scale, weight.dtype, eps, wide)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._native is not None:
-            normed = self._native(x)
+        if self.native is not None:
+            normed = self.native(x)
             if normed is not None:
                 return normed
         if x.dtype != torch.float32 and x.numel() >= MIN_WIDENED_ELEMENTS:

@@ -1,9 +1,13 @@
-"""Paged attention of a mixed batch (decode and prefill tokens of many requests) in torch operations."""
+"""Paged attention of a mixed batch (decode and prefill tokens of many requests) in torch operations.
+
+A prefill goes to compiled code where there is some for it (`kernels.prefill_native`).
+"""
 
 import torch
 import torch.nn.functional as F
 
 from kernels.paged_batch import DecodeGroup, PagedBatch, Scoring
+from kernels.prefill_native import prefill
 
 MAX_MASK_ELEMENTS = 1 << 22  # of a mask that says what each token of a prefill sees
 PIECE_TOKENS = 128  # query tokens per matrix product in prefill: small enough for the scores to stay in cache
@@ -32,6 +36,8 @@ def paged_attention(
             out.index_copy_(0, group.rows, attended)
     for i in range(batch.num_decodes, num_requests):
         start, end = batch.query_start[i], batch.query_start[i + 1]
+        if prefill(query[start:end], key_cache, value_cache, batch, i, scoring, out[start:end]):
+            continue
         if batch.context_lens[i] == end - start:
             keys, values = key[start:end], value[start:end]
         else:

@@ -29,7 +29,7 @@ class _Load(ctypes.Structure):
     _fields_ = (
         *_pointers("slots", "numbers", "positions"),
         *_numbers("num_loads", "num_slots", "num_blocks", "slot_bytes"),
-        *_numbers("block_size", "num_heads", "head_dim", "item_bytes"),
+        *_numbers("block_size", "num_heads", "head_dim", "item_bytes", "num_threads"),
     )
 
 
@@ -66,7 +66,9 @@ class NativeLoad:
         num_slots, _, _, *block_shape = arena.shape
         pointers = [numbers.data_ptr() for numbers in self._held]
         slot_bytes = arena.stride(0) * arena.element_size()
-        self._load = _Load(*pointers, len(slots), num_slots, 0, slot_bytes, *block_shape, arena.element_size())
+        self._load = _Load(
+            *pointers, len(slots), num_slots, 0, slot_bytes, *block_shape, arena.element_size(), torch.get_num_threads()
+        )
         self._turns: dict[int, _Turn | None] = {}
 
     def load_layer(

@@ -1,6 +1,6 @@
-"""A decode step's small operations on a CPU by the C code of `native_decode.c`: one call where torch takes many.
+"""Attention of a decode step on a CPU by the C code of `native_decode.c`: one call per layer where torch takes many.
 
-The torch twins: `engine.packing.FusedRMSNorm`, and rotation, write and attention of `kernels.reference`.
+The torch twins: rotation, write and attention of `kernels.reference`.
 """
 
 import ctypes
@@ -17,17 +17,16 @@ from rope.rotary import Rotation, Style
 MAX_REQUESTS = 64  # so many rotate one after the other; beyond, torch's products of matrices catch up
 MAX_HEAD_DIM = 256
 _HEAD_UNIT = 16  # numbers of a vector: a head is made of whole ones
-_CODES = {torch.float32: 0, torch.bfloat16: 1}
+CODES = {torch.float32: 0, torch.bfloat16: 1}
 
 _Number, _Address = ctypes.c_int64, ctypes.c_void_p
 _ARGUMENTS = {
     "kv_decode": [_Address, *[_Address, _Number] * 3, *[_Address] * 4, ctypes.c_float, _Number, _Address],
     "kv_decode_fits": [_Address],
-    "rms_norm": [*[_Address] * 3, *[_Number] * 4, ctypes.c_float, ctypes.c_int, ctypes.c_int],
 }
 
 
-class _Step(ctypes.Structure):
+class Step(ctypes.Structure):
     """`struct kv_step`."""
 
     _fields_ = (
@@ -46,46 +45,11 @@ def _functions(library: ctypes.CDLL) -> dict[str, Callable[..., int]]:
     return functions
 
 
-class NativeRMSNorm:
-    """Root mean square norm over the last dimension in one pass; `wide` as in `engine.packing.FusedRMSNorm`.
-
-    scale: [width], contiguous; float32 if wide, else of the dtype of the input, which is also that of the result.
-    """
-
-    def __init__(self, function: Callable[..., int], scale: Tensor, dtype: torch.dtype, eps: float, wide: bool) -> None:
-        self._function = function
-        self._scale, self._address, self._width = scale, scale.data_ptr(), len(scale)
-        self._dtype, self._eps = dtype, eps
-        self._variant = _CODES[dtype] + 2 * wide
-
-    def __call__(self, x: Tensor) -> Tensor | None:
-        """x: [outer, inner, width], where the outer dimension may be strided; None for what is laid out otherwise."""
-        if x.dim() != 3 or x.dtype != self._dtype:
-            return None
-        outer, inner, width = x.shape
-        stride, row, one = x.stride()
-        if one != 1 or row != width or width != self._width:
-            return None
-        out = torch.empty((outer, inner, width), dtype=x.dtype)
-        self._function(
-            x.data_ptr(), self._address, out.data_ptr(), outer * inner, inner, stride, width, self._eps, self._variant,
-            torch.get_num_threads(),
-        )  # fmt: skip
-        return out
-
-
-def native_rms_norm(scale: Tensor, dtype: torch.dtype, eps: float, wide: bool) -> NativeRMSNorm | None:
-    """None without the C code, or for an input of another dtype than it knows."""
-    fits = dtype in _CODES and scale.is_contiguous() and scale.dtype == (torch.float32 if wide else dtype)
-    library = native.library() if fits and scale.device.type == "cpu" else None
-    return None if library is None else NativeRMSNorm(_functions(library)["rms_norm"], scale, dtype, eps, wide)
-
-
 class DecodeStep:
     """One step whose requests have one token each; holds what its layers share, and keeps it alive while C reads it."""
 
     def __init__(
-        self, function: Callable[..., int], step: _Step, kept: tuple[Tensor, ...], tables: list[tuple[int, int] | None]
+        self, function: Callable[..., int], step: Step, kept: tuple[Tensor, ...], tables: list[tuple[int, int] | None]
     ) -> None:
         self._function, self._step, self._kept, self._tables = function, step, kept, tables
         self._at = ctypes.addressof(step)
@@ -128,7 +92,7 @@ def decode_step(batch: PagedBatch, cache: Tensor, rotations: Sequence[Rotation |
     the step's positions (see `Rotation.spread_out`).
     """
     num_requests = len(batch.context_lens)
-    if cache.device.type != "cpu" or cache.dtype not in _CODES or not 0 < num_requests <= MAX_REQUESTS:
+    if cache.device.type != "cpu" or cache.dtype not in CODES or not 0 < num_requests <= MAX_REQUESTS:
         return None
     if batch.num_decodes != num_requests or len(batch.slots) != num_requests or not cache.is_contiguous():
         return None
@@ -139,21 +103,21 @@ def decode_step(batch: PagedBatch, cache: Tensor, rotations: Sequence[Rotation |
     lens, table, slots = torch.tensor(batch.context_lens), batch.block_table, batch.slots.contiguous()
     if table.dtype != torch.int64 or table.stride(1) != 1:
         table = table.long().contiguous()
-    step = _Step(
-        num_requests, num_kv_heads, num_kv_heads, head_dim, _CODES[cache.dtype],
+    step = Step(
+        num_requests, num_kv_heads, num_kv_heads, head_dim, CODES[cache.dtype],
         num_blocks, block_size, table.shape[1], table.stride(0), torch.get_num_threads(),
         table.data_ptr(), lens.data_ptr(), slots.data_ptr(),
     )  # fmt: skip
     functions = _functions(library)
     if not functions["kv_decode_fits"](ctypes.addressof(step)):
         return None
-    known: dict[int, tuple[int, int] | None] = {id(r): _tables(r, cache) for r in rotations}
+    known: dict[int, tuple[int, int] | None] = {id(r): tables_of(r, cache) for r in rotations}
     spread = [r.spread for r in rotations if r is not None and r.spread is not None]
     kept = (lens, table, slots, *(tensor for s in spread for tensor in (s.cos, s.sin)))
     return DecodeStep(functions["kv_decode"], step, kept, [known[id(r)] for r in rotations])
 
 
-def _tables(rotation: Rotation | None, cache: Tensor) -> tuple[int, int] | None:
+def tables_of(rotation: Rotation | None, cache: Tensor) -> tuple[int, int] | None:
     """Addresses of cos and sin, 0 for a layer without rotation; None for a rotation that is not known here."""
     if rotation is None:
         return 0, 0

@@ -1,7 +1,7 @@
 """The C code of this folder, compiled once by the machine's own compiler and kept in the user's cache.
 
-For what torch has no operation for on a CPU: several small ones in one pass. Without a compiler torch operations do the
-same work.
+For what torch has no operation for on a CPU: several small ones in one pass, products that fetch weights ahead. Without
+a compiler torch operations do the same work.
 """
 
 import ctypes
@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch  # noqa: F401  its OpenMP is to be the one that the compiled code finds
 
-SOURCES = ("native_decode.c", "native_copy.c")
+SOURCES = ("native_decode.c", "native_prefill.c", "native_layer.c", "native_copy.c")
+HEADERS = ("native_vectors.h", "native_tiles.h")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared", "-std=gnu11")
 _COMPILE_S = 60.0
 
@@ -40,8 +41,8 @@ def _built(sources: list[Path]) -> Path | None:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return None
     digest = hashlib.sha256("\0".join((*_FLAGS, _cpu_flags())).encode())
-    for source in sources:
-        digest.update(source.read_bytes())
+    for file in (*sources, *(sources[0].parent / name for name in HEADERS)):
+        digest.update(file.read_bytes())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvstore-kernels"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.stat().st_uid != os.getuid():

@@ -7,13 +7,14 @@
 
 enum { DONE = 0, OUT_OF_RANGE = 1 };
 enum { MAX_PAIRS = 512 }; /* of a head, as in copy_native.py */
-enum { SCRATCH_BYTES = 1 << 14, STREAM_BYTES = 1 << 22 };
+enum { SCRATCH_BYTES = 1 << 14, STREAM_BYTES = 1 << 22, PARALLEL_BYTES = 1 << 17 };
 
 typedef struct {
     const int64_t *slots, *numbers, *positions; /* of each block: in the arena, in the cache, of its first token */
     int64_t num_loads, num_slots, num_blocks;
     int64_t slot_bytes; /* from one slot of the arena to the next */
     int64_t block_size, num_heads, head_dim, item_bytes;
+    int64_t num_threads;
 } Load;
 
 typedef struct {
@@ -143,17 +144,21 @@ int kvstore_load_layer(const Load *load, const Turn *turn, const char *arena, ch
     if (!loads_fit(load, turn)) return OUT_OF_RANGE;
     int64_t size = load->block_size * load->num_heads * load->head_dim * load->item_bytes, last = load->num_loads - 1;
     int streams = 2 * size * load->num_loads >= STREAM_BYTES;
-    for (int64_t i = 0; i <= last; i++) {
-        const char *source = arena + load->slots[i] * load->slot_bytes;
-        const char *next = arena + load->slots[i < last ? i + 1 : i] * load->slot_bytes;
-        char *key = key_cache + load->numbers[i] * size, *value = value_cache + load->numbers[i] * size;
-        if (turn)
-            turn_block(load, turn, source, key, load->positions[i], next, streams);
-        else
-            copy(key, source, size, streams);
-        copy(value, source + size, size, streams);
+#pragma omp parallel num_threads((int)load->num_threads) if (2 * size * load->num_loads >= PARALLEL_BYTES)
+    {
+#pragma omp for schedule(static) nowait
+        for (int64_t i = 0; i <= last; i++) {
+            const char *source = arena + load->slots[i] * load->slot_bytes;
+            const char *next = arena + load->slots[i < last ? i + 1 : i] * load->slot_bytes;
+            char *key = key_cache + load->numbers[i] * size, *value = value_cache + load->numbers[i] * size;
+            if (turn)
+                turn_block(load, turn, source, key, load->positions[i], next, streams);
+            else
+                copy(key, source, size, streams);
+            copy(value, source + size, size, streams);
+        }
+        if (streams) _mm_sfence(); /* each of what it wrote itself: others read it as soon as all are through */
     }
-    if (streams) _mm_sfence(); /* other threads read it as soon as they hear of it */
     return DONE;
 }
 

@@ -1,35 +1,13 @@
-/* What a decode step computes between its products, each in one pass over memory: root mean square norm, and per layer
- * rotation, the write into the paged cache and attention over the pages.
- *
- * Vectors are GCC's own, so that the code holds for every width. Sums are float32; where torch rounds, this rounds:
- * products and sums of the rotation give its bits. No multiply-add is fused but those written as such. */
+/* What a decode step computes of a layer's attention, in one pass over memory: rotation, the write into the paged cache,
+ * attention over the pages; and the first two for tokens of any step. The rotation gives torch's bits. */
 
-#include <math.h>
-#include <stdbool.h>
-#include <stdint.h>
-#include <string.h>
-#if defined __AVX512F__ || defined __FMA__
-#include <immintrin.h>
-#endif
+#include "native_vectors.h"
 
-#ifdef __AVX512F__
-#define LANES 16
-#else
-#define LANES 8
-#endif
 #define MAX_HEAD_DIM 256
 #define MAX_GROUP 4 /* query heads that share what is read of a page; their sums stay in registers */
 #define CHUNK 64 /* tokens between two rescalings: their weights and rows stay in the first cache */
 #define PARALLEL_BYTES (64 * 1024) /* of keys and values; below, waking threads costs more than they save */
-#define PARALLEL_ELEMENTS (128 * 1024) /* of an input to be normalised */
-#define INLINE static inline __attribute__((always_inline))
-
-#pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed to inlined functions only */
-
-typedef float floats __attribute__((vector_size(LANES * 4), may_alias)); /* single ones are read, too */
-typedef int32_t ints __attribute__((vector_size(LANES * 4)));
-typedef uint32_t words __attribute__((vector_size(LANES * 4)));
-typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
+#define PARALLEL_ROWS (8 * 1024)   /* bytes of keys to be rotated */
 
 /* One step of requests with one token each. dtype 0: float32, 1: bfloat16. Strides and counts are in elements. */
 struct kv_step {
@@ -49,162 +27,23 @@ struct layer {
     int64_t window;
 };
 
-INLINE uint16_t rounded(float x)
+/* LANES numbers of each half of a head, as `rope.rotary.Spread.apply` does it: every product is rounded, then the sum. */
+INLINE void rotate_lanes(const void *x, const void *cos, const void *sin, void *to, int64_t i, int64_t half, bool narrow)
 {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    uint32_t even = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return (bits & 0x7fffffff) > 0x7f800000 ? (uint16_t)((bits >> 16) | 0x40) : (uint16_t)even;
+    floats a = load(x, i, narrow), b = load(x, half + i, narrow);
+    floats first = all_as_held(b * load(sin, i, narrow), narrow) + all_as_held(a * load(cos, i, narrow), narrow);
+    floats second =
+        all_as_held(a * load(sin, half + i, narrow), narrow) + all_as_held(b * load(cos, half + i, narrow), narrow);
+    put_held(to, i, all_as_held(first, narrow), narrow);
+    put_held(to, half + i, all_as_held(second, narrow), narrow);
 }
 
-INLINE float widened(uint16_t x)
-{
-    uint32_t bits = (uint32_t)x << 16;
-    float wide;
-    memcpy(&wide, &bits, 4);
-    return wide;
-}
-
-INLINE float get(const void *from, int64_t i, bool narrow)
-{
-    return narrow ? widened(((const uint16_t *)from)[i]) : ((const float *)from)[i];
-}
-
-INLINE void put(void *to, int64_t i, float x, bool narrow)
-{
-    if (narrow)
-        ((uint16_t *)to)[i] = rounded(x);
-    else
-        ((float *)to)[i] = x;
-}
-
-/* x as its dtype holds it. */
-INLINE float as_held(float x, bool narrow)
-{
-    return narrow ? widened(rounded(x)) : x;
-}
-
-INLINE floats load(const void *from, int64_t i, bool narrow)
-{
-    floats wide;
-    if (narrow) {
-        halves x;
-        memcpy(&x, (const uint16_t *)from + i, sizeof x);
-#ifdef __AVX512F__ /* GCC would convert one half after the other */
-        words bits = (words)_mm512_cvtepu16_epi32((__m256i)x) << 16;
-#else
-        words bits = __builtin_convertvector(x, words) << 16;
-#endif
-        memcpy(&wide, &bits, sizeof wide);
-    } else {
-        memcpy(&wide, (const float *)from + i, sizeof wide);
-    }
-    return wide;
-}
-
-/* Two vectors. Of bfloat16 the first is of the numbers at even places, the second of those between: that takes half the
- * work, and who sums products of two heads need not care for the order. */
-INLINE void load_pair(const void *from, int64_t i, floats *pair, bool narrow)
-{
-    if (narrow) {
-        words bits;
-        memcpy(&bits, (const uint16_t *)from + i, sizeof bits);
-        pair[0] = (floats)(bits << 16);
-        pair[1] = (floats)(bits & 0xffff0000);
-    } else {
-        pair[0] = load(from, i, false);
-        pair[1] = load(from, i + LANES, false);
-    }
-}
-
-/* Writes what stands as `load_pair` would give it. */
-INLINE void put_pair(void *to, int64_t i, const floats *pair, bool narrow)
-{
-    for (int64_t j = 0; j < LANES; j++) {
-        put(to, i + (narrow ? 2 * j : j), pair[0][j], narrow);
-        put(to, i + (narrow ? 2 * j + 1 : LANES + j), pair[1][j], narrow);
-    }
-}
-
-/* a * b + sum, rounded once where the machine can: only for what torch does not give bit for bit. */
-INLINE floats fused(floats a, floats b, floats sum)
-{
-#if defined __AVX512F__
-    return _mm512_fmadd_ps(a, b, sum);
-#elif defined __FMA__
-    return _mm256_fmadd_ps(a, b, sum);
-#else
-    return a * b + sum;
-#endif
-}
-
-INLINE floats all(float x)
-{
-    return x - (floats){};
-}
-
-/* b where the mask is not 0, else a. */
-INLINE floats chosen(ints mask, floats a, floats b)
-{
-    return (floats)(((ints)a & ~mask) | ((ints)b & mask));
-}
-
-/* e^x for x <= 0, to 2e-7 of it; 0 from -87 on. 2^n * e^f with |f| <= ln 2 / 2, by Taylor's series. */
-INLINE floats exponential(floats x)
-{
-    const float shift = 12582912.0f; /* 1.5 * 2^23: what is added to it is rounded to a whole number */
-    floats n = (x * 1.44269504f + shift) - shift;
-    floats f = fused(n, all(-0.693145752f), x);
-    f = fused(n, all(-1.42860677e-6f), f);
-    floats sum = fused(f, all(1.0f / 720), all(1.0f / 120));
-    sum = fused(sum, f, all(1.0f / 24));
-    sum = fused(sum, f, all(1.0f / 6));
-    sum = fused(sum, f, all(0.5f));
-    sum = fused(sum, f, all(1.0f));
-    sum = fused(sum, f, all(1.0f));
-    ints exponent = (ints)(n + shift) - (ints)all(shift); /* the low bits of n + shift are n */
-    floats result = (floats)((ints)sum + (exponent << 23));
-    return chosen(x < -87.0f, result, (floats){});
-}
-
-INLINE float total(floats x)
-{
-    float sum = 0;
-    for (int i = 0; i < LANES; i++)
-        sum += x[i];
-    return sum;
-}
-
-/* Halves the number of values of each sum: groups of 2 * HALF lanes of a, then of b, become groups of HALF. */
-#define PICK(i, half, offset) ((i) / (half) * 2 * (half) + (i) % (half) + (offset))
-#define PICK4(i, half, offset) \
-    PICK(i, half, offset), PICK(i + 1, half, offset), PICK(i + 2, half, offset), PICK(i + 3, half, offset)
-#if LANES == 16
-#define PICKS(half, offset) \
-    (ints){PICK4(0, half, offset), PICK4(4, half, offset), PICK4(8, half, offset), PICK4(12, half, offset)}
-#else
-#define PICKS(half, offset) (ints){PICK4(0, half, offset), PICK4(4, half, offset)}
-#endif
-#define FOLD(a, b, half) (__builtin_shuffle(a, b, PICKS(half, 0)) + __builtin_shuffle(a, b, PICKS(half, half)))
-
-/* Lane i of the result: the sum of the lanes of sums[i]. */
-INLINE floats totals(floats *sums)
-{
-#if LANES == 16
-    for (int i = 0; i < 8; i++)
-        sums[i] = FOLD(sums[2 * i], sums[2 * i + 1], 8);
-#endif
-    for (int i = 0; i < 4; i++)
-        sums[i] = FOLD(sums[2 * i], sums[2 * i + 1], 4);
-    for (int i = 0; i < 2; i++)
-        sums[i] = FOLD(sums[2 * i], sums[2 * i + 1], 2);
-    return FOLD(sums[0], sums[1], 1);
-}
-
-/* One head as `rope.rotary.Spread.apply` does it: every product is rounded, then the sum. */
 INLINE void rotate_head(const void *x, const void *cos, const void *sin, void *to, int64_t half, bool narrow)
 {
-    for (int64_t i = 0; i < half; i++) {
+    int64_t i = 0;
+    for (; i + LANES <= half; i += LANES)
+        rotate_lanes(x, cos, sin, to, i, half, narrow);
+    for (; i < half; i++) {
         float a = get(x, i, narrow), b = get(x, half + i, narrow);
         float first = as_held(b * get(sin, i, narrow), narrow) + as_held(a * get(cos, i, narrow), narrow);
         float second =
@@ -448,6 +287,37 @@ int kv_decode(const struct kv_step *step, const void *query, int64_t query_strid
     return 0;
 }
 
+/* Rotation and write of one layer for tokens of any requests; out: [num_requests, num_heads, head_dim], query, and rotated:
+ * [num_requests, num_kv_heads, head_dim], key. */
+int kv_write(const struct kv_step *step, const void *query, int64_t query_stride, const void *key, int64_t key_stride,
+             const void *value, int64_t value_stride, void *key_cache, void *value_cache, const void *cos,
+             const void *sin, void *out, void *rotated)
+{
+    struct layer layer = {query, key, value, query_stride, key_stride, value_stride, 0, 0, cos, sin, out, 0, 0};
+    int64_t size = step->dtype == 1 ? 2 : 4, row = step->num_kv_heads * step->head_dim * size;
+    for (int64_t i = 0; i < step->num_requests; i++)
+        if (step->slots[i] < -1 || step->slots[i] >= step->num_blocks * step->block_size)
+            return -1;
+#pragma omp parallel for num_threads((int)step->num_threads) if (step->num_requests * row >= PARALLEL_ROWS)
+    for (int64_t i = 0; i < step->num_requests; i++) {
+        const char *from = (const char *)key + i * key_stride * size;
+        char *to = (char *)rotated + i * row, *turned = (char *)out + i * step->num_heads * step->head_dim * size;
+        const char *asked = (const char *)query + i * query_stride * size;
+        if (step->dtype == 1) {
+            rotate_heads(step, &layer, i, asked, turned, step->num_heads, true);
+            rotate_heads(step, &layer, i, from, to, step->num_kv_heads, true);
+        } else {
+            rotate_heads(step, &layer, i, asked, turned, step->num_heads, false);
+            rotate_heads(step, &layer, i, from, to, step->num_kv_heads, false);
+        }
+        if (step->slots[i] < 0)
+            continue;
+        memcpy((char *)key_cache + step->slots[i] * row, to, row);
+        memcpy((char *)value_cache + step->slots[i] * row, (const char *)value + i * value_stride * size, row);
+    }
+    return 0;
+}
+
 /* Whether every block and slot of the step lies in the caches: asked once per step, before any of its layers. */
 int kv_decode_fits(const struct kv_step *step)
 {
@@ -463,52 +333,4 @@ int kv_decode_fits(const struct kv_step *step)
                 return 0;
     }
     return 1;
-}
-
-/* One row. wide: the scale is float32, and applied before rounding, else after. */
-INLINE void norm_row(const void *x, const void *scale, void *out, int64_t width, float eps, bool wide, bool narrow)
-{
-    floats sums[4] = {};
-    int64_t i = 0;
-    for (; i + 4 * LANES <= width; i += 4 * LANES)
-        for (int j = 0; j < 4; j++) {
-            floats value = load(x, i + j * LANES, narrow);
-            sums[j] = fused(value, value, sums[j]);
-        }
-    float sum = total((sums[0] + sums[1]) + (sums[2] + sums[3]));
-    for (; i < width; i++)
-        sum += get(x, i, narrow) * get(x, i, narrow);
-    float inverse = (float)(1.0 / sqrt((double)sum / (double)width + eps)); /* the trial is strict: 2 ulps */
-    if (wide)
-        for (i = 0; i < width; i++)
-            put(out, i, get(x, i, narrow) * inverse * ((const float *)scale)[i], narrow);
-    else
-        for (i = 0; i < width; i++)
-            put(out, i, as_held(get(x, i, narrow) * inverse, narrow) * get(scale, i, narrow), narrow);
-}
-
-INLINE void norm_rows(const void *x, const void *scale, void *out, int64_t num_rows, int64_t inner, int64_t stride,
-                      int64_t width, float eps, bool wide, bool narrow, int num_threads)
-{
-    int64_t size = narrow ? 2 : 4;
-#pragma omp parallel for num_threads(num_threads) if (num_rows * width >= PARALLEL_ELEMENTS)
-    for (int64_t row = 0; row < num_rows; row++)
-        norm_row((const char *)x + (row / inner * stride + row % inner * width) * size, scale,
-                 (char *)out + row * width * size, width, eps, wide, narrow);
-}
-
-/* Root mean square norm of [num_rows / inner, inner, width], of which the outer dimension has a stride. out is
- * contiguous. variant: 1: the input is bfloat16, else float32; 2: wide. */
-int rms_norm(const void *x, const void *scale, void *out, int64_t num_rows, int64_t inner, int64_t stride,
-             int64_t width, float eps, int variant, int num_threads)
-{
-    if (variant == 0)
-        norm_rows(x, scale, out, num_rows, inner, stride, width, eps, false, false, num_threads);
-    else if (variant == 1)
-        norm_rows(x, scale, out, num_rows, inner, stride, width, eps, false, true, num_threads);
-    else if (variant == 2)
-        norm_rows(x, scale, out, num_rows, inner, stride, width, eps, true, false, num_threads);
-    else
-        norm_rows(x, scale, out, num_rows, inner, stride, width, eps, true, true, num_threads);
-    return 0;
 }

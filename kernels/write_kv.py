@@ -1,11 +1,11 @@
 """New keys and values into the paged HBM cache, by slot mapping, and the rotation that goes before it.
 
-On CUDA one Triton kernel does both; elsewhere, and without Triton, torch operations. The bits are the same.
+On CUDA one Triton kernel does both, on a CPU compiled code; without either, torch operations. The bits are the same.
 """
 
 import torch
 
-from kernels import reference
+from kernels import reference, write_native
 from kernels.triton_support import runs_kernels
 from rope.rotary import Rotation
 
@@ -18,6 +18,9 @@ def write_kv(
         from kernels import kv_triton
 
         kv_triton.write(key, value, key_cache, value_cache, slots)
+        return
+    if key.device.type != "cpu":  # there a slot of -1 is no IndexError, but an error after which the device is lost
+        reference.write_kv(key, value, key_cache, value_cache, slots)
         return
     try:
         key_cache.view(-1, *key_cache.shape[2:]).index_copy_(0, slots, key)
@@ -45,6 +48,9 @@ def rotate_and_write(
 
         return kv_triton.rotate_and_write(query, key, value, key_cache, value_cache, slots, rotation)
     if rotation is not None:
+        done = write_native.rotate_and_write(query, key, value, key_cache, value_cache, slots, rotation)
+        if done is not None:
+            return done
         query, key = rotation.apply_both(query, key)
     write_kv(key, value, key_cache, value_cache, slots)
     return query, key

@@ -26,6 +26,13 @@ def compiled():
         pytest.skip("no compiler here")
 
 
+@pytest.fixture
+def with_threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -55,12 +62,15 @@ def test_a_load_has_the_bits_of_its_twin(way, dtype, name, block_size):
         assert torch.equal(bits(caches), bits(twins))
 
 
-def test_a_load_past_the_caches_has_the_bits_of_its_twin(compiled):
-    """A layer of 4 MiB and more is written by other instructions."""
-    arena = random(256, 1, 2, 16, 4, 64, dtype=torch.bfloat16)
-    slots, positions = torch.arange(256).flip(0), torch.arange(256) % 200
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("count", [3, 9, 256])
+def test_a_large_load_has_the_bits_of_its_twin(compiled, with_threads, num_threads, count):
+    """A layer is shared between threads from 128 KiB on, and from 4 MiB on written past the caches."""
+    with_threads(num_threads)
+    arena = random(count, 1, 2, 16, 4, 64, dtype=torch.bfloat16)
+    slots, positions = torch.arange(count).flip(0), torch.arange(count) % 200
     for rotation in (None, kinds(torch.bfloat16, 64)["half"][0]):
-        caches, twins = (torch.zeros(2, 256, 16, 4, 64, dtype=torch.bfloat16) for _ in range(2))
+        caches, twins = (torch.zeros(2, count, 16, 4, 64, dtype=torch.bfloat16) for _ in range(2))
         BlockLoad(arena, slots, slots.roll(1), positions, [rotation]).load_layer(0, *caches)
         reference.load_blocks(arena, 0, slots, *twins, slots.roll(1), positions, rotation)
         assert torch.equal(bits(caches), bits(twins))

@@ -4,13 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from engine import packing
 from engine.model import PagedStep
-from engine.packing import FusedRMSNorm
 from kernels import native, reference
-from kernels.decode_native import MAX_REQUESTS, decode_step, native_rms_norm
+from kernels.decode_native import MAX_REQUESTS, decode_step
 from kernels.paged_batch import PagedBatch, Scoring
 from rope.rotary import Rotation, Style
 
@@ -217,47 +214,3 @@ def test_a_step_with_and_without_c(dtype, monkeypatch):
         assert connector.calls == ["save", "wait"]
     torch.testing.assert_close(results[0][0], results[1][0], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert all(torch.equal(a, b) for a, b in zip(results[0][1:], results[1][1:], strict=True))
-
-
-def norms(dtype, width, wide, monkeypatch):
-    """The same norm in C and in torch."""
-    weight = torch.linspace(-2, 2, width).to(dtype)
-    scale = 1.0 + weight.float() if wide else weight
-    made = FusedRMSNorm(nn.Parameter(weight, requires_grad=False), scale, 1e-5, wide)
-    monkeypatch.setattr(native, "library", lambda: None)
-    return made, FusedRMSNorm(made.weight, scale, 1e-5, wide)
-
-
-@needs_compiler
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [8, 64, 100, 768])
-def test_norms_in_c_are_those_of_torch(width, dtype, wide, monkeypatch):
-    ours, twin = norms(dtype, width, wide, monkeypatch)
-    assert ours._native is not None and twin._native is None
-    generator = torch.Generator().manual_seed(3)
-    for num_rows in (1, 7, 300):
-        rows = packing._samples(width, dtype).repeat(1, num_rows, 1)
-        rows = rows * torch.rand(rows.shape, generator=generator).to(dtype)
-        heads = torch.randn(num_rows, 5, width, generator=generator).to(dtype)[:, 1:4]
-        for x in (rows, heads):
-            before = x.clone()
-            expected, found = twin(x).float(), ours._native(x)
-            assert torch.equal(x, before) and found.dtype is dtype and found.is_contiguous()
-            bound = expected.abs() * torch.finfo(dtype).eps * (8 if dtype is torch.float32 else 2) + 1e-30
-            assert ((found.float() - expected).abs() <= bound).all()
-
-
-@needs_compiler
-def test_norms_of_other_inputs_are_left_to_torch(monkeypatch):
-    ours, twin = norms(torch.bfloat16, 32, False, monkeypatch)
-    x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1))
-    for other in (x[..., :32], x[0].bfloat16()[:, :32], x.bfloat16()[..., ::2]):
-        assert ours._native(other) is None
-        assert torch.equal(ours(other), twin(other))
-
-
-def test_without_c_there_is_no_native_norm(monkeypatch):
-    assert native_rms_norm(torch.ones(8).half(), torch.half, 1e-5, False) is None
-    monkeypatch.setattr(native, "library", lambda: None)
-    assert native_rms_norm(torch.ones(8), torch.float32, 1e-5, False) is None
