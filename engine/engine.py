@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from engine.admin import Admin, weak_handler
 from engine.blocking import generate, stream
 from engine.chat import ChatSession
@@ -112,7 +114,8 @@ class Engine:
         has_store = bool(config.tiers.cpu or config.tiers.disk)
         self._num_blocks = num_hbm_blocks(model, limits, config.tiers.hbm, has_graphs, has_store)
         self.lock = FairLock()
-        self.connector = open_store(config, loaded, model, self._num_blocks)
+        with torch.cuda.device_of(next(loaded.model.parameters())):  # whose context pins the arena
+            self.connector = open_store(config, loaded, model, self._num_blocks)
         self._gate = Gate()
         try:
             self.pool = BlockPool(self._num_blocks, self.connector.hbm_order)

@@ -137,7 +137,8 @@ class ModelRunner:
         """One step ahead of the device, not more: what is to be saved of a step is kept until it is computed."""
         if self._unread is not None:
             unread, self._unread = self._unread, None
-            unread.end.synchronize()
+            with torch.cuda.device_of(self.caches[0][0]):  # see `kvstore.streams`
+                unread.end.synchronize()
             if unread.num_prefill_tokens:
                 seconds = unread.start.elapsed_time(unread.end) / 1000
                 self.connector.step_measured(unread.num_prefill_tokens, seconds)

@@ -86,17 +86,20 @@ def _intercept(network: Any, taps: list[RotaryTap], max_model_len: int, pack: bo
     model = PositionFreeModel(network, spec, rotations)
     _check_logits(model, token_ids, expected)
     if pack:
-        is_cpu = network.device.type == "cpu"
+        is_cpu = _is_on_cpu(network)
         pack_for_cpu(network) if is_cpu else pack_for_cuda(network)
         for module in network.modules():
             if hasattr(module, "layer_idx"):
                 skip_rotation(module)
         if is_cpu:
-            every = torch.arange(num_tokens)
-        lean_layers(network, lambda: run_step(network, token_ids, positions, Recorder(), every))
+            lean_layers(network, lambda: run_step(network, token_ids, positions, Recorder(), positions))
         _check_logits(model, token_ids, expected)
         _check_pruning(model, token_ids, expected)
     return model
+
+
+def _is_on_cpu(network: Any) -> bool:
+    return network.device.type == "cpu"
 
 
 def _record(network: Any, token_ids: torch.Tensor, positions: torch.Tensor) -> Recorder:

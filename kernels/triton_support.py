@@ -1,17 +1,36 @@
 """Whether Triton is there, and the little that its kernels' callers share. Importing this imports no Triton."""
 
 import importlib.util
+import logging
 from functools import cache
 
 import torch
 
 from rope.rotary import Rotation
 
+log = logging.getLogger(__name__)
+
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed; without it a CUDA device computes with torch operations."""
-    return importlib.util.find_spec("triton") is not None
+    """Whether Triton is installed and can launch kernels; without it a CUDA device computes with torch operations."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return not torch.cuda.is_available() or _launches()
+
+
+def _launches() -> bool:
+    """Tried on the current device: Triton needs a C compiler and Python's headers, which small images leave out."""
+    from kernels import kv_triton
+
+    head, slot = torch.zeros(1, 1, 16, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
+    try:
+        kv_triton.write(head, head, head[None].clone(), head[None].clone(), slot)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[:1]
+        log.warning("Triton is installed but launches no kernel (%s): torch operations instead, slower", *reason or "?")
+        return False
+    return True
 
 
 def runs_kernels(tensor: torch.Tensor) -> bool:

@@ -61,15 +61,18 @@ class _CudaEvent:
     event: Any  # a torch.cuda.Event
     device: torch.device
 
+    # A thread that never chose a device would make a context on the first one, which may not be ours.
     def query(self) -> bool:
-        return self.event.query()
+        with torch.cuda.device(self.device):
+            return self.event.query()
 
     def synchronize(self) -> None:
-        with torch.cuda.device(self.device):  # a thread that never chose one would make a context on the first
+        with torch.cuda.device(self.device):
             self.event.synchronize()
 
     def seconds_until(self, end: _CudaEvent) -> float:
-        return self.event.elapsed_time(end.event) / 1000.0
+        with torch.cuda.device(self.device):
+            return self.event.elapsed_time(end.event) / 1000.0
 
 
 class CudaStreams:

@@ -5,7 +5,6 @@ import torch
 from models import ARCHITECTURES, make_model
 
 from engine.model import PositionFreeModel, run_step
-from engine.packing import pack_for_cuda
 from engine.probe import Recorder, intercept
 from kernels.attention import PagedBatch
 from kvstore.connector import NullConnector
@@ -58,11 +57,10 @@ def test_logits_equal_the_unmodified_model(name, pack):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @torch.inference_mode()
 def test_what_is_packed_for_cuda_gives_the_same_logits(name, monkeypatch):
-    """On a CPU, through the same probe: `network.device` is all that it asks."""
+    """On a CPU, through all of the same probe."""
     token_ids = prompt()
     expected = expected_logits(name, token_ids)
-    monkeypatch.setattr("engine.probe.pack_for_cpu", pack_for_cuda)
-    monkeypatch.setattr("engine.probe.lean_layers", lambda *_: 0)
+    monkeypatch.setattr("engine.probe._is_on_cpu", lambda _: False)
     sequence = Sequence(intercept(make_model(name), MAX_LEN, pack=True))
     logits = torch.cat([sequence.feed(chunk) for chunk in token_ids.split([40, 29, 1])])
     torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-3)

@@ -1,12 +1,16 @@
-"""What is brought to a device, and how."""
+"""What is brought to a device, and how; and whether kernels are launched there."""
 
+import importlib.util
+import logging
 from unittest import mock
 
+import pytest
 import torch
 
-from kernels.triton_support import to_device
+from kernels.triton_support import has_triton, to_device
 
 CUDA = torch.device("cuda", 0)
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 
 def test_numbers_go_to_cuda_from_pinned_memory_without_a_wait():
@@ -26,3 +30,35 @@ def test_what_is_on_the_device_is_not_pinned_again():
 def test_on_a_cpu_nothing_is_copied():
     numbers = torch.arange(3)
     assert to_device(numbers, torch.device("cpu")) is numbers
+
+
+@pytest.fixture
+def nothing_is_remembered():
+    has_triton.cache_clear()
+    yield
+    has_triton.cache_clear()
+
+
+@needs_triton
+@pytest.mark.usefixtures("nothing_is_remembered")
+def test_triton_that_launches_nothing_is_left_alone_and_said_so(monkeypatch, caplog):
+    zeros = torch.zeros
+
+    def fails(*_):
+        raise RuntimeError("Failed to find C compiler.\nmore")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device, **kwargs: zeros(*shape, **kwargs))
+    monkeypatch.setattr("kernels.kv_triton.write", fails)
+    with caplog.at_level(logging.WARNING):
+        assert not has_triton()
+    assert "Failed to find C compiler." in caplog.text and "more" not in caplog.text
+    has_triton.cache_clear()
+    monkeypatch.setattr("kernels.kv_triton.write", lambda *_: None)
+    assert has_triton()
+
+
+@pytest.mark.usefixtures("nothing_is_remembered")
+def test_without_the_package_there_is_none(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not has_triton()
