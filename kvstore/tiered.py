@@ -113,11 +113,7 @@ class TieredConnector:
         write_back = None
         if disk is not None:
             write_back = WriteBack(disk, self._cpu, self._io, self._arena.view, stats, clock, self._steering)
-        self._transfer: Transfer | DeviceTransfer
-        if device.type == "cuda":
-            self._transfer = DeviceTransfer(self._arena, CudaStreams(device), self._wake)
-        else:
-            self._transfer = Transfer(self._arena, self._wake)
+        self._transfer = self._make_transfer(device)
         self._planner = Planner(layout.block_bytes, layout.block_size, always=load == "always")
         self._restore_rates(learned, stats)
         self.fingerprint = bytes.fromhex(self._fingerprint)
@@ -128,6 +124,11 @@ class TieredConnector:
         )  # fmt: skip
         self._housekeeper = threading.Thread(target=self._keep_house, name="kvstore-housekeeping", daemon=True)
         self._housekeeper.start()
+
+    def _make_transfer(self, device: torch.device) -> Transfer | DeviceTransfer:
+        if device.type == "cuda":
+            return DeviceTransfer(self._arena, CudaStreams(device), self._wake)
+        return Transfer(self._arena)
 
     # -- what was learned --------------------------------------------------------------------------------------------
     def _read_learned(self, stats: StoreStats) -> dict[str, object]:

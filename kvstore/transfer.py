@@ -1,15 +1,14 @@
-"""Moves KV between HBM and the arena on a CPU: loads layer by layer ahead of the computation, saves as it is computed.
+"""Moves KV between HBM and the arena on a CPU: loads a layer before it is attended to, saves it as it is computed.
 
-Loads have a worker thread; the computing thread copies what is saved, since a third thread on its cores would cost it
-more. Knows slots and tensors, no block id and no request, and decides nothing. On CUDA: `device_transfer`.
+The computing thread does both, since a third thread on its cores would cost it more. Knows slots and tensors, no block
+id and no request, and decides nothing. On CUDA: `device_transfer`.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,7 +32,7 @@ class _LoadJob:
     num_blocks: int
     num_layers_done: int = 0
     failed: bool = False
-    ended: bool = False  # its thread does not touch HBM any more
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -57,45 +56,16 @@ def token_places(saves: Sequence[Save], row_starts: Sequence[int], block_size: i
     return np.stack([np.repeat(rows, counts) + within, np.repeat(slots, counts) + within])
 
 
-def start_alone(loops: Sequence[tuple[str, Callable[[], None]]]) -> list[threading.Thread]:
-    """Start threads by name whose tensor operations get no helpers.
-
-    OpenMP makes helpers for each thread that computes. Once there are more of them than cores, all of them go to sleep
-    at every barrier, those of the model too: each step after a first load took 1.6 times as long (bench/LOG.md).
-    """
-    num_threads, settled = torch.get_num_threads(), threading.Barrier(len(loops) + 1)
-
-    def begin(loop: Callable[[], None]) -> None:
-        torch.get_num_threads()  # the first use in a thread takes what is set for all, and would come later
-        torch.set_num_threads(1)
-        settled.wait()
-        loop()
-
-    threads = [threading.Thread(target=begin, args=(loop,), name=name, daemon=True) for name, loop in loops]
-    for thread in threads:
-        thread.start()
-    settled.wait()
-    torch.set_num_threads(num_threads)  # that of threads to come, which the others have changed
-    return threads
-
-
 class Transfer:
-    """on_progress: called in the worker thread after loads have ended; it may only wake somebody."""
+    """Has no thread: what is begun ends within the step."""
 
-    def __init__(self, arena: Arena, on_progress: Callable[[], None]) -> None:
+    def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self._on_progress = on_progress
         self._caches: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
         self._load: _LoadJob | None = None
         self._save: _SaveStep | None = None
-        self._lock = threading.Lock()
-        self._layer_done = threading.Condition(self._lock)
-        self._load_ready = threading.Condition(self._lock)
-        self._load_jobs: deque[_LoadJob] = deque()
         self.load_seconds = Histogram()  # of all loads of a step
         self._done: deque[Transferred] = deque()
-        self._closing = False
-        self._threads = start_alone([("kvstore-load", self._load_loop)])
 
     def register(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Key and value cache of each layer, [num_blocks, block_size, num_kv_heads, head_dim]."""
@@ -103,13 +73,12 @@ class Transfer:
 
     # -- one step, beside the forward --------------------------------------------------------------------------------
     def begin(self, plan: TransferPlan, row_starts: Sequence[int]) -> None:
-        """Start the plan's loads and prepare its saves. row_starts: first token of each scheduled request's part."""
+        """Prepare the plan's loads and saves. row_starts: first token of each scheduled request's part."""
         save = self._save_step(plan.ticket, plan.saves, row_starts) if plan.saves else None
-        if plan.loads:
-            self._begin_loads(plan.ticket, plan.loads)
+        self._load = self._load_job(plan.ticket, plan.loads) if plan.loads else None
         self._save = save
 
-    def _begin_loads(self, ticket: int, loads: Sequence[Load]) -> None:
+    def _load_job(self, ticket: int, loads: Sequence[Load]) -> _LoadJob:
         blocks = BlockLoad(
             self.arena.tensor,
             [load.slot for load in loads],
@@ -117,10 +86,7 @@ class Transfer:
             [load.position for load in loads],
             self.arena.layout.rotations,
         )
-        self._load = _LoadJob(ticket, blocks, len(loads))
-        with self._lock:
-            self._load_jobs.append(self._load)
-            self._load_ready.notify()
+        return _LoadJob(ticket, blocks, len(loads))
 
     def _save_step(self, ticket: int, saves: Sequence[Save], row_starts: Sequence[int]) -> _SaveStep:
         rows, slots = token_places(saves, row_starts, self.arena.layout.block_size)
@@ -130,11 +96,26 @@ class Transfer:
         return _SaveStep(ticket, torch.from_numpy(rows), torch.from_numpy(slots), run)
 
     def wait_for_layer(self, layer: int) -> None:
-        """Returns when the loads of this layer have landed."""
-        job = self._load
-        if job is not None and job.num_layers_done <= layer:
-            with self._layer_done:
-                self._layer_done.wait_for(lambda: job.num_layers_done > layer)
+        """Returns when this layer's blocks are in HBM, or its step's loads have failed.
+
+        Just before they are attended to, so that attention finds them in the cores' caches.
+        """
+        if self._load is not None:
+            self._load_layers(self._load, layer + 1)
+
+    def _load_layers(self, job: _LoadJob, num_layers: int) -> None:
+        """The first `num_layers` layers, as far as they have not landed; a failure is the step's."""
+        if job.failed or job.num_layers_done >= num_layers:
+            return
+        started = time.perf_counter()
+        try:
+            with torch.inference_mode():
+                while job.num_layers_done < num_layers:
+                    job.blocks.load_layer(job.num_layers_done, *self._caches[job.num_layers_done])
+                    job.num_layers_done += 1
+        except Exception:  # out of memory, a bug: the requests of these blocks compute them
+            job.failed = True
+        job.seconds += time.perf_counter() - started
 
     def save_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None:
         """Raw keys and values of the step's tokens, [num_tokens, num_kv_heads, head_dim], which nobody writes again."""
@@ -148,17 +129,20 @@ class Transfer:
     def end(self, succeeded: bool = True) -> SaveFence | None:
         """The forward has ended: save what is left of it; not succeeded: none of its saves is to count.
 
-        Waits for the step's loads. After a forward they have landed, but only their end says whether they failed; one
-        that raised may have left them behind, and the next step may give their HBM blocks to somebody else.
+        What it did not load is loaded now: the HBM blocks are in the map as if they held it. Interrupted, it can be
+        called again.
         """
-        step, load, self._save, self._load = self._save, self._load, None, None
-        if load is not None:
-            with self._layer_done:
-                self._layer_done.wait_for(lambda: load.ended)
-        if step is not None:
+        if (load := self._load) is not None:
+            self._load_layers(load, len(self._caches))
+            size = load.num_blocks * self.arena.layout.block_bytes
+            self.load_seconds.observe(load.seconds)
+            self._done.append(Transferred(load.ticket, True, not load.failed, size, load.seconds))
+            self._load = None
+        if (step := self._save) is not None:
             step.failed = step.failed or not succeeded
             self._copy(step)
             self._done.append(Transferred(step.ticket, False, not step.failed))
+            self._save = None
         return None
 
     def _copy(self, step: _SaveStep) -> None:
@@ -189,40 +173,4 @@ class Transfer:
         return done
 
     def close(self) -> None:
-        """Finish what was handed over and end the thread."""
-        with self._lock:
-            self._closing = True
-            self._load_ready.notify_all()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
-
-    # -- the thread --------------------------------------------------------------------------------------------------
-    def _load_loop(self) -> None:
-        while True:
-            with self._lock:
-                while not self._load_jobs:
-                    if self._closing:
-                        return
-                    self._load_ready.wait()
-                job = self._load_jobs.popleft()
-            started = time.perf_counter()
-            with torch.inference_mode():
-                try:
-                    self._run_load(job)
-                except Exception:  # out of memory, a bug: whoever waits must not wait for ever
-                    job.failed = True
-            size, seconds = job.num_blocks * self.arena.layout.block_bytes, time.perf_counter() - started
-            with self._layer_done:
-                self.load_seconds.observe(seconds)
-                self._done.append(Transferred(job.ticket, True, not job.failed, size, seconds))
-                job.num_layers_done, job.ended = len(self._caches), True
-                self._layer_done.notify_all()
-            self._on_progress()
-
-    def _run_load(self, job: _LoadJob) -> None:
-        for layer, (key_cache, value_cache) in enumerate(self._caches):
-            job.blocks.load_layer(layer, key_cache, value_cache)
-            with self._layer_done:
-                job.num_layers_done = layer + 1
-                self._layer_done.notify_all()
+        """Nothing is on its way."""

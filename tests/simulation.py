@@ -153,7 +153,7 @@ class Simulation:
         queue = VirtualIo(None, on_progress, 0, batch_bytes=batch_bytes)
         return queue.watch(disk, self.clock, self.arena, self.config.read_s, self.rng)
 
-    def _make_transfers(self, arena, on_progress) -> Transfers:
+    def _make_transfers(self, arena) -> Transfers:
         self.transfers = Transfers(
             arena, lambda: self.cpu, lambda: self.pool, self.clock, self.config.faults, self.rng, self.weather,
             self.counts_of_store, self.config.load_s, self.may_fail,

@@ -10,12 +10,12 @@ import torch
 from engines import Plain, ask, cached, counters, evict_cpu, greedy, open_engine, save_model, settle, tokens
 from replaying import Rerun
 
-import kvstore.tiered
 from engine.model_runner import ModelRunner
 from engine.packing import pack_for_cuda
 from kernels.block_copy import BlockLoad
 from kvstore.device_transfer import DeviceTransfer
 from kvstore.streams import Queue
+from kvstore.tiered import TieredConnector
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
@@ -77,7 +77,9 @@ def go_the_way_of_cuda(monkeypatch) -> Replayed:
     monkeypatch.setattr("kernels.attention._foreign_prefill", lambda setting: None)
     monkeypatch.setattr("engine.probe.pack_for_cpu", pack_for_cuda)
     monkeypatch.setattr("engine.probe.lean_layers", lambda *_: 0)
-    monkeypatch.setattr(kvstore.tiered, "Transfer", lambda arena, wake: DeviceTransfer(arena, AtOnce(), wake))
+    monkeypatch.setattr(
+        TieredConnector, "_make_transfer", lambda self, device: DeviceTransfer(self._arena, AtOnce(), self._wake)
+    )
     monkeypatch.setattr("kvstore.device_transfer.GROUP_BYTES", 1)  # a save per layer, as of long steps
     monkeypatch.setattr("engine.probe._NUM_TOKENS", 6)  # a millisecond here is a second in the interpreter
     monkeypatch.setattr("engine.probe._CHUNKS", (3, 2, 1))

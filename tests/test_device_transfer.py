@@ -13,13 +13,13 @@ from engines import Plain, ask, cached, counters, open_engine, save_model, settl
 from engines import tokens as some_tokens
 
 import kvstore.device_transfer
-import kvstore.tiered
 from kernels import reference
 from kvstore.arena import Arena
 from kvstore.device_transfer import DeviceTransfer
 from kvstore.layout import KVLayout
 from kvstore.streams import CudaStreams, Queue
 from kvstore.tier import Load, Save, TransferPlan
+from kvstore.tiered import TieredConnector
 from rope.rotary import Rotation, Style
 from tests.simulated_streams import SimulatedStreams
 
@@ -402,7 +402,9 @@ def plain(model):
 def slow_device():
     """Engines of this test move their blocks in slow queues beside the model."""
     streams = SimulatedStreams(5, computes_here=True)
-    with mock.patch.object(kvstore.tiered, "Transfer", lambda arena, wake: DeviceTransfer(arena, streams, wake)):
+    with mock.patch.object(
+        TieredConnector, "_make_transfer", lambda self, device: DeviceTransfer(self._arena, streams, self._wake)
+    ):
         yield streams
     streams.close()
 

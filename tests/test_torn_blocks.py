@@ -198,8 +198,9 @@ def run(streams: Streams, device: torch.device, seed: int, num_steps: int) -> tu
 @contextmanager
 def simulated(seed: int, broken: Broken | None = None, slow: Queue | None = None):
     streams = SimulatedStreams(seed, broken=broken, slow=slow)
-    transfers: Callable[..., DeviceTransfer] = lambda arena, wake: DeviceTransfer(arena, streams, wake)  # noqa: E731
-    with mock.patch.object(kvstore.tiered, "Transfer", transfers):
+    with mock.patch.object(
+        TieredConnector, "_make_transfer", lambda self, device: DeviceTransfer(self._arena, streams, self._wake)
+    ):
         yield streams
     streams.close()
 
