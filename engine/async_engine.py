@@ -1,4 +1,4 @@
-"""asyncio over an Engine: the engine steps in a thread of its own, each request has one asyncio queue.
+"""asyncio over an Engine: it steps in a thread of its own or in the loop, each request has one asyncio queue.
 
 The only place beside `service` that knows asyncio.
 """
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+MAX_IDS_AT_ONCE = 4096  # of a prompt that is looked at in the loop: well under a millisecond
 MAX_CALLS = 32  # blocking calls at once: turns that wait for the disk, templates, administration
 
 
@@ -123,13 +124,23 @@ class AsyncEngine:
 
     Requests may come from several event loops; other threads may go on to use the engine itself, its conversations for
     instance. A cancelled or abandoned `stream` aborts its request.
+
+    in_loop: the running event loop takes in what a RemoteEngine's process says, without a thread in between: nothing
+    that waits for the engine may be called in that loop then, and it has to go on until `close` has returned.
     """
 
-    def __init__(self, engine: Engine | RemoteEngine) -> None:
+    def __init__(self, engine: Engine | RemoteEngine, in_loop: bool = False) -> None:
         self.engine = cast("Engine", engine)  # both have the same verbs
         self._waiters: dict[str, tuple[Handle, _Waiter]] = {}
         self._closing = False
         self._workers = ThreadPoolExecutor(MAX_CALLS, "engine-call")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        if in_loop:
+            self._loop = asyncio.get_running_loop()
+            self._descriptor = cast("RemoteEngine", engine).fileno()
+            engine.drive(threading.current_thread())
+            self._loop.add_reader(self._descriptor, self._step)
+            return
         self._thread = threading.Thread(target=self._run, name="kvstore-engine", daemon=True)
         engine.drive(self._thread)
         self._thread.start()
@@ -178,7 +189,7 @@ class AsyncEngine:
         priority: int = 0,
         spliced: tuple[Sequence[BlockId], Lineage] | None = None,
     ) -> Answer:
-        """Queue a prompt, tokenized off the event loop. Raises as `Engine.generate`. spliced: see `Engine.submit`."""
+        """Queue a prompt; texts are tokenized elsewhere. Raises as `Engine.generate`. spliced: see `Engine.submit`."""
         waiter = self._new_waiter()
         chosen = params or SamplingParams()
 
@@ -189,6 +200,9 @@ class AsyncEngine:
             handle = self.engine.submit(token_ids, chosen, tenant, cache_salt, priority, spliced, announce)
             return Answer(self, handle, waiter)
 
+        is_short = isinstance(prompt, list) and len(prompt) <= MAX_IDS_AT_ONCE
+        if is_short and waiter.loop is self._loop:  # nothing in it waits: a thread would cost more than it does
+            return submit()
         return await self._begin(submit)
 
     async def start_turn(
@@ -213,8 +227,14 @@ class AsyncEngine:
         return await self._begin(begin)
 
     async def close(self) -> None:
-        """Stop the thread and close the engine; running requests end as aborted."""
-        await asyncio.to_thread(self._stop)
+        """Close the engine; running requests end as aborted."""
+        if self._loop is None:
+            await asyncio.to_thread(self._stop)
+            return
+        self._closing = True
+        self._loop.remove_reader(self._descriptor)
+        await asyncio.to_thread(self.engine.close)
+        self._deliver_all()
 
     def leave(self, handle: Handle) -> None:
         """Nobody reads the pieces of this request any more."""
@@ -238,7 +258,7 @@ class AsyncEngine:
             raise EngineClosedError("the engine is closed")
         self._waiters[handle.request_id] = (handle, waiter)
 
-    # -- the engine's thread -----------------------------------------------------------------------------------------
+    # -- steps -----------------------------------------------------------------------------------------------------
     def _run(self) -> None:
         try:
             while True:
@@ -283,6 +303,8 @@ class AsyncEngine:
                 entry[1].trace = None if handle.error is None else handle.error.__traceback__
                 self._waiters.pop(handle.request_id, None)
             parcels.setdefault(entry[1].loop, []).append((entry[1], pieces))
+        if self._loop in parcels:
+            _put_all(parcels.pop(self._loop))
         for loop, parcel in parcels.items():
             try:
                 loop.call_soon_threadsafe(_put_all, parcel)

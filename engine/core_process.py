@@ -6,16 +6,18 @@ Started by `engine.remote_process`, whose end it does not outlive. Knows no text
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
+import select
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-import zmq
-
+from engine.channel import Channel
 from engine.core_calls import CallServer
 from engine.lifetime import open_waiting_for_lock
 from engine.output_processor import Handle
@@ -41,7 +43,6 @@ from engine.wire import (
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 TERM_GRACE_S = 10  # from SIGTERM to the end, when the front says nothing
-SEND_LIMIT = 1000  # updates the front has not taken; then the engine waits
 
 
 def die_with_parent(parent: int) -> None:
@@ -64,10 +65,9 @@ def watch_parent() -> None:
 class Core:
     """The loop: what the front wants, a step, what it brought. In the main thread; only this thread steps."""
 
-    def __init__(self, engine: Any, inbox: zmq.Socket, updates: zmq.Socket) -> None:
+    def __init__(self, engine: Any, channel: Channel) -> None:
         self._engine = engine
-        self._inbox = inbox
-        self._updates = updates
+        self._channel = channel
         self._running: dict[str, Handle] = {}  # by the front's ids
         self._ids: dict[str, str] = {}  # the front's, by the engine's
         self._over = False
@@ -82,9 +82,9 @@ class Core:
 
     def run(self) -> None:
         """Returns when the front or a signal says so; running requests have been told their end."""
-        poller = zmq.Poller()
-        poller.register(self._inbox, zmq.POLLIN)
-        poller.register(self._woken, zmq.POLLIN)
+        poller = select.poll()
+        poller.register(self._channel, select.POLLIN)
+        poller.register(self._woken, select.POLLIN)
         self._engine.drive(threading.current_thread())
         while not self._over and not self._engine.closed:
             if not self._engine.has_work:
@@ -99,12 +99,7 @@ class Core:
 
     # -- what comes in -----------------------------------------------------------------------------------------------
     def _take_inbox(self) -> None:
-
-        while not self._over:
-            try:
-                message = decode_inbound(self._inbox.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return
+        for message in map(decode_inbound, self._channel.receive()):
             if isinstance(message, Submit):
                 self._submit(message)
             elif isinstance(message, Close):
@@ -155,7 +150,7 @@ class Core:
             self._send(updates)
 
     def _send(self, updates: list[Update]) -> None:
-        self._updates.send(encode(Updates(updates)))
+        self._channel.send_all(encode(Updates(updates)))
 
 
 def update_of(request_id: str, handle: Handle) -> Update:
@@ -183,19 +178,14 @@ def serve(start: Start) -> int:
     def endpoint(name: str) -> str:
         return f"ipc://{start.folder}/{start.life}-{name}"
 
-    context = zmq.Context()
-    inbox, updates = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    updates.sndhwm = SEND_LIMIT
-    inbox.connect(endpoint("requests"))
-    updates.connect(endpoint("updates"))
+    channel = Channel(socket.socket(fileno=start.channel))
     try:
         engine = open_waiting_for_lock(lambda: Engine(**start.arguments))
     except Exception as error:
-        updates.send(encode(NotStarted(failure_of(error))))
-        _end(context, inbox, updates)
+        channel.send_all(encode(NotStarted(failure_of(error))))
         return 1
     engine.admin.expires = False  # the front knows which sessions are in the middle of a turn
-    core = Core(engine, inbox, updates)
+    core = Core(engine, channel)
     # A supervisor tells the whole group to end: the front then lets running requests finish, and says when.
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(TERM_GRACE_S))
     signal.signal(signal.SIGALRM, core.stop)
@@ -204,19 +194,11 @@ def serve(start: Start) -> int:
         os.getpid(), engine.model_name, engine.max_model_len, engine.max_request_tokens, engine.block_size,
         engine.block_bytes, engine.vocab_size, engine.fingerprint, engine.sampling_defaults,
     )  # fmt: skip
-    updates.send(encode(hello))
-    try:
-        core.run()
-    finally:
-        _end(context, inbox, updates)
+    gc.collect()
+    gc.freeze()  # what was loaded stays: a whole collection would look at it for a quarter of a second
+    channel.send_all(encode(hello))
+    core.run()
     return 0
-
-
-def _end(context: zmq.Context, inbox: zmq.Socket, updates: zmq.Socket) -> None:
-    """What was sent goes out, as far as the front takes it."""
-    inbox.close(linger=0)
-    updates.close(linger=1000)
-    context.term()
 
 
 def main() -> int:

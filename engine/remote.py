@@ -225,8 +225,13 @@ class RemoteEngine:
             except KVStoreError as error:  # whoever was told of it hears of its end in the same way
                 link.outputs.end(handle, error)
                 link.undelivered.append(handle)
+                link.wake()
                 raise
         return handle
+
+    def fileno(self) -> int:
+        """A descriptor, the same all the time, that can be read when there is something to `step` for."""
+        return self._link.selector.fileno()
 
     def step(self) -> list[Handle]:
         """Take in what has come from the process; never waits. Returns the handles that got something new."""

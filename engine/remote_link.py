@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import selectors
 import shutil
 import threading
 import time
@@ -57,7 +58,10 @@ class Link:
         self._woken, self._wake = os.pipe()
         for end in (self._woken, self._wake):
             os.set_blocking(end, False)
-        weakref.finalize(self, _close_all, self._woken, self._wake)
+        self._is_woken = False
+        self.selector = selectors.DefaultSelector()  # ready when there is something to step for, whatever process lives
+        self.selector.register(self._woken, selectors.EVENT_READ)
+        weakref.finalize(self, _close_all, self.selector, self._woken, self._wake)
         self._folder = socket_folder()
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=self._watch, name=WATCH, daemon=True)
@@ -94,6 +98,7 @@ class Link:
                 if self._over:
                     raise EngineClosedError("the engine is closed")
                 self._life, self.hello, self.state = life, hello, "running"
+                life.watch_with(self.selector)
                 self.changed.notify_all()
         except BaseException:
             life.kill()
@@ -191,6 +196,7 @@ class Link:
     # -- what comes from it ------------------------------------------------------------------------------------------
     def step(self) -> list[Handle]:
         """Take in what has come; returns the handles that got something new or have ended."""
+        self._drain_wake()
         with self.changed:
             ended, self.undelivered = self.undelivered, []
             touched = {id(handle): handle for handle in ended}
@@ -217,16 +223,20 @@ class Link:
             if life is None:
                 self.changed.wait(timeout_s)
         if life is not None:
-            return life.has_updates(timeout_s, self._woken)
+            return any(key.fileobj != self._woken for key, _ in self.selector.select(timeout_s))
         return bool(self.undelivered)
 
     def wake(self) -> None:
         with suppress(BlockingIOError):
             os.write(self._wake, b"\0")
+        self._is_woken = True  # after the writing: else what is drained in between is never drained again
         with self.changed:
             self.changed.notify_all()
 
     def _drain_wake(self) -> None:
+        if not self._is_woken:
+            return
+        self._is_woken = False
         with suppress(BlockingIOError):
             while os.read(self._woken, 64):
                 pass
@@ -240,6 +250,7 @@ def close_dropped(link: Link) -> None:
         link.close()
 
 
-def _close_all(*descriptors: int) -> None:
+def _close_all(selector: selectors.BaseSelector, *descriptors: int) -> None:
+    selector.close()
     for descriptor in descriptors:
         os.close(descriptor)

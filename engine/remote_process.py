@@ -8,7 +8,9 @@ from __future__ import annotations
 import itertools
 import os
 import queue
+import selectors
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,7 @@ from typing import Any
 import zmq
 
 import engine
+from engine.channel import Channel
 from engine.spinning import spin_briefly
 from engine.wire import (
     Close,
@@ -41,7 +44,6 @@ SOCKET_PATH_BYTES = 107  # of a Unix socket, without its end
 SEND_LIMIT = 1 << 16  # messages on their way to the engine: far above what a front's limit on requests lets come
 CALL_WAIT_S = 30.0  # for one of MAX_CALLS
 POLL_MS = 100
-MAX_BATCH = 64  # updates taken at once
 READY_POLL_MS = 50
 END_POLL_MS = 10
 
@@ -69,23 +71,18 @@ class CoreProcess:
         self._retiring = threading.Lock()
         self._retired = False
         self._context = zmq.Context()
-        self._requests = self._bound(zmq.PUSH, "requests")
-        self._updates = self._bound(zmq.PULL, "updates")
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
+        self._selector: selectors.BaseSelector | None = None
         self._calls: queue.LifoQueue[tuple[int, zmq.Socket | None]] = queue.LifoQueue()
         for number in reversed(range(MAX_CALLS)):
             self._calls.put((number, None))
         self._numbers = itertools.count()
-        self._process = self._spawned(Start(os.getpid(), str(folder), life, arguments))
+        with theirs:
+            self._process = self._spawned(Start(os.getpid(), theirs.fileno(), str(folder), life, arguments))
 
     def _endpoint(self, name: str) -> str:
         return f"ipc://{self._folder}/{self._life}-{name}"
-
-    def _bound(self, kind: int, name: str) -> zmq.Socket:
-        socket = self._context.socket(kind)
-        socket.linger = 0
-        socket.sndhwm = SEND_LIMIT
-        socket.bind(self._endpoint(name))
-        return socket
 
     @staticmethod
     def _spawned(start: Start) -> subprocess.Popen[bytes]:
@@ -100,6 +97,7 @@ class CoreProcess:
                 [sys.executable, "-P", "-m", "engine.core_process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
+                pass_fds=(start.channel,),
                 env=environment,
             )
         finally:
@@ -116,12 +114,15 @@ class CoreProcess:
 
     def greeted(self, is_wanted: Callable[[], bool]) -> Hello:
         """Waits until the engine is ready. Raises what kept it from being so, and EngineDiedError."""
-        while not self._updates.poll(READY_POLL_MS):
+        messages: list[bytes] = []
+        while not messages:
             if not is_wanted():
                 raise EngineDiedError("the engine was closed while it was loading")
-            if self._process.poll() is not None and not self._updates.poll(0):
+            has_ended = self._process.poll() is not None  # asked first: what it said before is still there
+            messages = self._receive(READY_POLL_MS)
+            if has_ended and not messages:
                 raise EngineDiedError(f"the engine's process ended while it was loading ({self._how()})")
-        said = decode_announcement(self._updates.recv())
+        said = decode_announcement(messages[0])
         if isinstance(said, Hello):
             return said
         raise error_of(said.failure)
@@ -141,31 +142,48 @@ class CoreProcess:
         with self._sending:
             if self._retired:
                 raise EngineDiedError("the engine's process has ended")
-            try:
-                self._requests.send(message, zmq.NOBLOCK)
-            except zmq.Again:
-                raise EngineOverloadedError("the engine's process takes nothing more; try again") from None
+            if self._channel.num_unsent >= SEND_LIMIT:
+                raise EngineOverloadedError("the engine's process takes nothing more; try again")
+            self._channel.send(message)
+            self._watch()
+
+    def watch_with(self, selector: selectors.BaseSelector) -> None:
+        """From now on the selector tells when there is something to `receive`, until it is retired."""
+        with self._sending:
+            self._selector = selector
+            selector.register(self._channel, selectors.EVENT_READ)
+            self._watch()
+
+    def _watch(self) -> None:
+        """Room for what is unsent is waited for, too; an end is told once. To be called with the lock of sending."""
+        if self._selector is None:
+            return
+        if self._channel.ended or self._retired:
+            self._selector.unregister(self._channel)
+            self._selector = None
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._channel.num_unsent else 0)
+        if self._selector.get_key(self._channel).events != events:
+            self._selector.modify(self._channel, events)
 
     def receive(self) -> list[Updates]:
-        """What has come since the last time, in order; never waits."""
-        found: list[Updates] = []
-        with self._receiving:
-            while not self._retired and len(found) < MAX_BATCH:
-                try:
-                    found.append(decode_updates(self._updates.recv(zmq.NOBLOCK)))
-                except zmq.Again:
-                    break
-        return found
-
-    def has_updates(self, timeout_s: float, wake: int) -> bool:
-        """Waits for updates, or for the descriptor `wake`."""
+        """What has come since the last time, in order; never waits. What is unsent goes out as far as there is room."""
         with self._receiving:
             if self._retired:
-                return False
-            poller = zmq.Poller()
-            poller.register(self._updates, zmq.POLLIN)
-            poller.register(wake, zmq.POLLIN)
-            return self._updates in dict(poller.poll(round(timeout_s * 1000)))
+                return []
+            messages = self._channel.receive()
+            if self._channel.num_unsent or self._channel.ended:
+                with self._sending:
+                    self._channel.flush()
+                    self._watch()
+        return [decode_updates(message) for message in messages]
+
+    def _receive(self, timeout_ms: int) -> list[bytes]:
+        """Waits for messages, at the beginning and at the end. None come once it is retired."""
+        with self._receiving:
+            if self._retired or not self._channel.poll(timeout_ms):
+                return []
+            return self._channel.receive()
 
     # -- calls -------------------------------------------------------------------------------------------------------
     def call(self, verb: str, arguments: tuple[object, ...]) -> Any:
@@ -213,15 +231,8 @@ class CoreProcess:
         with suppress(EngineDiedError, EngineOverloadedError):
             self.send(encode(Close()))
             while self._process.poll() is None and time.monotonic() < deadline:
-                self._discard_updates()  # else it could wait for room
+                self._receive(END_POLL_MS)  # else it could wait for room
         self.kill()
-
-    def _discard_updates(self) -> None:
-        with self._receiving:
-            if self._retired:
-                return
-            if self._updates.poll(END_POLL_MS):
-                self._updates.recv()
 
     def stop(self) -> None:
         """Let it be dead; who waits for its end will see."""
@@ -239,15 +250,14 @@ class CoreProcess:
             if self._retired:
                 return
             self._retired = True
-        with self._sending:
-            self._requests.close()
-        with self._receiving:
-            self._updates.close()
+        with self._receiving, self._sending:
+            self._watch()
+            self._channel.close()
         if self._process.stdin is not None:
             self._process.stdin.close()
         taken = [self._calls.get() for _ in range(MAX_CALLS)]  # who uses one gives it back within POLL_MS
-        for number, socket in taken:
-            if socket is not None:
-                socket.close()
+        for number, taken_socket in taken:
+            if taken_socket is not None:
+                taken_socket.close()
             self._calls.put((number, None))  # for those who come now, and are told
         self._context.term()

@@ -64,12 +64,13 @@ def error_of(failure: Failure) -> KVStoreError:
 
 # -- the start -------------------------------------------------------------------------------------------------------
 class Start(msgspec.Struct):
-    """The first line that the process reads, as JSON. arguments: of `Engine`; folder: of the sockets.
+    """The first line that the process reads, as JSON. arguments: of `Engine`.
 
-    life: which one it is, in the sockets' names.
+    channel: the descriptor of its end. folder: of the sockets for calls. life: which one it is, in their names.
     """
 
     parent: int
+    channel: int
     folder: str
     life: int
     arguments: dict[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -124,6 +124,10 @@ Item = tuple[int, Piece | Exception | None]  # None: that answer has ended
 
 async def _together(one: Exchange, answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Piece]]:
     """Pieces of all answers as they come, with the answer's number."""
+    if len(answers) == 1:  # without a task and a queue in between
+        async for piece in _pieces(one, answers[0]):
+            yield 0, piece
+        return
     items: asyncio.Queue[Item] = asyncio.Queue(len(answers) * 4)
     readers = [asyncio.create_task(_read(one, answer, number, items)) for number, answer in enumerate(answers)]
     try:
@@ -143,17 +147,23 @@ async def _together(one: Exchange, answers: Sequence[Answer]) -> AsyncGenerator[
 
 
 async def _read(one: Exchange, answer: Answer, number: int, items: asyncio.Queue[Item]) -> None:
-    watch = Stopwatch()
     try:
-        async for piece in watch.over(answer):
-            if piece.finish_reason != "abort":  # which is told as an error
-                await items.put((number, piece))
-        check_ended(answer.output)
+        async for piece in _pieces(one, answer):
+            await items.put((number, piece))
     except Exception as error:
         await items.put((number, error))
     else:
-        one.context.metrics.answer_ended(answer.output, PATH, watch.gaps_s)
         await items.put((number, None))
+
+
+async def _pieces(one: Exchange, answer: Answer) -> AsyncIterator[Piece]:
+    """Those of one answer, which is counted once it has ended. Raises ApiError 503 when the server broke it off."""
+    watch = Stopwatch()
+    async for piece in watch.over(answer):
+        if piece.finish_reason != "abort":  # which is told as an error
+            yield piece
+    check_ended(answer.output)
+    one.context.metrics.answer_ended(answer.output, PATH, watch.gaps_s)
 
 
 def _chunk(one: Exchange, answer: Answer, number: int, piece: Piece, offsets: dict[int, int]) -> Completion:

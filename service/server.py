@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import os
 import signal
@@ -97,6 +98,8 @@ async def _serve(server: Server, open_engine: OpenEngine) -> int:
         _exit_now(_code(ended.result()))
     try:
         await loading
+        gc.collect()
+        gc.freeze()  # what was loaded stays: a whole collection would look at it for a third of a second
         log("ready", server.description())
         number = await ended
         log("stopping", {"running": server.context.limits.num_admitted})
@@ -178,7 +181,7 @@ class Server:
         from engine.recall import Recall
 
         engine = await in_thread(open_engine)
-        self.context.open(AsyncEngine(engine), Recall(engine))
+        self.context.open(AsyncEngine(engine, in_loop=hasattr(engine, "fileno")), Recall(engine))
 
     @property
     def port(self) -> int:

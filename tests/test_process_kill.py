@@ -115,6 +115,33 @@ def test_a_killed_process_is_started_again_once(model, tmp_path, caplog):
         assert engine.chat("talk").num_turns == 4 and engine.sessions.check().problems == ()
 
 
+def test_who_streams_in_the_loop_hears_of_the_end_and_of_the_next_process(model, tmp_path):
+    async def scenario():
+        engine = RemoteEngine(model, tiers(tmp_path / "store"), device="cpu")
+        front = AsyncEngine(engine, in_loop=True)
+        answers = [await front.start(PROMPT[:n], LONG) for n in range(5, 9)]
+        for answer in answers:
+            await anext(answer)
+        os.kill(engine.pid, signal.SIGKILL)
+        for answer in answers:
+            with pytest.raises(EngineDiedError):
+                async for _ in answer:
+                    pass
+        with pytest.raises(EngineDiedError, match="again"):
+            await front.generate(PROMPT, TEN)
+        await front.call(until, lambda: engine.state == "running", "the restart")
+        assert len((await front.generate(PROMPT, TEN)).token_ids) == 10
+        running = asyncio.create_task(front.generate(PROMPT, LONG))
+        while not engine.has_work:
+            await asyncio.sleep(0.001)
+        await front.close()
+        assert (await running).finish_reason == "abort" and not front._waiters
+        return engine
+
+    engine = asyncio.run(asyncio.wait_for(scenario(), 120))
+    assert engine.state == "closed" and engine.pid is None
+
+
 def test_a_killed_parent_takes_the_process_with_it(model, tmp_path):
     path = tmp_path / "store"
     command = [sys.executable, str(HERE / "remote_child.py"), model, str(path)]

@@ -2,12 +2,12 @@
 
 import asyncio
 import os
+import signal
+import socket
 import threading
-from collections import deque
 from pathlib import Path
 
 import pytest
-import zmq
 from engines import save_model
 from test_chat import (  # the same conversations, with this module's `engine`  # noqa: F401
     model,
@@ -25,7 +25,8 @@ from test_chat import (  # the same conversations, with this module's `engine`  
     test_truncation_makes_room_for_the_answer_that_is_asked_for,
 )
 
-from engine import AsyncEngine, CacheTiers, Engine, SamplingParams, remote
+from engine import AsyncEngine, CacheTiers, Engine, SamplingParams, async_engine, remote
+from engine.channel import Channel
 from engine.core_process import Core
 from engine.remote import RemoteEngine
 from engine.wire import End, Submit, decode_updates, encode, error_of, params_to_wire
@@ -147,6 +148,60 @@ class driven:
         self.engine.close = self._close
         self.engine.drive(None)
         assert not self.front._waiters
+
+
+def test_the_loop_takes_in_by_itself_what_the_process_says(engine, here, monkeypatch):
+    """Without a thread: ids, long ones and texts, an answer that is left and one that is stopped, an error, the end."""
+    prompts = [[i % 150 + 3] * (5 + i % 30) for i in range(32)]
+    known = [out.token_ids for out in here.generate(prompts, TEN)]
+    [text] = here.generate(["Hello there"], TEN)
+    monkeypatch.setattr(engine, "close", lambda: None)
+
+    async def scenario():
+        front = AsyncEngine(engine, in_loop=True)
+        outs = await asyncio.gather(*(front.generate(prompt, TEN) for prompt in prompts))
+        said = await front.generate("Hello there", TEN)
+        monkeypatch.setattr(async_engine, "MAX_IDS_AT_ONCE", 10)
+        again = await asyncio.gather(*(front.generate(prompt, TEN) for prompt in prompts))
+        async with await front.start(PROMPT, LONG) as left:
+            await anext(left)
+        async with await front.start(PROMPT, LONG) as stopped:
+            await anext(stopped)
+            await stopped.stop()
+            assert [piece.finish_reason async for piece in stopped][-1] == "abort"
+        with pytest.raises(RequestError, match="token ids"):
+            await front.start([10**6], TEN)
+        assert left.output.finish_reason == "abort" and not front._waiters
+        await front.close()
+        with pytest.raises(EngineClosedError):
+            await front.start(PROMPT, TEN)
+        return outs, said, again
+
+    try:
+        outs, said, again = asyncio.run(scenario())
+    finally:
+        engine.drive(None)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in again] == known
+    assert (said.text, said.token_ids) == (text.text, text.token_ids)
+
+
+def test_requests_wait_for_a_process_that_does_not_read(engine, here):
+    """More than the kernel holds back for it: the rest goes out once there is room, and nothing is lost."""
+    prompts = [[i % 150 + 3, i // 150 + 3, 9] for i in range(1500)]
+    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    os.kill(engine.pid, signal.SIGSTOP)
+    try:
+        handles = [engine.submit(prompt, one) for prompt in prompts]
+        assert engine._link._life._channel.num_unsent > 0
+    finally:
+        os.kill(engine.pid, signal.SIGCONT)
+    for handle in handles:
+        while not handle.done:
+            engine.step_for(handle)
+    assert engine._link._life._channel.num_unsent == 0
+    sample = range(0, 1500, 97)
+    known = here.generate([prompts[i] for i in sample], one)
+    assert [handles[i].output.token_ids for i in sample] == [out.token_ids for out in known]
 
 
 def test_turns_under_asyncio(engine):
@@ -356,37 +411,22 @@ def test_two_turns_at_once_are_refused_here(engine):
     assert chat.num_turns == 1
 
 
-class Socket:
-    """An end of the border without a process behind it."""
-
-    def __init__(self) -> None:
-        self.messages: deque[bytes] = deque()
-
-    def send(self, message: bytes) -> None:
-        self.messages.append(message)
-
-    def recv(self, flags: int) -> bytes:
-        if not self.messages:
-            raise zmq.Again
-        return self.messages.popleft()
-
-    def updates(self) -> list:
-        return [update for message in self.messages for update in decode_updates(message).updates]
-
-
 def test_a_step_that_fails_there_is_told_to_every_request_and_the_engine_goes_on(here, capfd, monkeypatch):
-    inbox, updates = Socket(), Socket()
-    core = Core(here, inbox, updates)
+    front, there = map(Channel, socket.socketpair())
+    core = Core(here, there)
     for number, params in enumerate([TEN, LONG]):
-        inbox.send(encode(Submit(f"r{number}", list(PROMPT), params_to_wire(params), b"", b"", 0, None)))
-    inbox.send(encode(Submit("wrong", [10**6], params_to_wire(TEN), b"", b"", 0, None)))
-    inbox.send(encode(End("unknown", None, "abort")))
+        front.send(encode(Submit(f"r{number}", list(PROMPT), params_to_wire(params), b"", b"", 0, None)))
+    front.send(encode(Submit("wrong", [10**6], params_to_wire(TEN), b"", b"", 0, None)))
+    front.send(encode(End("unknown", None, "abort")))
     core._take_inbox()
     with monkeypatch.context() as patch:
         patch.setattr(here._runner, "execute", lambda _: (_ for _ in ()).throw(RuntimeError("injected")))
         core._step()
-    failures = {update.request_id: error_of(update.ended.failure) for update in updates.updates()}
+    told = [update for message in front.receive() for update in decode_updates(message).updates]
+    failures = {update.request_id: error_of(update.ended.failure) for update in told}
     assert type(failures["wrong"]) is RequestError and not core._running and not core._ids
     assert [str(failures[f"r{number}"]) for number in (0, 1)] == ["the engine failed: RuntimeError: injected"] * 2
     assert capfd.readouterr().err.count("injected") == 1
+    front.close()
+    there.close()
     assert len(here.generate([PROMPT], TEN)[0].token_ids) == 10

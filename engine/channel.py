@@ -1,0 +1,106 @@
+"""Messages through a stream socket, each behind its length. Knows neither what they say nor who is at the other end."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from collections import deque
+
+_LENGTH = struct.Struct("=I")
+READ_BYTES = 2**16
+
+
+class Channel:
+    """One end of a socket pair. One thread at a time sends, and one receives; these may be two.
+
+    ended: all was received that the other end has sent before it went away. What is sent to nobody is dropped.
+    No thread of its own writes or reads, so a message costs no change of threads. Hence what the kernel does not take
+    at once stays here until somebody calls `flush`.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self._socket = end
+        self._unsent: deque[memoryview] = deque()
+        self._received = bytearray()
+        self.ended = False
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def num_unsent(self) -> int:
+        """Messages of which something waits for `flush`."""
+        return len(self._unsent)
+
+    def send(self, message: bytes) -> None:
+        """Never waits."""
+        self._unsent.append(memoryview(_LENGTH.pack(len(message)) + message))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send as much as goes out now."""
+        try:
+            while self._unsent:
+                view = self._unsent[0]
+                num_bytes = self._socket.send(view)
+                if num_bytes < len(view):
+                    self._unsent[0] = view[num_bytes:]
+                else:
+                    self._unsent.popleft()
+        except BlockingIOError:
+            pass
+        except ConnectionError:  # what was said before this end can still be received
+            self._unsent.clear()
+
+    def send_all(self, message: bytes) -> None:
+        """Waits until the other end has taken enough of it all."""
+        self.send(message)
+        if self._unsent:
+            poller = select.poll()
+            poller.register(self._socket, select.POLLOUT)
+            while self._unsent:
+                poller.poll()
+                self.flush()
+
+    def poll(self, timeout_ms: int) -> bool:
+        """Waits until something can be received, or there is room for what is unsent, which then goes out."""
+        poller = select.poll()
+        if not self.ended:
+            poller.register(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+        found = poller.poll(timeout_ms)
+        self.flush()
+        return bool(found)
+
+    def receive(self) -> list[bytes]:
+        """The messages that have come since the last time; never waits."""
+        try:
+            while not self.ended:
+                data = self._socket.recv(READ_BYTES)
+                self._received += data
+                self.ended = not data
+                if len(data) < READ_BYTES:
+                    break
+        except BlockingIOError:
+            pass
+        except ConnectionError:
+            self.ended = True
+        return self._whole()
+
+    def _whole(self) -> list[bytes]:
+        """The whole messages of what was received; the rest stays."""
+        messages, start = [], 0
+        while len(self._received) - start >= _LENGTH.size:
+            begin = start + _LENGTH.size
+            end = begin + _LENGTH.unpack_from(self._received, start)[0]
+            if end > len(self._received):
+                break
+            messages.append(bytes(self._received[begin:end]))
+            start = end
+        if start:
+            del self._received[:start]
+        return messages
+
+    def close(self) -> None:
+        self._socket.close()
