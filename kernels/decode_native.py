@@ -70,7 +70,7 @@ class DecodeStep:
         nothing written, for a layer that is not known here: with softcap, sinks or another rotation than of halves.
         """
         table, step = self._tables[layer], self._step
-        if table is None or not scoring.plain or query.dtype != key_cache.dtype:
+        if table is None or not scoring.plain or any(one.dtype != key_cache.dtype for one in (query, key, value)):
             return None
         shape, width = query.shape, step.head_dim
         starts = query.stride(), key.stride(), value.stride()

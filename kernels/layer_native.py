@@ -53,10 +53,31 @@ def _functions(library: ctypes.CDLL) -> dict[str, Callable[..., int]]:
 
 @cache
 def _with_tiles() -> dict[str, Callable[..., int]] | None:
-    """The functions, where compiled code may use tiles."""
+    """The functions, where compiled code may use tiles, and computes with them what torch does."""
     library = native.library()
     functions = None if library is None else _functions(library)
-    return functions if functions is not None and functions["kv_has_tiles"]() else None
+    if functions is None or not functions["kv_has_tiles"]() or not _multiplies(functions["kv_product"]):
+        return None
+    return functions
+
+
+def has_tiles() -> bool:
+    """Whether tiles (AMX) can be used here."""
+    return _with_tiles() is not None
+
+
+def _multiplies(function: Callable[..., int]) -> bool:
+    """Tried once, for one tile of rows and for two: compilers have read the arguments of functions differently."""
+    numbers = torch.arange(MAX_ROWS * 64) * 37 % 17 - 8  # whole and small: every sum is exact
+    x, weight = numbers.view(MAX_ROWS, 64).bfloat16(), numbers.roll(5).view(32, 64).bfloat16()
+    packed = weight.view(32, 32, 2).transpose(0, 1).contiguous()
+    product = _Product(packed.data_ptr(), 0, 64, 32)
+    for num_rows in (1, 16, 17, MAX_ROWS):
+        found = torch.empty(num_rows, 32, dtype=x.dtype)
+        function(ctypes.addressof(product), x.data_ptr(), found.data_ptr(), num_rows, torch.get_num_threads())
+        if not torch.equal(found, (x[:num_rows].float() @ weight.float().T).to(x.dtype)):
+            return False
+    return True
 
 
 class NativeRMSNorm:
@@ -109,6 +130,8 @@ class NativeProduct:
         """x: [..., in]; None for more rows, and for what is not contiguous or not bfloat16."""
         num_rows = x.numel() // self.num_in
         if not 0 < num_rows <= MAX_ROWS or x.dtype != torch.bfloat16 or not x.is_contiguous():
+            return None
+        if x.shape[-1] != self.num_in:
             return None
         out = torch.empty((*x.shape[:-1], self.num_out), dtype=torch.bfloat16)
         self._function(self._at, x.data_ptr(), out.data_ptr(), num_rows, torch.get_num_threads())
@@ -165,7 +188,9 @@ class NativeLayer:
 
     def takes(self, x: Tensor) -> bool:
         """x: [1, rows, hidden]."""
-        return 0 < x.shape[1] <= MAX_ROWS and x.dtype == torch.bfloat16 and x.is_contiguous()
+        num_requests, num_rows, width = x.shape
+        fits = num_requests == 1 and 0 < num_rows <= MAX_ROWS and width == self._num_hidden
+        return fits and x.dtype == torch.bfloat16 and x.is_contiguous()
 
     def before_attention(self, x: Tensor) -> Tensor:  # [rows, out of q, k and v]
         """x: [1, rows, hidden], taken."""

@@ -103,22 +103,22 @@ INLINE void multiply(const struct product *product, int64_t block, const uint16_
     for (int64_t k = 0; k < product->in; k += 32, weight += 2048) {
         for (int i = 0; i < 2048; i += 64)
             _mm_prefetch(weight + AHEAD + i, _MM_HINT_T0);
-        _tile_loadd(4, x + k, stride);
+        _tile_loadd(4, (x + k), stride);
         _tile_loadd(6, weight, 128);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, weight + 64, 128);
+        _tile_loadd(7, (weight + 64), 128);
         _tile_dpbf16ps(1, 4, 7);
         if (rows > 16) {
-            _tile_loadd(5, x + 16 * product->in + k, stride);
+            _tile_loadd(5, (x + 16 * product->in + k), stride);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
     }
     _tile_stored(0, sums, COLUMNS * 4);
-    _tile_stored(1, sums + 16, COLUMNS * 4);
+    _tile_stored(1, (sums + 16), COLUMNS * 4);
     if (rows > 16) {
-        _tile_stored(2, sums + 16 * COLUMNS, COLUMNS * 4);
-        _tile_stored(3, sums + 16 * COLUMNS + 16, COLUMNS * 4);
+        _tile_stored(2, (sums + 16 * COLUMNS), COLUMNS * 4);
+        _tile_stored(3, (sums + 16 * COLUMNS + 16), COLUMNS * 4);
     }
 }
 
@@ -206,7 +206,7 @@ int kv_has_tiles(void)
     return may_use_tiles();
 }
 
-/* rows: at most MAX_ROWS, in all three. Each returns -1, and has done nothing, where `kv_has_tiles` says no. */
+/* This and what follows: only where `kv_has_tiles` says yes; rows: at most MAX_ROWS. Each returns 0. */
 int kv_product(const struct product *product, const uint16_t *x, uint16_t *y, int64_t rows, int num_threads)
 {
 #ifdef HAS_TILES

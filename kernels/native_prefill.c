@@ -138,26 +138,26 @@ INLINE void score(const struct pair *pair, const struct scratch *scratch, int64_
         _tile_zero(2);
         _tile_zero(3);
         for (int64_t d = 0; d < dim; d += 32) {
-            _tile_loadd(4, scratch->keys + i * dim + d, dim * 2);
-            _tile_loadd(6, pair->query + d * 16, 64);
+            _tile_loadd(4, (scratch->keys + i * dim + d), dim * 2);
+            _tile_loadd(6, (pair->query + d * 16), 64);
             _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, pair->query + (dim + d) * 16, 64);
+            _tile_loadd(7, (pair->query + (dim + d) * 16), 64);
             _tile_dpbf16ps(1, 4, 7);
-            _tile_loadd(5, scratch->keys + (i + 16) * dim + d, dim * 2);
+            _tile_loadd(5, (scratch->keys + (i + 16) * dim + d), dim * 2);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
-        _tile_stored(0, scratch->scores + i * 16, 64);
-        _tile_stored(1, scratch->scores + (CHUNK + i) * 16, 64);
-        _tile_stored(2, scratch->scores + (i + 16) * 16, 64);
-        _tile_stored(3, scratch->scores + (CHUNK + i + 16) * 16, 64);
+        _tile_stored(0, (scratch->scores + i * 16), 64);
+        _tile_stored(1, (scratch->scores + (CHUNK + i) * 16), 64);
+        _tile_stored(2, (scratch->scores + (i + 16) * 16), 64);
+        _tile_stored(3, (scratch->scores + (CHUNK + i + 16) * 16), 64);
     }
 }
 
-/* 2^x, 0 from -127 on; to 5e-5 of it, and then rounded to bfloat16: Taylor's series of e^(f * ln 2), |f| <= 1/2. */
+/* 2^x, 0 from -150 on; to 5e-5 of it, and then rounded to bfloat16; NaN of NaN: Taylor's series of e^(f * ln 2), |f| <= 1/2. */
 INLINE floats power_of_two(floats x)
 {
-    __m512 bounded = _mm512_max_ps(x, _mm512_set1_ps(-160.0f));
+    __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-160.0f), x);
     __m512 whole = _mm512_roundscale_ps(bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     floats f = bounded - whole;
     floats sum = fused(f, all(0.00961813f), all(0.05550411f));
@@ -236,24 +236,24 @@ INLINE void add_values(const struct pair *pair, const struct scratch *scratch, i
     float *first = pair->sums, *second = first + dim * 16;
     settle();
     for (int64_t d = 0; d < dim; d += 32) {
-        _tile_loadd(0, first + d * 16, 64);
-        _tile_loadd(1, second + d * 16, 64);
-        _tile_loadd(2, first + (d + 16) * 16, 64);
-        _tile_loadd(3, second + (d + 16) * 16, 64);
+        _tile_loadd(0, (first + d * 16), 64);
+        _tile_loadd(1, (second + d * 16), 64);
+        _tile_loadd(2, (first + (d + 16) * 16), 64);
+        _tile_loadd(3, (second + (d + 16) * 16), 64);
         for (int64_t i = 0; i < num_keys; i += 32) {
-            _tile_loadd(4, scratch->values + i * dim + d * 32, 64);
-            _tile_loadd(6, scratch->weights + i * 16, 64);
+            _tile_loadd(4, (scratch->values + i * dim + d * 32), 64);
+            _tile_loadd(6, (scratch->weights + i * 16), 64);
             _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, scratch->weights + (CHUNK + i) * 16, 64);
+            _tile_loadd(7, (scratch->weights + (CHUNK + i) * 16), 64);
             _tile_dpbf16ps(1, 4, 7);
-            _tile_loadd(5, scratch->values + i * dim + (d + 16) * 32, 64);
+            _tile_loadd(5, (scratch->values + i * dim + (d + 16) * 32), 64);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
-        _tile_stored(0, first + d * 16, 64);
-        _tile_stored(1, second + d * 16, 64);
-        _tile_stored(2, first + (d + 16) * 16, 64);
-        _tile_stored(3, second + (d + 16) * 16, 64);
+        _tile_stored(0, (first + d * 16), 64);
+        _tile_stored(1, (second + d * 16), 64);
+        _tile_stored(2, (first + (d + 16) * 16), 64);
+        _tile_stored(3, (second + (d + 16) * 16), 64);
     }
 }
 
@@ -321,8 +321,8 @@ int64_t kv_prefill_scratch(int64_t num_heads, int64_t num_kv_heads, int64_t head
 #endif
 }
 
-/* head_dim: a multiple of 32. Returns -1, with nothing done, where there are no tiles or a block is none of the cache's.
- */
+/* Only where `kv_has_tiles` says yes. head_dim: a multiple of 32. Returns -1, with nothing done, where a block is none of
+ * the cache's. */
 int kv_prefill(const struct prefill *job, int num_threads)
 {
 #ifdef HAS_TILES

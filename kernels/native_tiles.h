@@ -1,4 +1,5 @@
-/* Tiles of a processor with AMX: eight of at most 16 rows of 64 bytes, which oneDNN uses, too. */
+/* Tiles of a processor with AMX: eight of at most 16 rows of 64 bytes, which oneDNN uses, too. What is handed to GCC's
+ * functions for them stands in parentheses: in early versions they are macros that lack these. */
 
 #include <stdint.h>
 #if defined __AMX_TILE__ && defined __AMX_BF16__ && defined __AVX512F__ && defined __AVX512BF16__ && defined __linux__

@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from kernels import native
+from kernels import layer_native, native
 from kernels.paged_batch import PagedBatch, Scoring
 
 MAX_HEAD_DIM = 256
@@ -37,7 +37,7 @@ class _Prefill(ctypes.Structure):
 def _library() -> ctypes.CDLL | None:
     """The compiled code, where it may use tiles."""
     library = native.library()
-    if library is None or not library.kv_has_tiles():
+    if library is None or not layer_native.has_tiles():
         return None
     library.kv_prefill.argtypes = [ctypes.c_void_p, ctypes.c_int]
     library.kv_prefill_scratch.argtypes = [ctypes.c_int64] * 4
@@ -76,9 +76,12 @@ def prefill(
     """
     num_blocks, block_size, num_kv_heads, head_dim = key_cache.shape
     num_tokens, num_heads, _ = query.shape
-    if not scoring.plain or query.dtype != torch.bfloat16 or key_cache.dtype != torch.bfloat16:
+    tensors = (query, key_cache, value_cache, out)
+    if not scoring.plain or any(tensor.dtype != torch.bfloat16 for tensor in tensors) or num_heads % num_kv_heads:
         return False
     if head_dim % _DIM_UNIT or head_dim > MAX_HEAD_DIM or query.stride()[1:] != (head_dim, 1):
+        return False
+    if value_cache.shape != key_cache.shape or out.shape != query.shape:
         return False
     if not (key_cache.is_contiguous() and value_cache.is_contiguous() and out.is_contiguous()):
         return False
@@ -92,6 +95,8 @@ def prefill(
     scratch = _scratch.at_least(threads * scratch_bytes)
     context_len = batch.context_lens[request]
     blocks = batch.block_table[request, : -(-context_len // block_size)]
+    if len(blocks) * block_size < context_len:
+        return False
     if blocks.dtype != torch.int64 or not blocks.is_contiguous():
         blocks = blocks.long().contiguous()
     job = _Prefill(

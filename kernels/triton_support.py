@@ -23,9 +23,11 @@ def _launches() -> bool:
     """Tried on the current device: Triton needs a C compiler and Python's headers, which small images leave out."""
     from kernels import kv_triton
 
-    head, slot = torch.zeros(1, 1, 16, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
     try:
+        head, slot = torch.zeros(1, 1, 16, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
         kv_triton.write(head, head, head[None].clone(), head[None].clone(), slot)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         reason = str(error).strip().splitlines()[:1]
         log.warning("Triton is installed but launches no kernel (%s): torch operations instead, slower", *reason or "?")

@@ -36,7 +36,13 @@ def rotate_and_write(
     """As `write_kv.rotate_and_write`; None, and nothing written, for what is not known here."""
     num_blocks, block_size, num_kv_heads, head_dim = key_cache.shape
     library = native.library() if key.device.type == "cpu" else None
-    if library is None or key_cache.dtype not in CODES or query.dtype != key_cache.dtype:
+    if library is None or key_cache.dtype not in CODES:
+        return None
+    if any(tensor.dtype != key_cache.dtype for tensor in (query, key, value, value_cache)):
+        return None
+    if key.shape != (len(query), num_kv_heads, head_dim) or value.shape != key.shape or query.shape[2] != head_dim:
+        return None
+    if value_cache.shape != key_cache.shape:
         return None
     starts = query.stride(), key.stride(), value.stride()
     if any(stride[1:] != (head_dim, 1) for stride in starts) or len(slots) != len(query):

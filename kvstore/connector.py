@@ -125,14 +125,14 @@ class KVConnector(Protocol):
         ...
 
     def start_load_kv(self, plan: TransferPlan, row_starts: Sequence[int]) -> None:
-        """Begin the loads of a step and prepare its saves; returns at once. Called before the forward pass.
+        """Begin (on a CPU: prepare) the loads of a step, prepare its saves; returns at once. Called before the forward.
 
         row_starts: per scheduled request, the index of its first token in the step's flat row.
         """
         ...
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """Returns when (on CUDA: orders the stream after) the loads of this layer have landed."""
+        """Before this layer attends: on a CPU loads what it needs, on CUDA orders the stream after its loads."""
         ...
 
     def save_kv_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None:

@@ -16,10 +16,9 @@ from kernels.layer_native import MAX_ROWS, native_product, native_rms_norm
 from tests.models import make_model
 
 DTYPES = [torch.float32, torch.bfloat16]
-LIBRARY = native.library()
 
-needs_compiler = pytest.mark.skipif(LIBRARY is None, reason="no compiler for C here")
-needs_tiles = pytest.mark.skipif(LIBRARY is None or not LIBRARY.kv_has_tiles(), reason="no tiles (AMX) here")
+needs_compiler = pytest.mark.skipif(native.library() is None, reason="no compiler for C here")
+needs_tiles = pytest.mark.skipif(not layer_native.has_tiles(), reason="no tiles (AMX) here")
 
 
 def random_rows(*shape, seed=0):
@@ -70,7 +69,7 @@ def test_what_c_does_not_know_is_left_to_onednn():
     weight, bias = linear(64, 64)
     packed = PackedLinear(weight, bias)
     many, x = random_rows(1, MAX_ROWS + 1, 64), random_rows(1, 4, 128)[..., :64]
-    for other in (many, x, x.float(), x[:, :0]):
+    for other in (many, x, x.float(), x[:, :0], random_rows(1, 4, 128)):
         assert packed.native(other) is None
     torch.testing.assert_close(packed(many), F.linear(many, weight, bias), atol=3e-2, rtol=2e-2)
     assert torch.equal(packed(x), packed(x.contiguous()))
@@ -89,6 +88,17 @@ def test_a_weight_in_another_layout_is_not_read():
     assert native_product(packed, other, None) is None
     assert native_product(packed, weight.t().contiguous(), None) is None
     assert native_product(weight, weight, None) is None  # not packed at all
+
+
+@needs_tiles
+def test_code_that_multiplies_wrongly_is_not_used():
+    right = layer_native._functions(native.library())["kv_product"]
+    assert layer_native._multiplies(right)
+
+    def second_tile_of_rows_left_out(product, x, out, num_rows, threads):
+        return right(product, x, out, min(num_rows, 16), threads)
+
+    assert not layer_native._multiplies(second_tile_of_rows_left_out)
 
 
 def test_without_tiles_there_is_no_native_product(monkeypatch):

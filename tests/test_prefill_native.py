@@ -5,14 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import attention_torch, native, prefill_native, reference
+from kernels import attention_torch, layer_native, prefill_native, reference
 from kernels.paged_batch import PagedBatch, Scoring
 from kernels.prefill_native import prefill
 
-LIBRARY = native.library()
 TOLERANCE = 0.02  # weights and values are bfloat16 and the values about 1
 
-needs_tiles = pytest.mark.skipif(LIBRARY is None or not LIBRARY.kv_has_tiles(), reason="no tiles (AMX) here")
+needs_tiles = pytest.mark.skipif(not layer_native.has_tiles(), reason="no tiles (AMX) here")
 
 
 class Job:
@@ -138,6 +137,9 @@ def test_what_c_does_not_know_is_left_to_torch():
     assert not prefill(
         job.query[..., :48], *(c[..., :48] for c in job.caches), job.batch, 0, job.scoring, out[..., :48]
     )
+    whole, job.batch.block_table = job.batch.block_table, job.table[:, :2]
+    assert not prefill(job.query, *job.caches, job.batch, 0, job.scoring, out)
+    job.batch.block_table = whole
     for bad in (-1, len(job.caches[0])):
         job.table[0, 2] = bad
         assert not prefill(job.query, *job.caches, job.batch, 0, job.scoring, out)
