@@ -120,7 +120,7 @@ class Answer:
 
 
 class AsyncEngine:
-    """Serves requests of an asyncio program from one Engine, which only its thread steps from now on.
+    """Serves requests of an asyncio program from one Engine, which only its thread, or the loop, steps from now on.
 
     Requests may come from several event loops; other threads may go on to use the engine itself, its conversations for
     instance. A cancelled or abandoned `stream` aborts its request.

@@ -23,7 +23,7 @@ from engine.loading import load_tokenizer
 from engine.output_processor import Handle
 from engine.outputs import Piece, RequestOutput
 from engine.prompts import check_fits, check_ids, check_ids_of, check_owner, check_params, check_session_id
-from engine.remote_link import STEP_POLL_S, Link, State, close_dropped
+from engine.remote_link import POLL_S, STEP_POLL_S, Link, State, close_dropped
 from engine.remote_parts import NoPool, RemoteAnswers, RemoteConnector, RemoteSessions
 from engine.sampling_params import SamplingParams
 from engine.wire import Submit, encode, owner_to_wire, params_to_wire
@@ -246,7 +246,7 @@ class RemoteEngine:
             return
         with link.changed:
             if not handle.done:
-                link.changed.wait()
+                link.changed.wait(POLL_S)
 
     def abort(self, handle: Handle, index: int | None = None, reason: str = "abort") -> None:
         """See `Engine.abort`. Returns when the engine's process has said the last of it; the driver does not wait."""

@@ -21,7 +21,7 @@ from engine.chat import ChatSession
 from engine.output_processor import Handle
 from engine.remote_outputs import RemoteOutputs
 from engine.remote_process import CoreProcess, socket_folder
-from engine.wire import End, Hello, encode
+from engine.wire import End, Hello, Update, encode
 from kvstore.block import BlockId
 from kvstore.errors import EngineClosedError, EngineDiedError, EngineOverloadedError, KVStoreError
 from kvstore.session_store import SessionKey
@@ -75,20 +75,23 @@ class Link:
     def _watch(self) -> None:
         """The parent of every process in turn: as long as this thread lives, so do they."""
         try:
-            self._begin()
+            life = self._begin()
         except BaseException as error:
             self._started.set_exception(error)
             return
         self._started.set_result(None)
-        while self._has_to_go_on():
+        while self._has_to_go_on(life):
             self.num_restarts += 1
             try:
-                self._begin()
+                life = self._begin()
             except KVStoreError as error:
                 self._fail(str(error))
                 return
+            except Exception as error:  # no memory or no descriptors for another process
+                self._fail(f"{type(error).__name__}: {error}")
+                return
 
-    def _begin(self) -> None:
+    def _begin(self) -> CoreProcess:
         life = CoreProcess(self._arguments, self._folder, self.num_restarts)
         try:
             hello = life.greeted(lambda: not self._over)
@@ -97,17 +100,16 @@ class Link:
             with self.changed:
                 if self._over:
                     raise EngineClosedError("the engine is closed")
-                self._life, self.hello, self.state = life, hello, "running"
                 life.watch_with(self.selector)
+                self._life, self.hello, self.state = life, hello, "running"
                 self.changed.notify_all()
         except BaseException:
             life.kill()
             raise
+        return life
 
-    def _has_to_go_on(self) -> bool:
+    def _has_to_go_on(self, life: CoreProcess) -> bool:
         """Waits for the end of the process; whether another one has to be started."""
-        life = self._life
-        assert life is not None
         how = life.wait()
         with self.changed:
             if not self._over:
@@ -200,16 +202,32 @@ class Link:
         with self.changed:
             ended, self.undelivered = self.undelivered, []
             touched = {id(handle): handle for handle in ended}
-            for updates in self._life.receive() if self._life is not None else ():
-                for update in updates.updates:
+            for update in self._received():
+                try:
                     handle, stopped = self.outputs.apply(update)
-                    if handle is not None:
-                        touched[id(handle)] = handle
-                    for index in stopped:
-                        self.end_request(update.request_id, index, "stop")
+                except Exception as error:  # a defect of ours: the end of this request, not of others
+                    LOGGER.exception("an update could not be taken in")
+                    handle, stopped = self.outputs.fail(update.request_id, error), ()
+                    self.end_request(update.request_id, None, "abort")
+                if handle is not None:
+                    touched[id(handle)] = handle
+                for index in stopped:
+                    self.end_request(update.request_id, index, "stop")
             if touched:
                 self.changed.notify_all()
             return list(touched.values())
+
+    def _received(self) -> list[Update]:
+        """A process that cannot be understood is ended, and with it what runs there."""
+        life = self._life
+        if life is None:
+            return []
+        try:
+            return [update for updates in life.receive() for update in updates.updates]
+        except Exception:
+            LOGGER.exception("the engine's process cannot be understood; it is ended")
+            life.stop()
+            return []
 
     def wait(self, stop: Callable[[], bool], timeout_s: float = POLL_S) -> bool:
         """Waits until there is something to step for: True. Or `stop` says so after a `wake`, or the time is over."""

@@ -122,6 +122,14 @@ class RemoteOutputs:
             self.end(handle, error)
         return handles
 
+    def fail(self, request_id: str, error: Exception) -> Handle | None:
+        """End one by its id with this error; None when it has ended before."""
+        running = self._running.get(request_id)
+        if running is None:
+            return None
+        self.end(running.handle, error)
+        return running.handle
+
     def end(self, handle: Handle, error: Exception | None) -> None:
         """End one as aborted, without the engine."""
         running = self._running.pop(handle.request_id)

@@ -52,7 +52,7 @@ def socket_folder() -> Path:
     """A new folder that only this user can enter: that is what keeps others from the sockets. Raises ConfigError."""
     for parent in (None, "/tmp"):
         folder = Path(tempfile.mkdtemp(prefix="kvstore-", dir=parent))
-        if len(os.fsencode(folder / "99999-requests")) <= SOCKET_PATH_BYTES:
+        if len(os.fsencode(folder / "99999-call-31")) <= SOCKET_PATH_BYTES:
             return folder
         folder.rmdir()
     raise ConfigError("the folder for temporary files has too long a path for sockets; set TMPDIR to a shorter one")
@@ -79,7 +79,12 @@ class CoreProcess:
             self._calls.put((number, None))
         self._numbers = itertools.count()
         with theirs:
-            self._process = self._spawned(Start(os.getpid(), theirs.fileno(), str(folder), life, arguments))
+            try:
+                self._process = self._spawned(Start(os.getpid(), theirs.fileno(), str(folder), life, arguments))
+            except BaseException:
+                self._channel.close()
+                self._context.term()
+                raise
 
     def _endpoint(self, name: str) -> str:
         return f"ipc://{self._folder}/{self._life}-{name}"

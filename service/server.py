@@ -100,7 +100,7 @@ async def _serve(server: Server, open_engine: OpenEngine) -> int:
         await loading
         gc.collect()
         gc.freeze()  # what was loaded stays: a whole collection would look at it for a third of a second
-        log("ready", server.description())
+        log("ready", await server.context.engine.call(server.description))
         number = await ended
         log("stopping", {"running": server.context.limits.num_admitted})
     finally:

@@ -75,6 +75,22 @@ async def killed_in_the_middle(engine: RemoteEngine, front: AsyncEngine) -> list
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def test_a_process_that_cannot_be_understood_is_ended_and_started_again(model, tmp_path, monkeypatch, caplog):
+    with RemoteEngine(model, tiers(tmp_path / "store"), device="cpu") as engine:
+
+        def fails(message):
+            raise ValueError("no such message")
+
+        monkeypatch.setattr("engine.remote_process.decode_updates", fails)
+        handle = engine.submit(PROMPT, TEN)
+        while not handle.done:
+            engine.step_for(handle)
+        assert isinstance(handle.error, EngineDiedError) and "cannot be understood" in caplog.text
+        monkeypatch.undo()
+        until(lambda: engine.state == "running", "the restart")
+        assert len(engine.generate([PROMPT], TEN)[0].token_ids) == 10
+
+
 def test_a_killed_process_is_started_again_once(model, tmp_path, caplog):
     async def scenario():
         engine = RemoteEngine(model, tiers(tmp_path / "store"), device="cpu")

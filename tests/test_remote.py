@@ -401,6 +401,24 @@ def test_closing_ends_what_runs_and_refuses_what_comes(tmp_path):
     assert engine.state == "closed" and engine.pid is None and not engine._link._folder.exists()
 
 
+def test_an_update_that_cannot_be_taken_in_ends_its_request_alone(engine, here, monkeypatch, caplog):
+    apply, broken = engine._link.outputs.apply, []
+
+    def fails_for_the_first(update):
+        broken.append(update.request_id)
+        if update.request_id == broken[0]:
+            raise ValueError("a defect")
+        return apply(update)
+
+    monkeypatch.setattr(engine._link.outputs, "apply", fails_for_the_first)
+    first, second = (engine.submit(PROMPT, TEN) for _ in range(2))
+    for handle in (first, second):
+        while not handle.done:
+            engine.step_for(handle)
+    assert isinstance(first.error, ValueError) and "could not be taken in" in caplog.text
+    assert second.error is None and second.output.text == text_of(here)
+
+
 def test_two_turns_at_once_are_refused_here(engine):
     chat = engine.chat("busy")
     stream = chat.stream("one", TEN)
