@@ -174,10 +174,12 @@ def update_of(request_id: str, handle: Handle) -> Update:
 def serve(start: Start) -> int:
     """Load the engine, tell the front, and work until it is closed."""
     from engine.engine import Engine  # torch comes with it
+    from kernels.threads import bind_threads
 
     def endpoint(name: str) -> str:
         return f"ipc://{start.folder}/{start.life}-{name}"
 
+    os.set_inheritable(start.channel, False)
     channel = Channel(socket.socket(fileno=start.channel))
     try:
         engine = open_waiting_for_lock(lambda: Engine(**start.arguments))
@@ -196,6 +198,8 @@ def serve(start: Start) -> int:
     )  # fmt: skip
     gc.collect()
     gc.freeze()  # what was loaded stays: a whole collection would look at it for a quarter of a second
+    if engine.computes_on_cpu:
+        bind_threads()  # last: threads that this one starts would be bound, too
     channel.send_all(encode(hello))
     core.run()
     return 0

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch  # noqa: F401  its OpenMP is to be the one that the compiled code finds
 
-SOURCES = ("native_decode.c", "native_prefill.c", "native_layer.c", "native_copy.c")
+SOURCES = ("native_decode.c", "native_prefill.c", "native_layer.c", "native_copy.c", "native_threads.c")
 HEADERS = ("native_vectors.h", "native_tiles.h")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared", "-std=gnu11")
 _COMPILE_S = 60.0
@@ -52,7 +52,10 @@ def _built(sources: list[Path]) -> Path | None:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / "made.so"
             command = [os.environ.get("CC") or "cc", *_FLAGS, "-o", str(made), *map(str, sources), "-lm"]
-            subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_S)
+            try:
+                subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_S)
+            except subprocess.CalledProcessError:  # an assembler may be older than its compiler
+                subprocess.run([*command, "-mno-amx-tile"], check=True, capture_output=True, timeout=_COMPILE_S)
             made.replace(target)
     return target
 
