@@ -6,6 +6,7 @@ The torch twins: rotation, write and attention of `kernels.reference`.
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ _HEAD_UNIT = 16  # numbers of a vector: a head is made of whole ones
 CODES = {torch.float32: 0, torch.bfloat16: 1}
 
 _Number, _Address = ctypes.c_int64, ctypes.c_void_p
-_ARGUMENTS = {
+_ARGUMENTS: dict[str, list[Any]] = {
     "kv_decode": [_Address, *[_Address, _Number] * 3, *[_Address] * 4, ctypes.c_float, _Number, _Address],
     "kv_decode_fits": [_Address],
 }
@@ -38,11 +39,7 @@ class Step(ctypes.Structure):
 
 @cache
 def _functions(library: ctypes.CDLL) -> dict[str, Callable[..., int]]:
-    functions = {}
-    for name, arguments in _ARGUMENTS.items():
-        functions[name] = getattr(library, name)
-        functions[name].argtypes, functions[name].restype = arguments, ctypes.c_int
-    return functions
+    return native.declared(library, _ARGUMENTS)
 
 
 class DecodeStep:

@@ -6,6 +6,7 @@ The torch twins: `engine.packing.FusedRMSNorm`, oneDNN's products, and the torch
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ _COLUMNS = 32
 _CODES = {torch.float32: 0, torch.bfloat16: 1}
 
 _Number, _Address = ctypes.c_int64, ctypes.c_void_p
-_ARGUMENTS = {
+_ARGUMENTS: dict[str, list[Any]] = {
     "rms_norm": [*[_Address] * 3, *[_Number] * 4, ctypes.c_float, ctypes.c_int, ctypes.c_int],
     "kv_has_tiles": [],
     "kv_product": [*[_Address] * 3, _Number, ctypes.c_int],
@@ -44,11 +45,7 @@ class _LayerParts(ctypes.Structure):
 
 @cache
 def _functions(library: ctypes.CDLL) -> dict[str, Callable[..., int]]:
-    functions = {}
-    for name, arguments in _ARGUMENTS.items():
-        functions[name] = getattr(library, name)
-        functions[name].argtypes, functions[name].restype = arguments, ctypes.c_int
-    return functions
+    return native.declared(library, _ARGUMENTS)
 
 
 @cache

@@ -11,8 +11,10 @@ import os
 import platform
 import subprocess
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch  # noqa: F401  its OpenMP is to be the one that the compiled code finds
 
@@ -35,6 +37,15 @@ def library() -> ctypes.CDLL | None:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         logger.info("no compiled kernels on this CPU, torch operations instead: %s", str(error).splitlines()[0])
         return None
+
+
+def declared(library: ctypes.CDLL, arguments: Mapping[str, Sequence[Any]]) -> dict[str, Callable[..., int]]:
+    """Functions of it by name, which take arguments of these types and return an int."""
+    functions = {}
+    for name, types in arguments.items():
+        functions[name] = getattr(library, name)
+        functions[name].argtypes, functions[name].restype = types, ctypes.c_int
+    return functions
 
 
 def _built(sources: list[Path]) -> Path | None:

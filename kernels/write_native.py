@@ -20,8 +20,7 @@ _ARGUMENTS: list[Any] = [_Address, *[_Address, _Number] * 3, *[_Address] * 6]
 
 @cache
 def _function(library: ctypes.CDLL) -> Callable[..., int]:
-    library.kv_write.argtypes, library.kv_write.restype = _ARGUMENTS, ctypes.c_int
-    return library.kv_write
+    return native.declared(library, {"kv_write": _ARGUMENTS})["kv_write"]
 
 
 def rotate_and_write(
