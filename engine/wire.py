@@ -87,7 +87,7 @@ class Hello(msgspec.Struct, tag=True):
     block_bytes: int
     vocab_size: int
     fingerprint: bytes
-    sampling_defaults: dict[str, float]
+    sampling_defaults: dict[str, int | float]  # a float alone would make one of top_k
 
 
 class NotStarted(msgspec.Struct, tag=True):
