@@ -23,6 +23,13 @@ from service.serve_options import ServeOptions, check_key
 TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 MAX_KEY_FILE_BYTES = 2**20
+PREFLIGHT = {
+    "Access-Control-Allow-Methods": "GET, POST, DELETE",
+    "Access-Control-Allow-Headers": "Authorization, Content-Type, Idempotency-Key, X-Request-Id",
+    "Access-Control-Max-Age": "600",
+}
+SDK_HEADER = re.compile(r"(x-stainless|openai)-[a-z-]{1,40}")  # which OpenAI's client adds to its requests
+EXPOSED = "Retry-After, X-Request-Id, X-Should-Retry"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +48,11 @@ class Access:
         self._keys = tuple(_keys(options))
         if len({key.digest for key in self._keys}) < len(self._keys):
             raise ConfigError("a key is given twice; every tenant needs a key of its own, and so does --admin-key")
-        self._hosts = {*LOOPBACK_NAMES, _bracketed(options.host).lower()} if options.is_loopback else None
+        self._origins = frozenset(options.allowed_origins)
+        self._hosts: frozenset[str] | None = None  # any
+        if options.is_loopback or options.allowed_hosts:
+            own = {*LOOPBACK_NAMES, _bracketed(options.host).lower(), *options.allowed_hosts}
+            self._hosts = frozenset(own | {_without_port(_host_of(origin)) for origin in self._origins})
 
     @property
     def needs_key(self) -> bool:
@@ -85,9 +96,40 @@ class Access:
         """A web page of somebody else must not reach a server on this machine through its visitor's browser."""
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
         if self._hosts is not None and host and _without_port(host).lower() not in self._hosts:
-            raise _forbidden("this server does not answer for this host name", "host_not_allowed")
-        if origin is not None and origin.partition("://")[2].lower() != host.lower():
-            raise _forbidden("requests from pages of another origin are refused", "origin_not_allowed")
+            raise _forbidden(
+                f"this server does not answer for the host name {host[:80]!r}; behind a proxy, start it with "
+                "--allowed-host", "host_not_allowed",
+            )  # fmt: skip
+        if origin is not None and _host_of(origin).lower() != host.lower() and not self._allows(origin):
+            raise _forbidden(
+                f"requests from pages of another origin are refused, and this one is of {origin[:80]!r}; where it is "
+                "one's own, start the server with --allowed-origin", "origin_not_allowed",
+            )  # fmt: skip
+
+    # -- pages of other origins ----------------------------------------------------------------------------------------
+    def _allows(self, origin: str) -> bool:
+        return origin.lower() in self._origins
+
+    def preflight(self, request: web.Request) -> web.Response | None:
+        """The answer to a browser that asks whether a page of an allowed origin may send what it wants to; None when
+        it is another request. It brings no key, and says nothing but what such a page may send.
+        """
+        asked = request.headers.get("Access-Control-Request-Method")
+        if request.method != "OPTIONS" or asked is None or not self._allows(request.headers.get("Origin", "")):
+            return None
+        self._check_browser(request)
+        wanted = request.headers.get("Access-Control-Request-Headers", "").lower().split(",")
+        names = [name for name in map(str.strip, wanted) if SDK_HEADER.fullmatch(name)]
+        allowed = ", ".join([PREFLIGHT["Access-Control-Allow-Headers"], *names])
+        return web.Response(status=204, headers={**PREFLIGHT, "Access-Control-Allow-Headers": allowed})
+
+    def shared_with(self, request: web.Request) -> dict[str, str]:
+        """Headers of every answer: whether the page that asked may read it."""
+        if not self._origins:
+            return {}
+        origin = request.headers.get("Origin", "")
+        shared = {"Access-Control-Allow-Origin": origin, "Access-Control-Expose-Headers": EXPOSED}
+        return {"Vary": "Origin"} | (shared if self._allows(origin) else {})
 
 
 def _unknown_key(was_given: bool) -> ApiError:
@@ -107,6 +149,11 @@ def _digest(key: str) -> bytes:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
+
+
+def _host_of(origin: str) -> str:
+    """With the port, if it has one."""
+    return origin.partition("://")[2]
 
 
 def _without_port(host: str) -> str:

@@ -69,6 +69,7 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     response.headers["Server"] = "kvstore"
     response.headers["X-Request-Id"] = request[EXCHANGE].request_id
     response.headers["X-Content-Type-Options"] = "nosniff"
+    response.headers.update(context_of(request).access.shared_with(request))
     response.headers.setdefault("Cache-Control", "no-store")
     if not request.content.is_eof():
         response.force_close()  # what is left of the body must not be taken for the next request
@@ -133,6 +134,8 @@ def _count_refusal(context: Context, error: ApiError) -> None:
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Nobody comes in whom the route does not let in, and nothing but public routes answers before the model."""
     context, route = context_of(request), route_of(request)
+    if (preflight := context.access.preflight(request)) is not None:
+        return preflight
     if route is not None:
         request[EXCHANGE].tenant = context.access.check(request, route)
         if route.access != "public":

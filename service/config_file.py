@@ -77,6 +77,8 @@ def _setting(
 
 def _parse(option: Option, where: str, written: object) -> object:
     """A value of a file is read as a flag's text is; what is no text must be of the kind that this makes."""
+    if option.repeats and isinstance(written, list) and all(isinstance(one, str) for one in written):
+        written = ",".join(written)
     if isinstance(written, bool):
         text = "1" if written else "0"
     elif isinstance(written, str | int | float):
@@ -174,6 +176,8 @@ def _toml(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, int | float):
         return repr(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
     return '"' + "".join(_escaped(c) for c in str(value)) + '"'
 
 

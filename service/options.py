@@ -43,6 +43,7 @@ class Option:
     aliases: tuple[str, ...] = ()
     secret: bool = False
     bare: str | None = None
+    repeats: bool = False
 
     @property
     def key(self) -> str:
@@ -228,9 +229,19 @@ def _add(parser: "argparse._ArgumentGroup", option: Option) -> None:
         kind = {"action": "store_const", "const": "1"}
     elif option.bare is not None:
         kind |= {"nargs": "?", "const": option.bare}
+    elif option.repeats:
+        kind["action"] = _Append
     parser.add_argument(option.flag, dest=option.key, help=option.help, **kind)
     if option.aliases:
         parser.add_argument(*option.aliases, dest=option.key, help=argparse.SUPPRESS, **kind)
+
+
+class _Append(argparse.Action):
+    """What is given again comes after a comma."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, values if before is None else f"{before},{values}")
 
 
 def asks_for_help(argv: Iterable[str]) -> bool:

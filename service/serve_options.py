@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from kvstore.errors import ConfigError
 from service.options import TTL, Option, choice, count, file, number, plain_text, size, switch
 
 LOG_FORMATS = ("text", "json")
+HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?|\[[0-9a-f:.]+\]")
+DEFAULT_PORTS = {"http": "80", "https": "443"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +21,7 @@ class ServeOptions:
     """How the service listens, whom it lets in, and its limits. Times are in seconds.
 
     host: not a loopback address needs a key, or allow_no_key. port: 0 takes any free one.
+    allowed_hosts: names that it answers for beside its own; allowed_origins: whose pages may call it beside its own.
     api_key: of the tenant ""; api_key_file: one `tenant:key` a line; admin_key: for /admin.
     max_queue: requests waiting or running, of all tenants together. max_concurrent_per_key: requests of one tenant
     that run at once, 0 for no limit; max_queue_per_key: how many more of it may wait for their turn.
@@ -50,6 +54,8 @@ class ServeOptions:
     engine_process: bool = True
     disk_per_key_bytes: int | None = None
     ttl_s: float | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.host or any(c.isspace() for c in self.host):
@@ -99,6 +105,28 @@ def seconds(name: str, text: str) -> float:
     return value
 
 
+def host_names(name: str, text: str) -> tuple[str, ...]:
+    """In lower case, as a Host header has them but for the port."""
+    found = tuple(one.strip().lower() for one in text.split(","))
+    for one in found:
+        if not HOST_NAME.fullmatch(one):
+            raise ConfigError(f"{name} is {one!r}; give a host name without scheme and port, such as chat.example.org")
+    return found
+
+
+def origins(name: str, text: str) -> tuple[str, ...]:
+    """In lower case, as a browser's Origin header has them."""
+    found = tuple(one.strip().lower() for one in text.split(","))
+    for one in found:
+        scheme, _, rest = one.partition("://")
+        host, _, port = rest.rpartition(":") if re.search(r":[0-9]{1,5}\Z", rest) else (rest, "", "")
+        if scheme not in DEFAULT_PORTS or not HOST_NAME.fullmatch(host):
+            raise ConfigError(f"{name} is {one!r}; give scheme, host and port, such as https://chat.example.org")
+        if port == DEFAULT_PORTS[scheme]:
+            raise ConfigError(f"{name} is {one!r}; a browser leaves out port {port}: give {scheme}://{host}")
+    return found
+
+
 def body_size(name: str, text: str) -> int:
     value = size(name, text)
     if not 1024 <= value <= 2**30:
@@ -121,6 +149,20 @@ SERVE_OPTIONS = (
         "--admin-key", plain_text, None, "key of the routes below /admin; without one they are closed", secret=True
     ),
     Option("--allow-no-key", switch, False, "listen on a public address without any key", switch=True),
+    Option(
+        "--allowed-host",
+        host_names,
+        None,
+        "host name that a proxy sends, beside localhost and --host; may be given again",
+        repeats=True,
+    ),
+    Option(
+        "--allowed-origin",
+        origins,
+        None,
+        "origin whose pages may call, such as https://chat.example.org; may be given again",
+        repeats=True,
+    ),
     Option("--served-model-name", plain_text, None, "name of the model in answers (default: the model's)"),
     TTL,
     Option("--max-connections", count, 1024, "open connections (default: 1024)"),
@@ -142,6 +184,8 @@ SERVE_OPTIONS = (
     Option("--log-format", choice(*LOG_FORMATS), "text", "text or json, one line a request (default: text)"),
 )
 _FIELDS = {
+    "allowed_host": "allowed_hosts",
+    "allowed_origin": "allowed_origins",
     "disk_per_key": "disk_per_key_bytes",
     "ttl": "ttl_s",
     "request_timeout": "request_timeout_s",
@@ -156,4 +200,5 @@ def serve_options(values: Mapping[str, object]) -> ServeOptions:
     """From the values of SERVE_OPTIONS, by their keys; other keys are left alone. Raises ConfigError."""
     found = {_FIELDS.get(option.key, option.key): values[option.key] for option in SERVE_OPTIONS}
     found["engine_process"] = found["engine_process"] == "on"
+    found |= {name: found[name] or () for name in ("allowed_hosts", "allowed_origins")}
     return ServeOptions(**found)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from kvstore.errors import ConfigError
 from service.access import Access
 from service.errors import ApiError
 from service.routes import Route
-from service.serve_options import ServeOptions, serve_options
+from service.serve_options import SERVE_OPTIONS, ServeOptions, serve_options
 
 USER, ADMIN, PUBLIC = (Route("GET", "/", None, access, "") for access in ("user", "admin", "public"))
 KEY_A, KEY_B, BOSS = "key-of-anna", "key-of-bert", "key-of-the-boss"
@@ -169,8 +169,6 @@ def test_options_that_are_wrong_are_refused(wrong):
 
 
 def test_options_come_from_the_flags_values():
-    from service.serve_options import SERVE_OPTIONS
-
     defaults = {option.key: option.default for option in SERVE_OPTIONS}
     assert serve_options(defaults) == ServeOptions()
     texts = {
@@ -192,8 +190,6 @@ def test_options_come_from_the_flags_values():
     ],
 )  # fmt: skip
 def test_flags_refuse_what_is_out_of_bounds(flag, text):
-    from service.serve_options import SERVE_OPTIONS
-
     option = next(option for option in SERVE_OPTIONS if option.flag == flag)
     with pytest.raises(ConfigError, match=flag):
         option.parse(flag, text)
@@ -224,3 +220,51 @@ def test_pages_of_another_origin_are_refused(origin, options):
 def test_pages_of_this_server_are_not():
     assert check(access_of(), Origin="http://localhost:8000") == ""
     assert check(access_of(), Origin="HTTP://LocalHost:8000") == ""
+
+
+@pytest.mark.parametrize("host", ["chat.example", "Chat.Example:8443", "localhost", "app.example:9"])
+def test_names_that_a_proxy_sends_can_be_allowed(host):
+    access = access_of(allowed_hosts=("chat.example",), allowed_origins=("https://app.example:9",))
+    assert check(access, Host=host) == ""
+    assert check(access, Host="evil.example") == (403, "host_not_allowed")
+
+
+def test_a_public_server_with_allowed_names_answers_for_those_alone():
+    access = access_of(host="0.0.0.0", allow_no_key=True, allowed_hosts=("chat.example",))
+    assert check(access, Host="chat.example") == "" == check(access, Host="127.0.0.1:8000")
+    assert check(access, Host="evil.example") == (403, "host_not_allowed")
+    any_name = access_of(host="0.0.0.0", allow_no_key=True, allowed_origins=("https://chat.example",))
+    assert check(any_name, Host="10.0.0.1:8000") == ""
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["http://chat.example", "https://chat.example:8443", "https://chat.example.evil", "https://a.chat.example", "null"],
+)
+def test_an_allowed_origin_is_that_one_alone(origin):
+    access = access_of(allowed_origins=("https://chat.example",))
+    assert check(access, Origin="https://chat.example") == ""
+    assert check(access, Origin=origin) == (403, "origin_not_allowed")
+
+
+@pytest.mark.parametrize(
+    ("flag", "text"),
+    [
+        ("--allowed-host", "*"), ("--allowed-host", ""), ("--allowed-host", "https://a.example"),
+        ("--allowed-host", "a.example:80"), ("--allowed-host", "a.example,"), ("--allowed-origin", "*"),
+        ("--allowed-origin", "null"), ("--allowed-origin", "a.example"), ("--allowed-origin", "https://a.example/"),
+        ("--allowed-origin", "https://*.example"), ("--allowed-origin", "https://a.example:443"),
+        ("--allowed-origin", "http://a@b.example"), ("--allowed-origin", "https://a.example:x"),
+    ],
+)  # fmt: skip
+def test_what_is_no_host_or_origin_is_refused(flag, text):
+    option = next(option for option in SERVE_OPTIONS if option.flag == flag)
+    with pytest.raises(ConfigError, match=f"{flag} is"):
+        option.parse(flag, text)
+
+
+def test_hosts_and_origins_are_taken_as_browsers_write_them():
+    parsed = {option.flag: option.parse for option in SERVE_OPTIONS}
+    assert parsed["--allowed-host"]("", "Chat.example, [::1]") == ("chat.example", "[::1]")
+    given = "HTTPS://Chat.example,http://[::1]:8080,http://localhost:3000"
+    assert parsed["--allowed-origin"]("", given) == tuple(given.lower().split(","))

@@ -10,6 +10,7 @@ from serving import ADMIN_KEY, KEY, raw_request, read_to_end, serving
 
 from kvstore import errors as kv
 from service import page
+from service.access import EXPOSED
 from service.app import ROUTES
 from service.context import context_of, request_id_of, tenant_of
 from service.edge import json_response
@@ -111,6 +112,60 @@ def test_no_route_answers_a_foreign_page(server, route):
     headers = {"Origin": "http://evil.example", "Authorization": f"Bearer {ADMIN_KEY}"}
     assert anonymous(server, route, **headers).error["code"] == "origin_not_allowed"
     assert anonymous(server, route, Host="evil.example").error["code"] == "host_not_allowed"
+
+
+# -- pages of an allowed origin --------------------------------------------------------------------------------------
+APP = "https://app.example"
+ASKED = {"Access-Control-Request-Method": "POST", "Authorization": None}
+SENT = "authorization, content-type, idempotency-key, x-stainless-retry-count, x-other, openai-beta"
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """A server that has allowed one origin."""
+    with serving(api_key=KEY, admin_key=ADMIN_KEY, allowed_origins=(APP,)) as running:
+        yield running
+
+
+def cors(reply) -> dict[str, str]:
+    return {name: value for name, value in reply.headers.items() if name.startswith("access-control-")}
+
+
+@pytest.mark.parametrize("path", sorted({route.path for route in ROUTES}))
+def test_a_browser_that_asks_first_is_told_what_an_allowed_page_may_send(shared, path):
+    headers = {**ASKED, "Origin": APP, "Access-Control-Request-Headers": SENT}
+    reply = shared.request("OPTIONS", filled(path), None, headers)
+    assert (reply.status, reply.body) == (204, b"")
+    assert reply.headers["vary"] == "Origin"
+    assert cors(reply) == {
+        "access-control-allow-origin": APP,
+        "access-control-allow-methods": "GET, POST, DELETE",
+        "access-control-allow-headers": "Authorization, Content-Type, Idempotency-Key, X-Request-Id, "
+        "x-stainless-retry-count, openai-beta",
+        "access-control-expose-headers": "Retry-After, X-Request-Id, X-Should-Retry",
+        "access-control-max-age": "600",
+    }
+
+
+@pytest.mark.parametrize("origin", ["http://app.example", "https://app.example.evil", "null", "*", None])
+def test_nobody_else_is_told_anything(server, shared, origin):
+    for one in (server, shared):
+        asked = one.request("OPTIONS", "/chat", None, {**ASKED, "Origin": origin})
+        assert (asked.status, cors(asked)) == (405, {})
+        assert cors(one.request("GET", "/v1/models", None, {"Origin": origin})) == {}
+    reply = shared.request("OPTIONS", "/chat", None, {**ASKED, "Origin": APP, "Host": "evil.example"})
+    assert (reply.status, reply.error["code"]) == (403, "host_not_allowed")
+
+
+def test_an_allowed_page_can_read_its_answers_and_its_errors(shared):
+    for path, key, status in (("/v1/models", KEY, 200), ("/v1/models", "wrong-as-it-is", 401), ("/nowhere", KEY, 404)):
+        reply = shared.request("GET", path, None, {"Origin": APP, "Authorization": f"Bearer {key}"})
+        assert reply.status == status
+        assert cors(reply) == {"access-control-allow-origin": APP, "access-control-expose-headers": EXPOSED}
+        assert reply.headers["vary"] == "Origin"
+    stream = shared.post("/chat", {"message": "Hi", "stream": True, "max_tokens": 2}, Origin=APP)
+    assert stream.events()[-1] == "[DONE]" and stream.headers["access-control-allow-origin"] == APP
+    assert shared.get("/v1/models").headers["vary"] == "Origin"
 
 
 @pytest.mark.parametrize("route", [r for r in ROUTES if r.body is not None], ids=lambda r: f"{r.method} {r.path}")

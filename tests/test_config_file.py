@@ -8,7 +8,18 @@ import pytest
 from kvstore.errors import ConfigError
 from service import cli
 from service.config_file import as_toml, effective, option_values, read_config
-from service.options import JSON, STORE, Option, count, plain_text, size, switch
+from service.options import (
+    JSON,
+    STORE,
+    Option,
+    command_parser,
+    count,
+    parse_arguments,
+    plain_text,
+    size,
+    switch,
+)
+from service.serve_options import SERVE_OPTIONS
 
 SEED = Option("--seed", count, 1, "a number")
 POLICY = Option("--policy", plain_text, "auto", "a text", aliases=("--eviction",))
@@ -74,6 +85,26 @@ def test_older_names_work_and_the_newer_ones_win(home):
     assert (str(values(file)["store"]), values(file)["policy"]) == ("/c", "lru")
     file = {"config": write(home / "any.toml", 'path = "/c"\nstore = "/d"\n')}
     assert str(values(file)["store"]) == "/d"
+
+
+def test_what_may_be_given_again_is_a_list_in_a_file_and_a_text_with_commas_elsewhere(home):
+    option = next(option for option in SERVE_OPTIONS if option.flag == "--allowed-host")
+    parser = command_parser("serve", "x", {"flags": (option,)}, "")
+
+    def found(*argv, environment=(), file=""):
+        given = parse_arguments(parser, [*argv, "--config", write(home / "any.toml", file)], "")
+        return effective("serve", (option,), given, dict(environment))["allowed_host"]
+
+    assert found().value is None
+    assert found("--allowed-host", "a", "--allowed-host", "b,c").value == ("a", "b", "c")
+    assert found(environment={"KVSTORE_ALLOWED_HOST": "a,b"}).value == ("a", "b")
+    for text in ('["a", "b"]', '"a,b"', '["a,b"]'):
+        one = found(file=f"allowed_host = {text}\n")
+        assert one.value == ("a", "b")
+        assert found(file=as_toml([one])).value == ("a", "b")
+    for text in ("[1]", "5", '[["a"]]', "[]"):
+        with pytest.raises(ConfigError, match=f"allowed_host in {home}/any"):
+            found(file=f"allowed_host = {text}\n")
 
 
 def test_keys_may_have_dashes_and_values_the_forms_of_flags(home):
