@@ -35,7 +35,7 @@ from kvstore.session_store import SessionKey
 if TYPE_CHECKING:
     from engine.engine import Engine
 
-MAX_REQUESTS = 4096  # in the engine's process at once; a bound for what is queued between the two
+MAX_REQUESTS = 16384  # in the engine's process at once; a bound for what is queued between the two
 
 
 class RemoteEngine:

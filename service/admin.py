@@ -41,6 +41,8 @@ class Flushed(msgspec.Struct):
 
 
 class Tenant(msgspec.Struct):
+    """running: its sequences in the engine, whether they compute or wait there; waiting: for the tenant's turn."""
+
     tenant: str
     running: int
     waiting: int

@@ -83,7 +83,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         logprobs=body.logprobs,
     )  # fmt: skip
     one = Exchange(context, tenant_of(request), body, body.prompts(), params)
-    async with context.limits.admit(one.tenant):
+    async with context.limits.admit(one.tenant, len(one.prompts) * params.n):
         return await (_stream(request, one) if body.stream else _whole(one))
 
 

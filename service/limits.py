@@ -1,4 +1,7 @@
-"""How many requests may wait and run, per tenant and in all, and how long one may take. Knows no route, no engine."""
+"""How much may wait and run, per tenant and in all, and how long a request may take. Knows no route, no engine.
+
+Counted are sequences: each choice of each prompt is one, so that a request counts by the work that it asks for.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,34 @@ from service.errors import NO_RETRY, ApiError, unavailable
 from service.serve_options import ServeOptions
 
 RETRY_AFTER_S = 1
+SEQUENCES_PER_REQUEST = 32  # of all that wait or run, on average: so --max-queue bounds sequences, too
 MAX_LARGE_BODIES = 32  # that arrive at once: each may have its 32 MiB, and a small one never waits for them
 LARGE_BODY_BYTES = 2**20
 
 
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """A request that waits for its turn."""
+
+    turn: asyncio.Future[None]
+    num_sequences: int
+
+
 @dataclass(slots=True)
 class _Tenant:
-    """num_running counts those that were let in; waiters wait for that, the first to come first."""
+    """num_requests, num_sequences: waiting or running; num_running: sequences of those that were let in.
 
+    waiters wait for that, the first to come first.
+    """
+
+    num_requests: int = 0
+    num_sequences: int = 0
     num_running: int = 0
-    waiters: deque[asyncio.Future[None]] = field(default_factory=deque)
+    waiters: deque[_Waiter] = field(default_factory=deque)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(waiter.num_sequences for waiter in self.waiters)
 
 
 class Deadline:
@@ -48,14 +69,17 @@ class Deadline:
 
 
 class Limits:
-    """Counts of one server's requests. Used in its event loop only."""
+    """Counts of one server's requests. Used in its event loop only. is_shared: by several tenants."""
 
-    def __init__(self, options: ServeOptions) -> None:
+    def __init__(self, options: ServeOptions, is_shared: bool = False) -> None:
         self._options = options
+        self._is_shared = is_shared
+        self._max_sequences = SEQUENCES_PER_REQUEST * options.max_queue
         self._tenants: dict[str, _Tenant] = {}
         self._deadlines: set[Deadline] = set()
         self.large_bodies = asyncio.Semaphore(MAX_LARGE_BODIES)
-        self.num_admitted = 0  # waiting or running, of all tenants
+        self.num_admitted = 0  # requests that wait or run, of all tenants
+        self.num_sequences = 0  # theirs
 
     @property
     def num_running(self) -> int:
@@ -63,11 +87,11 @@ class Limits:
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(tenant.waiters) for tenant in self._tenants.values())
+        return sum(tenant.num_waiting for tenant in self._tenants.values())
 
     def counts(self) -> dict[str, tuple[int, int]]:
-        """Per tenant that has any: how many requests run and how many wait."""
-        return {name: (tenant.num_running, len(tenant.waiters)) for name, tenant in self._tenants.items()}
+        """Per tenant that has any: how many sequences run and how many wait for their tenant's turn."""
+        return {name: (tenant.num_running, tenant.num_waiting) for name, tenant in self._tenants.items()}
 
     @property
     def num_open(self) -> int:
@@ -76,64 +100,93 @@ class Limits:
 
     # -- turns -------------------------------------------------------------------------------------------------------
     @asynccontextmanager
-    async def admit(self, tenant: str) -> AsyncIterator[None]:
-        """In here runs one request that computes. Waits for the tenant's turn.
+    async def admit(self, name: str, num_sequences: int = 1) -> AsyncIterator[None]:
+        """In here runs one request of this tenant that computes so many sequences. Waits for the tenant's turn.
 
-        Raises ApiError 503 when the server is full, 429 when the tenant has too many.
+        Raises ApiError 400 when it asks for more than fits, 503 when the server is full, 429 when the tenant has too
+        many.
         """
-        if self.num_admitted >= self._options.max_queue:
-            raise unavailable("the server is full; try again", "server_overloaded", RETRY_AFTER_S)
-        self.num_admitted += 1
+        self._check_room(self._tenants.get(name, _Tenant()), num_sequences)
+        tenant = self._tenants.setdefault(name, _Tenant())
+        self._count(tenant, 1, num_sequences)
         try:
-            await self._enter(tenant)
+            await self._enter(tenant, num_sequences)
             try:
                 yield
             finally:
-                self._leave(tenant)
+                self._leave(tenant, num_sequences)
         finally:
-            self.num_admitted -= 1
+            self._count(tenant, -1, -num_sequences)
+            if not tenant.num_requests:
+                del self._tenants[name]
 
-    async def _enter(self, name: str) -> None:
+    def _check_room(self, tenant: _Tenant, num_sequences: int) -> None:
+        """One of several tenants has at most half of what the others leave free: whoever comes next finds room."""
+        max_requests, share = self._options.max_queue, 2 if self._is_shared else 1
+        largest = min(self._max_sequences // share, self._options.max_concurrent_per_key or self._max_sequences)
+        if num_sequences > largest:
+            raise ApiError(
+                400,
+                f"the request asks for {num_sequences} sequences (its prompts times n), and this server takes at most "
+                f"{largest} in one request; send several smaller ones",
+                code="too_many_sequences",
+            )
+        if self.num_admitted >= max_requests or self.num_sequences + num_sequences > self._max_sequences:
+            raise unavailable("the server is full; try again", "server_overloaded", RETRY_AFTER_S)
+        most = max(1, (max_requests - self.num_admitted + tenant.num_requests) // share)
+        most_sequences = max(1, (self._max_sequences - self.num_sequences + tenant.num_sequences) // share)
+        if tenant.num_requests + 1 > most or tenant.num_sequences + num_sequences > most_sequences:
+            raise _too_many(
+                f"this key has {tenant.num_requests} requests with {tenant.num_sequences} sequences waiting or running"
+            )
+
+    def _count(self, tenant: _Tenant, num_requests: int, num_sequences: int) -> None:
+        self.num_admitted += num_requests
+        self.num_sequences += num_sequences
+        tenant.num_requests += num_requests
+        tenant.num_sequences += num_sequences
+
+    async def _enter(self, tenant: _Tenant, num_sequences: int) -> None:
         limit = self._options.max_concurrent_per_key
-        tenant = self._tenants.setdefault(name, _Tenant())
-        if limit and (tenant.num_running >= limit or any(not waiter.done() for waiter in tenant.waiters)):
-            if len(tenant.waiters) >= self._options.max_queue_per_key:
-                raise _too_many(f"this key has {tenant.num_running} requests running and {len(tenant.waiters)} waiting")
-            await self._wait(name, tenant)
+        is_full = limit and tenant.num_running + num_sequences > limit
+        if is_full or any(not waiter.turn.done() for waiter in tenant.waiters):
+            if tenant.num_waiting + num_sequences > self._options.max_queue_per_key:
+                raise _too_many(f"this key has {tenant.num_running} sequences running and {tenant.num_waiting} waiting")
+            await self._wait(tenant, num_sequences)
         else:
-            tenant.num_running += 1
+            tenant.num_running += num_sequences
 
-    async def _wait(self, name: str, tenant: _Tenant) -> None:
-        """Returns when a request that ends has handed its place over."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    async def _wait(self, tenant: _Tenant, num_sequences: int) -> None:
+        """Returns when it was let in."""
+        waiter = _Waiter(asyncio.get_running_loop().create_future(), num_sequences)
         tenant.waiters.append(waiter)
         try:
             async with asyncio.timeout(self._options.queue_timeout_s):
-                await waiter
+                await waiter.turn
         except BaseException as error:
-            if waiter.done() and not waiter.cancelled():
-                self._leave(name)  # the place came just as the waiting was given up
+            if waiter.turn.done() and not waiter.turn.cancelled():
+                self._leave(tenant, num_sequences)  # the turn came just as the waiting was given up
             else:
                 tenant.waiters.remove(waiter)
-                self._forget_idle(name)
+                self._let_in(tenant)  # who stood behind a larger one may have room
             if isinstance(error, TimeoutError):
                 raise _too_many("the request has waited too long for others of this key") from None
             raise
 
-    def _leave(self, name: str) -> None:
-        tenant = self._tenants[name]
-        for waiter in tenant.waiters:
-            if not waiter.done():
-                tenant.waiters.remove(waiter)
-                waiter.set_result(None)  # the place goes on: num_running stays
-                return
-        tenant.num_running -= 1
-        self._forget_idle(name)
+    def _leave(self, tenant: _Tenant, num_sequences: int) -> None:
+        tenant.num_running -= num_sequences
+        self._let_in(tenant)
 
-    def _forget_idle(self, name: str) -> None:
-        tenant = self._tenants.get(name)
-        if tenant is not None and not tenant.num_running and not tenant.waiters:
-            del self._tenants[name]
+    def _let_in(self, tenant: _Tenant) -> None:
+        """Those who come next, as far as there is room."""
+        for waiter in list(tenant.waiters):
+            if waiter.turn.done():
+                continue  # given up just now
+            if tenant.num_running + waiter.num_sequences > self._options.max_concurrent_per_key:
+                return
+            tenant.waiters.remove(waiter)
+            tenant.num_running += waiter.num_sequences
+            waiter.turn.set_result(None)
 
     @asynccontextmanager
     async def body(self, num_bytes: int | None) -> AsyncIterator[None]:

@@ -85,7 +85,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         logprobs=logprobs,
     )  # fmt: skip
     one = Exchange(context, tenant_of(request), body, messages_of(body.messages), params)
-    async with context.limits.admit(one.tenant):
+    async with context.limits.admit(one.tenant, params.n):
         return await (_stream(request, one) if body.stream else _whole(one))
 
 

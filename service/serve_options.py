@@ -23,8 +23,9 @@ class ServeOptions:
     host: not a loopback address needs a key, or allow_no_key. port: 0 takes any free one.
     allowed_hosts: names that it answers for beside its own; allowed_origins: whose pages may call it beside its own.
     api_key: of the tenant ""; api_key_file: one `tenant:key` a line; admin_key: for /admin.
-    max_queue: requests waiting or running, of all tenants together. max_concurrent_per_key: requests of one tenant
-    that run at once, 0 for no limit; max_queue_per_key: how many more of it may wait for their turn.
+    max_queue: requests waiting or running, of all tenants together; their sequences are bounded with them (see
+    `service.limits`). max_concurrent_per_key: sequences of one tenant that run at once, 0 for no limit;
+    max_queue_per_key: how many more of it may wait for their turn.
     request_timeout_s: from the request's arrival to the last byte of its answer.
     engine_process: the engine runs in a process of its own. disk_per_key_bytes: of one tenant's KV on disk.
     ttl_s: how long a new session lives after its last turn, where the request says nothing; None: for ever.
@@ -167,8 +168,13 @@ SERVE_OPTIONS = (
     TTL,
     Option("--max-connections", count, 1024, "open connections (default: 1024)"),
     Option("--max-queue", count, 512, "requests waiting or running before the next gets 503 (default: 512)"),
-    Option("--max-concurrent-per-key", count_or_none, 0, "requests of one tenant at once; 0: no limit (default: 0)"),
-    Option("--max-queue-per-key", count_or_none, 0, "requests of one tenant that wait beyond those (default: 0)"),
+    Option(
+        "--max-concurrent-per-key",
+        count_or_none,
+        0,
+        "sequences (prompts times n) of one tenant at once; 0: no limit (default: 0)",
+    ),
+    Option("--max-queue-per-key", count_or_none, 0, "sequences of one tenant that wait beyond those (default: 0)"),
     Option("--disk-per-key", size, None, "size of one tenant's KV on disk at most (default: no limit but --disk)"),
     Option(
         "--engine-process",

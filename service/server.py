@@ -143,7 +143,9 @@ class Server:
     def __init__(self, options: ServeOptions, routes: Sequence[Route] = ROUTES) -> None:
         self.options = options
         self._routes = routes
-        self.context = Context(options, Access(options), Limits(options), Metrics(), int(time.time()))
+        access = Access(options)
+        limits = Limits(options, is_shared=len(access.tenants) > 1)
+        self.context = Context(options, access, limits, Metrics(), int(time.time()))
         self.connections = Connections(options)
         self._runner: web.AppRunner | None = None
         self._socket: asyncio.Server | None = None

@@ -10,13 +10,13 @@ from service.limits import Limits
 from service.serve_options import ServeOptions
 
 
-def limits(**options) -> Limits:
-    return Limits(ServeOptions(**options))
+def limits(is_shared: bool = False, **options) -> Limits:
+    return Limits(ServeOptions(**options), is_shared)
 
 
 def idle(found: Limits) -> bool:
-    counts = (found.num_admitted, found.num_running, found.num_waiting, found.num_open)
-    return counts == (0, 0, 0, 0) and found.counts() == {}
+    counts = (found.num_admitted, found.num_sequences, found.num_running, found.num_waiting, found.num_open)
+    return counts == (0, 0, 0, 0, 0) and found.counts() == {}
 
 
 async def settled():
@@ -25,12 +25,14 @@ async def settled():
         await asyncio.sleep(0)
 
 
-def held(found: Limits, tenant: str, log: list[str], name: str) -> tuple[asyncio.Task, asyncio.Event]:
+def held(
+    found: Limits, tenant: str, log: list[str], name: str, num_sequences: int = 1
+) -> tuple[asyncio.Task, asyncio.Event]:
     """A request that runs until its event is set."""
     ended = asyncio.Event()
 
     async def run():
-        async with found.admit(tenant):
+        async with found.admit(tenant, num_sequences):
             log.append(name)
             await ended.wait()
 
@@ -147,6 +149,105 @@ def test_waiting_has_an_end():
     asyncio.run(scenario())
 
 
+def refusal(found: Limits, tenant: str, num_sequences: int = 1) -> ApiError | None:
+    """What this request is told at once, if it is not let in."""
+
+    async def enter():
+        async with found.admit(tenant, num_sequences):
+            pass
+
+    try:
+        enter().send(None)
+    except StopIteration:
+        return None
+    except ApiError as error:
+        return error
+    raise AssertionError("it waits")
+
+
+def test_a_key_is_limited_in_sequences_not_in_requests():
+    async def scenario():
+        found, log = limits(max_concurrent_per_key=8, max_queue_per_key=12), []
+        runs = [held(found, "a", log, name, size) for name, size in (("six", 6), ("seven", 7), ("one", 1))]
+        await settled()
+        assert (log, found.counts()) == (["six"], {"a": (6, 8)}), "nobody overtakes one that needs more room"
+        assert refusal(found, "a", 5).code == "rate_limit_exceeded"
+        assert refusal(found, "b", 8) is None
+        runs[0][1].set()
+        await settled()
+        assert (log, found.counts()) == (["six", "seven", "one"], {"a": (8, 0)})
+        for task, ended in runs:
+            ended.set()
+            await task
+        assert idle(found)
+
+    asyncio.run(scenario())
+
+
+def test_who_stood_behind_a_larger_one_that_left_is_let_in():
+    async def scenario():
+        found, log = limits(max_concurrent_per_key=8, max_queue_per_key=12), []
+        runs = [held(found, "a", log, name, size) for name, size in (("six", 6), ("seven", 7), ("one", 1))]
+        await settled()
+        runs[1][0].cancel()
+        await settled()
+        assert (log, found.counts()) == (["six", "one"], {"a": (7, 0)})
+        for task, ended in runs:
+            ended.set()
+            with suppress(asyncio.CancelledError):
+                await task
+        assert idle(found)
+
+    asyncio.run(scenario())
+
+
+def test_what_can_never_fit_is_a_wrong_request_and_not_tried_again():
+    for found in (limits(max_concurrent_per_key=8), limits(max_queue=1), limits(is_shared=True, max_queue=2)):
+        error = refusal(found, "a", 33)
+        assert (error.status, error.code) == (400, "too_many_sequences")
+        assert "33 sequences" in error.message and refusal(found, "a", 8) is None
+    assert refusal(limits(is_shared=True), "a", 256 * 16) is None, "the largest request that any route takes"
+
+
+def test_one_tenant_does_not_fill_the_queue_of_all():
+    async def scenario():
+        found, log = limits(is_shared=True, max_queue=12), []
+        runs = []
+        for tenant, most in (("a", 6), ("b", 3), ("c", 1)):  # half of what the others leave
+            for i in range(most):
+                assert refusal(found, tenant) is None
+                runs.append(held(found, tenant, log, f"{tenant}{i}"))
+                await settled()
+            assert refusal(found, tenant).status == 429
+        assert refusal(found, "d") is None
+        for task, ended in runs:
+            ended.set()
+            await task
+        big = held(found, "a", log, "big", 6 * 32)
+        await settled()
+        assert refusal(found, "a").status == 429
+        assert refusal(found, "b", 3 * 32) is None
+        big[1].set()
+        await big[0]
+        assert idle(found)
+
+    asyncio.run(scenario())
+
+
+def test_a_server_of_one_tenant_has_the_whole_queue_for_it():
+    async def scenario():
+        found, log = limits(max_queue=12), []
+        runs = [held(found, "", log, str(i), 32) for i in range(12)]
+        await settled()
+        assert len(log) == 12
+        for task, ended in runs:
+            ended.set()
+            await task
+        assert idle(found)
+
+    asyncio.run(scenario())
+
+
 def test_a_request_that_fails_gives_its_place_back():
     async def scenario():
         found = limits(max_concurrent_per_key=1)
@@ -166,22 +267,22 @@ def test_random_comings_and_goings_keep_the_limits():
         found = limits(max_queue=12, max_concurrent_per_key=2, max_queue_per_key=3)
         running = dict.fromkeys("abc", 0)
 
-        async def one(tenant):
+        async def one(tenant, size):
             try:
-                async with found.admit(tenant):
-                    running[tenant] += 1
+                async with found.admit(tenant, size):
+                    running[tenant] += size
                     assert running[tenant] <= 2 and found.num_admitted <= 12
                     try:
                         for _ in range(chance.randrange(6)):
                             await asyncio.sleep(0)
                     finally:
-                        running[tenant] -= 1
+                        running[tenant] -= size
             except ApiError as error:
                 assert error.status in (429, 503)
 
         tasks = []
         for _ in range(300):
-            tasks.append(asyncio.create_task(one(chance.choice("abc"))))
+            tasks.append(asyncio.create_task(one(chance.choice("abc"), chance.choice([1, 1, 2]))))
             if chance.random() < 0.3:
                 chance.choice(tasks).cancel()
             if chance.random() < 0.6:
