@@ -261,6 +261,7 @@ class AsyncEngine:
     # -- steps -----------------------------------------------------------------------------------------------------
     def _run(self) -> None:
         try:
+            self.engine.warm_up()
             while True:
                 self.engine.wait_for_work(self._is_over)
                 if self._is_over():

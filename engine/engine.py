@@ -39,6 +39,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler, SchedulerOutput
 from engine.stats import engine_stats
 from engine.storage import open_store
+from engine.waiting import WAITING
 from kernels.triton_support import has_triton
 from kvstore.block import BlockId, Lineage
 from kvstore.config import CacheTiers
@@ -95,7 +96,8 @@ class Engine:
             model, tiers, device, dtype, block_size, max_model_len, max_num_seqs, max_num_batched_tokens, load, seed,
             policy, eviction, tokenizer, revision, enforce_eager,
         )  # fmt: skip
-        self._build(config)
+        with WAITING.allowed():
+            self._build(config)
 
     def _build(self, config: EngineConfig) -> None:
         loaded = load(
@@ -279,7 +281,7 @@ class Engine:
             aborted, self._aborted = self._aborted, []
             if aborted and not self._scheduler.has_work:
                 return aborted
-            with self._ending_all_on_error():
+            with self._ending_all_on_error(), WAITING.allowed():
                 started = time.perf_counter()
                 self._plan = None
                 output = self._scheduler.schedule()
@@ -373,6 +375,12 @@ class Engine:
         """From now on only this thread steps; whoever else waits for an answer waits for it."""
         with self.lock:
             self._driver = driver
+
+    def warm_up(self) -> None:
+        """By the driver, before its first step: on CUDA a thread's first step would take longer."""
+        with self.lock, WAITING.allowed():
+            if not self._gate.closed:
+                self._runner.warm_up()
 
     def wait_for_work(self, stop: Callable[[], bool]) -> None:
         """Returns when there is something to step for, or when `stop` says so after a `wake`."""

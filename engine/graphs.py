@@ -8,9 +8,8 @@ from __future__ import annotations
 import bisect
 import gc
 import logging
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -20,15 +19,17 @@ import torch
 from engine.config import SchedulerConfig
 from engine.input_batch import StepInputs
 from engine.model import KVCaches, PositionFreeModel
-from engine.step_tensors import Layout, StepTensors, step_tensors
+from engine.step_tensors import Layout, StepTensors
+from engine.waiting import WAITING
 from kernels.paged_batch import DeviceBatch, PagedBatch
 from kvstore.connector import KVConnector, SaveFence, TransferPlan
+from kvstore.errors import KVStoreError
 
 LOGGER = logging.getLogger("kvstore.engine")
 MAX_SIZE = 512  # larger decode batches compute for so long that launching their kernels one by one costs little
 GRAPH_BYTES = 16 << 20  # of the driver, for one graph of a thousand kernels: a guess on the safe side
 _TOLERANCE = {torch.float32: 1e-3}  # relative error of the logits; 16-bit models get the coarser one below
-_TOLERANCE_16_BIT = 0.1  # products of another number of rows are rounded otherwise
+_TOLERANCE_16_BIT = 0.01  # the same kernels over the same tensors: nothing is rounded otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +67,16 @@ class CudaCapturer:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 work(tensors)  # kernels are compiled and loaded, workspaces made: none of it may happen in a capture
-                with _refusing_to_wait():
+                with WAITING.refused():
                     work(tensors)
             graph = torch.cuda.CUDAGraph()
-            # Other threads may go on with CUDA meanwhile: with "global" what they do could break the capture.
-            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-                output = work(tensors)
+            try:
+                # Other threads may go on with CUDA meanwhile: with "global" what they do could break the capture.
+                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                    output = work(tensors)
+            except BaseException:
+                self._leave()
+                raise
 
         def replay() -> StepOutput:
             graph.replay()
@@ -79,18 +84,20 @@ class CudaCapturer:
 
         return replay
 
-
-@contextmanager
-def _refusing_to_wait() -> Iterator[None]:
-    """Whatever makes the host wait for the device, such as routing that counts tokens, raises RuntimeError."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():  # torch says once that this is a prototype
-        warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+    def _leave(self) -> None:
+        """Of a capture that failed, the driver's end raises before torch takes its allocator out of it: then memory
+        that other streams give back would never be used again.
+        """
+        with suppress(RuntimeError):  # it has taken it out
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+        try:
+            torch.empty(1, device=self._device)
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            raise KVStoreError(
+                f"a CUDA graph could not be captured, and the device does not work any more ({error}); "
+                "start again with enforce_eager=True (--enforce-eager)"
+            ) from error
 
 
 class _Kept:
@@ -148,13 +155,12 @@ class DecodeGraphs:
 
     def run_once(self) -> StepOutput:
         """Made-up requests of the largest size, eagerly."""
-        self._load(self.max_size, *self._trial(self.max_size, 0))
-        return self._work(self._tensors(self.max_size))
+        return self._eager(self.max_size, *self._trial(self.max_size, 0))
 
     def capture_all(self, capturer: Capturer) -> None:
-        """Largest first, so that the others fit into its memory. Raises RuntimeError when one cannot be captured."""
+        """Largest first, so that the others fit into its memory. Raises whatever says that one cannot be captured."""
         try:
-            self._share(self._eager(*self._trial(self.max_size, 0)))  # made in the stream that steps run in
+            self.run_once()  # logits are made in the stream that steps run in
             for size in reversed(self._sizes):
                 self._load(size, *self._trial(size, 0))
                 self._replays[size] = capturer.capture(self._work, self._tensors(size))
@@ -181,35 +187,44 @@ class DecodeGraphs:
         return inputs, blocks[:, None].astype(np.int32)
 
     def _check(self, size: int) -> None:
-        """A replay must give the logits of the forward, on other inputs than those that were captured."""
+        """A replay must give the logits of the same work done eagerly, on other inputs than those of the capture."""
         inputs, table = self._trial(size, 1)
-        expected = self._eager(inputs, table).float()
-        self._load(size, inputs, table)
-        got = self._replays[size]().logits[: len(expected)].float()
+        count, blocks = len(inputs.rows), int(table.max()) + 1
+        output = self._eager(size, inputs, table).logits
+        expected = output[:count].to(torch.float32, copy=True)
+        output.fill_(torch.nan)  # what a replay leaves out is seen, also in the cache
+        for layer in self._caches:
+            for cache in layer:
+                cache[:blocks].zero_()
+        got = self._replays[size]().logits[:count].float()
         error = float((got - expected).norm() / expected.norm().clamp_min(1e-9))
         if not error <= _TOLERANCE.get(self._model.spec.dtype, _TOLERANCE_16_BIT):
             raise RuntimeError(f"a replay of {size} requests gives logits that differ by {error:.2g} of their size")
 
-    def _tensors(self, size: int) -> StepTensors:
+    def _eager(self, size: int, inputs: StepInputs, table: np.ndarray) -> StepOutput:
+        """A step over the tensors that the graphs read, padded to `size` requests."""
+        self._load(size, inputs, table)
+        return self._work(self._tensors(size, inputs.context_lens.tolist(), table))
+
+    def _tensors(self, size: int, context_lens: Sequence[int] = (), table: np.ndarray | None = None) -> StepTensors:
+        """What `_load` has brought. Lists for the host come from the step's arrays alone: in a capture there are none,
+        since they would be those of the capture in every replay.
+        """
         layout = Layout(size, size, size, 0)
-        token_ids, positions, slots, samples, query_start, context_lens, _ = layout.unpack(self._arrived)
-        table = self._table[:size]
-        on_device = DeviceBatch(query_start, context_lens, table, size, 1, self._max_model_len)
-        # No lists for the host: they would be those of the capture in every replay.
-        batch = PagedBatch(list(range(size + 1)), [], table[:0], slots, self._block_size, on_device)
+        token_ids, positions, slots, samples, query_start, lens, _ = layout.unpack(self._arrived)
+        on_device = DeviceBatch(query_start, lens, self._table[:size], size, 1, self._max_model_len)
+        host_table, host_lens = torch.zeros(0, 0, dtype=torch.int64), []
+        if table is not None:
+            host_table = torch.zeros(size, table.shape[1], dtype=torch.int64)
+            host_table[: len(table)] = torch.from_numpy(table)
+            host_lens = [*context_lens, *[1] * (size - len(context_lens))]  # padding sees a token of block 0
+        batch = PagedBatch(list(range(size + 1)), host_lens, host_table, slots, self._block_size, on_device)
         return StepTensors(token_ids, positions, samples, batch)
 
-    def _logits_of(self, tensors: StepTensors, kept: _Kept) -> torch.Tensor:
-        samples = tensors.sample_tokens
-        return self._model.forward(tensors.token_ids, tensors.positions, tensors.batch, self._caches, kept, samples)
-
-    def _eager(self, inputs: StepInputs, table: np.ndarray) -> torch.Tensor:
-        tensors = step_tensors(inputs, table, self._block_size, self._model.device)
-        return self._logits_of(tensors, _Kept())
-
     def _work(self, tensors: StepTensors) -> StepOutput:
-        kept = _Kept()
-        logits = self._share(self._logits_of(tensors, kept))
+        kept, samples = _Kept(), tensors.sample_tokens
+        found = self._model.forward(tensors.token_ids, tensors.positions, tensors.batch, self._caches, kept, samples)
+        logits = self._share(found)
         return StepOutput(logits, [kept.layers[layer] for layer in sorted(kept.layers)])
 
     def _share(self, logits: torch.Tensor) -> torch.Tensor:
@@ -289,8 +304,11 @@ def capture_graphs(
     graphs = DecodeGraphs(model, caches, config)
     try:
         graphs.capture_all(capturer)
-    except (RuntimeError, IndexError) as error:  # IndexError: attention by the host's lists, which a graph has not
-        reason = str(error).strip().split("\n")[0]
-        LOGGER.warning("decode runs without CUDA graphs: %s: %s", type(error).__name__, reason)
+    except KVStoreError:
+        raise
+    except Exception as error:  # whatever torch, Triton and the model raise: it is done eagerly instead
+        first = error.__context__ or error  # the end of a broken capture has an error of its own
+        reason = str(first).strip().split("\n")[0]
+        LOGGER.warning("decode runs without CUDA graphs: %s: %s", type(first).__name__, reason)
         return None
     return graphs

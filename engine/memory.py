@@ -20,6 +20,7 @@ from kvstore.errors import ConfigError
 CPU_FRACTION = 0.25  # of the memory that is available now
 CPU_WINDOWS = 4  # and never more than so many times max_num_seqs full windows
 CUDA_FRACTION = 0.92  # of the device's memory, weights and the largest step included
+CUDA_WINDOWS = 16  # as CPU_WINDOWS: a small model's pool is not worth the millions of blocks that a card could hold
 
 
 def num_hbm_blocks(
@@ -47,11 +48,11 @@ def num_hbm_blocks(
 
 
 def _auto_bytes(model: PositionFreeModel, config: SchedulerConfig, has_graphs: bool, saves: bool) -> int:
+    window_bytes = config.max_num_seqs * config.max_model_len * model.spec.kv_bytes_per_token
     if model.device.type == "cuda":
         beside = (MAX_SAVE_BYTES if saves else 0) + (bytes_for_graphs(model, config) if has_graphs else 0)
-        return max(_cuda_bytes(model, config) - beside, 0)
-    windows = CPU_WINDOWS * config.max_num_seqs * config.max_model_len * model.spec.kv_bytes_per_token
-    return min(int(psutil.virtual_memory().available * CPU_FRACTION), windows)
+        return min(max(_cuda_bytes(model, config) - beside, 0), CUDA_WINDOWS * window_bytes)
+    return min(int(psutil.virtual_memory().available * CPU_FRACTION), CPU_WINDOWS * window_bytes)
 
 
 def _cuda_bytes(model: PositionFreeModel, config: SchedulerConfig) -> int:

@@ -79,10 +79,15 @@ class ModelRunner:
         self.times = StepTimes()
         self._unread: _Unread | None = None
         connector.register_kv_caches(self.caches)
-        if self._device.type == "cuda":
-            warm_up(model, self.caches, config, self.sampler)
+        self._config = config
+        self.warm_up()
         self.graphs = None if capturer is None else capture_graphs(model, self.caches, config, capturer)
         self.times.num_graphs = 0 if self.graphs is None else self.graphs.num_graphs
+
+    def warm_up(self) -> None:
+        """In the thread that is going to step, before it does; on a CPU there is nothing to do."""
+        if self._device.type == "cuda":
+            warm_up(self.model, self.caches, self._config)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> StepResult:

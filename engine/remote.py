@@ -266,6 +266,9 @@ class RemoteEngine:
     def drive(self, driver: threading.Thread) -> None:
         self._driver = driver
 
+    def warm_up(self) -> None:
+        """Done in the process, where the thread that steps is the one that made the engine."""
+
     def wait_for_work(self, stop: Callable[[], bool]) -> None:
         while not self._link.wait(stop):
             if stop():

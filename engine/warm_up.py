@@ -19,23 +19,36 @@ from engine.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from kernels.attention import PagedBatch
 from kvstore.connector import NullConnector
+from kvstore.errors import ModelError
 
 LOGGER = logging.getLogger("kvstore.engine")
 _MOST_TOKENS = 128  # attention has no other forms for more: a tile has no more rows
 
 
 @torch.inference_mode()
-def warm_up(model: PositionFreeModel, caches: KVCaches, config: SchedulerConfig, sampler: Sampler) -> None:
-    """Steps of all forms over caches that nobody uses yet; nothing is written to them. Row 0 of the sampler is free."""
+def warm_up(model: PositionFreeModel, caches: KVCaches, config: SchedulerConfig) -> None:
+    """Steps of all forms; nothing is written to the caches. In the thread that is going to step: cuBLAS keeps a handle
+    and a workspace for each.
+
+    Raises ModelError with the form that failed.
+    """
     LOGGER.info("warming up: kernels that were never compiled on this machine take a second each")
     started = time.perf_counter()
     for num_tokens, context_len in step_forms(config):
-        logits = _step(model, caches, config.block_size, num_tokens, context_len)
-    none = np.empty(0, np.int64)
+        try:
+            logits = _step(model, caches, config.block_size, num_tokens, context_len)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of torch or Triton, which has errors of its own
+            reason = str(error).strip().split("\n")[0]
+            raise ModelError(
+                f"a step of {num_tokens} tokens with a context of {context_len} fails on {model.device} in "
+                f"{model.spec.dtype} with {type(error).__name__}: {reason}; give another dtype, or device=cpu"
+            ) from error
+    sampler, none = Sampler(1, model.spec.vocab_size, model.device), np.empty(0, np.int64)
     for params in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=40, top_p=0.9)):
         sampler.set_row(0, params, 0, (), none, none)
         sampler.sample(logits, np.zeros(1, np.int64))  # waits for the device
-    sampler.clear_row(0)
     LOGGER.info("warm after %.1f s", time.perf_counter() - started)
 
 

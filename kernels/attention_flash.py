@@ -7,6 +7,7 @@ rows before that are left as they come. What a kernel does not support is not kn
 import functools
 import importlib
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -16,6 +17,8 @@ import torch.nn.functional as F
 
 from kernels import reference
 from kernels.paged_batch import DeviceBatch, PagedBatch, Scoring
+
+log = logging.getLogger(__name__)
 
 FLASH2_PAGE = 256  # flash-attn 2 takes pages of multiples of this
 
@@ -38,10 +41,13 @@ class Setting:
 
 @functools.cache
 def module(name: str) -> ModuleType | None:
-    """A package that may be absent, or built for another torch."""
+    """A package that may be absent, or built for another torch: then its import raises what its libraries do."""
     try:
         return importlib.import_module(name)
-    except ImportError:
+    except (ImportError, OSError, RuntimeError) as error:
+        if not isinstance(error, ModuleNotFoundError):
+            reason = str(error).strip().splitlines()[:1]
+            log.warning("%s is installed but cannot be used (%s)", name, *reason or ["?"])
         return None
 
 

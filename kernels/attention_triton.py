@@ -240,6 +240,7 @@ def _launch(
         sums = (num_tokens - first, num_heads, num_splits)
         partial = torch.empty((*sums, head_dim), dtype=torch.float32, device=query.device)
         logsum = torch.empty(sums, dtype=torch.float32, device=query.device)
+    num_stages = shape.num_stages if partial is None else min(shape.num_stages, 3)  # a part is short
     softcap = scoring.softcap
     _attend[(num_tiles, num_kv_heads, num_splits)](
         query, key_cache, value_cache, layout.query_start, layout.context_lens, layout.block_table,
@@ -250,7 +251,7 @@ def _launch(
         KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, WIDTH=width, BLOCK_SIZE=block_size,
         TILE_ROWS=shape.rows, TILE_KEYS=shape.keys, MIN_TILES=shape.min_split // shape.keys, WINDOW=scoring.window or 0,
         SOFTCAP=softcap is not None, ONE_TOKEN=max_query_len == 1,
-        num_warps=shape.num_warps, num_stages=shape.num_stages if partial is None else 3,  # a part is short
+        num_warps=shape.num_warps, num_stages=num_stages,
     )  # fmt: skip
     if num_splits > 1:
         _join[(num_tokens - first, num_heads)](

@@ -23,7 +23,7 @@ from kernels.paged_batch import DeviceBatch, Scoring
 from rope.rotary import Style
 
 ARCHITECTURES = [80, 90]
-MODELS = {"Llama-3.1-8B": (32, 8, 128), "Qwen-2.5-0.5B": (14, 2, 64)}  # heads, KV heads, head_dim
+MODELS = {"Llama-3.1-8B": (32, 8, 128), "Qwen-2.5-0.5B": (14, 2, 64), "Gemma-3-1B": (4, 1, 256)}  # heads, KV, head_dim
 BLOCK_SIZE, NUM_BLOCKS, NUM_TOKENS = 16, 5, 6
 
 
@@ -74,13 +74,14 @@ def launch_attention_triton(heads, dtype, options):
     lens = torch.full((3,), NUM_TOKENS, dtype=torch.int32)
     starts = torch.tensor([0, 1, 2, NUM_TOKENS], dtype=torch.int32)
     scoring = Scoring(heads[2] ** -0.5, options.get("window"), options.get("softcap"))
-    for longest_query, longest in ((8, NUM_TOKENS), (512, NUM_TOKENS), (512, 1 << 15)):  # the last: joined parts
+    forms = [(8, NUM_TOKENS), (512, NUM_TOKENS), (512, 1 << 15)]  # the last: joined parts
+    for longest_query, longest in forms[-1:] if options.get("parts") else forms:
         layout = DeviceBatch(starts, lens, table, decodes, longest_query, longest)
         attention_triton.decode(query, *caches, layout, scoring, torch.empty_like(query))
         attention_triton.prefill(query, *caches, layout, scoring, torch.empty_like(query))
 
 
-LLAMA, QWEN = MODELS
+LLAMA, QWEN, GEMMA = MODELS
 LAUNCHES = {
     "kv_triton": (
         launch_kv_triton,
@@ -98,6 +99,9 @@ LAUNCHES = {
             (LLAMA, torch.bfloat16, {}),
             (LLAMA, torch.bfloat16, {"window": 4096, "softcap": 50.0}),
             (QWEN, torch.bfloat16, {}),
+            (GEMMA, torch.bfloat16, {"parts": True}),
+            (LLAMA, torch.float32, {"parts": True}),
+            (GEMMA, torch.float32, {"parts": True}),
         ],
     ),
 }

@@ -1,4 +1,4 @@
-"""What all tests share: the `gpu` marker skips itself, torch uses one thread, Hypothesis has no deadline.
+"""What all tests share: the `gpu` marker skips itself, other tests see no GPU, torch uses one thread.
 
 Kernels are tested on a CUDA device, and without one in Triton's interpreter: the fixture `kernel_device`.
 """
@@ -6,6 +6,9 @@ Kernels are tested on a CUDA device, and without one in Triton's interpreter: th
 import glob
 import importlib.util
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import settings
@@ -34,6 +37,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Around a test's fixtures, too: engines are made in fixtures of whole modules."""
+    if "gpu" in item.keywords:
+        return (yield)
+    with no_devices():
+        return (yield)
+
+
+@contextmanager
+def no_devices() -> Iterator[None]:
+    """Neither this process nor those that it starts find a GPU: what expects a CPU's pool gets one.
+
+    Asking torch at the collection has fixed what the driver sees in this process, so that tests marked `gpu` go on to.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        if "torch" in sys.modules:
+            patch.setattr(sys.modules["torch"].cuda, "is_available", lambda: False)
+        yield
 
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -104,6 +104,8 @@ class Driver:
         self.waits: list[str] = []
         self.refuses_to_wait = False
         self.recording: list[Callable[[], object]] | None = None  # of the capture that is going on
+        self.is_invalid = False  # that capture did what it must not: its end will fail
+        self.pool: object = None  # that the allocator takes all memory from, in a capture
         self.pinned: dict[int, int] = {}  # address -> bytes
         self.num_kernels = 0
 
@@ -121,8 +123,14 @@ class Driver:
 
     def wait(self, what: str) -> None:
         self.waits.append(what)
+        self.is_invalid = self.recording is not None
         if self.recording is not None or self.refuses_to_wait:
             raise FakeCudaError(f"{what} waits for the device")
+
+    def end_pool(self, index: int, pool: object) -> None:
+        if index != DEVICE.index or self.pool != pool:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.pool = None
 
     # -- operations --------------------------------------------------------------------------------------------------
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -299,10 +307,15 @@ class CUDAGraph:
 
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global", **_: object) -> None:
         assert DRIVER.recording is None and capture_error_mode in ("global", "thread_local", "relaxed")
-        DRIVER.recording = []
+        DRIVER.recording, DRIVER.pool = [], pool or (0, 0)
 
     def capture_end(self) -> None:
+        """The driver's error comes before the allocator is told that the capture is over."""
         self._works, DRIVER.recording = DRIVER.recording, None
+        if DRIVER.is_invalid:
+            DRIVER.is_invalid = False
+            raise FakeCudaError("CUDA error: operation failed due to a previous error during capture")
+        DRIVER.end_pool(DEVICE.index, DRIVER.pool)
 
     def replay(self) -> None:
         for work in self._works:
@@ -383,6 +396,7 @@ def install(monkeypatch: pytest.MonkeyPatch, has_triton: bool) -> Driver:
         monkeypatch.setattr(torch.cuda, cls.__name__, cls)
     monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", driver.end_pool, raising=False)
     torch.utils._device._device_constructors()  # which it keeps: to be taken before two of them are replaced
     for name in ("tensor", "as_tensor"):  # these copy where no mode sees it
         monkeypatch.setattr(torch, name, partial(made_on_host, getattr(torch, name)))

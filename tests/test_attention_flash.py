@@ -167,6 +167,17 @@ def test_what_does_not_work_here_is_not_used(install):
     assert find(setting()) is attention_flash.flash3
 
 
+@pytest.mark.parametrize("error", ["OSError", "RuntimeError", "ImportError"])
+def test_a_package_whose_import_fails_is_as_good_as_none(install, tmp_path, monkeypatch, caplog, error):
+    """Built for another torch, it may miss a symbol, a library, or an operation that it wants to register."""
+    (tmp_path / "flash_attn_interface.py").write_text(f"raise {error}('libcudart.so.11: cannot open\\nmore')")
+    install(TORCH)
+    monkeypatch.delitem(sys.modules, "flash_attn_interface")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert attention._foreign_prefill(setting()) is attention_flash.torch_varlen
+    assert "flash_attn_interface is installed but cannot be used (libcudart.so.11: cannot open)" in caplog.text
+
+
 def test_it_is_found_out_once(install):
     calls = []
 

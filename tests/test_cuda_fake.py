@@ -10,8 +10,10 @@ from engines import Plain, ask, cached, counters, evict_cpu, greedy, open_engine
 from fake_cuda import DEVICE, FakeCudaError, device
 
 from engine import CacheTiers, Engine, SamplingParams
+from engine.graphs import CudaCapturer
 from kernels import reference
 from kernels.write_kv import write_kv
+from kvstore.errors import KVStoreError
 
 if torch.cuda.is_available():
     pytest.skip("there is a CUDA device", allow_module_level=True)
@@ -130,6 +132,7 @@ def test_a_conversation_that_outgrows_its_window_and_is_deleted(tmp_path, monkey
 @pytest.mark.parametrize("has_triton", WAYS)
 def test_the_pool_is_sized_by_what_is_free(has_triton, tmp_path, monkeypatch):
     model = save_model(tmp_path / "model", **TINY)
+    monkeypatch.setattr("engine.memory.CUDA_WINDOWS", 1 << 40)
     with device(monkeypatch, has_triton), engine_on_cuda(model, hbm="auto", **ONE) as engine:
         num_bytes = engine.pool.num_blocks * engine.block_bytes
         assert 0.25 * fake_cuda.FREE_BYTES < num_bytes < fake_cuda.FREE_BYTES
@@ -149,6 +152,29 @@ def test_a_decode_step_waits_once(tmp_path, monkeypatch):
             ask(engine, tokens(5, 5), 4)
             assert driver.waits == ["a copy to the host"] * 4 and engine.step_times.num_steps == 4
             assert engine.step_times.num_replays == (0 if enforce_eager else 3)
+
+
+def test_a_capture_that_fails_leaves_the_allocator_as_it_was(monkeypatch):
+    """Else memory that other streams give back is never used again. What failed is an operation that two trials did."""
+    calls = []
+    with device(monkeypatch) as driver:
+        capturer, there, stream = CudaCapturer(DEVICE), torch.arange(3, device=DEVICE), torch.cuda.current_stream()
+
+        def work(_):
+            calls.append(1)
+            return there.tolist() if len(calls) == 3 else there
+
+        with pytest.raises(FakeCudaError, match="previous error"):
+            capturer.capture(work, None)
+        assert driver.pool is None and driver.recording is None and torch.cuda.current_stream() is stream
+        capturer.capture(work, None)()
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: _raise(FakeCudaError("CUDA error: unspecified")))
+        with pytest.raises(KVStoreError, match=r"not work any more \(CUDA error: unspecified\); .*--enforce-eager"):
+            capturer._leave()
+
+
+def _raise(error: Exception):
+    raise error
 
 
 def test_padding_is_skipped_where_there_are_no_kernels(monkeypatch):
@@ -195,8 +221,11 @@ def test_what_a_capture_refuses_and_what_a_replay_does_again(monkeypatch):
         works = [lambda: there.tolist(), lambda: bool(there.any()), lambda: there[there > 0]]
         works += [lambda: there.copy_(torch.arange(3)), lambda: torch.arange(3).to(DEVICE, non_blocking=True)]
         for work in works:
-            with pytest.raises(FakeCudaError, match="waits for the device"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-                work()
+            with pytest.raises(FakeCudaError, match="previous error"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+                try:
+                    work()
+                except FakeCudaError as error:
+                    assert "waits for the device" in str(error)
         pinned = torch.arange(3).pin_memory()
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             there.copy_(pinned, non_blocking=True)

@@ -3,13 +3,14 @@
 import warnings
 from types import SimpleNamespace
 
+import fake_cuda
 import psutil
 import pytest
 import torch
 from models import make_model
 
 from engine.config import SchedulerConfig
-from engine.memory import CPU_FRACTION, CPU_WINDOWS, _maximal_step, num_hbm_blocks
+from engine.memory import CPU_FRACTION, CPU_WINDOWS, CUDA_WINDOWS, _maximal_step, num_hbm_blocks
 from engine.probe import intercept
 from kvstore.config import MAX_SAVE_BYTES
 from kvstore.errors import ConfigError
@@ -73,17 +74,33 @@ def test_the_maximal_step_has_all_the_tokens_and_samples_of_one(model, max_token
 def test_auto_on_cuda_leaves_room_for_graphs_and_for_what_is_not_saved_yet(monkeypatch):
     device = torch.device("cuda")
     model = SimpleNamespace(device=device, spec=SimpleNamespace(kv_bytes_per_token=1 << 10))
+    monkeypatch.setattr("engine.memory.CUDA_WINDOWS", 1 << 40)
     monkeypatch.setattr("engine.memory._cuda_bytes", lambda *_: 4 << 30)
     monkeypatch.setattr("engine.memory.bytes_for_graphs", lambda *_: 1 << 30)
     found = [num_hbm_blocks(model, CONFIG, "auto", *flags) for flags in ((False, False), (True, False), (True, True))]
     assert found == [(4 << 30) >> 14, (3 << 30) >> 14, ((3 << 30) - MAX_SAVE_BYTES) >> 14]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_auto_on_cuda_takes_no_more_than_a_small_model_can_use(monkeypatch):
+    """A card of 140 GB would hold ten million blocks of the built-in model, and Python keeps books on each."""
+    config = SchedulerConfig(max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64)
+    with fake_cuda.device(monkeypatch):
+        model = intercept(make_model().to(fake_cuda.DEVICE), 256)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (139 << 30, 140 << 30))
+        assert num_hbm_blocks(model, config, "auto") == CUDA_WINDOWS * 4 * 256 // 16
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (3 << 20, 7 << 20))
+        assert num_hbm_blocks(model, config, "auto") < CUDA_WINDOWS * 4 * 256 // 16
+
+
 @pytest.mark.gpu
-def test_auto_on_cuda_leaves_room_for_the_largest_step():
+def test_auto_on_cuda_leaves_room_for_the_largest_step(monkeypatch):
     network = make_model().to("cuda")
     model = intercept(network, 256)
+    monkeypatch.setattr("engine.memory.CUDA_WINDOWS", 1 << 40)
     blocks = num_hbm_blocks(model, CONFIG, "auto")
     caches = model.new_caches(blocks, 16)
     free, total = torch.cuda.mem_get_info()
     assert blocks > 0 and free > 0.02 * total and len(caches) == model.spec.num_layers
+    del caches
+    torch.cuda.empty_cache()  # else nothing is left for processes that later tests start

@@ -1,21 +1,25 @@
 """What is warmed up: every form of a kernel that a step may launch, and nothing is left of it."""
 
+import asyncio
 import itertools
+import threading
 from collections import Counter
 
 import pytest
 import torch
-from engines import ask, save_model, settle, tokens
+from engines import Plain, ask, greedy, open_engine, save_model, settle, tokens
 from models import make_model
 
 from engine import Engine
+from engine.async_engine import AsyncEngine
 from engine.config import SchedulerConfig
+from engine.model_runner import ModelRunner
 from engine.probe import intercept
-from engine.sampler import Sampler
 from engine.warm_up import step_forms, warm_up
 from kernels.attention import attend_paged
 from kernels.paged_batch import PagedBatch, Scoring
 from kernels.triton_support import has_triton
+from kvstore.errors import ModelError
 
 MAX_LEN = 4096
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs Triton")
@@ -32,11 +36,52 @@ def test_forms_of_steps():
 @pytest.mark.parametrize("name", ["Llama", "Gemma3", "GptOss", "SmolLM3"])
 def test_nothing_is_left_of_it(name):
     model = intercept(make_model(name), 256)
-    caches, sampler = model.new_caches(3, 16), Sampler(2, model.spec.vocab_size, model.device)
-    before = sampler._state.copy()
-    warm_up(model, caches, SchedulerConfig(256, max_num_seqs=2), sampler)
+    caches = model.new_caches(3, 16)
+    warm_up(model, caches, SchedulerConfig(256, max_num_seqs=2))
     assert all((cache == 0).all() for layer in caches for cache in layer)
-    assert (sampler._state == before).all()
+
+
+def test_what_fails_is_named(monkeypatch):
+    """Triton's errors are no RuntimeErrors, and say nothing of the step that met them."""
+    model = intercept(make_model(), 256)
+    forward = model.forward
+
+    def fails(token_ids, *parts):
+        if len(token_ids) == 16:
+            raise type("OutOfResources", (Exception,), {})("shared memory, Required: 300000\nmore")
+        return forward(token_ids, *parts)
+
+    monkeypatch.setattr(model, "forward", fails)
+    form = "a step of 16 tokens with a context of 16 fails on cpu in torch.float32 with OutOfResources: "
+    with pytest.raises(ModelError, match=form + "shared memory, Required: 300000; give another dtype, or device=cpu"):
+        warm_up(model, model.new_caches(3, 16), SchedulerConfig(256))
+
+
+def test_the_thread_that_steps_is_warmed_up_too(tmp_path, monkeypatch):
+    """cuBLAS keeps a handle and a workspace for each thread: the first request would wait for them."""
+    threads, plain = [], Plain(model := save_model(tmp_path))
+    expected = plain(tokens(1, 20), 5)
+    plain.engine.close()
+
+    def warm(runner):
+        threads.append(threading.current_thread().name)
+        warm_up(runner.model, runner.caches, runner._config)
+
+    monkeypatch.setattr(ModelRunner, "warm_up", warm)
+    with open_engine(model) as engine:
+        handle = engine.submit(tokens(1, 20), greedy(5))  # it may run when the thread begins
+        engine.step()
+        engine.step()
+
+        async def serve() -> list[int]:
+            served = AsyncEngine(engine)
+            try:
+                return (await served.generate(tokens(1, 20), greedy(5))).token_ids
+            finally:
+                await served.close()
+
+        assert asyncio.run(serve()) == expected == handle.output.token_ids
+    assert threads == ["MainThread", "kvstore-engine"]
 
 
 class Launches:
