@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from engine.chat import ChatSession, lineage_of
 from engine.chat_template import ChatTemplate
+from engine.model_files import why_no_chat
 from engine.prompts import check_length, check_owner, check_session_id, check_text, check_truncation
 from kvstore.errors import RequestError, SessionNotFoundError
 from kvstore.session_store import SessionKey
@@ -33,7 +34,7 @@ def open_chat(
     if system is not None:
         check_text(system, "system")
     if template is None:
-        raise RequestError(f"{engine.model_name} has no chat template; use generate", param="messages")
+        raise RequestError(why_no_chat(engine.model_name, engine.tokenizer is not None), param="messages")
     if system is not None:
         check_length([system], engine.tokenizer, engine.max_request_tokens)
     check_truncation(

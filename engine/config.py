@@ -32,6 +32,7 @@ class EngineConfig:
 
     tokenizer: directory or hub id of one that is not the model's. revision: branch, tag or commit of a hub id; both of
     the model and, where it is its own, of the tokenizer. enforce_eager: no CUDA graphs; means nothing on a CPU.
+    chat_template: a file, or the text of one, instead of the tokenizer's.
     """
 
     model: str | Path | None = None
@@ -49,11 +50,12 @@ class EngineConfig:
     tokenizer: str | None = None
     revision: str | None = None
     enforce_eager: bool = False
+    chat_template: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str | Path | None):
             raise ConfigError(f"model is {self.model!r}; give a directory, a hub id, or None for the built-in model")
-        for name in ("tokenizer", "revision"):
+        for name in ("tokenizer", "revision", "chat_template"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value.strip()):
                 raise ConfigError(f"{name} is {value!r}; give a name, or None for the model's own")

@@ -67,6 +67,7 @@ class Engine:
         learned from this store's own traffic), or "auto", which follows what would have hit most.
     tokenizer: directory or hub id of another one than the model's. revision: branch, tag or commit of a hub id.
     enforce_eager: True launches every kernel of a decode step by itself instead of replaying CUDA graphs.
+    chat_template: a file with a Jinja template, or its text, instead of the tokenizer's.
 
     `admin` evicts, verifies, compacts, and lists and deletes sessions (see `engine.admin`).
 
@@ -90,19 +91,21 @@ class Engine:
         tokenizer: str | None = None,
         revision: str | None = None,
         enforce_eager: bool = False,
+        chat_template: str | None = None,
     ) -> None:
         tiers = CacheTiers.of(cache_tiers)
         config = EngineConfig(
             model, tiers, device, dtype, block_size, max_model_len, max_num_seqs, max_num_batched_tokens, load, seed,
-            policy, eviction, tokenizer, revision, enforce_eager,
+            policy, eviction, tokenizer, revision, enforce_eager, chat_template,
         )  # fmt: skip
         with WAITING.allowed():
             self._build(config)
 
     def _build(self, config: EngineConfig) -> None:
         loaded = load(
-            config.model, config.device, config.dtype, config.max_model_len, config.tokenizer, config.revision
-        )
+            config.model, config.device, config.dtype, config.max_model_len, config.tokenizer, config.revision,
+            config.chat_template,
+        )  # fmt: skip
         self.model_name = loaded.name
         self.max_model_len = loaded.max_model_len
         self.tokenizer = loaded.tokenizer

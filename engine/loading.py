@@ -5,7 +5,6 @@ Every failure is one clear line.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,12 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from engine.builtin import MODEL_DIR
+from engine.chat_template import ChatTemplate
+from engine.model_files import find_model, find_tokenizer, has_tokenizer, template_text
 from engine.sampling_params import SamplingParams
 from kvstore.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-_SNAPSHOT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _QUICK_BYTES = 2**28  # below this no progress bar is shown
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +46,26 @@ def load(
     max_model_len: int | None,
     tokenizer_of: str | None = None,
     revision: str | None = None,
+    chat_template: str | None = None,
 ) -> Loaded:
     """Load a causal LM from safetensors with eager attention, as its authors wrote it.
 
     model: None for the built-in one, a local directory, or a hub id. dtype "auto": as stored in the checkpoint.
     tokenizer_of: directory or hub id whose tokenizer is used instead of the model's. revision: of a hub id.
-    Raises ModelError, UnsupportedModelError or ConfigError.
+    chat_template: a file, or the text of one, instead of the tokenizer's.
+    What costs most comes last. Raises ModelError, UnsupportedModelError or ConfigError.
     """
-    source = _source(model)
-    is_local = Path(source).is_dir()
-    if revision is not None:
-        if is_local:
-            raise ConfigError(f"revision is {revision!r}, which is for a hub id; {source} is a directory")
-        source = _snapshot(source, revision)
+    directory = find_model(model, revision)
+    source = str(directory)
     config = _config(source)
     window = _window(config, max_model_len)
     target = _device(device)
+    tokenizer = _tokenizer_for(directory, tokenizer_of, chat_template)
     network = _network(source, config, dtype).to(target).eval().requires_grad_(False)
-    tokenizer = _tokenizer(source) if tokenizer_of is None else _other_tokenizer(tokenizer_of, network)
-    name = "kvstore-builtin" if model is None else Path(source).resolve().name if is_local else str(model)
+    if tokenizer_of is not None:
+        _check_vocabulary(tokenizer, tokenizer_of, network)
+    is_local = model is not None and Path(model).expanduser().is_dir()
+    name = "kvstore-builtin" if model is None else directory.resolve().name if is_local else str(model)
     eos, defaults = _eos_token_ids(network, tokenizer), _sampling_defaults(network.generation_config)
     return Loaded(name, source, network, tokenizer, eos, window, target, defaults)
 
@@ -86,38 +84,6 @@ def _sampling_defaults(config: Any) -> dict[str, float]:
     except RequestError:
         return {}
     return defaults
-
-
-def _source(model: str | Path | None) -> str:
-    if model is None:
-        return str(MODEL_DIR)
-    if not str(model):
-        raise ModelError("the model's name is empty; give a model's directory or its hub id")
-    try:
-        path = Path(model).expanduser()
-    except RuntimeError as error:  # ~nobody
-        raise ModelError(f"{model} is not a directory: {error}") from error
-    if path.is_dir():
-        if not any(path.glob("*.safetensors")):
-            raise ModelError(f"{path} has no *.safetensors file; only safetensors weights are loaded")
-        if not (path / "config.json").is_file():
-            raise ModelError(f"{path} has no config.json; give the directory of a Hugging Face model")
-        return str(path)
-    if path.exists() or str(model).startswith((".", "/", "~")) or not _HUB_ID.fullmatch(str(model)):
-        raise ModelError(f"{model} is not a directory; give a model's directory or its hub id")
-    return str(model)
-
-
-def _snapshot(hub_id: str, revision: str) -> str:
-    """The directory of one revision in the hub's cache, fetched when it is not there: the weights' digest needs it."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found: str = snapshot_download(hub_id, revision=revision, allow_patterns=_SNAPSHOT_FILES)
-    except (OSError, ValueError, HFValidationError) as error:
-        raise ModelError(f"cannot get revision {revision} of {hub_id}: {_first_line(error)}") from error
-    return _source(found)
 
 
 def _first_line(error: Exception) -> str:
@@ -141,6 +107,8 @@ def _network(source: str, config: Any, dtype: str) -> Any:
     bar = transformers.utils.logging.is_progress_bar_enabled()
     if _weight_bytes(source) < _QUICK_BYTES:
         transformers.utils.logging.disable_progress_bar()
+    verbosity = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()  # else it prints a table of what does not fit
     try:
         network, report = transformers.AutoModelForCausalLM.from_pretrained(
             source,
@@ -150,22 +118,25 @@ def _network(source: str, config: Any, dtype: str) -> Any:
             trust_remote_code=False,  # never asks, never runs a model's own code
             attn_implementation="eager",
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told below, by name
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"cannot load {source}: {_first_line(error)}") from error
     finally:
+        transformers.utils.logging.set_verbosity(verbosity)
         if bar:
             transformers.utils.logging.enable_progress_bar()
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise ModelError(f"{source} lacks {len(missing)} weights of {type(network).__name__}, such as {missing[0]}")
+    for key, found, wanted in sorted(report["mismatched_keys"]):
+        shapes = f"has shape {list(found)}, but config.json asks for {list(wanted)}"
+        raise ModelError(f"{source}: the weight {key} {shapes}; they are of two models, or one of them was changed")
     return network
 
 
-def _weight_bytes(source: str) -> float:
-    """Size of a local checkpoint; without end for one that may have to be fetched."""
-    if not Path(source).is_dir():
-        return float("inf")
+def _weight_bytes(source: str) -> int:
+    """Size of a checkpoint."""
     return sum(file.stat().st_size for file in Path(source).glob("*.safetensors"))
 
 
@@ -203,37 +174,46 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def load_tokenizer(model: str | Path | None, tokenizer_of: str | None = None, revision: str | None = None) -> Any:
-    """What `load` finds as the tokenizer, alone. Raises ModelError."""
-    if tokenizer_of is not None:
-        return _tokenizer(_expanded(tokenizer_of))
-    source = _source(model)
-    return _tokenizer(source if revision is None else _snapshot(source, revision))
+def load_tokenizer(
+    model: str | Path | None,
+    tokenizer_of: str | None = None,
+    revision: str | None = None,
+    chat_template: str | None = None,
+) -> Any:
+    """What `load` finds as the tokenizer, alone; weights are not fetched. Raises ModelError and ConfigError."""
+    return _tokenizer_for(find_model(model, revision, with_weights=False), tokenizer_of, chat_template)
 
 
-def _expanded(source: str) -> str:
-    return str(Path(source).expanduser()) if source.startswith("~") else source
-
-
-def _other_tokenizer(source: str, network: Any) -> Any:
-    tokenizer = _tokenizer(_expanded(source))
+def _tokenizer_for(directory: Path, tokenizer_of: str | None, chat_template: str | None) -> Any:
+    given = None if chat_template is None else template_text(chat_template)
+    tokenizer = _tokenizer(directory if tokenizer_of is None else find_tokenizer(tokenizer_of))
+    if given is None:
+        return tokenizer
     if tokenizer is None:
-        raise ModelError(f"{source} has no tokenizer; give a directory with tokenizer.json, or a hub id")
-    num_rows = network.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > num_rows:
-        raise ModelError(f"the tokenizer {source} has {len(tokenizer):,} tokens, but the model knows {num_rows:,}")
+        raise ConfigError("chat_template is given, but the model has no tokenizer; give one, too")
+    tokenizer.chat_template = given
+    try:
+        ChatTemplate(tokenizer).prompt_ids([{"role": "user", "content": "Hello"}])
+    except RequestError as error:
+        raise ConfigError(f"chat_template cannot be used: {_first_line(error)}") from error
     return tokenizer
 
 
-def _tokenizer(source: str) -> Any:
-    if Path(source).is_dir() and not any((Path(source) / name).is_file() for name in _TOKENIZER_FILES):
+def _check_vocabulary(tokenizer: Any, name: str, network: Any) -> None:
+    num_rows = network.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > num_rows:
+        raise ModelError(f"the tokenizer {name} has {len(tokenizer):,} tokens, but the model knows {num_rows:,}")
+
+
+def _tokenizer(directory: Path) -> Any:
+    if not has_tokenizer(directory):
         return None
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"cannot load the tokenizer of {source}: {_first_line(error)}") from error
+        raise ModelError(f"cannot load the tokenizer of {directory}: {_first_line(error)}") from error
     if not tokenizer.is_fast:
-        raise ModelError(f"{source} has no fast tokenizer (tokenizer.json), which incremental text needs")
+        raise ModelError(f"{directory} has no fast tokenizer (tokenizer.json), which incremental text needs")
     return tokenizer
 
 

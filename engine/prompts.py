@@ -111,7 +111,7 @@ def prompt_ids(
     """
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise RequestError("this model has no tokenizer; give prompts as token ids", param="prompt")
+            raise RequestError("this model has no tokenizer; give prompts as token ids, or tokenizer=", param="prompt")
         check_text(prompt, "prompt")
         if limit is not None:
             check_length([prompt], tokenizer, limit)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from engine.chat_template import ChatTemplate, Message
+from engine.model_files import why_no_chat
 from engine.outputs import RequestOutput
 from engine.prompts import check_length, check_truncation
 from engine.recall_ids import Digests, Keys, answer_ids
@@ -78,7 +79,8 @@ class Recall:
         check_truncation("auto", reuse)
         template = self._template
         if template is None:
-            raise RequestError(f"{self._engine.model_name} has no chat template; use completions", param="messages")
+            why = why_no_chat(self._engine.model_name, self._engine.tokenizer is not None)
+            raise RequestError(why, param="messages")
         if not messages:
             raise RequestError("messages is empty; give at least one", param="messages")
         texts = [message["content"] for message in messages]

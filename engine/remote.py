@@ -20,6 +20,7 @@ from engine.chat_template import ChatTemplate
 from engine.chats import open_chat, prefetch_chat
 from engine.config import EngineConfig
 from engine.loading import load_tokenizer
+from engine.model_files import find_model
 from engine.output_processor import Handle
 from engine.outputs import Piece, RequestOutput
 from engine.prompts import check_fits, check_ids, check_ids_of, check_owner, check_params, check_session_id
@@ -56,10 +57,11 @@ class RemoteEngine:
         **options: Any,
     ) -> None:
         config = EngineConfig(model, CacheTiers.of(cache_tiers), **options)
+        find_model(config.model, config.revision, with_weights=False)  # before a process is started for nothing
         self._link = link = Link(_arguments(config), shutdown_s)
         self._finalizer = weakref.finalize(self, close_dropped, link)
         try:
-            self.tokenizer = load_tokenizer(config.model, config.tokenizer, config.revision)
+            self.tokenizer = load_tokenizer(config.model, config.tokenizer, config.revision, config.chat_template)
             self._backend = None if self.tokenizer is None else self.tokenizer.backend_tokenizer
             self._template = None if self.tokenizer is None else ChatTemplate.of(self.tokenizer)
             link.wait_until_started()

@@ -11,6 +11,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from engine.chat_template import ChatTemplate, Message
+from engine.model_files import why_no_chat
 from service.context import Context, context_of
 from service.errors import ApiError
 from service.routes import Route
@@ -225,7 +226,7 @@ async def detokenize(request: web.Request) -> web.Response:
 def _tokenizer(context: Context) -> Any:
     tokenizer = context.engine.engine.tokenizer
     if tokenizer is None:
-        raise ApiError(400, "this model has no tokenizer", param="model", code="no_tokenizer")
+        raise ApiError(400, why_no_chat("the model", False), param="model", code="no_tokenizer")
     return tokenizer
 
 
@@ -236,7 +237,7 @@ def _encode(tokenizer: Any, text: str, special: bool) -> list[int]:
 def _chat_ids(tokenizer: Any, messages: list[Message]) -> list[int]:
     template = ChatTemplate.of(tokenizer)
     if template is None:
-        raise ApiError(400, "this model has no chat template", param="messages", code="no_chat_template")
+        raise ApiError(400, why_no_chat("the model", True), param="messages", code="no_chat_template")
     return template.prompt_ids(messages)
 
 

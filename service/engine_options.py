@@ -33,6 +33,7 @@ MODEL = Option("MODEL", plain_text, None, "a local directory or a hub id (defaul
 ENGINE_OPTIONS = (
     Option("--tokenizer", plain_text, None, "directory or hub id of another tokenizer (default: the model's)"),
     Option("--revision", plain_text, None, "branch, tag or commit of a model of the hub (default: its main branch)"),
+    Option("--chat-template", plain_text, None, "file with a Jinja chat template, or its text (default: the model's)"),
     Option("--max-model-len", count, None, "context window in tokens (default: the model's)"),
     Option("--block-size", count, 16, "tokens per KV block (default: 16)"),
     Option("--max-num-seqs", count, 64, "requests running at once (default: 64)"),

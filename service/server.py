@@ -18,6 +18,7 @@ from typing import Any
 
 from aiohttp import web
 
+from engine.model_files import check_speaks, why_no_chat
 from kvstore.config import format_size
 from kvstore.errors import KVStoreError
 from service.access import Access
@@ -64,6 +65,7 @@ def open_engine(
 ) -> Any:
     """The engine that the service drives, in this process or in one of its own."""
     if engine_factory is None:
+        check_speaks(model, engine_arguments, chats=False)
         engine_factory = _remote_engine() if options.engine_process else _local_engine()
     engine = engine_factory(model, **engine_arguments)
     if options.disk_per_key_bytes is not None:
@@ -184,6 +186,8 @@ class Server:
 
         engine = await in_thread(open_engine)
         self.context.open(AsyncEngine(engine, in_loop=hasattr(engine, "fileno")), Recall(engine))
+        if engine.tokenizer is not None and not engine.tokenizer.chat_template:
+            log(f"{why_no_chat(engine.model_name, True)}: routes that chat answer 400", {}, logging.WARNING)
 
     @property
     def port(self) -> int:

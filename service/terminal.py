@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from engine.model_files import check_speaks
 from kvstore.errors import ConfigError, RequestError, StoreError
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def run_chat(
 
     warnings.showwarning = one_line_warning
     with _loading(Console(stderr=True), model), interruptible():
+        if engine_factory is None:
+            check_speaks(model, engine_arguments, chats=True)
         engine = (engine_factory or _engine_class())(model, **engine_arguments)
     with engine:
         if options.max_tokens is not None and options.max_tokens >= engine.max_model_len:

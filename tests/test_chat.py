@@ -4,8 +4,9 @@ import pytest
 from engines import save_model
 
 from engine import Engine, SamplingParams
+from engine.builtin import MODEL_DIR
 from engine.chat_template import ChatTemplate
-from kvstore.errors import ContextLengthError, RequestError, SessionBusyError, SessionNotFoundError
+from kvstore.errors import ConfigError, ContextLengthError, RequestError, SessionBusyError, SessionNotFoundError
 
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
@@ -157,8 +158,29 @@ def test_a_template_that_rewrites_history_falls_back_to_rendering_all(engine):
 
 
 def test_a_model_without_a_template_says_so(tmp_path):
-    with Engine(save_model(tmp_path / "bare")) as engine, pytest.raises(RequestError, match="no chat template"):
+    path = without_template(tmp_path / "bare")
+    with Engine(path) as engine, pytest.raises(RequestError, match=r"no chat template; give .*chat_template="):
         engine.chat("any")
+
+
+def without_template(path):
+    """The built-in model without its chat template."""
+    path.mkdir()
+    for file in MODEL_DIR.iterdir():
+        if file.name != "chat_template.jinja":
+            (path / file.name).symlink_to(file)
+    return path
+
+
+def test_a_template_may_be_given(tmp_path):
+    path, template = without_template(tmp_path / "bare"), MODEL_DIR / "chat_template.jinja"
+    with Engine() as known, Engine(path, chat_template=str(template)) as engine:
+        want, got = (one.chat("a").send("My dog is called Rex.", PARAMS) for one in (known, engine))
+        assert (got.prompt_token_ids, got.text) == (want.prompt_token_ids, want.text)
+    for wrong in ("{% for m in messages %}", "{{ nothing.at.all }}", str(tmp_path / "missing.jinja")):
+        with pytest.raises(ConfigError, match=r"chat.template .*(cannot be used|cannot be read)") as caught:
+            Engine(path, chat_template=wrong)
+        assert "\n" not in str(caught.value)
 
 
 def test_truncation_makes_room_for_the_answer_that_is_asked_for(engine):

@@ -5,6 +5,7 @@ import threading
 import pytest
 from serving import ADMIN_KEY, KEY, serving
 
+from engine.builtin import MODEL_DIR
 from engine.chat_template import ChatTemplate
 from kvstore.errors import DegradedError
 from service.edge import health_reasons
@@ -154,6 +155,28 @@ def test_tokens_of_messages_are_those_of_the_prompt(server):
 def test_what_cannot_be_tokenized_is_named(server, path, body, param):
     reply = server.post(path, body)
     assert (reply.status, reply.error["param"]) == (400, param)
+
+
+def test_a_model_without_a_template_completes_and_does_not_chat(tmp_path):
+    for file in MODEL_DIR.iterdir():
+        if file.name != "chat_template.jinja":
+            (tmp_path / file.name).symlink_to(file)
+    with serving(str(tmp_path)) as server:
+        done = server.post("/v1/completions", {"prompt": "Hello", "max_tokens": 2})
+        assert done.status == 200 and done.json()["usage"]["completion_tokens"] == 2
+        messages = [{"role": "user", "content": "Hello"}]
+        for path, body in (
+            ("/chat", {"message": "Hello"}),
+            ("/v1/chat/completions", {"messages": messages}),
+            ("/v1/responses", {"input": "Hello"}),
+            ("/tokenize", {"messages": messages}),
+        ):
+            refused = server.post(path, body)
+            assert refused.status == 400, path
+            assert "has no chat template; give a file with one as --chat-template" in refused.error["message"]
+        template = (MODEL_DIR / "chat_template.jinja").read_text()
+    with serving(str(tmp_path), engine={"chat_template": template}) as server:
+        assert server.post("/chat", {"message": "Hello", "max_tokens": 2}).status == 200
 
 
 def test_another_model_is_not_there(server):

@@ -181,7 +181,7 @@ def test_a_history_that_nobody_knows_is_what_the_template_makes_of_it(builtin):
 
 
 def test_a_model_without_a_template_says_so(tmp_path):
-    with Engine(save_model(tmp_path / "bare")) as engine, pytest.raises(RequestError, match="no chat template"):
+    with Engine(save_model(tmp_path / "bare")) as engine, pytest.raises(RequestError, match="has no tokenizer"):
         Recall(engine).next_turn("", "", [user("hi")], greedy(4))
 
 

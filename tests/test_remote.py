@@ -383,7 +383,7 @@ def test_closing_ends_what_runs_and_refuses_what_comes(tmp_path):
         front = AsyncEngine(engine)
         out = await front.generate(PROMPT, TEN)
         assert (out.text, len(out.token_ids)) == ("", 10)
-        with pytest.raises(RequestError, match="no chat template"):
+        with pytest.raises(RequestError, match="no tokenizer"):
             engine.chat("a")
         task = asyncio.create_task(front.generate(PROMPT, LONG))
         while not engine.has_work:
