@@ -33,6 +33,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 MAX_IDS_AT_ONCE = 4096  # of a prompt that is looked at in the loop: well under a millisecond
 MAX_CALLS = 32  # blocking calls at once: turns that wait for the disk, templates, administration
+MAX_LONG_TEXTS = 2  # tokenized at once: each takes two hundred times its size meanwhile, and a processor
+LONG_TEXT_CHARS = 2**16
 
 
 @dataclass(slots=True)
@@ -134,6 +136,7 @@ class AsyncEngine:
         self._waiters: dict[str, tuple[Handle, _Waiter]] = {}
         self._closing = False
         self._workers = ThreadPoolExecutor(MAX_CALLS, "engine-call")
+        self._long_texts = ThreadPoolExecutor(MAX_LONG_TEXTS, "engine-text")
         self._loop: asyncio.AbstractEventLoop | None = None
         if in_loop:
             self._loop = asyncio.get_running_loop()
@@ -152,6 +155,16 @@ class AsyncEngine:
         At most MAX_CALLS at a time. When the caller is cancelled the function goes on, its result unseen.
         """
         return await asyncio.get_running_loop().run_in_executor(self._workers, partial(function, *args, **kwargs))
+
+    async def call_with_text(
+        self, num_chars: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """As `call`, for what tokenizes so many characters, or makes text of so many tokens.
+
+        Long ones go MAX_LONG_TEXTS at a time, and keep nobody waiting who has a short one.
+        """
+        workers = self._workers if num_chars <= LONG_TEXT_CHARS else self._long_texts
+        return await asyncio.get_running_loop().run_in_executor(workers, partial(function, *args, **kwargs))
 
     async def generate(
         self,
@@ -203,7 +216,7 @@ class AsyncEngine:
         is_short = isinstance(prompt, list) and len(prompt) <= MAX_IDS_AT_ONCE
         if is_short and waiter.loop is self._loop:  # nothing in it waits: a thread would cost more than it does
             return submit()
-        return await self._begin(submit)
+        return await self._begin(submit, len(prompt) if isinstance(prompt, str) else 0)
 
     async def start_turn(
         self,
@@ -224,7 +237,8 @@ class AsyncEngine:
             answer._running = turn
             return answer
 
-        return await self._begin(begin)
+        rendered = [*messages, *([] if chat.token_ids else chat.messages)]
+        return await self._begin(begin, sum(len(message["content"]) for message in rendered))
 
     async def close(self) -> None:
         """Close the engine; running requests end as aborted."""
@@ -244,8 +258,8 @@ class AsyncEngine:
     def _new_waiter() -> _Waiter:
         return _Waiter(asyncio.get_running_loop(), asyncio.Queue())
 
-    async def _begin(self, submit: Callable[[], Answer]) -> Answer:
-        submitting = asyncio.ensure_future(self.call(submit))
+    async def _begin(self, submit: Callable[[], Answer], num_chars: int) -> Answer:
+        submitting = asyncio.ensure_future(self.call_with_text(num_chars, submit))
         try:
             return await asyncio.shield(submitting)
         except asyncio.CancelledError:  # the thread goes on: what it submits has no reader

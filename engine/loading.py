@@ -214,6 +214,8 @@ def _tokenizer(directory: Path) -> Any:
         raise ModelError(f"cannot load the tokenizer of {directory}: {_first_line(error)}") from error
     if not tokenizer.is_fast:
         raise ModelError(f"{directory} has no fast tokenizer (tokenizer.json), which incremental text needs")
+    tokenizer.backend_tokenizer.no_truncation()  # which its file may ask for, and only some ways of calling it undo
+    tokenizer.backend_tokenizer.no_padding()
     return tokenizer
 
 

@@ -62,22 +62,30 @@ def _longest_token(tokenizer: Any) -> int:
     return max(map(len, tokenizer.get_vocab()), default=1)
 
 
+def check_chars(texts: Sequence[str], tokenizer: Any, limit: int) -> None:
+    """Raises ContextLengthError for texts that have more than `limit` tokens even if all were the longest there is."""
+    num_chars = sum(map(len, texts))
+    if num_chars > USUAL_CHARS * limit:
+        _check_least(num_chars, num_chars // max(1, _longest_token(tokenizer)), limit)
+
+
 def check_length(texts: Sequence[str], tokenizer: Any, limit: int) -> None:
     """Raises ContextLengthError for texts that have far more than `limit` tokens, without making all of these.
 
     What is not certain passes.
     """
+    check_chars(texts, tokenizer, limit)
     num_chars = sum(map(len, texts))
     if num_chars <= USUAL_CHARS * limit:
         return
-    least = num_chars // max(1, _longest_token(tokenizer))
-    if least <= limit:
-        least = 0
-        for part in _parts(texts):
-            ids = tokenizer.backend_tokenizer.encode_batch_fast([part], add_special_tokens=False)[0].ids
-            least += max(0, len(ids) - SEAM_TOKENS)
-            if least > limit:
-                break
+    least = 0
+    for part in _parts(texts):
+        ids = tokenizer.backend_tokenizer.encode_batch_fast([part], add_special_tokens=False)[0].ids
+        least += max(0, len(ids) - SEAM_TOKENS)
+        _check_least(num_chars, least, limit)
+
+
+def _check_least(num_chars: int, least: int, limit: int) -> None:
     if least > limit:
         raise ContextLengthError(
             f"the text has {num_chars} characters, at least {least} tokens, but the context window has {limit}",

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from engine.outputs import Piece, TokenLogprob
+from engine.prompts import check_fits
 from engine.sampling_params import SamplingParams
 from kvstore.errors import ContextLengthError
 from service.context import Context, context_of, tenant_of
@@ -20,7 +21,7 @@ from service.edge import check_model, json_response
 from service.generation import Stopwatch, check_ended, fingerprint, token_text
 from service.openai_schema import Completion, CompletionBody, CompletionChoice, CompletionLogprobs
 from service.routes import Route
-from service.schema import read_body, sampling_params
+from service.schema import check_chars_of, read_body, sampling_params
 from service.sse import EventStream
 from service.usage import UsageObject, sum_usage
 
@@ -44,17 +45,24 @@ class Exchange:
     id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
+    def check(self) -> None:
+        """Raises ContextLengthError where a prompt is too long for any window, before it waits for anything."""
+        engine = self.context.engine.engine
+        with _named():
+            for prompt in self.prompts:
+                if isinstance(prompt, str):
+                    check_chars_of(self.context, [prompt])
+                else:
+                    check_fits(len(prompt), self.params, engine.max_model_len, engine.max_request_tokens)
+
     async def start(self, stack: AsyncExitStack) -> list[Answer]:
         """All prompts are queued, or none: leaving the stack ends what runs."""
         answers = []
         for prompt in self.prompts:
-            try:
+            with _named():
                 answer = await self.context.engine.start(
                     prompt, self.params, self.tenant, self.body.cache_salt or "", self.body.priority or 0
                 )
-            except ContextLengthError as error:
-                error.param = "prompt"
-                raise
             answers.append(await stack.enter_async_context(answer))
         return answers
 
@@ -64,14 +72,25 @@ class Exchange:
             system_fingerprint=fingerprint(self.context),
         )  # fmt: skip
 
-    def prompt_text(self, answer: Answer, prompt: str | list[int]) -> str:
+    async def prompt_text(self, answer: Answer, prompt: str | list[int]) -> str:
         """What `echo` puts in front of the answer."""
         if not self.body.echo:
             return ""
         if isinstance(prompt, str):
             return prompt
-        tokenizer = self.context.engine.engine.tokenizer
-        return "" if tokenizer is None else tokenizer.decode(answer.output.prompt_token_ids)
+        engine, ids = self.context.engine, answer.output.prompt_token_ids
+        tokenizer = engine.engine.tokenizer
+        return "" if tokenizer is None else await engine.call_with_text(len(ids), tokenizer.decode, ids)
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Errors of length name the prompt."""
+    try:
+        yield
+    except ContextLengthError as error:
+        error.param = "prompt"
+        raise
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -83,6 +102,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         logprobs=body.logprobs,
     )  # fmt: skip
     one = Exchange(context, tenant_of(request), body, body.prompts(), params)
+    one.check()
     async with context.limits.admit(one.tenant, len(one.prompts) * params.n):
         return await (_stream(request, one) if body.stream else _whole(one))
 
@@ -98,7 +118,7 @@ async def _whole(one: Exchange) -> web.Response:
     for answer, watch, prompt in zip(answers, watches, one.prompts, strict=True):
         check_ended(answer.output)
         one.context.metrics.answer_ended(answer.output, PATH, watch.gaps_s if len(answers) == 1 else None)
-        before = one.prompt_text(answer, prompt)
+        before = await one.prompt_text(answer, prompt)
         for choice in answer.output.choices:
             logprobs = None if choice.logprobs is None else _logprobs(one, choice.logprobs, len(before))
             text = before + choice.text
@@ -112,7 +132,7 @@ async def _stream(request: web.Request, one: Exchange) -> web.StreamResponse:
         offsets: dict[int, int] = {}
         async with aclosing(_together(one, answers)) as pieces:
             async for number, piece in pieces:
-                await events.send(_chunk(one, answers[number], number, piece, offsets))
+                await events.send(await _chunk(one, answers[number], number, piece, offsets))
         options = one.body.stream_options
         if options is not None and options.include_usage:
             await events.send(one.completion([], sum_usage([answer.output.usage for answer in answers])))
@@ -166,12 +186,12 @@ async def _pieces(one: Exchange, answer: Answer) -> AsyncIterator[Piece]:
     one.context.metrics.answer_ended(answer.output, PATH, watch.gaps_s)
 
 
-def _chunk(one: Exchange, answer: Answer, number: int, piece: Piece, offsets: dict[int, int]) -> Completion:
+async def _chunk(one: Exchange, answer: Answer, number: int, piece: Piece, offsets: dict[int, int]) -> Completion:
     index = number * one.params.n + piece.index
     text = piece.text
     if index not in offsets:
         offsets[index] = 0
-        text = one.prompt_text(answer, one.prompts[number]) + text
+        text = await one.prompt_text(answer, one.prompts[number]) + text
     logprobs = None if not piece.logprobs else _logprobs(one, piece.logprobs, offsets[index])
     offsets[index] += len(text)
     is_last = piece.finish_reason is not None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Annotated, Any
 
 import msgspec
@@ -12,7 +14,7 @@ from msgspec import Meta
 
 from engine.chat_template import ChatTemplate, Message
 from engine.model_files import why_no_chat
-from service.context import Context, context_of
+from service.context import Context, context_of, tenant_of
 from service.errors import ApiError
 from service.routes import Route
 from service.schema import Messages, TokenId, messages_of, read_body
@@ -195,23 +197,30 @@ async def tokenize(request: web.Request) -> web.Response:
         raise ApiError(400, "give either prompt or messages", param="prompt", code="missing")
     if body.messages is not None:
         messages = messages_of(body.messages)
-        _check_chars(sum(len(message["content"]) for message in messages), "messages")
-        ids = await context.engine.call(_chat_ids, tokenizer, messages)
+        num_chars = _checked_chars([message["content"] for message in messages], "messages")
+        to_ids = partial(_chat_ids, tokenizer, messages)
     else:
         assert body.prompt is not None
-        _check_chars(len(body.prompt), "prompt")
-        special = True if body.add_special_tokens is None else body.add_special_tokens
-        ids = await context.engine.call(_encode, tokenizer, body.prompt, special)
-    shown = await context.engine.call(tokenizer.convert_ids_to_tokens, ids) if body.return_token_strs else None
-    return json_response(Tokens(len(ids), engine.max_model_len, ids, shown))
+        num_chars = _checked_chars([body.prompt], "prompt")
+        to_ids = partial(_encode, tokenizer, body.prompt, body.add_special_tokens is not False)
+
+    def tokenized() -> web.Response:
+        ids = to_ids()
+        shown = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+        return json_response(Tokens(len(ids), engine.max_model_len, ids, shown))
+
+    async with context.limits.admit(tenant_of(request)):
+        return await context.engine.call_with_text(num_chars, tokenized)
 
 
-def _check_chars(num_chars: int, param: str) -> None:
+def _checked_chars(texts: Sequence[str], param: str) -> int:
+    num_chars = sum(map(len, texts))
     if num_chars > MAX_TOKENIZED_CHARS:
         raise ApiError(
             400, f"{param} has {num_chars} characters; at most {MAX_TOKENIZED_CHARS} are tokenized at once",
             param=param, code="invalid_value",
         )  # fmt: skip
+    return num_chars
 
 
 async def detokenize(request: web.Request) -> web.Response:
@@ -220,7 +229,14 @@ async def detokenize(request: web.Request) -> web.Response:
     tokenizer, size = _tokenizer(context), context.engine.engine.vocab_size
     if body.tokens and max(body.tokens) >= size:
         raise ApiError(400, f"token ids go from 0 to {size - 1}", param="tokens", code="invalid_value")
-    return json_response(Prompt(await context.engine.call(tokenizer.decode, body.tokens)))
+    async with context.limits.admit(tenant_of(request)):
+        return await context.engine.call_with_text(len(body.tokens), _detokenized, tokenizer, body.tokens)
+
+
+def _detokenized(tokenizer: Any, ids: list[int]) -> web.Response:
+    """As a batch of one: unlike `decode` it lets other threads run meanwhile."""
+    (text,) = tokenizer.backend_tokenizer.decode_batch([ids], skip_special_tokens=False)
+    return json_response(Prompt(text))
 
 
 def _tokenizer(context: Context) -> Any:
@@ -231,11 +247,14 @@ def _tokenizer(context: Context) -> Any:
 
 
 def _encode(tokenizer: Any, text: str, special: bool) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+    return list(tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
+
+
+_template = lru_cache(maxsize=4)(ChatTemplate.of)
 
 
 def _chat_ids(tokenizer: Any, messages: list[Message]) -> list[int]:
-    template = ChatTemplate.of(tokenizer)
+    template = _template(tokenizer)
     if template is None:
         raise ApiError(400, why_no_chat("the model", True), param="messages", code="no_chat_template")
     return template.prompt_ids(messages)

@@ -16,7 +16,7 @@ from service.serve_options import ServeOptions
 
 RETRY_AFTER_S = 1
 SEQUENCES_PER_REQUEST = 32  # of all that wait or run, on average: so --max-queue bounds sequences, too
-MAX_LARGE_BODIES = 32  # that arrive at once: each may have its 32 MiB, and a small one never waits for them
+MAX_LARGE_BYTES = 2**28  # of large bodies that arrive at once; a small one never waits for them
 LARGE_BODY_BYTES = 2**20
 
 
@@ -77,7 +77,7 @@ class Limits:
         self._max_sequences = SEQUENCES_PER_REQUEST * options.max_queue
         self._tenants: dict[str, _Tenant] = {}
         self._deadlines: set[Deadline] = set()
-        self.large_bodies = asyncio.Semaphore(MAX_LARGE_BODIES)
+        self.large_bodies = asyncio.Semaphore(max(2, MAX_LARGE_BYTES // options.max_body_bytes))
         self.num_admitted = 0  # requests that wait or run, of all tenants
         self.num_sequences = 0  # theirs
 

@@ -29,7 +29,7 @@ from service.openai_schema import (
     Delta,
 )
 from service.routes import Route
-from service.schema import messages_of, read_body, sampling_params
+from service.schema import check_chars_of, messages_of, num_chars_of, read_body, sampling_params
 from service.sse import EventStream
 from service.usage import UsageObject, usage_object
 
@@ -60,9 +60,10 @@ class Exchange:
     async def start(self) -> tuple[NextTurn, Answer]:
         """The history as ids, queued."""
         engine, reuse = self.context.engine, self.body.truncation_reuse or "exact"
-        turn = await engine.call(
-            self.context.recall.next_turn, self.tenant, self.salt, self.messages, self.params, reuse
-        )
+        turn = await engine.call_with_text(
+            num_chars_of(self.messages), self.context.recall.next_turn, self.tenant, self.salt, self.messages,
+            self.params, reuse,
+        )  # fmt: skip
         spliced = (turn.chain, turn.lineage) if turn.lineage.splice_index is not None else None
         priority = self.body.priority or 0
         return turn, await engine.start(turn.prompt, self.params, self.tenant, self.salt, priority, spliced)
@@ -85,6 +86,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         logprobs=logprobs,
     )  # fmt: skip
     one = Exchange(context, tenant_of(request), body, messages_of(body.messages), params)
+    check_chars_of(context, [message["content"] for message in one.messages])
     async with context.limits.admit(one.tenant, params.n):
         return await (_stream(request, one) if body.stream else _whole(one))
 

@@ -17,8 +17,9 @@ from aiohttp import HttpVersion11, web
 from msgspec import Meta
 
 from engine.chat_template import Message
+from engine.prompts import check_chars
 from engine.sampling_params import SamplingParams
-from service.context import context_of
+from service.context import Context, context_of
 from service.errors import NO_RETRY, ApiError
 from service.sse import ReaderGone
 
@@ -114,6 +115,17 @@ def messages_of(messages: Sequence[MessageIn], param: str = "messages") -> list[
     return [message_of(message, f"{param}[{index}]") for index, message in enumerate(messages)]
 
 
+def num_chars_of(messages: Sequence[Message]) -> int:
+    return sum(len(message["content"]) for message in messages)
+
+
+def check_chars_of(context: Context, texts: Sequence[str]) -> None:
+    """Raises ContextLengthError for what no window holds: before it waits for anything, and takes memory meanwhile."""
+    engine = context.engine.engine
+    if engine.tokenizer is not None:
+        check_chars(texts, engine.tokenizer, engine.max_request_tokens)
+
+
 def message_of(message: MessageIn, param: str) -> Message:
     role = {"developer": "system"}.get(message.role, message.role)
     if role in ("tool", "function"):
@@ -159,11 +171,9 @@ async def read_body(request: web.Request, type_: type[T]) -> T:
     try:
         async with asyncio.timeout(options.body_timeout_s), limits.body(request.content_length):
             await _ask_for_body(request)
-            raw = await request.read()
+            raw = await _content(request, options.max_body_bytes)
     except TimeoutError:
         raise ApiError(408, "the body did not arrive in time", code="body_timeout", headers=NO_RETRY) from None
-    except web.HTTPRequestEntityTooLarge:
-        raise _too_large(options.max_body_bytes) from None
     except web.RequestPayloadError:
         raise ApiError(400, "the body is not valid HTTP", code="bad_request") from None
     except ConnectionError as error:
@@ -189,6 +199,16 @@ async def _ask_for_body(request: web.Request) -> None:
         request.writer.output_size = 0  # it is no part of the answer
 
 
+async def _content(request: web.Request, limit: int) -> bytearray:
+    """Unlike aiohttp's own `read` it leaves nothing with the request, which lives as long as its answer."""
+    content = bytearray()
+    async for chunk in request.content.iter_any():
+        content += chunk
+        if len(content) > limit:
+            raise _too_large(limit)
+    return content
+
+
 def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
 
@@ -198,9 +218,9 @@ def _too_large(limit: int) -> ApiError:
 MAX_BRACKETS, MAX_QUOTES = 2**18, 2**21
 
 
-def parse(raw: bytes, type_: type[T]) -> T:
+def parse(raw: bytes | bytearray, type_: type[T]) -> T:
     """Raises ApiError 400 that names the field where there is one."""
-    if not raw.strip():
+    if not raw or raw.isspace():
         raise ApiError(400, "the body is empty; send a JSON object", code="invalid_json")
     if raw.count(b"[") + raw.count(b"{") > MAX_BRACKETS or raw.count(b'"') > MAX_QUOTES:
         raise ApiError(400, "the body has too many lists, objects or texts", code="too_many_values")
@@ -258,7 +278,7 @@ def _bound(kind: str, is_length: bool, sign: str, number: str) -> str:
 MAX_SEARCHED_BYTES = 2**20
 
 
-def _syntax_error(raw: bytes, text: str) -> ApiError:
+def _syntax_error(raw: bytes | bytearray, text: str) -> ApiError:
     """Not JSON; where it is only for NaN or Infinity, the field is named."""
     param = None
     if len(raw) <= MAX_SEARCHED_BYTES and re.search(rb"NaN|Infinity", raw):

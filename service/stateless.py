@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from engine.chat_template import Message
 from service.context import Context
 from service.errors import unavailable
+from service.schema import check_chars_of, num_chars_of
 from service.turns import TurnRequest, TurnResult
 
 if TYPE_CHECKING:
@@ -67,8 +68,11 @@ async def open_stateless(
 ) -> AsyncIterator[StatelessTurn]:
     """Begin it. Raises ApiError 429 or 503 where there is no room, and RequestError."""
     engine, params = context.engine, wanted.params
+    check_chars_of(context, [message["content"] for message in messages])
     async with context.limits.admit(wanted.tenant):
-        turn = await engine.call(context.recall.next_turn, wanted.tenant, "", messages, params, "exact")
+        turn = await engine.call_with_text(
+            num_chars_of(messages), context.recall.next_turn, wanted.tenant, "", messages, params, "exact"
+        )
         async with await engine.start(turn.prompt, params, wanted.tenant) as answer:
             live = StatelessTurn(context, wanted, messages, turn, answer)
             try:

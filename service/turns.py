@@ -25,6 +25,7 @@ from kvstore.session_store import Parent, SessionHead, SessionKey, TurnRecord
 from service.context import Context
 from service.errors import ApiError, unavailable
 from service.running import Running
+from service.schema import check_chars_of
 
 if TYPE_CHECKING:
     from engine.async_engine import Answer
@@ -193,6 +194,8 @@ async def open_turn(context: Context, wanted: TurnRequest) -> AsyncIterator[Open
     Raises ApiError 429 or 503 where there is no room, SessionBusyError and SessionNotFoundError, and as
     `ChatSession.begin`.
     """
+    for text in (wanted.system or "", *(message["content"] for message in wanted.messages)):
+        check_chars_of(context, [text])
     async with context.limits.admit(wanted.tenant):
         record = await _answered(context, wanted)
         if record is not None:
@@ -212,7 +215,10 @@ async def _live(context: Context, wanted: TurnRequest, running: Running) -> Asyn
     chat: ChatSession | None = None
     num_before = 0
     try:
-        opening = asyncio.ensure_future(context.engine.call(_open_chat, context.engine.engine, wanted))
+        num_chars = len(wanted.system or "")
+        opening = asyncio.ensure_future(
+            context.engine.call_with_text(num_chars, _open_chat, context.engine.engine, wanted)
+        )
         await _ended(opening, running)
         chat = opening.result()
         num_before = chat.num_turns
