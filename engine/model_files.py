@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ def find_model(model: str | Path | None, revision: str | None = None, with_weigh
     with_weights: of a hub id they are fetched, too. Raises ModelError with what is wrong and what to do, and
     ConfigError for a revision of a directory.
     """
+    if sys.flags.optimize > 1:
+        raise ConfigError("PYTHONOPTIMIZE=2 (-OO) strips docstrings, which transformers reads; set it to 1 or unset it")
     if model is None:
         return _without_revision(MODEL_DIR, revision)
     path = local_path(str(model))

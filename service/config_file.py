@@ -13,6 +13,7 @@ from kvstore.errors import ConfigError
 from service.options import CONFIG, Option, key_of, suggestion, variable_of
 
 SECTIONS = ("serve", "chat")
+DEFAULT = "default"  # where a value comes from that was not given
 Entries = Mapping[str, object]
 
 
@@ -72,7 +73,7 @@ def _setting(
         if found is not None:
             where, written = found
             return Setting(option, _parse(option, where, written), written, f"file {where.partition(' in ')[2]}")
-    return Setting(option, option.default, option.default, "default")
+    return Setting(option, option.default, option.default, DEFAULT)
 
 
 def _parse(option: Option, where: str, written: object) -> object:
@@ -159,7 +160,10 @@ def known_keys() -> dict[str, set[str]]:
 
 # -- printing --------------------------------------------------------------------------------------------------------
 def as_toml(settings: Iterable[Setting]) -> str:
-    """A file that says the same, each line with where its value comes from. Secrets are left out of it."""
+    """A file that says the same, each line with where its value comes from. Secrets are left out of it.
+
+    Defaults are comments: commands have different ones, and another command may read the file.
+    """
     lines = []
     for one in settings:
         if one.written is None:
@@ -167,7 +171,8 @@ def as_toml(settings: Iterable[Setting]) -> str:
         elif one.option.secret:
             lines.append(f"# {one.option.key} = {_toml('********')}  # {one.origin}; a secret, not printed")
         else:
-            lines.append(f"{one.option.key} = {_toml(one.written)}  # {one.origin}")
+            line = f"{one.option.key} = {_toml(one.written)}  # {one.origin}"
+            lines.append(f"# {line}" if one.origin == DEFAULT else line)
     return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from engine.config import DTYPES, EVICTIONS, POLICIES, EngineConfig
 from kvstore.config import CacheTiers
 from kvstore.errors import ConfigError
-from service.config_file import Setting
+from service.config_file import DEFAULT, Setting
 from service.options import (
     DEFAULT_PATH,
     STORE,
@@ -112,7 +112,7 @@ def with_tiers(settings: Mapping[str, Setting], keeps: bool) -> dict[str, Settin
 
     def assume(name: str, written: str) -> None:
         option = found[name].option
-        found[name] = Setting(option, option.parse(option.flag, written), written, "default")
+        found[name] = Setting(option, option.parse(option.flag, written), written, DEFAULT)
 
     if found["disk"].value is None:
         assume("disk", DEFAULT_DISK if keeps or found["store"].value is not None else "0")

@@ -302,6 +302,7 @@ def _plan(question: Question, answer: Answer) -> dict[str, Any]:
             "disk_bytes_per_token": geometry.disk_block_bytes / trace.block_size,
             "service": asdict(question.service),
             "measured": list(question.source.measured),
+            "computed_tokens": question.source.computed_tokens,
             "sizes": question.assumed,
         },
         "no_cache": answer.no_cache,

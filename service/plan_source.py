@@ -21,7 +21,6 @@ from kvstore.traces import Trace
 HISTORY_BLOCK_SIZES = (128, 64, 32)  # the largest of which a prompt holds MEAN_BLOCKS, else STORE_BLOCK_SIZE
 MEAN_BLOCKS = 32  # on average, so that what is lost by rounding stays at a few per cent
 STORE_BLOCK_SIZE = 16  # of the engine, unless it is told otherwise
-LEAST_COMPUTED_TOKENS = 1024  # before an engine's rate of computing says anything: its first prompts are slow
 LEAST_BLOCKS = 64  # on disk, before their bytes say anything: an empty file has pages, too
 NO_HISTORY = (
     "the store at {path} has no history yet; it records one while an engine serves with a disk tier there. "
@@ -33,6 +32,7 @@ NO_HISTORY = (
 class Source:
     """kv_bytes_per_token: None when it is not known. disk_share: bytes on disk of one byte of KV. hbm_bytes: of the
     engine that owns the store. measured: names of those parts of `service` that the store has measured.
+    computed_tokens: of prompts, by that engine; 0: what it knows of computing was measured by an earlier one.
     """
 
     trace: Trace
@@ -42,6 +42,7 @@ class Source:
     hbm_bytes: int | None = None
     service: ServiceModel = field(default_factory=ServiceModel)
     measured: tuple[str, ...] = ()
+    computed_tokens: int = 0
 
 
 def from_file(path: Path, trace_format: str, block_size: int | None, num_requests: int | None) -> Source:
@@ -56,7 +57,9 @@ def from_store(path: Path, stats: Mapping[str, Any], block_size: int | None, num
     kv_bytes, disk_share = _kv_bytes(stats)
     hbm = stats.get("hbm") or {}
     hbm_bytes = hbm.get("blocks", 0) * hbm.get("block_bytes", 0) or None
-    return Source(trace, f"the history of {path}", kv_bytes, disk_share, hbm_bytes, service, measured)
+    tokens = stats.get("tokens") or {}
+    num_computed = tokens.get("prompt_tokens", 0) - tokens.get("cached_tokens", 0)
+    return Source(trace, f"the history of {path}", kv_bytes, disk_share, hbm_bytes, service, measured, num_computed)
 
 
 # -- the history -----------------------------------------------------------------------------------------------------
@@ -91,10 +94,9 @@ def _fitting_block_size(trace: Trace) -> int:
 
 # -- what the store says about itself --------------------------------------------------------------------------------
 def _measured(stats: Mapping[str, Any]) -> tuple[ServiceModel, tuple[str, ...]]:
-    store, disk, tokens = stats.get("store") or {}, stats.get("disk") or {}, stats.get("tokens") or {}
-    num_computed = tokens.get("prompt_tokens", 0) - tokens.get("cached_tokens", 0)
+    store, disk = stats.get("store") or {}, stats.get("disk") or {}
     found = {
-        "prefill_tokens_per_s": store.get("prefill_tokens_per_s") if num_computed >= LEAST_COMPUTED_TOKENS else None,
+        "prefill_tokens_per_s": store.get("prefill_tokens_per_s"),
         "load_bytes_per_s": store.get("load_bytes_per_s"),
         "read_bytes_per_s": store.get("read_bytes_per_s") or disk.get("read_bytes_per_s"),
         "write_bytes_per_s": disk.get("write_bytes_per_s"),

@@ -72,6 +72,10 @@ def _assumed(assumptions: Mapping[str, Any]) -> str:
     if abs(on_disk / kv - 1) > 0.01:
         size += f", {short_size(on_disk)} on disk"
     rates = {name: f"{word} {_rate(form, assumptions['service'][name])}" for name, (word, form) in RATES.items()}
+    if "prefill_tokens_per_s" in assumptions["measured"]:
+        num_tokens = assumptions["computed_tokens"]
+        source = f"from {_counted(num_tokens, 'computed token')}" if num_tokens else "by an earlier engine"
+        rates["prefill_tokens_per_s"] += f" ({source})"
     measured = [text for name, text in rates.items() if name in assumptions["measured"]]
     others = [text for name, text in rates.items() if name not in assumptions["measured"]]
     parts = [*assumptions["sizes"], f"policy {assumptions['policy']}", size, ", ".join(others)]

@@ -8,7 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -244,12 +244,11 @@ class Conversation:
 
     def _stream(self, message: str) -> bool:
         """Print the answer as it comes. True when Ctrl-C ended it."""
-        with _interrupt_flag() as interrupted:
-            pieces = self._session.stream(message, self._params)
+        # Closed in here also when nobody reads us any more: the turn ends before the engine does.
+        with _interrupt_flag() as interrupted, closing(self._session.stream(message, self._params)) as pieces:
             for piece in pieces:
                 print(printable(piece.text), end="", flush=True)
                 if interrupted():
-                    pieces.close()
                     return True
         return False
 

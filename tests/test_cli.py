@@ -108,6 +108,39 @@ def run(monkeypatch, capsys, tmp_path):
     return call
 
 
+def test_python_that_strips_docstrings_is_one_line():
+    command = [sys.executable, "-m", "service.cli", "chat", "--disk", "0"]
+    environment = {**os.environ, "PYTHONOPTIMIZE": "2"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, input="", capture_output=True, text=True, timeout=100)
+    _, error = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "") and "PYTHONOPTIMIZE=2 (-OO)" in error
+
+
+class Closed(io.StringIO):
+    """A pipe whose reader goes away at the first piece of an answer."""
+
+    def write(self, text):
+        if "HELLO" in text:
+            raise BrokenPipeError
+        return super().write(text)
+
+
+def test_a_turn_ends_before_the_engine_when_nobody_reads_any_more(monkeypatch, tmp_path):
+    """Else the turn is ended when its stream is collected: after the engine, with a traceback."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello there\n"))
+    monkeypatch.setattr(sys, "stdout", Closed())
+    ended_first = []
+
+    class Watched(FakeEngine):
+        def __exit__(self, *exc):
+            ended_first.append(self.sessions["s"].closed_early)
+
+    with suppress(BrokenPipeError):
+        terminal.run_chat(None, {}, terminal.ChatOptions(0.0, None, None, "s"), Watched)
+    assert ended_first == [True]
+
+
 def test_help_lists_only_the_commands_that_exist(run):
     code, out, err = run("--help")
     assert (code, err) == (0, "")

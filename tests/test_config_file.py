@@ -194,10 +194,19 @@ def test_print_config_loads_nothing_and_can_be_read_again(home, capsys, command,
     assert "hunter22" not in out
     found = tomllib.loads(out)
     assert (found["model"], found["store"], found["block_size"], found["ttl"]) == ("some/model", "/s", "32", "7d")
-    assert (found["cpu"], found["disk"]) == ("1GiB", "8GiB")  # what follows from a store
+    assert '# cpu = "1GiB"  # default' in out and '# disk = "8GiB"  # default' in out  # what follows from a store
+    assert not {"cpu", "disk", "port", "hbm"} & set(found)
     assert "print_config" not in found and "config" not in found
     again = printed(capsys, command, "--config", write(home / "printed.toml", out))
     assert tomllib.loads(again) == found
+
+
+def test_what_a_server_prints_hands_on_to_chat_what_was_set_and_no_default(home, capsys):
+    out = printed(capsys, "serve", "--block-size", "32", "--port", "9000")
+    assert '# store = "' in out
+    chat = printed(capsys, "chat", "--config", write(home / "printed.toml", out))
+    assert "# store: not set" in chat and 'block_size = "32"' in chat
+    assert '# disk = "0"  # default' in chat
 
 
 def test_a_store_in_a_file_is_that_of_every_command(home, tmp_path, capsys):

@@ -196,12 +196,23 @@ def test_what_the_owner_has_measured_counts_until_a_flag_says_otherwise(run, tmp
     assert {row["hbm_bytes"] for row in json.loads(out)["points"]} == {300 * 16 * KV_BYTES}
     _, out, _ = run("--store", tmp_path)
     out = " ".join(out.split())
-    assert "measured by the store: prefill 5,000 tokens/s, read 0.4 GB/s, write 0.2 GB/s" in out
+    prefill = "prefill 5,000 tokens/s (from 8,500 computed tokens)"
+    assert f"measured by the store: {prefill}, read 0.4 GB/s, write 0.2 GB/s" in out
     assert "HBM is that of the engine which owns the store" in out and "500 B on disk" in out
 
 
+@pytest.mark.parametrize(("cached", "source"), [(400, "from 100 computed tokens"), (500, "by an earlier engine")])
+def test_a_small_store_is_planned_with_what_it_measured_and_from_how_much(run, tmp_path, monkeypatch, cached, source):
+    small = STATS | {"tokens": {"prompt_tokens": 500, "cached_tokens": cached}}
+    monkeypatch.setattr(plan, "carry_out", lambda *_: small)
+    (tmp_path / FILE).write_text(history_lines())
+    assert json.loads(run("--store", tmp_path, "--json")[1])["assumptions"]["service"]["prefill_tokens_per_s"] == 5000
+    shown = " ".join(run("--store", tmp_path)[1].split())
+    assert f"measured by the store: prefill 5,000 tokens/s ({source})" in shown
+
+
 def test_an_engine_that_has_hardly_begun_has_measured_nothing(run, tmp_path, monkeypatch):
-    young = STATS | {"tokens": {"prompt_tokens": 1500, "cached_tokens": 500}, "disk": {"blocks": 3, "bytes": 1 << 20}}
+    young = STATS | {"store": {}, "disk": {"blocks": 3, "bytes": 1 << 20}}
     monkeypatch.setattr(plan, "carry_out", lambda *_: young)
     (tmp_path / FILE).write_text(history_lines())
     assumptions = json.loads(run("--store", tmp_path, "--json")[1])["assumptions"]
@@ -428,6 +439,7 @@ def test_names_from_files_are_printed_as_text():
         }  # fmt: skip
         found["assumptions"] = {
             "policy": "lru", "kv_bytes_per_token": 1.0, "disk_bytes_per_token": 1.0, "measured": [], "sizes": [],
+            "computed_tokens": 0,
             "service": dict.fromkeys(plan_tables.RATES, 1),
         }  # fmt: skip
         plan_tables.show_plan(found, out)

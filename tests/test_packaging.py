@@ -1,0 +1,22 @@
+"""What is shipped: every package with its data, and the marker by which type checkers read our annotations."""
+
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SETUP = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+
+
+def test_every_package_is_shipped():
+    there = {
+        ".".join(file.parent.relative_to(ROOT).parts)
+        for top in SETUP["packages"]
+        for file in (ROOT / top.split(".")[0]).rglob("__init__.py")
+    }
+    assert set(SETUP["packages"]) == there
+
+
+def test_annotations_are_shipped():
+    for top in {package.split(".")[0] for package in SETUP["packages"]}:
+        assert "py.typed" in SETUP["package-data"][top], top
+        assert (ROOT / top / "py.typed").read_bytes() == b""
