@@ -22,13 +22,21 @@ from kvstore.connector import (
     evict_from_dict,
     nothing_from_dict,
     one_session_from_dict,
+    repaired,
     session_info,
     sessions_from_dict,
     transcript,
     verify_from_dict,
 )
-from kvstore.errors import ConfigError, EngineClosedError, RequestError, SessionNotFoundError, StoreError
-from kvstore.session_store import SessionHead, SessionKey, Tombstone, owner_tag
+from kvstore.errors import (
+    ConfigError,
+    EngineClosedError,
+    RequestError,
+    SessionBusyError,
+    SessionNotFoundError,
+    StoreError,
+)
+from kvstore.session_store import Repaired, SessionHead, SessionKey, Tombstone, owner_tag
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -124,6 +132,26 @@ class Admin:
         if num_blocks is None:
             raise SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
         return num_blocks
+
+    def repair_session(self, session_id: str, tenant: str = "") -> Repaired:
+        """Of a damaged session, the whole turns from its beginning become the session, the rest is set aside in it.
+
+        Raises RequestError when there is no such session or a turn of it runs, and StoreError.
+        """
+        engine = self._engine
+        engine.check_open()
+        check_session_id(session_id)
+        key = SessionKey(tenant, session_id)
+        chat = engine.chats.get(key)
+        if chat is not None and chat.is_busy:
+            raise SessionBusyError(f"session {session_id} is busy with a turn", param="session_id")
+        found = self._sessions.repair(key).wait()
+        if found is None:
+            raise SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
+        if found.tombstone is not None:
+            engine.chats.pop(key, None)  # what it knows is not the session any more
+            self._carry_out(found.tombstone, (), DELETE_TIMEOUT_S)
+        return found
 
     def _delete_one(self, key: SessionKey, timeout_s: float, only_expired: bool = False) -> int | None:
         """How many blocks the session had for itself; None when there is none, or none to delete."""
@@ -235,11 +263,19 @@ class Admin:
         state = self._sessions.load(key)
         if state is None:
             raise SessionNotFoundError(f"there is no session {key.session_id!r}", param="session_id")
-        return dict(transcript(state))
+        return dict(transcript(state, self._sessions.aside(key)))
 
     def _delete(self, arguments: dict[str, object]) -> dict[str, object]:
         key = deletion_from_dict(arguments)
         return {"deleted": True, "blocks": self.delete_session(key.session_id, key.tenant)}
+
+    def _repair(self, arguments: dict[str, object]) -> dict[str, object]:
+        key = one_session_from_dict("sessions.repair", arguments)
+        return dict(repaired(self.repair_session(key.session_id, key.tenant)))
+
+    def _accept_loss(self, arguments: dict[str, object]) -> dict[str, object]:
+        nothing_from_dict("sessions.accept_loss", arguments)
+        return {"accepted": self._sessions.accept_loss()}
 
 
 _COMMANDS: dict[str, Callable[[Admin, dict[str, object]], dict[str, object]]] = {
@@ -250,6 +286,8 @@ _COMMANDS: dict[str, Callable[[Admin, dict[str, object]], dict[str, object]]] = 
     "sessions": Admin._list,
     "sessions.show": Admin._show,
     "sessions.delete": Admin._delete,
+    "sessions.repair": Admin._repair,
+    "sessions.accept_loss": Admin._accept_loss,
 }
 
 

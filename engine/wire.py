@@ -31,6 +31,7 @@ class Failure(msgspec.Struct, array_like=True):
 
 _PLAIN = (
     errors.ConfigError, errors.ModelError, errors.UnsupportedModelError, errors.StoreError, errors.DegradedError,
+    errors.StoreLostError, errors.SessionDamagedError,
     errors.EngineClosedError, errors.EngineDiedError, errors.EngineOverloadedError, KVStoreError,
 )  # fmt: skip
 _OF_REQUESTS = (RequestError, errors.SessionBusyError, errors.SessionNotFoundError, errors.SessionExistsError)

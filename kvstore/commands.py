@@ -5,18 +5,20 @@ Knows no socket and no tier: `control` carries them, the owner or `offline` carr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from kvstore.errors import ConfigError, RequestError
 from kvstore.session_record import Message, SessionHead, SessionKey, SessionState
+from kvstore.session_repair import AsideTurn, Repaired
 from kvstore.tier import Evict
 
 if TYPE_CHECKING:
     from kvstore.block import BlockId
 
-COMMANDS = ("stats", "evict", "verify", "compact", "sessions", "sessions.show", "sessions.delete")
+COMMANDS = ("stats", "evict", "verify", "compact", "sessions", "sessions.show", "sessions.delete",
+            "sessions.repair", "sessions.accept_loss")  # fmt: skip
 MAX_SESSIONS = 10_000  # of one list
 _LARGEST = 1e18
 
@@ -93,11 +95,27 @@ class SessionsResult(TypedDict):
     sessions: list[SessionInfo]
 
 
+class AsideInfo(TypedDict):
+    """A turn that a repair has set aside; messages: None where they cannot be read."""
+
+    turn: int
+    messages: list[Message] | None
+
+
 class TranscriptResult(TypedDict):
-    """A session and all that was said in it, each message with its role and its content."""
+    """A session and all that was said in it, each message with its role and its content; and what was set aside."""
 
     session: SessionInfo
     messages: list[Message]
+    aside: list[AsideInfo]
+
+
+class RepairedResult(TypedDict):
+    """repaired: False when nothing was damaged. turns: of the session now; aside: how many were set aside now."""
+
+    repaired: bool
+    turns: int
+    aside: int
 
 
 class DeletedResult(TypedDict):
@@ -105,6 +123,12 @@ class DeletedResult(TypedDict):
 
     deleted: bool
     blocks: int
+
+
+class AcceptedResult(TypedDict):
+    """accepted: whether there were sessions to be given up."""
+
+    accepted: bool
 
 
 def session_info(head: SessionHead) -> SessionInfo:
@@ -115,8 +139,13 @@ def session_info(head: SessionHead) -> SessionInfo:
     )  # fmt: skip
 
 
-def transcript(state: SessionState) -> TranscriptResult:
-    return TranscriptResult(session=session_info(state.head), messages=state.messages)
+def transcript(state: SessionState, aside: Sequence[AsideTurn]) -> TranscriptResult:
+    left = [AsideInfo(turn=one.number, messages=None if one.messages is None else list(one.messages)) for one in aside]
+    return TranscriptResult(session=session_info(state.head), messages=state.messages, aside=left)
+
+
+def repaired(found: Repaired) -> RepairedResult:
+    return RepairedResult(repaired=found.tombstone is not None, turns=found.head.num_turns, aside=found.num_aside)
 
 
 # -- arguments: what a handler is given -----------------------------------------------------------------------------
@@ -197,7 +226,7 @@ def sessions_from_dict(arguments: Mapping[str, Any]) -> SessionsRequest:
 
 
 def one_session_from_dict(command: str, arguments: Mapping[str, Any]) -> SessionKey:
-    """Arguments of `sessions.show` and `sessions.delete`: {"session": {"tenant": str, "session_id": str}}."""
+    """Arguments of `sessions.show`, `.delete` and `.repair`: {"session": {"tenant": str, "session_id": str}}."""
     return _session_key(_checked(command, arguments, {"session": dict}, required=("session",))["session"])
 
 
@@ -206,7 +235,7 @@ def deletion_from_dict(arguments: Mapping[str, Any]) -> SessionKey:
 
 
 def nothing_from_dict(command: str, arguments: Mapping[str, Any]) -> None:
-    """Arguments of `stats` and `compact`, which have none."""
+    """Arguments of `stats`, `compact` and `sessions.accept_loss`, which have none."""
     _checked(command, arguments, {})
 
 

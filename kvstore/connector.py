@@ -18,6 +18,7 @@ from kvstore.commands import (
     evict_from_dict,
     nothing_from_dict,
     one_session_from_dict,
+    repaired,
     session_info,
     sessions_from_dict,
     transcript,
@@ -43,7 +44,7 @@ __all__ = [
     "Arrival", "Conversation", "Evict", "Evicted", "KVConnector", "KVLayout", "Lookup", "Match", "NullConnector",
     "SaveFence", "StepSpan", "TenantUsage", "TransferPlan",
     "deletion_from_dict", "evict_from_dict", "nothing_from_dict", "one_session_from_dict", "open_connector",
-    "session_info", "sessions_from_dict", "transcript", "verify_from_dict",
+    "repaired", "session_info", "sessions_from_dict", "transcript", "verify_from_dict",
 ]  # fmt: skip
 
 

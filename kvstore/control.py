@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvstore.commands import COMMANDS
+from kvstore.disk_open import SOCKET_NAME, read_lock_info
 from kvstore.errors import ConfigError, KVStoreError, StoreError, StoreLockedError
 
 if TYPE_CHECKING:
     from kvstore.disk_open import StoreDirectory
 
 VERSION = 1
-SOCKET_NAME = "control.sock"
 MAX_REQUEST_BYTES = 1 << 20
 MAX_ANSWER_BYTES = 64 << 20
 MAX_CONNECTIONS = 8
@@ -276,8 +276,6 @@ def ask(
     timeout_s: how long the owner may be silent. Raises NoOwner when nobody owns the store, OwnerSilentError when the
     owner does not answer, and the owner's own error as ConfigError, StoreError or KVStoreError.
     """
-    from kvstore.disk_open import read_lock_info
-
     info = read_lock_info(path)
     if info is None:
         raise NoOwner(f"no process owns the store at {path}")

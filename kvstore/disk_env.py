@@ -6,6 +6,7 @@ Owns the options that make LMDB durable, the registry of what is open, and what 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
 import weakref
@@ -19,8 +20,10 @@ import lmdb
 from kvstore import disk_check
 from kvstore.config import format_size
 from kvstore.disk_check import DATA_FILE, LOCK_FILE
+from kvstore.disk_open import StoreDirectory, held_directory
 from kvstore.errors import StoreError
 
+LOGGER = logging.getLogger("kvstore.store")
 VERIFY_BELOW_BYTES = 4 << 30
 MIN_MAP_BYTES = 1 << 20
 MAX_READERS = 126
@@ -29,6 +32,13 @@ STRUCTURAL_ERRORS = (
     lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError, lmdb.VersionMismatchError,
     lmdb.IncompatibleError, lmdb.CursorFullError, lmdb.PageFullError, lmdb.BadDbiError,
 )  # fmt: skip
+
+class LostFileError(lmdb.Error):
+    """What would be written could not be found again: the data file, or what makes us its owner, is not in its place.
+
+    The message says which, and what to do.
+    """
+
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _HEAP_BYTES = 32 << 20  # the most that glibc takes, and what its own adaptation ends at
@@ -96,11 +106,16 @@ class StoreEnvironment:
     quarantined: where a bad predecessor was moved, None when there was none.
     """
 
-    def __init__(self, directory: Path, env: lmdb.Environment, quarantined: Path | None) -> None:
+    def __init__(self, directory: Path, env: lmdb.Environment, quarantined: Path | None, on_loss: str = "") -> None:
         self.directory = directory
         self.quarantined = quarantined
         self.is_open = True
+        self.told_loss: str | None = None
         self._env = env
+        self._owned: StoreDirectory | None = held_directory(directory.parent)
+        self._on_loss = on_loss
+        self._data_file = directory / DATA_FILE
+        self._data_status = self._data_file.stat()
         self._is_forked = False
         _open_environments[os.path.realpath(directory)] = self
 
@@ -110,8 +125,13 @@ class StoreEnvironment:
             raise StoreError(f"{self.directory} was opened before fork; open it again in this process")
 
     def begin(self, write: bool = False, buffers: bool = False) -> Any:
-        """A transaction; raises lmdb.Error. buffers: values are views of the map, valid until the transaction ends."""
+        """A transaction; raises lmdb.Error. buffers: values are views of the map, valid until the transaction ends.
+
+        write: raises LostFileError when what is written could not be found again.
+        """
         self.check_process()
+        if write:
+            self.check_in_place()
         return self._env.begin(write=write, buffers=buffers)  # type: ignore[call-overload]
 
     def open_db(self, key: bytes, txn: Any = None) -> Any:
@@ -150,6 +170,22 @@ class StoreEnvironment:
     def path(self) -> str:
         return str(self.directory)
 
+    def loss(self) -> str | None:
+        """What of this environment is not where it was when it was opened; None: nothing, or it is closed."""
+        found = None if self._owned is None else self._owned.loss()
+        if found is None and not disk_check.is_still_at(self._data_file, self._data_status):
+            found = f"{self._data_file} was removed or replaced while the store was open{self._on_loss}"
+        return found if self.is_open else None  # asked last: whoever replaces the file in order closes it before
+
+    def is_removed(self) -> bool:
+        """Whether the store is ours as it was, and nothing stands in the place of the data file."""
+        return (self._owned is None or self._owned.loss() is None) and not os.path.lexists(self._data_file)
+
+    def check_in_place(self) -> None:
+        """Raises LostFileError."""
+        if (loss := self.loss()) is not None:
+            raise LostFileError(loss)
+
     def file_bytes(self) -> int:
         """What the data file takes."""
         try:
@@ -162,6 +198,7 @@ class StoreEnvironment:
         self.check_process()
         if not self.is_open:
             return
+        clean = clean and self.loss() is None
         self.is_open = False
         synced = False
         try:
@@ -189,30 +226,45 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
+def tell_losses(store: Path) -> None:
+    """Log what of the environments that are open in a store is not in its place any more, once each."""
+    real = os.path.realpath(store)
+    for place, env in list(_open_environments.items()):
+        loss = env.loss() if os.path.dirname(place) == real else None
+        if loss != env.told_loss:
+            env.told_loss = loss
+            if loss is not None:
+                LOGGER.error(loss)
+
+
 def open_environment(
-    path: Path, map_bytes: int, max_dbs: int = 4, metasync: bool = False, verify_below_bytes: int = VERIFY_BELOW_BYTES
-) -> StoreEnvironment:
+    path: Path, map_bytes: int, max_dbs: int = 4, metasync: bool = False, verify_below_bytes: int = VERIFY_BELOW_BYTES,
+    on_loss: str = "",
+) -> StoreEnvironment:  # fmt: skip
     """Open or create the environment in the directory `path`; its parent is a StoreDirectory that this process holds.
 
     What is damaged is moved into quarantine with a warning, and an empty one is opened instead. metasync: a commit
-    survives a power loss at once, not only with the next one. Raises StoreError when nothing can be opened.
+    survives a power loss at once, not only with the next one. on_loss: what is said, beside that it happened, when the
+    file is removed or replaced. Raises StoreError when nothing can be opened.
     """
     if map_bytes < MIN_MAP_BYTES:
         raise StoreError(f"{path} may take {map_bytes} bytes; give at least {format_size(MIN_MAP_BYTES)}")
     if os.path.realpath(path) in _open_environments:
         raise StoreError(f"{path} is already open in this process; close it first")
     try:
-        return _open(path, map_bytes, max_dbs, metasync, verify_below_bytes)
+        return _open(path, map_bytes, max_dbs, metasync, verify_below_bytes, on_loss)
     except OSError as error:
         raise StoreError(f"{path} cannot be opened: {error.strerror or error}") from None
 
 
-def _open(path: Path, map_bytes: int, max_dbs: int, metasync: bool, verify_below_bytes: int) -> StoreEnvironment:
+def _open(
+    path: Path, map_bytes: int, max_dbs: int, metasync: bool, verify_below_bytes: int, on_loss: str
+) -> StoreEnvironment:
     path.mkdir(mode=0o700, exist_ok=True)
     problem = disk_check.find_problem(path, verify_below_bytes)
     if problem is None:
         try:
-            return StoreEnvironment(path, _open_lmdb(path, map_bytes, max_dbs, metasync), None)
+            return StoreEnvironment(path, _open_lmdb(path, map_bytes, max_dbs, metasync), None, on_loss)
         except STRUCTURAL_ERRORS as error:
             problem = str(error)
         except lmdb.Error as error:
@@ -223,7 +275,7 @@ def _open(path: Path, map_bytes: int, max_dbs: int, metasync: bool, verify_below
         env = _open_lmdb(path, map_bytes, max_dbs, metasync)
     except lmdb.Error as error:
         raise StoreError(f"{path} cannot be created: {error}; is the disk full or read-only?") from None
-    return StoreEnvironment(path, env, quarantined)
+    return StoreEnvironment(path, env, quarantined, on_loss)
 
 
 def _open_lmdb(path: Path, map_bytes: int, max_dbs: int, metasync: bool) -> lmdb.Environment:

@@ -17,7 +17,7 @@ import lmdb
 
 from kvstore import codec
 from kvstore.block import BLOCK_ID_BYTES, BlockId
-from kvstore.disk_env import StoreEnvironment
+from kvstore.disk_env import LostFileError, StoreEnvironment
 from kvstore.disk_index import IndexEntry
 from kvstore.tier import BlockRecord
 
@@ -43,6 +43,7 @@ class WriteError(StrEnum):
     MEMORY = "out of memory"
     BROKEN = "broken"
     CLOSED = "closed"
+    LOST = "its files were removed or replaced"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +161,8 @@ _BY_ERRNO = {
 
 def write_error(error: Exception, free_bytes: int) -> WriteError:
     """What to call a failed write. A full disk shows as a short write, which LMDB reports as EIO."""
+    if isinstance(error, LostFileError):
+        return WriteError.LOST
     if isinstance(error, MemoryError | lmdb.MemoryError):
         return WriteError.MEMORY
     if isinstance(error, lmdb.MapFullError):

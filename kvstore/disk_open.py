@@ -1,6 +1,7 @@
 """The directory of a store: who may use it, who owns it now, and the secret that its block ids are made with.
 
-Knows no LMDB. One owner at a time, held by an `flock`, which the kernel takes back however the owner ends.
+Knows no LMDB. One owner at a time, held by an `flock` of the directory and one of its lock file, which the kernel takes
+back however the owner ends. The directory's stands when somebody removes the file.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ import fcntl
 import json
 import os
 import secrets
+import socket
 import stat
+import struct
 import time
 import weakref
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore import disk_check
 from kvstore.errors import StoreError, StoreLockedError
 
-LOCK_NAME, SECRET_NAME = "lock", "secret"
+LOCK_NAME, SECRET_NAME, SOCKET_NAME = "lock", "secret", "control.sock"
 SECRET_BYTES = 32
 MAX_LOCK_BYTES = 8192
 NETWORK_FILE_SYSTEMS = {
@@ -26,6 +30,7 @@ NETWORK_FILE_SYSTEMS = {
     "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "orangefs", "smb3", "smbfs",
 }  # fmt: skip
 _LOCK_TRIES, _LOCK_WAIT_S = 4, 0.02
+_CONNECT_S = 1.0  # for a socket that is there: its owner's kernel answers, not the owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +44,13 @@ class LockInfo:
 class StoreDirectory:
     """An owned store directory; `open` it. After a fork the child owns nothing, and every method raises there."""
 
-    def __init__(self, path: Path, lock_fd: int, secret: bytes) -> None:
+    def __init__(self, path: Path, fd: int, lock_fd: int, secret: bytes) -> None:
         self.path = path
         self.secret = secret
+        self._fd: int | None = fd
         self._lock_fd: int | None = lock_fd
+        self._held = ((path, os.fstat(fd)), (path / LOCK_NAME, os.fstat(lock_fd)))
+        self._loss: str | None = None
         self._is_forked = False
         _directories.add(self)
 
@@ -55,12 +63,19 @@ class StoreDirectory:
         try:
             directory = Path(path).expanduser().absolute()
             _prepare(directory, allow_network)
-            lock_fd = _lock(directory)
-            try:
-                return cls(directory, lock_fd, _load_secret(directory / SECRET_NAME))
-            except BaseException:
-                os.close(lock_fd)
-                raise
+            with ExitStack() as opened:
+                fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                opened.callback(os.close, fd)
+                _wait_for_lock(directory, fd)
+                lock_fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                opened.callback(os.close, lock_fd)
+                _wait_for_lock(directory, lock_fd)
+                _refuse_if_answered(directory)
+                os.fchmod(lock_fd, 0o600)
+                _write_lock_info(lock_fd, None)
+                owned = cls(directory, fd, lock_fd, _load_secret(directory / SECRET_NAME))
+                opened.pop_all()
+                return owned
         except OSError as error:
             raise StoreError(f"store directory {path} cannot be used: {error.strerror or error}") from None
         except (RuntimeError, ValueError) as error:  # no home to expand to; a zero byte in the name
@@ -76,14 +91,30 @@ class StoreDirectory:
         assert self._lock_fd is not None, "announced after close"
         _write_lock_info(self._lock_fd, None if socket_path is None else str(socket_path))
 
+    def loss(self) -> str | None:
+        """Why this process must not write here any more, for good: what it holds is not what others find at the path.
+
+        Somebody else may have become the owner since. None: all is as it was, or it is closed.
+        """
+        if self._loss is None and self._lock_fd is not None:
+            gone = next((path for path, known in self._held if not disk_check.is_still_at(path, known)), None)
+            if gone is not None:
+                self._loss = f"{gone} was removed or replaced while the store was open: nothing more is kept; restart"
+        return self._loss
+
     def close(self) -> None:
         """Give it up; another owner may come at once."""
         self.check_process()
         if self._lock_fd is not None:
             _directories.discard(self)
             os.ftruncate(self._lock_fd, 0)
-            os.close(self._lock_fd)
-            self._lock_fd = None
+            self._let_go()
+
+    def _let_go(self) -> None:
+        for fd in (self._lock_fd, self._fd):
+            if fd is not None:
+                os.close(fd)
+        self._lock_fd = self._fd = None
 
     def __enter__(self) -> StoreDirectory:
         return self
@@ -94,12 +125,16 @@ class StoreDirectory:
     def leave_to_parent(self) -> None:
         """In a forked child: the lock belongs to the open file, so it is the parent's as long as that has it open."""
         self._is_forked = True
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
+        self._let_go()
 
 
 _directories: weakref.WeakSet[StoreDirectory] = weakref.WeakSet()
+
+
+def held_directory(path: Path) -> StoreDirectory | None:
+    """The open store directory at `path`, if this process owns it."""
+    real = os.path.realpath(path)
+    return next((one for one in list(_directories) if os.path.realpath(one.path) == real), None)
 
 
 def _after_fork_in_child() -> None:
@@ -152,20 +187,34 @@ def file_system_type(path: Path, mounts: Path = Path("/proc/self/mounts")) -> st
 
 
 # -- who owns it -----------------------------------------------------------------------------------------------------
-def _lock(directory: Path) -> int:
-    fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+def _wait_for_lock(directory: Path, fd: int) -> None:
+    for attempt in range(_LOCK_TRIES):
+        if _try_lock(fd, fcntl.LOCK_EX):
+            return
+        if attempt < _LOCK_TRIES - 1:
+            time.sleep(_LOCK_WAIT_S)  # `read_lock_info` holds it for a moment
+    raise _locked_error(directory, _who_owns(directory).pid)
+
+
+def _refuse_if_answered(directory: Path) -> None:
+    """Whoever listens on the store's socket owns it, whatever became of its locks."""
+    found, pid = _listener(directory / SOCKET_NAME)
+    if found:
+        raise _locked_error(directory, pid)
+
+
+def _listener(path: Path) -> tuple[bool, int | None]:
+    """Whether a process listens on this socket, and which."""
     try:
-        for attempt in range(_LOCK_TRIES):
-            if _try_lock(fd, fcntl.LOCK_EX):
-                os.fchmod(fd, 0o600)
-                _write_lock_info(fd, None)
-                return fd
-            if attempt < _LOCK_TRIES - 1:
-                time.sleep(_LOCK_WAIT_S)  # `read_lock_info` holds it for a moment
-        raise _locked_error(directory, _parse_lock_info(os.pread(fd, MAX_LOCK_BYTES, 0)).pid)
-    except BaseException:
-        os.close(fd)
-        raise
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(_CONNECT_S)
+            connection.connect(str(path))
+            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            return True, struct.unpack("3i", peer)[0] or None
+    except (TimeoutError, BlockingIOError):  # its queue is full
+        return True, None
+    except (OSError, ValueError):  # none, nobody behind it, or too long a path for one
+        return False, None
 
 
 def _try_lock(fd: int, kind: int) -> bool:
@@ -204,16 +253,35 @@ def _parse_lock_info(content: bytes) -> LockInfo:
 
 def read_lock_info(path: str | Path) -> LockInfo | None:
     """Who owns the store at `path`; None when nobody does, or when there is no store."""
+    directory = Path(path).expanduser()
+    for place, flags in ((directory, os.O_DIRECTORY), (directory / LOCK_NAME, os.O_NOFOLLOW)):
+        try:
+            fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+        except OSError:
+            continue
+        try:
+            if not _try_lock(fd, fcntl.LOCK_SH):
+                return _who_owns(directory)
+        finally:
+            os.close(fd)
+    return None
+
+
+def _who_owns(directory: Path) -> LockInfo:
+    """As its lock file says; where somebody removed that, as the socket does."""
     try:
-        fd = os.open(Path(path).expanduser() / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
-        return None
-    try:
-        if _try_lock(fd, fcntl.LOCK_SH):
-            return None
-        return _parse_lock_info(os.read(fd, MAX_LOCK_BYTES))
-    finally:
-        os.close(fd)
+        info = LockInfo(None, None)
+    else:
+        try:
+            info = _parse_lock_info(os.read(fd, MAX_LOCK_BYTES))
+        finally:
+            os.close(fd)
+    if info.pid is None:
+        found, pid = _listener(directory / SOCKET_NAME)
+        return LockInfo(pid, str(directory / SOCKET_NAME)) if found else info
+    return info
 
 
 # -- the secret ------------------------------------------------------------------------------------------------------

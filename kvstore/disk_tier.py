@@ -21,7 +21,14 @@ from kvstore.block import BlockId
 from kvstore.codec_chooser import CodecChooser
 from kvstore.config import format_size
 from kvstore.disk_check import DATA_FILE
-from kvstore.disk_env import STRUCTURAL_ERRORS, VERIFY_BELOW_BYTES, Gate, is_damage, open_environment
+from kvstore.disk_env import (
+    STRUCTURAL_ERRORS,
+    VERIFY_BELOW_BYTES,
+    Gate,
+    LostFileError,
+    is_damage,
+    open_environment,
+)
 from kvstore.disk_format import Tables, WriteError
 from kvstore.disk_index import IndexEntry
 from kvstore.disk_open import StoreDirectory
@@ -51,8 +58,9 @@ class DiskTier:
     """Blocks in the environment `blocks/` of a store directory.
 
     capacity_bytes: what the file may take, its map size. itemsize: bytes of an element of KV. broken: the file is
-    damaged; reads fail and writes are refused until the owner calls `quarantine`. Raises StoreError when it cannot be
-    opened at all; a damaged one is moved aside and begun anew (`was_reset`).
+    damaged, or gone; reads fail and writes are refused until the owner calls `quarantine`. lost: that it was once
+    removed or replaced while it was open. Raises StoreError when it cannot be opened at all; a damaged one is moved
+    aside and begun anew (`was_reset`).
     """
 
     def __init__(
@@ -63,6 +71,7 @@ class DiskTier:
         self.capacity_bytes = capacity_bytes
         self.broken = False
         self.was_reset = False
+        self.lost: str | None = None
         self.num_reads = self.num_writes = 0
         self.read_seconds, self.write_seconds = Histogram(), Histogram()  # of a block, of a transaction
         self.failures: Counter[str] = Counter()
@@ -141,7 +150,7 @@ class DiskTier:
                     if tables is not None:
                         tables.env.close(clean=False)
                     if self.path.exists():
-                        disk_check.quarantine(self.path, "LMDB found its structure damaged")
+                        disk_check.quarantine(self.path, self.lost or "LMDB found its structure damaged")
                     self._tables = self._open()
                 except (*WORLD_ERRORS, RuntimeWarning) as error:  # the warning, where warnings are errors
                     raise StoreError(f"{self.path} is damaged and cannot be put aside: {error}") from None
@@ -181,6 +190,19 @@ class DiskTier:
     def note(self, error: Exception) -> None:
         """Something failed in the environment: whether that means damage."""
         self.broken = self.broken or is_damage(error)
+        if isinstance(error, LostFileError):
+            self._note_loss(str(error))
+
+    def look(self) -> None:
+        """Whether the file is still where it was; one that is not counts as damaged, unless the whole store is lost."""
+        with self._gate:
+            loss = None if self._tables is None else self._tables.env.loss()
+        if loss is not None:
+            self._note_loss(loss)
+
+    def _note_loss(self, loss: str) -> None:
+        if self._directory.loss() is None:
+            self.lost, self.broken = loss, True
 
     # -- writing -----------------------------------------------------------------------------------------------------
     def write(
@@ -291,6 +313,7 @@ class DiskTier:
             try:
                 if self._tables is None or self.broken:
                     raise DegradedError(f"{self.path} is closed or damaged; nothing more is made durable")
+                self._tables.env.check_in_place()
                 self._tables.env.sync()
             except lmdb.Error as error:
                 self._count_failure("sync")
@@ -443,6 +466,7 @@ class DiskTier:
             "read_seconds": read_seconds,
             "write_seconds": self.write_seconds.as_dict(),
             "broken": self.broken,
+            "lost": self.lost,
             "read_bytes_per_s": self._rates.get("read"),
             "write_bytes_per_s": self._rates.get("write"),
             "codec": self.chooser.stats(),

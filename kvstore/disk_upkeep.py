@@ -159,6 +159,7 @@ def compact(tier: DiskTier) -> CompactReport:
         with tier.tables() as tables:
             if tables is None:
                 raise StoreError(f"{tier.path} is closed or damaged, and cannot be compacted")
+            tables.env.check_in_place()
             before_bytes = tables.env.file_bytes()
             _check_room(tier)
             _copy(tables, place)

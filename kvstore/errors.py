@@ -11,7 +11,9 @@ KVStoreError
 │   └── SessionExistsError      the id is taken
 ├── StoreError             a store's files cannot be opened or used
 │   ├── StoreLockedError        another process owns the store; its pid is in the message
+│   ├── SessionDamagedError     records of a session cannot be read; the message says which turns are whole
 │   └── DegradedError           the disk tier cannot write at the moment: what was to be made durable is not
+│       └── StoreLostError          its files were removed or replaced while it was open: nothing more is kept
 ├── EngineClosedError      the engine was closed, or its thread died
 ├── EngineDiedError        the engine's own process has ended; it is started again, once
 └── EngineOverloadedError  more requests or calls than the engine's own process takes at once
@@ -75,8 +77,16 @@ class StoreLockedError(StoreError):
         self.pid = pid
 
 
+class SessionDamagedError(StoreError):
+    """Records of a session cannot be read, and never will be; what to do stands in the message."""
+
+
 class DegradedError(StoreError):
     """The disk tier cannot write (full, read-only, failing): serving goes on, durability does not."""
+
+
+class StoreLostError(DegradedError):
+    """Files of the store were removed or replaced while it was open: what was to be kept would not be found again."""
 
 
 class EngineClosedError(KVStoreError):

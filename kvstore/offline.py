@@ -16,11 +16,13 @@ from kvstore import disk_check
 from kvstore.block import BlockId
 from kvstore.commands import (
     DeletedResult,
+    RepairedResult,
     TranscriptResult,
     deletion_from_dict,
     evict_from_dict,
     nothing_from_dict,
     one_session_from_dict,
+    repaired,
     session_info,
     sessions_from_dict,
     transcript,
@@ -28,6 +30,8 @@ from kvstore.commands import (
 )
 from kvstore.disk_open import LOCK_NAME, StoreDirectory
 from kvstore.errors import ConfigError, DegradedError, StoreError
+from kvstore.session_check import CheckReport
+from kvstore.session_marker import SessionMarker
 from kvstore.session_record import SessionKey, Tombstone
 
 if TYPE_CHECKING:
@@ -66,7 +70,9 @@ class OfflineStore:
                 self.disk = DiskTier(self.directory, stored_capacity(data_file))
                 opened.callback(self.disk.close)
             self.sessions: SessionStore | None = None
-            if (self.directory.path / "sessions").is_dir():
+            self._marker = SessionMarker(self.directory.path)
+            self._missing = self._marker.missing_file()
+            if (self.directory.path / "sessions").is_dir() and self._missing is None:
                 from kvstore.session_store import open_sessions
 
                 self.sessions = open_sessions(self.directory)
@@ -95,8 +101,13 @@ class OfflineStore:
             return self.show_session(one_session_from_dict(command, arguments))
         if command == "sessions":
             return self.list_sessions(arguments)
+        if command == "sessions.repair":
+            return self.repair_session(one_session_from_dict(command, arguments))
         if command == "evict":
             return self.evict(arguments)
+        if command == "sessions.accept_loss":
+            nothing_from_dict(command, arguments)
+            return {"accepted": self.accept_loss()}
         if command not in ("stats", "compact"):
             raise ConfigError(f"unknown command {command!r}")
         nothing_from_dict(command, arguments)
@@ -124,7 +135,7 @@ class OfflineStore:
         state = None if self.sessions is None else self.sessions.load(key)
         if state is None:
             raise _no_session(key)
-        return transcript(state)
+        return transcript(state, self.sessions.aside(key) if self.sessions is not None else ())
 
     # -- giving up ---------------------------------------------------------------------------------------------------
     def evict(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -156,6 +167,15 @@ class OfflineStore:
             self._carry_out(self.sessions, one)
         return DeletedResult(deleted=True, blocks=len(tombstone.block_ids))
 
+    def repair_session(self, key: SessionKey) -> RepairedResult:
+        """Its whole turns become the session; the rest is set aside."""
+        found = None if self.sessions is None else self.sessions.repair(key).wait()
+        if self.sessions is None or found is None:
+            raise _no_session(key)
+        if found.tombstone is not None:
+            self._carry_out(self.sessions, found.tombstone)
+        return repaired(found)
+
     def _forget_answers(self, key: SessionKey) -> None:
         """The token ids by which its answers would be known again in a history that comes as text."""
         if (self.directory.path / "answers").is_dir():
@@ -180,7 +200,18 @@ class OfflineStore:
             report |= self._verify_disk(self.disk, delete, on_progress)
         if self.sessions is not None:
             report["sessions"] = asdict(self.sessions.check())
+        elif self._missing is not None:
+            report["sessions"] = asdict(CheckReport(0, 0, 0, 0, (self._missing,)))
         return report
+
+    def accept_loss(self) -> bool:
+        """See `SessionStore.accept_loss`."""
+        if self.sessions is not None:
+            return self.sessions.accept_loss()
+        if self._missing is not None:
+            self._marker.remove()
+        was_missing, self._missing = self._missing is not None, None
+        return was_missing
 
     def _verify_disk(self, disk: DiskTier, delete: bool, on_progress: OnProgress | None) -> dict[str, Any]:
         index = _index_of(disk)

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 import xxhash
 
 from kvstore.block import BLOCK_ID_BYTES, BlockId, token_bytes
-from kvstore.errors import RequestError, StoreError
+from kvstore.errors import RequestError, SessionDamagedError, StoreError
 
 T = TypeVar("T")
 Message = dict[str, str]
@@ -153,8 +153,8 @@ class Tombstone:
     block_ids: tuple[BlockId, ...]
 
 
-def damaged(what: str, why: str) -> StoreError:
-    return StoreError(f"{what} is damaged ({why}): delete it, or bring the store back from a copy")
+def damaged(what: str, why: str) -> SessionDamagedError:
+    return SessionDamagedError(f"{what} is damaged ({why})")
 
 
 def with_turn(head: SessionHead, turn: TurnRecord, now_s: float) -> SessionHead:

@@ -17,10 +17,12 @@ from typing import Any, Protocol
 
 import lmdb
 
+from kvstore.disk_env import StoreEnvironment
 from kvstore.errors import DegradedError
 from kvstore.session_tables import TABLES, View
 
 FIRST_MAP_BYTES = 64 << 20
+Environment = lmdb.Environment | StoreEnvironment
 MAX_READERS = 64  # reads at a time; LMDB has 126 places for them
 
 
@@ -58,6 +60,8 @@ class Storage(Protocol):
     def reopen(self) -> None: ...
 
     def compact(self) -> None: ...
+
+    def is_lost(self) -> bool: ...
 
     def num_bytes(self) -> int: ...
 
@@ -99,19 +103,19 @@ class _LmdbView:
 class DiskTables:
     """The LMDB environment over its life: many short reads, and moments when nobody may be in it."""
 
-    def __init__(self, open_environment: Callable[[], lmdb.Environment]) -> None:
+    def __init__(self, open_environment: Callable[[], Environment]) -> None:
         self._open = open_environment
         self._changed = threading.Condition()
         self._num_reading = 0
         self._closed_to_readers = False
         self._closed = False  # for good
-        self._env: lmdb.Environment | None = None
+        self._env: Environment | None = None
         self._handles: dict[str, Any] = {}
         self.reopen()
         self._path = Path(self._opened().path())
         self._discard_copy()
 
-    def _opened(self) -> lmdb.Environment:
+    def _opened(self) -> Environment:
         if self._env is None:
             raise DegradedError("the session store's file could not be opened again: look at its disk, then restart")
         return self._env
@@ -135,6 +139,17 @@ class DiskTables:
         self._reopen_if_lost()
         with self._opened().begin(write=True) as txn:
             yield _LmdbView(txn, self._handles)
+        self._check_in_place()  # again: what is acknowledged now has to be found again
+
+    def _check_in_place(self) -> None:
+        env = self._env
+        if isinstance(env, StoreEnvironment):
+            env.check_in_place()
+
+    def is_lost(self) -> bool:
+        """Whether the file, or what makes us its owner, was removed or replaced while it was open."""
+        env = self._env
+        return isinstance(env, StoreEnvironment) and env.loss() is not None
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -195,7 +210,16 @@ class DiskTables:
             shutil.rmtree(self._copy_path())
 
     def compact(self) -> None:
-        """Copy what is live, and put the copy in the file's place. The old file's bytes are the file system's now."""
+        """Copy what is live, and put the copy in the file's place. The old file's bytes are the file system's now.
+
+        A file that somebody removed is there again afterwards, as long as we have it open. One that stands in its place
+        is not touched: LostFileError.
+        """
+        env = self._opened()
+        is_removed = isinstance(env, StoreEnvironment) and env.is_removed()
+        if not is_removed:
+            self._check_in_place()
+        self._path.mkdir(mode=0o700, exist_ok=True)
         self._discard_copy()
         self._copy_path().mkdir(mode=0o700)
         try:
@@ -205,9 +229,11 @@ class DiskTables:
             with open(copied, "rb") as file:
                 os.fsync(file.fileno())
             with self._alone():
-                self._close_environment()
+                if not is_removed:  # else its bytes go when it is closed
+                    self._close_environment()
                 os.replace(copied, self._path / "data.mdb")
                 _sync_directory(self._path)
+                self._close_environment()
         finally:
             self._reopen_if_lost()
             self._discard_copy()
@@ -228,7 +254,10 @@ class DiskTables:
             copy.close()
 
     def num_bytes(self) -> int:
-        return (self._path / "data.mdb").stat().st_size
+        try:
+            return (self._path / "data.mdb").stat().st_size
+        except FileNotFoundError:  # somebody removed it
+            return 0
 
     def close(self) -> None:
         with self._alone():
@@ -292,6 +321,9 @@ class MemoryTables:
     def reopen(self) -> None: ...
 
     def compact(self) -> None: ...
+
+    def is_lost(self) -> bool:
+        return False
 
     def num_bytes(self) -> int:
         return sum(len(k) + len(v) for it in self._tables.values() for k, v in it.values.items())

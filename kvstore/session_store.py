@@ -12,16 +12,21 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 import lmdb
 
+from kvstore import session_repair
 from kvstore import session_tables as tables
 from kvstore.answer_store import AnswerStore, open_answers, owner_tag
 from kvstore.block import BlockId
-from kvstore.disk_env import open_environment
+from kvstore.disk_env import LostFileError, open_environment
 from kvstore.disk_open import StoreDirectory
-from kvstore.errors import DegradedError, StoreError
+from kvstore.errors import DegradedError, SessionDamagedError, StoreError, StoreLostError
+from kvstore.session_check import CheckReport, check
+from kvstore.session_marker import SessionMarker
 from kvstore.session_record import (
     Message,
     Parent,
@@ -32,17 +37,26 @@ from kvstore.session_record import (
     TurnRecord,
     encode_turn,
 )
-from kvstore.session_storage import FIRST_MAP_BYTES, DiskTables, MemoryTables, Storage, open_plain_environment
-from kvstore.session_tables import CheckReport, View
+from kvstore.session_repair import AsideTurn, Repaired
+from kvstore.session_storage import (
+    FIRST_MAP_BYTES,
+    DiskTables,
+    Environment,
+    MemoryTables,
+    Storage,
+    open_plain_environment,
+)
+from kvstore.session_tables import View
 
 __all__ = [
-    "AnswerStore", "CheckReport", "MemorySessionStore", "Message", "Parent", "SessionHead", "SessionKey",
-    "SessionState", "SessionStore", "Ticket", "Tombstone", "TurnRecord", "open_answers", "open_plain_environment",
-    "owner_tag",
+    "AnswerStore", "AsideTurn", "CheckReport", "MemorySessionStore", "Message", "Parent", "Repaired", "SessionHead",
+    "SessionKey", "SessionState", "SessionStore", "Ticket", "Tombstone", "TurnRecord", "open_answers",
+    "open_plain_environment", "owner_tag",
 ]  # fmt: skip
 
 T = TypeVar("T")
 MAX_QUEUE = 256  # tickets waiting for the next group
+ON_LOSS = ": no turn is kept; if it was removed, `kvstore compact` writes all of it again, before this process ends"
 MAX_RETRIES = 20  # of one group: each doubles the map
 IO_ERRORS = (lmdb.Error, OSError, MemoryError)
 
@@ -104,7 +118,7 @@ class SessionStore:
 
     def __init__(
         self,
-        open_environment: Callable[[], lmdb.Environment] | None,
+        open_environment: Callable[[], Environment] | None,
         clock: Callable[[], float] = time.time,
         max_sessions: int | None = None,
     ) -> None:
@@ -119,9 +133,12 @@ class SessionStore:
         self._recent_lock = threading.Lock()
         self._changed = threading.Condition()
         self._queue: deque[Ticket] = deque()
+        self._marker: SessionMarker | None = None
+        self._missing: str | None = None  # what the store held before
         self._closing = False
         self._failure: str | None = None
-        self._counts = dict.fromkeys(("commits", "committed", "refused", "failed", "grown", "dropped", "damaged"), 0)
+        self._counts = dict.fromkeys(("commits", "committed", "refused", "failed", "grown", "dropped"), 0)
+        self._damaged: frozenset[int] = frozenset()  # numbers of sessions that were met
         self._largest_group = 0
         self._thread = threading.Thread(target=self._run, name="session-store", daemon=True)
         self._thread.start()
@@ -146,20 +163,25 @@ class SessionStore:
         """
         payload = encode_turn(turn, f"session {key.session_id}")
         draft = tables.draft_head(key, self._clock(), turn.system, fingerprint, model)
-        return self._submit(lambda view: tables.append(view, draft, turn, payload, session_number))
+        return self._submit(self._explaining(key, lambda v: tables.append(v, draft, turn, payload, session_number)))
 
     def fork(self, source: SessionKey, turn: int | None, new_key: SessionKey) -> Ticket[SessionHead]:
         """A new session with turns 1 to `turn` (None: all there are when it is carried out) of another."""
         now_s = self._clock()
-        return self._submit(lambda view: tables.fork(view, source, turn, new_key, now_s))
+        return self._submit(self._explaining(source, lambda view: tables.fork(view, source, turn, new_key, now_s)))
 
     def set_ttl(self, key: SessionKey, ttl_s: float | None) -> Ticket[SessionHead]:
         """Counted from the last turn, so a session idle for longer expires at once."""
-        return self._submit(lambda view: tables.set_ttl(view, key, ttl_s))
+        return self._submit(self._explaining(key, lambda view: tables.set_ttl(view, key, ttl_s)))
 
     def delete(self, key: SessionKey) -> Ticket[Tombstone | None]:
         """Remove a session; its tombstone names the blocks to forget. None when there is no such session."""
         return self._submit(lambda view: tables.delete(view, key))
+
+    def repair(self, key: SessionKey) -> Ticket[Repaired | None]:
+        """See `session_repair.repair`. Like a deletion, it leaves a tombstone to be carried through."""
+        now_s = self._clock()
+        return self._submit(lambda view: session_repair.repair(view, key, now_s))
 
     def finish_deletion(self, number: int) -> Ticket[None]:
         """The blocks of this tombstone are gone everywhere."""
@@ -170,24 +192,28 @@ class SessionStore:
         self._enqueue(Ticket[None](None)).wait()
 
     def head(self, key: SessionKey) -> SessionHead | None:
-        return self._read(lambda view: tables.read_head(view, key))
+        return self._read_of(key, lambda view: tables.read_head(view, key))
 
     def exists(self, key: SessionKey) -> bool:
         return self.head(key) is not None
 
     def load(self, key: SessionKey, turn: int | None = None) -> SessionState | None:
         """The session at the end of `turn` (None: the last). None: there is no such session, or no such turn."""
-        state = self._read(lambda view: tables.load(view, key, turn))
+        state = self._read_of(key, lambda view: tables.load(view, key, turn))
         if state is not None:
             self._note_use(key)
         return state
 
     def turn(self, key: SessionKey, number: int) -> TurnRecord | None:
-        return self._read(lambda view: tables.read_turn(view, key, number))
+        return self._read_of(key, lambda view: tables.read_turn(view, key, number))
 
     def turn_of_request(self, key: SessionKey, idempotency_key: str) -> TurnRecord | None:
         """The turn that answered the request of this key, if there is one."""
-        return self._read(lambda view: tables.turn_of_request(view, key, idempotency_key))
+        return self._read_of(key, lambda view: tables.turn_of_request(view, key, idempotency_key))
+
+    def aside(self, key: SessionKey) -> Sequence[AsideTurn]:
+        """Turns that a repair has set aside."""
+        return self._read_of(key, lambda view: session_repair.aside(view, key))
 
     def list(self, tenant: str, limit: int = 100, after: str | None = None) -> Sequence[SessionHead]:
         """The most recently updated first. after: the `cursor` of the last head of the page before.
@@ -195,9 +221,8 @@ class SessionStore:
         A session updated between two pages moves to the front, so it is not met twice, and may not be met at all.
         Damaged ones are left out and counted in `stats`. Raises RequestError for a cursor that is none.
         """
-        heads, num_damaged = self._read(lambda view: tables.list_heads(view, tenant, limit, after))
-        with self._recent_lock:
-            self._counts["damaged"] += num_damaged
+        heads, are_damaged = self._read(lambda view: tables.list_heads(view, tenant, limit, after))
+        self._damaged |= are_damaged
         return heads
 
     def expired(self, now: float, limit: int = 1000) -> Sequence[SessionKey]:
@@ -206,11 +231,11 @@ class SessionStore:
 
     def blocks_of(self, key: SessionKey) -> set[BlockId]:
         """Every block any of its turns lists, also those before a truncation. Empty when there is no such session."""
-        return self._read(lambda view: tables.blocks_of(view, key))
+        return self._read_of(key, lambda view: tables.blocks_of(view, key))
 
     def unshared_blocks_of(self, key: SessionKey) -> set[BlockId]:
         """The blocks that a deletion would name at this moment."""
-        return self._read(lambda view: tables.unshared_blocks_of(view, key))
+        return self._read_of(key, lambda view: tables.unshared_blocks_of(view, key))
 
     def pending_deletions(self) -> Sequence[Tombstone]:
         """Deletions to be carried through; to be read at the start too, for those that a crash cut off."""
@@ -222,16 +247,43 @@ class SessionStore:
         While it runs, the file cannot give space back or have its map grown: a commit may wait for its end. So
         `progress` must not use the store.
         """
-        return self._read(lambda view: tables.check(view, progress))
+        report = self._read(lambda view: check(view, progress))
+        missing = () if self._missing is None else (self._missing,)
+        return replace(report, problems=(*missing, *report.problems))
+
+    def mark(self, marker: SessionMarker) -> None:
+        """Find out whether this is the file that the store had. Called once, before it is used."""
+
+        def name_it(name: bytes) -> None:
+            with self._storage.write() as view:
+                tables.set_file_name(view, name)
+
+        self._marker = marker
+        with suppress(*IO_ERRORS):  # a full disk: the next start does it
+            self._missing = marker.settle(self._read(tables.file_name), name_it)
+
+    def accept_loss(self) -> bool:
+        """Give up the sessions that are missing; False when none are. Raises StoreError."""
+        if self._missing is None or self._marker is None:
+            return False
+        try:
+            self._marker.remove()
+        except OSError as error:
+            raise StoreError(f"the marker of the sessions cannot be removed: {error.strerror or error}") from None
+        self._missing = None
+        self.mark(self._marker)
+        return True
 
     def stats(self) -> dict[str, int]:
         def count(view: View) -> dict[str, int]:
             shown = (tables.HEADS, tables.TURNS, tables.REFS, tables.TOMBSTONES)
             num = [view.count(table) for table in shown]
-            return dict(zip(("sessions", "turns", "refs", "pending_deletions"), num, strict=True))
+            num.append(sum(tables.is_there(view, number) for number in self._damaged))
+            return dict(zip(("sessions", "turns", "refs", "pending_deletions", "damaged"), num, strict=True))
 
         counts = self._read(count)
         extra = {"bytes": self._storage.num_bytes(), "queued": len(self._queue), "largest_group": self._largest_group}
+        extra |= {"lost": int(self._storage.is_lost()), "missing": int(self._missing is not None)}
         return counts | extra | self._counts
 
     def close(self) -> None:
@@ -261,6 +313,24 @@ class SessionStore:
                 return work(view)
         except IO_ERRORS as error:
             raise StoreError(f"the session store cannot be read: {error}") from error
+
+    def _read_of(self, key: SessionKey, work: Callable[[View], T]) -> T:
+        return self._read(self._explaining(key, work))
+
+    def _explaining(self, key: SessionKey, work: Callable[[View], T]) -> Callable[[View], T]:
+        """The same; but damage that it meets is counted, and told with what is whole and what can be done."""
+
+        def explaining(view: View) -> T:
+            try:
+                return work(view)
+            except SessionDamagedError as error:
+                with suppress(StoreError):
+                    found = session_repair.remains(view, key)
+                    self._damaged |= set() if found is None else {found.number}
+                    error = session_repair.explained(error, key, found)
+                raise error from None
+
+        return explaining
 
     def _submit(self, work: Callable[[View], T]) -> Ticket[T]:
         return self._enqueue(Ticket(work))
@@ -313,6 +383,9 @@ class SessionStore:
         self._largest_group = max(self._largest_group, len(group))
         try:
             outcomes = self._transact(group)
+        except LostFileError as error:
+            self._counts["failed"] += len(group)
+            return [StoreLostError(f"not stored: {error}")] * len(group)
         except (*IO_ERRORS, StoreError) as error:  # StoreError: open_environment may refuse to open it again
             if len(group) > 1:
                 # One may be what the others failed for: too large for the disk, or on a damaged page.
@@ -382,4 +455,9 @@ def open_sessions(directory: StoreDirectory | None) -> SessionStore:
     if directory is None:
         return MemorySessionStore()
     path = directory.path / "sessions"
-    return SessionStore(lambda: open_environment(path, FIRST_MAP_BYTES, max_dbs=16, metasync=True))  # type: ignore[arg-type, return-value]
+
+    sessions = SessionStore(
+        lambda: open_environment(path, FIRST_MAP_BYTES, max_dbs=16, metasync=True, on_loss=ON_LOSS)
+    )
+    sessions.mark(SessionMarker(directory.path))
+    return sessions

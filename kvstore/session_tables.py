@@ -1,4 +1,4 @@
-"""What one transaction does with sessions: the tables, and create, append, fork, delete, list and check over them.
+"""What one transaction does with sessions: the tables, and create, append, fork, delete and list over them.
 
 Knows no file and no thread: a `View` is a transaction on sorted tables. A function that writes checks first and writes
 afterwards, so one that raises StoreError has changed nothing and the transaction can go on with the next.
@@ -6,10 +6,9 @@ afterwards, so one that raises StoreError has changed nothing and the transactio
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from kvstore.block import BLOCK_ID_BYTES, BlockId
@@ -48,8 +47,9 @@ ORDER = "order"  # * digest of the tenant, updated, session number
 EXPIRY = "expiry"  # * expires, session number
 REFS = "refs"  # * block id, session number
 TOMBSTONES = "tombstones"  # deletion number -> Tombstone
-COUNTERS = "counters"  # "session", "deletion" -> the next number
-TABLES = (NAMES, HEADS, TURNS, REQUESTS, ORDER, EXPIRY, REFS, TOMBSTONES, COUNTERS)
+ASIDE = "aside"  # session number, index -> a record that could not be kept, and its place (see `session_repair`)
+COUNTERS = "counters"  # "session", "deletion" -> the next number; "name" -> the name of this file
+TABLES = (NAMES, HEADS, TURNS, REQUESTS, ORDER, EXPIRY, REFS, TOMBSTONES, COUNTERS, ASIDE)
 
 
 class View(Protocol):
@@ -70,59 +70,48 @@ class View(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class CheckReport:
-    """What a walk over everything found. problems: a sentence each; empty when all is well."""
-
-    num_sessions: int
-    num_turns: int
-    num_refs: int
-    num_tombstones: int
-    problems: tuple[str, ...]
-
-
 def be64(number: int) -> bytes:
     return number.to_bytes(8, "big")
 
 
-def _name_key(key: SessionKey) -> bytes:
+def name_key(key: SessionKey) -> bytes:
     return digest(key.tenant) + key.session_id.encode()
 
 
-def _turn_key(number: int, turn: int) -> bytes:
+def turn_key(number: int, turn: int) -> bytes:
     return be64(number) + turn.to_bytes(4, "big")
 
 
-def _request_key(number: int, idempotency_key: str) -> bytes:
+def request_key(number: int, idempotency_key: str) -> bytes:
     return be64(number) + digest(idempotency_key)
 
 
-def _order_key(head: SessionHead) -> bytes:
+def order_key(head: SessionHead) -> bytes:
     return digest(head.key.tenant) + be64(micros(head.updated_s)) + be64(head.number)
 
 
-def _expiry_key(head: SessionHead) -> bytes | None:
+def expiry_key(head: SessionHead) -> bytes | None:
     return None if head.expires_s is None else be64(micros(head.expires_s)) + be64(head.number)
 
 
 def find(view: View, key: SessionKey) -> int | None:
     """The session's number."""
-    value = view.get(NAMES, _name_key(key))
+    value = view.get(NAMES, name_key(key))
     what = f"session {key.session_id}"
-    return None if value is None else decode_number(unseal(NAMES, _name_key(key), value, what), what)
+    return None if value is None else decode_number(unseal(NAMES, name_key(key), value, what), what)
 
 
 def read_head(view: View, key: SessionKey) -> SessionHead | None:
     number = find(view, key)
     if number is None:
         return None
-    head = _head_of(view, number, f"session {key.session_id}")
+    head = head_of(view, number, f"session {key.session_id}")
     if head.key != key:
         raise damaged(f"session {key.session_id}", "its head is another session's")
     return head
 
 
-def _head_of(view: View, number: int, what: str) -> SessionHead:
+def head_of(view: View, number: int, what: str) -> SessionHead:
     value = view.get(HEADS, be64(number))
     if value is None:
         raise damaged(what, "its head is missing")
@@ -130,6 +119,11 @@ def _head_of(view: View, number: int, what: str) -> SessionHead:
     if head.number != number:
         raise damaged(what, "its head has another number")
     return head
+
+
+def is_there(view: View, number: int) -> bool:
+    """Whether anything of this session is stored."""
+    return view.get(HEADS, be64(number)) is not None or any(True for _ in view.scan(TURNS, be64(number)))
 
 
 def read_turns(view: View, head: SessionHead, last: int) -> list[TurnRecord]:
@@ -140,7 +134,7 @@ def read_turns(view: View, head: SessionHead, last: int) -> list[TurnRecord]:
         if len(turns) == last:
             break
         turns.append(decode_turn(unseal(TURNS, key, value, what), what))
-        if key != _turn_key(head.number, len(turns)) or turns[-1].number != len(turns):
+        if key != turn_key(head.number, len(turns)) or turns[-1].number != len(turns):
             raise damaged(what, f"turn {len(turns)} is missing")
     if len(turns) != last:
         raise damaged(what, f"turn {len(turns) + 1} is missing")
@@ -163,10 +157,10 @@ def read_turn(view: View, key: SessionKey, number: int) -> TurnRecord | None:
     if head is None or not 1 <= number <= head.num_turns:
         return None
     what = f"session {key.session_id}"
-    value = view.get(TURNS, _turn_key(head.number, number))
+    value = view.get(TURNS, turn_key(head.number, number))
     if value is None:
         raise damaged(what, f"turn {number} is missing")
-    turn = decode_turn(unseal(TURNS, _turn_key(head.number, number), value, what), what)
+    turn = decode_turn(unseal(TURNS, turn_key(head.number, number), value, what), what)
     if turn.number != number:
         raise damaged(what, f"turn {number} is another turn")
     return turn
@@ -174,7 +168,7 @@ def read_turn(view: View, key: SessionKey, number: int) -> TurnRecord | None:
 
 def turn_of_request(view: View, key: SessionKey, idempotency_key: str) -> TurnRecord | None:
     number = find(view, key)
-    place = b"" if number is None else _request_key(number, idempotency_key)
+    place = b"" if number is None else request_key(number, idempotency_key)
     value = view.get(REQUESTS, place) if place else None
     if value is None:
         return None
@@ -185,7 +179,7 @@ def turn_of_request(view: View, key: SessionKey, idempotency_key: str) -> TurnRe
     return turn
 
 
-def _next_number(view: View, counter: str, table: str) -> int:
+def next_number(view: View, counter: str, table: str) -> int:
     """Numbers are never used twice: a turn that was computed for a deleted session does not end up in its successor."""
     key = counter.encode()
     value = view.get(COUNTERS, key)
@@ -200,33 +194,45 @@ def _next_number(view: View, counter: str, table: str) -> int:
     return number
 
 
+def file_name(view: View) -> bytes | None:
+    """See `session_marker`. None: it has none yet; empty: it is damaged."""
+    value = view.get(COUNTERS, b"name")
+    with suppress(StoreError):
+        return None if value is None else unseal(COUNTERS, b"name", value, "the file's name")
+    return b""
+
+
+def set_file_name(view: View, name: bytes) -> None:
+    view.put(COUNTERS, b"name", seal(COUNTERS, b"name", name))
+
+
 def _put_head(view: View, head: SessionHead, before: SessionHead | None = None) -> None:
     value = seal(HEADS, be64(head.number), encode_head(head))
     if before is not None:
         _delete_places(view, before)
     view.put(HEADS, be64(head.number), value)
-    view.put(ORDER, _order_key(head), b"")
-    expiry = _expiry_key(head)
+    view.put(ORDER, order_key(head), b"")
+    expiry = expiry_key(head)
     if expiry is not None:
         view.put(EXPIRY, expiry, b"")
 
 
 def _delete_places(view: View, head: SessionHead) -> None:
-    view.delete(ORDER, _order_key(head))
-    expiry = _expiry_key(head)
+    view.delete(ORDER, order_key(head))
+    expiry = expiry_key(head)
     if expiry is not None:
         view.delete(EXPIRY, expiry)
 
 
-def _put_turn(view: View, number: int, turn: TurnRecord, payload: bytes) -> None:
-    key = _turn_key(number, turn.number)
+def put_turn(view: View, number: int, turn: TurnRecord, payload: bytes) -> None:
+    key = turn_key(number, turn.number)
     view.put(TURNS, key, seal(TURNS, key, payload))
     for block_id in turn.chain:
         # A rebase lists most blocks again, and LMDB would copy the page of each for nothing.
         if view.get(REFS, block_id + be64(number)) is None:
             view.put(REFS, block_id + be64(number), b"")
     if turn.idempotency_key is not None:
-        key = _request_key(number, turn.idempotency_key)
+        key = request_key(number, turn.idempotency_key)
         view.put(REQUESTS, key, seal(REQUESTS, key, encode_number(turn.number)))
 
 
@@ -235,8 +241,8 @@ def create(view: View, draft: SessionHead) -> SessionHead:
     if find(view, draft.key) is not None:
         raise StoreError(f"session {draft.key.session_id} exists already: take another id, or delete it first")
     encode_head(draft)  # raises here, when nothing is written yet
-    head = replace(draft, number=_next_number(view, "session", HEADS))
-    place = _name_key(head.key)
+    head = replace(draft, number=next_number(view, "session", HEADS))
+    place = name_key(head.key)
     view.put(NAMES, place, seal(NAMES, place, encode_number(head.number)))
     _put_head(view, head)
     return head
@@ -258,7 +264,7 @@ def append(view: View, draft: SessionHead, turn: TurnRecord, payload: bytes, exp
     if turn.system and (turn.number > 1 or (system and turn.system != system)):
         raise StoreError(f"turn {turn.number} of session {key.session_id} brings another system prompt: make a new one")
     if head is not None and turn.idempotency_key is not None:
-        known = view.get(REQUESTS, _request_key(head.number, turn.idempotency_key))
+        known = view.get(REQUESTS, request_key(head.number, turn.idempotency_key))
         if known is not None:
             raise StoreError(f"session {key.session_id} has a turn for this idempotency key: answer with that one")
     fresh = head or draft
@@ -267,7 +273,7 @@ def append(view: View, draft: SessionHead, turn: TurnRecord, payload: bytes, exp
     if head is None:
         head = create(view, draft)
         after = replace(after, number=head.number)
-    _put_turn(view, head.number, turn, payload)
+    put_turn(view, head.number, turn, payload)
     _put_head(view, after, before=head)
     return after
 
@@ -291,7 +297,7 @@ def fork(view: View, source: SessionKey, turn: int | None, new_key: SessionKey, 
     payloads = [encode_turn(one, f"session {new_key.session_id}") for one in turns]
     new = create(view, draft)
     for one, payload in zip(turns, payloads, strict=True):
-        _put_turn(view, new.number, one, payload)
+        put_turn(view, new.number, one, payload)
     return new
 
 
@@ -311,7 +317,7 @@ def blocks_of(view: View, key: SessionKey) -> set[BlockId]:
     return {block_id for turn in turns for block_id in turn.chain}
 
 
-def _unshared(view: View, block_ids: set[BlockId], number: int) -> set[BlockId]:
+def unshared(view: View, block_ids: set[BlockId], number: int) -> set[BlockId]:
     """Those of the blocks that no session but this one refers to."""
     mine = be64(number)
     return {b for b in block_ids if all(place == b + mine for place, _ in view.scan(REFS, b))}
@@ -319,7 +325,7 @@ def _unshared(view: View, block_ids: set[BlockId], number: int) -> set[BlockId]:
 
 def unshared_blocks_of(view: View, key: SessionKey) -> set[BlockId]:
     number = find(view, key)
-    return set() if number is None else _unshared(view, blocks_of(view, key), number)
+    return set() if number is None else unshared(view, blocks_of(view, key), number)
 
 
 def delete(view: View, key: SessionKey) -> Tombstone | None:
@@ -327,26 +333,30 @@ def delete(view: View, key: SessionKey) -> Tombstone | None:
     number = find(view, key)
     if number is None:
         return None
-    deletion = _next_number(view, "deletion", TOMBSTONES)
+    deletion = next_number(view, "deletion", TOMBSTONES)
     block_ids = remove(view, key, number)
-    tombstone = Tombstone(deletion, key, tuple(sorted(_unshared(view, block_ids, number))))
+    tombstone = Tombstone(deletion, key, tuple(sorted(unshared(view, block_ids, number))))
+    put_tombstone(view, tombstone)
+    return tombstone
+
+
+def put_tombstone(view: View, tombstone: Tombstone) -> None:
     place = be64(tombstone.number)
     view.put(TOMBSTONES, place, seal(TOMBSTONES, place, encode_tombstone(tombstone)))
-    return tombstone
 
 
 def remove(view: View, key: SessionKey, number: int) -> set[BlockId]:
     """Everything stored of a session; returns its blocks."""
     block_ids = _known_blocks(view, key, number)
     try:
-        _delete_places(view, _head_of(view, number, "session"))
+        _delete_places(view, head_of(view, number, "session"))
     except StoreError:
         for table, prefix in ((ORDER, digest(key.tenant)), (EXPIRY, b"")):
             for place in [place for place, _ in view.scan(table, prefix) if place.endswith(be64(number))]:
                 view.delete(table, place)
-    view.delete(NAMES, _name_key(key))
+    view.delete(NAMES, name_key(key))
     view.delete(HEADS, be64(number))
-    for table in (TURNS, REQUESTS):
+    for table in (TURNS, REQUESTS, ASIDE):
         for place in [place for place, _ in view.scan(table, be64(number))]:
             view.delete(table, place)
     for block_id in block_ids:
@@ -357,7 +367,7 @@ def remove(view: View, key: SessionKey, number: int) -> set[BlockId]:
 def _known_blocks(view: View, key: SessionKey, number: int) -> set[BlockId]:
     """From the turns; where those cannot be read, from a walk over all references."""
     try:
-        head = _head_of(view, number, "session")
+        head = head_of(view, number, "session")
         return {block_id for turn in read_turns(view, head, head.num_turns) for block_id in turn.chain}
     except StoreError:
         mine = (place for place, _ in view.scan(REFS) if place[BLOCK_ID_BYTES:] == be64(number))
@@ -369,17 +379,17 @@ def pending_deletions(view: View) -> list[Tombstone]:
     tombstones: list[Tombstone] = []
     for place, value in view.scan(TOMBSTONES):
         with suppress(StoreError):
-            tombstones.append(_tombstone(place, value))
+            tombstones.append(tombstone(place, value))
     return tombstones
 
 
-def _tombstone(place: bytes, value: bytes) -> Tombstone:
+def tombstone(place: bytes, value: bytes) -> Tombstone:
     what = f"deletion {int.from_bytes(place, 'big')}"
     return decode_tombstone(unseal(TOMBSTONES, place, value, what), what)
 
 
-def list_heads(view: View, tenant: str, limit: int, after: str | None) -> tuple[list[SessionHead], int]:
-    """Most recently updated first; and how many were left out because they are damaged."""
+def list_heads(view: View, tenant: str, limit: int, after: str | None) -> tuple[list[SessionHead], set[int]]:
+    """Most recently updated first; and the numbers of those that were left out because they are damaged."""
     before = None
     if after is not None:
         try:
@@ -389,18 +399,18 @@ def list_heads(view: View, tenant: str, limit: int, after: str | None) -> tuple[
         if len(before) != 48:
             raise RequestError("after is not a cursor of this list: pass the last session's, as it was given", "after")
     heads: list[SessionHead] = []
-    num_damaged = 0
+    are_damaged: set[int] = set()
     for place, _ in view.scan(ORDER, digest(tenant), reverse=True, before=before):
         if len(heads) >= limit:
             break
         try:
-            head = _head_of(view, int.from_bytes(place[-8:], "big"), "session")
-            if _order_key(head) != place:
+            head = head_of(view, int.from_bytes(place[-8:], "big"), "session")
+            if order_key(head) != place:
                 raise damaged("session", "it is listed at another place")
             heads.append(head)
         except StoreError:
-            num_damaged += 1
-    return heads, num_damaged
+            are_damaged.add(int.from_bytes(place[-8:], "big"))
+    return heads, are_damaged
 
 
 def expired(view: View, now_s: float, limit: int) -> list[SessionKey]:
@@ -410,84 +420,12 @@ def expired(view: View, now_s: float, limit: int) -> list[SessionKey]:
         if place[:8] > be64(micros(now_s)) or len(keys) >= limit:
             break
         try:
-            head = _head_of(view, int.from_bytes(place[8:], "big"), "session")
+            head = head_of(view, int.from_bytes(place[8:], "big"), "session")
         except StoreError:
             continue
-        if _expiry_key(head) == place:
+        if expiry_key(head) == place:
             keys.append(head.key)
     return keys
-
-
-class _Check:
-    """One walk: every head and all it must have, then whatever belongs to no head."""
-
-    def __init__(self, view: View) -> None:
-        self.view = view
-        self.problems: list[str] = []
-        self.num_turns = 0
-        self.places: Counter[str] = Counter()  # entries that the heads account for, by table
-        self.refs: Counter[int] = Counter()  # by session number
-
-    def session(self, number: int) -> None:
-        try:
-            head = _head_of(self.view, number, f"session number {number}")
-            state_turns = read_turns(self.view, head, head.num_turns)
-            if len(replay(head, state_turns).token_ids) != head.num_tokens:
-                raise damaged(f"session {head.key.session_id}", "its number of tokens does not match its turns")
-            if find(self.view, head.key) != number:
-                raise damaged(f"session {head.key.session_id}", "its id does not lead to it")
-        except StoreError as error:
-            self.problems.append(str(error))
-            return
-        self.num_turns += len(state_turns)
-        self._places(head, state_turns)
-        self._refs(head, {block_id for turn in state_turns for block_id in turn.chain})
-
-    def _places(self, head: SessionHead, turns: Sequence[TurnRecord]) -> None:
-        number = head.number
-        needed = [(NAMES, _name_key(head.key)), (ORDER, _order_key(head)), (EXPIRY, _expiry_key(head))]
-        needed += [(TURNS, _turn_key(number, turn.number)) for turn in turns]
-        needed += [(REQUESTS, _request_key(number, t.idempotency_key)) for t in turns if t.idempotency_key is not None]
-        for table, place in needed:
-            if place is None:
-                continue
-            self.places[table] += 1
-            if self.view.get(table, place) is None:
-                self.problems.append(f"session {head.key.session_id} has no entry in {table!r}")
-
-    def _refs(self, head: SessionHead, block_ids: set[BlockId]) -> None:
-        self.refs[head.number] = len(block_ids)
-        missing = sum(self.view.get(REFS, block_id + be64(head.number)) is None for block_id in block_ids)
-        if missing:
-            self.problems.append(f"session {head.key.session_id} lacks {missing} references to its blocks")
-
-    def rest(self) -> None:
-        """Counts suffice: all that the heads need is there, so what is more belongs to none."""
-        for table in (NAMES, ORDER, EXPIRY, TURNS, REQUESTS):
-            extra = self.view.count(table) - self.places[table]
-            if extra > 0:
-                self.problems.append(f"{extra} entries in {table!r} belong to no readable session")
-        extra = self.view.count(REFS) - sum(self.refs.values())
-        if extra > 0:
-            self.problems.append(f"{extra} references belong to no readable session")
-        for place, value in self.view.scan(TOMBSTONES):
-            try:
-                _tombstone(place, value)
-            except StoreError as error:
-                self.problems.append(str(error))
-
-
-def check(view: View, progress: Callable[[int, int], None] | None = None) -> CheckReport:
-    """progress(done, total) is called after each session."""
-    walk = _Check(view)
-    numbers = [int.from_bytes(place, "big") for place, _ in view.scan(HEADS)]
-    for done, number in enumerate(numbers, start=1):
-        walk.session(number)
-        if progress is not None:
-            progress(done, len(numbers))
-    walk.rest()
-    problems = tuple(walk.problems)
-    return CheckReport(len(numbers), walk.num_turns, view.count(REFS), view.count(TOMBSTONES), problems)
 
 
 def draft_head(

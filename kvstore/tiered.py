@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from kvstore import disk_env
 from kvstore.arena import Arena, KVLayout
 from kvstore.block import BlockId, Lineage, lineage_root
 from kvstore.config import CacheTiers, format_size
@@ -45,6 +46,7 @@ INDEX_S = 60.0  # for the index of a disk that was just opened, when blocks are 
 _REST_S = 0.05  # between two rounds of the housekeeper: a step that runs meanwhile collects by itself
 _ROUND_S = 0.25  # a round at the latest: what a step saved itself, writes that wait to be tried again
 _TOUCHED_S = 2.0  # how often times of last use are handed to the writer
+_LOOK_S = 0.5  # how often the store's files are looked for
 _LEARNED_S = 60.0  # how often what was learned is written
 _MOST_RATES = 15  # other models whose rates are remembered
 
@@ -190,9 +192,13 @@ class TieredConnector:
 
     def _keep_house(self) -> None:
         seen, touched_s, learned_s = 0, time.monotonic(), time.monotonic()
+        looked_s = learned_s
         while not self._closed:
             seen = self._wait_for_change(seen, _ROUND_S)
             time.sleep(_REST_S)
+            if time.monotonic() - looked_s > _LOOK_S:
+                self._look_for_files()
+                looked_s = time.monotonic()
             with self._lock:
                 try:
                     self._store.poll()
@@ -207,6 +213,16 @@ class TieredConnector:
             if time.monotonic() - learned_s > _LEARNED_S:
                 self._write_learned()
                 learned_s = time.monotonic()
+
+    def _look_for_files(self) -> None:
+        """Whether what is written can still be found by whoever opens the store next."""
+        if self.directory is None:
+            return
+        if self._disk_tier is not None:
+            self._disk_tier.look()
+        if self._store.disk is not None and (loss := self.directory.loss()) is not None:
+            self._store.disk.degraded = loss
+        disk_env.tell_losses(self.directory.path)
 
     def _wait_for_change(self, seen: int, timeout_s: float) -> int:
         """Returns the number of things that have ended, once it is not `seen` any more, or after the timeout."""
@@ -443,7 +459,8 @@ class TieredConnector:
     def stats(self) -> dict[str, object]:
         self._check_process()
         with self._lock:
-            return {**self._store.as_dict(), "load_seconds": self._transfer.load_seconds.as_dict()}
+            loss = None if self.directory is None else self.directory.loss()
+            return {**self._store.as_dict(), "load_seconds": self._transfer.load_seconds.as_dict(), "lost": loss}
 
     def check_integrity(self, idle: bool) -> None:
         """With idle: waits for what is in flight first."""

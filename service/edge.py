@@ -97,6 +97,11 @@ def health_reasons(stats: dict[str, Any], sessions_fail: bool) -> list[str]:
         "disk_degraded": disk.get("degraded"),
         "disk_broken": disk.get("broken"),
         "disk_was_reset": disk.get("was_reset"),
+        "disk_file_lost": disk.get("lost"),
+        "store_lost": stats.get("lost"),
+        "sessions_file_lost": not stats.get("lost") and (stats.get("sessions") or {}).get("lost"),
+        "sessions_missing": (stats.get("sessions") or {}).get("missing"),
+        "sessions_damaged": (stats.get("sessions") or {}).get("damaged"),
         "sessions_failing": sessions_fail,
     }
     return [code for code, is_so in found.items() if is_so]

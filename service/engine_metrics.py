@@ -67,12 +67,15 @@ def engine_families(stats: Stats) -> Iterator[Metric]:
         yield from _latencies(stats)
     if "disk" in stats:
         yield from _disk(stats["disk"])
-    yield gauge("degraded", "1 when the disk tier cannot write at the moment.", float(_is_degraded(stats)))
+    said = "1 when the disk tier cannot write at the moment, or files of the store were lost."
+    yield gauge("degraded", said, float(_is_degraded(stats)))
 
 
 def _is_degraded(stats: Stats) -> bool:
     disk = stats.get("disk", {})
-    return bool(disk.get("degraded") or disk.get("broken"))
+    lost = stats.get("lost") or disk.get("lost") or stats["sessions"].get("lost")
+    lost = lost or stats["sessions"].get("missing")
+    return bool(disk.get("degraded") or disk.get("broken") or lost)
 
 
 def _loop(stats: Stats) -> Iterator[Metric]:

@@ -76,8 +76,13 @@ def api_error(error: Exception) -> ApiError:
         return unavailable("the engine has ended and may be started again; try again", "engine_died", 5)
     if isinstance(error, kv.EngineOverloadedError):
         return unavailable("the engine takes no more at the moment; try again", "server_overloaded", 1)
+    if isinstance(error, kv.StoreLostError):
+        lost = "not kept: files of the store were removed or replaced while it was open; the server's log names them"
+        return unavailable(lost, "store_lost", is_final=True)
     if isinstance(error, kv.DegradedError):
         return unavailable("the disk tier cannot write at the moment: what was to be kept is not", "store_degraded")
+    if isinstance(error, kv.SessionDamagedError):
+        return ApiError(409, str(error), type="server_error", code="session_damaged", headers=NO_RETRY)
     if isinstance(error, kv.StoreError):
         return unavailable("the store could not carry this out", "store_error")
     if isinstance(error, web.HTTPException):
@@ -85,8 +90,10 @@ def api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal error", type="server_error", code="internal_error")
 
 
-def unavailable(message: str, code: str, retry_after_s: int | None = None) -> ApiError:
+def unavailable(message: str, code: str, retry_after_s: int | None = None, is_final: bool = False) -> ApiError:
+    """is_final: it will not be otherwise the next time."""
     headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+    headers |= NO_RETRY if is_final else {}
     return ApiError(503, message, type="server_error", code=code, headers=headers)
 
 

@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -53,7 +52,7 @@ from service.options import (
 from service.plan_source import Source, from_file, from_store, needed_kv_bytes
 from service.progress import no_progress, progress
 from service.store_commands import carry_out
-from service.terminal import one_line_warning, tolerate_any_text
+from service.terminal import tell_in_lines, tolerate_any_text
 
 if TYPE_CHECKING:
     from kvstore.replay import ReplayResult
@@ -333,7 +332,7 @@ def run_plan(summary: str, argv: list[str], environment: Mapping[str, str]) -> i
     values = option_values("plan", PLAN_OPTIONS, given, environment)
     _check(given, values)
     tolerate_any_text()
-    warnings.showwarning = one_line_warning
+    tell_in_lines()
     question, answer = _question(values), Answer()
     try:
         with _progress_of(values)("replaying") as on_progress:

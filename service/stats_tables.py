@@ -166,6 +166,13 @@ def _troubles(stats: Stats) -> list[tuple[str, str]]:
         facts.append(("failures", shown))
     if lost := _counts({words: store.get(name) for name, words in LOST.items()}):
         facts.append(("dropped", f"{lost}: there was no room, or the disk was too slow"))
+    for part in (stats, disk):
+        if part.get("lost"):
+            facts.append(("lost", printable(str(part["lost"]))))
+    if _part(stats, "sessions").get("lost"):
+        facts.append(("lost", "the sessions' file was removed or replaced; kvstore compact writes a removed one again"))
+    if _part(stats, "sessions").get("missing"):
+        facts.append(("missing", "sessions that this store held; kvstore verify says more"))
     if disk.get("degraded"):
         facts.append(("degraded", f"the disk cannot be written: {printable(str(disk['degraded']))}"))
     if disk.get("broken"):

@@ -6,7 +6,6 @@ Knows flags and results; no file and no socket. With --json, stdout holds one JS
 import argparse
 import json
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +36,7 @@ from service.options import (
     switch,
 )
 from service.progress import no_progress, progress
-from service.terminal import one_line_warning, tolerate_any_text
+from service.terminal import tell_in_lines, tolerate_any_text
 
 EXIT_OK, EXIT_DAMAGED = 0, 4
 SILENCE_S = 10.0  # an owner that works sends a sign of life every second
@@ -102,7 +101,7 @@ def run_store_command(name: str, summary: str, argv: list[str], environment: Map
     values = option_values(name, options, given, environment)
     values["store"] = values["store"] or directory(STORE.flag, DEFAULT_PATH)
     tolerate_any_text()
-    warnings.showwarning = one_line_warning
+    tell_in_lines()
     return command.run(values, given.get("arguments") or ())
 
 
@@ -179,7 +178,7 @@ def _sessions(values: Mapping[str, Any], arguments: Sequence[str]) -> int:
     verb, *rest = arguments or ("list",)
     if verb not in SESSION_VERBS:
         raise UsageError(f"unknown argument {verb!r}{suggestion(verb, SESSION_VERBS)}")
-    num_ids = 0 if verb == "list" else 1
+    num_ids = 0 if verb in ("list", "accept-loss") else 1
     if len(rest) != num_ids:
         raise UsageError(f"sessions {verb} takes {'one ID' if num_ids else 'no ID'}, not {len(rest)}")
     return SESSION_VERBS[verb](values, *rest)
@@ -216,10 +215,36 @@ def _delete_session(values: Mapping[str, Any], text: str) -> int:
     return EXIT_OK
 
 
+def _repair_session(values: Mapping[str, Any], text: str) -> int:
+    name = session_id("ID", text)
+    request = {"session": session_to_dict(SessionKey(values["tenant"], name))}
+    result = carry_out(values, "sessions.repair", request, "repairing")
+    if not print_json(values, result):
+        if not result["repaired"]:
+            print(f"session {name} is whole; nothing was changed")
+        else:
+            kept, aside = result["turns"], result["aside"]
+            print(
+                f"session {name} has its first {kept} turn{'s' * (kept != 1)}; {aside} more "
+                f"{'is' if aside == 1 else 'are'} set aside, and shown by `kvstore sessions show {name}`"
+            )
+    return EXIT_OK
+
+
+def _accept_loss(values: Mapping[str, Any]) -> int:
+    result = carry_out(values, "sessions.accept_loss", {}, "looking at the sessions")
+    if not print_json(values, result):
+        said = "the sessions that are missing are given up" if result["accepted"] else "no sessions are missing"
+        print(f"{said}; those that are there stay")
+    return EXIT_OK
+
+
 SESSION_VERBS: dict[str, Callable[..., int]] = {
     "list": _list_sessions,
     "show": _show_session,
     "delete": _delete_session,
+    "repair": _repair_session,
+    "accept-loss": _accept_loss,
 }
 STORE_COMMANDS = {
     "stats": Command(
@@ -257,7 +282,7 @@ STORE_COMMANDS = {
         _sessions,
         "examples:\n  kvstore sessions\n  kvstore sessions list --tenant acme --limit 10 --json\n"
         "  kvstore sessions show anna\n  kvstore sessions delete anna",
-        arguments="list | show ID | delete ID",
+        arguments="list | show ID | delete ID | repair ID | accept-loss",
     ),
 }
 

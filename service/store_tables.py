@@ -112,7 +112,7 @@ def short_time(seconds: float) -> str:
 
 
 def show_transcript(result: Mapping[str, Any], out: Console) -> None:
-    """What was said, as `kvstore chat` shows it, below a line about the session."""
+    """What was said, as `kvstore chat` shows it, below a line about the session; at the end what was set aside."""
     session, now_s = result["session"], time.time()
     facts = [
         f"{session['turns']:,} turn{'s' * (session['turns'] != 1)}",
@@ -124,7 +124,15 @@ def show_transcript(result: Mapping[str, Any], out: Console) -> None:
     if session.get("expires_s") is not None:
         facts.append(f"expires {_expires(session, now_s)}")
     out.print(Text(f"{session['id']}: {', '.join(facts)}", style="bold"), soft_wrap=True)
-    for message in result["messages"]:
+    _show_messages(result["messages"], out)
+    for one in result.get("aside") or ():
+        unreadable = "" if one["messages"] is not None else " (it cannot be read)"
+        out.print(Text(f"set aside by a repair: turn {one['turn']}{unreadable}", style="bold"))
+        _show_messages(one["messages"] or (), out)
+
+
+def _show_messages(messages: Sequence[Mapping[str, str]], out: Console) -> None:
+    for message in messages:
         who = SPEAKERS.get(message.get("role", ""), printable(message.get("role", "?")) + "> ")
         style = "dim" if who == SYSTEM else ""
         out.print(Text(who + printable(message.get("content", "")), style=style), soft_wrap=True)

@@ -3,6 +3,7 @@
 With stdin piped it takes one message per line and ends with it. Ctrl-C stops the answer, not the program.
 """
 
+import logging
 import signal
 import sys
 import time
@@ -62,7 +63,7 @@ def run_chat(
     tolerate_any_text()
     from rich.console import Console
 
-    warnings.showwarning = one_line_warning
+    tell_in_lines()
     with _loading(Console(stderr=True), model), interruptible():
         if engine_factory is None:
             check_speaks(model, engine_arguments, chats=True)
@@ -73,6 +74,13 @@ def run_chat(
         conversation = Conversation(engine, options, params, Console(soft_wrap=True, highlight=False))
         num_failed = conversation.run(sys.stdin.isatty())
     return 1 if num_failed and not sys.stdin.isatty() else 0
+
+
+def tell_in_lines() -> None:
+    """What the libraries below warn of and log, a line on stderr each."""
+    warnings.showwarning = one_line_warning
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(logging.Formatter("kvstore: %(message)s"))
 
 
 def one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -465,3 +465,12 @@ def test_the_gate_lets_many_in_or_one_alone():
         thread.join(30)
         assert not thread.is_alive()
     assert together == [1] * 300
+
+
+def test_a_check_that_gets_no_time_is_no_damage(tmp_path, monkeypatch):
+    path = tmp_path / "environment"
+    open_environment(path, MAP_BYTES).close()
+    monkeypatch.setattr(disk_check, "VERIFY_BASE_S", 0.0)
+    with pytest.raises(StoreError, match="try again"):
+        open_environment(path, MAP_BYTES)
+    assert os.listdir(tmp_path) == ["environment"]
