@@ -62,7 +62,7 @@ class Engine:
     max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step, of all requests together.
     load: "auto" loads stored KV unless computing it is predicted to be clearly faster; "always" loads what is stored.
     seed: of sampling without a seed of its own.
-    policy: "fcfs" or "priority" (lower values first).
+    policy: "fcfs" or "priority" (lower values first): the order of a tenant's requests. Tenants share equally.
     eviction: what goes first of what no waiting request needs: "fifo", "lru", "return" (least likely to return soon,
         learned from this store's own traffic), or "auto", which follows what would have hit most.
     tokenizer: directory or hub id of another one than the model's. revision: branch, tag or commit of a hub id.

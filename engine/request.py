@@ -39,6 +39,7 @@ class Request:
     index: int = 0  # which of the n choices
 
     sequence: int = 0  # order of arrival, given by the scheduler
+    place: int = 0  # in the order in which all tenants' requests are expected to start
     status: Status = Status.WAITING
     token_ids: list[int] = field(default_factory=list)  # prompt and answer
     chain: list[BlockId] = field(default_factory=list)  # ids of the full blocks of token_ids

@@ -1,9 +1,9 @@
 """Which request computes how many tokens in the next step. One token budget, no prefill or decode phases. No torch.
 
-Owns the waiting and the running set. Knows the connector only by its scheduler-side verbs.
+Owns the requests; whose turn it is among tenants says `engine.tenants`. Knows the connector only by its scheduler-side
+verbs.
 """
 
-import bisect
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +14,7 @@ from engine.config import SchedulerConfig
 from engine.kv_cache_manager import Allocation, KVCacheManager
 from engine.outputs import CachedTokensDetails
 from engine.request import Request, Status
+from engine.tenants import Budget, Tenant, Tenants
 from kvstore.connector import KVConnector, Lookup, Match, StepSpan, TransferPlan
 
 
@@ -65,7 +66,11 @@ class Progress:
 
 
 class Scheduler:
-    """FCFS or priority order (lower value first), running requests before waiting ones, preemption of the latest."""
+    """FCFS or priority order (lower value first), running requests before waiting ones, preemption of the latest.
+
+    That is inside a tenant. Each tenant gets the same share of the running set and of every step, as far as it has
+    work: when one waits that runs less than others, one of theirs is preempted.
+    """
 
     def __init__(
         self,
@@ -80,26 +85,29 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
         self.num_failed_loads = 0
-        self._running: list[Request] = []  # sorted by _key
-        self._waiting: list[Request] = []  # sorted by _key; unborn choices are not in it
+        self._tenants = Tenants(self._key)  # unborn choices are not in it
+        self._short: Request | None = None  # it could not start for want of blocks, of which other tenants have more
         self._left: list[str] = []
         self._next_sequence = 0
         self._clock = clock
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return self._tenants.num_running
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return self._tenants.num_waiting
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting)
+        return bool(self.num_running or self.num_waiting)
 
     def _key(self, request: Request) -> tuple[int, int]:
-        return (request.priority if self.config.policy == "priority" else 0, request.sequence)
+        return self._priority(request), request.sequence
+
+    def _priority(self, request: Request) -> int:
+        return request.priority if self.config.policy == "priority" else 0
 
     # -- arrival and departure ---------------------------------------------------------------------------------------
     def add(self, request: Request) -> None:
@@ -108,8 +116,9 @@ class Scheduler:
             choice.sequence = self._next_sequence
             self._next_sequence += 1
             self.requests[choice.request_id] = choice
+        self._tenants.arrive((request, *request.children))
         self._announce(request)
-        self._queue(request)
+        self._tenants.queue(request)
 
     def _announce(self, request: Request) -> None:
         """Let the store know what this request may load; at its arrival also note which tier holds what."""
@@ -121,7 +130,7 @@ class Scheduler:
             request.lineage,
             request.tenant,
             len(hits) * self.config.block_size,
-            self._key(request),
+            (self._priority(request), request.place),
             request.conversation,
             request.may_load,
         )
@@ -129,10 +138,6 @@ class Scheduler:
         self.manager.pool.touch(hits, found.conversation)
         if request.arrival is None:
             request.arrival = ["hbm"] * len(hits) + found.tiers
-
-    def _queue(self, request: Request) -> None:
-        request.status = Status.WAITING
-        bisect.insort(self._waiting, request, key=self._key)
 
     def finish(self, request_id: str, reason: str, stop_reason: str | int | None = None) -> None:
         """End a request now, whatever its state; unknown and ended ids are ignored. Children not yet born end too."""
@@ -147,11 +152,9 @@ class Scheduler:
 
     def _remove(self, request: Request) -> None:
         del self.requests[request.request_id]
-        if request.status is Status.RUNNING:
-            self._leave_running(request)
-        elif not self._is_unborn(request):
-            self._take_out(self._waiting, request)
         if not self._is_unborn(request):
+            self._take_out(request)
+            self._tenants.forget_idle(request.tenant)
             self._free(request)
         request.status = Status.FINISHED
 
@@ -160,14 +163,10 @@ class Scheduler:
         """A choice that still waits for its prompt to be computed by the first one."""
         return request.index > 0 and not request.num_output_tokens
 
-    def _leave_running(self, request: Request) -> None:
-        self._take_out(self._running, request)
-        self._left.append(request.request_id)
-
-    def _take_out(self, ordered: list[Request], request: Request) -> None:
-        index = bisect.bisect_left(ordered, self._key(request), key=self._key)
-        assert ordered[index] is request
-        del ordered[index]
+    def _take_out(self, request: Request) -> None:
+        if request.status is Status.RUNNING:
+            self._left.append(request.request_id)
+        self._tenants.take_out(request)
 
     def _free(self, request: Request) -> None:
         self.connector.request_finished(request.request_id, request.block_numbers)
@@ -179,33 +178,61 @@ class Scheduler:
         """Fill the token budget: every running request in order, then waiting ones while there is room."""
         scheduled: list[Scheduled] = []
         new_rows: list[NewRow] = []
-        budget, preempted = self._schedule_running(scheduled)
-        if not preempted:
+        self._make_way()
+        limits = self.config
+        budget = self._tenants.budget(limits.max_num_batched_tokens, limits.max_num_seqs - self.num_running)
+        if not self._schedule_running(budget, scheduled):
             self._schedule_waiting(budget, scheduled, new_rows)
         spans = [StepSpan(s.request_id, s.num_computed_tokens, s.num_tokens) for s in scheduled]
         plan = self.connector.build_connector_meta(spans)
         left, self._left = tuple(self._left), []
         return SchedulerOutput(tuple(new_rows), tuple(scheduled), left, plan)
 
-    def _schedule_running(self, scheduled: list[Scheduled]) -> tuple[int, bool]:
-        budget, num_before, index = self.config.max_num_batched_tokens, self.num_preemptions, 0
-        while index < len(self._running) and budget > 0:
-            request = self._running[index]
+    def _make_way(self) -> None:
+        """Tenants that wait and run less than others get a place of those: at most one each in a step.
+
+        Preempting costs what it costs to load, or to compute, the victim's last block and what HBM loses meanwhile.
+        """
+        tenants, num_free = self._tenants, self.config.max_num_seqs - self.num_running
+        if len(tenants) < 2:
+            return
+        for tenant in sorted(tenants.waiting(), key=lambda tenant: tenant.rank):
+            if (ahead := tenants.ahead_of(tenant)) is None:
+                break
+            if num_free:
+                num_free -= 1
+            else:
+                self._preempt(ahead.running[-1])
+        short, self._short = self._short, None
+        if short is not None and short.status is Status.WAITING:
+            needed = self.manager.num_blocks(min(short.num_tokens, self.config.max_num_batched_tokens))
+            while self.manager.pool.num_free < needed and (ahead := tenants.ahead_of(tenants.of(short))) is not None:
+                self._preempt(ahead.running[-1])
+
+    def _schedule_running(self, budget: Budget, scheduled: list[Scheduled]) -> bool:
+        """Returns whether some had to be preempted. The order is such that these are the last."""
+        num_before, index, order = self.num_preemptions, 0, self._tenants.running()
+        while index < len(order) and budget.left > 0:
+            request = order[index]
+            most = budget.most(request)
+            if most <= 0:
+                index += 1
+                continue  # its tenant has had its share
             found = self._ask_again(request)
             if found.lookup is Lookup.PENDING:
                 index += 1
                 continue  # what it waits for will be there before it could be computed
-            num_tokens = self._num_to_compute(request, request.num_computed_tokens + found.num_tokens, budget)
-            allocation = self._allocate(request, found.num_tokens + num_tokens)
+            num_tokens = self._num_to_compute(request, request.num_computed_tokens + found.num_tokens, most)
+            allocation = self._allocate(request, found.num_tokens + num_tokens, order)
             if allocation is None:
-                break  # the request itself was the latest, and is waiting again
+                break  # the request itself was the last, and is waiting again
             if found.num_tokens:
                 self._load(request, request.num_computed_tokens, found.num_tokens)
                 self._count_cached(request, 0, request.num_computed_tokens)
             scheduled.append(self._scheduled(request, num_tokens, allocation))
-            budget -= num_tokens
+            budget.take(request, num_tokens)
             index += 1
-        return budget, self.num_preemptions > num_before
+        return self.num_preemptions > num_before
 
     def _ask_again(self, request: Request) -> Match:
         """For a request that has computed what was to be computed before its next load."""
@@ -226,23 +253,26 @@ class Scheduler:
             request.ask_at = num_before + found.num_tokens + found.num_compute_tokens
 
     @staticmethod
-    def _num_to_compute(request: Request, num_before: int, budget: int) -> int:
+    def _num_to_compute(request: Request, num_before: int, most: int) -> int:
         end = request.num_tokens if request.ask_at is None else request.ask_at
-        return min(end - num_before, budget)
+        return min(end - num_before, most)
 
-    def _allocate(self, request: Request, num_tokens: int) -> Allocation | None:
+    def _allocate(self, request: Request, num_tokens: int, order: list[Request]) -> Allocation | None:
         while (allocation := self.manager.allocate(request, num_tokens)) is None:
             if self._drop_waiting_blocks():
                 continue
-            victim = self._running[-1]
+            victim = order.pop()
             self._preempt(victim)
             if victim is request:
                 return None
         return allocation
 
-    def _drop_waiting_blocks(self) -> bool:
-        """Take back the blocks of the last waiting choice that shares a prompt; it will find or compute them again."""
-        last = next((request for request in reversed(self._waiting) if request.block_numbers), None)
+    def _drop_waiting_blocks(self, tenant: Tenant | None = None) -> bool:
+        """Take back the blocks of the last waiting choice that shares a prompt; it will find or compute them again.
+
+        tenant: only of this one.
+        """
+        last = next(self._tenants.sharers(tenant), None)
         if last is None:
             return False
         self._free(last)
@@ -256,35 +286,51 @@ class Scheduler:
 
     def _go_back(self, request: Request) -> None:
         """From running to waiting; what it has computed is found again, in HBM or in the store."""
-        self._leave_running(request)
+        self._take_out(request)
         self._free(request)
         self._announce(request)
-        self._queue(request)
+        self._tenants.queue(request)
 
-    def _schedule_waiting(self, budget: int, scheduled: list[Scheduled], new_rows: list[NewRow]) -> None:
-        index = 0  # of the first one that is not left waiting for its own blocks
-        while index < len(self._waiting) and budget > 0 and len(self._running) < self.config.max_num_seqs:
-            request = self._waiting[index]
-            admitted = self._admit(request, budget)
+    def _schedule_waiting(self, budget: Budget, scheduled: list[Scheduled], new_rows: list[NewRow]) -> None:
+        skipped: dict[Tenant, int] = {}  # how many of a tenant's first are left waiting for their own blocks
+        while (tenant := self._next_tenant(budget, skipped)) is not None:
+            request = tenant.waiting[skipped.get(tenant, 0)]
+            admitted = self._admit(request, budget.most(request))
             if admitted is Lookup.PENDING:
                 if request.pending_s is None:
                     request.pending_s = self._clock()
-                index += 1
+                skipped[tenant] = skipped.get(tenant, 0) + 1
                 continue
             if admitted is Lookup.MISS:
-                if self._running or not self._drop_waiting_blocks():
-                    break
-                continue  # nobody runs who could give back blocks, so those who wait must
-            del self._waiting[index]
-            request.status = Status.RUNNING
+                ahead = self._tenants.ahead_of(tenant)
+                if (ahead is not None or not self.num_running) and self._drop_waiting_blocks(ahead):
+                    continue  # nobody runs who could give back blocks, or it is others' turn to do without
+                self._short = None if ahead is None else request
+                break
             if request.scheduled_s is None:
                 request.scheduled_s = self._clock()
-            bisect.insort(self._running, request, key=self._key)
+            self._tenants.run(request)
             new_rows.append(NewRow(request, tuple(request.token_ids), tuple(request.block_numbers)))
             scheduled.append(self._scheduled(request, admitted.num_tokens, admitted.allocation))
-            budget -= admitted.num_tokens
+            budget.take(request, admitted.num_tokens)
 
-    def _admit(self, request: Request, budget: int) -> "_Admitted | Literal[Lookup.MISS, Lookup.PENDING]":
+    def _next_tenant(self, budget: Budget, skipped: dict[Tenant, int]) -> Tenant | None:
+        """Whose request is next; None when there is no room. skipped: how many of its first do not count."""
+        if budget.left <= 0 or self.num_running >= self.config.max_num_seqs:
+            return None
+        found = [
+            tenant
+            for tenant in self._tenants.waiting()
+            if (index := skipped.get(tenant, 0)) < len(tenant.waiting) and budget.most(tenant.waiting[index]) > 0
+        ]
+        tenant = min(found, key=lambda tenant: tenant.rank, default=None)
+        if tenant is None:
+            return None
+        # A place that was made, or would be made, for a tenant whose blocks are on their way is not taken by others.
+        num_kept = sum(len(other.running) + 1 < len(tenant.running) for other in skipped)
+        return tenant if self.num_running + num_kept < self.config.max_num_seqs else None
+
+    def _admit(self, request: Request, most: int) -> "_Admitted | Literal[Lookup.MISS, Lookup.PENDING]":
         """Blocks for a waiting request; MISS when there are too few, PENDING when its own are on their way."""
         if request.block_numbers:  # a choice that shares its computed prompt
             allocation = self.manager.allocate(request, 1)
@@ -302,9 +348,9 @@ class Scheduler:
             request.give_up_splice()
             request.arrival = None  # that was of the blocks of its chain before
             self._announce(request)
-            return self._admit(request, budget)
+            return self._admit(request, most)
         self._note_answer(request, num_hit, external)
-        num_tokens = self._num_to_compute(request, num_hit + external.num_tokens, budget)
+        num_tokens = self._num_to_compute(request, num_hit + external.num_tokens, most)
         if not self.manager.admit(request, hits, external.num_tokens + num_tokens):
             return Lookup.MISS
         if external.num_tokens:
@@ -379,7 +425,7 @@ class Scheduler:
         """Forget blocks that hold nothing; whoever refers to one goes back to the token before it, and computes."""
         for block in failed:
             self.manager.pool.forget(block)
-        for request in [r for r in self._running if not failed.isdisjoint(r.block_numbers)]:
+        for request in [r for r in self._tenants.running() if not failed.isdisjoint(r.block_numbers)]:
             self.num_failed_loads += 1
             request.may_load = False
             if request.seen_before is not None:  # what was to be loaded is computed after all
@@ -395,7 +441,7 @@ class Scheduler:
         child.append(token_id)
         if child.finish_reason is None:
             self._announce(child)
-            self._queue(child)
+            self._tenants.queue(child)
         else:
             child.status = Status.FINISHED
             del self.requests[child.request_id]
@@ -409,17 +455,15 @@ class Scheduler:
                 Status.FINISHED, reason, [], [],
             )  # fmt: skip
         self.requests.clear()
-        self._running.clear()
-        self._waiting.clear()
+        self._tenants.clear()
+        self._short = None
         self._left.clear()
         self.manager.pool.reset()
 
     def check_integrity(self) -> None:
         """Assert what must hold between steps: counts, order, and no block held by a request that has ended."""
-        for status, ordered in ((Status.RUNNING, self._running), (Status.WAITING, self._waiting)):
-            assert ordered == sorted(ordered, key=self._key), f"{status.value} requests are out of order"
-            assert all(request.status is status and request.request_id in self.requests for request in ordered)
-        for request in self._running:
+        self._tenants.check_integrity(self.requests)
+        for request in self._tenants.running():
             assert request.block_numbers, f"{request.request_id} runs without blocks"
         self.manager.pool.check_integrity(idle=not self.requests)
 

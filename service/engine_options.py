@@ -48,7 +48,7 @@ ENGINE_OPTIONS = (
         "--scheduling-policy",
         choice(*POLICIES),
         "fcfs",
-        "which request goes first: fcfs, or priority, lower numbers first (default: fcfs)",
+        "which request of a tenant goes first: fcfs, or priority, lower numbers first (default: fcfs)",
     ),
     Option(
         "--load",

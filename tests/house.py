@@ -118,13 +118,15 @@ class House:
         self.outputs: list[SchedulerOutput] = []
 
     def add(
-        self, name: str, prompt: list[int], num_output: int = 3, n: int = 1, priority: int = 0, **params
-    ) -> Request:
+        self, name: str, prompt: list[int], num_output: int = 3, n: int = 1, priority: int = 0, tenant: str = "",
+        **params,
+    ) -> Request:  # fmt: skip
         sampling = SamplingParams(n=n, max_tokens=num_output, temperature=0, **params)
         choices = [
             Request(
-                f"{name}/{i}" if i else name, prompt, sampling, num_output, Lineage(ROOT), self.config.block_size,
-                seed=i, priority=priority, index=i,
+                f"{name}/{i}" if i else name, prompt, sampling, num_output,
+                Lineage(lineage_root(b"secret", "model", tenant)), self.config.block_size,
+                seed=i, priority=priority, index=i, tenant=tenant,
             )
             for i in range(n)
         ]  # fmt: skip
@@ -133,11 +135,16 @@ class House:
         self.scheduler.add(choices[0])
         return choices[0]
 
+    @property
+    def has_one_tenant(self) -> bool:
+        return len({request.tenant for request in self.requests.values()}) < 2
+
     def step(self) -> SchedulerOutput:
-        before = [request.request_id for request in self.scheduler._running]
+        before = [request.request_id for request in self.scheduler._tenants.running()]
         preemptions = self.scheduler.num_preemptions
         output = self.scheduler.schedule()
-        assert not output.new_rows or self.scheduler.num_preemptions == preemptions, "admitted beside a preemption"
+        if self.has_one_tenant:
+            assert not output.new_rows or self.scheduler.num_preemptions == preemptions, "admitted beside a preemption"
         self.outputs.append(output)
         self._check_limits(output, before)
         for request_id in output.left:
@@ -153,7 +160,7 @@ class House:
         return output
 
     def _check_limits(self, output: SchedulerOutput, before: list[str]) -> None:
-        running = [request.request_id for request in self.scheduler._running]
+        running = [request.request_id for request in self.scheduler._tenants.running()]
         scheduled = [s.request_id for s in output.scheduled]
         new = [row.request.request_id for row in output.new_rows]
         assert output.num_tokens <= self.config.max_num_batched_tokens
@@ -162,6 +169,9 @@ class House:
         assert len(set(scheduled)) == len(scheduled)
         assert scheduled[len(scheduled) - len(new) :] == new, "running requests before waiting ones"
         old = scheduled[: len(scheduled) - len(new)]
+        assert set(old) <= set(before)
+        if not self.has_one_tenant:
+            return
         assert old == before[: len(old)], "in order, none left out"
         if output.num_tokens < self.config.max_num_batched_tokens:
             assert set(running) == set(scheduled), "budget is left, but a running request stands still"

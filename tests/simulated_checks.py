@@ -33,7 +33,7 @@ def watch_order(sim: Simulation, tree: EvictionTree, name_of: Callable[[Any], Bl
 
 def count_wanted(sim: Simulation, tree: EvictionTree, victim: Hashable, name_of: Callable) -> None:
     """How often something goes that is in the chain of a request which waits, beside something that is in none."""
-    wanted = {block_id for request in sim.scheduler._waiting for block_id in request.chain}
+    wanted = {block_id for tenant in sim.scheduler._tenants.waiting() for r in tenant.waiting for block_id in r.chain}
     if not wanted:
         return
     sim.counts["victims while somebody waits"] += 1

@@ -227,12 +227,12 @@ def test_invariant_7_memory_stays_what_it_was(houses, shape):
         guest.engine.abort(guest.asked[-1][2])
         if engine.has_work and guest.rng.random() < 0.2:
             guest.step()
-        assert len(engine._scheduler._waiting) + len(engine._scheduler._running) <= 3
+        assert engine._scheduler.num_waiting + engine._scheduler.num_running <= 3
         assert len(engine._scheduler.requests) <= 3
     guest.run(num_events=0)
     check_idle(engine)
     assert [(id(array), array.nbytes) for array in arrays] == sizes
-    assert (engine._scheduler._waiting, engine._scheduler._running, engine._scheduler._left) == ([], [], [])
+    assert (len(engine._scheduler._tenants), engine._scheduler._left) == (0, [])
     assert engine._outputs._tracked == {}
     assert engine.pool.num_cached <= engine.pool.num_blocks
 

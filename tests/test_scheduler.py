@@ -381,7 +381,7 @@ def test_invariant_7_what_waits_and_is_aborted_leaves_nothing_behind():
     for i in range(2000):
         house.add(f"r{i}", [i % 90] * 3, 2, n=2)
         house.scheduler.finish(f"r{i}", "abort")
-        assert len(house.scheduler._waiting) == 1
+        assert house.scheduler.num_waiting == 1
         assert set(house.scheduler.requests) == {"runs", "waits"}
     house.scheduler.finish("runs", "abort")
     house.run()

@@ -108,7 +108,7 @@ class Slow:
         self.gate.open()
 
     def request(self):
-        (request,) = self.engine._scheduler._running
+        (request,) = self.engine._scheduler._tenants.running()
         return request
 
 
