@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 DELETE_TIMEOUT_S = 60.0
 EXPIRY_ROUND_S = 30.0
 MAX_PIN_S = 30 * 24 * 3600
+MAX_PINS = 10_000  # that are told about; of more, the oldest are forgotten here
 RETRY_S = 2.0  # for all deletions together that a crash or a failing disk cut off; what is left waits for a round
 
 
@@ -56,6 +57,7 @@ class Admin:
         self.expires = True  # False where another process knows which sessions are in the middle of a turn
         self._last_expiry_s = 0.0
         self._expiring = threading.Lock()
+        self._pins = dict[SessionKey, tuple[float, int | None]]()  # until when, and in which process of the engine
 
     @property
     def _engine(self) -> Engine:
@@ -163,6 +165,7 @@ class Admin:
             if only_expired and not self._is_over(key):
                 return None
             tombstone = self._sessions.delete(key).wait()
+            self._pins.pop(key, None)
             if chat is not None:
                 unstored = chat.mark_deleted()
                 engine.chats.pop(key, None)
@@ -200,6 +203,18 @@ class Admin:
         if state.head.fingerprint == engine.fingerprint:
             with engine.lock:
                 engine.connector.pin(state.chain, seconds)
+                self._note_pin(state.head.key, time.time() + seconds)
+
+    def _note_pin(self, key: SessionKey, until_s: float) -> None:
+        self._pins.pop(key, None)
+        self._pins[key] = (until_s, getattr(self._engine, "pid", None))
+        if len(self._pins) > MAX_PINS:
+            self._pins.pop(next(iter(self._pins)))
+
+    def pinned_until(self, key: SessionKey) -> float | None:
+        """When a pin of this session ends, in seconds since the epoch; None without one. It ends with its process."""
+        until_s, pid = self._pins.get(key, (0.0, None))
+        return until_s if until_s > time.time() and pid == getattr(self._engine, "pid", None) else None
 
     def expire(self, key: SessionKey | None = None) -> None:
         """Delete this session if its time is over, and at most once in EXPIRY_ROUND_S seconds all whose time is over.

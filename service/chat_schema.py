@@ -99,7 +99,7 @@ class ParentOut(msgspec.Struct):
 
 
 class SessionInfo(msgspec.Struct):
-    """tokens: in the window. created_at, updated_at, expires_at: seconds since the epoch."""
+    """tokens: in the window. created_at, updated_at, expires_at, pinned_until: seconds since the epoch."""
 
     id: str
     title: str
@@ -111,6 +111,7 @@ class SessionInfo(msgspec.Struct):
     expires_at: int | None
     parent: ParentOut | None
     running: bool
+    pinned_until: int | None
 
 
 class SessionList(msgspec.Struct):
@@ -157,8 +158,11 @@ class Prefetching(msgspec.Struct):
 
 
 class Pinned(msgspec.Struct):
+    """pinned_until: seconds since the epoch; null when there is no pin."""
+
     id: str
     pinned: bool
+    pinned_until: int | None
 
 
 class Truncated(msgspec.Struct):
@@ -195,11 +199,12 @@ def chat_answer(result: TurnResult, is_new: bool, kind: type[ChatAnswer] = ChatA
     )
 
 
-def session_fields(head: SessionHead, is_running: bool) -> SessionInfo:
+def session_fields(head: SessionHead, is_running: bool, pinned_until_s: float | None) -> SessionInfo:
     parent = None if head.parent is None else ParentOut(head.parent.session_id, head.parent.turn)
     return SessionInfo(
         head.key.session_id, head.title, head.num_turns, int(head.created_s), int(head.updated_s), head.num_tokens,
         head.model, None if head.expires_s is None else int(head.expires_s), parent, is_running,
+        None if pinned_until_s is None else int(pinned_until_s),
     )  # fmt: skip
 
 

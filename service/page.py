@@ -23,8 +23,9 @@ HEADERS = {
 
 
 def page_files() -> dict[str, Path]:
-    """What may be served, by name; nothing else is, whatever a path says."""
-    return {path.name: path for path in sorted(WEB.iterdir()) if path.suffix in TYPES and path.is_file()}
+    """What may be served, by its place below the folder; nothing else is, whatever a path says."""
+    found = (path for path in sorted(WEB.rglob("*")) if path.suffix in TYPES and path.is_file())
+    return {path.relative_to(WEB).as_posix(): path for path in found}
 
 
 async def index(request: web.Request) -> web.Response:
@@ -48,5 +49,5 @@ FILES = page_files()
 
 ROUTES = (
     Route("GET", "/", index, "public", "The chat page.", tag="page"),
-    Route("GET", "/web/{name}", static, "public", "Its files.", tag="page"),
+    Route("GET", "/web/{name:.+}", static, "public", "Its files.", tag="page"),
 )

@@ -64,7 +64,7 @@ async def list_sessions(request: web.Request) -> web.Response:
     listed = context.engine.engine.admin.list_sessions
     heads = await context.engine.call(listed, tenant, limit + 1, request.query.get("after") or None)
     shown = heads[:limit]
-    data = [session_fields(head, context.turns.find(head.key) is not None) for head in shown]
+    data = [_info(context, head, context.turns.find(head.key) is not None) for head in shown]
     return json_response(SessionList("list", data, len(heads) > limit, shown[-1].cursor if shown else None))
 
 
@@ -80,7 +80,11 @@ async def show(request: web.Request) -> web.Response:
         if running is None or running.answer is None:
             raise
         head, records = SessionHead(key, 0, time.time(), time.time(), model=context.model_name), []
-    return json_response(_shown(head, records, running is not None))
+    return json_response(_shown(_info(context, head, running is not None), head, records))
+
+
+def _info(context: Context, head: SessionHead, is_running: bool) -> SessionInfo:
+    return session_fields(head, is_running, context.engine.engine.admin.pinned_until(head.key))
 
 
 def _read(context: Context, key: SessionKey, after: int, limit: int) -> tuple[SessionHead, Sequence[TurnRecord]]:
@@ -95,8 +99,7 @@ def _read(context: Context, key: SessionKey, after: int, limit: int) -> tuple[Se
     return head, records
 
 
-def _shown(head: SessionHead, records: Sequence[TurnRecord], is_running: bool) -> SessionOut:
-    info = session_fields(head, is_running)
+def _shown(info: SessionInfo, head: SessionHead, records: Sequence[TurnRecord]) -> SessionOut:
     fields = {name: getattr(info, name) for name in info.__struct_fields__}
     system = messages_out(head.system)
     shown = [turn_out(head.key.session_id, record) for record in records]
@@ -121,7 +124,7 @@ async def fork(request: web.Request) -> web.Response:
     body = await read_optional_body(request, ForkBody)
     new_key = SessionKey(key.tenant, await turns.new_session_id(context, key.tenant, None, "fork"))
     head = await context.engine.call(turns.fork, context.engine.engine, key, body.turn, new_key)
-    return json_response(session_fields(head, False))
+    return json_response(_info(context, head, False))
 
 
 async def prefetch(request: web.Request) -> web.Response:
@@ -137,7 +140,8 @@ async def pin(request: web.Request) -> web.Response:
     body = await read_body(request, PinBody)
     await context.engine.call(turns.find_session, context.engine.engine, key)
     await context.engine.call(context.engine.engine.admin.pin, key.session_id, body.ttl, key.tenant)
-    return json_response(Pinned(key.session_id, body.ttl > 0))
+    until_s = context.engine.engine.admin.pinned_until(key)
+    return json_response(Pinned(key.session_id, until_s is not None, None if until_s is None else int(until_s)))
 
 
 async def truncate(request: web.Request) -> web.Response:

@@ -98,6 +98,8 @@ def test_a_killed_process_is_started_again_once(model, tmp_path, caplog):
         old = engine.chat("talk")
         outs = [old.send(f"message {number}", TEN) for number in range(3)]
         engine.connector.set_tenant_limit("", 5 << 20)
+        engine.admin.pin("talk", 600)
+        assert engine.admin.pinned_until(SessionKey("", "talk")) is not None
         errors = await killed_in_the_middle(engine, front)
         assert [type(error) for error in errors] == [EngineDiedError] * 10 and not old.is_busy
         with pytest.raises(EngineDiedError, match="again"):  # at once, while it is being started
@@ -106,6 +108,7 @@ def test_a_killed_process_is_started_again_once(model, tmp_path, caplog):
 
         chat = engine.chat("talk")
         assert chat is not old and chat.num_turns == 3
+        assert engine.admin.pinned_until(SessionKey("", "talk")) is None  # the new process knows nothing of it
         assert chat.messages[-1]["content"] == outs[-1].text
         out = chat.send("what was that?", TEN)
         known = outs[-1].prompt_token_ids + outs[-1].token_ids

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,7 @@ from kvstore.errors import (
     SessionNotFoundError,
     StoreError,
 )
+from kvstore.session_store import SessionKey
 
 TIERS = {"hbm": "2MiB", "cpu": "2MiB", "disk": "32MiB"}
 TEN = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -256,6 +258,8 @@ def test_forks_and_lists(engine):
         chat.fork("branch")
     engine.prefetch("branch", "forks")
     engine.admin.pin("branch", 10, "forks")
+    assert 0 < engine.admin.pinned_until(SessionKey("forks", "branch")) - time.time() <= 10
+    assert engine.admin.pinned_until(SessionKey("forks", "trunk")) is None
 
 
 def test_errors_arrive_as_they_are(engine):

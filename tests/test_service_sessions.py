@@ -1,6 +1,7 @@
 """The routes of sessions: lists and pages, forks, truncation, pins, deletion; and that nobody sees another's."""
 
 import json
+import time
 
 import pytest
 from serving import serving
@@ -48,7 +49,7 @@ def test_the_list_has_pages_the_last_used_first(both):
     assert first == {
         "id": made[1], "title": "Session 1", "turns": 2, "created_at": first["created_at"],
         "updated_at": first["updated_at"], "tokens": first["tokens"], "model": "kvstore-builtin", "expires_at": None,
-        "parent": None, "running": False,
+        "parent": None, "running": False, "pinned_until": None,
     }  # fmt: skip
     assert first["created_at"] <= first["updated_at"] and first["tokens"] > 10
     assert server.get(f"/sessions?after={page['last_id']}").json() == {
@@ -198,12 +199,25 @@ def test_a_fork_goes_its_own_way(server):
     assert chat(server, "More", fork["id"])["turn"] == 4
 
 
+def shown_pins(server, session_id) -> list[int | None]:
+    """Of the list, and of the session itself."""
+    listed = next(one for one in server.get("/sessions").json()["data"] if one["id"] == session_id)
+    return [listed["pinned_until"], server.get(f"/sessions/{session_id}").json()["pinned_until"]]
+
+
 def test_prefetch_and_pin(server):
     session_id = talk(server)
     reply = server.request("POST", f"/sessions/{session_id}/prefetch")
     assert (reply.status, reply.json()) == (202, {"id": session_id, "prefetching": True})
-    assert server.post(f"/sessions/{session_id}/pin", {"ttl": 60}).json() == {"id": session_id, "pinned": True}
-    assert server.post(f"/sessions/{session_id}/pin", {"ttl": 0}).json() == {"id": session_id, "pinned": False}
+    pinned = server.post(f"/sessions/{session_id}/pin", {"ttl": 60}).json()
+    assert pinned == {"id": session_id, "pinned": True, "pinned_until": pinned["pinned_until"]}
+    assert 30 < pinned["pinned_until"] - time.time() <= 60
+    assert shown_pins(server, session_id) == [pinned["pinned_until"]] * 2
+    fork = server.post(f"/sessions/{session_id}/fork").json()
+    assert fork["pinned_until"] is None and shown_pins(server, fork["id"]) == [None] * 2
+    ended = server.post(f"/sessions/{session_id}/pin", {"ttl": 0}).json()
+    assert ended == {"id": session_id, "pinned": False, "pinned_until": None}
+    assert shown_pins(server, session_id) == [None] * 2
 
 
 def test_stop_where_nothing_runs(server):

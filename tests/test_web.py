@@ -98,6 +98,15 @@ def test_the_page_shows_what_the_service_stored(server: Serving, tabs: Tabs) -> 
     assert numbers == [prompt, *by_tier, prompt - sum(by_tier)]
 
 
+def test_the_welcome_stands_above_no_conversation(server: Serving, tabs: Tabs) -> None:
+    page = tabs.open(server.url)
+    page.locator(".empty").wait_for()
+    send(page, "Hello")
+    assert page.locator(".empty").count() == 0
+    page.click("#new-chat")
+    page.locator(".empty").wait_for()
+
+
 def test_shift_enter_starts_a_line_and_enter_sends(server: Serving, tabs: Tabs) -> None:
     page = tabs.open(server.url)
     page.fill("#message", "one")
@@ -226,11 +235,17 @@ def test_a_message_that_fails_stays_in_the_box_and_can_be_sent_again(server: Ser
     tabs.errors.clear()
 
 
-REFUSALS = (
-    (409, "session_busy", "answering somewhere else"),
-    (429, "rate_limit_exceeded", "Try again in 7 s"),
-    (503, "overloaded", "all it can take"),
-    (400, "context_length_exceeded", "The server's own words"),
+NEVER = {"x-should-retry": "false"}
+REFUSALS = (  # status, code, headers, what is said, and whether the same message may pass when it is sent again
+    (409, "session_busy", NEVER, "answering somewhere else", True),
+    (429, "rate_limit_exceeded", {"Retry-After": "7"}, "Try again in 7 s", True),
+    (503, "overloaded", {}, "all it can take", True),
+    (500, "internal_error", {}, "The answer failed", True),
+    (503, "session_damaged", NEVER, "The answer failed. The server's own words", False),
+    (400, "context_length_exceeded", {}, "The server's own words", False),
+    (409, "session_exists", NEVER, "The server refused the message", False),
+    (413, "body_too_large", {}, "too long", False),
+    (403, "origin_not_allowed", {}, "does not know this address", False),
 )
 
 
@@ -238,15 +253,16 @@ def refuse(answer: dict[str, Any], route: Any) -> None:
     route.fulfill(**answer)
 
 
-def test_refusals_are_put_in_plain_words(server: Serving, tabs: Tabs) -> None:
+def test_refusals_are_put_in_plain_words_and_retry_is_offered_where_it_may_help(server: Serving, tabs: Tabs) -> None:
     page = tabs.open(server.url)
-    for status, code, words in REFUSALS:
+    for status, code, headers, words, may_pass in REFUSALS:
         error = {"message": "the server's own words", "type": "invalid_request_error", "param": None, "code": code}
-        answer = {"status": status, "headers": {"Retry-After": "7"}, "body": json.dumps({"error": error})}
+        answer = {"status": status, "headers": headers, "body": json.dumps({"error": error})}
         page.route("**/chat", partial(refuse, answer))
         page.fill("#message", "text")
         page.press("#message", "Enter")
         page.locator("#notice", has_text=words).wait_for()
+        assert page.locator("#retry").count() == may_pass, (status, code)
         assert page.input_value("#message") == "text"
         page.unroute("**/chat")
     tabs.errors.clear()
@@ -321,6 +337,21 @@ def test_forking_pinning_and_deleting(server: Serving, tabs: Tabs) -> None:
     assert server.get(f"/sessions/{fork}").status == 404
     assert server.get(f"/sessions/{source}").status == 200
     assert page.locator(".turn").count() == 0
+
+
+def test_pins_are_the_server_s(server: Serving, tabs: Tabs) -> None:
+    page = tabs.open(server.url)
+    send(page, "A conversation that is pinned.")
+    session_id = page.url.partition("#")[2]
+    pin = page.locator(f'[data-id="{session_id}"] .pin')
+    pin.click()
+    page.locator(f'[data-id="{session_id}"] .pin[aria-pressed="true"]').wait_for()
+    page.reload()
+    page.locator(f'[data-id="{session_id}"] .pin[aria-pressed="true"]').wait_for()
+    assert "Pinned until" in pin.get_attribute("title")
+    assert server.post(f"/sessions/{session_id}/pin", {"ttl": 0}).status == 200  # somebody else, at another place
+    page.reload()
+    page.locator(f'[data-id="{session_id}"] .pin[aria-pressed="false"]').wait_for()
 
 
 def test_the_list_goes_on_page_by_page(server: Serving, tabs: Tabs) -> None:
@@ -426,8 +457,8 @@ def test_the_files_need_nothing_that_the_content_policy_forbids() -> None:
 
 
 def test_every_file_that_the_page_names_is_served(server: Serving) -> None:
-    for path in WEB.iterdir():
-        for name in re.findall(r'(?:"/web/|from "\./)([\w.-]+)"', path.read_text()):
+    for path in (path for path in WEB.iterdir() if path.is_file()):
+        for name in re.findall(r'(?:"/web/|from "\./)([\w./-]+)"', path.read_text()):
             reply = server.get(f"/web/{name}")
             assert reply.status == 200
             assert reply.headers["content-security-policy"] == HEADERS["Content-Security-Policy"]

@@ -11,9 +11,9 @@ export function onKeyNeeded(ask) {
 }
 
 export class ApiError extends Error {
-  constructor(message, { status = 0, code = null, retryAfter = null } = {}) {
+  constructor(message, { status = 0, code = null, retryAfter = null, shouldRetry = true } = {}) {
     super(message);
-    Object.assign(this, { status, code, retryAfter });
+    Object.assign(this, { status, code, retryAfter, shouldRetry });
   }
 }
 
@@ -64,7 +64,8 @@ async function errorOf(response) {
     // not ours: a proxy's page, or nothing
   }
   const message = error?.message ?? `the server answered with status ${status}`;
-  return new ApiError(message, { status, code: error?.code, retryAfter });
+  const shouldRetry = response.headers.get("x-should-retry") !== "false";
+  return new ApiError(message, { status, code: error?.code, retryAfter, shouldRetry });
 }
 
 // The events of a streamed answer, parsed. An error event, and an end without [DONE], raise ApiError.
@@ -111,8 +112,21 @@ function parsed(text) {
   } catch {
     throw new ApiError("the server sent something that is not JSON", { code: "bad_event" });
   }
-  if (event.error) throw new ApiError(event.error.message, { status: event.error.status ?? 0, code: event.error.code });
+  if (event.error) throw streamError(event.error);
   return event;
+}
+
+// What became an event, since the answer had begun, has no status any more.
+function streamError({ message, type, code }) {
+  const refused = type === "invalid_request_error" ? 400 : 0;
+  return new ApiError(message, { status: { session_not_found: 404, session_busy: 409 }[code] ?? refused, code });
+}
+
+// Whether the same request may have an answer when it is sent once more.
+export function mayPass({ status, code, shouldRetry }) {
+  if (code === "session_busy") return true; // once the other answer is complete
+  if (status >= 400 && status < 500) return [401, 408, 429].includes(status);
+  return shouldRetry !== false;
 }
 
 // What happened and what to do, for people: {title, detail}.
@@ -124,15 +138,17 @@ export function inPlainWords(error) {
   if (code === "unreachable") return say("The server cannot be reached.", "Is it still running? Your message is kept.");
   if (code === "cut_off") return say("The connection broke before the answer was complete.", "Your message is kept.");
   if (status === 401) return say("The server needs an API key.", "Try again to enter one.");
+  if (["host_not_allowed", "origin_not_allowed"].includes(code)) return say("The server does not know this address.");
   if (status === 403) return say("This key may not do that.");
   if (status === 404) return say("This conversation no longer exists.", "It was deleted or has expired.");
-  if (status === 409 || code === "session_busy") {
+  if (code === "session_busy") {
     return say("This conversation is answering somewhere else.", "Try again when that answer is complete.");
   }
   if (status === 413) return say("The message is too long for this server.");
+  if (!mayPass(error)) return say(status < 500 ? "The server refused the message." : "The answer failed.");
   if (status === 429) return say("Too many requests with this key.", wait);
   if (status === 503) return say("The server has all it can take.", `${detail} ${wait}`);
-  return say(status >= 400 && status < 500 ? "The server refused the message." : "The answer failed.");
+  return say("The answer failed.");
 }
 
 function sentence(text) {

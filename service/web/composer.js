@@ -54,7 +54,7 @@ export class Composer {
     notice.hidden = !problem;
     if (!problem) return notice.replaceChildren();
     const retry = () => this.submit(this.box.value.trim() ? this.box.value : problem.text);
-    const again = problem.text != null && button({ class: "soft", id: "retry", onclick: retry }, "Retry");
+    const again = problem.again && button({ class: "soft", id: "retry", onclick: retry }, "Retry");
     notice.replaceChildren(
       el("div", {}, el("b", {}, problem.title), " ", el("span", {}, problem.detail)),
       el("div", { class: "actions" },

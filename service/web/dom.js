@@ -27,6 +27,23 @@ export function svg(tag, attributes = {}, ...children) {
 
 export const icon = (name) => svg("svg", { "aria-hidden": "true" }, svg("use", { href: `#i-${name}` }));
 
+// textOf(): what is copied, when it is pressed.
+export const copyButton = (textOf) =>
+  button({ class: "ghost small", onclick: (event) => copy(textOf(), event.currentTarget.lastChild) },
+    icon("copy"), "Copy");
+
+// shown: the button's text, which says for a moment how it went.
+async function copy(text, shown) {
+  try {
+    await navigator.clipboard.writeText(text);
+    shown.data = "Copied";
+  } catch {
+    shown.data = "Not allowed by the browser"; // as on pages that do not come over HTTPS
+  }
+  announce(shown.data);
+  setTimeout(() => (shown.data = "Copy"), 2000);
+}
+
 // What a screen reader says without the focus moving.
 export function announce(text) {
   byId("announcer").textContent = text;
@@ -74,4 +91,10 @@ export function age(unixSeconds, now = Date.now() / 1000) {
   if (days < 7) return days === 1 ? "yesterday" : `${days} days ago`;
   const parts = { year: "numeric", month: "short", day: "numeric" };
   return new Date(unixSeconds * 1000).toLocaleDateString(undefined, parts);
+}
+
+// Such as "Tue 14:05".
+export function time(unixSeconds) {
+  const parts = { weekday: "short", hour: "2-digit", minute: "2-digit" };
+  return new Date(unixSeconds * 1000).toLocaleString(undefined, parts);
 }

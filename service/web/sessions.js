@@ -1,7 +1,7 @@
 // The list of conversations: pages of it, choosing, pinning and deleting. Knows no turn and no message.
 
-import { getJson, request } from "./api.js";
-import { age, announce, button, byId, el, icon, plural } from "./dom.js";
+import { getJson, postJson, request } from "./api.js";
+import { age, announce, button, byId, el, icon, plural, time } from "./dom.js";
 
 const PAGE = 30;
 const MOST = 100; // of one request; what lies further back is fetched again by "Show older"
@@ -11,7 +11,6 @@ export class SessionList {
   // open(id): one was chosen. deleted(id): one is gone. failed(error): a request failed.
   constructor({ open, deleted, failed }) {
     Object.assign(this, { open, deleted, failed, sessions: [], current: null, hasMore: false });
-    this.pins = new Map(); // id -> until when, in ms; the service keeps pins, but does not list them
     byId("more-sessions").addEventListener("click", () => this.more());
     setInterval(() => this.render(), 60_000); // ages
   }
@@ -45,10 +44,6 @@ export class SessionList {
     this.render();
   }
 
-  isPinned(id) {
-    return (this.pins.get(id) ?? 0) > Date.now();
-  }
-
   render() {
     const focused = document.activeElement?.closest("#sessions [data-part]");
     const place = focused && [focused.closest("li").dataset.id, focused.dataset.part];
@@ -64,27 +59,27 @@ export class SessionList {
   }
 
   row(session) {
-    const { id, title, turns, updated_at: updated, parent } = session;
+    const { id, title, turns, updated_at: updated, parent, pinned_until: end } = session;
     const name = title || "Untitled";
-    const pinned = this.isPinned(id);
+    const pinned = isPinned(session);
     const choose = { class: "choose", "data-part": "choose", "aria-current": id === this.current ? "true" : null };
     const pin = { class: "ghost act pin", "data-part": "pin", "aria-label": `Pin ${name}`, "aria-pressed": pinned + "" };
     const remove = { class: "ghost act", "data-part": "delete", "aria-label": `Delete ${name}`, title: "Delete" };
-    pin.title = pinned ? "Pinned for a day. Click to unpin." : "Pin: keep its cache before others' for a day";
+    pin.title = pinned ? `Pinned until ${time(end)}. Click to unpin.` : "Pin: keep its cache before others' for a day";
     return el("li", { class: pinned ? "pinned" : null, "data-id": id },
       button({ ...choose, onclick: () => this.open(id) },
         el("span", { class: "name" }, parent && icon("fork"), el("span", {}, name)),
         el("span", { class: "quiet" }, `${plural(turns, "turn")} · ${age(updated)}`)),
-      button({ ...pin, onclick: () => this.pin(id) }, icon("pin")),
+      button({ ...pin, onclick: () => this.pin(session) }, icon("pin")),
       button({ ...remove, onclick: () => this.remove(id, name) }, icon("trash")));
   }
 
-  async pin(id) {
-    const ttl = this.isPinned(id) ? 0 : PIN_S;
+  async pin(session) {
+    const ttl = isPinned(session) ? 0 : PIN_S;
     try {
-      await request("POST", `/sessions/${id}/pin`, { body: { ttl } });
-      this.pins.set(id, Date.now() + ttl * 1000);
-      announce(ttl ? "Pinned for a day." : "No longer pinned.");
+      const { pinned_until: end } = await postJson(`/sessions/${session.id}/pin`, { ttl });
+      session.pinned_until = end;
+      announce(end ? `Pinned until ${time(end)}.` : "No longer pinned.");
       this.render();
     } catch (error) {
       this.failed(error);
@@ -104,6 +99,9 @@ export class SessionList {
     this.deleted(id);
   }
 }
+
+// The server says until when; its clock may differ from this one's by seconds.
+const isPinned = ({ pinned_until: end }) => end !== null && end > Date.now() / 1000;
 
 function confirmDeletion(name) {
   const dialog = byId("delete-dialog");
