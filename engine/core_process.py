@@ -22,6 +22,7 @@ from engine.core_calls import CallServer
 from engine.lifetime import open_waiting_for_lock
 from engine.output_processor import Handle
 from engine.outputs import CachedTokensDetails, Timings
+from engine.pulse import SLOW_FACTOR, Heart
 from engine.wire import (
     Close,
     End,
@@ -65,9 +66,10 @@ def watch_parent() -> None:
 class Core:
     """The loop: what the front wants, a step, what it brought. In the main thread; only this thread steps."""
 
-    def __init__(self, engine: Any, channel: Channel) -> None:
+    def __init__(self, engine: Any, channel: Channel, heart: Heart) -> None:
         self._engine = engine
         self._channel = channel
+        self._heart = heart
         self._running: dict[str, Handle] = {}  # by the front's ids
         self._ids: dict[str, str] = {}  # the front's, by the engine's
         self._over = False
@@ -88,10 +90,13 @@ class Core:
         self._engine.drive(threading.current_thread())
         while not self._over and not self._engine.closed:
             if not self._engine.has_work:
+                self._heart.rest()
                 poller.poll()
+            self._heart.begin()
             self._take_inbox()
             if self._engine.has_work and not self._over:
                 self._step()
+        self._heart.rest()
         try:
             self._engine.close()
         finally:
@@ -150,7 +155,9 @@ class Core:
             self._send(updates)
 
     def _send(self, updates: list[Update]) -> None:
+        self._heart.rest()  # the front may be slow
         self._channel.send_all(encode(Updates(updates)))
+        self._heart.begin()
 
 
 def update_of(request_id: str, handle: Handle) -> Update:
@@ -171,7 +178,7 @@ def update_of(request_id: str, handle: Handle) -> Update:
     return Update(request_id, said, ended)
 
 
-def serve(start: Start) -> int:
+def serve(start: Start, heart: Heart) -> int:
     """Load the engine, tell the front, and work until it is closed."""
     from engine.engine import Engine  # torch comes with it
     from kernels.threads import bind_threads
@@ -187,7 +194,7 @@ def serve(start: Start) -> int:
         channel.send_all(encode(NotStarted(failure_of(error))))
         return 1
     engine.admin.expires = False  # the front knows which sessions are in the middle of a turn
-    core = Core(engine, channel)
+    core = Core(engine, channel, heart)
     # A supervisor tells the whole group to end: the front then lets running requests finish, and says when.
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(TERM_GRACE_S))
     signal.signal(signal.SIGALRM, core.stop)
@@ -211,7 +218,7 @@ def main() -> int:
     die_with_parent(start.parent)
     threading.Thread(target=watch_parent, name="core-parent", daemon=True).start()
     try:
-        return serve(start)
+        return serve(start, Heart(start.pulse, SLOW_FACTOR * start.silence_s))
     except Exception as error:
         print(f"kvstore: the engine's process failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 1

@@ -24,13 +24,14 @@ from engine.model_files import find_model
 from engine.output_processor import Handle
 from engine.outputs import Piece, RequestOutput
 from engine.prompts import check_fits, check_ids, check_ids_of, check_owner, check_params, check_session_id
+from engine.pulse import MIN_SILENCE_S
 from engine.remote_link import POLL_S, STEP_POLL_S, Link, State, close_dropped
 from engine.remote_parts import NoPool, RemoteAnswers, RemoteConnector, RemoteSessions
 from engine.sampling_params import SamplingParams
 from engine.wire import Submit, encode, owner_to_wire, params_to_wire
 from kvstore.block import BlockId, Lineage
 from kvstore.config import CacheTiers
-from kvstore.errors import EngineOverloadedError, KVStoreError
+from kvstore.errors import ConfigError, EngineOverloadedError, KVStoreError
 from kvstore.session_store import SessionKey
 
 if TYPE_CHECKING:
@@ -43,8 +44,10 @@ class RemoteEngine:
     """Takes what `Engine` takes, and is used as it is. A context manager.
 
     state: "running"; "restarting" after the process has ended, which ends all that ran with EngineDiedError; "failed"
-    when it ended again within ten minutes or could not be started again; "closed". Sessions go on after a restart.
-    shutdown_s: how long `close` waits for the process before it kills it.
+    when that has happened more than max_restarts times within an hour, where a restart that fails counts as well;
+    "closed". Sessions go on after a restart.
+    shutdown_s: how long `close` waits for the process before it kills it. silence_s: the same while it runs and gives
+    no sign of life, from 2 s; loading may take ten times as long without one, and so may one step.
     Raises as Engine, and EngineDiedError when the process ends before the engine is there.
     """
 
@@ -54,11 +57,16 @@ class RemoteEngine:
         cache_tiers: CacheTiers | Mapping[str, object] | None = None,
         *,
         shutdown_s: float = 10.0,
+        silence_s: float = 30.0,
+        max_restarts: int = 6,
         **options: Any,
     ) -> None:
         config = EngineConfig(model, CacheTiers.of(cache_tiers), **options)
         find_model(config.model, config.revision, with_weights=False)  # before a process is started for nothing
-        self._link = link = Link(_arguments(config), shutdown_s)
+        if not silence_s >= MIN_SILENCE_S:
+            raise ConfigError(f"silence_s is {silence_s!r}; give seconds from {MIN_SILENCE_S:g}")
+        self._shutdown_s = shutdown_s
+        self._link = link = Link(_arguments(config), shutdown_s, silence_s, max_restarts)
         self._finalizer = weakref.finalize(self, close_dropped, link)
         try:
             self.tokenizer = load_tokenizer(config.model, config.tokenizer, config.revision, config.chat_template)
@@ -81,6 +89,11 @@ class RemoteEngine:
     @property
     def state(self) -> State:
         return self._link.state
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the engine's process gave a sign of life, which comes every half second."""
+        return self._link.silent_s
 
     @property
     def pid(self) -> int | None:
@@ -184,7 +197,7 @@ class RemoteEngine:
 
     def close(self) -> None:
         self._finalizer.detach()
-        self.answers.settle()
+        self.answers.settle(self._shutdown_s)
         self._link.close()
 
     def __enter__(self) -> RemoteEngine:

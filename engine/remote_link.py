@@ -1,4 +1,4 @@
-"""The front's hold on the engine's process: started, watched, started again once, closed; and the requests in it.
+"""The front's hold on the engine's process: started, watched, started again, closed; and the requests in it.
 
 A thread starts the process and waits for its end. Knows no text beyond `RemoteOutputs`, and no session.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import selectors
-import shutil
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -27,7 +27,8 @@ from kvstore.errors import EngineClosedError, EngineDiedError, EngineOverloadedE
 from kvstore.session_store import SessionKey
 
 State = Literal["starting", "running", "restarting", "failed", "closed"]
-RESTART_WINDOW_S = 600.0  # a second death within this time after the first is the last
+RESTART_WINDOW_S = 3600.0  # in which only so many restarts are tried
+MAX_DELAY_S = 60.0  # before a restart; the first comes at once, then it doubles from a second
 POLL_S = 1.0
 STEP_POLL_S = 0.1
 LOGGER = logging.getLogger("kvstore.engine")
@@ -37,7 +38,7 @@ WATCH = "kvstore-core-watch"
 class Link:
     """state: of the engine. What is said in `lock` is for all threads; nobody waits for the process in it."""
 
-    def __init__(self, arguments: dict[str, Any], shutdown_s: float) -> None:
+    def __init__(self, arguments: dict[str, Any], shutdown_s: float, silence_s: float, max_restarts: int) -> None:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)  # something has ended, or the state is another
         self.state: State = "starting"
@@ -50,10 +51,12 @@ class Link:
         self.hello: Hello
         self._arguments = arguments
         self._shutdown_s = shutdown_s
+        self._silence_s = silence_s
+        self._max_restarts = max_restarts
         self._owner = os.getpid()
         self._life: CoreProcess | None = None
         self._over = False  # closed; a state of "failed" stays
-        self._died_s: float | None = None
+        self._ends_s: deque[float] = deque()  # of processes and of tries to start one, within RESTART_WINDOW_S
         self._why = ""
         self._woken, self._wake = os.pipe()
         for end in (self._woken, self._wake):
@@ -74,25 +77,51 @@ class Link:
     # -- the process -------------------------------------------------------------------------------------------------
     def _watch(self) -> None:
         """The parent of every process in turn: as long as this thread lives, so do they."""
+        life: CoreProcess | None
         try:
             life = self._begin()
         except BaseException as error:
             self._started.set_exception(error)
             return
         self._started.set_result(None)
-        while self._has_to_go_on(life):
+        while life is not None:
+            how = life.wait()
+            with self.changed:
+                if not self._over:
+                    self._lose(how)
+            self.wake()  # whoever waits for updates hands out these ends instead
+            life.retire()
+            self.wake()
+            life = self._begun_again()
+
+    def _begun_again(self) -> CoreProcess | None:
+        """The next process, as soon as there is one; None when the engine is closed or has failed."""
+        while self._has_to_begin():
             self.num_restarts += 1
             try:
-                life = self._begin()
-            except KVStoreError as error:
-                self._fail(str(error))
-                return
-            except Exception as error:  # no memory or no descriptors for another process
-                self._fail(f"{type(error).__name__}: {error}")
-                return
+                return self._begin()
+            except Exception as error:  # also no memory or no descriptors for another process
+                why = str(error) if isinstance(error, KVStoreError) else f"{type(error).__name__}: {error}"
+                with self.changed:
+                    if not self._over:
+                        self._note_end(f"it could not be started: {why}")
+                self.wake()
+        return None
+
+    def _has_to_begin(self) -> bool:
+        """Whether another process has to be started; waits until it is time for it."""
+        with self.changed:
+            if self.state == "restarting":
+                self.changed.wait_for(lambda: self._over, self._delay_s)
+            return self.state == "restarting"
+
+    @property
+    def _delay_s(self) -> float:
+        num_before = len(self._ends_s) - 1
+        return min(2.0 ** (num_before - 1), MAX_DELAY_S) if num_before else 0.0
 
     def _begin(self) -> CoreProcess:
-        life = CoreProcess(self._arguments, self._folder, self.num_restarts)
+        life = CoreProcess(self._arguments, self._folder.path, self.num_restarts, self._silence_s)
         try:
             hello = life.greeted(lambda: not self._over)
             for limit in list(self.tenant_limits.items()):
@@ -108,38 +137,30 @@ class Link:
             raise
         return life
 
-    def _has_to_go_on(self, life: CoreProcess) -> bool:
-        """Waits for the end of the process; whether another one has to be started."""
-        how = life.wait()
-        with self.changed:
-            if not self._over:
-                self._lose(how)
-        self.wake()  # whoever waits for updates hands out these ends instead
-        life.retire()
-        self.wake()
-        return self.state == "restarting"
-
     def _lose(self, how: str) -> None:
         """What ran ends with an error; what was known of the store is read from it again."""
-        now = time.monotonic()
-        is_first = self._died_s is None or now - self._died_s > RESTART_WINDOW_S
-        self._died_s, self._why, self._life = now, how, None
-        self.state = "restarting" if is_first else "failed"
-        following = "it is started again" if is_first else "it is not started again"
-        LOGGER.error("the engine's process ended (%s); %s", how, following)
+        self._life = None
+        self._note_end(how)
         self.undelivered += self.outputs.end_all(EngineDiedError(f"the engine's process ended ({how})"))
         self.chats.clear()
         self.roots.clear()
         self.changed.notify_all()
 
-    def _fail(self, why: str) -> None:
-        with self.changed:
-            if self._over:
-                return
-            self.state, self._why = "failed", why
-            self.changed.notify_all()
-        LOGGER.error("the engine could not be started again: %s", why)
-        self.wake()
+    def _note_end(self, how: str) -> None:
+        """Decide whether there is to be another one."""
+        now = time.monotonic()
+        self._ends_s.append(now)
+        while now - self._ends_s[0] > RESTART_WINDOW_S:
+            self._ends_s.popleft()
+        self._why, num_ends = how, len(self._ends_s)
+        if num_ends > self._max_restarts:
+            self.state = "failed"
+            following = f"it is not started again: the limit of restarts an hour is {self._max_restarts}"
+        else:
+            self.state = "restarting"
+            following = f"it is started again in {self._delay_s:g} s, {num_ends} of {self._max_restarts} an hour"
+        LOGGER.error("the engine's process ended (%s); %s", how, following)
+        self.changed.notify_all()
 
     def close(self) -> None:
         """End running requests as aborted, close the engine in order and end its process. Nothing in a forked child."""
@@ -159,12 +180,18 @@ class Link:
             life.end(self._shutdown_s)
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     @property
     def pid(self) -> int | None:
         life = self._life
         return None if life is None else life.pid
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the process gave a sign of life."""
+        life = self._life
+        return 0.0 if life is None else life.silent_s
 
     # -- what is said to it ------------------------------------------------------------------------------------------
     def check_open(self) -> CoreProcess:
@@ -176,7 +203,7 @@ class Link:
         if state == "restarting":
             raise EngineDiedError(f"the engine's process ended ({why}) and is being started again; try again")
         if life is None:
-            raise EngineDiedError(f"the engine's process ended ({why}) again and stays down; restart the server")
+            raise EngineDiedError(f"the engine's process ended ({why}) too often and stays down; restart the server")
         return life
 
     def call(self, verb: str, *arguments: object) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -131,10 +131,10 @@ class RemoteAnswers:
         with suppress(KVStoreError):  # a cache, and the engine may have ended
             self._call("answers.put", keys, token_ids, owner)
 
-    def settle(self) -> None:
-        """Wait until all that was put has arrived."""
+    def settle(self, timeout_s: float | None = None) -> None:
+        """Wait until all that was put has arrived, or until the time is over."""
         if self._sent:
-            self._sent[-1].result()
+            wait(self._sent, timeout_s)
 
     def find(self, groups: Sequence[Sequence[bytes]]) -> Sequence[Sequence[int] | None]:
         self.settle()

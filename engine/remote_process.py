@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ import zmq
 
 import engine
 from engine.channel import Channel
+from engine.pulse import Pulse
 from engine.spinning import spin_briefly
 from engine.wire import (
     Close,
@@ -39,6 +39,7 @@ from engine.wire import (
 )
 from engine.wire_calls import MAX_CALLS, SIGNATURES, Call, decode_answer, raw
 from kvstore.errors import ConfigError, EngineDiedError, EngineOverloadedError, RequestError
+from kvstore.private_folder import PrivateFolder
 
 SOCKET_PATH_BYTES = 107  # of a Unix socket, without its end
 SEND_LIMIT = 1 << 16  # messages on their way to the engine: far above what a front's limit on requests lets come
@@ -48,13 +49,13 @@ READY_POLL_MS = 50
 END_POLL_MS = 10
 
 
-def socket_folder() -> Path:
-    """A new folder that only this user can enter: that is what keeps others from the sockets. Raises ConfigError."""
+def socket_folder() -> PrivateFolder:
+    """A new one: that only this user can enter it is what keeps others from the sockets. Raises ConfigError."""
     for parent in (None, "/tmp"):
-        folder = Path(tempfile.mkdtemp(prefix="kvstore-", dir=parent))
-        if len(os.fsencode(folder / "99999-call-31")) <= SOCKET_PATH_BYTES:
+        folder = PrivateFolder(parent)
+        if len(os.fsencode(folder.path / "99999-call-31")) <= SOCKET_PATH_BYTES:
             return folder
-        folder.rmdir()
+        folder.remove()
     raise ConfigError("the folder for temporary files has too long a path for sockets; set TMPDIR to a shorter one")
 
 
@@ -64,7 +65,7 @@ class CoreProcess:
     That is because Linux counts the thread that started a process as its parent.
     """
 
-    def __init__(self, arguments: dict[str, Any], folder: Path, life: int) -> None:
+    def __init__(self, arguments: dict[str, Any], folder: Path, life: int, silence_s: float) -> None:
         self._folder, self._life = folder, life
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
@@ -78,13 +79,18 @@ class CoreProcess:
         for number in reversed(range(MAX_CALLS)):
             self._calls.put((number, None))
         self._numbers = itertools.count()
+        self._is_hung = False
+        self._pulse = Pulse(silence_s, self._end_hung)
+        start = Start(os.getpid(), theirs.fileno(), self._pulse.writer, silence_s, str(folder), life, arguments)
         with theirs:
             try:
-                self._process = self._spawned(Start(os.getpid(), theirs.fileno(), str(folder), life, arguments))
+                self._process = self._spawned(start)
             except BaseException:
+                self._pulse.close()
                 self._channel.close()
                 self._context.term()
                 raise
+        self._pulse.listen()
 
     def _endpoint(self, name: str) -> str:
         return f"ipc://{self._folder}/{self._life}-{name}"
@@ -102,7 +108,7 @@ class CoreProcess:
                 [sys.executable, "-P", "-m", "engine.core_process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                pass_fds=(start.channel,),
+                pass_fds=(start.channel, start.pulse),
                 env=environment,
             )
         finally:
@@ -129,6 +135,7 @@ class CoreProcess:
                 raise EngineDiedError(f"the engine's process ended while it was loading ({self._how()})")
         said = decode_announcement(messages[0])
         if isinstance(said, Hello):
+            self._pulse.is_loading = False
             return said
         raise error_of(said.failure)
 
@@ -137,7 +144,18 @@ class CoreProcess:
         self._process.wait()
         return self._how()
 
+    def _end_hung(self) -> None:
+        self._is_hung = True
+        self.stop()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since its last sign of life."""
+        return self._pulse.silent_s
+
     def _how(self) -> str:
+        if self._is_hung:
+            return f"killed: no sign of life for {self._pulse.silent_s:g} s"
         code = self._process.returncode
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
@@ -255,6 +273,7 @@ class CoreProcess:
             if self._retired:
                 return
             self._retired = True
+        self._pulse.end()
         with self._receiving, self._sending:
             self._watch()
             self._channel.close()

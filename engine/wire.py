@@ -67,11 +67,14 @@ def error_of(failure: Failure) -> KVStoreError:
 class Start(msgspec.Struct):
     """The first line that the process reads, as JSON. arguments: of `Engine`.
 
-    channel: the descriptor of its end. folder: of the sockets for calls. life: which one it is, in their names.
+    channel, pulse: descriptors of its ends. folder: of the sockets for calls. life: which one it is, in their names.
+    silence_s: it is killed after so long without a sign of life.
     """
 
     parent: int
     channel: int
+    pulse: int
+    silence_s: float
     folder: str
     life: int
     arguments: dict[str, Any]

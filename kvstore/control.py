@@ -13,7 +13,6 @@ import os
 import socket
 import stat
 import struct
-import tempfile
 import threading
 import time
 import weakref
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from kvstore.commands import COMMANDS
 from kvstore.disk_open import SOCKET_NAME, read_lock_info
 from kvstore.errors import ConfigError, KVStoreError, StoreError, StoreLockedError
+from kvstore.private_folder import PrivateFolder
 
 if TYPE_CHECKING:
     from kvstore.disk_open import StoreDirectory
@@ -104,8 +104,7 @@ class ControlServer:
             if stat.S_ISSOCK(self.path.lstat().st_mode):
                 self.path.unlink()
         if self._private is not None:
-            with suppress(OSError):
-                self._private.rmdir()
+            self._private.remove()
 
     def leave_in_child(self) -> None:
         """In a forked child: not its socket."""
@@ -213,12 +212,12 @@ class _Pulse:
         self._thread.join()
 
 
-def _place(directory: Path) -> tuple[Path, Path | None]:
+def _place(directory: Path) -> tuple[Path, PrivateFolder | None]:
     """Where the socket is to be; and the directory that was made for it, if one was."""
     path, private = Path(os.path.abspath(directory)) / SOCKET_NAME, None
     if len(os.fsencode(path)) > _LONGEST_PATH:
-        private = Path(tempfile.mkdtemp(prefix="kvstore-"))  # 0700
-        path = private / SOCKET_NAME
+        private = PrivateFolder()
+        path = private.path / SOCKET_NAME
     return path, private
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 from aiohttp import web
 
@@ -24,6 +24,7 @@ ROUTES: tuple[Route, ...] = (
 )  # fmt: skip
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+CLEAN_UP_S = 1.0  # for a handler after the end of its request's time
 CLIENT_GONE = 499  # nginx's number for a client that did not wait; it is never sent
 
 
@@ -111,7 +112,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     exchange = request[EXCHANGE]
     try:
         async with context_of(request).limits.deadline() as exchange.deadline:
-            return await handler(request)
+            return await _in_time(handler(request))
     except ReaderGone:
         raise asyncio.CancelledError from None  # as for every client that went away
     except Exception as error:
@@ -121,7 +122,38 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         _count_refusal(context_of(request), told)
         exchange.status, exchange.error_code = told.status, told.code
         begun = exchange.response
-        return error_response(told) if begun is None or not begun.prepared else begun
+        if begun is None or not begun.prepared:
+            return error_response(told)
+        if exchange.abandon is not None:
+            await exchange.abandon(told)
+        return begun
+
+
+async def _in_time(handling: Awaitable[web.StreamResponse]) -> web.StreamResponse:
+    """What a handler answers. One that is cancelled gets CLEAN_UP_S to give back what it holds.
+
+    After that it goes on by itself: an engine that does not answer must not keep the client waiting, too.
+    """
+    task = asyncio.ensure_future(handling)
+    try:
+        await asyncio.wait([task])
+    except asyncio.CancelledError:
+        task.cancel()
+        _cleaning_up.add(task)
+        task.add_done_callback(_cleaned_up)
+        await asyncio.wait([task], timeout=CLEAN_UP_S)
+        raise
+    return task.result()
+
+
+_cleaning_up: set[asyncio.Future[web.StreamResponse]] = set()  # a loop refers to its tasks weakly
+
+
+def _cleaned_up(task: asyncio.Future[web.StreamResponse]) -> None:
+    _cleaning_up.discard(task)
+    error = None if task.cancelled() else task.exception()
+    if isinstance(error, Exception) and not isinstance(error, ReaderGone) and api_error(error).code == "internal_error":
+        log("a handler failed after its client had gone", {}, logging.ERROR, error)
 
 
 def _count_refusal(context: Context, error: ApiError) -> None:

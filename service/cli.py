@@ -1,7 +1,7 @@
 """The `kvstore` command: its commands and exit codes. Loads torch only when a model is really needed.
 
-Exit codes: 0; 1 failure; 2 usage; 3 the store is in use and its owner does not answer; 4 damage found; 130
-interrupted.
+Exit codes: 0; 1 failure; 2 usage; 3 the store is in use and its owner does not answer; 4 damage found; 5 the
+server's engine stays down; 130 interrupted.
 Every failure is one line on stderr.
 """
 

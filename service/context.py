@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiohttp import web
 
 from service.access import Access
+from service.errors import ApiError
 from service.limits import Deadline, Limits
 from service.running import Turns
 from service.serve_options import ServeOptions
@@ -60,12 +62,16 @@ class Context:
 
 @dataclass(slots=True)
 class Exchange:
-    """What is known of one request on its way. response: its stream, if any; status, error_code: of its error."""
+    """What is known of one request on its way.
+
+    response: its stream, if any, and abandon: ends that with an error from outside. status, error_code: of its error.
+    """
 
     request_id: str
     tenant: str = ""
     deadline: Deadline | None = None
     response: web.StreamResponse | None = None
+    abandon: Callable[[ApiError], Awaitable[None]] | None = None
     status: int | None = None
     error_code: str | None = None
 

@@ -22,6 +22,7 @@ from service.schema import Messages, TokenId, messages_of, read_body
 MAX_TOKENIZED_CHARS = 2**20
 STATS_WAIT_S = 0.5
 STUCK_S = 10.0  # longer than any step, unless the device is far too small for its model
+SILENT_S = 5.0  # without a sign of life, of which there are two a second
 FAILING_S = 60.0
 
 
@@ -50,20 +51,28 @@ async def health(request: web.Request) -> web.Response:
     if _is_restarting(context):
         return json_response(Health("degraded", ["engine_restarting"]))
     reasons = health_reasons(await recent_stats(context), time.monotonic() < context.failing_until_s)
-    if context.asking is not None and not context.asking.done() and time.monotonic() > context.asked_s + STUCK_S:
+    is_open = context.asking is not None and not context.asking.done()
+    if is_silent(context) or (is_open and time.monotonic() > context.asked_s + STUCK_S):
         reasons.append("engine_not_answering")
     return json_response(Health("degraded" if reasons else "ok", reasons))
 
 
 async def ready(request: web.Request) -> web.Response:
     context = context_of(request)
-    is_ready = context.state == "running" and not context.has_failed and not _is_restarting(context)
+    is_running = context.state == "running" and not context.has_failed
+    is_ready = is_running and not _is_restarting(context) and not is_silent(context)
     return json_response(Ready(is_ready), 200 if is_ready else 503)
 
 
 def _is_restarting(context: Context) -> bool:
     """Whether the engine's own process has ended and the next one is being started."""
     return getattr(context.engine.engine, "state", "running") == "restarting"
+
+
+def is_silent(context: Context) -> bool:
+    """Whether the engine's own process has given no sign of life for long enough to doubt it."""
+    limit_s = min(SILENT_S, context.options.engine_timeout_s / 2)
+    return context.state == "running" and getattr(context.engine.engine, "silent_s", 0.0) >= limit_s
 
 
 async def recent_stats(context: Context) -> dict[str, Any]:

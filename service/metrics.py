@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from engine.outputs import RequestOutput
 from kvstore.stats import Histogram
 from service.context import context_of
-from service.edge import recent_stats
+from service.edge import is_silent, recent_stats
 from service.engine_metrics import Stats, counter, engine_families, histogram
 from service.routes import Route
 
@@ -134,7 +134,7 @@ def _shown(name: str, text: str, found: dict[Labels, Histogram], labels: Sequenc
 async def metrics(request: web.Request) -> web.Response:
     context = context_of(request)
     stats = await recent_stats(context)
-    page = context.metrics.render({} if "error" in stats else stats)
+    page = context.metrics.render({} if "error" in stats or is_silent(context) else stats)
     return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
 

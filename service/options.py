@@ -183,6 +183,7 @@ _SHOWN_AS = {  # in the help, by what reads the value
     "duration_s": "TIME",
     "lifetime_s": "TIME",
     "seconds": "SECONDS",
+    "engine_timeout": "SECONDS",
     "session_id": "ID",
     "body_size": "SIZE",
     "_limit": "N",

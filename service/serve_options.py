@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.pulse import MIN_SILENCE_S
 from kvstore.errors import ConfigError
 from service.options import TTL, Option, choice, count, file, number, plain_text, size, switch
 
@@ -27,7 +28,8 @@ class ServeOptions:
     `service.limits`). max_concurrent_per_key: sequences of one tenant that run at once, 0 for no limit;
     max_queue_per_key: how many more of it may wait for their turn.
     request_timeout_s: from the request's arrival to the last byte of its answer.
-    engine_process: the engine runs in a process of its own. disk_per_key_bytes: of one tenant's KV on disk.
+    engine_process: the engine runs in a process of its own. That is killed after engine_timeout_s without a sign of
+    life, and started again engine_restarts times an hour at most. disk_per_key_bytes: of one tenant's KV on disk.
     ttl_s: how long a new session lives after its last turn, where the request says nothing; None: for ever.
     Raises ConfigError.
     """
@@ -53,6 +55,8 @@ class ServeOptions:
     shutdown_timeout_s: float = 5.0
     log_format: str = "text"
     engine_process: bool = True
+    engine_timeout_s: float = 30.0
+    engine_restarts: int = 6
     disk_per_key_bytes: int | None = None
     ttl_s: float | None = None
     allowed_hosts: tuple[str, ...] = ()
@@ -128,6 +132,13 @@ def origins(name: str, text: str) -> tuple[str, ...]:
     return found
 
 
+def engine_timeout(name: str, text: str) -> float:
+    value = seconds(name, text)
+    if value < MIN_SILENCE_S:
+        raise ConfigError(f"{name} is {text!r}; give seconds from {MIN_SILENCE_S:g} to 86400")
+    return value
+
+
 def body_size(name: str, text: str) -> int:
     value = size(name, text)
     if not 1024 <= value <= 2**30:
@@ -182,6 +193,19 @@ SERVE_OPTIONS = (
         "on",
         "on runs the engine in a process of its own, beside the one that answers (default: on)",
     ),
+    Option(
+        "--engine-timeout",
+        engine_timeout,
+        30.0,
+        "seconds without a sign of life until the engine's process is killed and started again; one step may take ten "
+        "times as long (default: 30)",
+    ),
+    Option(
+        "--engine-restarts",
+        count_or_none,
+        6,
+        "how often an hour it is started again before the server ends with exit code 5 (default: 6)",
+    ),
     Option("--request-timeout", seconds, 600.0, "seconds a request may take in all (default: 600)"),
     Option("--queue-timeout", seconds, 60.0, "seconds a request may wait for its tenant's turn (default: 60)"),
     Option("--max-body", body_size, 32 * 2**20, "size of a request's body (default: 32MiB)"),
@@ -194,6 +218,7 @@ _FIELDS = {
     "allowed_origin": "allowed_origins",
     "disk_per_key": "disk_per_key_bytes",
     "ttl": "ttl_s",
+    "engine_timeout": "engine_timeout_s",
     "request_timeout": "request_timeout_s",
     "queue_timeout": "queue_timeout_s",
     "max_body": "max_body_bytes",

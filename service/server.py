@@ -6,6 +6,7 @@ import asyncio
 import errno
 import gc
 import logging
+import math
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -33,6 +35,8 @@ from service.routes import Route
 from service.serve_options import ServeOptions
 
 OpenEngine = Callable[[], Any]
+EXIT_ENGINE_FAILED = 5  # the engine has ended too often; whoever supervises this process is to start it again
+FAILURE_POLL_S = 0.5
 LAST_WORDS_S = 2.0  # for error events and closing, once the time of running requests is over
 POLL_S = 0.02
 
@@ -43,7 +47,7 @@ def run_serve(
     options: ServeOptions,
     engine_factory: Callable[..., Any] | None = None,
 ) -> int:
-    """Serve until a signal comes: 0 after SIGTERM, 130 after SIGINT.
+    """Serve until a signal comes: 0 after SIGTERM, 130 after SIGINT. EXIT_ENGINE_FAILED when the engine stays down.
 
     Raises ConfigError before anything is opened, and KVStoreError when the port or the model cannot be.
     """
@@ -66,7 +70,7 @@ def open_engine(
     """The engine that the service drives, in this process or in one of its own."""
     if engine_factory is None:
         check_speaks(model, engine_arguments, chats=False)
-        engine_factory = _remote_engine() if options.engine_process else _local_engine()
+        engine_factory = _remote_engine(options) if options.engine_process else _local_engine()
     engine = engine_factory(model, **engine_arguments)
     if options.disk_per_key_bytes is not None:
         engine.connector.set_tenant_limit(None, options.disk_per_key_bytes)
@@ -84,10 +88,10 @@ def _local_engine() -> Callable[..., Any]:
     return lambda *given, **named: open_waiting_for_lock(lambda: Engine(*given, **named))
 
 
-def _remote_engine() -> Callable[..., Any]:
+def _remote_engine(options: ServeOptions) -> Callable[..., Any]:
     from engine.remote import RemoteEngine
 
-    return RemoteEngine
+    return partial(RemoteEngine, silence_s=options.engine_timeout_s, max_restarts=options.engine_restarts)
 
 
 async def _serve(server: Server, open_engine: OpenEngine) -> int:
@@ -103,11 +107,15 @@ async def _serve(server: Server, open_engine: OpenEngine) -> int:
         gc.collect()
         gc.freeze()  # what was loaded stays: a whole collection would look at it for a third of a second
         log("ready", await server.context.engine.call(server.description))
-        number = await ended
-        log("stopping", {"running": server.context.limits.num_admitted})
+        is_down = _until(lambda: server.context.has_failed, math.inf, FAILURE_POLL_S)
+        failing: asyncio.Future[Any] = asyncio.ensure_future(is_down)
+        await asyncio.wait((ended, failing), return_when=asyncio.FIRST_COMPLETED)
+        failing.cancel()
+        code = _code(ended.result()) if ended.done() else EXIT_ENGINE_FAILED
+        log("stopping", {"running": server.context.limits.num_admitted, "exit_code": code})
     finally:
         await server.close()
-    return _code(number)
+    return code
 
 
 def _code(number: int) -> int:
@@ -234,11 +242,11 @@ def describe_tiers(stats: Mapping[str, Any]) -> str:
     return ", ".join(f"{tier} {format_size(size)}" for tier, size in sizes.items() if size)
 
 
-async def _until(is_so: Callable[[], bool], timeout_s: float) -> None:
+async def _until(is_so: Callable[[], bool], timeout_s: float, poll_s: float = POLL_S) -> None:
     """Returns when it is so, or when the time is over."""
     deadline = time.monotonic() + timeout_s
     while not is_so() and time.monotonic() < deadline:
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(poll_s)
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:

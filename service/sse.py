@@ -6,6 +6,7 @@ Knows nothing of what the events say.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,6 +22,7 @@ HEADERS = {
     "X-Accel-Buffering": "no",  # a proxy must not hold events back
 }
 DONE = b"data: [DONE]\n\n"
+LAST_WORDS_S = 1.0  # for a reader to take the error event of an abandoned stream
 
 
 class ReaderGone(ConnectionError):
@@ -32,12 +34,14 @@ class EventStream:
 
     Headers go out with the first event, so that an error before it still has its status. An exception that leaves the
     block, and the end of the request's time, become an error event; the exception goes on to be logged and counted.
+    Where the block does not end by then, `abandon` says the last words for it.
     done: whether "data: [DONE]" closes the stream.
     """
 
     def __init__(self, request: web.Request, done: bool = True) -> None:
         self._request = request
         self._done = done
+        self._is_over = False
         self.response = web.StreamResponse(headers=HEADERS)
 
     @property
@@ -54,10 +58,26 @@ class EventStream:
         """The error as an event."""
         await self.send(api_error(error).body(), event)
 
+    async def abandon(self, error: ApiError) -> None:
+        """End it with this error, if it has not ended; what is still to be sent is refused from now on."""
+        if self._is_over:
+            return
+        self._is_over = True
+        event = b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
+        with suppress(ReaderGone, TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._put(event + (DONE if self._done else b""))
+
     async def _write(self, data: bytes) -> None:
+        if self._is_over:
+            raise ReaderGone("the stream has been ended")
+        await self._put(data)
+
+    async def _put(self, data: bytes) -> None:
         try:
             if not self.response.prepared:
-                self._request[EXCHANGE].response = self.response
+                exchange = self._request[EXCHANGE]
+                exchange.response, exchange.abandon = self.response, self.abandon
                 await self.response.prepare(self._request)
             await self.response.write(data)
             await self._request.writer.drain()
@@ -77,6 +97,7 @@ class EventStream:
             await self.fail(told)
         if self._done:
             await self._write(DONE)
+        self._is_over = True
 
     def _told(self, error: BaseException | None) -> ApiError | None:
         if isinstance(error, asyncio.CancelledError):  # the time is over, or the client went away

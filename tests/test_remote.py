@@ -29,6 +29,7 @@ from test_chat import (  # the same conversations, with this module's `engine`  
 from engine import AsyncEngine, CacheTiers, Engine, SamplingParams, async_engine, remote
 from engine.channel import Channel
 from engine.core_process import Core
+from engine.pulse import Heart
 from engine.remote import RemoteEngine
 from engine.wire import End, Submit, decode_updates, encode, error_of, params_to_wire
 from kvstore.errors import (
@@ -363,7 +364,7 @@ def test_threads_may_generate_at_once(engine, here):
 def test_nothing_of_the_configuration_is_in_the_list_of_processes(engine):
     shown = Path(f"/proc/{engine.pid}/cmdline").read_bytes()
     assert b"core_process" in shown and b"store" not in shown
-    folder = engine._link._folder
+    folder = engine._link._folder.path
     assert folder.stat().st_mode & 0o777 == 0o700 and folder.stat().st_uid == os.getuid()
 
 
@@ -402,7 +403,7 @@ def test_closing_ends_what_runs_and_refuses_what_comes(tmp_path):
         return engine
 
     engine = asyncio.run(asyncio.wait_for(scenario(), 60))
-    assert engine.state == "closed" and engine.pid is None and not engine._link._folder.exists()
+    assert engine.state == "closed" and engine.pid is None and not engine._link._folder.path.exists()
 
 
 def test_an_update_that_cannot_be_taken_in_ends_its_request_alone(engine, here, monkeypatch, caplog):
@@ -435,7 +436,7 @@ def test_two_turns_at_once_are_refused_here(engine):
 
 def test_a_step_that_fails_there_is_told_to_every_request_and_the_engine_goes_on(here, capfd, monkeypatch):
     front, there = map(Channel, socket.socketpair())
-    core = Core(here, there)
+    core = Core(here, there, Heart(os.pipe()[1], 60.0))
     for number, params in enumerate([TEN, LONG]):
         front.send(encode(Submit(f"r{number}", list(PROMPT), params_to_wire(params), b"", b"", 0, None)))
     front.send(encode(Submit("wrong", [10**6], params_to_wire(TEN), b"", b"", 0, None)))

@@ -33,7 +33,7 @@ const REASONS = {
   disk_was_reset: "The disk tier was damaged and began anew, empty.",
   sessions_failing: "Conversations cannot be stored at the moment.",
   sessions_broken: "The store of conversations is damaged.",
-  engine_not_answering: "The engine has not answered for ten seconds or more.",
+  engine_not_answering: "The engine has not answered for several seconds.",
   engine_restarting: "The engine ended and is being started again. What ran has ended with an error.",
   engine_failed: "The engine has stopped. The server needs to be started again.",
 };
