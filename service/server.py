@@ -27,6 +27,7 @@ from service.access import Access
 from service.app import ROUTES, make_app
 from service.connection import SEND_BUFFER_BYTES, Connection, Connections
 from service.context import Context
+from service.descriptors import AcceptErrors, ensure_descriptors
 from service.errors import unavailable
 from service.limits import Limits
 from service.logs import log, set_up_logging
@@ -52,6 +53,7 @@ def run_serve(
     Raises ConfigError before anything is opened, and KVStoreError when the port or the model cannot be.
     """
     server = Server(options)
+    ensure_descriptors(options.max_connections)
     set_up_logging(options.log_format)
     warnings.showwarning = _log_warning
     return asyncio.run(_serve(server, lambda: open_engine(model, engine_arguments, options, engine_factory)))
@@ -163,6 +165,7 @@ class Server:
     async def listen(self) -> None:
         """The port answers from now on: /health and /ready with 503. Raises KVStoreError when it cannot be opened."""
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(AcceptErrors())
         runner = web.AppRunner(
             make_app(self.context, self._routes), handle_signals=False, access_log=None, handler_cancellation=True,
             shutdown_timeout=LAST_WORDS_S,
