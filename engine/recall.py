@@ -21,7 +21,7 @@ from kvstore.block import BlockId, Lineage, extend_chain
 from kvstore.errors import RequestError
 from kvstore.session_store import AnswerStore, owner_tag
 
-MAX_TOKENS = 4_000_000
+MAX_TOKENS = 4_000_000  # 16 MB with what is beside them
 
 
 class RecallEngine(Protocol):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvstore.block import BlockId, Lineage
 
-MESSAGE_COST, TURN_COST, BLOCK_COST = 16, 100, 20  # of what is kept beside the ids, in tokens of 4 bytes
+LINE_COST, MESSAGE_COST, TURN_COST, BLOCK_COST = 190, 16, 100, 20  # of what is beside the ids, in tokens of 4 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class _Line:
     @property
     def cost(self) -> int:
         beside = MESSAGE_COST * len(self.messages) + TURN_COST * len(self.ends) + BLOCK_COST * len(self.chain)
-        return len(self.token_ids) + beside
+        return LINE_COST + len(self.token_ids) + beside
 
     def at(self, end: _End) -> Conversation:
         return Conversation(
