@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -47,6 +47,7 @@ class ChatBody(Sampling, kw_only=True):
 class ForkBody(msgspec.Struct):
     """turn: the last one that the fork has; without it, all."""
 
+    REFUSED: ClassVar[dict[str, str]] = {"session_id": "a fork gets an id of its own, which the answer names"}
     turn: TurnNumber | None = None
 
 

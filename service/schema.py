@@ -21,6 +21,7 @@ from engine.prompts import check_chars
 from engine.sampling_params import SamplingParams
 from service.context import Context, context_of
 from service.errors import NO_RETRY, ApiError
+from service.fields import check_fields
 from service.sse import ReaderGone
 
 T = TypeVar("T")
@@ -226,7 +227,7 @@ def parse(raw: bytes | bytearray, type_: type[T]) -> T:
         raise ApiError(400, "the body has too many lists, objects or texts", code="too_many_values")
     try:
         raw.decode()  # msgspec does not look into fields that it skips
-        return msgspec.json.decode(raw, type=type_)
+        body = msgspec.json.decode(raw, type=type_)
     except UnicodeDecodeError:
         raise ApiError(400, "the body is not valid UTF-8", code="invalid_json") from None
     except RecursionError:
@@ -235,6 +236,8 @@ def parse(raw: bytes | bytearray, type_: type[T]) -> T:
         raise _field_error(str(error)) from None
     except msgspec.DecodeError as error:
         raise _syntax_error(raw, str(error)) from None
+    check_fields(raw, type_)
+    return body
 
 
 _KINDS = {
