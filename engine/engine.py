@@ -55,8 +55,9 @@ class Engine:
     """A language model with a paged, prefix-cached KV pool.
 
     model: None for the built-in chat model, a local Hugging Face directory, or a hub id.
-    cache_tiers: CacheTiers or a dict of hbm, cpu, disk, path. hbm "auto" sizes the pool by what is free. With a disk
-        tier KV and sessions outlive the process; path has one owner at a time.
+    cache_tiers: CacheTiers or a dict of hbm, cpu, disk, path. hbm "auto" takes what a CUDA device has left; on a CPU a
+        quarter of the memory that is available at the start, at most what 4 * max_num_seqs full windows need
+        (`stats()["hbm"]` says how much). With a disk tier KV and sessions outlive the process; path has one owner.
     device, dtype: "auto" picks CUDA where there is one, and the dtype of the checkpoint.
     block_size: tokens per block. max_model_len: the window, at most the model's own.
     max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step, of all requests together.
@@ -207,7 +208,8 @@ class Engine:
     def stats(self) -> dict[str, object]:
         """Counters and gauges as a plain dict; step times are running totals in seconds."""
         with self.lock:
-            stats = engine_stats(self, self._scheduler, self._totals, self._num_aborted)
+            is_auto = self._config.tiers.hbm == "auto"
+            stats = engine_stats(self, self._scheduler, self._totals, self._num_aborted, is_auto)
         stats["sessions"] = self.sessions.stats()
         return stats
 

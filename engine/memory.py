@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import warnings
 
 import psutil
@@ -17,6 +18,7 @@ from kvstore.config import MAX_SAVE_BYTES, format_size
 from kvstore.connector import NullConnector
 from kvstore.errors import ConfigError
 
+LOGGER = logging.getLogger("kvstore.engine")
 CPU_FRACTION = 0.25  # of the memory that is available now
 CPU_WINDOWS = 4  # and never more than so many times max_num_seqs full windows
 CUDA_FRACTION = 0.92  # of the device's memory, weights and the largest step included
@@ -33,6 +35,8 @@ def num_hbm_blocks(
     """
     block_bytes = config.block_size * model.spec.kv_bytes_per_token
     size_bytes = _auto_bytes(model, config, has_graphs, saves) if hbm == "auto" else int(hbm)
+    if hbm == "auto":
+        LOGGER.info("hbm auto takes %s of memory on %s", format_size(size_bytes), model.device)
     count = size_bytes // block_bytes
     if count < 1:
         raise ConfigError(

@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from engine.scheduler import Scheduler
 
 
-def engine_stats(engine: Engine, scheduler: Scheduler, totals: Totals, num_aborted: int) -> dict[str, object]:
-    """To be called with the engine's lock held. Step times are running totals in seconds."""
+def engine_stats(
+    engine: Engine, scheduler: Scheduler, totals: Totals, num_aborted: int, is_auto: bool
+) -> dict[str, object]:
+    """To be called with the engine's lock held. Step times are running totals in seconds. is_auto: hbm "auto"."""
     pool = engine.pool
     return {
         "model": engine.model_name,
@@ -32,6 +34,7 @@ def engine_stats(engine: Engine, scheduler: Scheduler, totals: Totals, num_abort
             "removed_blocks": pool.num_forgotten,
             "block_bytes": engine.block_bytes,
             "block_size": engine.block_size,
+            "is_auto": is_auto,
         },
         "step": asdict(engine.step_times),
         **engine.connector.stats(),

@@ -7,12 +7,13 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Sequence
+from dataclasses import asdict
 
 from aiohttp import web
 
 from service import admin, chat, completions, edge, metrics, openai, openapi, page, responses, sessions
 from service.connection import new_request_id
-from service.context import CONTEXT, EXCHANGE, Context, Exchange, context_of
+from service.context import ANSWERED, CONTEXT, EXCHANGE, Context, Exchange, context_of
 from service.errors import ApiError, api_error, error_response, unavailable
 from service.logs import log
 from service.routes import Handler, Route
@@ -23,6 +24,7 @@ ROUTES: tuple[Route, ...] = (
     *admin.ROUTES, *metrics.ROUTES, *openapi.ROUTES, *page.ROUTES,
 )  # fmt: skip
 
+POLLED = frozenset({"/health", "/ready", "/metrics"})  # by machines, every few seconds
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 CLEAN_UP_S = 1.0  # for a handler after the end of its request's time
 CLIENT_GONE = 499  # nginx's number for a client that did not wait; it is never sent
@@ -82,11 +84,13 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     """One line in the log and one count for every request, whatever became of it."""
     exchange = request[EXCHANGE] = Exchange(request_id_for(request))
     started, status = time.perf_counter(), CLIENT_GONE
+    known = ANSWERED.set(exchange)
     try:
         response = await handler(request)
         status = exchange.status or response.status
         return response
     finally:
+        ANSWERED.reset(known)
         _tell(request, exchange, status, time.perf_counter() - started)
 
 
@@ -102,8 +106,19 @@ def _tell(request: web.Request, exchange: Exchange, status: int, seconds: float)
         "seconds": seconds,
         "tenant": exchange.tenant or None,
         "code": exchange.error_code,
+        **_answered(exchange),
     }
-    log("request", fields)
+    log("request", fields, logging.DEBUG if path in POLLED else logging.INFO)
+
+
+def _answered(exchange: Exchange) -> dict[str, object]:
+    """Tokens, the tiers that gave them, and TTFT; nothing where nothing was answered."""
+    usage = exchange.usage
+    if usage is None:
+        return {}
+    tiers = {f"{tier}_tokens": count for tier, count in asdict(usage.cached_tokens_details).items()}
+    counts = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
+    return {**counts, "cached_tokens": usage.cached_tokens, **tiers, "ttft_s": exchange.ttft_s}
 
 
 @web.middleware

@@ -117,7 +117,7 @@ async def _whole(one: Exchange) -> web.Response:
     choices: list[CompletionChoice] = []
     for answer, watch, prompt in zip(answers, watches, one.prompts, strict=True):
         check_ended(answer.output)
-        one.context.metrics.answer_ended(answer.output, PATH, watch.gaps_s if len(answers) == 1 else None)
+        one.context.answer_ended(answer.output, PATH, watch.gaps_s if len(answers) == 1 else None)
         before = await one.prompt_text(answer, prompt)
         for choice in answer.output.choices:
             logprobs = None if choice.logprobs is None else _logprobs(one, choice.logprobs, len(before))
@@ -183,7 +183,7 @@ async def _pieces(one: Exchange, answer: Answer) -> AsyncIterator[Piece]:
         if piece.finish_reason != "abort":  # which is told as an error
             yield piece
     check_ended(answer.output)
-    one.context.metrics.answer_ended(answer.output, PATH, watch.gaps_s)
+    one.context.answer_ended(answer.output, PATH, watch.gaps_s)
 
 
 async def _chunk(one: Exchange, answer: Answer, number: int, piece: Piece, offsets: dict[int, int]) -> Completion:

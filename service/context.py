@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiohttp import web
 
+from engine.outputs import CachedTokensDetails, RequestOutput, Usage
 from service.access import Access
 from service.errors import ApiError
 from service.limits import Deadline, Limits
@@ -54,6 +56,13 @@ class Context:
         """Whether the engine ended without being asked to."""
         return self.state == "failed" or (self.state == "running" and self.engine.engine.closed)
 
+    def answer_ended(self, output: RequestOutput, route: str, itl_s: Sequence[float] | None = None) -> None:
+        """The model has ended an answer: for /metrics, and for the log's line of the request that it belongs to."""
+        self.metrics.answer_ended(output, route, itl_s)
+        exchange = ANSWERED.get()
+        if exchange is not None:
+            exchange.add(output)
+
     @property
     def model_name(self) -> str:
         """The model's name in requests and answers."""
@@ -65,6 +74,7 @@ class Exchange:
     """What is known of one request on its way.
 
     response: its stream, if any, and abandon: ends that with an error from outside. status, error_code: of its error.
+    usage: of its answers together, as far as they have ended; ttft_s: of the one that began first.
     """
 
     request_id: str
@@ -74,8 +84,21 @@ class Exchange:
     abandon: Callable[[ApiError], Awaitable[None]] | None = None
     status: int | None = None
     error_code: str | None = None
+    usage: Usage | None = None
+    ttft_s: float | None = None
+
+    def add(self, output: RequestOutput) -> None:
+        known = self.usage or Usage(0, 0, CachedTokensDetails())
+        self.usage = Usage(
+            known.prompt_tokens + output.usage.prompt_tokens,
+            known.completion_tokens + output.usage.completion_tokens,
+            known.cached_tokens_details + output.usage.cached_tokens_details,
+        )
+        if output.ttft_s is not None:
+            self.ttft_s = output.ttft_s if self.ttft_s is None else min(self.ttft_s, output.ttft_s)
 
 
+ANSWERED: ContextVar[Exchange | None] = ContextVar("answered", default=None)  # in the tasks that answer a request
 CONTEXT: web.AppKey[Context] = web.AppKey("context", Context)
 EXCHANGE: web.RequestKey[Exchange] = web.RequestKey("exchange", Exchange)
 

@@ -5,9 +5,10 @@ Knows the engine's options by name; loads no engine.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from engine.config import DTYPES, EVICTIONS, POLICIES, EngineConfig
-from kvstore.config import CacheTiers
+from kvstore.config import CacheTiers, format_size
 from kvstore.errors import ConfigError
 from service.config_file import DEFAULT, Setting
 from service.options import (
@@ -67,7 +68,12 @@ ENGINE_OPTIONS = (
 # Where the engine's name for it is another one: vLLM's --policy has long been --scheduling-policy.
 ENGINE_NAMES = {"scheduling_policy": "policy", "policy": "eviction"}
 TIER_OPTIONS = (
-    Option("--hbm", size_or_auto, "auto", 'size of the KV block pool, such as 512MiB or 1.5GiB (default: "auto")'),
+    Option(
+        "--hbm",
+        size_or_auto,
+        "auto",
+        "size of the KV block pool, such as 1.5GiB; auto: what a GPU has left, or 1/4 of free RAM (default: auto)",
+    ),
     Option("--cpu", size, None, f"size of the CPU tier (default: {DEFAULT_CPU} with a disk tier, else 0)"),
     Option("--disk", size, None, f"size of the disk tier (default: {DEFAULT_DISK} with --store, else 0)"),
     replace(STORE, help=f"directory of the store; keeps conversations (default: none; {DEFAULT_PATH} with --disk)"),
@@ -143,3 +149,12 @@ def engine_arguments(settings: Mapping[str, Setting]) -> dict[str, object]:
 def flag_of(name: str, options: Iterable[Option]) -> str:
     """The flag behind an engine's option."""
     return next((o.flag for o in options if ENGINE_NAMES.get(o.key, o.key) == name), f"--{name.replace('_', '-')}")
+
+
+def describe_tiers(stats: Mapping[str, Any]) -> str:
+    """What an engine has taken, such as "hbm 512.0 MiB (auto), cpu 1.0 GiB, disk 8.0 GiB"."""
+    sizes = {tier: stats[tier]["blocks"] * stats[tier]["block_bytes"] for tier in ("hbm", "cpu") if stats.get(tier)}
+    if stats.get("disk"):
+        sizes["disk"] = stats["disk"]["capacity_bytes"]
+    auto = {"hbm": " (auto)"} if stats["hbm"].get("is_auto") else {}
+    return ", ".join(f"{tier} {format_size(size)}{auto.get(tier, '')}" for tier, size in sizes.items() if size)

@@ -35,13 +35,13 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(found)
 
 
-def set_up_logging(log_format: str) -> None:
-    """Lines go to stderr from now on."""
+def set_up_logging(log_format: str, level: str = "info") -> None:
+    """Lines of this level and above go to stderr from now on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     for logger in (LOGGER, logging.getLogger("kvstore.engine"), logging.getLogger("aiohttp.server")):
         logger.handlers[:] = [handler]
-        logger.setLevel(logging.INFO)
+        logger.setLevel(level.upper())
         logger.propagate = False
 
 

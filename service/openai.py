@@ -100,7 +100,7 @@ async def _whole(one: Exchange) -> web.Response:
     output = answer.output
     check_ended(output)
     await one.note(turn, answer)
-    one.context.metrics.answer_ended(output, PATH, watch.gaps_s)
+    one.context.answer_ended(output, PATH, watch.gaps_s)
     choices = [_choice(one, index, choice) for index, choice in enumerate(output.choices)]
     return json_response(
         ChatCompletion(
@@ -137,7 +137,7 @@ async def _stream(request: web.Request, one: Exchange) -> web.StreamResponse:
         output = answer.output
         check_ended(output)
         await one.note(turn, answer)
-        one.context.metrics.answer_ended(output, PATH, watch.gaps_s)
+        one.context.answer_ended(output, PATH, watch.gaps_s)
         for index, piece in ends.items():
             reason = output.choices[index].stop_reason
             await events.send(_chunk(one, ChunkChoice(index, Delta(), piece.finish_reason, stop_reason=reason)))

@@ -13,6 +13,7 @@ from kvstore.errors import ConfigError
 from service.options import TTL, Option, choice, count, file, number, plain_text, size, switch
 
 LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?|\[[0-9a-f:.]+\]")
 DEFAULT_PORTS = {"http": "80", "https": "443"}
 
@@ -54,6 +55,7 @@ class ServeOptions:
     keep_alive_s: float = 75.0
     shutdown_timeout_s: float = 5.0
     log_format: str = "text"
+    log_level: str = "info"
     engine_process: bool = True
     engine_timeout_s: float = 30.0
     engine_restarts: int = 6
@@ -211,6 +213,12 @@ SERVE_OPTIONS = (
     Option("--max-body", body_size, 32 * 2**20, "size of a request's body (default: 32MiB)"),
     Option("--body-timeout", seconds, 30.0, "seconds a request's body may take to arrive (default: 30)"),
     Option("--shutdown-timeout", seconds, 5.0, "seconds running requests get when the server ends (default: 5)"),
+    Option(
+        "--log-level",
+        choice(*LOG_LEVELS),
+        "info",
+        "debug, info, warning or error; debug shows polls of /health, /ready and /metrics, too (default: info)",
+    ),
     Option("--log-format", choice(*LOG_FORMATS), "text", "text or json, one line a request (default: text)"),
 )
 _FIELDS = {

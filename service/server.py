@@ -21,13 +21,13 @@ from typing import Any
 from aiohttp import web
 
 from engine.model_files import check_speaks, why_no_chat
-from kvstore.config import format_size
 from kvstore.errors import KVStoreError
 from service.access import Access
 from service.app import ROUTES, make_app
 from service.connection import SEND_BUFFER_BYTES, Connection, Connections
 from service.context import Context
 from service.descriptors import AcceptErrors, ensure_descriptors
+from service.engine_options import describe_tiers
 from service.errors import unavailable
 from service.limits import Limits
 from service.logs import log, set_up_logging
@@ -54,7 +54,7 @@ def run_serve(
     """
     server = Server(options)
     ensure_descriptors(options.max_connections)
-    set_up_logging(options.log_format)
+    set_up_logging(options.log_format, options.log_level)
     warnings.showwarning = _log_warning
     return asyncio.run(_serve(server, lambda: open_engine(model, engine_arguments, options, engine_factory)))
 
@@ -235,14 +235,6 @@ class Server:
             await self._runner.cleanup()
         if has_engine:
             await self.context.engine.close()
-
-
-def describe_tiers(stats: Mapping[str, Any]) -> str:
-    """Such as "hbm 512.0 MiB, cpu 1.0 GiB, disk 8.0 GiB"."""
-    sizes = {tier: stats[tier]["blocks"] * stats[tier]["block_bytes"] for tier in ("hbm", "cpu") if stats.get(tier)}
-    if stats.get("disk"):
-        sizes["disk"] = stats["disk"]["capacity_bytes"]
-    return ", ".join(f"{tier} {format_size(size)}" for tier, size in sizes.items() if size)
 
 
 async def _until(is_so: Callable[[], bool], timeout_s: float, poll_s: float = POLL_S) -> None:

@@ -78,4 +78,4 @@ async def open_stateless(
             try:
                 yield live
             finally:
-                context.metrics.answer_ended(answer.output, wanted.route, live.gaps_s)
+                context.answer_ended(answer.output, wanted.route, live.gaps_s)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.model_files import check_speaks
 from kvstore.errors import ConfigError, RequestError, StoreError
+from service.engine_options import describe_tiers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -200,7 +201,9 @@ class Conversation:
 
     def run(self, interactive: bool) -> int:
         """Until the end of the input or /quit. Returns how many turns failed."""
-        self._dim(f"{self._engine.model_name}, window {self._engine.max_model_len:,} tokens; /help for commands")
+        engine = self._engine
+        tiers = describe_tiers(engine.stats())
+        self._dim(f"{engine.model_name}, window {engine.max_model_len:,} tokens, {tiers}; /help for commands")
         self._show_where_it_was()
         num_failed = 0
         for line in _typed_lines() if interactive else _piped_lines():

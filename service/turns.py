@@ -242,7 +242,7 @@ async def _live(context: Context, wanted: TurnRequest, running: Running) -> Asyn
                 running.leaving = True
                 raise
             finally:
-                context.metrics.answer_ended(answer.output, wanted.route, turn.gaps_s)
+                context.answer_ended(answer.output, wanted.route, turn.gaps_s)
     finally:
         if wanted.fork_of is not None and (chat is None or chat.num_turns == num_before):
             with suppress(SessionNotFoundError):

@@ -80,6 +80,9 @@ class FakeEngine:
     def __exit__(self, *exc):
         self.closed = True
 
+    def stats(self):
+        return {"hbm": {"blocks": 3, "block_bytes": 2**20, "is_auto": True}}
+
     def chat(self, session_id, tenant="", system=None, truncation="auto", truncation_reuse="reencode"):
         self.sessions[session_id] = FakeSession(session_id, system, self.stored.get(session_id, ()))
         self.truncation = (truncation, truncation_reuse)
@@ -114,6 +117,12 @@ def test_python_that_strips_docstrings_is_one_line():
     done = subprocess.run(command, cwd=ROOT, env=environment, input="", capture_output=True, text=True, timeout=100)
     _, error = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (2, "") and "PYTHONOPTIMIZE=2 (-OO)" in error
+
+
+def test_what_auto_has_taken_is_said(run):
+    assert run("chat", lines=[])[1].splitlines()[0] == (
+        "builtin, window 1,024 tokens, hbm 3.0 MiB (auto); /help for commands"
+    )
 
 
 class Closed(io.StringIO):

@@ -15,9 +15,10 @@ import pytest
 from serving import raw_request, read_answer, serving
 
 from kvstore.errors import ConfigError, KVStoreError, ModelError
+from service.engine_options import describe_tiers
 from service.routes import Route
 from service.serve_options import ServeOptions
-from service.server import Server, describe_tiers, run_serve
+from service.server import Server, run_serve
 from service.sse import EventStream
 
 ROOT = Path(__file__).parent.parent
@@ -56,6 +57,9 @@ class FakeEngine:
         self.lock = threading.RLock()
 
     def drive(self, thread) -> None:
+        pass
+
+    def warm_up(self) -> None:
         pass
 
     def wait_for_work(self, stop) -> None:
@@ -195,6 +199,8 @@ def test_tiers_in_words():
         "disk": {"capacity_bytes": 3 * 2**30},
     }  # fmt: skip
     assert describe_tiers(stats) == "hbm 1.0 GiB, disk 3.0 GiB"
+    stats["hbm"]["is_auto"] = True
+    assert describe_tiers(stats) == "hbm 1.0 GiB (auto), disk 3.0 GiB"
 
 
 # -- the process -----------------------------------------------------------------------------------------------------
