@@ -1,7 +1,8 @@
 """What do people wait for over HTTP: TTFT and inter-token latency per turn, throughput, hit rate by tier?
 
 A server in a process of its own (`kvstore serve`), and this process as its clients. Arms, one after another on the same
-conversations: nothing cached, prefix cache only, all tiers, and all tiers after a restart of the server.
+conversations: nothing cached, prefix cache only, all tiers, and all tiers after a restart of the server. Other
+parts: what HTTP costs, many streams at once, and one tenant beside another's request of very many sequences.
 """
 
 import argparse
@@ -226,6 +227,68 @@ def measure_streams(model: str | None, common: Sequence[str], report: Report, lo
     )  # fmt: skip
 
 
+# -- two tenants -----------------------------------------------------------------------------------------------------
+def measure_fairness(model: str | None, common: Sequence[str], report: Report, load: Load) -> None:
+    """One tenant's TTFT alone, and beside another's single request of 256 prompts with 16 choices each."""
+    with TemporaryDirectory(prefix="kvstore-bench-") as name:
+        keys = Path(name) / "keys"
+        keys.touch(0o600)
+        keys.write_text("".join(f"{tenant}:key-of-{tenant}\n" for tenant in ("few", "many")))
+        flags = [*common, "--api-key-file", str(keys), "--store", str(Path(name) / "store")]
+        with serve(model, flags, Path(name)) as server:
+            found = asyncio.run(_beside_a_flood(server, load))
+    alone, beside = ([one for one in results if not one.error] for results in (found["alone"], found["beside"]))
+    for arm, good in (("alone", alone), ("beside", beside)):
+        report.add(
+            part="fairness", arm=arm, num_requests=load.num_turns, num_failed=load.num_turns - len(good),
+            **_percentiles("ttft_s", [one.ttft_s for one in good]),
+            tokens_per_s=None if arm == "alone" else found["flood_tokens"] / found["flood_s"],
+            ratio=median([one.ttft_s for one in good]) / median([one.ttft_s for one in alone]),
+        )  # fmt: skip
+
+
+async def _beside_a_flood(server: Served, load: Load) -> dict[str, Any]:
+    """num_turns requests alone, then as many while the other tenant's request runs, which is broken off at the end."""
+    rng = random.Random(load.seed)
+    words = [" ".join(rng.choices(load.vocabulary, k=load.words)) for _ in range(256)]
+    body = {"prompt": words, "n": 16, "max_tokens": 256, "ignore_eos": True, "stream": True}
+    async with new_session("key-of-few") as few, new_session("key-of-many") as many:
+        arms = [Client(server.url, few, load, salted=True) for _ in range(2)]
+        await _ask_often(arms[0], load, 3)  # whatever is done once
+        arms[0].results.clear()
+        await _ask_often(arms[0], load, load.num_turns)
+        async with many.post(f"{server.url}/v1/completions", json=body) as reply:
+            assert reply.status == 200, await reply.text()
+            num_tokens = 0
+
+            async def read() -> None:
+                nonlocal num_tokens
+                async for line in reply.content:
+                    num_tokens += line.startswith(b"data: {")
+
+            reading = asyncio.create_task(read())
+            while num_tokens < 1024:
+                await asyncio.sleep(0.05)
+            before, started = num_tokens, time.perf_counter()
+            await _ask_often(arms[1], load, load.num_turns)
+            seconds = time.perf_counter() - started
+            assert not reading.done(), "the large request ended before the small ones; measure fewer of these"
+            reading.cancel()
+    return {
+        "alone": arms[0].results, "beside": arms[1].results, "flood_tokens": num_tokens - before, "flood_s": seconds
+    }  # fmt: skip
+
+
+async def _ask_often(client: Client, load: Load, num_requests: int) -> None:
+    """One request after the other, of one person who pauses."""
+    rng = random.Random(load.seed)
+    for number in range(num_requests):
+        talking = Conversation(number)
+        talking.say(load, 1)
+        await client.turn(talking.messages, 1)
+        await asyncio.sleep(rng.uniform(0.5, 1.5) * load.think_s)
+
+
 def _mode(common: Sequence[str]) -> str:
     return "process" if common[1] == "on" else "in-process"
 
@@ -234,7 +297,7 @@ def _mode(common: Sequence[str]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = arguments("serving", __doc__ or "", uses_torch=False)
     parser.add_argument("--model", default="builtin", help='"builtin", "m" (115 M parameters, random) or a directory')
-    parser.add_argument("--part", default="all", choices=("all", "turns", "overhead", "streams"))
+    parser.add_argument("--part", default="all", choices=("all", "turns", "overhead", "streams", "fairness"))
     parser.add_argument("--loop", default="closed", choices=("closed", "open"))
     parser.add_argument("--arms", default=",".join(ARMS), help=f"of {', '.join(ARMS)}")
     parser.add_argument("--conversations", type=int, default=24)
@@ -300,6 +363,11 @@ def _measure(parsed: argparse.Namespace, report: Report) -> None:
                 many = Load("closed", 16 if parsed.quick else parsed.streams, 1, parsed.streams, 1.0, 0.0, vocabulary,
                             first_words=20, words=20, max_tokens=32)  # fmt: skip
                 measure_streams(model, common, report, many)
+            if parsed.part in ("all", "fairness"):
+                few = Load("closed", 1, 5 if parsed.quick else 40, 1, 1.0, 0.2, vocabulary,
+                           first_words=load.first_words, words=20, max_tokens=16)  # fmt: skip
+                hbm = parsed.hbm if parsed.hbm != "auto" else "512MiB" if model else "64MiB"
+                measure_fairness(model, (*common, *tiers[2:6], "--hbm", hbm), report, few)
 
 
 def _display(row: Row) -> Row:
@@ -311,7 +379,9 @@ def _display(row: Row) -> Row:
             shown[name.replace("_s", "") + " ms"] = None if value is None else round(value * 1000, 2)
     if "hit_rate" in row:
         shown["hits %"] = " ".join(f"{tier} {100 * rate:.0f}" for tier, rate in row["hit_rate"].items() if rate)
-    if "tokens_per_s" in row:
+    if "ratio" in row:
+        shown["TTFT / alone"] = round(row["ratio"], 2)
+    if row.get("tokens_per_s") is not None:
         shown["tok/s"] = round(row["tokens_per_s"])
     if "grown_bytes" in row:
         shown["grown MiB"] = round(row["grown_bytes"] / 2**20, 1)

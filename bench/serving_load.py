@@ -161,7 +161,8 @@ async def _one(client: Client, load: Load, conversation: Conversation, first_tur
         conversation.messages.append({"role": "assistant", "content": result.text})
 
 
-def new_session() -> aiohttp.ClientSession:
-    """Connections without a limit, answers without a deadline below ten minutes."""
+def new_session(key: str | None = None) -> aiohttp.ClientSession:
+    """Connections without a limit, answers without a deadline below ten minutes. key: of a tenant."""
     connector = aiohttp.TCPConnector(limit=0)
-    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600))
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return aiohttp.ClientSession(connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=600))
