@@ -11,6 +11,7 @@ import torch.nn.functional as F
 TOP_WIDTHS = (128, 2048)
 # The inverse CDF sums chunks first: a running sum over a whole vocabulary in float64 is ten times slower.
 CHUNK = 128
+UNSURE, BROKEN = -1, -2  # in the place of a token: more has to be looked at; there is no usable number
 
 
 def argmax(logits: torch.Tensor) -> np.ndarray:
@@ -30,7 +31,7 @@ def argmax(logits: torch.Tensor) -> np.ndarray:
     return token_ids
 
 
-def draw_all(scaled: torch.Tensor, numbers: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+def draw_all(scaled: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """Inverse CDF over all tokens, by id: scaled [S, V] with maximum 0, overwritten; numbers [S] float64; -> [S]."""
     padding = -scaled.shape[1] % CHUNK
     weights = (F.pad(scaled, (0, padding), value=-torch.inf) if padding else scaled).exp_()
@@ -52,32 +53,38 @@ def draw_cut(
     numbers: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
-    widths: tuple[int, ...] = TOP_WIDTHS,
+    width: int,
+    all_limited: bool,
 ) -> torch.Tensor:
     """Inverse CDF over the tokens that top_k [S] and then top_p [S] leave, best first, lowest id first among equals.
 
-    Looks at the best widths[0] tokens, and at more only for the rows which need them: a row's own matter alone, so
-    its token does not depend on the batch. scaled [S, V] with maximum 0, numbers [S] float64; -> [S].
+    Looks at the best `width` tokens, and gives UNSURE for the rows that need more: a row's own matter alone, so its
+    token does not depend on the batch. all_limited: no row's top_k is the whole vocabulary. On CUDA nothing waits for
+    the device. scaled [S, V] with maximum 0, numbers [S] float64; -> [S].
     """
     vocab_size = scaled.shape[1]
-    width = widths[0] if widths and widths[0] < vocab_size else vocab_size
+    width = min(width, vocab_size)
     values, ids = _best(scaled, width)
     cumulated = values.double().exp().cumsum(-1)
     mass = _at(cumulated, top_k.clamp(max=width) - 1)  # of the tokens that top_k leaves
     limited = top_k < vocab_size
-    if not limited.all():
+    if not all_limited:
         mass = torch.where(limited, mass, scaled.exp().sum(-1).double())
     top_mass = torch.where(top_p < 1, top_p * mass, torch.inf)
     before = F.pad(cumulated[:, :-1], (1, 0))
     num_kept = (before < top_mass.unsqueeze(-1)).sum(-1).clamp(min=1).minimum(top_k)
     target = _below(numbers, _at(cumulated, num_kept - 1))
     rank = torch.searchsorted(cumulated, target, right=True).squeeze(-1)
-    tokens = _token_of_rank(scaled, values, ids, rank)
-    if width < vocab_size:
-        more = torch.where(limited, top_k > width, cumulated[:, -1] < top_mass)
-        if more.any():
-            tokens[more] = draw_cut(scaled[more], numbers[more], top_k[more], top_p[more], widths[1:])
-    return tokens
+    value = _at(values, rank).unsqueeze(-1)
+    place = rank - (values > value).sum(-1)  # among the tokens of the same value
+    if ids is None:
+        return _token_at(scaled == value, place)
+    tokens = _at(torch.where(values == value, ids, vocab_size).sort(-1).values, place)
+    if width == vocab_size:
+        return tokens
+    more = torch.where(limited, top_k > width, cumulated[:, -1] < top_mass)
+    goes_on = value <= values[:, -1:]  # equals may go on beyond what _best gave
+    return torch.where(more | goes_on.squeeze(-1), UNSURE, tokens)
 
 
 def _best(scaled: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -90,21 +97,10 @@ def _best(scaled: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor 
     return scaled.sort(dim=-1, descending=True).values, None
 
 
-def _token_of_rank(
-    scaled: torch.Tensor, values: torch.Tensor, ids: torch.Tensor | None, rank: torch.Tensor
-) -> torch.Tensor:
-    """Id of the token at place `rank` [S] of a stable descending sort of scaled [S, V], given what _best gave."""
-    value = _at(values, rank).unsqueeze(-1)
-    if ids is not None:
-        # Equals may go on beyond what _best gave.
-        shared = ((values == value).sum(-1) > 1) | (value <= values[:, -1:]).squeeze(-1)
-        tokens = _at(ids, rank)
-        if shared.any():
-            tokens[shared] = _token_of_rank(scaled[shared], values[shared], None, rank[shared])
-        return tokens
-    place = rank - (values > value).sum(-1)  # among the tokens of the same value
-    equals = (scaled == value).nonzero()  # by row, then by id
-    num_equals = torch.bincount(equals[:, 0], minlength=len(scaled))
+def _token_at(equal: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Id of the place-th token [S], counted from 0, that is True in equal [S, V]."""
+    equals = equal.nonzero()  # by row, then by id
+    num_equals = torch.bincount(equals[:, 0], minlength=len(equal))
     return equals[num_equals.cumsum(0) - num_equals + place, 1]
 
 

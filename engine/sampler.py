@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.draw import argmax, draw_all, draw_cut
+from engine.draw import BROKEN, TOP_WIDTHS, UNSURE, argmax, draw_all, draw_cut
 from engine.outputs import TokenLogprob
 from engine.sampling_params import SamplingParams
 from kernels.triton_support import to_device
@@ -216,33 +216,56 @@ class Sampler:
         return token_ids
 
     def _draw(self, logits: torch.Tensor, state: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """Temperature, min-p, top-k, top-p and the draw; logits [S, V] float32, numbers [S] in [0, 1)."""
+        """Temperature, min-p, top-k, top-p and the draw; logits [S, V] float32, numbers [S] in [0, 1).
+
+        What a device decides comes back as part of the tokens: it is waited for once, and again for rare rows only.
+        """
+        with np.errstate(divide="ignore"):  # log 0 = -inf is what "off" means here
+            least = np.log(state["min_p"])
+        columns = (np.maximum(state["temperature"], 1e-30), least, numbers, state["top_p"], state["top_k"])
+        temperature, lowest, *cuts = self._tensor(np.stack(columns))  # in one copy
         best = logits.amax(-1, keepdim=True)
         # The maximum is taken off first: it becomes exactly 0, and no temperature, however small, gives inf or NaN.
-        scaled = (logits - best).div_(self._column(np.maximum(state["temperature"], 1e-30)))
-        broken = ~best.isfinite().squeeze(-1)
-        any_broken = bool(broken.any())
-        if any_broken:
-            scaled[broken] = 0.0
+        scaled = (logits - best).div_(temperature.float().unsqueeze(-1))
+        broken = ~best.isfinite()
+        if logits.device.type == "cuda" or bool(broken.any()):  # on CUDA, to ask would wait
+            scaled.masked_fill_(broken, 0.0)
         if state["min_p"].any():
-            with np.errstate(divide="ignore"):  # log 0 = -inf is what "off" means here
-                scaled.masked_fill_(scaled < self._column(np.log(state["min_p"])), -torch.inf)
+            scaled.masked_fill_(scaled < lowest.float().unsqueeze(-1), -torch.inf)
         cut = (state["top_k"] < self._vocab_size) | (state["top_p"] < 1)
-        drawn = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        for rows, method in ((np.flatnonzero(cut), draw_cut), (np.flatnonzero(~cut), draw_all)):
-            if len(rows) == 0:
-                continue
-            where = self._tensor(rows)
-            limits = (self._tensor(state[name][rows]) for name in ("top_k", "top_p"))
-            some = scaled if len(rows) == len(scaled) else scaled[where]
-            drawn[where] = method(some, self._tensor(numbers[rows]), *limits)
+        drawn = torch.where(broken.squeeze(-1), BROKEN, self._draw_each(scaled, state, cuts, cut))
         token_ids = drawn.cpu().numpy()
-        if any_broken:
-            token_ids[broken.cpu().numpy()] = argmax(logits[broken])
+        for width in (*TOP_WIDTHS[1:], self._vocab_size):
+            unsure = np.flatnonzero(token_ids == UNSURE)
+            if len(unsure):
+                token_ids[unsure] = self._draw_cut(scaled, state, cuts, unsure, width).cpu().numpy()
+        if len(rows := np.flatnonzero(token_ids == BROKEN)):
+            token_ids[rows] = argmax(logits[self._tensor(rows)])
         return token_ids
 
-    def _column(self, values: np.ndarray) -> torch.Tensor:
-        return self._tensor(values.astype(np.float32)).unsqueeze(-1)
+    def _draw_each(
+        self, scaled: torch.Tensor, state: np.ndarray, cuts: list[torch.Tensor], cut: np.ndarray
+    ) -> torch.Tensor:  # [S]
+        """Rows whose tokens are cut by top-k or top-p, and the others. cuts: numbers, top-p and top-k, [S] float64."""
+        some, others = np.flatnonzero(cut), np.flatnonzero(~cut)
+        if not len(others):
+            return self._draw_cut(scaled, state, cuts, some, TOP_WIDTHS[0])
+        if not len(some):
+            return draw_all(scaled, cuts[0])
+        drawn, where = torch.empty(len(scaled), dtype=torch.int64, device=scaled.device), self._tensor(others)
+        drawn[where] = draw_all(scaled[where], cuts[0][where])
+        drawn[self._tensor(some)] = self._draw_cut(scaled, state, cuts, some, TOP_WIDTHS[0])
+        return drawn
+
+    def _draw_cut(
+        self, scaled: torch.Tensor, state: np.ndarray, cuts: list[torch.Tensor], rows: np.ndarray, width: int
+    ) -> torch.Tensor:  # [len(rows)]
+        if len(rows) < len(scaled):
+            where = self._tensor(rows)
+            scaled, cuts = scaled[where], [column[where] for column in cuts]
+        numbers, top_p, top_k = cuts
+        all_limited = bool((state["top_k"][rows] < self._vocab_size).all())
+        return draw_cut(scaled, numbers, top_k.long(), top_p, width, all_limited)
 
     def _logprobs(
         self, raw: torch.Tensor, asked: np.ndarray, token_ids: np.ndarray
@@ -292,26 +315,25 @@ class _Penalties:
 
     def add(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
         device = self._counts.device
-        where = tuple(to_device(torch.from_numpy(x.astype(np.int64)), device) for x in (slots, token_ids))
+        where = tuple(to_device(torch.from_numpy(np.stack([slots, token_ids]).astype(np.int64)), device))
         one = torch.ones((), dtype=torch.int32, device=device)
         self._counts.index_put_(where, one, accumulate=True)
         self._seen.index_put_(where, one.bool())
 
     def apply(self, logits: torch.Tensor, indices: np.ndarray, state: np.ndarray) -> None:
-        """Changes rows `indices` [P] of logits float32, whose state is `state` [P], where their tokens have been seen.
-
-        As vLLM does: repetition as a factor that makes the logit smaller, then frequency and presence.
-        """
-        device = logits.device
-        slots, rows = (to_device(torch.from_numpy(x.copy()), device) for x in (state["penalty_slot"], indices))
-        names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-        factors = to_device(torch.from_numpy(np.stack([state[name] for name in names]).astype(np.float32)), device)
+        """Changes rows `indices` [P] of logits float32, whose state is `state` [P], where tokens have been seen."""
+        names = ("penalty_slot", "repetition_penalty", "frequency_penalty", "presence_penalty")
+        columns = np.stack([indices, *(state[name] for name in names)]).astype(np.float64)
+        packed = to_device(torch.from_numpy(columns), logits.device)
+        rows, slots, factors = packed[0].long(), packed[1].long(), packed[2:].float()
+        if logits.device.type == "cuda":  # over the whole vocabulary: to find out which were seen would wait
+            values = logits[rows]
+            changed = _penalised(values, self._counts[slots], *factors.unsqueeze(-1))
+            logits[rows] = torch.where(self._seen[slots], changed, values)
+            return
         which, ids = self._seen[slots].nonzero(as_tuple=True)  # one entry per distinct token: few, beside V
-        repetition, frequency, presence = factors[:, which]
-        counts = self._counts[slots[which], ids]
         values = logits[rows[which], ids]
-        values = torch.where(values > 0, values / repetition, values * repetition)
-        logits[rows[which], ids] = values - frequency * counts - presence * (counts > 0)
+        logits[rows[which], ids] = _penalised(values, self._counts[slots[which], ids], *factors[:, which])
 
     def _grow(self) -> None:
         old = len(self._counts)
@@ -320,3 +342,15 @@ class _Penalties:
         self._seen = F.pad(self._seen, (0, 0, 0, new - old))
         self._counts = F.pad(self._counts, (0, 0, 0, new - old))
         self._free.extend(range(new - 1, old - 1, -1))
+
+
+def _penalised(
+    values: torch.Tensor,
+    counts: torch.Tensor,
+    repetition: torch.Tensor,
+    frequency: torch.Tensor,
+    presence: torch.Tensor,
+) -> torch.Tensor:
+    """As vLLM does: repetition as a factor that makes the logit smaller, then frequency and presence."""
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    return values - frequency * counts - presence * (counts > 0)

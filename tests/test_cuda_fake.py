@@ -4,6 +4,7 @@ import importlib.util
 import os
 
 import fake_cuda
+import numpy as np
 import pytest
 import torch
 from engines import Plain, ask, cached, counters, evict_cpu, greedy, open_engine, save_model, settle, tokens
@@ -11,6 +12,7 @@ from fake_cuda import DEVICE, FakeCudaError, device
 
 from engine import CacheTiers, Engine, SamplingParams
 from engine.graphs import CudaCapturer
+from engine.sampler import Sampler
 from kernels import reference
 from kernels.write_kv import write_kv
 from kvstore.errors import KVStoreError
@@ -152,6 +154,63 @@ def test_a_decode_step_waits_once(tmp_path, monkeypatch):
             ask(engine, tokens(5, 5), 4)
             assert driver.waits == ["a copy to the host"] * 4 and engine.step_times.num_steps == 4
             assert engine.step_times.num_replays == (0 if enforce_eager else 3)
+
+
+SAMPLED = {
+    "Qwen 2.5": SamplingParams(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05),
+    "Qwen 3": SamplingParams(temperature=0.6, top_p=0.95, top_k=20, presence_penalty=1.5),
+    "Gemma": SamplingParams(temperature=1.0, top_p=0.95, top_k=64),
+    "Llama": SamplingParams(temperature=0.6, top_p=0.9),
+    "plain": SamplingParams(),
+    "min-p": SamplingParams(min_p=0.1, frequency_penalty=0.3, min_tokens=9, logit_bias={3: 2.0}),
+    "mixed": SamplingParams(temperature=1.2),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampling_waits_once(name, monkeypatch):
+    """For the tokens themselves: a wait costs a step as much as many kernels do. In bfloat16 logits are often equal."""
+    params = [SAMPLED[name], SAMPLED["Llama" if name == "mixed" else name]]
+    logits, rows = torch.from_numpy(np.random.default_rng(1).normal(0, 4, (2, 600))).bfloat16(), np.arange(2)
+
+    def sampled(place) -> tuple[Sampler, torch.Tensor]:
+        sampler = Sampler(2, 600, place)
+        for row in range(2):
+            sampler.set_row(row, params[row], 7 + row, [5], np.array([1, 2]), np.array([3]))
+        return sampler, logits.to(place)
+
+    def tokens_of(sampler, there) -> list[list[int]]:
+        found = []
+        for _ in range(5):
+            token_ids = sampler.sample(there, rows).token_ids
+            sampler.append(rows, token_ids)
+            found.append(token_ids.tolist())
+        return found
+
+    expected = tokens_of(*sampled(torch.device("cpu")))
+    with device(monkeypatch) as driver:
+        there = sampled(DEVICE)
+        driver.waits.clear()
+        assert tokens_of(*there) == expected
+        assert driver.waits == ["a copy to the host"] * 5
+
+
+@pytest.mark.parametrize("params", [SamplingParams(top_p=0.999, temperature=9.0), SamplingParams(top_k=300)], ids=str)
+def test_rare_rows_are_looked_at_again(params, monkeypatch):
+    """Flat logits, equal logits, and none that is usable: the tokens of a CPU, with more than one wait."""
+    rng = np.random.default_rng(2)
+    logits = torch.from_numpy(np.stack([rng.normal(0, 1, 3000), np.zeros(3000), np.full(3000, np.nan)])).float()
+
+    def sample(place) -> list[int]:
+        sampler, none = Sampler(3, 3000, place), np.empty(0, np.int64)
+        for row in range(3):
+            sampler.set_row(row, params, row, [], none, none)
+        return sampler.sample(logits.to(place), np.arange(3)).token_ids.tolist()
+
+    expected = sample(torch.device("cpu"))
+    with device(monkeypatch) as driver:
+        assert sample(DEVICE) == expected and expected[2] == 0
+        assert len(driver.waits) > 1
 
 
 def test_a_capture_that_fails_leaves_the_allocator_as_it_was(monkeypatch):
