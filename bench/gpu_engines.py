@@ -297,8 +297,7 @@ def load_alone_s(engine: Any, num_blocks: int) -> float:
 
         def work() -> None:
             load = BlockLoad(arena.tensor, numbers, numbers, numbers * BLOCK_SIZE, arena.layout.rotations)
-            for layer, pair in enumerate(caches):
-                load.load_layer(layer, *pair)
+            load.load_layers(0, caches)
 
         return timed_s(device, work)
 

@@ -193,7 +193,10 @@ def load_all(
 ) -> None:
     """All layers of these blocks, one way or the other."""
     load = block_copy.BlockLoad(host.tensor, slots, numbers, positions, host.layout.rotations)
-    one = {"kernel": load.load_by_kernel, "as on a CPU": load.load_layer}.get(arm, load.load_by_copy)
+    if arm == "kernel":
+        load.load_by_kernel(0, caches)
+        return
+    one = load.load_layer if arm == "as on a CPU" else load.load_by_copy
     for layer, pair in enumerate(caches):
         one(layer, *pair)
 

@@ -7,6 +7,7 @@ the twins in `kernels.reference`, bit for bit.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -82,9 +83,19 @@ class BlockLoad:
         if key_cache.device.type == "cpu":
             self._load_on_cpu(layer, key_cache, value_cache)
         elif runs_kernels(key_cache):
-            self.load_by_kernel(layer, key_cache, value_cache)
+            self.load_by_kernel(layer, [(key_cache, value_cache)])
         else:
             self.load_by_copy(layer, key_cache, value_cache)
+
+    def load_layers(self, first: int, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """As `load_layer` for the layers from `first` on; by kernels, one launch for those that rotate alike."""
+        if not len(self._slots):
+            return
+        if caches and runs_kernels(caches[0][0]):
+            self.load_by_kernel(first, caches)
+            return
+        for layer, pair in enumerate(caches, first):
+            self.load_layer(layer, *pair)
 
     # -- on a CPU ----------------------------------------------------------------------------------------------------
     def _load_on_cpu(self, layer: int, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
@@ -180,13 +191,15 @@ class BlockLoad:
         return held[:size].view(shape)
 
     # -- to a device -------------------------------------------------------------------------------------------------
-    def load_by_kernel(self, layer: int, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
-        """As `load_layer`, by a kernel that reads the arena, pinned memory, over the bus."""
+    def load_by_kernel(self, first: int, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """As `load_layers`, by a kernel that reads the arena, pinned memory, over the bus."""
         from kernels import kv_triton
 
-        kv_triton.load(
-            self._arena, layer, key_cache, value_cache, self._places_on(key_cache.device), self._rotations[layer]
-        )
+        places = self._places_on(caches[0][0].device)
+        layers = [(layer, *pair) for layer, pair in enumerate(caches, first)]
+        for _, group in groupby(layers, lambda layer: id(self._rotations[layer[0]])):
+            alike = list(group)
+            kv_triton.load(self._arena, alike, places, self._rotations[alike[0][0]])
 
     def load_by_copy(self, layer: int, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
         """As `load_layer`, by the device's copy engine from blocks gathered in pinned memory; rotated afterwards."""

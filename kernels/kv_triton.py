@@ -23,6 +23,7 @@ NUM_WARPS = 8
 TILE = 4096  # elements of keys, and of values, that a program moves at a time: two 16-byte loads per thread for each
 
 RawLayer = tuple[int, torch.Tensor, torch.Tensor]  # layer, raw keys and values, [num_tokens, num_kv_heads, head_dim]
+CachedLayer = tuple[int, torch.Tensor, torch.Tensor]  # layer, key and value cache
 
 
 # -- parts of kernels: `rows`, [n, 1], are pointers to the first element of heads --------------------------------------
@@ -174,20 +175,28 @@ def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # -- blocks of the arena into the paged cache --------------------------------------------------------------------------
-@triton.jit(do_not_specialize=["num_blocks", "layer"])
+@triton.jit(do_not_specialize=["num_blocks", "num_layers"])
 def _load_kernel(
-    arena, key_cache, value_cache, places, cos, sin, num_blocks, layer, slot_stride, layer_stride, part_stride,
+    arena, layers, places, cos, sin, num_blocks, num_layers, slot_stride, layer_stride, part_stride,
     BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_ROWS: tl.constexpr,
-    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ROUNDS_ONCE: tl.constexpr,
+    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ROUNDS_ONCE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Items are NUM_ROWS heads of a block, keys and values; each program takes every so many-th."""
+    """Items are NUM_ROWS heads of a block in one layer, keys and values; each program takes every so many-th.
+
+    layers: (number, address of the key cache, of the value cache).
+    """
     BLOCK_ROWS: tl.constexpr = BLOCK_SIZE * NUM_KV_HEADS
     NUM_PARTS: tl.constexpr = triton.cdiv(BLOCK_ROWS, NUM_ROWS)
-    keys = arena + layer.to(tl.int64) * layer_stride
-    values = keys + part_stride
+    layer_items = num_blocks * NUM_PARTS
     item = tl.program_id(0)
-    while item < num_blocks * NUM_PARTS:
-        place = places + item // NUM_PARTS
+    while item < num_layers * layer_items:
+        layer = layers + item // layer_items * 3
+        keys = arena + tl.load(layer) * layer_stride
+        values = keys + part_stride
+        key_cache, value_cache = tl.load(layer + 1).to(arena.dtype), tl.load(layer + 2).to(arena.dtype)
+        if ALIGNED:
+            key_cache, value_cache = tl.multiple_of(key_cache, 16), tl.multiple_of(value_cache, 16)
+        place = places + item % layer_items // NUM_PARTS
         slot, number, position = tl.load(place), tl.load(place + num_blocks), tl.load(place + 2 * num_blocks)
         row = item % NUM_PARTS * NUM_ROWS + tl.arange(0, NUM_ROWS)[:, None]
         mask = row < BLOCK_ROWS
@@ -207,36 +216,32 @@ def _load_kernel(
         item += tl.num_programs(0)
 
 
-def load(
-    arena: torch.Tensor,
-    layer: int,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    places: torch.Tensor,
-    rotation: Rotation | None,
-) -> None:
-    """One layer of N blocks; arena and caches as in `kernels.reference.load_blocks`, the arena pinned host memory.
+def load(arena: torch.Tensor, layers: Sequence[CachedLayer], places: torch.Tensor, rotation: Rotation | None) -> None:
+    """N blocks of some layers, in order; arena and caches as in `kernels.reference.load_blocks`, the arena pinned
+    host memory.
 
     places: [3, N] int64 on the device: arena slot, HBM block, and the position of each block's first token. rotation:
-    the layer's full table, on the device.
+    the layers' full table, on the device.
     """
     num_blocks = places.shape[1]
     block_size, num_kv_heads, head_dim = arena.shape[3:]
     half = 0 if rotation is None else rotation.cos.shape[-1]
-    assert arena.is_contiguous() and key_cache.is_contiguous() and value_cache.is_contiguous()
-    assert places.is_contiguous() and places.dtype == torch.int64
+    assert arena.is_contiguous() and places.is_contiguous() and places.dtype == torch.int64
+    assert all(cache.is_contiguous() and cache.dtype == arena.dtype for _, *pair in layers for cache in pair)
     assert rotation is None or (rotation.cos.is_contiguous() and rotation.sin.is_contiguous())
-    if not num_blocks:
+    if not num_blocks or not layers:
         return
+    numbers = [number for layer, key, value in layers for number in (layer, key.data_ptr(), value.data_ptr())]
     num_rows = min(_tile_rows(head_dim), triton.next_power_of_2(block_size * num_kv_heads))
-    num_items = num_blocks * triton.cdiv(block_size * num_kv_heads, num_rows)
+    num_items = len(layers) * num_blocks * triton.cdiv(block_size * num_kv_heads, num_rows)
     _load_kernel[(min(num_items, NUM_PROGRAMS),)](
-        arena, key_cache, value_cache, places,
+        arena, _numbers_on(places.device, _stream(places), tuple(numbers)), places,
         None if rotation is None else rotation.cos, None if rotation is None else rotation.sin,
-        num_blocks, layer, *arena.stride()[:3],
+        num_blocks, len(layers), *arena.stride()[:3],
         BLOCK_SIZE=block_size, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, NUM_ROWS=num_rows,
         HALF=half, INTERLEAVED=rotation is not None and rotation.style is Style.INTERLEAVED,
         ROUNDS_ONCE=rotation is not None and rounds_once(rotation, arena.dtype),
+        ALIGNED=all(cache.data_ptr() % 16 == 0 for _, *pair in layers for cache in pair),
         num_warps=min(max(num_rows * triton.next_power_of_2(half or head_dim) // 256, 1), NUM_WARPS),
         enable_fp_fusion=False,
     )  # fmt: skip

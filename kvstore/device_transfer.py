@@ -3,8 +3,9 @@
 Nothing here waits for the device but `end` after a failure. Order is kept by events alone:
 
 - A load begins after what the computation was given before the step: that may still read the HBM blocks, or copy them.
-  One event for all of it is enough. The engine reads its samples back in every step that has some, so there is hardly
-  ever anything left to wait for, and events per block would only be more to get wrong.
+  One event for all of it is enough, also for layers that are launched while the step's own computation is. The engine
+  reads its samples back in every step that has some, so there is hardly ever anything left to wait for, and events per
+  block would only be more to get wrong.
 - The computation of a layer waits for the load of that layer, and after a step for all of its loads: a forward that
   raised half-way must not leave a load behind that writes into a block of the next step.
 - A save begins after the keys and values of its layers exist; these tensors are kept here until it has ended. So what
@@ -34,19 +35,24 @@ from kvstore.streams import Event, Queue, Streams
 from kvstore.tier import SaveFence, TransferPlan, Transferred
 from kvstore.transfer import token_places
 
+LAYERS_AHEAD = 4  # whose loads are launched before the layer that attends: all of them first would keep it waiting
 GROUP_BYTES = 8 << 20  # of keys and values that wait before a save of them begins, at the latest after the forward
 
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """Loads of one step. landed: an event per layer; end: behind all of them, None where the device has failed."""
+    """Loads of one step. landed: an event per layer that was launched; num_first: layers of the first launch.
+    end: behind all of them, None where the device has failed. failed: also while something is being launched.
+    """
 
     ticket: int
     num_bytes: int
+    blocks: BlockLoad | None = None
     start: Event | None = None
     landed: list[Event] = field(default_factory=list)
+    num_first: int = 0
     end: Event | None = None
-    failed: bool = False
+    failed: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -113,8 +119,8 @@ class DeviceTransfer:
         layout, streams = self.arena.layout, self._streams
         blank = torch.zeros(1, layout.num_kv_heads, layout.head_dim, dtype=layout.dtype, device=caches[0][0].device)
         blocks = BlockLoad(self.arena.tensor, [0], [0], [0], layout.rotations)
-        for layer, (key_cache, value_cache) in enumerate(caches):
-            streams.launch(Queue.LOAD, partial(blocks.load_layer, layer, key_cache, value_cache))
+        for first, end in [(0, LAYERS_AHEAD), *((layer, layer + 1) for layer in range(LAYERS_AHEAD, len(caches)))]:
+            streams.launch(Queue.LOAD, partial(blocks.load_layers, first, caches[first:end]))
         save = _Save(0, torch.tensor([[0], [-1]]))  # a slot that is skipped
         streams.launch(Queue.SAVE, partial(self._copy, save, [(layer, blank, blank) for layer in range(len(caches))]))
         for place in (Queue.LOAD, Queue.SAVE):
@@ -135,7 +141,7 @@ class DeviceTransfer:
         streams = self._streams
         load = self._load = _Load(plan.ticket, len(plan.loads) * self.arena.layout.block_bytes)
         try:
-            blocks = BlockLoad(
+            load.blocks = BlockLoad(
                 self.arena.tensor,
                 [one.slot for one in plan.loads],
                 [one.block_number for one in plan.loads],
@@ -144,12 +150,22 @@ class DeviceTransfer:
             )
             streams.wait(Queue.LOAD, streams.record(Queue.COMPUTE))
             load.start = streams.record(Queue.LOAD)
-            for layer, (key_cache, value_cache) in enumerate(self._caches):
-                streams.launch(Queue.LOAD, partial(blocks.load_layer, layer, key_cache, value_cache))
-                load.landed.append(streams.record(Queue.LOAD))
-        except Exception:  # out of memory, a kernel that does not compile: these blocks are computed instead
-            load.failed = True
-        load.end = self._mark(Queue.LOAD)
+        except Exception:  # out of memory, a device that has failed: these blocks are computed instead
+            return
+        load.failed = False
+        self._launch_loads(load, LAYERS_AHEAD)
+        load.num_first = len(load.landed)
+
+    def _launch_loads(self, load: _Load, end: int) -> None:
+        """Of the layers before `end` that were not launched yet, in one launch."""
+        first, caches = len(load.landed), self._caches[len(load.landed) : end]
+        if load.failed or load.blocks is None or not caches:
+            return
+        load.failed = True  # unless what follows is through with it
+        with suppress(Exception):  # a kernel that does not compile, for instance
+            self._streams.launch(Queue.LOAD, partial(load.blocks.load_layers, first, caches))
+            load.landed += [self._streams.record(Queue.LOAD)] * len(caches)
+            load.failed = False
 
     def _mark(self, place: Queue) -> Event | None:
         """An event of its end, None where the device has failed: nothing runs there any more."""
@@ -159,8 +175,11 @@ class DeviceTransfer:
             return None
 
     def wait_for_layer(self, layer: int) -> None:
-        """Order the computation after the loads of this layer."""
-        if self._load is not None and layer < len(self._load.landed):
+        """Order the computation after the loads of this layer, and launch those of a later one."""
+        if self._load is None:
+            return
+        self._launch_loads(self._load, layer + 1 + LAYERS_AHEAD)
+        if layer < len(self._load.landed):
             self._streams.wait(Queue.COMPUTE, self._load.landed[layer])
 
     def save_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None:
@@ -225,8 +244,9 @@ class DeviceTransfer:
             step.end = self._mark(Queue.SAVE)
             jobs.append(step)
         if load is not None:
-            if load.end is None:  # cut off while it was launched, or the device has failed
-                load.failed, load.end = True, self._mark(Queue.LOAD)
+            self._launch_loads(load, len(self._caches))  # the HBM blocks are in the map as if they held it
+            load.end = self._mark(Queue.LOAD)
+            load.failed = load.failed or load.end is None
             self._order_after(load)
             jobs.append(load)
         has_failed = not succeeded or any(job.end is None for job in jobs) or (load is not None and load.failed)
@@ -280,8 +300,8 @@ class DeviceTransfer:
             if job.end is not None and not job.end.query():
                 return None
             if isinstance(job, _Load) and not job.failed:
-                assert job.start is not None
-                seconds = job.start.seconds_until(job.end)
+                assert job.start is not None  # later launches may have waited for the host: they say nothing of the bus
+                seconds = job.start.seconds_until(job.landed[0]) * len(job.landed) / job.num_first
         except RuntimeError:
             job.failed = True
         if not isinstance(job, _Load):

@@ -60,8 +60,9 @@ def launch_kv_triton(heads, dtype, options):
     places = torch.zeros(3, NUM_BLOCKS, dtype=torch.int64)
     kv_triton.write(key, value, *caches, positions)
     kv_triton.rotate_and_write(query, key, value, *caches, positions, turn.at(positions))
-    kv_triton.load(arena, 1, *caches, places, None)
-    kv_triton.load(arena, 1, *caches, places, turn)
+    layers = [(0, *caches), (1, *caches)]
+    kv_triton.load(arena, layers, places, None)
+    kv_triton.load(arena, layers, places, turn)
     kv_triton.save(arena, [(0, key, value)], None, positions)
     kv_triton.save(arena, [(0, key, value)], positions, positions)
 

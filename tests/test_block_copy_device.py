@@ -40,9 +40,14 @@ class Memory:
         on_device = {id(r): r and moved(r, self.device) for r in rotations}
         load = BlockLoad(self.arena.tensor, slots, blocks, positions, [on_device[id(r)] for r in rotations])
         numbers = [torch.tensor(n, dtype=torch.int64) for n in (slots, blocks, positions)]
-        for layer, turn in enumerate(rotations):
-            caches, twins = self.caches(), [cache.cpu() for cache in self.caches()]
-            (load.load_by_kernel if way == "kernel" else load.load_by_copy)(layer, *caches)
+        loaded = [self.caches() for _ in rotations]
+        if way == "kernel":
+            load.load_by_kernel(0, loaded[:2])  # several layers in one call, and one by itself
+            load.load_by_kernel(2, loaded[2:])
+        for layer, (turn, caches) in enumerate(zip(rotations, loaded, strict=True)):
+            twins = [cache.cpu() for cache in self.caches()]
+            if way != "kernel":
+                load.load_by_copy(layer, *caches)
             reference.load_blocks(self.arena.tensor, layer, numbers[0], *twins, *numbers[1:], turn)
             for cache, wanted in zip(caches, twins, strict=True):
                 assert torch.equal(cache.cpu().view(torch.uint8), wanted.view(torch.uint8))
@@ -167,7 +172,7 @@ def test_what_was_saved_is_loaded(kernel_device):
     load = BlockLoad(memory.arena.tensor, [7, 8], [4, 2], [101, 117], [on_device, None, on_device])
     for layer, key, value in saving.layers:
         caches = memory.caches()
-        load.load_by_kernel(layer, *caches)
+        load.load_by_kernel(layer, [caches])
         wanted = turn.at(torch.arange(101, 133)).apply(key[:32].cpu())
         assert torch.equal(caches[0][[4, 2]].flatten(0, 1).cpu(), wanted)
         assert torch.equal(caches[1][[4, 2]].flatten(0, 1).cpu(), value[:32].cpu())
@@ -200,14 +205,14 @@ def test_on_a_cpu_the_door_saves_as_the_twin(rows):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", KINDS)
-def test_load_layer_on_a_device(name):
+def test_load_layers_on_a_device(name):
     """Through the door that transfers use."""
     memory = Memory((16, 2, 32), torch.bfloat16, "cuda")
     rotations = kinds(torch.bfloat16, device="cuda")[name]
     load = BlockLoad(memory.arena.tensor, [9, 0], [12, 1], [160, 3], rotations)
     for layer, turn in enumerate(kinds(torch.bfloat16)[name]):
         caches, twins = memory.caches(), [cache.cpu() for cache in memory.caches()]
-        load.load_layer(layer, *caches)
+        load.load_layers(layer, [caches])
         numbers = (torch.tensor([12, 1]), torch.tensor([160, 3]))
         reference.load_blocks(memory.arena.tensor, layer, torch.tensor([9, 0]), *twins, *numbers, turn)
         assert all(torch.equal(cache.cpu(), wanted) for cache, wanted in zip(caches, twins, strict=True))

@@ -72,7 +72,8 @@ def go_the_way_of_cuda(monkeypatch) -> Replayed:
     interpreted.repair()
     for module in ("write_kv", "attention", "block_copy"):
         monkeypatch.setattr(f"kernels.{module}.runs_kernels", lambda tensor: True)
-    monkeypatch.setattr(BlockLoad, "load_layer", BlockLoad.load_by_kernel)
+    monkeypatch.setattr(BlockLoad, "load_layers", BlockLoad.load_by_kernel)
+    monkeypatch.setattr("kvstore.device_transfer.LAYERS_AHEAD", 1)
     monkeypatch.setattr("kvstore.device_transfer.save_to_arena", kv_triton.save)
     monkeypatch.setattr("kernels.attention._foreign_prefill", lambda setting: None)
     monkeypatch.setattr("engine.probe.pack_for_cpu", pack_for_cuda)

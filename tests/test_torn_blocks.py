@@ -198,8 +198,11 @@ def run(streams: Streams, device: torch.device, seed: int, num_steps: int) -> tu
 @contextmanager
 def simulated(seed: int, broken: Broken | None = None, slow: Queue | None = None):
     streams = SimulatedStreams(seed, broken=broken, slow=slow)
-    with mock.patch.object(
-        TieredConnector, "_make_transfer", lambda self, device: DeviceTransfer(self._arena, streams, self._wake)
+    with (
+        mock.patch("kvstore.device_transfer.LAYERS_AHEAD", 1),  # of three layers: some are launched in the forward
+        mock.patch.object(
+            TieredConnector, "_make_transfer", lambda self, device: DeviceTransfer(self._arena, streams, self._wake)
+        ),
     ):
         yield streams
     streams.close()
@@ -268,7 +271,11 @@ class SleepyStreams(CudaStreams):
 def run_on_gpu(seed: int, num_steps: int, dropped: tuple[Queue, Queue] | None = None) -> tuple[int, dict]:
     device = torch.device("cuda")
     streams = SleepyStreams(device, seed, dropped)
-    with mock.patch.object(kvstore.tiered, "CudaStreams", lambda _: streams), torch.inference_mode():
+    with (
+        mock.patch("kvstore.device_transfer.LAYERS_AHEAD", 1),
+        mock.patch.object(kvstore.tiered, "CudaStreams", lambda _: streams),
+        torch.inference_mode(),
+    ):
         return run(streams, device, seed, num_steps)
 
 
