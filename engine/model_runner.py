@@ -182,9 +182,10 @@ class ModelRunner:
         width = -(-int(inputs.context_lens.max()) // self.block_size)
         table = self.batch.block_table[inputs.rows, :width]
         has_loads = plan is not None and bool(plan.loads)  # layer by layer, which a graph does not wait for
-        if self.graphs is not None and not has_loads and self.graphs.fits(inputs):
+        form = None if self.graphs is None or has_loads else self.graphs.form_of(inputs)
+        if self.graphs is not None and form is not None:
             self.times.num_replays += 1
-            return self.graphs.run(inputs, table, plan, self.connector)
+            return self.graphs.run(form, inputs, table, plan, self.connector)
         step = step_tensors(inputs, table, self.block_size, self._device)
         logits = self.model.forward(
             step.token_ids, step.positions, step.batch, self.caches, self.connector, step.sample_tokens

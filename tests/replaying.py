@@ -18,29 +18,36 @@ SPOILT = -7  # no token, no block and no length
 def live(tensors: StepTensors) -> StepTensors:
     """What attention on a CPU reads from the host's lists, taken from the tensors as they are now."""
     at, slots = tensors.batch.device_batch, tensors.batch.slots
-    lens, padding = at.context_lens, at.context_lens == 0
-    assert at.query_start.tolist() == tensors.batch.query_start == list(range(len(slots) + 1))
+    lens, padding, starts = at.context_lens, at.context_lens == 0, at.query_start.tolist()
+    is_padding = torch.arange(len(slots)) >= starts[-1] if at.num_decodes == 0 else padding
+    assert at.num_decodes == 0 or starts == tensors.batch.query_start == list(range(len(slots) + 1))
     for array, expected in ((tensors.token_ids, 0), (tensors.positions, 0), (slots, -1)):
-        assert (array[padding] == expected).all()
+        assert (array[is_padding] == expected).all()
     table = at.block_table.long().masked_fill(padding[:, None], 0)  # padding sees block 0; nobody sees its result
     width = -(-int(lens.max()) // tensors.batch.block_size)
-    batch = PagedBatch(
-        at.query_start.tolist(), lens.clamp(min=1).tolist(), table[:, :width], slots, tensors.batch.block_size
-    )
+    batch = PagedBatch(starts, lens.clamp(min=1).tolist(), table[:, :width], slots, tensors.batch.block_size)
     return replace(tensors, batch=batch)
 
 
 class Rerun:
-    """In the place of CUDA's graphs: computes again over the same tensors. num_replays: by size."""
+    """In the place of CUDA's graphs: computes again over the same tensors.
+
+    num_replays: of decode steps, by requests; num_prompts: of prompts, by tokens.
+    """
 
     def __init__(self) -> None:
         self.num_replays: Counter[int] = Counter()
+        self.num_prompts: Counter[int] = Counter()
+
+    def count(self, tensors: StepTensors) -> None:
+        is_decode = len(tensors.sample_tokens) == len(tensors.token_ids)
+        (self.num_replays if is_decode else self.num_prompts)[len(tensors.token_ids)] += 1
 
     def capture(self, work: Work, tensors: StepTensors) -> Callable[[], StepOutput]:
         self.begin(work(live(tensors)))
 
         def replay() -> StepOutput:
-            self.num_replays[len(tensors.token_ids)] += 1
+            self.count(tensors)
             return self.again(work, tensors)
 
         return replay
@@ -60,16 +67,16 @@ class Spoiling(Rerun):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left: dict[int, StepOutput] = {}
+        self.left: dict[tuple[int, int], StepOutput] = {}
 
     def begin(self, output: StepOutput) -> None:
-        self.left[len(output.logits)] = output
+        self.left[len(output.logits), len(output.layers[0][0])] = output
 
     def again(self, work: Work, tensors: StepTensors) -> StepOutput:
         for output in self.left.values():
             for tensor in (output.logits, *(t for layer in output.layers for t in layer)):
                 tensor.fill_(torch.nan)
-        new, place = work(live(tensors)), self.left[len(tensors.token_ids)]
+        new, place = work(live(tensors)), self.left[len(tensors.sample_tokens), len(tensors.token_ids)]
         for old_layer, new_layer in zip(place.layers, new.layers, strict=True):
             for old, found in zip(old_layer, new_layer, strict=True):
                 old.copy_(found)

@@ -31,6 +31,7 @@ def short_probe(monkeypatch) -> None:
     """A millisecond on a device is a second in the interpreter."""
     monkeypatch.setattr("engine.probe._NUM_TOKENS", 6)
     monkeypatch.setattr("engine.probe._CHUNKS", (3, 2, 1))
+    monkeypatch.setattr("engine.warm_up._MOST_TOKENS", 1)
 
 
 def engine_on_cuda(model: str, path=None, hbm="2MiB", cpu="2MiB", disk="32MiB", **options) -> Engine:
@@ -142,18 +143,29 @@ def test_the_pool_is_sized_by_what_is_free(has_triton, tmp_path, monkeypatch):
 
 
 @needs_triton
-def test_a_decode_step_waits_once(tmp_path, monkeypatch):
-    """For its sample. Replayed or not, whatever else the host waited for would cost every step."""
-    model = save_model(tmp_path / "model", **TINY)
+def test_a_step_waits_once(tmp_path, monkeypatch):
+    """For its sample. Replayed or not, whatever else the host waited for would cost every step.
+
+    The prompt's replay is padded by tokens that belong to no request: kernels leave them out, nobody attends to them.
+    """
+    model, prompt = save_model(tmp_path / "model", **TINY), tokens(5, 7)
+    plain = Plain(model, block_size=4)
+    expected = plain(prompt, 3)
+    plain.engine.close()
     for enforce_eager in (False, True):
+        options = {"max_model_len": 17, "max_num_seqs": 1, "max_num_batched_tokens": 16}
         with (
             device(monkeypatch, has_triton=True) as driver,
-            engine_on_cuda(model, tmp_path / "store", enforce_eager=enforce_eager, **ONE) as engine,
+            engine_on_cuda(model, tmp_path / "store", enforce_eager=enforce_eager, **options) as engine,
         ):
             driver.waits.clear()
-            ask(engine, tokens(5, 5), 4)
-            assert driver.waits == ["a copy to the host"] * 4 and engine.step_times.num_steps == 4
+            assert ask(engine, prompt, 3).token_ids == expected
+            assert driver.waits == ["a copy to the host"] * 3 and engine.step_times.num_steps == 3
             assert engine.step_times.num_replays == (0 if enforce_eager else 3)
+            if not enforce_eager:  # after a block that HBM holds
+                output = ask(engine, prompt, 1)
+                assert output.token_ids == expected[:1] and cached(output)[0] == 4
+                assert engine.step_times.num_replays == 4
 
 
 SAMPLED = {

@@ -57,7 +57,7 @@ class Replayed(Rerun):
         work(tensors)
 
         def replay():
-            self.num_replays[len(tensors.token_ids)] += 1
+            self.count(tensors)
             return work(tensors)
 
         return replay

@@ -15,6 +15,7 @@ from engine import Engine
 from engine.config import EngineConfig, SchedulerConfig
 from engine.graphs import (
     MAX_SIZE,
+    PREFILL_SIZES,
     CudaCapturer,
     StepOutput,
     Work,
@@ -58,7 +59,9 @@ def open_with(model, monkeypatch):
                 patch.setattr("engine.engine.open_store", lambda *arguments: late(open_store(*arguments)))
             engine = open_engine(model, path, **options)
         assert capturer is None or engine._runner.graphs is not None
-        capturer and capturer.num_replays.clear()
+        if capturer is not None:
+            capturer.num_replays.clear()
+            capturer.num_prompts.clear()
         opened.append(engine)
         return engine
 
@@ -91,7 +94,7 @@ def test_tokens_are_those_of_the_plain_engine_while_the_batch_shrinks(open_with,
     times = engine.step_times
     assert times.num_replays == sum(capturer.num_replays.values()) == max(counts) - 1 < times.num_steps
     shown = engine.stats()["step"]
-    assert (shown["num_graphs"], shown["num_replays"]) == (4, times.num_replays)
+    assert (shown["num_graphs"], shown["num_replays"]) == (4 + len(PREFILL_SIZES), times.num_replays)
 
 
 def test_the_batch_grows_and_shrinks_while_others_prefill(open_with, expected):
@@ -148,6 +151,56 @@ def test_an_aborted_request_and_an_error_leave_nothing_behind(open_with, expecte
             engine.step()
     engine.check_integrity()
     assert ask(engine, tokens(510, 20), 9).token_ids == expected(tokens(510, 20), 9)
+
+
+# -- short prompts ---------------------------------------------------------------------------------------------------
+def test_the_end_of_a_prompt_is_replayed_after_what_hbm_holds(open_with, expected, tmp_path):
+    """A turn of a conversation: its history is cached, and what is new is padded to the next size."""
+    capturer = Spoiling()
+    engine = open_with(capturer, tmp_path, late=LateSaves)
+    history, num_cached = tokens(650, 20), 0
+    for turn, length in enumerate((2, 8, 31, 70), start=1):
+        history += tokens(650 + length, length)
+        output = ask(engine, history, 5)
+        assert output.token_ids == expected(history, 5) and cached(output)[0] == num_cached
+        assert capturer.num_prompts.total() == turn
+        history += output.token_ids
+        num_cached = (len(history) - 1) // 16 * 16  # the last token was sampled, and not computed
+    assert len(capturer.num_prompts) >= 3
+    eager = open_with(None, tmp_path / "eager")
+    ask(eager, history[:-5], 5)
+    assert stored(eager).keys() <= stored(engine).keys()
+    assert same(stored(eager), {ids: kv for ids, kv in stored(engine).items() if ids in stored(eager)})
+
+
+def test_a_part_of_a_prompt_and_one_beside_others_run_eagerly(open_with, expected):
+    """The first does not sample; in the second a decode has its row."""
+    capturer = Spoiling()
+    engine = open_with(capturer, max_num_batched_tokens=24)
+    assert ask(engine, tokens(660, 60), 3).token_ids == expected(tokens(660, 60), 3)
+    assert capturer.num_prompts == {16: 1}  # the last 12 tokens, after two parts of 24
+    first = engine.submit(tokens(661, 10), greedy(9))
+    engine.step()
+    second = engine.submit(tokens(662, 10), greedy(9))
+    while engine.has_work:
+        engine.step()
+    assert first.output.token_ids == expected(tokens(661, 10), 9)
+    assert second.output.token_ids == expected(tokens(662, 10), 9)
+    assert capturer.num_prompts == {16: 2}
+
+
+class NoPrompts(Rerun):
+    def begin(self, output: StepOutput) -> None:
+        if len(output.logits) == 1 and len(output.layers[0][0]) == 64:
+            raise RuntimeError("a prompt waits")
+
+
+def test_prompts_that_cannot_be_captured_leave_decoding_its_graphs(open_with, expected, caplog):
+    capturer = NoPrompts()
+    engine = open_with(capturer, max_num_seqs=2)
+    assert ask(engine, tokens(670, 20), 5).token_ids == expected(tokens(670, 20), 5)
+    assert "short prompts are computed without CUDA graphs: RuntimeError: a prompt waits" in caplog.text
+    assert engine.step_times.num_graphs == 2 and (capturer.num_replays, capturer.num_prompts) == ({1: 4}, {})
 
 
 # -- saves -----------------------------------------------------------------------------------------------------------
