@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from service.edge import health_reasons
 from service.page import HEADERS, WEB
 from tests.browser import DESKTOP, PHONE, Tabs, chromium
 from tests.serving import Serving, serving
@@ -241,7 +242,8 @@ REFUSALS = (  # status, code, headers, what is said, and whether the same messag
     (429, "rate_limit_exceeded", {"Retry-After": "7"}, "Try again in 7 s", True),
     (503, "overloaded", {}, "all it can take", True),
     (500, "internal_error", {}, "The answer failed", True),
-    (503, "session_damaged", NEVER, "The answer failed. The server's own words", False),
+    (503, "store_lost", NEVER, "The answer failed. The server's own words", False),
+    (409, "session_damaged", NEVER, "This conversation is damaged. The server's own words", False),
     (400, "context_length_exceeded", {}, "The server's own words", False),
     (409, "session_exists", NEVER, "The server refused the message", False),
     (413, "body_too_large", {}, "too long", False),
@@ -454,6 +456,15 @@ def test_the_files_need_nothing_that_the_content_policy_forbids() -> None:
         assert not re.search(r"(inner|outer|Adjacent)HTML|document\.write|\beval\(|Function\(", text), path.name
         assert not re.search(r"localStorage|sessionStorage|indexedDB|\.cookie", text), path.name
         assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text), path.name
+
+
+def test_the_page_has_words_for_whatever_health_says() -> None:
+    parts = ("degraded", "broken", "was_reset", "lost", "missing", "damaged")
+    whole = {"error": "x", "disk": dict.fromkeys(parts, True), "sessions": dict.fromkeys(parts, True)}
+    codes = {*health_reasons(whole, True), *health_reasons({**whole, "lost": True}, True)}
+    assert "store_lost" in codes and "sessions_file_lost" in codes
+    words = (WEB / "tiers.js").read_text()
+    assert [code for code in sorted(codes) if f"\n  {code}: " not in words] == []
 
 
 def test_every_file_that_the_page_names_is_served(server: Serving) -> None:

@@ -144,6 +144,7 @@ export function inPlainWords(error) {
   if (code === "session_busy") {
     return say("This conversation is answering somewhere else.", "Try again when that answer is complete.");
   }
+  if (code === "session_damaged") return say("This conversation is damaged.");
   if (status === 413) return say("The message is too long for this server.");
   if (!mayPass(error)) return say(status < 500 ? "The server refused the message." : "The answer failed.");
   if (status === 429) return say("Too many requests with this key.", wait);
