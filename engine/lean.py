@@ -1,5 +1,6 @@
-"""Decoder layers on a CPU in few operations: residual sums and gates inside of the products, no detours. A step of few
-rows takes two calls of C around its attention where it can (`kernels.layer_native`), else oneDNN computes all products.
+"""Decoder layers on a CPU in few operations: residual sums and gates inside of the products, no detours. A step of
+few rows, and any step on a CPU with vectors of bfloat16 but no tiles, takes two calls of C around its attention where
+it can (`kernels.layer_native`), else oneDNN computes all products.
 
 Knows the plain layer (norm, attention, sum, norm, gated MLP, sum) by its parts, and takes over only one that computes
 the same from the same input: every other layer stays as its authors wrote it. Numbers: bench/LOG.md.
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.packing import FusedRMSNorm, PackedLinear, ProjectionSlice
-from kernels.layer_native import MAX_ROWS, NativeLayer, native_layer
+from kernels.layer_native import NativeLayer, max_rows, native_layer
 from kernels.paged_batch import Scoring
 
 _ULPS = 24  # roundings, of a row's largest value, by which a layer may differ: sums and gates round less often here
@@ -179,7 +180,7 @@ class _Witness:
         if not all(_close(a, b) for a, b in pairs):
             return None
         candidate.native = native
-        if native is not None and not self._agrees(candidate, hidden_states[:, :MAX_ROWS], found):
+        if native is not None and not self._agrees(candidate, hidden_states[:, : max_rows()], found):
             candidate.native = None
         return candidate
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,7 @@ from engine.sampler import Sampler
 from engine.scheduler import NewRow, Scheduled, SchedulerOutput
 from engine.step_tensors import step_tensors
 from engine.warm_up import warm_up
+from kernels.threads import Team
 from kernels.triton_support import to_device
 from kvstore.connector import KVConnector, TransferPlan
 
@@ -78,6 +80,7 @@ class ModelRunner:
         self.sampler = Sampler(config.max_num_seqs, model.spec.vocab_size, self._device)
         self.times = StepTimes()
         self._unread: _Unread | None = None
+        self._team = Team() if self._device.type == "cpu" else None
         connector.register_kv_caches(self.caches)
         self._config = config
         self.warm_up()
@@ -106,10 +109,11 @@ class ModelRunner:
             row_starts[inputs.order] = inputs.query_start[:-1]
             self.connector.start_load_kv(output.plan, row_starts.tolist())
         built, start = time.perf_counter(), self._mark()
-        logits = self._forward(inputs, output.plan)
-        end = None if len(inputs.sample_rows) else self._mark()
-        computed = time.perf_counter()
-        result = self._sample(inputs, output.scheduled, logits)
+        with nullcontext() if self._team is None else self._team.step(output.num_tokens):
+            logits = self._forward(inputs, output.plan)
+            end = None if len(inputs.sample_rows) else self._mark()
+            computed = time.perf_counter()
+            result = self._sample(inputs, output.scheduled, logits)
         times = self.times
         times.num_steps += 1
         times.build_s += built - started

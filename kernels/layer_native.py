@@ -1,4 +1,4 @@
-"""Norms and products of few rows on a CPU by the C code of `native_layer.c`, whose structs these are.
+"""Norms and products on a CPU by the C code of `native_layer.c`, whose structs these are.
 
 The torch twins: `engine.packing.FusedRMSNorm`, oneDNN's products, and the torch operations of `engine.lean`.
 """
@@ -13,14 +13,15 @@ from torch import Tensor
 
 from kernels import native
 
-MAX_ROWS = 32  # as in native_layer.c
-_COLUMNS = 32
+_TRIED_ROWS = (1, 5, 16, 17, 32, 65)
 _CODES = {torch.float32: 0, torch.bfloat16: 1}
 
 _Number, _Address = ctypes.c_int64, ctypes.c_void_p
 _ARGUMENTS: dict[str, list[Any]] = {
     "rms_norm": [*[_Address] * 3, *[_Number] * 4, ctypes.c_float, ctypes.c_int, ctypes.c_int],
     "kv_has_tiles": [],
+    "kv_product_rows": [],
+    "kv_product_columns": [],
     "kv_product": [*[_Address] * 3, _Number, ctypes.c_int],
     "kv_before_attention": [*[_Address] * 4, _Number, ctypes.c_int],
     "kv_after_attention": [*[_Address] * 5, _Number, ctypes.c_int],
@@ -49,28 +50,38 @@ def _functions(library: ctypes.CDLL) -> dict[str, Callable[..., int]]:
 
 
 @cache
-def _with_tiles() -> dict[str, Callable[..., int]] | None:
-    """The functions, where compiled code may use tiles, and computes with them what torch does."""
-    library = native.library()
-    functions = None if library is None else _functions(library)
-    if functions is None or not functions["kv_has_tiles"]() or not _multiplies(functions["kv_product"]):
-        return None
-    return functions
-
-
 def has_tiles() -> bool:
-    """Whether tiles (AMX) can be used here."""
-    return _with_tiles() is not None
+    """Whether tiles (AMX) can be used here, and compute what torch does."""
+    library = native.library()
+    return library is not None and bool(_functions(library)["kv_has_tiles"]()) and num_columns() > 0
 
 
-def _multiplies(function: Callable[..., int]) -> bool:
-    """Tried once, for one tile of rows and for two: compilers have read the arguments of functions differently."""
-    numbers = torch.arange(MAX_ROWS * 64) * 37 % 17 - 8  # whole and small: every sum is exact
-    x, weight = numbers.view(MAX_ROWS, 64).bfloat16(), numbers.roll(5).view(32, 64).bfloat16()
-    packed = weight.view(32, 32, 2).transpose(0, 1).contiguous()
-    product = _Product(packed.data_ptr(), 0, 64, 32)
-    for num_rows in (1, 16, 17, MAX_ROWS):
-        found = torch.empty(num_rows, 32, dtype=x.dtype)
+@cache
+def num_columns() -> int:
+    """How many columns of a weight stand together for products here, by tiles or by vectors; 0: there are none."""
+    library = native.library()
+    if library is None:
+        return 0
+    functions = _functions(library)
+    found = functions["kv_product_columns"]()
+    return found if found and _multiplies(functions["kv_product"], found, functions["kv_product_rows"]()) else 0
+
+
+@cache
+def max_rows() -> int:
+    """How many rows a product here takes: 32 by tiles, where oneDNN does more of them faster, by vectors any number."""
+    library = native.library()
+    return _functions(library)["kv_product_rows"]() if library is not None and num_columns() else 0
+
+
+def _multiplies(function: Callable[..., int], columns: int, most: int) -> bool:
+    """Tried once, for few rows and for many: compilers have read the arguments of functions differently."""
+    numbers = torch.arange(128 * 64) * 37 % 17 - 8  # whole and small: every sum is exact
+    x, weight = numbers.view(-1, 64).bfloat16(), numbers.roll(5).view(-1, 64).bfloat16()[:columns]
+    packed = weight.view(columns, 32, 2).transpose(0, 1).contiguous()
+    product = _Product(packed.data_ptr(), 0, 64, columns)
+    for num_rows in (count for count in _TRIED_ROWS if count <= most):
+        found = torch.empty(num_rows, columns, dtype=x.dtype)
         function(ctypes.addressof(product), x.data_ptr(), found.data_ptr(), num_rows, torch.get_num_threads())
         if not torch.equal(found, (x[:num_rows].float() @ weight.float().T).to(x.dtype)):
             return False
@@ -114,19 +125,19 @@ def native_rms_norm(scale: Tensor, dtype: torch.dtype, eps: float, wide: bool) -
 
 
 class NativeProduct:
-    """x * weight + bias for up to MAX_ROWS rows, with a weight as oneDNN has packed it. Keeps both alive."""
+    """x * weight + bias for up to `max_rows()` rows, with a weight as oneDNN has packed it. Keeps both alive."""
 
     def __init__(self, function: Callable[..., int], packed: Tensor, bias: Tensor | None, shape: Sequence[int]) -> None:
         self._function, self._kept = function, (packed, bias)
         self.num_out, self.num_in = shape
         bias_at = 0 if bias is None else bias.data_ptr()
         self.struct = _Product(torch.ops.mkldnn.data_ptr(packed), bias_at, self.num_in, self.num_out)
-        self._at = ctypes.addressof(self.struct)
+        self._at, self._max_rows = ctypes.addressof(self.struct), max_rows()
 
     def __call__(self, x: Tensor) -> Tensor | None:  # [..., out]
         """x: [..., in]; None for more rows, and for what is not contiguous or not bfloat16."""
         num_rows = x.numel() // self.num_in
-        if not 0 < num_rows <= MAX_ROWS or x.dtype != torch.bfloat16 or not x.is_contiguous():
+        if not 0 < num_rows <= self._max_rows or x.dtype != torch.bfloat16 or not x.is_contiguous():
             return None
         if x.shape[-1] != self.num_in:
             return None
@@ -136,23 +147,23 @@ class NativeProduct:
 
 
 def native_product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> NativeProduct | None:
-    """None where C cannot compute it: another dtype, no tiles, or a layout that is not the one known here.
+    """None where C cannot compute it: another dtype or processor, or a layout that is not the one known here.
 
     packed: what oneDNN made of weight, [out, in], which is needed for a comparison alone. bias: [out], contiguous.
     """
-    is_known = (
-        weight.dtype == torch.bfloat16 and weight.dim() == 2 and not any(size % _COLUMNS for size in weight.shape)
-    )
-    if not is_known or (bias is not None and (bias.dtype != weight.dtype or not bias.is_contiguous())):
+    columns = num_columns() if weight.dtype == torch.bfloat16 and weight.dim() == 2 else 0
+    if not columns or weight.shape[0] % columns or weight.shape[1] % 32:
         return None
-    functions = _with_tiles()
-    if functions is None or not _is_as_known(packed, weight.contiguous()):
+    if bias is not None and (bias.dtype != weight.dtype or not bias.is_contiguous()):
         return None
-    return NativeProduct(functions["kv_product"], packed, bias, weight.shape)
+    library = native.library()
+    if library is None or not _is_as_known(packed, weight.contiguous(), columns):
+        return None
+    return NativeProduct(_functions(library)["kv_product"], packed, bias, weight.shape)
 
 
-def _is_as_known(packed: Tensor, weight: Tensor) -> bool:
-    """Whether the packed weight, looked at as bytes, is [out / 32][in / 2][32][2]: it is oneDNN's to choose."""
+def _is_as_known(packed: Tensor, weight: Tensor, columns: int) -> bool:
+    """Whether the packed weight's bytes are [out / columns][in / 2][columns][2]: its layout is oneDNN's to choose."""
     try:
         address, size = torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
     except (AttributeError, RuntimeError, TypeError):
@@ -160,21 +171,22 @@ def _is_as_known(packed: Tensor, weight: Tensor) -> bool:
     if size != weight.nbytes:
         return False
     memory = (ctypes.c_char * size).from_address(address)
-    found = torch.frombuffer(memory, dtype=weight.dtype).view(-1, weight.shape[1] // 2, _COLUMNS, 2)
-    blocks = zip(found, weight.split(_COLUMNS), strict=True)
-    return all(torch.equal(block, own.view(_COLUMNS, -1, 2).transpose(0, 1)) for block, own in blocks)
+    found = torch.frombuffer(memory, dtype=weight.dtype).view(-1, weight.shape[1] // 2, columns, 2)
+    blocks = zip(found, weight.split(columns), strict=True)
+    return all(torch.equal(block, own.view(columns, -1, 2).transpose(0, 1)) for block, own in blocks)
 
 
 class NativeLayer:
-    """A decoder layer beside its attention, for up to MAX_ROWS rows: two calls.
+    """A decoder layer beside its attention, for up to `max_rows()` rows: two calls.
 
     norms: in front of the attention and behind it; products: q, k and v joined, output, gate, up, down. All stay alive
     and where they are as long as this does.
     """
 
     def __init__(self, norms: Sequence[NativeRMSNorm], products: Sequence[NativeProduct], gelu: bool) -> None:
-        functions = _with_tiles()
-        assert functions is not None, "products can be had with tiles only"
+        library = native.library()
+        assert library is not None, "products are compiled code"
+        functions = _functions(library)
         self._before, self._after = functions["kv_before_attention"], functions["kv_after_attention"]
         self._kept = (*norms, *products)
         self._parts = _LayerParts(*(norm.struct for norm in norms), *(one.struct for one in products), gelu)
@@ -182,11 +194,12 @@ class NativeLayer:
         qkv, out, gate, _, _ = products
         self._num_hidden, self._num_qkv = qkv.num_in, qkv.num_out
         self._num_scratch = 2 * out.num_out + gate.num_out
+        self._max_rows = max_rows()
 
     def takes(self, x: Tensor) -> bool:
         """x: [1, rows, hidden]."""
         num_requests, num_rows, width = x.shape
-        fits = num_requests == 1 and 0 < num_rows <= MAX_ROWS and width == self._num_hidden
+        fits = num_requests == 1 and 0 < num_rows <= self._max_rows and width == self._num_hidden
         return fits and x.dtype == torch.bfloat16 and x.is_contiguous()
 
     def before_attention(self, x: Tensor) -> Tensor:  # [rows, out of q, k and v]

@@ -1,13 +1,11 @@
-/* What a step of a few rows computes of a layer beside its attention: norms, and products with weights that oneDNN has
- * packed for tiles (AMX): [out / 32][in / 2][32][2], bfloat16. Such a product is bound by memory, and a weight is fetched
- * far ahead of its use, which oneDNN does not do: 27 GB/s instead of 20 (bench/LOG.md). */
+/* What a step of a few rows computes of a layer beside its attention: norms, and products with weights as oneDNN has
+ * packed them: [out / COLUMNS][in / 2][COLUMNS][2], bfloat16, COLUMNS being 32 for tiles (AMX) and 64 for vectors. Such a
+ * product is bound by memory, and a weight is fetched far ahead of its use, which oneDNN does not do (bench/LOG.md). */
 
 #include "native_tiles.h"
 #include "native_vectors.h"
 
 #define PARALLEL_ELEMENTS (128 * 1024) /* of an input to be normalised */
-#define MAX_ROWS 32                    /* of an input to be multiplied: two tiles */
-#define COLUMNS 32                     /* of a weight that stand together */
 #define AHEAD 8192                     /* bytes of a weight between what is fetched and what is used */
 
 /* One row. wide: the scale is float32, and applied before rounding, else after. */
@@ -78,7 +76,10 @@ struct layer_parts {
     int64_t gelu;
 };
 
-#ifdef HAS_TILES
+#if defined HAS_TILES
+#define HAS_PRODUCTS
+#define COLUMNS 32    /* of a weight that stand together */
+#define GROUP_ROWS 32 /* that are multiplied at once, and all there may be: more of them oneDNN does faster */
 
 /* Tiles 0 to 3: sums, by half of the rows and half of the columns; 4, 5: rows of x; 6, 7: columns of the weight. */
 INLINE void shape_tiles(struct tile_shapes *before, int64_t rows)
@@ -91,8 +92,10 @@ INLINE void shape_tiles(struct tile_shapes *before, int64_t rows)
 }
 
 /* Sums of one block of columns, [rows, 32], without bias. */
-INLINE void multiply(const struct product *product, int64_t block, const uint16_t *x, int64_t rows, float *sums)
+INLINE void multiply(const struct product *product, int64_t block, const uint16_t *x, int64_t rows, float *sums,
+                     bool is_first)
 {
+    (void)is_first;
     const char *weight = (const char *)(product->weight + block * COLUMNS * product->in);
     int64_t stride = product->in * 2;
     settle();
@@ -122,6 +125,85 @@ INLINE void multiply(const struct product *product, int64_t block, const uint16_
     }
 }
 
+#elif defined __AVX512F__ && defined __AVX512BF16__
+#define HAS_PRODUCTS
+#define COLUMNS 64
+#define GROUP_ROWS 30
+#define ROWS_AT_ONCE 6 /* their sums, 4 vectors of a weight and one number of x fit into the registers */
+
+struct tile_shapes {
+    char none;
+};
+
+INLINE void shape_tiles(struct tile_shapes *before, int64_t rows)
+{
+    (void)before, (void)rows;
+}
+
+INLINE void restore_tiles(const struct tile_shapes *before)
+{
+    (void)before;
+}
+
+/* Sums of so many rows, a constant, and one block of columns. is_first: it comes from memory, else from a cache. */
+INLINE void multiply_rows(const struct product *product, const uint16_t *weight, const uint16_t *x, int num_rows,
+                          float *sums, bool is_first)
+{
+    __m512 found[ROWS_AT_ONCE][4];
+    for (int row = 0; row < num_rows; row++)
+        for (int i = 0; i < 4; i++)
+            found[row][i] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < product->in; k += 2, weight += 2 * COLUMNS) {
+        __m512bh columns[4];
+        for (int i = 0; i < 4; i++) {
+            if (is_first)
+                _mm_prefetch((const char *)(weight + 32 * i) + AHEAD, _MM_HINT_T0);
+            columns[i] = (__m512bh)_mm512_loadu_si512(weight + 32 * i);
+        }
+        for (int row = 0; row < num_rows; row++) {
+            int32_t pair;
+            memcpy(&pair, x + row * product->in + k, sizeof pair);
+            __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+            for (int i = 0; i < 4; i++)
+                found[row][i] = _mm512_dpbf16_ps(found[row][i], both, columns[i]);
+        }
+    }
+    for (int row = 0; row < num_rows; row++)
+        for (int i = 0; i < 4; i++)
+            _mm512_storeu_ps(sums + row * COLUMNS + i * LANES, found[row][i]);
+}
+
+/* Sums of one block of columns, [rows, 64], without bias. is_first: of the rows that meet this block. */
+INLINE void multiply(const struct product *product, int64_t block, const uint16_t *x, int64_t rows, float *sums,
+                     bool is_first)
+{
+    const uint16_t *weight = product->weight + block * COLUMNS * product->in;
+    int64_t num_parts = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, done = 0;
+    for (int64_t part = 0; part < num_parts; part++) {
+        int64_t count = (rows - done) / (num_parts - part);
+        const uint16_t *from = x + done * product->in;
+        float *to = sums + done * COLUMNS;
+        bool first = is_first && part == 0;
+        if (count == 1)
+            multiply_rows(product, weight, from, 1, to, first);
+        else if (count == 2)
+            multiply_rows(product, weight, from, 2, to, first);
+        else if (count == 3)
+            multiply_rows(product, weight, from, 3, to, first);
+        else if (count == 4)
+            multiply_rows(product, weight, from, 4, to, first);
+        else if (count == 5)
+            multiply_rows(product, weight, from, 5, to, first);
+        else
+            multiply_rows(product, weight, from, 6, to, first);
+        done += count;
+    }
+}
+
+#endif
+
+#ifdef HAS_PRODUCTS
+
 INLINE void store(uint16_t *to, floats x)
 {
     __m256i halves = (__m256i)_mm512_cvtneps_pbh(x);
@@ -139,10 +221,10 @@ INLINE floats biased(const struct product *product, int64_t column, const float 
 
 /* One block of y, with `added` where there is some, [rows, out]: rounded once. */
 INLINE void finish(const struct product *product, int64_t block, const uint16_t *x, const uint16_t *added, uint16_t *y,
-                   int64_t rows)
+                   int64_t rows, bool is_first)
 {
-    float sums[MAX_ROWS * COLUMNS];
-    multiply(product, block, x, rows, sums);
+    float sums[GROUP_ROWS * COLUMNS];
+    multiply(product, block, x, rows, sums, is_first);
     for (int64_t row = 0; row < rows; row++)
         for (int64_t i = 0; i < COLUMNS; i += LANES) {
             int64_t column = block * COLUMNS + i, at = row * product->out + column;
@@ -165,11 +247,12 @@ INLINE floats activated(floats x, bool gelu)
 }
 
 /* One block of activated(gate(x)) * up(x); the gate is rounded before it is multiplied. */
-INLINE void finish_gated(const struct layer_parts *parts, int64_t block, const uint16_t *x, uint16_t *y, int64_t rows)
+INLINE void finish_gated(const struct layer_parts *parts, int64_t block, const uint16_t *x, uint16_t *y, int64_t rows,
+                         bool is_first)
 {
-    float gates[MAX_ROWS * COLUMNS], sums[MAX_ROWS * COLUMNS];
-    multiply(&parts->gate, block, x, rows, gates);
-    multiply(&parts->up, block, x, rows, sums);
+    float gates[GROUP_ROWS * COLUMNS], sums[GROUP_ROWS * COLUMNS];
+    multiply(&parts->gate, block, x, rows, gates, is_first);
+    multiply(&parts->up, block, x, rows, sums, is_first);
     for (int64_t row = 0; row < rows; row++)
         for (int64_t i = 0; i < COLUMNS; i += LANES) {
             int64_t column = block * COLUMNS + i, at = row * parts->up.out + column, from = row * COLUMNS + i;
@@ -190,12 +273,21 @@ INLINE void normalise(const struct norm *norm, const uint16_t *x, uint16_t *y, i
             norm_row(x + row * norm->width, norm->scale, y + row * norm->width, norm->width, norm->eps, false, true);
 }
 
+/* Of the group that begins with this row. */
+INLINE int64_t in_group(int64_t rows, int64_t row)
+{
+    return rows - row < GROUP_ROWS ? rows - row : GROUP_ROWS;
+}
+
 /* In a parallel region. Blocks are taken one by one: a thread whose core has other work takes fewer. */
 INLINE void compute(const struct product *product, const uint16_t *x, const uint16_t *added, uint16_t *y, int64_t rows)
 {
 #pragma omp for schedule(dynamic)
     for (int64_t block = 0; block < product->out / COLUMNS; block++)
-        finish(product, block, x, added, y, rows);
+        for (int64_t row = 0; row < rows; row += GROUP_ROWS) {
+            const uint16_t *sum = added ? added + row * product->out : 0;
+            finish(product, block, x + row * product->in, sum, y + row * product->out, in_group(rows, row), !row);
+        }
 }
 
 #endif
@@ -206,10 +298,32 @@ int kv_has_tiles(void)
     return may_use_tiles();
 }
 
-/* This and what follows: only where `kv_has_tiles` says yes; rows: at most MAX_ROWS. Each returns 0. */
-int kv_product(const struct product *product, const uint16_t *x, uint16_t *y, int64_t rows, int num_threads)
+/* How many rows the products below take. */
+int kv_product_rows(void)
 {
 #ifdef HAS_TILES
+    return GROUP_ROWS;
+#else
+    return 1 << 20;
+#endif
+}
+
+/* How many columns of a weight stand together for the products below; 0: there are none. */
+int kv_product_columns(void)
+{
+#if defined HAS_TILES
+    return may_use_tiles() ? COLUMNS : 0;
+#elif defined HAS_PRODUCTS
+    return COLUMNS;
+#else
+    return 0;
+#endif
+}
+
+/* This and what follows: only where there are products; rows: at most as many as they take. Each returns 0. */
+int kv_product(const struct product *product, const uint16_t *x, uint16_t *y, int64_t rows, int num_threads)
+{
+#ifdef HAS_PRODUCTS
 #pragma omp parallel num_threads(num_threads)
     {
         struct tile_shapes before;
@@ -227,7 +341,7 @@ int kv_product(const struct product *product, const uint16_t *x, uint16_t *y, in
 int kv_before_attention(const struct layer_parts *parts, const uint16_t *x, uint16_t *scratch, uint16_t *y,
                         int64_t rows, int num_threads)
 {
-#ifdef HAS_TILES
+#ifdef HAS_PRODUCTS
 #pragma omp parallel num_threads(num_threads)
     {
         struct tile_shapes before;
@@ -247,7 +361,7 @@ int kv_before_attention(const struct layer_parts *parts, const uint16_t *x, uint
 int kv_after_attention(const struct layer_parts *parts, const uint16_t *attended, const uint16_t *x, uint16_t *scratch,
                        uint16_t *y, int64_t rows, int num_threads)
 {
-#ifdef HAS_TILES
+#ifdef HAS_PRODUCTS
     uint16_t *sum = scratch, *normed = sum + rows * parts->out.out, *hidden = normed + rows * parts->out.out;
 #pragma omp parallel num_threads(num_threads)
     {
@@ -257,7 +371,9 @@ int kv_after_attention(const struct layer_parts *parts, const uint16_t *attended
         normalise(&parts->between, sum, normed, rows);
 #pragma omp for schedule(dynamic)
         for (int64_t block = 0; block < parts->up.out / COLUMNS; block++)
-            finish_gated(parts, block, normed, hidden, rows);
+            for (int64_t row = 0; row < rows; row += GROUP_ROWS)
+                finish_gated(parts, block, normed + row * parts->up.in, hidden + row * parts->up.out,
+                             in_group(rows, row), !row);
         compute(&parts->down, hidden, sum, y, rows);
         restore_tiles(&before);
     }

@@ -3,6 +3,8 @@
 #define _GNU_SOURCE
 #include <omp.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 /* From now on thread i of the caller's team runs on cpus[i] alone, the caller itself as thread 0. Returns how many of them
  * the system did not let be bound. */
@@ -17,4 +19,19 @@ int kv_bind_threads(const int *cpus, int count)
         num_failed += sched_setaffinity(0, sizeof cpu, &cpu) != 0;
     }
     return num_failed;
+}
+
+/* What the system calls the threads of the caller's team, which is to have `count`. */
+int kv_team(int *ids, int count)
+{
+#pragma omp parallel num_threads(count)
+    ids[omp_get_thread_num()] = (int)syscall(SYS_gettid);
+    return 0;
+}
+
+/* Of the caller's regions from now on, torch's too; the threads that are left out stay and sleep. */
+int kv_use_threads(int count)
+{
+    omp_set_num_threads(count);
+    return 0;
 }

@@ -1,4 +1,4 @@
-"""Binds the two computing threads of a process of ours to its two processors.
+"""The computing threads of a process: binds two of them to its two processors, and does with one beside other work.
 
 The helper, which slept while nobody asked, may be woken on the processor of the thread that waits for it, and stay
 there for the whole of a prefill: a turn after a pause took up to twice as long (bench/LOG.md). Not for more than two:
@@ -7,12 +7,20 @@ OpenMP ends threads when a smaller team is asked for, and new ones would all inh
 
 import ctypes
 import os
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from kernels import native
 
+FEW_ROWS = 16  # a step of so many reads weights more than it computes: one thread does it nearly as fast as two
+LOOK_S = 0.05  # of computing between two looks at how long threads have waited
+CROWDED_SHARE = 0.25  # of that time, spent waiting for a processor by all threads together
+PATIENCE_S = (1.0, 8.0)  # until all threads are tried again: at first, and at most
 _USERS_OWN = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
@@ -28,3 +36,91 @@ def bind_threads(environment: Mapping[str, str] = os.environ) -> bool:
     if len(cpus) != 2 or torch.get_num_threads() != 2:
         return False
     return library.kv_bind_threads((ctypes.c_int * 2)(*cpus), 2) == 0
+
+
+class Team:
+    """All computing threads for a step, or one for a step of few rows while others want the processors, too.
+
+    Threads of a team wait for one another. Where one of them shares its processor, all take twice as long, and a thread
+    alone would not (bench/LOG.md). waited_s: how long the threads have waited for a processor so far, None if unknown.
+    """
+
+    def __init__(
+        self,
+        use: Callable[[int], object] | None = None,
+        waited_s: Callable[[], float | None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._use, self._waited_s, self._clock = use or _use_threads, waited_s or _Waits(), clock
+        self._seen_s: float | None = None
+        self._computed_s = 0.0  # with all threads since the last look
+        self._patience_s = PATIENCE_S[0]
+        self._alone_until: float | None = None
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether others wanted the processors when this was last looked at."""
+        return self._alone_until is not None
+
+    @contextmanager
+    def step(self, num_rows: int) -> Iterator[None]:
+        """In here a step of so many rows is computed by the calling thread and those that help it."""
+        began, num_threads = self._clock(), torch.get_num_threads()
+        if self._alone_until is not None and began < self._alone_until and num_rows <= FEW_ROWS:
+            self._use(1)
+            try:
+                yield
+            finally:
+                self._use(num_threads)
+            return
+        yield
+        if num_threads > 1:
+            self._look(began)
+
+    def _look(self, began: float) -> None:
+        now = self._clock()
+        self._computed_s += now - began
+        if self._computed_s < LOOK_S:
+            return
+        waited_s = self._waited_s()
+        share = 0.0 if waited_s is None or self._seen_s is None else (waited_s - self._seen_s) / self._computed_s
+        if share <= CROWDED_SHARE:
+            self._alone_until, self._patience_s = None, PATIENCE_S[0]
+        elif self._alone_until is None or now >= self._alone_until:
+            if self._alone_until is not None:
+                self._patience_s = min(2 * self._patience_s, PATIENCE_S[1])
+            self._alone_until = now + self._patience_s
+        self._seen_s, self._computed_s = waited_s, 0.0
+
+
+def _use_threads(count: int) -> None:
+    library = native.library()
+    if library is not None:
+        library.kv_use_threads(count)
+
+
+class _Waits:
+    """Seconds that the threads of the caller's team have been ready and waited for a processor, as Linux counts them.
+
+    None where it does not, and at the first call of a thread.
+    """
+
+    def __init__(self) -> None:
+        self._caller: int | None = None
+        self._files: list[Path] = []
+
+    def __call__(self) -> float | None:
+        library = native.library()
+        if library is None:
+            return None
+        if self._caller != threading.get_ident():
+            self._caller, num_threads = threading.get_ident(), torch.get_num_threads()
+            ids = (ctypes.c_int * num_threads)()
+            library.kv_team(ids, num_threads)
+            self._files = [Path(f"/proc/self/task/{one}/schedstat") for one in ids]
+            return None
+        try:
+            return sum(int(file.read_text().split()[1]) for file in self._files) / 1e9
+        except (OSError, IndexError, ValueError):
+            self._caller = None  # a thread has ended, or this system does not count
+            return None

@@ -48,7 +48,7 @@ def small_weights_packed() -> Iterator[None]:
 
 def make(name: str, dtype: str, **changes: Any) -> Any:
     architecture, own = MODELS[name]
-    return make_model(architecture, dtype=DTYPES[dtype], **{**own, **changes})
+    return make_model(architecture, dtype=DTYPES[dtype], **{"intermediate_size": 128, **own, **changes})
 
 
 def pool_bytes(network: Any, num_blocks: int) -> int:
@@ -224,13 +224,14 @@ def without_c() -> pytest.MonkeyPatch:
 def without_tiles() -> pytest.MonkeyPatch:
     """From now until it is undone, oneDNN computes every product."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(layer_native, "_with_tiles", lambda: None)
+    patch.setattr(layer_native, "num_columns", lambda: 0)
     patch.setattr(prefill_native, "_library", lambda: None)
     return patch
 
 
-def has_tiles() -> bool:
-    return layer_native._with_tiles() is not None
+def has_products() -> bool:
+    """In C, by tiles or by vectors."""
+    return layer_native.num_columns() > 0
 
 
 @contextmanager

@@ -12,13 +12,16 @@ from engine.lean import LeanLayer
 from engine.packing import FusedRMSNorm, PackedLinear
 from engine.probe import intercept
 from kernels import layer_native, native
-from kernels.layer_native import MAX_ROWS, native_product, native_rms_norm
+from kernels.layer_native import max_rows, native_product, native_rms_norm, num_columns
 from tests.models import make_model
 
 DTYPES = [torch.float32, torch.bfloat16]
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no compiler for C here")
+needs_products = pytest.mark.skipif(num_columns() == 0, reason="no products in C here: neither tiles nor vectors")
 needs_tiles = pytest.mark.skipif(not layer_native.has_tiles(), reason="no tiles (AMX) here")
+COLUMNS = num_columns() or 32
+ROWS = min(max_rows(), 100) or 1  # of tests: as many as C takes, or enough for several of its groups
 
 
 def random_rows(*shape, seed=0):
@@ -37,11 +40,11 @@ def assert_rounded(found, exact):
     assert bool(((found.float() - exact).abs() <= bound).all())
 
 
-@needs_tiles
+@needs_products
 @settings(max_examples=40)
-@given(st.integers(1, MAX_ROWS), st.integers(1, 20), st.integers(1, 12), st.booleans())
+@given(st.integers(1, ROWS), st.integers(1, 20), st.integers(1, 12), st.booleans())
 def test_a_product_is_that_of_float32(num_rows, num_in, num_out, with_bias):
-    weight, bias = linear(32 * num_in, 32 * num_out, with_bias)
+    weight, bias = linear(32 * num_in, COLUMNS * num_out, with_bias)
     packed = PackedLinear(weight, bias)
     assert packed.native is not None
     x = random_rows(1, num_rows, 32 * num_in, seed=3)
@@ -51,7 +54,7 @@ def test_a_product_is_that_of_float32(num_rows, num_in, num_out, with_bias):
     assert torch.equal(packed(x), packed.native(x)) and torch.equal(x, before)
 
 
-@needs_tiles
+@needs_products
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_any_number_of_threads(threads):
     weight, bias = linear(96, 64)
@@ -64,13 +67,14 @@ def test_any_number_of_threads(threads):
     assert_rounded(found, F.linear(x.float(), weight.float(), bias.float()))
 
 
-@needs_tiles
+@needs_products
 def test_what_c_does_not_know_is_left_to_onednn():
     weight, bias = linear(64, 64)
     packed = PackedLinear(weight, bias)
-    many, x = random_rows(1, MAX_ROWS + 1, 64), random_rows(1, 4, 128)[..., :64]
-    for other in (many, x, x.float(), x[:, :0], random_rows(1, 4, 128)):
+    many, x = random_rows(1, 33, 64), random_rows(1, 4, 128)[..., :64]
+    for other in (x, x.float(), x[:, :0], random_rows(1, 4, 128)):
         assert packed.native(other) is None
+    assert (packed.native(many) is None) == layer_native.has_tiles()
     torch.testing.assert_close(packed(many), F.linear(many, weight, bias), atol=3e-2, rtol=2e-2)
     assert torch.equal(packed(x), packed(x.contiguous()))
     for shape in ((48, 64), (64, 48)):
@@ -79,7 +83,7 @@ def test_what_c_does_not_know_is_left_to_onednn():
     assert native_product(packed.packed, weight, bias.float()) is None
 
 
-@needs_tiles
+@needs_products
 def test_a_weight_in_another_layout_is_not_read():
     weight, _ = linear(64, 64)
     packed = PackedLinear(weight, None).packed
@@ -90,19 +94,19 @@ def test_a_weight_in_another_layout_is_not_read():
     assert native_product(weight, weight, None) is None  # not packed at all
 
 
-@needs_tiles
+@needs_products
 def test_code_that_multiplies_wrongly_is_not_used():
     right = layer_native._functions(native.library())["kv_product"]
-    assert layer_native._multiplies(right)
+    assert layer_native._multiplies(right, num_columns(), max_rows())
 
     def second_tile_of_rows_left_out(product, x, out, num_rows, threads):
         return right(product, x, out, min(num_rows, 16), threads)
 
-    assert not layer_native._multiplies(second_tile_of_rows_left_out)
+    assert not layer_native._multiplies(second_tile_of_rows_left_out, num_columns(), max_rows())
 
 
-def test_without_tiles_there_is_no_native_product(monkeypatch):
-    monkeypatch.setattr(layer_native, "_with_tiles", lambda: None)
+def test_without_products_in_c_onednn_computes_them(monkeypatch):
+    monkeypatch.setattr(layer_native, "num_columns", lambda: 0)
     weight, bias = linear(64, 64)
     packed = PackedLinear(weight, bias)
     assert packed.native is None
@@ -130,7 +134,7 @@ def small_weights_are_packed(monkeypatch):
 
 
 def lean_layers_of(name):
-    changes = {"hidden_size": 64, "intermediate_size": 96}
+    changes = {"hidden_size": 64, "intermediate_size": 128}
     model = intercept(make_model(name, dtype=torch.bfloat16, **changes), 64, pack=True)
     return model.network, [one.__dict__.get("forward") for one in model.network.base_model.layers]
 
@@ -144,11 +148,11 @@ class Attention:
         return (query + key.repeat_interleave(query.shape[1] // key.shape[1], 1)).contiguous()
 
 
-@needs_tiles
+@needs_products
 @pytest.mark.usefixtures("small_weights_are_packed")
 @pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma"])
-@pytest.mark.parametrize("num_rows", [1, 5, 16, 17, 32])
-def test_a_layer_of_few_rows_is_that_of_onednn(name, num_rows):
+@pytest.mark.parametrize("num_rows", sorted({1, 5, 16, 17, 32, ROWS}))
+def test_a_layer_is_that_of_onednn(name, num_rows):
     network, layers = lean_layers_of(name)
     x = random_rows(1, num_rows, 64)
     for layer in layers:

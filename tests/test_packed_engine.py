@@ -17,7 +17,7 @@ from packed import (
     Watched,
     asking,
     counted,
-    has_tiles,
+    has_products,
     layer_stays,
     make,
     pool_bytes,
@@ -29,7 +29,7 @@ from packed import (
 from engine import lean, packing
 from kernels import attention_torch, native
 from kernels.decode_native import DecodeStep
-from kernels.layer_native import MAX_ROWS, NativeLayer
+from kernels.layer_native import NativeLayer, has_tiles, max_rows
 
 BUDGET = 48
 # How many layers are lean, whether the network is as a whole, and which layer may leave out tokens, where not all can.
@@ -45,7 +45,7 @@ VARIANTS = {  # of "llama"
 }
 IN_FLOAT32 = ("llama", "qwen3", "gemma2", "smollm3", "mixed")  # as the others, to rounding: these differ in their paths
 CASES = [(name, dtype) for name in [*MODELS, *VARIANTS] for dtype in DTYPES if dtype != "float32" or name in IN_FLOAT32]
-MANY = MAX_ROWS + 4  # requests at once: more rows than C takes
+MANY = 36  # requests at once: more rows than C takes by tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +90,15 @@ def test_the_paths_that_are_to_be_tested_are_taken(case: Case, engine: Watched, 
     assert (engine.num_lean, engine.carrier.pruned_layer) == (num_lean, pruned)
     assert isinstance(engine.carrier.lean, lean.LeanNetwork) == is_whole
     assert (engine.num_packed, engine.num_linears) == (NUM_LAYERS * 4 + 1, 0)  # beside q/k/v, which are one
-    num_native = num_lean if has_tiles() and reference.dtype == "bfloat16" and case.name != "odd" else 0
+    num_native = num_lean if has_products() and reference.dtype == "bfloat16" and case.name != "odd" else 0
     assert engine.num_native == num_native
     with counted(DecodeStep, "attend") as attended, counted(NativeLayer, "after_attention") as finished:
-        reference.check(*engine.answer([tokens(1, MAX_ROWS + 1)], asking(5)))
-    assert engine.steps == [(MAX_ROWS + 1, 1, 0, 1)] + [(1, 1, 1, 1)] * 4
+        reference.check(*engine.answer([tokens(1, 33)], asking(5)))
+    assert engine.steps == [(33, 1, 0, 1)] + [(1, 1, 1, 1)] * 4
     has_c = native.library() is not None
     assert attended == [case.name != "gemma2"] * (4 * NUM_LAYERS if has_c else 0)  # its softcap is left to torch
-    assert len(finished) == 4 * num_native + (1 if num_native and pruned is not None else 0)
+    in_prefill = num_native if max_rows() >= 33 else int(num_native > 0 and pruned is not None)
+    assert len(finished) == 4 * num_native + in_prefill
 
 
 def test_chunks_of_a_prefill_that_sample_nothing(engine: Watched, reference: Reference) -> None:

@@ -1,5 +1,6 @@
-"""Two computing threads get one of two processors each; other threads keep both."""
+"""Two computing threads get one of two processors each; other threads keep both; beside other work one computes."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from kernels import native
-from kernels.threads import bind_threads
+from kernels.threads import FEW_ROWS, Team, bind_threads
 
 BOUND = """
 import json, os, threading, torch
@@ -60,3 +61,74 @@ def test_without_a_compiler_nothing_is_bound(monkeypatch):
     monkeypatch.setattr(native, "library", lambda: None)
     assert not bind_threads({})
     assert torch.get_num_threads() >= 1
+
+
+class Clock:
+    """Steps of an eighth of a second each, in which threads have waited for so much of the time."""
+
+    def __init__(self, waiting):
+        self.now = self.waited = 0.0
+        self.waiting, self.used, self.team = waiting, [], None
+
+    def step(self, num_rows):
+        used = len(self.used)
+        with self.team.step(num_rows):
+            self.now += 0.125
+            alone = len(self.used) > used
+            self.waited += 0.0 if alone else 0.125 * self.waiting
+        return alone
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    clock = Clock(0.5)
+    clock.team = Team(clock.used.append, lambda: clock.waited, lambda: clock.now)
+    return clock
+
+
+def test_beside_other_work_one_thread_takes_steps_of_few_rows(clock):
+    alone = [clock.step(1) for _ in range(8)]
+    assert not any(alone[:2]) and all(alone[2:]) and clock.team.is_crowded
+    assert clock.used[:2] == [1, 2], "all threads are there again between the steps"
+    assert not clock.step(FEW_ROWS + 1), "a prompt is computed by all of them"
+
+
+def test_all_threads_are_tried_again_and_less_often_in_vain(clock):
+    tries = [i for i in range(400) if not clock.step(1)]
+    gaps = [b - a for a, b in itertools.pairwise(tries) if b - a > 1]
+    assert gaps[:4] == [9, 17, 33, 65] and set(gaps[3:]) == {65}
+    clock.waiting = 0.1
+    assert not all(clock.step(1) for _ in range(100))
+    assert not any(clock.step(1) for _ in range(100)) and not clock.team.is_crowded
+
+
+def test_where_nothing_is_counted_all_threads_compute(clock):
+    clock.team = Team(clock.used.append, lambda: None, lambda: clock.now)
+    assert not any(clock.step(1) for _ in range(100)) and clock.used == []
+
+
+@needs_processors
+def test_busy_processes_on_our_processors_are_noticed():
+    done = subprocess.run([sys.executable, "-c", CROWDED], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [True, 1, 2]
+
+
+CROWDED = """
+import json, os, subprocess, sys, time, torch
+from kernels.threads import Team
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+torch.set_num_threads(2)
+busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+try:
+    team, x, until, seen = Team(), torch.ones(300, 300), time.monotonic() + 60, []
+    while not (team.is_crowded and seen[-1] == 1) and time.monotonic() < until:
+        with team.step(1):
+            seen.append(torch.get_num_threads())
+            for _ in range(20):
+                x @ x
+    print(json.dumps([team.is_crowded, seen[-1], torch.get_num_threads()]))
+finally:
+    for one in busy:
+        one.kill()
+"""
