@@ -11,7 +11,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,12 +39,12 @@ from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler, SchedulerOutput
 from engine.stats import engine_stats
-from engine.storage import open_store
+from engine.storage import check_room, open_store
 from engine.waiting import WAITING
 from kernels.triton_support import has_triton
 from kvstore.block import BlockId, Lineage
 from kvstore.config import CacheTiers
-from kvstore.connector import TransferPlan
+from kvstore.connector import StoreDirectory, TransferPlan, hold_store
 from kvstore.errors import EngineClosedError, KVStoreError
 from kvstore.pool import BlockPool
 from kvstore.session_store import AnswerStore, SessionKey, SessionStore, open_answers, open_sessions
@@ -99,13 +100,17 @@ class Engine:
             model, tiers, device, dtype, block_size, max_model_len, max_num_seqs, max_num_batched_tokens, load, seed,
             policy, eviction, tokenizer, revision, enforce_eager, chat_template,
         )  # fmt: skip
-        with WAITING.allowed():
-            self._build(config)
+        with WAITING.allowed(), ExitStack() as failing:
+            directory = hold_store(tiers)  # first: a store that cannot be had is found before weights are read
+            if directory is not None:
+                failing.callback(directory.close)
+            self._build(config, directory)
+            failing.pop_all()
 
-    def _build(self, config: EngineConfig) -> None:
+    def _build(self, config: EngineConfig, directory: StoreDirectory | None) -> None:
         loaded = load(
             config.model, config.device, config.dtype, config.max_model_len, config.tokenizer, config.revision,
-            config.chat_template,
+            config.chat_template, partial(check_room, config),
         )  # fmt: skip
         self.model_name = loaded.name
         self.max_model_len = loaded.max_model_len
@@ -121,7 +126,7 @@ class Engine:
         self._num_blocks = num_hbm_blocks(model, limits, config.tiers.hbm, has_graphs, has_store)
         self.lock = FairLock()
         with torch.cuda.device_of(next(loaded.model.parameters())):  # whose context pins the arena
-            self.connector = open_store(config, loaded, model, self._num_blocks)
+            self.connector = open_store(config, loaded, model, self._num_blocks, directory)
         self._gate = Gate()
         try:
             self.pool = BlockPool(self._num_blocks, self.connector.hbm_order)

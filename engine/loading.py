@@ -5,6 +5,7 @@ Every failure is one clear line.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,17 +48,21 @@ def load(
     tokenizer_of: str | None = None,
     revision: str | None = None,
     chat_template: str | None = None,
+    check: Callable[[Any], None] | None = None,
 ) -> Loaded:
     """Load a causal LM from safetensors with eager attention, as its authors wrote it.
 
     model: None for the built-in one, a local directory, or a hub id. dtype "auto": as stored in the checkpoint.
     tokenizer_of: directory or hub id whose tokenizer is used instead of the model's. revision: of a hub id.
     chat_template: a file, or the text of one, instead of the tokenizer's.
+    check: called with the model's configuration, and may raise, before weights are read.
     What costs most comes last. Raises ModelError, UnsupportedModelError or ConfigError.
     """
     directory = find_model(model, revision)
     source = str(directory)
     config = _config(source)
+    if check is not None:
+        check(config)
     window = _window(config, max_model_len)
     target = _device(device)
     tokenizer = _tokenizer_for(directory, tokenizer_of, chat_template)

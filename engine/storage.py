@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from engine.config import EngineConfig
 from engine.fingerprint import fingerprint, weights_digest
 from engine.loading import Loaded
 from engine.model import PositionFreeModel
-from kvstore.connector import KVConnector, KVLayout, open_connector
+from kvstore.connector import KVConnector, KVLayout, StoreDirectory, open_connector
+
+
+def check_room(config: EngineConfig, network: Any) -> None:
+    """Before weights are read: whether the tiers have room for blocks, as far as the model's configuration tells.
+
+    Raises ConfigError.
+    """
+    text = network.get_text_config()
+    num_heads = getattr(text, "num_attention_heads", None)
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(text, "head_dim", None) or (num_heads and text.hidden_size // num_heads)
+    dtype = getattr(text, "dtype", None) if config.dtype == "auto" else getattr(torch, config.dtype)
+    if num_kv_heads and head_dim:
+        itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else 2
+        layer_bytes = 2 * config.block_size * num_kv_heads * head_dim * itemsize
+        config.tiers.check_room(text.num_hidden_layers * layer_bytes)
 
 
 def open_store(
-    config: EngineConfig, loaded: Loaded, model: PositionFreeModel, num_hbm_blocks: int
+    config: EngineConfig,
+    loaded: Loaded,
+    model: PositionFreeModel,
+    num_hbm_blocks: int,
+    directory: StoreDirectory | None,
 ) -> KVConnector:
-    """The connector for `config.tiers`. num_hbm_blocks: of the engine's pool.
+    """The connector for `config.tiers`. num_hbm_blocks: of the engine's pool. directory: see `open_connector`.
 
     Raises ConfigError, ModelError, StoreError or StoreLockedError.
     """
@@ -29,5 +52,5 @@ def open_store(
     least_slots = 2 * config.max_num_seqs + -(-loaded.max_model_len // config.block_size)
     name, device, load = loaded.name, loaded.device, config.load
     return open_connector(
-        config.tiers, layout, name, named, device, load, least_slots, num_hbm_blocks, config.eviction
+        config.tiers, layout, name, named, device, load, least_slots, num_hbm_blocks, config.eviction, directory
     )

@@ -40,6 +40,9 @@ def format_size(size_bytes: int | float) -> str:
     return f"{size:.1f} TiB"
 
 
+LEAST_BLOCKS = {"hbm": 1, "cpu": 2, "disk": 4}  # below that a tier can do nothing
+
+
 @dataclass(frozen=True, slots=True)
 class CacheTiers:
     """Capacity of each tier, in bytes or as a text (see `parse_size`).
@@ -80,3 +83,14 @@ class CacheTiers:
             names = ", ".join(sorted(map(str, unknown)))
             raise ConfigError(f"cache_tiers has unknown names: {names}; known are hbm, cpu, disk, path")
         return cls(**value)  # type: ignore[arg-type]
+
+    def check_room(self, block_bytes: int) -> None:
+        """Raises ConfigError when a tier has no room for blocks of this size."""
+        for name, least in LEAST_BLOCKS.items():
+            size = getattr(self, name)
+            if size not in (0, "auto") and size < least * block_bytes:
+                off = "" if name == "hbm" else ", or 0 to switch the tier off"
+                raise ConfigError(
+                    f"{name} is {format_size(size)}, but one block of this model needs {format_size(block_bytes)}; "
+                    f"give {format_size(least * block_bytes)} or more{off}"
+                )

@@ -26,6 +26,7 @@ from kvstore.commands import (
 )
 from kvstore.config import CacheTiers
 from kvstore.conversation import Conversation, QueueKey
+from kvstore.disk_open import StoreDirectory
 from kvstore.eviction import Order
 from kvstore.layout import KVLayout
 from kvstore.lookahead import LookAhead
@@ -38,13 +39,11 @@ from kvstore.tier import Evict, Evicted, SaveFence, TransferPlan
 if TYPE_CHECKING:
     import torch
 
-    from kvstore.disk_open import StoreDirectory
-
 __all__ = [
     "Arrival", "Conversation", "Evict", "Evicted", "KVConnector", "KVLayout", "Lookup", "Match", "NullConnector",
-    "SaveFence", "StepSpan", "TenantUsage", "TransferPlan",
-    "deletion_from_dict", "evict_from_dict", "nothing_from_dict", "one_session_from_dict", "open_connector",
-    "repaired", "session_info", "sessions_from_dict", "transcript", "verify_from_dict",
+    "SaveFence", "StepSpan", "StoreDirectory", "TenantUsage", "TransferPlan",
+    "deletion_from_dict", "evict_from_dict", "hold_store", "nothing_from_dict", "one_session_from_dict",
+    "open_connector", "repaired", "session_info", "sessions_from_dict", "transcript", "verify_from_dict",
 ]  # fmt: skip
 
 
@@ -389,6 +388,19 @@ class NullConnector:
         pass
 
 
+def hold_store(tiers: CacheTiers) -> StoreDirectory | None:
+    """Become the owner of the store of these tiers, None where there is no disk tier: in a moment, without any model.
+
+    Raises StoreError or StoreLockedError.
+    """
+    if not tiers.disk or tiers.path is None:
+        return None
+    from kvstore.disk_env import check_map_bytes  # loads lmdb
+
+    check_map_bytes(Path(tiers.path), int(tiers.disk))
+    return StoreDirectory.open(tiers.path)
+
+
 def open_connector(
     tiers: CacheTiers,
     layout: KVLayout,
@@ -399,16 +411,19 @@ def open_connector(
     least_slots: int = 1,
     num_hbm_blocks: int = 0,
     policy: str = "auto",
+    directory: StoreDirectory | None = None,
 ) -> KVConnector:
     """The connector for these tiers: none below HBM gives a NullConnector.
 
     fingerprint: 64 hexadecimal digits that name weights, rotation and layout; called with the file in which digests of
     weights may be cached. least_slots: blocks that the staging area needs when the CPU tier is off but the disk is on.
-    num_hbm_blocks: of the engine's pool. policy: of eviction.
+    num_hbm_blocks: of the engine's pool. policy: of eviction. directory: from `hold_store`, which is called here
+    otherwise; the connector closes it, also when this raises.
     Raises ConfigError, StoreError or StoreLockedError.
     """
     if not tiers.cpu and not tiers.disk:
         return NullConnector(num_hbm_blocks, policy)
     from kvstore.tiered import TieredConnector  # loads torch, lmdb and all that
 
-    return TieredConnector(tiers, layout, model, fingerprint, device, load, least_slots, num_hbm_blocks, policy)
+    owned = hold_store(tiers) if directory is None else directory
+    return TieredConnector(tiers, layout, model, fingerprint, device, load, least_slots, num_hbm_blocks, policy, owned)

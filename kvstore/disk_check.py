@@ -5,6 +5,7 @@ Reads plain bytes, never through LMDB. Also what becomes of a file that fails: i
 
 import json
 import os
+import stat
 import struct
 import subprocess
 import sys
@@ -18,6 +19,9 @@ from kvstore import disk_walk
 from kvstore.errors import StoreError
 
 DATA_FILE, LOCK_FILE, CLEAN_FILE = "data.mdb", "lock.mdb", "clean"
+LOCK_NAME, SECRET_NAME, SOCKET_NAME = "lock", "secret", "control.sock"
+FOLDERS = ("blocks", "sessions", "answers")
+FILES = (DATA_FILE, LOCK_FILE, CLEAN_FILE, LOCK_NAME, SECRET_NAME)
 LMDB_MAGIC = 0xBEEFC0DE
 LMDB_09_VERSION = 1
 MIN_PAGE_BYTES, MAX_PAGE_BYTES = 256, 0x8000
@@ -143,6 +147,27 @@ def clear_mark(directory: Path) -> None:
     if (directory / CLEAN_FILE).exists():
         (directory / CLEAN_FILE).unlink()
         sync_directory(directory)
+
+
+# -- kinds -----------------------------------------------------------------------------------------------------------
+def check_kinds(store: Path) -> None:
+    """Files are files, and folders are folders: opening a pipe would wait for ever. Raises StoreError, and OSError."""
+    for folder in (store, *(store / name for name in FOLDERS)):
+        for entry in folder.iterdir() if folder.is_dir() else ():
+            try:
+                mode = entry.stat().st_mode
+            except FileNotFoundError:  # a link to nothing, or it has just gone
+                continue
+            expected = stat.S_ISDIR if entry.name in FOLDERS else stat.S_ISREG
+            is_free = entry.name not in (*FILES, *FOLDERS) and (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+            if not (expected(mode) or is_free or entry.name == SOCKET_NAME):
+                wanted = "a directory" if entry.name in FOLDERS else "a file"
+                raise StoreError(f"{entry} is {_kind(mode)} where {wanted} of the store has to be; move it away")
+
+
+def _kind(mode: int) -> str:
+    kinds = {"a directory": stat.S_ISDIR, "a file": stat.S_ISREG, "a named pipe": stat.S_ISFIFO}
+    return next((name for name, is_one in kinds.items() if is_one(mode)), "no regular file")
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

@@ -15,14 +15,14 @@ import stat
 import struct
 import time
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore import disk_check
+from kvstore.disk_check import LOCK_NAME, SECRET_NAME, SOCKET_NAME
 from kvstore.errors import StoreError, StoreLockedError
 
-LOCK_NAME, SECRET_NAME, SOCKET_NAME = "lock", "secret", "control.sock"
 SECRET_BYTES = 32
 MAX_LOCK_BYTES = 8192
 NETWORK_FILE_SYSTEMS = {
@@ -67,6 +67,7 @@ class StoreDirectory:
                 fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 opened.callback(os.close, fd)
                 _wait_for_lock(directory, fd)
+                disk_check.check_kinds(directory)
                 lock_fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
                 opened.callback(os.close, lock_fd)
                 _wait_for_lock(directory, lock_fd)
@@ -274,10 +275,10 @@ def _who_owns(directory: Path) -> LockInfo:
     except OSError:
         info = LockInfo(None, None)
     else:
-        try:
-            info = _parse_lock_info(os.read(fd, MAX_LOCK_BYTES))
-        finally:
-            os.close(fd)
+        with open(fd, "rb", buffering=0) as file:
+            info = LockInfo(None, None)
+            with suppress(OSError):  # no file at all
+                info = _parse_lock_info(file.read(MAX_LOCK_BYTES) or b"")
     if info.pid is None:
         found, pid = _listener(directory / SOCKET_NAME)
         return LockInfo(pid, str(directory / SOCKET_NAME)) if found else info

@@ -5,6 +5,7 @@ Holds the store's lock while it works, and makes nothing that was not there. No 
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -28,7 +29,8 @@ from kvstore.commands import (
     transcript,
     verify_from_dict,
 )
-from kvstore.disk_open import LOCK_NAME, StoreDirectory
+from kvstore.disk_check import LOCK_NAME, SECRET_NAME
+from kvstore.disk_open import StoreDirectory
 from kvstore.errors import ConfigError, DegradedError, StoreError
 from kvstore.session_check import CheckReport
 from kvstore.session_marker import SessionMarker
@@ -235,7 +237,7 @@ class OfflineStore:
 
 def _is_store(place: Path) -> bool:
     try:
-        return (place / LOCK_NAME).is_file()
+        return any(os.path.lexists(place / name) for name in (LOCK_NAME, SECRET_NAME))
     except OSError as error:
         raise StoreError(f"the store at {place} cannot be used: {error.strerror or error}") from None
 

@@ -17,14 +17,14 @@ import torch
 from kvstore import disk_env
 from kvstore.arena import Arena, KVLayout
 from kvstore.block import BlockId, Lineage, lineage_root
-from kvstore.config import CacheTiers, format_size
+from kvstore.config import CacheTiers
 from kvstore.control import ControlServer
 from kvstore.conversation import Conversation, QueueKey
 from kvstore.cpu_tier import CpuTier
 from kvstore.device_transfer import DeviceTransfer
 from kvstore.disk_open import StoreDirectory
 from kvstore.disk_tier import DiskTier
-from kvstore.errors import ConfigError, DegradedError, StoreError
+from kvstore.errors import DegradedError, StoreError
 from kvstore.history import History
 from kvstore.io_queue import BATCH_BYTES, IoQueue
 from kvstore.lookup import Arrival, Identity, Match, Tracked
@@ -52,7 +52,7 @@ _MOST_RATES = 15  # other models whose rates are remembered
 
 
 class TieredConnector:
-    """A `KVConnector` with tiers below HBM. Made by `open_connector`."""
+    """A `KVConnector` with tiers below HBM. Made by `open_connector`. directory: of the disk; it closes it."""
 
     def __init__(
         self,
@@ -65,8 +65,9 @@ class TieredConnector:
         least_slots: int,
         num_hbm_blocks: int,
         policy: str,
+        directory: StoreDirectory | None,
     ) -> None:
-        self.directory = StoreDirectory.open(tiers.path) if tiers.disk and tiers.path is not None else None
+        self.directory = directory
         try:
             self._build(tiers, layout, model, fingerprint, device, load, least_slots, num_hbm_blocks, policy)
         except BaseException:
@@ -96,6 +97,7 @@ class TieredConnector:
         self._history = None if directory is None else History(directory.path)
         self._control: ControlServer | None = None
         self._pid = os.getpid()
+        tiers.check_room(layout.block_bytes)
         num_slots = self._num_slots(tiers, layout, least_slots)
         self._arena = Arena(layout, num_slots, pin=device.type == "cuda")
         stats = StoreStats()
@@ -175,13 +177,7 @@ class TieredConnector:
     def _num_slots(tiers: CacheTiers, layout: KVLayout, least_slots: int) -> int:
         if not tiers.cpu:
             return max(least_slots, STAGING_BYTES // layout.block_bytes)
-        num_slots = int(tiers.cpu) // layout.block_bytes
-        if num_slots < 2:
-            raise ConfigError(
-                f"cpu is {format_size(int(tiers.cpu))}, but one block of this model needs "
-                f"{format_size(layout.block_bytes)}; give more, or 0 to switch the tier off"
-            )
-        return num_slots
+        return int(tiers.cpu) // layout.block_bytes
 
     # -- waking and waiting ------------------------------------------------------------------------------------------
     def _wake(self) -> None:

@@ -18,6 +18,7 @@ from service.options import (
     Option,
     choice,
     count,
+    default_store,
     device,
     number,
     plain_text,
@@ -125,7 +126,7 @@ def with_tiers(settings: Mapping[str, Setting], keeps: bool) -> dict[str, Settin
     if found["cpu"].value is None:
         assume("cpu", DEFAULT_CPU if found["disk"].value else "0")
     if found["disk"].value and found["store"].value is None:
-        assume("store", DEFAULT_PATH)
+        assume("store", default_store())
     return found
 
 

@@ -2,7 +2,9 @@
 
 import argparse
 import difflib
+import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +15,25 @@ from kvstore.config import parse_size
 from kvstore.errors import ConfigError
 
 HELP_COLUMN = 30
-DEFAULT_PATH = "~/.cache/kvstore"
+DEFAULT_PATH, OLD_PATH = "~/.local/share/kvstore", "~/.cache/kvstore"
 EPILOG = """Every flag has a mirror in the environment: KVSTORE_MAX_MODEL_LEN=1024 is --max-model-len 1024.
 Order: flag, environment, file (--config), default. In the file, max_model_len = 1024 is for every command, and below
 [serve] or [chat] for that one. What a command deletes is taken from flags only."""
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def default_store() -> str:
+    """Where conversations are kept unless a person says so: with the data, as cleaners empty caches.
+
+    Those whose conversations are where the default once was are told so, as long as nothing is in the new place.
+    """
+    home = os.environ.get("XDG_DATA_HOME", "")
+    found = f"{home}/kvstore" if home.startswith("/") else DEFAULT_PATH
+    old, new = Path(OLD_PATH).expanduser(), Path(found).expanduser()
+    if (old / "secret").exists() and not new.exists():
+        told = f"the default store is {new} now, yours is in {old}; move it there, or give --store {old}"
+        print(f"kvstore: {told}", file=sys.stderr)
+    return found
 
 
 class UsageError(Exception):

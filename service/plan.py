@@ -45,6 +45,7 @@ from service.options import (
     choice,
     command_parser,
     count,
+    default_store,
     directory,
     file,
     parse_arguments,
@@ -350,7 +351,7 @@ def _check(given: Mapping[str, str | None], values: dict[str, Any]) -> None:
     if values["trace"] is None:
         if given["format"] is not None:
             raise UsageError("--format is that of a file; give --trace FILE too")
-        values["store"] = values["store"] or directory(STORE.flag, DEFAULT_PATH)
+        values["store"] = values["store"] or directory(STORE.flag, default_store())
     elif given["store"] is not None:
         raise UsageError("--trace and --store are two traffics; give one of them")
     elif values["format"] is None:

@@ -18,7 +18,6 @@ from kvstore.errors import ConfigError
 from kvstore.session_record import SessionKey
 from service.config_file import option_values
 from service.options import (
-    DEFAULT_PATH,
     JSON,
     STORE,
     Option,
@@ -26,6 +25,7 @@ from service.options import (
     asks_for_help,
     command_parser,
     count,
+    default_store,
     directory,
     duration_s,
     parse_arguments,
@@ -99,7 +99,7 @@ def run_store_command(name: str, summary: str, argv: list[str], environment: Map
         return EXIT_OK
     given: dict[str, Any] = parse_arguments(parser, argv, command.arguments or f"{name} has flags only")
     values = option_values(name, options, given, environment)
-    values["store"] = values["store"] or directory(STORE.flag, DEFAULT_PATH)
+    values["store"] = values["store"] or directory(STORE.flag, default_store())
     tolerate_any_text()
     tell_in_lines()
     return command.run(values, given.get("arguments") or ())

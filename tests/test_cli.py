@@ -97,6 +97,8 @@ class FakeEngine:
 def run(monkeypatch, capsys, tmp_path):
     """Runs the command with the lines on stdin; gives (exit code, stdout, stderr)."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
     for name in [name for name in os.environ if name.startswith("KVSTORE_")]:
         monkeypatch.delenv(name)
     FakeEngine.made.clear()
@@ -246,7 +248,7 @@ def test_flags_reach_the_engine_and_win_over_the_environment(run, monkeypatch):
         (["--store", "/s", "--disk", "2GiB"], (1 << 30, 2 << 30, "/s")),
         (["--store", "/s", "--disk", "0"], (0, 0, "/s")),
         (["--store", "/s", "--cpu", "0"], (0, 8 << 30, "/s")),
-        (["--disk", "1e9", "--cpu", "64MiB"], (64 << 20, 10**9, "HOME/.cache/kvstore")),
+        (["--disk", "1e9", "--cpu", "64MiB"], (64 << 20, 10**9, "HOME/.local/share/kvstore")),
         (["--cpu", "64MiB"], (64 << 20, 0, None)),
     ],
 )

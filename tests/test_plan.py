@@ -71,6 +71,7 @@ def run(monkeypatch, capsys, tmp_path):
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
     monkeypatch.setattr(progress, "SHOWN_AFTER_S", 3600.0)  # also on a busy machine
 
     def call(*argv):

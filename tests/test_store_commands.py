@@ -82,6 +82,7 @@ def run(monkeypatch, capsys, tmp_path):
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
     monkeypatch.setattr(progress, "SHOWN_AFTER_S", 3600.0)  # also on a busy machine
 
     def call(*argv):
@@ -228,6 +229,20 @@ def test_watching_goes_on_until_ctrl_c_which_is_no_failure(run, store, monkeypat
     assert (code, err, waits) == (0, "", [0.5] * 3) and out.count("2, with 2 turns") == 3
 
 
+def test_the_default_store_is_with_the_data_and_an_old_one_is_told(run, tmp_path, monkeypatch):
+    assert "yours is in" not in (err := run("stats")[2]) and f"{tmp_path}/home/.local/share/kvstore" in err
+    make_store(tmp_path / "home" / ".cache" / "kvstore")
+    code, _, err = run("sessions")
+    assert code == 1 and "yours is in" in err.splitlines()[0] and err.count("\n") == 2
+    assert f"--store {tmp_path}/home/.cache/kvstore" in err.splitlines()[0]
+    assert run("sessions", "--store", tmp_path / "home" / ".cache" / "kvstore")[2] == ""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    make_store(tmp_path / "data" / "kvstore")
+    assert run("sessions")[::2] == (0, ""), "the new place is in use"
+    monkeypatch.setenv("XDG_DATA_HOME", "relative")
+    assert f"{tmp_path}/home/.local/share/kvstore" in run("stats")[2]
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_missing_store_is_one_line_and_is_not_made(run, tmp_path, command):
     arguments = ["--all"] if command == "evict" else []
@@ -237,7 +252,7 @@ def test_a_missing_store_is_one_line_and_is_not_made(run, tmp_path, command):
         "",
     ) and err == f"kvstore: there is no store at {tmp_path}/nowhere; give the directory of one\n"
     code, _, err = run(command, *arguments)  # the default
-    assert code == 1 and f"{tmp_path}/home/.cache/kvstore" in err
+    assert code == 1 and f"{tmp_path}/home/.local/share/kvstore" in err
     assert not (tmp_path / "nowhere").exists() and not (tmp_path / "home").exists()
 
 
