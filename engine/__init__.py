@@ -6,13 +6,18 @@ from engine.sampling_params import SamplingParams
 from kvstore.config import CacheTiers
 
 if TYPE_CHECKING:
-    from engine.async_engine import AsyncEngine
+    from engine.async_engine import AsyncChat, AsyncEngine
     from engine.chat import ChatSession
     from engine.engine import Engine
 
-__all__ = ["AsyncEngine", "CacheTiers", "ChatSession", "Engine", "SamplingParams"]
+__all__ = ["AsyncChat", "AsyncEngine", "CacheTiers", "ChatSession", "Engine", "SamplingParams"]
 
-_LAZY = {"Engine": "engine.engine", "AsyncEngine": "engine.async_engine", "ChatSession": "engine.chat"}
+_LAZY = {
+    "Engine": "engine.engine",
+    "AsyncEngine": "engine.async_engine",
+    "AsyncChat": "engine.async_engine",
+    "ChatSession": "engine.chat",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -10,6 +10,7 @@ import atexit
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -22,7 +23,7 @@ from engine.outputs import Piece, RequestOutput
 from engine.prompts import prompt_ids
 from engine.sampling_params import SamplingParams
 from kvstore.block import BlockId, Lineage
-from kvstore.errors import EngineClosedError
+from kvstore.errors import EngineClosedError, KVStoreError
 from kvstore.session_store import TurnRecord
 
 if TYPE_CHECKING:
@@ -121,11 +122,90 @@ class Answer:
         await self.aclose()
 
 
+class AsyncChat:
+    """A session of an AsyncEngine, made by its `chat`: what `ChatSession` is to an Engine. One turn at a time.
+
+    session: the session itself, for what it knows without waiting.
+    """
+
+    def __init__(self, engine: AsyncEngine, session: ChatSession) -> None:
+        self.session = session
+        self._engine = engine
+
+    @property
+    def session_id(self) -> str:
+        return self.session.session_id
+
+    @property
+    def messages(self) -> list[Message]:
+        """The transcript, whole."""
+        return self.session.messages
+
+    @property
+    def num_turns(self) -> int:
+        """How many are stored."""
+        return self.session.num_turns
+
+    @property
+    def last(self) -> RequestOutput | None:
+        """The last turn's output."""
+        return self.session.last
+
+    async def start(self, text: str, params: SamplingParams | None = None) -> Answer:
+        """Queue a turn, for who wants to end it by hand: `stop` keeps what was said, `aclose` does not."""
+        said = [{"role": "user", "content": text}]
+        starting = asyncio.ensure_future(self._engine.start_turn(self.session, said, params))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:  # raised once the session is free again
+            await _unbroken(_given_back(starting))
+            raise
+
+    async def send(self, text: str, params: SamplingParams | None = None) -> RequestOutput:
+        """One turn, durable on return; when it is cancelled it is not stored. Raises as `ChatSession.send`."""
+        async with await self.start(text, params) as answer:
+            async for _ in answer:
+                pass
+        return answer.output
+
+    async def stream(self, text: str, params: SamplingParams | None = None) -> AsyncIterator[Piece]:
+        """`send`, piece by piece. Closing it early ends the answer there and keeps it.
+
+        Python closes a generator that was left by `break` some time later: `contextlib.aclosing` does it at once.
+        """
+        async with await self.start(text, params) as answer:
+            try:
+                async for piece in answer:
+                    yield piece
+            except GeneratorExit:
+                await answer.stop()
+                async for _ in answer:
+                    pass
+                raise
+
+    async def fork(self, session_id: str, turn: int | None = None) -> AsyncChat:
+        """See `ChatSession.fork`."""
+        return AsyncChat(self._engine, await self._engine.call(self.session.fork, session_id, turn))
+
+    async def keep_last(self, num_turns: int) -> TurnRecord | None:
+        """See `ChatSession.keep_last`."""
+        return await self._engine.call(self.session.keep_last, num_turns)
+
+    async def set_ttl(self, ttl_s: float | None) -> None:
+        """See `ChatSession.set_ttl`."""
+        await self._engine.call(self.session.set_ttl, ttl_s)
+
+    async def prefetch(self) -> None:
+        """A hint that this session's person is typing."""
+        await self._engine.prefetch(self.session_id, self.session.tenant)
+
+
 class AsyncEngine:
     """Serves requests of an asyncio program from one Engine, which only its thread, or the loop, steps from now on.
 
     Requests may come from several event loops; other threads may go on to use the engine itself, its conversations for
-    instance. A cancelled or abandoned `stream` aborts its request.
+    instance. A cancelled or abandoned `stream` aborts its request. An asynchronous context manager, which closes the
+    engine, too.
 
     in_loop: the running event loop takes in what a RemoteEngine's process says, without a thread in between: nothing
     that waits for the engine may be called in that loop then, and it has to go on until `close` has returned.
@@ -193,6 +273,30 @@ class AsyncEngine:
             async for piece in answer:
                 yield piece
 
+    async def chat(
+        self,
+        session_id: str,
+        tenant: str = "",
+        system: str | None = None,
+        truncation: str | None = None,
+        truncation_reuse: str | None = None,
+    ) -> AsyncChat:
+        """The session of this id, created when unknown, else resumed. See `Engine.chat`."""
+        named = (session_id, tenant, system, truncation, truncation_reuse)
+        return AsyncChat(self, await self.call(self.engine.chat, *named))
+
+    async def prefetch(self, session_id: str, tenant: str = "") -> None:
+        """A hint that this session's person is typing. Raises RequestError when there is no such session."""
+        await self.call(self.engine.prefetch, session_id, tenant)
+
+    async def flush(self) -> None:
+        """Returns when every finished block is synced on disk. Raises DegradedError when the disk cannot write."""
+        await self.call(self.engine.flush)
+
+    async def stats(self) -> dict[str, object]:
+        """See `Engine.stats`."""
+        return await self.call(self.engine.stats)
+
     async def start(
         self,
         prompt: str | Sequence[int],
@@ -249,6 +353,12 @@ class AsyncEngine:
         self._loop.remove_reader(self._descriptor)
         await asyncio.to_thread(self.engine.close)
         self._deliver_all()
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     def leave(self, handle: Handle) -> None:
         """Nobody reads the pieces of this request any more."""
@@ -343,6 +453,11 @@ def _put_all(parcel: list[tuple[_Waiter, list[Piece | None]]]) -> None:
     for waiter, pieces in parcel:
         for piece in pieces:
             waiter.queue.put_nowait(piece)
+
+
+async def _given_back(starting: asyncio.Future[Answer]) -> None:
+    with suppress(KVStoreError):
+        await (await starting).aclose()
 
 
 def _abandon(submitting: asyncio.Future[Answer]) -> None:

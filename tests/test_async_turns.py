@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import aclosing
 
 import pytest
 
@@ -200,5 +201,53 @@ def test_a_turn_has_one_answer_and_that_is_kept_as_text():
         for params in (SamplingParams(n=2), SamplingParams(detokenize=False)):
             with pytest.raises(RequestError):
                 await engine.start_turn(engine.engine.chat("a"), said("Hello"), params)
+
+    run(scenario)
+
+
+def test_a_session_talks_forks_and_is_resumed(tmp_path):
+    tiers = {"hbm": "8MiB", "cpu": "8MiB", "disk": "64MiB", "path": tmp_path}
+    with Engine() as plain:
+        session = plain.chat("a", system="Be brief.")
+        expected = [session.send(text, GREEDY).text for text in ("My name is Ada.", "What is my name?")]
+
+    async def scenario():
+        async with AsyncEngine(Engine(cache_tiers=tiers)) as engine:
+            chat = await engine.chat("a", system="Be brief.")
+            first = await chat.send("My name is Ada.", GREEDY)
+            second = "".join([piece.text async for piece in chat.stream("What is my name?", GREEDY)])
+            assert [first.text, second] == expected and chat.last.text == second
+            fork = await chat.fork("b", turn=1)
+            assert fork.num_turns == 1 and (await fork.send("What is my name?", GREEDY)).text == second
+            await engine.flush()
+            assert (await engine.stats())["sessions"]["sessions"] == 2
+        async with AsyncEngine(Engine(cache_tiers=tiers)) as engine:
+            again = await engine.chat("a")
+            await again.prefetch()
+            await again.set_ttl(1000.0)
+            assert again.messages == chat.messages and again.session_id == "a"
+            with pytest.raises(SessionNotFoundError):
+                await engine.prefetch("c")
+            assert (await again.keep_last(1)).messages == ()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_stream_of_a_session_that_is_left_keeps_what_was_said_and_a_cancelled_turn_is_not_stored():
+    async def scenario(engine):
+        chat = await engine.chat("a")
+        async with aclosing(chat.stream("Hello", LONG)) as pieces:
+            first = await anext(pieces)
+            with pytest.raises(SessionBusyError):
+                await chat.send("Me too", GREEDY)
+        assert chat.num_turns == 1 and chat.messages[-1]["content"].startswith(first.text)
+        task = asyncio.create_task(chat.send("Go on", LONG))
+        while not engine.engine.has_work:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert chat.num_turns == 1 and not chat.session.is_busy
+        assert (await chat.send("Go on", GREEDY)).text and chat.num_turns == 2
 
     run(scenario)
