@@ -88,8 +88,8 @@ class Saver:
             return None  # somebody has saved it
         if not request.saving:
             return None
-        if not begins:  # its first tokens were computed by another choice of the same prompt
-            self._drop(request, index)
+        if not begins:  # its first tokens were computed by another choice of the same prompt: nothing to do with room
+            request.saving, request.hole = False, index
             return None
         if not self._has_parent(request, index):
             self._orphan(request, index)

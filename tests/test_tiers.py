@@ -354,6 +354,17 @@ def test_invariant_8_a_full_save_queue_drops_and_leaves_no_lasting_hole(llama, p
         assert engine.stats()["store"]["unsaved"] == 0
 
 
+def test_choices_that_share_a_block_are_not_dropped_for_want_of_room(llama, plain, store):
+    prompt = tokens(65, 40)
+    with open_engine(llama, store) as engine:
+        (out,) = engine.generate([prompt], greedy(30, n=4, temperature=1.0, seed=3))
+        settle(engine)
+        assert len({tuple(choice.token_ids) for choice in out.choices}) == 4
+        assert counters(engine)["dropped_saves"] == 0 and counters(engine)["saved"] == 2 + 2
+        for choice in out.choices[1:]:  # begun within a block of the first one's: saved by the turn that follows
+            check_made_up_for(engine, plain, [*prompt, *choice.token_ids], 32)
+
+
 def test_invariant_8_a_full_cpu_tier_drops_and_leaves_no_lasting_hole(llama, plain, store, monkeypatch):
     """A disk so slow that every slot is dirty."""
     go, write = threading.Event(), kvstore.tiered.DiskTier.write
