@@ -56,7 +56,8 @@ class Access:
 
     @property
     def needs_key(self) -> bool:
-        return bool(self._keys)
+        """Whether users do. The administrator's key alone locks nothing but the administrator's routes."""
+        return any(not key.is_admin for key in self._keys)
 
     @property
     def tenants(self) -> tuple[str, ...]:
@@ -71,7 +72,7 @@ class Access:
         key = self._find(request.headers.get("Authorization", ""))
         if route.access == "admin":
             self._check_admin(key)
-        if key is None and self._keys:
+        if key is None and (self.needs_key or route.access == "admin"):
             raise _unknown_key("Authorization" in request.headers)
         return "" if key is None else key.tenant
 

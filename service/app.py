@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import asdict
 
-from aiohttp import web
+from aiohttp import HttpVersion10, HttpVersion11, web
 
 from service import admin, chat, completions, edge, metrics, openai, openapi, page, responses, sessions
 from service.connection import new_request_id
@@ -181,6 +181,8 @@ def _count_refusal(context: Context, error: ApiError) -> None:
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Nobody comes in whom the route does not let in, and nothing but public routes answers before the model."""
     context, route = context_of(request), route_of(request)
+    if request.version not in (HttpVersion10, HttpVersion11):  # aiohttp takes a line without a version for HTTP/0.9
+        raise ApiError(400, "this is not HTTP/1.0 or HTTP/1.1", code="bad_request")
     if (preflight := context.access.preflight(request)) is not None:
         return preflight
     if route is not None:

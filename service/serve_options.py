@@ -72,10 +72,10 @@ class ServeOptions:
         for key, flag in ((self.api_key, "--api-key"), (self.admin_key, "--admin-key")):
             if key is not None:
                 check_key(key, flag)
-        keys = (self.api_key, self.api_key_file, self.admin_key)
-        if not self.is_loopback and not self.allow_no_key and all(key is None for key in keys):
+        has_key = self.api_key is not None or self.api_key_file is not None
+        if not self.is_loopback and not self.allow_no_key and not has_key:
             raise ConfigError(
-                f"--host is {self.host}, which others can reach, and there is no key; give --api-key or "
+                f"--host is {self.host}, which others can reach, and there is no key for users; give --api-key or "
                 "--api-key-file, or --allow-no-key when everybody may use it"
             )
 
@@ -160,9 +160,13 @@ SERVE_OPTIONS = (
     ),
     Option("--api-key-file", file, None, "file with one tenant:key a line; not readable by others"),
     Option(
-        "--admin-key", plain_text, None, "key of the routes below /admin; without one they are closed", secret=True
+        "--admin-key",
+        plain_text,
+        None,
+        "key of the routes below /admin; without one they are closed, and it locks no others",
+        secret=True,
     ),
-    Option("--allow-no-key", switch, False, "listen on a public address without any key", switch=True),
+    Option("--allow-no-key", switch, False, "listen on a public address without a key for users", switch=True),
     Option(
         "--allowed-host",
         host_names,

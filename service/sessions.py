@@ -130,7 +130,7 @@ async def fork(request: web.Request) -> web.Response:
 async def prefetch(request: web.Request) -> web.Response:
     context, key = context_of(request), key_of(request)
     await read_optional_body(request, Nothing)
-    await _check_exists(context, key)
+    await turns.check_exists(context, key)
     await context.engine.call(context.engine.engine.prefetch, key.session_id, key.tenant)
     return json_response(Prefetching(key.session_id, True), 202)
 
@@ -164,21 +164,11 @@ async def stop(request: web.Request) -> web.Response:
     """The turn that runs ends now; what was said is kept."""
     context, key = context_of(request), key_of(request)
     await read_optional_body(request, Nothing)
-    await _check_exists(context, key)
+    await turns.check_exists(context, key)
     running = context.turns.find(key)
     if running is not None:
         await running.stop()
     return json_response(Stopped(key.session_id, running is not None))
-
-
-async def _check_exists(context: Context, key: SessionKey) -> None:
-    """One that its first turn is just making exists too."""
-    try:
-        await context.engine.call(turns.find_session, context.engine.engine, key)
-    except SessionNotFoundError:
-        running = context.turns.find(key)
-        if running is None or running.answer is None:
-            raise
 
 
 _TAG = "sessions"

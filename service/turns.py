@@ -10,7 +10,7 @@ import hmac
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -196,7 +196,7 @@ async def open_turn(context: Context, wanted: TurnRequest) -> AsyncIterator[Open
     """
     for text in (wanted.system or "", *(message["content"] for message in wanted.messages)):
         check_chars_of(context, [text])
-    async with context.limits.admit(wanted.tenant):
+    async with _admitted(context, wanted):
         record = await _answered(context, wanted)
         if record is not None:
             yield StoredTurn(wanted, record)
@@ -208,6 +208,19 @@ async def open_turn(context: Context, wanted: TurnRequest) -> AsyncIterator[Open
                 return
             async with _live(context, wanted, running) as turn:
                 yield turn
+
+
+@asynccontextmanager
+async def _admitted(context: Context, wanted: TurnRequest) -> AsyncIterator[None]:
+    """As `Limits.admit`; where there is no room, a session that is not there is still told to be unknown."""
+    async with AsyncExitStack() as stack:
+        try:
+            await stack.enter_async_context(context.limits.admit(wanted.tenant))
+        except ApiError:
+            if not wanted.is_new and wanted.fork_of is None:
+                await check_exists(context, wanted.key)
+            raise
+        yield
 
 
 @asynccontextmanager
@@ -304,6 +317,16 @@ def find_session(engine: Engine, key: SessionKey) -> SessionHead:
     if head is None:
         raise unknown_session(key.session_id)
     return head
+
+
+async def check_exists(context: Context, key: SessionKey) -> None:
+    """As `find_session`; one that its first turn is just making exists too."""
+    try:
+        await context.engine.call(find_session, context.engine.engine, key)
+    except SessionNotFoundError:
+        running = context.turns.find(key)
+        if running is None or running.answer is None:
+            raise
 
 
 def unknown_session(session_id: str) -> SessionNotFoundError:

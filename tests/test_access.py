@@ -91,10 +91,13 @@ def test_admin_routes_are_closed_without_an_administrator(keys):
             assert check(access, ADMIN, key=key) == (403, "admin_closed")
 
 
-def test_an_administrators_key_alone_closes_everything_to_others():
+def test_an_administrators_key_alone_locks_the_administrators_routes_only():
     access = access_of(admin_key=BOSS)
-    assert check(access) == (401, "invalid_api_key")
-    assert check(access, key=BOSS) == ""
+    assert not access.needs_key
+    for key in (None, BOSS, "wrong-as-it-is"):
+        assert check(access, key=key) == ""
+    assert check(access, ADMIN) == (401, "invalid_api_key") == check(access, ADMIN, key="wrong-as-it-is")
+    assert check(access, ADMIN, key=BOSS) == ""
 
 
 # -- files of keys ---------------------------------------------------------------------------------------------------
@@ -154,7 +157,9 @@ def test_a_loopback_address_needs_no_key(host):
 def test_another_address_needs_a_key_or_the_flag(host, keys):
     with pytest.raises(ConfigError, match="--allow-no-key"):
         ServeOptions(host=host)
-    for given in ({"api_key": KEY_A}, {"api_key_file": keys}, {"admin_key": BOSS}, {"allow_no_key": True}):
+    with pytest.raises(ConfigError, match="--allow-no-key"):
+        ServeOptions(host=host, admin_key=BOSS)
+    for given in ({"api_key": KEY_A}, {"api_key_file": keys}, {"allow_no_key": True}):
         assert not ServeOptions(host=host, **given).is_loopback
 
 

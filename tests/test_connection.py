@@ -212,3 +212,15 @@ def test_few_large_bodies_arrive_at_once_and_small_ones_do_not_wait():
         assert (reply.status, reply.error["code"]) == (408, "body_timeout")
         server.wait_until(lambda: not large.locked())
         assert server.post("/tokenize", b" " * 2**20 + BODY).status == 200
+
+
+@pytest.mark.parametrize("line", ["GET /health HTTP/0.9", "GET /health", "GET /no HTTP/0.9", "GET /health HTTP/2.0"])
+def test_other_versions_of_http_are_refused(server, line):
+    with server.connect() as raw:
+        raw.sendall(f"{line}\r\nHost: localhost\r\n\r\n".encode())
+        answer = raw.recv(4096)
+        assert b" 400 " in answer.partition(b"\r\n")[0] and b'"bad_request"' in answer, answer
+    for version in ("1.0", "1.1"):
+        with server.connect() as raw:
+            raw.sendall(f"GET /health HTTP/{version}\r\nHost: localhost\r\n\r\n".encode())
+            assert read_answer(raw).status == 200

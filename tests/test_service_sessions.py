@@ -303,3 +303,14 @@ def test_the_page_s_origin_alone_may_call(server):
     reply = server.request("POST", f"/sessions/{session_id}/stop", None, {"Origin": "http://evil.example"})
     assert reply.status == 403
     assert json.loads(reply.body)["error"]["code"] == "origin_not_allowed"
+
+
+def test_an_unknown_session_is_unknown_to_a_full_server_too():
+    with serving(max_queue=1) as full:
+        stream = Stream(full, "/chat", {"message": "Hello", **LONG})
+        session_id = stream.next()["session_id"]
+        assert full.post("/chat", {"message": "Hi"}).error["code"] == "server_overloaded"
+        assert full.post("/chat", {"message": "Hi", "session_id": session_id}).error["code"] == "server_overloaded"
+        reply = full.post("/chat", {"message": "Hi", "session_id": "nobody"})
+        assert (reply.status, reply.error["code"]) == (404, "session_not_found")
+        stream.rest()
