@@ -189,13 +189,14 @@ class Scheduler:
         return SchedulerOutput(tuple(new_rows), tuple(scheduled), left, plan)
 
     def _make_way(self) -> None:
-        """Tenants that wait and run less than others get a place of those: at most one each in a step.
+        """Tenants that wait and run less than others get a place of those, and blocks: one request each in a step.
 
         Preempting costs what it costs to load, or to compute, the victim's last block and what HBM loses meanwhile.
         """
         tenants, num_free = self._tenants, self.config.max_num_seqs - self.num_running
         if len(tenants) < 2:
             return
+        short, self._short = self._short, None
         for tenant in sorted(tenants.waiting(), key=lambda tenant: tenant.rank):
             if (ahead := tenants.ahead_of(tenant)) is None:
                 break
@@ -203,10 +204,17 @@ class Scheduler:
                 num_free -= 1
             else:
                 self._preempt(ahead.running[-1])
-        short, self._short = self._short, None
+            if tenant.waiting[0].pending_s is None:  # else it may be waiting for its own: see `_short`
+                self._make_blocks_free(tenant.waiting[0])
         if short is not None and short.status is Status.WAITING:
-            needed = self.manager.num_blocks(min(short.num_tokens, self.config.max_num_batched_tokens))
-            while self.manager.pool.num_free < needed and (ahead := tenants.ahead_of(tenants.of(short))) is not None:
+            self._make_blocks_free(short)
+
+    def _make_blocks_free(self, request: Request) -> None:
+        """For its first chunk, of tenants that run more."""
+        tenants, most = self._tenants, self.config.max_num_batched_tokens
+        needed = 1 if request.block_numbers else self.manager.num_blocks(min(request.num_tokens, most))
+        while self.manager.pool.num_free < needed and (ahead := tenants.ahead_of(tenants.of(request))) is not None:
+            if not self._drop_waiting_blocks(ahead):
                 self._preempt(ahead.running[-1])
 
     def _schedule_running(self, budget: Budget, scheduled: list[Scheduled]) -> bool:

@@ -84,7 +84,7 @@ def _loop(stats: Stats) -> Iterator[Metric]:
     yield gauge("num_requests_running", "Requests in the running batch.", requests["running"])
     yield gauge("num_requests_waiting", "Requests waiting to be scheduled.", requests["waiting"])
     yield gauge("kv_cache_usage_perc", "Share of HBM blocks that requests hold; 1 is all.", in_use / hbm["blocks"])
-    yield counter("num_preemptions", "Requests put back for want of HBM.", requests["preemptions"])
+    yield counter("num_preemptions", "Requests put back for HBM or another tenant.", requests["preemptions"])
     yield counter("requests_finished", "Requests that ended by themselves.", requests["finished"])
     yield counter("requests_aborted", "Requests that were ended early.", requests["aborted"])
     yield counter("engine_steps", "Steps of the engine.", step["num_steps"])
