@@ -62,12 +62,16 @@ AFTER = (
     "I forgot my umbrella. Did I tell you my sister's name?",
 )
 PAUSE_S = 1.0  # between the last turn and kill -9: a person reads; what is computed is on disk within two seconds
+DISTURBED = 0.25  # of all processors, by other programs
 TIERS = ("hbm", "cpu", "disk", "reencoded")
 
 
 @dataclass(frozen=True, slots=True)
 class TurnCost:
-    """One row of the table; times in seconds. note: what this turn is an example of."""
+    """One row of the table; times in seconds. note: what this turn is an example of.
+
+    others_share: what other programs took of all processors meanwhile.
+    """
 
     turn: int
     note: str
@@ -80,6 +84,7 @@ class TurnCost:
     ttft_s: float
     cold_ttft_s: float
     truncated_tokens: int
+    others_share: float = 0.0
 
     @property
     def cached_tokens(self) -> int:
@@ -187,6 +192,7 @@ def _turn(worker: Worker, number: int, message: str, note: str = "") -> TurnCost
         ttft_s=done["ttft_s"],
         cold_ttft_s=done["cold_ttft_s"],
         truncated_tokens=done["truncated_tokens"],
+        others_share=done["others_share"],
         **cached,
     )
 
@@ -214,11 +220,13 @@ def print_table(costs: Sequence[TurnCost]) -> None:
     for cost in costs:
         counts = (cost.prompt_tokens, cost.hbm, cost.cpu, cost.disk, cost.reencoded, cost.computed_tokens)
         times = (f"{cost.ttft_s * 1000:.1f}", f"{cost.cold_ttft_s * 1000:.1f}")
-        ratio = f"{cost.cold_ttft_s / cost.ttft_s:.1f}x"
+        ratio = f"{cost.cold_ttft_s / cost.ttft_s:.1f}x{' *' * (cost.others_share > DISTURBED)}"
         table.add_row(str(cost.turn), cost.note, *(str(n) if n else "-" for n in counts), *times, ratio)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     print()
     console.print(table)
+    if any(cost.others_share > DISTURBED for cost in costs):
+        print(f"* Other programs took more than {DISTURBED:.0%} of the processors meanwhile: these times say little.")
     num_prompt = sum(cost.prompt_tokens for cost in costs)
     num_cached = sum(cost.cached_tokens for cost in costs)
     print(f"{num_cached:,} of {num_prompt:,} prompt tokens were not computed ({num_cached / num_prompt:.0%}).")

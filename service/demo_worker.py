@@ -5,14 +5,17 @@ It can be killed at any moment; a new one on the same path goes on with the conv
 
 import json
 import sys
-from dataclasses import asdict
+import time
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import psutil
+
 from kvstore.errors import KVStoreError
-from service.demo import SYSTEM
+from service.demo import BEFORE, SYSTEM
 
 MAX_ANSWER_TOKENS = 48
-SESSION = "demo"
+SESSION, WARM_UP = "demo", "warm-up"
 
 
 def say(**values: Any) -> None:
@@ -35,18 +38,49 @@ def main(path: str, model: str | None = None) -> int:
     return 0
 
 
+@dataclass(frozen=True, slots=True)
+class Processors:
+    """Seconds: of the clock, of all processors without work, and of this process' work."""
+
+    clock_s: float
+    idle_s: float
+    own_s: float
+
+    @classmethod
+    def now(cls) -> "Processors":
+        times = psutil.cpu_times()
+        return cls(time.perf_counter(), times.idle + getattr(times, "iowait", 0.0), time.process_time())
+
+    def others_share(self, before: "Processors", num_processors: int | None = None) -> float:
+        """What other programs took of all processors since then, 0 to 1."""
+        available_s = (self.clock_s - before.clock_s) * (num_processors or psutil.cpu_count() or 1)
+        others_s = available_s - (self.idle_s - before.idle_s) - (self.own_s - before.own_s)
+        return min(max(others_s / max(available_s, 1e-9), 0.0), 1.0)
+
+
+def warm_up(engine: Any, answer: Any, first_token: Any) -> None:
+    """A first turn and its cold twin, for somebody else with whom nothing is shared.
+
+    The first steps of a process pay for memory, threads and prompts of a new length: that stays out of the table.
+    """
+    session = engine.chat(SESSION, tenant=WARM_UP, system=SYSTEM)
+    for message in BEFORE[:2]:
+        ids = session.send(message, answer).prompt_token_ids
+        engine.generate([ids], first_token, tenant=WARM_UP, cache_salt=f"cold-{session.num_turns}")
+    engine.admin.delete_session(SESSION, WARM_UP)
+
+
 def serve(engine: Any) -> None:
     """Warm up, say that it is ready, and answer."""
     from engine import SamplingParams
 
     answer = SamplingParams(max_tokens=MAX_ANSWER_TOKENS, temperature=0.0)
     first_token = SamplingParams(max_tokens=1, temperature=0.0)
-    # The first steps of a process pay for memory and threads that later ones have: keep them out of the table.
-    engine.generate(["Hello"] * 2, answer, cache_salt="warm-up")
+    warm_up(engine, answer, first_token)
     session = engine.chat(SESSION, system=SYSTEM)
     say(ready=True)
     for line in sys.stdin:
-        truncated = session.truncated_tokens
+        truncated, before = session.truncated_tokens, Processors.now()
         for piece in session.stream(json.loads(line)["message"], answer):
             say(piece=piece.text)
         warm = session.last
@@ -58,6 +92,7 @@ def serve(engine: Any) -> None:
             cold_ttft_s=cold.ttft_s,
             cold_cached_tokens=cold.usage.cached_tokens,
             truncated_tokens=session.truncated_tokens - truncated,
+            others_share=Processors.now().others_share(before),
         )
 
 
