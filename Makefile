@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 MODEL ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo chat serve test check bench clean
+.PHONY: help demo chat serve test check bench gpu clean
 
 help:
 	@echo "make demo   a conversation over kill -9 and a truncation; what each turn costs, in a table"
@@ -15,6 +15,7 @@ help:
 	@echo "make test   the tests"
 	@echo "make check  ruff, mypy and the tests"
 	@echo "make bench  the benchmarks (minutes; results go to the terminal)"
+	@echo "make gpu    on a CUDA device: checks from the kernels upwards, then figures (half an hour; PYTHON=... has torch)"
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
@@ -41,6 +42,20 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	@$(BIN)/python -m bench.throughput
+
+# A fault in what moves KV ends it: nothing after that would mean anything. A capture that is refused does not.
+GPU_CHECK := $(PYTHON) -m pytest -m gpu -W default
+gpu:
+	nvidia-smi
+	$(PYTHON) -c "import torch, triton, lmdb, msgspec, zmq, xxhash, zstandard, psutil; print(torch.__version__, triton.__version__)"
+	$(GPU_CHECK) -x tests/test_arena.py tests/test_write_kv.py tests/test_device_transfer.py tests/test_step_tensors.py
+	$(GPU_CHECK) -x tests/test_block_copy_device.py tests/test_attention_triton.py
+	$(PYTHON) -m bench.gpu --part check --part copy --json gpu-kernels.json
+	-$(GPU_CHECK) tests/test_graphs.py tests/test_packing.py tests/test_warm_up.py tests/test_torn_blocks.py
+	$(PYTHON) -m bench.gpu --quick --model-shape qwen-2.5-0.5b --json gpu-quick.json
+	$(PYTHON) -m bench.gpu --model-shape llama-3.1-8b --part ttft --part overlap --budget-s 300 --json gpu-turns.json
+	$(PYTHON) -m bench.gpu --model-shape llama-3.1-8b --part decode --part graphs --part saving --part prefill \
+		--budget-s 300 --json gpu-steps.json
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

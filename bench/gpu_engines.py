@@ -191,7 +191,7 @@ class Replays:
 
 
 def graphs(machine: Machine) -> None:
-    """Decode with CUDA graphs beside the same without."""
+    """Decode, and a short turn after a hit in HBM, with CUDA graphs beside the same without."""
     case, board = machine.case, machine.board
     machine.close("tiers")  # room for one engine more
     with_graphs, eager = machine.person("plain", 0), machine.person("eager", 0)
@@ -208,7 +208,22 @@ def graphs(machine: Machine) -> None:
                 "graphs", case.name, f"decode, batch {batch}, {kind} graphs", batch * DECODE_TOKENS / median(seconds),
                 "tok/s", ratio, "without graphs" if ratio else None, times=seconds, note=str(counts[kind]),
             )  # fmt: skip
+    compare_turns(machine)
     machine.close("eager")
+
+
+def compare_turns(machine: Machine) -> None:
+    case, length = machine.case, machine.case.histories[0]
+    persons = {"with": machine.person("plain", length), "without": machine.person("eager", length)}
+    counts = {kind: Replays(person.engine) for kind, person in persons.items()}
+    times = machine.alternate({kind: partial(person.hit_s, "hbm") for kind, person in persons.items()})
+    for kind, seconds in times.items():
+        ratio = median(times["without"]) / median(seconds) if kind == "with" else None
+        machine.board.add(
+            "graphs", case.name, f"turn of {case.new_tokens} tokens after an HBM hit, {kind} graphs",
+            1000 * median(seconds), "ms", ratio, "without graphs" if ratio else None, times=seconds,
+            note=str(counts[kind]),
+        )  # fmt: skip
 
 
 # -- returning turns -------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The size of the block pool: given, or found."""
 
 import warnings
+from collections import Counter
 from types import SimpleNamespace
 
 import fake_cuda
@@ -10,6 +11,7 @@ import torch
 from models import make_model
 
 from engine.config import SchedulerConfig
+from engine.graphs import GRAPH_BYTES, PREFILL_SIZES, Form, StepGraphs, bytes_for_graphs, graph_sizes
 from engine.memory import CPU_FRACTION, CPU_WINDOWS, CUDA_WINDOWS, _maximal_step, num_hbm_blocks
 from engine.probe import intercept
 from kvstore.config import MAX_SAVE_BYTES
@@ -91,6 +93,17 @@ def test_auto_on_cuda_takes_no_more_than_a_small_model_can_use(monkeypatch):
         assert num_hbm_blocks(model, config, "auto") == CUDA_WINDOWS * 4 * 256 // 16
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (3 << 20, 7 << 20))
         assert num_hbm_blocks(model, config, "auto") < CUDA_WINDOWS * 4 * 256 // 16
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_what_graphs_take_is_found_by_the_largest_of_each_kind(monkeypatch):
+    run_once, seen = StepGraphs.run_once, Counter()
+    monkeypatch.setattr(StepGraphs, "run_once", lambda graphs, form: seen.update([form]) or run_once(graphs, form))
+    with fake_cuda.device(monkeypatch):
+        model = intercept(make_model().to(fake_cuda.DEVICE), 256)
+        foreseen = bytes_for_graphs(model, CONFIG)
+    assert seen == {Form(4, 4): 2, Form(128, 1): 2}
+    assert foreseen > (len(graph_sizes(4)) + len(PREFILL_SIZES)) * GRAPH_BYTES
 
 
 @pytest.mark.gpu
