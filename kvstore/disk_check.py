@@ -151,7 +151,10 @@ def clear_mark(directory: Path) -> None:
 
 # -- kinds -----------------------------------------------------------------------------------------------------------
 def check_kinds(store: Path) -> None:
-    """Files are files, and folders are folders: opening a pipe would wait for ever. Raises StoreError, and OSError."""
+    """Files are files, as opening a pipe would wait for ever; folders are folders; and what holds data can be written.
+
+    Raises StoreError, and OSError.
+    """
     for folder in (store, *(store / name for name in FOLDERS)):
         for entry in folder.iterdir() if folder.is_dir() else ():
             try:
@@ -163,6 +166,8 @@ def check_kinds(store: Path) -> None:
             if not (expected(mode) or is_free or entry.name == SOCKET_NAME):
                 wanted = "a directory" if entry.name in FOLDERS else "a file"
                 raise StoreError(f"{entry} is {_kind(mode)} where {wanted} of the store has to be; move it away")
+            if entry.name in (DATA_FILE, *FOLDERS) and not os.access(entry, os.R_OK | os.W_OK):
+                raise StoreError(f"{entry} is not writable; change its permissions")
 
 
 def _kind(mode: int) -> str:
