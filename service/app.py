@@ -134,6 +134,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         told = api_error(error)
         if told.code == "internal_error":
             log("a handler failed", {"request_id": exchange.request_id}, logging.ERROR, error)
+        _let_go(error)
         _count_refusal(context_of(request), told)
         exchange.status, exchange.error_code = told.status, told.code
         begun = exchange.response
@@ -142,6 +143,13 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         if exchange.abandon is not None:
             await exchange.abandon(told)
         return begun
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Of the frames it came through: tasks in them refer to it, and their texts would stay for the collector."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
 
 
 async def _in_time(handling: Awaitable[web.StreamResponse]) -> web.StreamResponse:

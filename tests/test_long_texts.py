@@ -1,5 +1,6 @@
 """Texts of any length: few long ones are tokenized at once, what cannot fit waits for nothing, bodies do not stay."""
 
+import gc
 import json
 import threading
 import tracemalloc
@@ -160,3 +161,21 @@ def test_a_body_does_not_stay_while_its_request_waits():
             tracemalloc.stop()
         assert {reply.result().status for reply in replies} == {200}
         assert held < 2 * len(body)  # and not six
+
+
+@pytest.mark.parametrize("route", [route for route in ROUTES if "token" not in route])
+def test_a_text_that_was_refused_does_not_stay(taken, route):
+    path, body = route.partition(" ")[0].rstrip(","), json.dumps(ROUTES[route]).replace(TEXT, "a" * 2**21).encode()
+    taken.post(path, body)
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        for _ in range(4):
+            assert taken.post(path, body).status == 400
+        taken.wait_until(lambda: taken.context.limits.num_open <= 1, "only the stream is left")
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert held < len(body)
