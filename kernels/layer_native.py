@@ -152,7 +152,7 @@ def native_product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> Nativ
     packed: what oneDNN made of weight, [out, in], which is needed for a comparison alone. bias: [out], contiguous.
     """
     columns = num_columns() if weight.dtype == torch.bfloat16 and weight.dim() == 2 else 0
-    if not columns or weight.shape[0] % columns or weight.shape[1] % 32:
+    if not columns or weight.shape[0] % 16 or weight.shape[1] % 32:
         return None
     if bias is not None and (bias.dtype != weight.dtype or not bias.is_contiguous()):
         return None
@@ -163,11 +163,12 @@ def native_product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> Nativ
 
 
 def _is_as_known(packed: Tensor, weight: Tensor, columns: int) -> bool:
-    """Whether the packed weight's bytes are [out / columns][in / 2][columns][2]: its layout is oneDNN's to choose."""
+    """Whether the packed weight is [out / columns][in / 2][columns][2], filled up: its layout is oneDNN's choice."""
     try:
         address, size = torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
     except (AttributeError, RuntimeError, TypeError):
         return False
+    weight = torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % columns))
     if size != weight.nbytes:
         return False
     memory = (ctypes.c_char * size).from_address(address)

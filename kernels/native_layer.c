@@ -1,6 +1,6 @@
 /* What a step of a few rows computes of a layer beside its attention: norms, and products with weights as oneDNN has
- * packed them: [out / COLUMNS][in / 2][COLUMNS][2], bfloat16, COLUMNS being 32 for tiles (AMX) and 64 for vectors. Such a
- * product is bound by memory, and a weight is fetched far ahead of its use, which oneDNN does not do (bench/LOG.md). */
+ * packed them: [out / COLUMNS][in / 2][COLUMNS][2], bfloat16, COLUMNS being 32 for tiles (AMX) and 64 for vectors, the last
+ * block filled up. Such a product is bound by memory, and a weight is fetched far ahead of its use, which oneDNN does not do (bench/LOG.md). */
 
 #include "native_tiles.h"
 #include "native_vectors.h"
@@ -56,7 +56,8 @@ int rms_norm(const void *x, const void *scale, void *out, int64_t num_rows, int6
     return 0;
 }
 
-/* y = x * weight + bias; x: [rows, in], y: [rows, out], contiguous. bias: null for none. in, out: multiples of 32. */
+/* y = x * weight + bias; x: [rows, in], y: [rows, out], contiguous. bias: null for none. in: a multiple of 32, out: of
+ * LANES. */
 struct product {
     const uint16_t *weight, *bias;
     int64_t in, out;
@@ -204,6 +205,18 @@ INLINE void multiply(const struct product *product, int64_t block, const uint16_
 
 #ifdef HAS_PRODUCTS
 
+INLINE int64_t num_blocks(const struct product *product)
+{
+    return (product->out + COLUMNS - 1) / COLUMNS;
+}
+
+/* Columns of it that are not there to fill it up. */
+INLINE int64_t in_block(const struct product *product, int64_t block)
+{
+    int64_t left = product->out - block * COLUMNS;
+    return left < COLUMNS ? left : COLUMNS;
+}
+
 INLINE void store(uint16_t *to, floats x)
 {
     __m256i halves = (__m256i)_mm512_cvtneps_pbh(x);
@@ -226,7 +239,7 @@ INLINE void finish(const struct product *product, int64_t block, const uint16_t 
     float sums[GROUP_ROWS * COLUMNS];
     multiply(product, block, x, rows, sums, is_first);
     for (int64_t row = 0; row < rows; row++)
-        for (int64_t i = 0; i < COLUMNS; i += LANES) {
+        for (int64_t i = 0, width = in_block(product, block); i < width; i += LANES) {
             int64_t column = block * COLUMNS + i, at = row * product->out + column;
             floats value = biased(product, column, sums + row * COLUMNS + i);
             if (added)
@@ -254,7 +267,7 @@ INLINE void finish_gated(const struct layer_parts *parts, int64_t block, const u
     multiply(&parts->gate, block, x, rows, gates, is_first);
     multiply(&parts->up, block, x, rows, sums, is_first);
     for (int64_t row = 0; row < rows; row++)
-        for (int64_t i = 0; i < COLUMNS; i += LANES) {
+        for (int64_t i = 0, width = in_block(&parts->up, block); i < width; i += LANES) {
             int64_t column = block * COLUMNS + i, at = row * parts->up.out + column, from = row * COLUMNS + i;
             uint16_t gate[LANES];
             store(gate, activated(biased(&parts->gate, column, gates + from), parts->gelu));
@@ -283,7 +296,7 @@ INLINE int64_t in_group(int64_t rows, int64_t row)
 INLINE void compute(const struct product *product, const uint16_t *x, const uint16_t *added, uint16_t *y, int64_t rows)
 {
 #pragma omp for schedule(dynamic)
-    for (int64_t block = 0; block < product->out / COLUMNS; block++)
+    for (int64_t block = 0; block < num_blocks(product); block++)
         for (int64_t row = 0; row < rows; row += GROUP_ROWS) {
             const uint16_t *sum = added ? added + row * product->out : 0;
             finish(product, block, x + row * product->in, sum, y + row * product->out, in_group(rows, row), !row);
@@ -370,7 +383,7 @@ int kv_after_attention(const struct layer_parts *parts, const uint16_t *attended
         compute(&parts->out, attended, x, sum, rows);
         normalise(&parts->between, sum, normed, rows);
 #pragma omp for schedule(dynamic)
-        for (int64_t block = 0; block < parts->up.out / COLUMNS; block++)
+        for (int64_t block = 0; block < num_blocks(&parts->up); block++)
             for (int64_t row = 0; row < rows; row += GROUP_ROWS)
                 finish_gated(parts, block, normed + row * parts->up.in, hidden + row * parts->up.out,
                              in_group(rows, row), !row);

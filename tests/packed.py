@@ -48,7 +48,7 @@ def small_weights_packed() -> Iterator[None]:
 
 def make(name: str, dtype: str, **changes: Any) -> Any:
     architecture, own = MODELS[name]
-    return make_model(architecture, dtype=DTYPES[dtype], **{"intermediate_size": 128, **own, **changes})
+    return make_model(architecture, dtype=DTYPES[dtype], **{**own, **changes})
 
 
 def pool_bytes(network: Any, num_blocks: int) -> int:
