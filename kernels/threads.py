@@ -42,16 +42,11 @@ class Team:
     """All computing threads for a step, or one for a step of few rows while others want the processors, too.
 
     Threads of a team wait for one another. Where one of them shares its processor, all take twice as long, and a thread
-    alone would not (bench/LOG.md). waited_s: how long the threads have waited for a processor so far, None if unknown.
+    alone would not, if it may go where there is room (bench/LOG.md).
     """
 
-    def __init__(
-        self,
-        use: Callable[[int], object] | None = None,
-        waited_s: Callable[[], float | None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._use, self._waited_s, self._clock = use or _use_threads, waited_s or _Waits(), clock
+    def __init__(self, threads: "Threads | None" = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._threads, self._clock = threads or Threads(), clock
         self._seen_s: float | None = None
         self._computed_s = 0.0  # with all threads since the last look
         self._patience_s = PATIENCE_S[0]
@@ -66,50 +61,51 @@ class Team:
     def step(self, num_rows: int) -> Iterator[None]:
         """In here a step of so many rows is computed by the calling thread and those that help it."""
         began, num_threads = self._clock(), torch.get_num_threads()
-        if self._alone_until is not None and began < self._alone_until and num_rows <= FEW_ROWS:
-            self._use(1)
+        is_waiting = self._alone_until is not None and began < self._alone_until
+        is_alone = is_waiting and num_rows <= FEW_ROWS
+        self._threads.roam(is_alone)
+        if is_alone:
+            self._threads.use(1)
             try:
                 yield
             finally:
-                self._use(num_threads)
-            return
-        yield
-        if num_threads > 1:
-            self._look(began)
+                self._threads.use(num_threads)
+        elif is_waiting or num_threads == 1:
+            yield
+        else:
+            if self._computed_s == 0.0:
+                self._seen_s = self._threads.waited_s()
+            yield
+            self._look(self._clock() - began)
 
-    def _look(self, began: float) -> None:
-        now = self._clock()
-        self._computed_s += now - began
+    def _look(self, computed_s: float) -> None:
+        self._computed_s += computed_s
         if self._computed_s < LOOK_S:
             return
-        waited_s = self._waited_s()
+        waited_s = self._threads.waited_s()
         share = 0.0 if waited_s is None or self._seen_s is None else (waited_s - self._seen_s) / self._computed_s
         if share <= CROWDED_SHARE:
             self._alone_until, self._patience_s = None, PATIENCE_S[0]
-        elif self._alone_until is None or now >= self._alone_until:
+        else:
             if self._alone_until is not None:
                 self._patience_s = min(2 * self._patience_s, PATIENCE_S[1])
-            self._alone_until = now + self._patience_s
-        self._seen_s, self._computed_s = waited_s, 0.0
+            self._alone_until = self._clock() + self._patience_s
+        self._computed_s = 0.0
 
 
-def _use_threads(count: int) -> None:
-    library = native.library()
-    if library is not None:
-        library.kv_use_threads(count)
-
-
-class _Waits:
-    """Seconds that the threads of the caller's team have been ready and waited for a processor, as Linux counts them.
-
-    None where it does not, and at the first call of a thread.
-    """
+class Threads:
+    """The team of whichever thread calls: how long it waits for processors, how many compute, where the caller runs."""
 
     def __init__(self) -> None:
         self._caller: int | None = None
-        self._files: list[Path] = []
+        self._ids: list[int] = []
+        self._home: set[int] | None = None  # where the caller ran before it was let roam
 
-    def __call__(self) -> float | None:
+    def waited_s(self) -> float | None:
+        """Seconds for which its threads were ready and had no processor, as Linux counts them.
+
+        None where it does not, and at the first call of a thread.
+        """
         library = native.library()
         if library is None:
             return None
@@ -117,10 +113,28 @@ class _Waits:
             self._caller, num_threads = threading.get_ident(), torch.get_num_threads()
             ids = (ctypes.c_int * num_threads)()
             library.kv_team(ids, num_threads)
-            self._files = [Path(f"/proc/self/task/{one}/schedstat") for one in ids]
+            self._ids = list(ids)
             return None
         try:
-            return sum(int(file.read_text().split()[1]) for file in self._files) / 1e9
+            files = [Path(f"/proc/self/task/{one}/schedstat") for one in self._ids]
+            return sum(int(file.read_text().split()[1]) for file in files) / 1e9
         except (OSError, IndexError, ValueError):
             self._caller = None  # a thread has ended, or this system does not count
             return None
+
+    def use(self, count: int) -> None:
+        """So many compute from now on."""
+        library = native.library()
+        if library is not None:
+            library.kv_use_threads(count)
+
+    def roam(self, may_roam: bool) -> None:
+        """The caller may run on the processors of all its team, or again where it was before."""
+        if may_roam == (self._home is not None) or any(name in os.environ for name in _USERS_OWN):
+            return
+        if may_roam:
+            self._home = os.sched_getaffinity(0)
+            os.sched_setaffinity(0, set().union(*map(os.sched_getaffinity, self._ids)))
+        elif self._home is not None:
+            os.sched_setaffinity(0, self._home)
+            self._home = None

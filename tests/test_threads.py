@@ -68,7 +68,18 @@ class Clock:
 
     def __init__(self, waiting):
         self.now = self.waited = 0.0
-        self.waiting, self.used, self.team = waiting, [], None
+        self.waiting, self.used, self.roamed = waiting, [], []
+        self.team = Team(self, lambda: self.now)
+
+    def waited_s(self):
+        return self.waited
+
+    def use(self, count):
+        self.used.append(count)
+
+    def roam(self, may_roam):
+        if self.roamed[-1:] != [may_roam]:
+            self.roamed.append(may_roam)
 
     def step(self, num_rows):
         used = len(self.used)
@@ -82,15 +93,14 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    clock = Clock(0.5)
-    clock.team = Team(clock.used.append, lambda: clock.waited, lambda: clock.now)
-    return clock
+    return Clock(0.5)
 
 
 def test_beside_other_work_one_thread_takes_steps_of_few_rows(clock):
     alone = [clock.step(1) for _ in range(8)]
-    assert not any(alone[:2]) and all(alone[2:]) and clock.team.is_crowded
+    assert not alone[0] and all(alone[1:]) and clock.team.is_crowded
     assert clock.used[:2] == [1, 2], "all threads are there again between the steps"
+    assert clock.roamed == [False, True]
     assert not clock.step(FEW_ROWS + 1), "a prompt is computed by all of them"
 
 
@@ -104,30 +114,34 @@ def test_all_threads_are_tried_again_and_less_often_in_vain(clock):
 
 
 def test_where_nothing_is_counted_all_threads_compute(clock):
-    clock.team = Team(clock.used.append, lambda: None, lambda: clock.now)
+    clock.waited_s = lambda: None
     assert not any(clock.step(1) for _ in range(100)) and clock.used == []
 
 
 @needs_processors
 def test_busy_processes_on_our_processors_are_noticed():
     done = subprocess.run([sys.executable, "-c", CROWDED], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [True, 1, 2]
+    assert json.loads(done.stdout) == [True, 1, 2, 2, 1], "crowded, alone, then all; free to roam, then bound"
 
 
 CROWDED = """
 import json, os, subprocess, sys, time, torch
-from kernels.threads import Team
+from kernels.threads import PATIENCE_S, Team, bind_threads
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
 torch.set_num_threads(2)
 busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
 try:
+    bind_threads()
     team, x, until, seen = Team(), torch.ones(300, 300), time.monotonic() + 60, []
     while not (team.is_crowded and seen[-1] == 1) and time.monotonic() < until:
         with team.step(1):
             seen.append(torch.get_num_threads())
             for _ in range(20):
                 x @ x
-    print(json.dumps([team.is_crowded, seen[-1], torch.get_num_threads()]))
+    at = len(os.sched_getaffinity(0))
+    time.sleep(PATIENCE_S[0])
+    with team.step(1):
+        print(json.dumps([team.is_crowded, seen[-1], torch.get_num_threads(), at, len(os.sched_getaffinity(0))]))
 finally:
     for one in busy:
         one.kill()
