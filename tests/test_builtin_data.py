@@ -27,6 +27,7 @@ from engine.builtin.kinds import (
     TELL_HELD_OUT,
     split,
 )
+from engine.builtin.phrases import ASK_PARTS, CORRECT_PARTS, TELL_PARTS, compose
 from engine.builtin.smalltalk import SYSTEM, SYSTEM_HELD_OUT
 from engine.builtin.values import (
     ALL_HELD_OUT,
@@ -41,10 +42,10 @@ from engine.builtin.values import (
 SEEDS = range(30)
 
 
-def made(seed: int, which: str, ask_once: bool = False) -> Conversation:
+def made(seed: int, which: str, ask_once: bool = False, dense: bool = False) -> Conversation:
     """A conversation in which a word of six letters or so counts as two tokens."""
     return make_conversation(seed, which, max_tokens=700, count_tokens=lambda text: len(text) // 3 + 1,
-                             ask_once=ask_once)
+                             ask_once=ask_once, dense=dense)
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +78,13 @@ def test_held_out_phrasings_are_not_in_training():
         train |= {*kind.tell, *kind.ask}
         held_out |= {*kind.tell_held_out, *kind.ask_held_out}
     assert not train & held_out
+    rng = random.Random(9)
+    composed = {compose(rng, pattern) for pattern in (*TELL_PARTS, *ASK_PARTS, *CORRECT_PARTS) for _ in range(200)}
+    for kind in KINDS:
+        own = {compose(rng, pattern) for pattern in (*kind.tell_more, *kind.ask_more) for _ in range(40)}
+        assert len(own) > 20, kind.key
+        composed |= own
+    assert len(composed) > 8000 and not composed & held_out
     assert not {*LEADS, *ASK_LEADS} & {*LEADS_HELD_OUT, *ASK_LEADS_HELD_OUT}
     assert not set(SYSTEM) & set(SYSTEM_HELD_OUT)
 
@@ -111,6 +119,27 @@ def test_every_answer_is_the_newest_that_was_told(which: str):
                 assert value in turn.user
                 known[key] = value
     assert num_known > 50 and num_unknown > 10 and num_corrected > 2
+
+
+def test_dense_conversations_are_about_one_type_of_value():
+    shares = {}
+    for dense in (False, True):
+        of_one_type, in_all = 0, 0
+        for seed in SEEDS:
+            told = [kind for turn in made(seed, TRAIN, dense=dense).turns for kind, _ in turn.told]
+            types = [next(kind.value for kind in KINDS if kind.key == key) for key in told]
+            of_one_type += max(map(types.count, types), default=0)
+            in_all += len(types)
+        shares[dense] = of_one_type / in_all
+    assert shares[True] > 0.55 and shares[True] > 1.5 * shares[False]
+
+
+def test_training_repeats_fewer_facts_than_the_evaluation():
+    share = {}
+    for which in (TRAIN, HELD_OUT):
+        asked = [asked for seed in SEEDS for turn in made(seed, which).turns for asked in turn.asked if asked.value]
+        share[which] = sum(one.repeated for one in asked) / len(asked)
+    assert share[TRAIN] < 0.7 < share[HELD_OUT]
 
 
 def test_ask_once_never_asks_for_what_an_answer_gave_away():
@@ -158,7 +187,7 @@ def test_resumed_training_equals_uninterrupted_training(tokenizer, tmp_path: Pat
     torch = pytest.importorskip("torch")
     from engine.builtin.train import Plan, Trainer
 
-    plan = Plan(minutes=1e6, max_steps=8, tokens_per_batch=256, stages=((1.0, 128),), hidden_size=32,
+    plan = Plan(num_steps=8, tokens_per_batch=256, stages=((1.0, 128, 0.5),), hidden_size=32,
                 num_layers=1, num_heads=2, num_kv_heads=1, mlp_size=32, compiled=False)
     whole = Trainer(plan, tmp_path / "whole")
     losses = [whole.train_step() for _ in range(4)]

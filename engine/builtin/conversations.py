@@ -19,6 +19,7 @@ from engine.builtin.kinds import (
     Kind,
     split,
 )
+from engine.builtin.phrases import ASK_PARTS, CORRECT_PARTS, TELL_PARTS, compose, opening
 from engine.builtin.smalltalk import CHATTER, fill, small_talk, system_prompt
 from engine.builtin.values import HELD_OUT, TRAIN, invented_word, make_value
 
@@ -41,7 +42,10 @@ ASK_LEADS = (
 ASK_LEADS_HELD_OUT = ("Excuse me, ", "Alright, ", "Hello again, ", "If I may ask, ")
 # Every answer begins alike, known or not, so that one look-up ("... name is") decides both.
 UNKNOWN = "something I don't know. You haven't told me."
-REPEATED_SHARE = 0.85  # of the acknowledgements say the fact again, in the words of the answers
+# So many of the acknowledgements say the fact again, in the words of the answers. Fewer in training: a model that
+# always finds the value in its own words does not learn to look for it in the user's.
+REPEATED_SHARE = {TRAIN: 0.55, HELD_OUT: 0.85}
+COMPOSED_SHARE = 0.5  # of the phrasings of training are put together from parts
 TAILS = (  # what may follow a fact in training
     " That's it.| I hope you like it.| Isn't that nice?| You know how it is.| I thought you should know.| Okay?|"
     " Thanks.| That is all for now.| Please keep it.| Did you get that?| It is true.| I am serious.|"
@@ -97,6 +101,7 @@ class Maker:
     rng: random.Random
     split: str
     ask_once: bool
+    dense: bool = False  # one type of value, hardly any small talk: all is telling and asking
     pool: list[Kind] = field(default_factory=list)
     known: dict[str, Asked] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)  # keys asked for since they were told
@@ -107,6 +112,11 @@ class Maker:
     def __post_init__(self) -> None:
         self.pool = self.rng.sample(KINDS, self.rng.randint(6, 26))
         self.small_share = self.rng.uniform(0.03, 0.45)
+        if self.dense:
+            first = self.rng.choice(self.pool)
+            akin = [kind for kind in KINDS if kind.value == first.value]
+            self.pool = [*akin, *self.rng.sample(KINDS, max(2, 5 - len(akin)))]
+            self.small_share = 0.04
 
     def next_turn(self) -> Turn:
         """One more turn, of the sort that the dice and the state allow."""
@@ -135,12 +145,26 @@ class Maker:
     def phrase(self, train: tuple[str, ...], held_out: tuple[str, ...]) -> str:
         return self.rng.choice(held_out if self.split == HELD_OUT else train)
 
+    def composed(self, kind: Kind, parts: tuple[str, ...], more: tuple[str, ...], own: tuple[str, ...]) -> str:
+        """A phrasing of training out of parts: one for every kind or, as often, one of the kind's own."""
+        text = compose(self.rng, self.rng.choice(more if more and self.rng.random() < 0.5 else parts))
+        for name in ("{Q}", "{T}"):
+            text = text.replace(name, self.rng.choice(own))
+        return text.replace("{X}", opening(self.rng))
+
+    def is_composed(self) -> bool:
+        return self.split == TRAIN and self.rng.random() < COMPOSED_SHARE
+
     def telling(self, kind: Kind) -> str:
+        if self.is_composed():
+            return self.composed(kind, TELL_PARTS, kind.tell_more, kind.tell)
         if self.rng.random() < 0.4:
             return self.phrase(split(TELL), split(TELL_HELD_OUT))
         return self.phrase(kind.tell, kind.tell_held_out)
 
     def asking(self, kind: Kind) -> str:
+        if self.is_composed():
+            return self.composed(kind, ASK_PARTS, kind.ask_more, kind.ask)
         if self.rng.random() < 0.4:
             return self.phrase(split(ASK), split(ASK_HELD_OUT))
         return self.phrase(kind.ask, kind.ask_held_out)
@@ -170,7 +194,7 @@ class Maker:
     def tell(self, untold: list[Kind]) -> Turn:
         """One to three facts in one message."""
         count = min(len(untold), self.rng.choice((1, 1, 1, 1, 1, 1, 2, 2, 2, 3)))
-        repeated = self.rng.random() < REPEATED_SHARE
+        repeated = self.rng.random() < REPEATED_SHARE[self.split]
         said, answers, told = [], [], []
         for kind in self.rng.sample(untold, count):
             value = make_value(self.rng, kind.value, self.split)
@@ -191,8 +215,12 @@ class Maker:
         value = old
         while value == old:
             value = make_value(self.rng, kind.value, self.split)
-        repeated = self.rng.random() < REPEATED_SHARE
-        text = self.fill(self.phrase(split(CORRECT), split(CORRECT_HELD_OUT)), kind, value, old)
+        repeated = self.rng.random() < REPEATED_SHARE[self.split]
+        if self.is_composed():
+            text = self.composed(kind, CORRECT_PARTS, (), kind.tell)
+        else:
+            text = self.phrase(split(CORRECT), split(CORRECT_HELD_OUT))
+        text = self.fill(text, kind, value, old)
         self.remember(kind, value, True, repeated)
         answer = f"Thank you for the correction. {kind.yours} is {value}." if repeated else self.rng.choice(CORRECTED)
         return Turn(self.led(text, LEADS, LEADS_HELD_OUT), answer, told=((kind.key, value),))
@@ -219,7 +247,7 @@ class Maker:
 
     def ask(self, askable: list[Asked]) -> Turn:
         """A question about one fact, or about two at once."""
-        first = askable[0] if self.rng.random() < 0.25 else self.rng.choice(askable)
+        first = askable[0] if self.rng.random() < (0.4 if self.split == TRAIN else 0.25) else self.rng.choice(askable)
         picked = [first]
         if self.rng.random() < 0.1:
             others = [fact for fact in askable if fact is not first] or [self.unknown()]
@@ -234,14 +262,16 @@ def turn_tokens(turn: Turn, count_tokens: Callable[[str], int]) -> int:
 
 
 def make_conversation(seed: int | str, split: str = TRAIN, *, max_tokens: int = 1024,
-                      count_tokens: Callable[[str], int], ask_once: bool = False) -> Conversation:
+                      count_tokens: Callable[[str], int], ask_once: bool = False,
+                      dense: bool = False) -> Conversation:
     """A conversation whose rendering has at most `max_tokens` tokens, and nearly as many.
 
     With `ask_once` no fact is asked for twice or within three turns of its telling, so that
-    an answer is never a copy of an earlier answer: that is what the evaluation needs.
+    an answer is never a copy of an earlier answer: that is what the evaluation needs. With `dense`
+    its facts are of one type and small talk is rare: that is what training begins with.
     """
     rng = random.Random(f"{split}/{seed}")
-    maker = Maker(rng, split, ask_once)
+    maker = Maker(rng, split, ask_once, dense)
     system = system_prompt(rng, split == HELD_OUT)
     used = 1 + (count_tokens(" " + system) + TOKENS_PER_MESSAGE if system else 0)
     turns: list[Turn] = []

@@ -4,7 +4,9 @@ Every kind has phrasings for training and others that are held out. `{V}` is the
 `{A}` the value with its article, `{S}` the subject as the speaker says it ("my sister's name").
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from engine.builtin.phrases import MORE
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,8 @@ class Kind:
     ask: tuple[str, ...]
     tell_held_out: tuple[str, ...]
     ask_held_out: tuple[str, ...]
+    tell_more: tuple[str, ...] = ()  # patterns for `phrases.compose`
+    ask_more: tuple[str, ...] = ()
 
     @property
     def yours(self) -> str:
@@ -88,7 +92,7 @@ def kind(key: str, group: str, value: str, phrases: tuple[str, str, str, str],
     """A kind from its own phrasings: told, asked, and both again for the held-out split."""
     subject = subject or f"my {key}"
     tell, ask, tell_held_out, ask_held_out = (split(text) for text in phrases)
-    return Kind(key, group, value, subject, tell, ask, tell_held_out, ask_held_out)
+    return Kind(key, group, value, subject, tell, ask, tell_held_out, ask_held_out, *MORE.get(key, ((), ())))
 
 
 def family(names: str, group: str, value: str, phrases: tuple[str, str, str, str],
@@ -99,7 +103,9 @@ def family(names: str, group: str, value: str, phrases: tuple[str, str, str, str
         tell, ask, tell_held_out, ask_held_out = (text.replace("{R}", name) for text in phrases)
         about = subject.replace("{R}", name)
         own = (tell, ask, tell_held_out, ask_held_out)
-        made.append(kind(about.removeprefix("my "), group, value, own, about))
+        one = kind(about.removeprefix("my "), group, value, own, about)
+        more = [tuple(text.replace("{R}", name) for text in patterns) for patterns in MORE[MORE_OF[phrases]]]
+        made.append(replace(one, tell_more=more[0], ask_more=more[1]))
     return made
 
 
@@ -152,6 +158,7 @@ TIME = (
     "don't let me be late, my {R} is at {V}.|we agreed on {V} for my {R}.",
     "what time did we agree on for my {R}?|at which hour is my {R}?",
 )
+MORE_OF = {NAMED: "named", FAVOURITE: "favourite", CODE: "code", TRAVEL: "travel", DATE: "date", TIME: "time"}
 FAMILY = "sister, brother, mother, father, daughter, son, cousin, aunt, uncle"
 OTHERS = "best friend, boss, neighbour, doctor, teacher, roommate, colleague, coach"
 PETS = "dog, cat, parrot, rabbit, hamster, horse"
