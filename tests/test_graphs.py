@@ -428,7 +428,7 @@ def test_graphs_of_several_sizes_on_cuda(name, dtype, caplog):
     """Each is compared with the forward when it is captured; none of these models may be refused."""
     model, config = on_cuda(name, dtype), SchedulerConfig(256, max_num_seqs=20)
     graphs = capture_graphs(model, model.new_caches(64, 16), config, CudaCapturer(model.device))
-    assert graphs is not None, caplog.text
+    assert graphs is not None and graphs.num_graphs == len(graph_sizes(20)) + len(PREFILL_SIZES), caplog.text
 
 
 @pytest.mark.gpu
