@@ -60,7 +60,7 @@ class OfflineStore:
     def __init__(self, path: str | Path) -> None:
         place = Path(path).expanduser()
         if not _is_store(place):
-            raise StoreError(f"there is no store at {path}; give the directory of one")
+            raise StoreError(f"there is no store at {path}; give the directory of one, which `kvstore serve` begins")
         with ExitStack() as opened:
             self.directory = opened.enter_context(StoreDirectory.open(place))
             set_aside = _quarantined(self.directory.path)

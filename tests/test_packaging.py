@@ -20,3 +20,18 @@ def test_annotations_are_shipped():
     for top in {package.split(".")[0] for package in SETUP["packages"]}:
         assert "py.typed" in SETUP["package-data"][top], top
         assert (ROOT / top / "py.typed").read_bytes() == b""
+
+
+def test_every_file_beside_the_code_is_shipped():
+    """A folder more, such as one of vendored scripts, needs a pattern of its own."""
+    shipped = set()
+    for package, patterns in SETUP["package-data"].items():
+        folder = ROOT / package.replace(".", "/")
+        shipped |= {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
+    there = {
+        file
+        for top in SETUP["packages"]
+        for file in (ROOT / top.replace(".", "/")).rglob("*")
+        if file.is_file() and file.suffix not in (".py", ".pyc") and not file.name.startswith(".")
+    }
+    assert there - shipped == set()

@@ -247,10 +247,8 @@ def test_the_default_store_is_with_the_data_and_an_old_one_is_told(run, tmp_path
 def test_a_missing_store_is_one_line_and_is_not_made(run, tmp_path, command):
     arguments = ["--all"] if command == "evict" else []
     code, out, err = run(command, "--store", tmp_path / "nowhere", *arguments)
-    assert (code, out) == (
-        1,
-        "",
-    ) and err == f"kvstore: there is no store at {tmp_path}/nowhere; give the directory of one\n"
+    remedy = "give the directory of one, which `kvstore serve` begins"
+    assert (code, out, err) == (1, "", f"kvstore: there is no store at {tmp_path}/nowhere; {remedy}\n")
     code, _, err = run(command, *arguments)  # the default
     assert code == 1 and f"{tmp_path}/home/.local/share/kvstore" in err
     assert not (tmp_path / "nowhere").exists() and not (tmp_path / "home").exists()
