@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import native
@@ -168,12 +169,12 @@ def _is_as_known(packed: Tensor, weight: Tensor, columns: int) -> bool:
         address, size = torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
     except (AttributeError, RuntimeError, TypeError):
         return False
-    weight = torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % columns))
-    if size != weight.nbytes:
+    num_out, num_in = weight.shape
+    if size != -(-num_out // columns) * columns * num_in * weight.itemsize:
         return False
     memory = (ctypes.c_char * size).from_address(address)
-    found = torch.frombuffer(memory, dtype=weight.dtype).view(-1, weight.shape[1] // 2, columns, 2)
-    blocks = zip(found, weight.split(columns), strict=True)
+    found = torch.frombuffer(memory, dtype=weight.dtype).view(-1, num_in // 2, columns, 2)
+    blocks = zip(found, (F.pad(own, (0, 0, 0, columns - len(own))) for own in weight.split(columns)), strict=True)
     return all(torch.equal(block, own.view(columns, -1, 2).transpose(0, 1)) for block, own in blocks)
 
 

@@ -2,7 +2,8 @@
 
 The helper, which slept while nobody asked, may be woken on the processor of the thread that waits for it, and stay
 there for the whole of a prefill: a turn after a pause took up to twice as long (bench/LOG.md). Not for more than two:
-OpenMP ends threads when a smaller team is asked for, and new ones would all inherit the processor of the caller.
+OpenMP ends threads when a smaller team is asked for, and new ones would all inherit the processor of the caller. Nor
+does one of more than two decode alone: it would read weights more slowly than all of them, though one has to wait.
 """
 
 import ctypes
@@ -10,7 +11,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,9 +21,22 @@ from kernels import native
 
 FEW_ROWS = 16  # a step of so many reads weights more than it computes: one thread does it nearly as fast as two
 LOOK_S = 0.05  # of computing between two looks at how long threads have waited
-CROWDED_SHARE = 0.25  # of that time, spent waiting for a processor by all threads together
+CROWDED_SHARE = 0.25  # of that time, spent waiting for a processor by both threads together
 PATIENCE_S = (1.0, 8.0)  # until all threads are tried again: at first, and at most
+TEAM = 2  # threads, of which one may decode alone
 _USERS_OWN = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+
+
+@dataclass(slots=True)
+class _Bound:
+    """A thread that `bind_threads` has bound."""
+
+    own: set[int]  # its processor
+    before: set[int]  # where it could run before
+    roams: bool = False
+
+
+_here = threading.local()  # `bound` where the calling thread is
 
 
 def bind_threads(environment: Mapping[str, str] = os.environ) -> bool:
@@ -35,11 +50,14 @@ def bind_threads(environment: Mapping[str, str] = os.environ) -> bool:
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) != 2 or torch.get_num_threads() != 2:
         return False
-    return library.kv_bind_threads((ctypes.c_int * 2)(*cpus), 2) == 0
+    if library.kv_bind_threads((ctypes.c_int * 2)(*cpus), 2) != 0:
+        return False
+    _here.bound = _Bound(set(cpus[:1]), set(cpus))
+    return True
 
 
 class Team:
-    """All computing threads for a step, or one for a step of few rows while others want the processors, too.
+    """Both computing threads for a step, or one for a step of few rows while others want the processors, too.
 
     Threads of a team wait for one another. Where one of them shares its processor, all take twice as long, and a thread
     alone would not, if it may go where there is room (bench/LOG.md).
@@ -62,7 +80,7 @@ class Team:
         """In here a step of so many rows is computed by the calling thread and those that help it."""
         began, num_threads = self._clock(), torch.get_num_threads()
         is_waiting = self._alone_until is not None and began < self._alone_until
-        is_alone = is_waiting and num_rows <= FEW_ROWS
+        is_alone = is_waiting and num_threads == TEAM and num_rows <= FEW_ROWS
         self._threads.roam(is_alone)
         if is_alone:
             self._threads.use(1)
@@ -70,7 +88,7 @@ class Team:
                 yield
             finally:
                 self._threads.use(num_threads)
-        elif is_waiting or num_threads == 1:
+        elif is_waiting or num_threads != TEAM:
             yield
         else:
             if self._computed_s == 0.0:
@@ -99,7 +117,6 @@ class Threads:
     def __init__(self) -> None:
         self._caller: int | None = None
         self._ids: list[int] = []
-        self._home: set[int] | None = None  # where the caller ran before it was let roam
 
     def waited_s(self) -> float | None:
         """Seconds for which its threads were ready and had no processor, as Linux counts them.
@@ -129,12 +146,17 @@ class Threads:
             library.kv_use_threads(count)
 
     def roam(self, may_roam: bool) -> None:
-        """The caller may run on the processors of all its team, or again where it was before."""
-        if may_roam == (self._home is not None) or any(name in os.environ for name in _USERS_OWN):
+        """The caller may run wherever its team does, or on its own processor again.
+
+        Only one that `bind_threads` has bound: where others run is up to whoever owns them.
+        """
+        bound: _Bound | None = getattr(_here, "bound", None)
+        if bound is None or bound.roams == may_roam:
             return
-        if may_roam:
-            self._home = os.sched_getaffinity(0)
-            os.sched_setaffinity(0, set().union(*map(os.sched_getaffinity, self._ids)))
-        elif self._home is not None:
-            os.sched_setaffinity(0, self._home)
-            self._home = None
+        places = (bound.before, bound.own) if bound.roams else (bound.own, bound.before)
+        if os.sched_getaffinity(0) != places[0]:  # the user has moved it since, who counts
+            _here.bound = None
+            return
+        bound.roams = may_roam
+        with suppress(OSError):  # these processors were taken from the process
+            os.sched_setaffinity(0, places[1])

@@ -5,12 +5,16 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
 from kernels import native
-from kernels.threads import FEW_ROWS, Team, bind_threads
+from kernels.threads import FEW_ROWS, Team, Threads, bind_threads
 
 BOUND = """
 import json, os, threading, torch
@@ -116,6 +120,80 @@ def test_all_threads_are_tried_again_and_less_often_in_vain(clock):
 def test_where_nothing_is_counted_all_threads_compute(clock):
     clock.waited_s = lambda: None
     assert not any(clock.step(1) for _ in range(100)) and clock.used == []
+
+
+def test_more_threads_than_two_decode_beside_other_work_as_ever(clock, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert not any(clock.step(1) for _ in range(100)) and not clock.team.is_crowded
+
+
+def crowded_team():
+    """One that would let a thread decode alone for the next second of a clock that stands still."""
+    team = Team(Threads(), lambda: 0.0)
+    team._alone_until = 1.0
+    return team
+
+
+def test_all_threads_are_there_again_after_a_step_that_failed():
+    def fail():
+        torch.set_num_threads(2)
+        with pytest.raises(RuntimeError, match="failed"), crowded_team().step(1):
+            assert torch.get_num_threads() == (2 if native.library() is None else 1)
+            raise RuntimeError("failed")
+        return torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(1) as fresh:
+            assert fresh.submit(fail).result() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_processors
+def test_a_thread_that_we_have_not_bound_stays_where_its_owner_put_it():
+    """Not even where the one that stepped before it roamed, or has ended."""
+    cpus = sorted(os.sched_getaffinity(0))
+    team = crowded_team()
+
+    def step(num_rows, cpu):
+        team._threads.waited_s()  # looks at the threads that help this one
+        os.sched_setaffinity(0, {cpu})
+        with team.step(num_rows):
+            inside = os.sched_getaffinity(0)
+        return inside, os.sched_getaffinity(0), threading.get_native_id()
+
+    for num_rows, cpu in ((1, cpus[0]), (FEW_ROWS + 1, cpus[1]), (1, cpus[1])):
+        with ThreadPoolExecutor(1) as fresh:
+            inside, after, native_id = fresh.submit(step, num_rows, cpu).result()
+        assert inside == after == {cpu}
+        while Path(f"/proc/self/task/{native_id}").exists():
+            time.sleep(0.001)
+
+
+@needs_processors
+def test_a_bound_thread_roams_until_its_user_moves_it():
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+
+    def places():
+        os.sched_setaffinity(0, {first, second})
+        torch.set_num_threads(2)
+        assert bind_threads({})
+        team = crowded_team()
+        for num_rows in (1, FEW_ROWS + 1, 1):
+            with team.step(num_rows):
+                yield os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {second})
+        with team.step(FEW_ROWS + 1):
+            yield os.sched_getaffinity(0)
+
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(1) as fresh:
+            found = fresh.submit(lambda: list(places())).result()
+    finally:
+        torch.set_num_threads(before)
+    assert found == [{first, second}, {first}, {first, second}, {second}]
 
 
 @needs_processors
