@@ -131,6 +131,7 @@ INLINE void multiply(const struct product *product, int64_t block, const uint16_
 #define COLUMNS 64
 #define GROUP_ROWS 30
 #define ROWS_AT_ONCE 6 /* their sums, 4 vectors of a weight and one number of x fit into the registers */
+#define DEPTH 2048     /* of a block of a weight, 256 KiB, which stay in a cache while all rows of a group meet them */
 
 struct tile_shapes {
     char none;
@@ -146,15 +147,16 @@ INLINE void restore_tiles(const struct tile_shapes *before)
     (void)before;
 }
 
-/* Sums of so many rows, a constant, and one block of columns. is_first: it comes from memory, else from a cache. */
-INLINE void multiply_rows(const struct product *product, const uint16_t *weight, const uint16_t *x, int num_rows,
-                          float *sums, bool is_first)
+/* Sums of so many rows, a constant, and one block of columns, over so much of `in`: added to those that are there, or in
+ * place of them. is_first: the weight comes from memory, else from a cache. */
+INLINE void multiply_rows(const uint16_t *weight, const uint16_t *x, int64_t stride, int64_t depth, int num_rows,
+                          float *sums, bool adds, bool is_first)
 {
     __m512 found[ROWS_AT_ONCE][4];
     for (int row = 0; row < num_rows; row++)
         for (int i = 0; i < 4; i++)
-            found[row][i] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < product->in; k += 2, weight += 2 * COLUMNS) {
+            found[row][i] = adds ? _mm512_loadu_ps(sums + row * COLUMNS + i * LANES) : _mm512_setzero_ps();
+    for (int64_t k = 0; k < depth; k += 2, weight += 2 * COLUMNS) {
         __m512bh columns[4];
         for (int i = 0; i < 4; i++) {
             if (is_first)
@@ -163,7 +165,7 @@ INLINE void multiply_rows(const struct product *product, const uint16_t *weight,
         }
         for (int row = 0; row < num_rows; row++) {
             int32_t pair;
-            memcpy(&pair, x + row * product->in + k, sizeof pair);
+            memcpy(&pair, x + row * stride + k, sizeof pair);
             __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
             for (int i = 0; i < 4; i++)
                 found[row][i] = _mm512_dpbf16_ps(found[row][i], both, columns[i]);
@@ -178,26 +180,28 @@ INLINE void multiply_rows(const struct product *product, const uint16_t *weight,
 INLINE void multiply(const struct product *product, int64_t block, const uint16_t *x, int64_t rows, float *sums,
                      bool is_first)
 {
-    const uint16_t *weight = product->weight + block * COLUMNS * product->in;
-    int64_t num_parts = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, done = 0;
-    for (int64_t part = 0; part < num_parts; part++) {
-        int64_t count = (rows - done) / (num_parts - part);
-        const uint16_t *from = x + done * product->in;
-        float *to = sums + done * COLUMNS;
-        bool first = is_first && part == 0;
-        if (count == 1)
-            multiply_rows(product, weight, from, 1, to, first);
-        else if (count == 2)
-            multiply_rows(product, weight, from, 2, to, first);
-        else if (count == 3)
-            multiply_rows(product, weight, from, 3, to, first);
-        else if (count == 4)
-            multiply_rows(product, weight, from, 4, to, first);
-        else if (count == 5)
-            multiply_rows(product, weight, from, 5, to, first);
-        else
-            multiply_rows(product, weight, from, 6, to, first);
-        done += count;
+    int64_t in = product->in, num_parts = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    for (int64_t k = 0; k < in; k += DEPTH) {
+        const uint16_t *weight = product->weight + (block * in + k) * COLUMNS;
+        int64_t depth = in - k < DEPTH ? in - k : DEPTH;
+        for (int64_t part = 0, done = 0, count; part < num_parts; part++, done += count) {
+            const uint16_t *from = x + done * in + k;
+            float *to = sums + done * COLUMNS;
+            bool first = is_first && part == 0;
+            count = (rows - done) / (num_parts - part);
+            if (count == 1)
+                multiply_rows(weight, from, in, depth, 1, to, k, first);
+            else if (count == 2)
+                multiply_rows(weight, from, in, depth, 2, to, k, first);
+            else if (count == 3)
+                multiply_rows(weight, from, in, depth, 3, to, k, first);
+            else if (count == 4)
+                multiply_rows(weight, from, in, depth, 4, to, k, first);
+            else if (count == 5)
+                multiply_rows(weight, from, in, depth, 5, to, k, first);
+            else
+                multiply_rows(weight, from, in, depth, 6, to, k, first);
+        }
     }
 }
 

@@ -54,6 +54,14 @@ def test_a_product_is_that_of_float32(num_rows, num_in, num_out, with_bias):
 
 
 @needs_products
+@pytest.mark.parametrize("num_rows", sorted({1, 7, 31, ROWS}))
+def test_a_deep_product_is_computed_in_several_parts(num_rows):
+    weight, bias = linear(2 * 2048 + 32, 80 if not layer_native.has_tiles() else 96)
+    x = random_rows(1, num_rows, weight.shape[1], seed=3)
+    assert_rounded(PackedLinear(weight, bias).native(x), F.linear(x.float(), weight.float(), bias.float()))
+
+
+@needs_products
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_any_number_of_threads(threads):
     weight, bias = linear(96, 64)
