@@ -21,7 +21,8 @@ from kvstore.config import parse_size
 from kvstore.errors import ConfigError
 from kvstore.sizing import KV_BYTES_PER_TOKEN
 from kvstore.trace_formats import FORMATS, read_trace
-from kvstore.traces import DEFAULT_ARRIVALS, DEFAULT_BLOCK_SIZE, Arrivals, Trace, generate
+from kvstore.traces import DEFAULT_ARRIVALS, DEFAULT_BLOCK_SIZE, Arrivals, Trace
+from kvstore.traffic import KINDS, MADE_UP_ARRIVALS, generate
 
 if TYPE_CHECKING:
     from kvstore.replay import ReplayConfig, ServiceModel
@@ -147,6 +148,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--preset", choices=PRESETS, help="flags of a known experiment; those that are given count more")
     add("--trace", type=Path, metavar="FILE", help="default: made-up traffic")
+    add("--kind", choices=KINDS, help="of the made-up traffic: who comes; default: mixed")
     add("--format", metavar="|".join(FORMATS), help="of the trace")
     add(
         "--requests",
@@ -172,7 +174,10 @@ def _parser(description: str) -> argparse.ArgumentParser:
     add("--warm-up", type=_whole, default=0, metavar="N", help="requests at the start that are not counted")
     add("--no-look-ahead", action="store_true", help="return and auto do not see the queue either")
     add(
-        "--arrival-rate", type=_positive, metavar="N/S", help="new conversations a second (1), without times of its own"
+        "--arrival-rate",
+        type=_positive,
+        metavar="N/S",
+        help="new conversations a second, where a file has no times (1), or of made-up traffic by day (0.1)",
     )
     add("--think-time", type=_seconds, metavar="TIME", help="median time between an answer and the next message (60)")
     add("--conversations", type=_count, metavar="N", help="to draw from a file of turns (default: each of them once)")
@@ -232,6 +237,8 @@ def _check_flags(parsed: argparse.Namespace, has_tiers: bool) -> None:
         raise ConfigError(f"{_flag(useless[0])} has no effect on one tier without time; give --hbm, --cpu and --disk")
     if parsed.trace is None and parsed.format is not None:
         raise ConfigError("--format is that of a file; give --trace FILE too")
+    if parsed.trace is not None and parsed.kind is not None:
+        raise ConfigError(f"--kind {parsed.kind} has no effect on a trace; it is that of made-up traffic")
     if parsed.trace is not None and parsed.format is None:
         raise ConfigError(f"--trace needs --format, one of {', '.join(FORMATS)}")
     of_turns = {"conversations", "max_context"} | ({"arrival_rate", "think_time"} if parsed.trace else set())
@@ -254,8 +261,9 @@ def _flag(name: str) -> str:
 
 
 def _trace(parsed: argparse.Namespace) -> Trace:
+    usual = MADE_UP_ARRIVALS if parsed.trace is None else DEFAULT_ARRIVALS
     arrivals = Arrivals(
-        parsed.arrival_rate or DEFAULT_ARRIVALS.rate_per_s,
+        parsed.arrival_rate or usual.rate_per_s,
         parsed.think_time or DEFAULT_ARRIVALS.think_median_s,
         num_conversations=parsed.conversations,
         seed=parsed.seed,
@@ -263,7 +271,7 @@ def _trace(parsed: argparse.Namespace) -> Trace:
     limit = parsed.requests or (NUM_QUICK if parsed.quick else None)
     if parsed.trace is None:
         block_size = parsed.block_size or DEFAULT_BLOCK_SIZE
-        trace = generate(limit or NUM_REQUESTS, parsed.seed, block_size, arrivals=arrivals)
+        trace = generate(limit or NUM_REQUESTS, parsed.seed, block_size, parsed.kind or "mixed", arrivals)
     else:
         trace = read_trace(parsed.trace, parsed.format, parsed.block_size, arrivals, parsed.max_context)
         trace.requests = trace.requests[:limit]  # what follows another stands behind it

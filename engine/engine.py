@@ -66,7 +66,7 @@ class Engine:
     seed: of sampling without a seed of its own.
     policy: "fcfs" or "priority" (lower values first): the order of a tenant's requests. Tenants share equally.
     eviction: what goes first of what no waiting request needs: "fifo", "lru", "return" (least likely to return soon,
-        learned from this store's own traffic), or "auto", which follows what would have hit most.
+        learned from this store's own traffic), or "auto", which is "return".
     tokenizer: directory or hub id of another one than the model's. revision: branch, tag or commit of a hub id.
     enforce_eager: True launches every kernel of a decode step by itself instead of replaying CUDA graphs.
     chat_template: a file with a Jinja template, or its text, instead of the tokenizer's.
@@ -118,6 +118,7 @@ class Engine:
         self.sampling_defaults = loaded.sampling_defaults
         self._config = config
         self._eos_token_ids = loaded.eos_token_ids
+        self._call_token_ids = loaded.call_token_ids
         model = intercept(loaded.model, loaded.max_model_len, pack=True)
         self.spec = model.spec
         limits = config.scheduler(loaded.max_model_len)
@@ -271,6 +272,7 @@ class Engine:
                     block_size=self._config.block_size,
                     seed=self._random.getrandbits(63) if params.seed is None else params.seed,
                     eos_token_ids=self._eos_token_ids,
+                    call_token_ids=self._call_token_ids,
                     priority=priority,
                     arrival_s=time.monotonic(),
                     tenant=tenant,

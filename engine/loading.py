@@ -5,6 +5,7 @@ Every failure is one clear line.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from engine.sampling_params import SamplingParams
 from kvstore.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
 
 _QUICK_BYTES = 2**28  # below this no progress bar is shown
+# Of calls, not of what tools are or have answered.
+_CALL_TOKEN = re.compile(r"(tool|function)[_▁]?calls?(?!ing)|python_tag|eom_id|<\|call\|>", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,7 @@ class Loaded:
     """What was loaded. tokenizer is None when the directory has none: prompts are then token ids.
 
     source: the directory, or the hub id. sampling_defaults: what the model's authors recommend where a request says
-    nothing, by names of SamplingParams.
+    nothing, by names of SamplingParams. call_token_ids: see Request.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Loaded:
     max_model_len: int
     device: torch.device
     sampling_defaults: dict[str, float]
+    call_token_ids: frozenset[int] = frozenset()
 
 
 def load(
@@ -72,7 +76,7 @@ def load(
     is_local = model is not None and Path(model).expanduser().is_dir()
     name = "kvstore-builtin" if model is None else directory.resolve().name if is_local else str(model)
     eos, defaults = _eos_token_ids(network, tokenizer), _sampling_defaults(network.generation_config)
-    return Loaded(name, source, network, tokenizer, eos, window, target, defaults)
+    return Loaded(name, source, network, tokenizer, eos, window, target, defaults, _call_token_ids(tokenizer))
 
 
 def _sampling_defaults(config: Any) -> dict[str, float]:
@@ -222,6 +226,15 @@ def _tokenizer(directory: Path) -> Any:
     tokenizer.backend_tokenizer.no_truncation()  # which its file may ask for, and only some ways of calling it undo
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
+
+
+def _call_token_ids(tokenizer: Any) -> frozenset[int]:
+    """Tokens of the tokenizer's own that stand in answers which call a tool: <tool_call>, [TOOL_CALLS], <|python_tag|>.
+
+    Many families have one. Of the others' answers it is not known whether they call a tool.
+    """
+    added = {} if tokenizer is None else tokenizer.get_added_vocab()
+    return frozenset(token_id for text, token_id in added.items() if _CALL_TOKEN.search(text))
 
 
 def _eos_token_ids(network: Any, tokenizer: Any) -> frozenset[int]:

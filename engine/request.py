@@ -6,7 +6,7 @@ from enum import Enum
 from engine.outputs import CachedTokensDetails
 from engine.sampling_params import SamplingParams
 from kvstore.block import BlockId, Lineage, extend_chain
-from kvstore.connector import Conversation
+from kvstore.connector import Answer, Conversation
 
 
 class Status(Enum):
@@ -31,6 +31,7 @@ class Request:
     block_size: int
     seed: int
     eos_token_ids: frozenset[int] = frozenset()
+    call_token_ids: frozenset[int] = frozenset()  # an answer with one of them calls a tool
     priority: int = 0
     arrival_s: float = 0.0
     tenant: str = ""
@@ -92,6 +93,12 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def answer(self) -> Answer:
+        """The answer so far. A program, too, goes on behind one of the stop strings that it asked for."""
+        calls_tool = not self.call_token_ids.isdisjoint(self.output_token_ids)
+        return Answer(self.num_output_tokens, calls_tool or isinstance(self.stop_reason, str))
 
     def extend_chain(self) -> None:
         """Name the blocks that have become full. Ids that are there are never computed again."""

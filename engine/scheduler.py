@@ -169,7 +169,7 @@ class Scheduler:
         self._tenants.take_out(request)
 
     def _free(self, request: Request) -> None:
-        self.connector.request_finished(request.request_id, request.block_numbers)
+        self.connector.request_finished(request.request_id, request.block_numbers, request.answer)
         self.manager.free(request)
         request.ask_at = None
 

@@ -25,7 +25,7 @@ from kvstore.commands import (
     verify_from_dict,
 )
 from kvstore.config import CacheTiers
-from kvstore.conversation import Conversation, QueueKey
+from kvstore.conversation import Answer, Conversation, QueueKey
 from kvstore.disk_open import StoreDirectory
 from kvstore.eviction import Order
 from kvstore.layout import KVLayout
@@ -107,8 +107,11 @@ class KVConnector(Protocol):
         """
         ...
 
-    def request_finished(self, request_id: str, block_numbers: Sequence[int]) -> None:
-        """The request ended, was aborted or preempted; its HBM blocks are about to be released."""
+    def request_finished(self, request_id: str, block_numbers: Sequence[int], answer: Answer | None = None) -> None:
+        """The request ended, was aborted or preempted; its HBM blocks are about to be released.
+
+        answer: how far it came and how it ended, for what is learned of returns.
+        """
         ...
 
     def request_failed(self, request_id: str) -> None:
@@ -245,9 +248,7 @@ class NullConnector:
     directory: StoreDirectory | None = None
     fingerprint = b""
 
-    def __init__(
-        self, num_hbm_blocks: int = 0, policy: str = "auto", clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, num_hbm_blocks: int = 0, policy: str = "auto", clock: Callable[[], float] = time.time) -> None:
         self._secret = secrets.token_bytes(32)
         self._clock = clock
         self._steering = Steering(policy, clock, {"hbm": num_hbm_blocks})
@@ -295,11 +296,11 @@ class NullConnector:
         self._steering.poll()
         return None
 
-    def request_finished(self, request_id: str, block_numbers: Sequence[int]) -> None:
+    def request_finished(self, request_id: str, block_numbers: Sequence[int], answer: Answer | None = None) -> None:
         conversation, chain = self._requests.pop(request_id, (None, ()))
         if conversation is not None:
             self._look_ahead.remove(request_id)
-            self._steering.leave(conversation, chain)
+            self._steering.leave(conversation, chain, answer)
 
     def request_failed(self, request_id: str) -> None:
         pass

@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 MAX_KNOWN = 1 << 20  # conversations remembered, stored or not, where nothing less is asked for
 ROOT_MASK = (1 << 64) - 1
 QueueKey = tuple[int, int]  # the scheduler's: (priority, sequence); the smaller is served earlier
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the end of a request tells about the next one. calls_tool: a program will go on, and soon."""
+
+    num_tokens: int
+    calls_tool: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -24,11 +32,12 @@ class Conversation:
     number: in order of creation. root: a number made of the name of a block of its own, for sampling. use: counts the
     uses of all conversations, so of two the more recently used one has the larger; 0 for those only found in a store,
     which go by used_s. category: of the model of returns; the learner's to set. turn: requests so far, 0 for unknown.
-    gap_s: between the end of the request before the last and the last. num_open: its requests that wait or run.
-    num_running: those that run, where somebody looks at the queue. wanted: the queue key of its first waiting request
-    within the look-ahead window. pinned_until_s: kept longer than others until then. expires_s: goes first from then
-    on.
+    gap_s: between the end of the request before the last and the last. answer: the last one, where known. num_open:
+    its requests that wait or run. num_running: those that run, where somebody looks at the queue. wanted: the queue key
+    of its first waiting request within the look-ahead window. pinned_until_s: kept longer than others until then.
+    expires_s: goes first from then on.
     branch: below 0 for a copy that stands for blocks it has left (see `kvstore.eviction`); unique in a tier.
+    prefix: what its first prompt was, or had in common with others, where the policy asks.
     """
 
     number: int
@@ -39,23 +48,44 @@ class Conversation:
     category: int = 0
     turn: int = 0
     gap_s: float | None = None
+    answer: Answer | None = None
     num_open: int = 0
     num_running: int = 0
     wanted: QueueKey | None = None
     pinned_until_s: float = 0.0
     expires_s: float = math.inf
     branch: int = 0
-
+    prefix: Prefix | None = None
 
     @property
     def first_block(self) -> bytes:
         """The beginning of the id of the block that `root` was made of."""
         return (self.root & ROOT_MASK).to_bytes(8, "little")
 
+    def prefix_at(self, block_id: Hashable) -> Prefix | None:
+        """The one of its prefixes that ends at this block."""
+        prefix = self.prefix
+        while prefix is not None and prefix.end != block_id:
+            prefix = prefix.parent
+        return prefix
+
     @property
     def name(self) -> str:
         """One that no other conversation has, in this process or another."""
         return f"{self.first_block.hex()}-{round(1000 * self.created_s):x}"
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """What several prompts begin with, or may (see `kvstore.prefixes`): `num_blocks`, the last of which is `end`.
+
+    entry: stands for it in orders and trees, beside conversations; its gap_s is the mean one. parent: a shorter one.
+    """
+
+    entry: Conversation
+    end: Hashable
+    num_blocks: int
+    parent: Prefix | None
 
 
 class Learner(Protocol):
@@ -74,6 +104,14 @@ class Learner(Protocol):
         ...
 
 
+class Newcomers(Protocol):
+    """What looks at first prompts (`kvstore.prefixes`)."""
+
+    def begin(
+        self, newcomer: Conversation, chain: Sequence[Hashable], make: Callable[[float], Conversation]
+    ) -> None: ...
+
+
 class Conversations:
     """Recognises conversations by their tips: the last block of the last answer, and of the prompt before it.
 
@@ -82,8 +120,11 @@ class Conversations:
     operation is O(1), but for a chain that continues nothing known, which is looked through from its end.
     """
 
-    def __init__(self, learner: Learner | None = None, max_known: int = MAX_KNOWN) -> None:
+    def __init__(
+        self, learner: Learner | None = None, max_known: int = MAX_KNOWN, prefixes: Newcomers | None = None
+    ) -> None:
         self._learner = learner
+        self._prefixes = prefixes
         self._max_known = max_known
         self._tips: dict[Hashable, Conversation] = {}
         self._tips_of: OrderedDict[Conversation, tuple[Hashable, ...]] = OrderedDict()  # in order of use
@@ -110,6 +151,7 @@ class Conversations:
         is_stored: the last block of the chain was there before. Each call needs a `leave`.
         """
         conversation = known or self.find(chain)
+        is_new = conversation is None
         if conversation is None:
             conversation = self.make(now_s, chain[-1] if chain else None)
         if known is None:
@@ -119,6 +161,8 @@ class Conversations:
             self._learner.forgotten(conversation)  # it was not gone
         conversation.num_open += 1
         self._use(conversation, now_s)
+        if is_new and chain and self._prefixes is not None:
+            self._prefixes.begin(conversation, chain, self.make)
         return conversation
 
     def _count_turn(self, conversation: Conversation, now_s: float) -> None:
@@ -132,12 +176,15 @@ class Conversations:
         if self._learner is not None:
             self._learner.returned(conversation, conversation.gap_s)
 
-    def leave(self, conversation: Conversation, chain: Sequence[Hashable], now_s: float) -> None:
+    def leave(
+        self, conversation: Conversation, chain: Sequence[Hashable], now_s: float, answer: Answer | None = None
+    ) -> None:
         """The request has ended or was preempted; chain: with the blocks of its answer."""
         assert conversation.num_open > 0, f"conversation {conversation.number} was left once too often"
         conversation.num_open -= 1
         conversation.num_running = min(conversation.num_running, conversation.num_open)
         self._use(conversation, now_s)
+        conversation.answer = answer
         num_prompt, is_stored = self._open.get(conversation, (0, False))
         if len(chain) > num_prompt or (chain and not is_stored):
             prompt_tip = chain[num_prompt - 1 : num_prompt] if num_prompt and not is_stored else ()

@@ -139,9 +139,14 @@ class DiskIndex:
         if known is None:
             self._count(entry.tenant, 1, entry.stored_bytes)
             self._tree.add(block_id, entry.parent_id, conversation)
+            if conversation is not None and (prefix := conversation.prefix_at(block_id)) is not None:
+                self._tree.settle(prefix, self._known)
         else:
             self._count(entry.tenant, 0, entry.stored_bytes - known.stored_bytes)
             self._tree.touch(block_id)
+
+    def _known(self, block_id: BlockId) -> BlockId | None:
+        return block_id if block_id in self._entries else None
 
     def remove(self, block_id: BlockId) -> None:
         """A block is gone, or is to go. Nothing happens when it is not here."""
@@ -181,6 +186,7 @@ class DiskIndex:
         self._touched[entry.block_id] = now_s
         if conversation is not None:
             self._tree.claim(conversation, chain[:end])
+            self._tree.settle(conversation.prefix, self._known)
         self._tree.touch(entry.block_id)
 
     def claim(self, chain: Sequence[BlockId], conversation: Conversation) -> None:
@@ -190,6 +196,7 @@ class DiskIndex:
             end -= 1
         if end:
             self._tree.claim(conversation, chain[:end])
+            self._tree.settle(conversation.prefix, self._known)
 
     def link(self, block_id: BlockId, parent_id: BlockId) -> None:
         """The first block of a splice goes before the block in front of it, though it names another parent."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from kvstore.conversation import Conversation
+from kvstore.conversation import Conversation, Prefix
 
 K = TypeVar("K", bound=Hashable)
 MAX_ENDS = 16  # conversations that end at one block: behind a system prompt there may be any number
@@ -239,6 +239,17 @@ class EvictionTree(Generic[K]):
         if old is not None:
             self.rest(old)
         self.rest(end)
+
+    def settle(self, prefix: Prefix | None, key_of: Callable[[Any], K | None]) -> None:
+        """A prefix, and those it stands on, end at their last blocks where these are cached. key_of: by their ids."""
+        while prefix is not None:
+            key, old = key_of(prefix.end), self._end_of.get(prefix.entry)
+            if key is not None and key != old and self._order is not None:
+                self._move_end(prefix.entry, key)
+                if old is not None:
+                    self.rest(old)
+                self.rest(key)
+            prefix = prefix.parent
 
     def link(self, key: K, parent: K) -> None:
         """A block that names no cached block as its parent goes before this one all the same: a splice."""

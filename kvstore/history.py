@@ -31,6 +31,7 @@ class _Entry:
     after: str
     end_s: float | None = None
     num_output_tokens: int = 0
+    calls_tool: bool = False
     tip: str = ""
 
 
@@ -65,7 +66,9 @@ class History:
         """Whether a request of this id has ended a moment ago: it was preempted, or a load for it failed."""
         return request_id in self._ended
 
-    def left(self, request_id: str, now_s: float, num_tokens: int, tip: BlockId | None) -> None:
+    def left(
+        self, request_id: str, now_s: float, num_tokens: int, tip: BlockId | None, calls_tool: bool = False
+    ) -> None:
         """It ended or was preempted, with so many tokens of prompt and answer. tip: the last full block of them."""
         entry = self._open.pop(request_id, None)
         if entry is None:
@@ -76,6 +79,7 @@ class History:
         # One that was cancelled before its prompt was computed has no answer, not less than none.
         entry.end_s, entry.num_output_tokens = now_s, max(num_tokens - entry.num_prompt_tokens, 0)
         entry.tip = "" if tip is None else short_id(tip)
+        entry.calls_tool = calls_tool
         self._ended[request_id] = entry
 
     def take_lines(self, now_s: float, all_of_them: bool = False) -> list[str]:
@@ -120,6 +124,8 @@ def _line(entry: _Entry) -> str:
         "output_length": entry.num_output_tokens,
         "tip": entry.tip,
     }
+    if entry.calls_tool:
+        found["calls_tool"] = True
     if entry.after:
         found["after"] = entry.after
     return json.dumps(found) + "\n"
@@ -168,7 +174,7 @@ def _entry(line: str) -> dict[str, Any] | None:
         return None
     is_sound = _is_count(num_prompt, 1) and _is_count(num_output, 0)
     is_linked = all(isinstance(entry.get(name, ""), str) for name in ("after", "tip"))
-    return entry if is_sound and is_linked else None
+    return entry if is_sound and is_linked and isinstance(entry.get("calls_tool", False), bool) else None
 
 
 def _is_count(value: object, least: int) -> bool:

@@ -1,4 +1,4 @@
-"""The order in which the conversations of one tier give up their blocks: fifo, lru, return, or the one that hits most.
+"""The order in which the conversations of one tier give up their blocks: fifo, lru or return, which is also auto.
 
 Control plane, metadata only. Knows conversations and their ranks; not which blocks they have, nor who asks.
 """
@@ -160,7 +160,8 @@ class ReturnQueue:
         found = self._lower.get((category, bucket))
         if found is None:
             ranks = self._table.ranks[category]
-            found = [b for b in self._table.order[category] if b < bucket and ranks[b] < ranks[bucket]]
+            younger = range(bucket - 1, -1, -1)  # sorting is stable: of equal ranks the older one first
+            found = sorted((b for b in younger if ranks[b] < ranks[bucket]), key=ranks.__getitem__)
             self._lower[category, bucket] = found
         return found
 
@@ -194,18 +195,12 @@ class EvictionOrder:
     last those with a request that runs. So pins and wants are priorities and not locks.
 
     For one thread, `refresh` excepted, which any thread may call: what changed is only noted, and read by `first`.
-    choose: for the policy auto, the fixed policy to follow now.
     """
 
-    def __init__(
-        self, policy: str, model: ReturnModel, clock: Callable[[], float], choose: Callable[[], str] | None = None
-    ) -> None:
-        assert (policy == "auto") == (choose is not None), "auto, and only auto, needs somebody to choose"
-        self._policy = policy
+    def __init__(self, policy: str, model: ReturnModel, clock: Callable[[], float]) -> None:
         self._model = model
         self._clock = clock
-        self._choose = choose
-        self.policy_in_force = choose() if choose is not None else policy
+        self.policy_in_force = "return" if policy == "auto" else policy
         self._ordinary = make_queue(self.policy_in_force, model)
         self._expired = KeyQueue(lambda conversation: (conversation.expires_s,))
         self._pinned = KeyQueue(lambda conversation: (conversation.pinned_until_s,))
@@ -222,7 +217,7 @@ class EvictionOrder:
 
     def part(self) -> EvictionOrder:
         """An empty one by the same rules, for some of these conversations. `refresh` of this one is enough for it."""
-        part = EvictionOrder(self._policy, self._model, self._clock, self._choose)
+        part = EvictionOrder(self.policy_in_force, self._model, self._clock)
         part._whole = self
         return part
 
@@ -262,9 +257,7 @@ class EvictionOrder:
     def first(self) -> Conversation | None:
         """The one that should give up its tail. It stays; None when nobody is in here."""
         now_s = self._clock()
-        if self._choose is not None and (policy := self._choose()) != self.policy_in_force:
-            self._follow(policy)
-        elif now_s < self._first_until_s and not self._dirty and self._model.table is self._table:
+        if now_s < self._first_until_s and not self._dirty and self._model.table is self._table:
             return self._first  # as it was: asked for every block, and most go on with the last one's conversation
         self._table = self._model.table
         while self._dirty:
@@ -305,12 +298,3 @@ class EvictionOrder:
         if change_s < math.inf:
             self._change_s[conversation] = change_s
             self._changes.add(conversation)
-
-    def _follow(self, policy: str) -> None:
-        """Put the ordinary ones into a queue of another policy. O(n log n), at a change only."""
-        before, self._ordinary = self._ordinary, make_queue(policy, self._model)
-        self.policy_in_force = policy
-        members = [conversation for conversation, queue in self._queues.items() if queue is before]
-        for conversation in sorted(members, key=lambda member: member.used_s):  # appending is the cheapest way
-            self._ordinary.add(conversation)
-            self._queues[conversation] = self._ordinary

@@ -151,6 +151,7 @@ class BlockPool:
         """
         if conversation is not None and blocks:
             self._tree.claim(conversation, blocks)
+            self._tree.settle(conversation.prefix, self._by_id.get)
             return
         for block in reversed(blocks):
             self._tree.touch(block)
@@ -174,6 +175,12 @@ class BlockPool:
             self._block_ids[block] = block_id
             parent = None if parent_id is None else self._by_id.get(parent_id)
             self._tree.add(block, parent, conversation)
+            prefix = None if conversation is None else conversation.prefix
+            while prefix is not None:  # in place, for every block: a call would cost more than all of it
+                if prefix.end == block_id:
+                    self._tree.settle(prefix, self._by_id.get)
+                    break
+                prefix = prefix.parent
         return True
 
     def link(self, block: int, parent: int) -> None:

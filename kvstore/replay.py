@@ -74,7 +74,7 @@ class OneTier:
         blocks = [*hits, *self._pool.allocate(min(len(prompt) - len(hits), self._pool.num_free))]
         for place in range(len(hits), len(blocks)):
             self._pool.insert(blocks[place], prompt[place], prompt[place - 1] if place else None, conversation)
-        self._guide.leave(conversation, prompt)
+        self._guide.leave(conversation, prompt, request)
         num_hit = len(hits)
         if request.partial is not None and len(blocks) == len(prompt):
             num_hit += self._serve_partial(cast(BlockId, request.partial), prompt, blocks, conversation)

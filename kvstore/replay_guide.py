@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from kvstore.block import BlockId
-from kvstore.conversation import Conversation, Conversations
+from kvstore.conversation import Answer, Conversation, Conversations
 from kvstore.errors import ConfigError
 from kvstore.eviction import Order
 from kvstore.policy import KeyQueue
@@ -132,9 +132,9 @@ class Guide:
             self._expect(conversation, self._clock.now_s)
         return conversation
 
-    def leave(self, conversation: Conversation, chain: Sequence[BlockId]) -> None:
+    def leave(self, conversation: Conversation, chain: Sequence[BlockId], request: TraceRequest) -> None:
         """It has ended."""
-        self.steering.leave(conversation, chain)
+        self.steering.leave(conversation, chain, Answer(request.num_output_tokens, request.calls_tool))
         if self.is_oracle and not conversation.num_open:
             self._expect(conversation, self._next_arrivals[self._latest[conversation]])
 

@@ -337,7 +337,7 @@ class Replay:
         self._insert(job, job.num_prompt_blocks, len(job.chain))
         self._save(job, job.num_prompt_blocks, len(job.chain))
         self._tiers.leave(job)
-        self._guide.leave(job.conversation, job.chain)
+        self._guide.leave(job.conversation, job.chain, job.request)
         if self._expiry is not None:
             self._expiry.left(job.conversation, job.chain[: job.num_prompt_blocks], job.chain)
         self._pool.release(job.blocks)

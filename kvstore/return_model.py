@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from kvstore.categories import GROUPS, NUM_CATEGORIES, category_of
 from kvstore.conversation import Conversation
 
 # Bucket b holds the ages from LOWER_S[b] to below UPPER_S[b]: half an octave each, the first from 0, the last open.
@@ -22,11 +23,6 @@ _FIRST_S = EDGES_S[0]
 _MIDDLE_S = (_FIRST_S / 2, *(edge * 2**0.25 for edge in EDGES_S))
 _END_S = (*EDGES_S, EDGES_S[-1] * 2**0.5)  # the open bucket counts as half an octave where a width is needed
 
-_TURNS = (1, 2, 3, 5, 9)  # classes: unknown (0), 1, 2, 3-4, 5-8, 9 and more
-_GAPS_S = (4.0, 30.0, 300.0)  # classes: none yet, tool loop, quick, slow, absent
-NUM_GAP_CLASSES = len(_GAPS_S) + 2
-NUM_CATEGORIES = (len(_TURNS) + 1) * NUM_GAP_CLASSES
-
 PRIOR_HAZARD = 0.05  # of a half-octave, at every age: per second it falls as 1 / age
 _PRIOR = [1 - (1 - PRIOR_HAZARD) ** 4, *[PRIOR_HAZARD] * (NUM_BUCKETS - 1)]  # the first stands for all that are shorter
 _STRENGTH = 30.0  # conversations at risk that an estimate one level up counts for
@@ -35,6 +31,9 @@ _FORGET_AT = 50_000.0  # a conversation counts once for each bucket it lives thr
 _MIN_INTERVAL, _MAX_INTERVAL = 16, 2048  # changes between two rank tables
 
 Table = list[list[float]]  # [category][bucket]
+Counts = tuple[list[float], list[float]]  # returns and passes, by bucket
+K = TypeVar("K")
+N = TypeVar("N")
 Entry = tuple[Any, ...]  # sort key, then the conversation; keys differ, so that conversations are never compared
 
 
@@ -43,23 +42,15 @@ def bucket_of(age_s: float) -> int:
     return bisect.bisect_right(EDGES_S, age_s)
 
 
-def category_of(turn: int, last_gap_s: float | None) -> int:
-    """What is known of a conversation that rests: how many requests it had, and how long it was away last time."""
-    gap_class = 0 if last_gap_s is None else 1 + bisect.bisect_right(_GAPS_S, last_gap_s)
-    return bisect.bisect_right(_TURNS, turn) * NUM_GAP_CLASSES + gap_class
-
-
 @dataclass(frozen=True, slots=True)
 class RankTable:
     """Published as a whole and never changed, so that another thread may read it.
 
-    ranks: [category][bucket], the lowest is given up first. order: per category the buckets by rising rank, the older
-    one first where ranks are equal.
+    ranks: [category][bucket], the lowest is given up first.
     """
 
     version: int
     ranks: Table
-    order: list[list[int]]
 
 
 class ReturnModel:
@@ -67,7 +58,8 @@ class ReturnModel:
 
     A life table (Kaplan and Meier 1958; Cutler and Ederer 1958) is not misled by conversations that have not returned
     *yet*: they count for exactly the buckets they have stayed away through. Hazards are shrunk towards those pooled
-    over the gap class, these towards those of all, and these towards a prior under which the order is that of LRU.
+    over the group of the category, these towards those of its kind, these towards those of all, and these towards a
+    prior under which the order is that of LRU.
     """
 
     def __init__(self, horizon_s: float | None = None) -> None:
@@ -75,7 +67,7 @@ class ReturnModel:
         self._returns: Table = [[0.0] * NUM_BUCKETS for _ in range(NUM_CATEGORIES)]
         self._passes: Table = [[0.0] * NUM_BUCKETS for _ in range(NUM_CATEGORIES)]
         self._totals = [0.0] * NUM_CATEGORIES
-        self.table = RankTable(0, [], [])
+        self.table = RankTable(0, [])
         self.publish()
 
     @property
@@ -97,7 +89,16 @@ class ReturnModel:
         self._count(self._passes, category, bucket, num)
 
     def _count(self, counts: Table, category: int, bucket: int, num: int) -> None:
-        counts[category][bucket] += num
+        """Half of it goes to the buckets beside, so that chance makes no peaks; the first and the last are of other
+        widths and stand alone.
+        """
+        row = counts[category]
+        if 0 < bucket < NUM_BUCKETS - 1:
+            row[bucket] += num / 2
+            row[max(bucket - 1, 1)] += num / 4
+            row[bucket + 1] += num / 4
+        else:
+            row[bucket] += num
         self._totals[category] += num
         while self._totals[category] > _FORGET_AT:
             self._totals[category] /= 2
@@ -130,23 +131,25 @@ class ReturnModel:
 
     def publish(self) -> None:
         """Make ranks of what was counted so far. Takes milliseconds, so not for every event."""
-        ranks = self.ranks(self.horizon_s)
-        buckets = range(NUM_BUCKETS - 1, -1, -1)  # sorting is stable: the older one first
-        order = [sorted(buckets, key=row.__getitem__) for row in ranks]
-        self.table = RankTable(self.table.version + 1, ranks, order)
+        self.table = RankTable(self.table.version + 1, self.ranks(self.horizon_s))
 
     def _hazards(self) -> Table:
         """[category][bucket]; categories of nothing but pooled estimates share one list."""
-        of_all = _shrunk(_summed(self._returns), _summed(self._passes), _PRIOR)
-        of_gap = [
-            _shrunk(_summed(self._returns[gap::NUM_GAP_CLASSES]), _summed(self._passes[gap::NUM_GAP_CLASSES]), of_all)
-            for gap in range(NUM_GAP_CLASSES)
-        ]
-        return [
-            _shrunk(self._returns[category], self._passes[category], of_gap[category % NUM_GAP_CLASSES])
-            if self._totals[category]
-            else of_gap[category % NUM_GAP_CLASSES]
+        counts = {
+            category: (self._returns[category], self._passes[category])
             for category in range(NUM_CATEGORIES)
+            if self._totals[category]
+        }
+        by_group = _pooled(counts, lambda category: GROUPS[category])
+        by_kind = _pooled(by_group, lambda group: group[0])
+        of_all = _shrunk(_summed(by_kind.values()), _PRIOR)
+        of_kind = {kind: _shrunk(some, of_all) for kind, some in by_kind.items()}
+        of_group = {group: _shrunk(some, of_kind[group[0]]) for group, some in by_group.items()}
+        return [
+            _shrunk(counts[category], of_group[group])
+            if category in counts
+            else of_group.get(group) or of_kind.get(group[0]) or of_all
+            for category, group in enumerate(GROUPS)
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -184,15 +187,25 @@ def _checked(name: str, counts: object) -> list[float]:
     return [float(count) for count in counts]
 
 
-def _summed(rows: Table) -> list[float]:
-    return [sum(column) for column in zip(*rows, strict=True)]
+def _summed(counts: Iterable[Counts]) -> Counts:
+    empty = [0.0] * NUM_BUCKETS
+    returns, passes = zip((empty, empty), *counts, strict=True)
+    return [*map(sum, zip(*returns, strict=True))], [*map(sum, zip(*passes, strict=True))]
 
 
-def _shrunk(returns: Sequence[float], passes: Sequence[float], towards: Sequence[float]) -> list[float]:
+def _pooled(counts: Mapping[K, Counts], name_of: Callable[[K], N]) -> dict[N, Counts]:
+    """The sums of those that share a name."""
+    members: dict[N, list[Counts]] = {}
+    for key, some in counts.items():
+        members.setdefault(name_of(key), []).append(some)
+    return {name: _summed(found) for name, found in members.items()}
+
+
+def _shrunk(counts: Counts, towards: Sequence[float]) -> list[float]:
     """Hazards: P(returns in the bucket | away at its start)."""
     return [
         min((num + _STRENGTH * base) / (num + others + _STRENGTH), _MAX_HAZARD)
-        for num, others, base in zip(returns, passes, towards, strict=True)
+        for num, others, base in zip(*counts, towards, strict=True)
     ]
 
 
@@ -420,12 +433,12 @@ class ReturnLearner:
                 self.model.passed(shelf.category, bucket)
             self.model.returned(shelf.category, gap_s)
             self._num_pending += 1
-        conversation.category = category_of(conversation.turn, conversation.gap_s)
+        conversation.category = category_of(conversation)
 
     def rested(self, conversation: Conversation, now_s: float) -> None:
         """It may return from now on; one that was used long ago counts for the buckets that it will live through."""
         if conversation.turn:
-            conversation.category = category_of(conversation.turn, conversation.gap_s)
+            conversation.category = category_of(conversation)
         if conversation.used_s < now_s:
             self.advance(now_s)
         self._away.add(conversation)
@@ -440,7 +453,7 @@ class ReturnLearner:
 
     def poll(self, now_s: float) -> None:
         """When enough has changed: count those that stay away, and publish new ranks. O(1) otherwise."""
-        if self._num_pending < min(max(self._num_changes // 8, _MIN_INTERVAL), _MAX_INTERVAL):
+        if self._num_pending < min(max(self._num_changes // 5, _MIN_INTERVAL), _MAX_INTERVAL):
             return
         self._num_changes += self._num_pending
         self._num_pending = 0

@@ -1,4 +1,4 @@
-"""Who goes first, tied together: conversations, what is learned of their returns, ghosts, an order for each tier.
+"""Who goes first, tied together: conversations, what is learned of their returns, an order for each tier.
 
 Control plane, one thread; an order may be used in another one. Knows capacities and the lengths of chains, no block.
 """
@@ -8,22 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from kvstore.conversation import MAX_KNOWN, Conversation, Conversations
-from kvstore.ghost import Ghosts
+from kvstore.conversation import MAX_KNOWN, Answer, Conversation, Conversations
 from kvstore.policy import POLICIES, EvictionOrder
+from kvstore.prefixes import Prefixes
 from kvstore.return_model import ReturnLearner, ReturnModel
 
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 LEAST_KNOWN = 10_000
-_MAX_SAMPLED = 256  # conversations in each ghost: policies are compared request by request, which needs no more
 
 
 class Steering:
     """For a store: told of every request's arrival and end, it keeps the tiers' eviction orders right.
 
-    capacities: blocks of each tier. Tiers are inclusive (what is computed is saved, what is saved is written), so what
-    a tier can serve is what it holds itself, and its ghosts have its own capacity. state: from `state()`, or None; when
-    it is of no use, everything is learned anew and `state_was_bad` says so.
+    capacities: blocks of each tier. state: from `state()`, or None; one of an earlier version is not used, and when it
+    is of no use at all, everything is learned anew and `state_was_bad` says so.
     """
 
     def __init__(
@@ -41,26 +39,15 @@ class Steering:
             self._start(None)
 
     def _start(self, state: object) -> None:
-        parts = _checked(state)
-        self._model = ReturnModel.from_dict(parts["model"])
+        self._model = ReturnModel.from_dict(_checked(state))
         self._learner = ReturnLearner(self._model)
         # There can hardly be more of them in the tiers, and each takes a kilobyte.
         most = min(MAX_KNOWN, LEAST_KNOWN + 2 * sum(self._capacities.values()))
-        self._conversations = Conversations(self._learner, most)
-        self._ghosts = {}
-        if self._policy == "auto":
-            self._ghosts = {
-                tier: Ghosts(num, self._model, self._clock, _MAX_SAMPLED) for tier, num in self._capacities.items()
-            }
-        for tier, ghosts in self._ghosts.items():
-            if tier in parts["ghosts"]:
-                ghosts.from_dict(parts["ghosts"][tier])
-        self._orders = {tier: self._make_order(tier) for tier in self._capacities}
-
-    def _make_order(self, tier: str) -> EvictionOrder:
-        ghosts = self._ghosts.get(tier)
-        choose = None if ghosts is None else lambda: ghosts.best
-        return EvictionOrder(self._policy, self._model, self._clock, choose)
+        self._prefixes = None
+        if self._policy in ("return", "auto"):
+            self._prefixes = Prefixes(self._learner, max(self._capacities.values(), default=0))
+        self._conversations = Conversations(self._learner, most, self._prefixes)
+        self._orders = {tier: EvictionOrder(self._policy, self._model, self._clock) for tier in self._capacities}
 
     def order(self, tier: str) -> EvictionOrder:
         """The one order of this tier; its owner adds and discards."""
@@ -80,17 +67,16 @@ class Steering:
     ) -> Conversation:
         """A request was queued; see `Conversations.arrive`. Each call needs a `leave`."""
         conversation = self._conversations.arrive(chain, self._clock(), known, is_stored)
-        if known is None:
-            for ghosts in self._ghosts.values():
-                ghosts.arrived(conversation, len(chain))
         self.refresh(conversation)
+        prefix = conversation.prefix if conversation.turn == 1 else None
+        while prefix is not None:
+            self.refresh(prefix.entry)
+            prefix = prefix.parent
         return conversation
 
-    def leave(self, conversation: Conversation, chain: Sequence[Hashable], num_blocks: int | None = None) -> None:
-        """The request has ended or was preempted. chain: with its answer; num_blocks: if not all of those."""
-        self._conversations.leave(conversation, chain, self._clock())
-        for ghosts in self._ghosts.values():
-            ghosts.left(conversation, len(chain) if num_blocks is None else num_blocks)
+    def leave(self, conversation: Conversation, chain: Sequence[Hashable], answer: Answer | None = None) -> None:
+        """The request has ended or was preempted. chain: with its answer."""
+        self._conversations.leave(conversation, chain, self._clock(), answer)
         self.refresh(conversation)
 
     def move(self, conversation: Conversation, chain: Sequence[Hashable]) -> None:
@@ -126,11 +112,7 @@ class Steering:
 
     def state(self) -> dict[str, Any]:
         """What was learned, for JSON."""
-        return {
-            "version": _STATE_VERSION,
-            "model": self._model.to_dict(),
-            "ghosts": {tier: ghosts.to_dict() for tier, ghosts in self._ghosts.items()},
-        }
+        return {"version": _STATE_VERSION, "model": self._model.to_dict()}
 
     def as_dict(self) -> dict[str, Any]:
         """For stats: small and flat enough to be read by people."""
@@ -139,19 +121,18 @@ class Steering:
             "in_force": {tier: order.policy_in_force for tier, order in self._orders.items()},
             "evictable": {tier: len(order) for tier, order in self._orders.items()},
             "num_conversations": len(self._conversations),
+            "num_prefixes": 0 if self._prefixes is None else len(self._prefixes),
             "num_away": self._learner.num_away,
             "num_returns_learned": round(self._model.num_returns),
             "ranks_version": self._model.version,
-            "ghosts": {tier: ghosts.as_dict() for tier, ghosts in self._ghosts.items()},
             "state_was_bad": self.state_was_bad,
         }
 
 
-def _checked(state: object) -> dict[str, Any]:
-    if state is None:
-        return {"model": {}, "ghosts": {}}
-    if not isinstance(state, dict) or state.keys() != {"version", "model", "ghosts"}:
-        raise ValueError("state of the steering: expected an object with version, model and ghosts")
-    if state["version"] != _STATE_VERSION or not isinstance(state["ghosts"], dict):
-        raise ValueError(f"state of the steering: version {state['version']!r} instead of {_STATE_VERSION}")
-    return state
+def _checked(state: object) -> object:
+    """The model's part; an empty one for what an earlier version has learned, which had other categories."""
+    if state is None or (isinstance(state, dict) and state.get("version") in range(_STATE_VERSION)):
+        return {}
+    if not isinstance(state, dict) or state.keys() != {"version", "model"} or state["version"] != _STATE_VERSION:
+        raise ValueError(f"state of the steering: expected an object with version {_STATE_VERSION} and model")
+    return state["model"]

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Protocol
 
 from kvstore.block import BlockId, Lineage, child_block_id, splice_parent_id, token_bytes
-from kvstore.conversation import Conversation
+from kvstore.conversation import Answer, Conversation
 from kvstore.cpu_tier import CpuTier, SlotState
 from kvstore.io_queue import Done, IoQueue, ReadDone, TaskDone
 from kvstore.lookup import Identity, Lookups, Match, Tracked
@@ -118,7 +118,7 @@ class KVStore:
         request = self.lookups.requests[request_id]
         self._loads += self.lookups.take(request, block_numbers, first_token // size, num_tokens // size)
 
-    def leave(self, request_id: str) -> Tracked | None:
+    def leave(self, request_id: str, answer: Answer | None = None) -> Tracked | None:
         """The request ended or was preempted. Returns it as it was known."""
         self._prefetcher.leave(request_id)
         request = self.lookups.leave(request_id)
@@ -127,7 +127,7 @@ class KVStore:
             if self.disk is not None:
                 self.disk.touch(request.chain, request.conversation)
             if request.conversation is not None:
-                self._steering.leave(request.conversation, request.chain)
+                self._steering.leave(request.conversation, request.chain, answer)
         return request
 
     # -- steps -------------------------------------------------------------------------------------------------------

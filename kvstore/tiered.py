@@ -19,7 +19,7 @@ from kvstore.arena import Arena, KVLayout
 from kvstore.block import BlockId, Lineage, lineage_root
 from kvstore.config import CacheTiers
 from kvstore.control import ControlServer
-from kvstore.conversation import Conversation, QueueKey
+from kvstore.conversation import Answer, Conversation, QueueKey
 from kvstore.cpu_tier import CpuTier
 from kvstore.device_transfer import DeviceTransfer
 from kvstore.disk_open import StoreDirectory
@@ -287,13 +287,14 @@ class TieredConnector:
             self._store.poll()
             return self._store.plan(spans)
 
-    def request_finished(self, request_id: str, block_numbers: Sequence[int]) -> None:
+    def request_finished(self, request_id: str, block_numbers: Sequence[int], answer: Answer | None = None) -> None:
         self._check_process()
         with self._lock:
-            request = self._store.leave(request_id)
+            request = self._store.leave(request_id, answer)
             if request is not None and self._history is not None:
                 tip = request.chain[-1] if request.chain else None
-                self._history.left(request_id, time.time(), len(request.token_ids), tip)
+                calls_tool = answer is not None and answer.calls_tool
+                self._history.left(request_id, time.time(), len(request.token_ids), tip, calls_tool)
 
     def request_failed(self, request_id: str) -> None:
         """Nothing to do: the saves of a step fail with its loads, and a step ends only when its loads have."""

@@ -84,6 +84,14 @@ class Record:
             raise self.wrong(f"{name!r} is {_shown(value)}; expected is a whole number of tokens from {least} on")
         return int(value)
 
+    @property
+    def calls_tool(self) -> bool:
+        """Whether the answer ended in a call of a tool; a trace need not say."""
+        value = self.fields.get("calls_tool", False)
+        if not isinstance(value, bool):
+            raise self.wrong(f"'calls_tool' is {_shown(value)}; expected is true or false")
+        return value
+
     def seconds(self, name: str, unit_s: float = 1.0) -> float:
         value = self.get(name)
         if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e18:
@@ -177,7 +185,9 @@ def _read_named(path: Path, block_size: int, fields: Callable[[Record], tuple[fl
         num_surplus += len(names) > num_blocks
         partial = names[num_full] if num_rest and len(names) >= num_blocks else None
         num_output = record.tokens("output_length")
-        requests.append(TraceRequest(names[:num_full], num_tokens, num_output, arrival_s, -1, partial))
+        requests.append(
+            TraceRequest(names[:num_full], num_tokens, num_output, arrival_s, -1, partial, False, record.calls_tool)
+        )
     notes = (f"{num_surplus:,} requests name one block more than their prompt holds; it is ignored",)
     return Trace(path.name, block_size, _in_order(requests), notes if num_surplus else ())
 
@@ -209,7 +219,8 @@ def _read_sessions(path: Path, block_size: int) -> Trace:
 
     input_length is the whole prompt with the history, new_tokens the new message only. A session's turns stand in
     order of time; sessions may be mixed. A prompt at least as long as the last prompt with its answer continues them;
-    a shorter one was cut or rewritten, and nothing of it is taken to be known.
+    a shorter one was cut or rewritten, and nothing of it is taken to be known. calls_tool, here and in the formats that
+    name blocks: whether the answer ended in a call of a tool; where it is missing, no.
     """
     return _sessions_trace(path.name, block_size, _records(path))
 
@@ -245,7 +256,7 @@ def _turn(record: Record, sessions: _Sessions, block_size: int) -> TraceRequest:
     num_output = record.tokens("output_length")
     session.num_tokens, session.last_s = num_tokens + num_output, arrival_s
     chain = chain_names(session.chain_number, session.num_tokens // block_size)
-    return TraceRequest(chain, num_tokens, num_output, arrival_s, -1, None, True)
+    return TraceRequest(chain, num_tokens, num_output, arrival_s, -1, None, True, record.calls_tool)
 
 
 # -- conversations without times -------------------------------------------------------------------------------------

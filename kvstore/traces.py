@@ -1,4 +1,4 @@
-"""Traces: what requests ask of a cache, by the names of their blocks. Makes them of conversations, and makes some up.
+"""Traces: what requests ask of a cache, by the names of their blocks. Makes them of conversations.
 
 Knows neither the files that traces come in (trace_formats does) nor how they are replayed.
 """
@@ -11,7 +11,7 @@ import random
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import overload
 
 from kvstore.errors import ConfigError
@@ -30,6 +30,7 @@ class TraceRequest:
     are equal blocks after equal histories. Shorter where the trace does not name all. partial: the name of the
     prompt's last, not full block in traces that name it. arrival_s: absolute, in seconds; with `after` >= 0 the time
     between the end of the request of that index, the one before in the same conversation, and this one's arrival.
+    calls_tool: the answer ends in a call of a tool, as far as the trace says.
     """
 
     chain: Sequence[int]
@@ -39,6 +40,7 @@ class TraceRequest:
     after: int = -1
     partial: int | None = None
     has_answer: bool = False
+    calls_tool: bool = False
 
     def prompt_blocks(self, block_size: int) -> Sequence[int]:
         """Names of the prompt's blocks, the partial one included where it is named."""
@@ -93,20 +95,33 @@ class SplicedChain(Sequence[int]):
         return self._shared[position] if position < num_shared else self._own[position - num_shared]
 
 
-def chain_names(number: int, num_blocks: int, num_shared: int = 0) -> Sequence[int]:
-    """Names of chain `number` (from 1): the first `num_shared` blocks are those of every chain that shares."""
+def chain_names(number: int, num_blocks: int, num_shared: int = 0, prefix: int = 0) -> Sequence[int]:
+    """Names of chain `number` (from 1): the first `num_shared` blocks are those of every chain with this prefix."""
     own = range(number * CHAIN_STRIDE, number * CHAIN_STRIDE + max(num_blocks - num_shared, 0))
-    return SplicedChain(range(min(num_shared, num_blocks)), own) if num_shared else own
+    start = -prefix * CHAIN_STRIDE
+    return SplicedChain(range(start, start + min(num_shared, num_blocks)), own) if num_shared else own
 
 
 # -- from conversations to requests ----------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message of so many tokens and its answer; gap_s: from the end of the answer before to this message."""
+    """A message of so many tokens and its answer; gap_s: from the end of the answer before to this message.
+
+    calls_tool: the answer ends in a call of a tool.
+    """
 
     new_tokens: int
     answer_tokens: int
     gap_s: float = 0.0
+    calls_tool: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What conversations have in common: so many tokens at their beginning; prefixes of another number differ."""
+
+    number: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,19 +159,15 @@ DEFAULT_ARRIVALS = Arrivals()
 class TurnsToRequests:
     """Collects conversations turn by turn and gives the requests in their nominal order.
 
-    Every prompt is the whole history: the system prompt shared by all, the turns before, the new message. Over
+    Every prompt is the whole history: the prefix shared with others, the turns before, the new message. Over
     `max_context` tokens the oldest turns are dropped; as the blocks after them then hold other histories, the rest is a
     new chain (behind the shared blocks).
     """
 
-    def __init__(self, block_size: int, system_tokens: int = 0, max_context: int | None = None) -> None:
+    def __init__(self, block_size: int, max_context: int | None = None) -> None:
         if block_size < 1:
             raise ConfigError(f"a block of {block_size} tokens cannot be; give 1 or more")
-        if max_context is not None and max_context < system_tokens + 2:
-            raise ConfigError(f"a context of {max_context} tokens has no room for a message; give more")
         self._block_size = block_size
-        self._system_tokens = system_tokens
-        self._num_shared = system_tokens // block_size
         self._max_context = max_context
         self._num_chains = 0
         self._nominal_s = array("d")
@@ -165,36 +176,36 @@ class TurnsToRequests:
     def __len__(self) -> int:
         return len(self._drafts)
 
-    def add(self, start_s: float, turns: Iterable[Turn], history_tokens: int = 0) -> None:
-        """A conversation; `history_tokens` stand before its first message."""
+    def add(
+        self, start_s: float, turns: Iterable[Turn], history_tokens: int = 0, prefix: Prefix = Prefix(0, 0)
+    ) -> None:
+        """A conversation; behind the prefix, `history_tokens` of its own stand before its first message."""
+        room, num_shared = self._room(prefix), prefix.num_tokens // self._block_size
         history = deque([history_tokens] if history_tokens else ())
         now_s, num_history, after = start_s, history_tokens, -1
         self._num_chains += 1
         for turn in turns:
-            kept, new, answer = self._fit(history, num_history, turn)
+            kept, new, answer = _fit(history, num_history, turn, room)
             if kept < num_history:
                 self._num_chains += 1
-            num_tokens = self._system_tokens + kept + new
+            num_tokens = prefix.num_tokens + kept + new
             num_history = kept + new + answer
             history.append(new + answer)
-            num_blocks = (self._system_tokens + num_history) // self._block_size
-            chain = chain_names(self._num_chains, num_blocks, self._num_shared)
+            num_blocks = (prefix.num_tokens + num_history) // self._block_size
+            chain = chain_names(self._num_chains, num_blocks, num_shared, prefix.number)
             now_s += turn.gap_s if after >= 0 else 0.0
             arrival_s = turn.gap_s if after >= 0 else start_s
-            after = self._draft(TraceRequest(chain, num_tokens, answer, arrival_s, after, None, True), now_s)
+            request = TraceRequest(chain, num_tokens, answer, arrival_s, after, None, True, turn.calls_tool)
+            after = self._draft(request, now_s)
             now_s += answer / ANSWER_TOKENS_PER_S
 
-    def _fit(self, history: deque[int], num_history: int, turn: Turn) -> tuple[int, int, int]:
-        """Tokens of the history that is kept, of the message and of the answer."""
-        new, answer = max(turn.new_tokens, 1), turn.answer_tokens
+    def _room(self, prefix: Prefix) -> float:
+        """Tokens of a context behind the prefix."""
         if self._max_context is None:
-            return num_history, new, answer
-        room = self._max_context - self._system_tokens
-        answer = min(answer, room - 1)
-        new = min(new, room - answer)
-        while history and num_history + new + answer > room:
-            num_history -= history.popleft()
-        return num_history, new, answer
+            return math.inf
+        if self._max_context < prefix.num_tokens + 2:
+            raise ConfigError(f"a context of {self._max_context} tokens has no room for a message; give more")
+        return self._max_context - prefix.num_tokens
 
     def _draft(self, request: TraceRequest, nominal_s: float) -> int:
         self._drafts.append(request)
@@ -213,76 +224,15 @@ class TurnsToRequests:
     def _placed(draft: TraceRequest, places: array[int]) -> TraceRequest:
         if draft.after < 0:
             return draft
-        return TraceRequest(
-            draft.chain, draft.num_tokens, draft.num_output_tokens, draft.arrival_s, places[draft.after], None, True
-        )
+        return replace(draft, after=places[draft.after])
 
 
-# -- made-up traffic -------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Traffic of the generator: people who chat, some of whom return the next day, and programs that call tools.
-
-    tool_share: of the conversations. return_share: of a person's turns, that come a day after the one before.
-    Lengths are lognormal, given by median and sigma; the numbers are round guesses, not fitted to any service.
-    """
-
-    tool_share: float = 0.3
-    return_share: float = 0.05
-    mean_tool_turns: float = 10.0
-    mean_human_turns: float = 4.0
-    tool_gap_s: float = 1.0  # median
-    tool_sigma: float = 0.5
-    return_s: float = 20 * 3600.0  # median: from one evening to the next afternoon
-    return_sigma: float = 0.2
-    system_tokens: int = 1024
-    message_tokens: tuple[float, float] = (60.0, 1.2)  # median, sigma
-    answer_tokens: tuple[float, float] = (250.0, 0.8)
-    tool_message_tokens: tuple[float, float] = (300.0, 1.2)
-    tool_answer_tokens: tuple[float, float] = (80.0, 0.7)
-    max_context: int = 32768
-
-
-def generate(
-    num_requests: int,
-    seed: int = 0,
-    block_size: int = DEFAULT_BLOCK_SIZE,
-    traffic: Traffic = Traffic(),
-    arrivals: Arrivals = DEFAULT_ARRIVALS,
-) -> Trace:
-    """The first `num_requests` requests of made-up traffic; the same seed gives the same."""
-    if num_requests < 1:
-        raise ConfigError(f"a trace of {num_requests} requests cannot be; give 1 or more")
-    rng = random.Random(seed)
-    collected = TurnsToRequests(block_size, traffic.system_tokens, traffic.max_context)
-    start_s = 0.0
-    while len(collected) < num_requests:
-        is_tool = rng.random() < traffic.tool_share
-        collected.add(start_s, _tool_loop(rng, traffic) if is_tool else _person(rng, traffic, arrivals))
-        start_s += rng.expovariate(arrivals.rate_per_s)
-    return Trace(f"generated, seed {seed}", block_size, collected.requests(num_requests))
-
-
-def _num_turns(rng: random.Random, mean: float) -> int:
-    """Geometric, at least 1."""
-    return 1 + int(math.log(1.0 - rng.random()) / math.log(1.0 - 1.0 / mean)) if mean > 1 else 1
-
-
-def _tokens(rng: random.Random, median_and_sigma: tuple[float, float]) -> int:
-    median, sigma = median_and_sigma
-    return min(max(1, round(rng.lognormvariate(math.log(median), sigma))), MAX_TOKENS)
-
-
-def _tool_loop(rng: random.Random, traffic: Traffic) -> Iterator[Turn]:
-    for _ in range(_num_turns(rng, traffic.mean_tool_turns)):
-        gap_s = rng.lognormvariate(math.log(traffic.tool_gap_s), traffic.tool_sigma)
-        yield Turn(_tokens(rng, traffic.tool_message_tokens), _tokens(rng, traffic.tool_answer_tokens), gap_s)
-
-
-def _person(rng: random.Random, traffic: Traffic, arrivals: Arrivals) -> Iterator[Turn]:
-    for _ in range(_num_turns(rng, traffic.mean_human_turns)):
-        if rng.random() < traffic.return_share:
-            gap_s = rng.lognormvariate(math.log(traffic.return_s), traffic.return_sigma)
-        else:
-            gap_s = arrivals.think_s(rng)
-        yield Turn(_tokens(rng, traffic.message_tokens), _tokens(rng, traffic.answer_tokens), gap_s)
+def _fit(history: deque[int], num_history: int, turn: Turn, room: float) -> tuple[int, int, int]:
+    """Tokens of the history that is kept, of the message and of the answer."""
+    new, answer = max(turn.new_tokens, 1), turn.answer_tokens
+    if room < math.inf:
+        answer = min(answer, int(room) - 1)
+        new = min(new, int(room) - answer)
+    while history and num_history + new + answer > room:
+        num_history -= history.popleft()
+    return num_history, new, answer

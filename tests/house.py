@@ -93,8 +93,8 @@ class FakeStore(NullConnector):
         loads, self._loads = self._loads, []
         return TransferPlan(tuple(loads)) if loads else None
 
-    def request_finished(self, request_id, block_numbers):
-        super().request_finished(request_id, block_numbers)
+    def request_finished(self, request_id, block_numbers, answer=None):
+        super().request_finished(request_id, block_numbers, answer)
         self.calls.append(("finished", request_id, len(block_numbers)))
 
 

@@ -3,7 +3,9 @@
 import pytest
 from engines import LLAMA_BLOCK_BYTES, ask, cached, counters, greedy, open_engine, save_model, settle, tokens
 
-from engine import CacheTiers, Engine
+from engine import CacheTiers, Engine, SamplingParams
+from kvstore.block import extend_chain
+from kvstore.conversation import Answer
 from kvstore.errors import ConfigError, RequestError
 
 BLOCKS = 24  # in HBM
@@ -30,13 +32,19 @@ def hbm_only(model):
         engine.close()
 
 
+def text_of(engine: Engine, token_id: int) -> str:
+    return engine.tokenizer.decode([token_id])
+
+
+def chain_of(engine: Engine, token_ids: list[int]) -> list[bytes]:
+    chain: list[bytes] = []
+    extend_chain(chain, engine.connector.lineage_root("", ""), token_ids, 16)
+    return chain
+
+
 def in_hbm(engine, seed: int) -> int:
     """How many tokens of this prompt would be hit, without asking for it."""
-    from kvstore.block import extend_chain
-
-    chain: list[bytes] = []
-    extend_chain(chain, engine.connector.lineage_root("", ""), tokens(seed, PROMPT), 16)
-    found = [engine.pool.lookup(block_id) is not None for block_id in chain]
+    found = [engine.pool.lookup(block_id) is not None for block_id in chain_of(engine, tokens(seed, PROMPT))]
     return 16 * (found.index(False) if False in found else len(found))
 
 
@@ -169,3 +177,26 @@ def test_conversations_are_recognised_after_a_restart(model, tmp_path):
         assert engine.stats()["policy"]["num_conversations"] >= 1
         ask(engine, [*tokens(1, PROMPT), *tokens(2, 40)], 1)
         assert engine.stats()["policy"]["num_returns_learned"] >= 1
+
+
+@pytest.mark.parametrize("disk", [0, 1 << 24], ids=["hbm only", "a store"])
+def test_how_an_answer_ended_is_known_of_its_conversation(model, disk, tmp_path):
+    hbm = BLOCKS * LLAMA_BLOCK_BYTES
+    tiers = CacheTiers(hbm=hbm, cpu=hbm if disk else 0, disk=disk, path=tmp_path)
+    with Engine(model, tiers, device="cpu", max_model_len=256) as engine:
+        engine._call_token_ids = frozenset({7})
+        endings = [
+            SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logit_bias={9: 100}),
+            SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logit_bias={7: 100}),
+            SamplingParams(
+                temperature=0, max_tokens=9, ignore_eos=True, logit_bias={9: 100}, stop=[text_of(engine, 9)]
+            ),
+        ]
+        found = []
+        for seed, params in enumerate(endings):
+            handle = engine.submit(tokens(seed, PROMPT), params)
+            while not handle.done:
+                engine.step()
+            conversation = engine.connector._steering.find(chain_of(engine, tokens(seed, PROMPT)))
+            found.append(conversation.answer)
+    assert found == [Answer(5), Answer(3, calls_tool=True), Answer(1, calls_tool=True)]

@@ -62,6 +62,18 @@ def test_a_request_that_is_only_preempted_is_one_line(tmp_path):
     assert found["tip"] == short_id(block_id(1))
 
 
+def test_a_call_of_a_tool_is_remembered_and_read_again(tmp_path):
+    history = History(tmp_path)
+    for name, calls_tool in (("a", True), ("b", False)):
+        history.arrived(name, 0.0, name, 10, None)
+        history.left(name, 1.0, 14, None, calls_tool)
+    lines = history.take_lines(0.0, all_of_them=True)
+    assert ["calls_tool" in json.loads(line) for line in lines] == [True, False]
+    lines.append(line("c", calls_tool="yes"))
+    found = read_session_lines(joined(lines), "history", 16).requests
+    assert [request.calls_tool for request in found] == [True, False], "a line that is not sound is left out"
+
+
 def test_lines_come_when_they_are_settled_or_when_all_are_wanted(tmp_path):
     history = History(tmp_path)
     serve(history, "a", 0.0, 1, 1, "a")

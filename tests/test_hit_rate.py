@@ -72,7 +72,9 @@ def test_references_of_one_tier(bench, trace, tmp_path):
 
 def test_made_up_traffic_and_capacities_of_its_own(bench, tmp_path):
     file = tmp_path / "out.json"
-    assert bench("--requests", 300, "--policies", "lru", "--seed", 5, "--block-size", 64, "--json", file)[0] == 0
+    flags = ("--kind", "people", "--requests", 300, "--policies", "lru", "--seed", 5, "--block-size", 64)
+    code, table, _ = bench(*flags, "--json", file)
+    assert code == 0 and "people, seed 5: 300 requests" in " ".join(table.split())
     rows = json.loads(file.read_text())["results"]
     assert [row["policy"] for row in rows] == ["lru"] * 3 + ["ideal"]
     sizes = [row["capacity_blocks"] for row in rows]
@@ -227,6 +229,7 @@ def test_our_policies_stand_beside_the_references_of_one_tier(bench, trace, tmp_
         (("--format", "csv"), "unknown trace format 'csv'; known are mooncake, sessions, turns, bailian"),
         (("--trace", "absent.jsonl"), "the trace absent.jsonl cannot be read"),
         (("--format", "bailian"), "small.jsonl, line 1: the field 'chat_id' is missing"),
+        (("--kind", "people"), "--kind people has no effect on a trace"),
         (("--surprise",), "--surprise"),
     ],
 )

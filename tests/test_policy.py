@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
+from kvstore.categories import NUM_CATEGORIES
 from kvstore.conversation import Conversation
 from kvstore.policy import FIXED_POLICIES, EvictionOrder
-from kvstore.return_model import NUM_BUCKETS, NUM_CATEGORIES, RankTable, ReturnModel, bucket_of
+from kvstore.return_model import NUM_BUCKETS, RankTable, ReturnModel, bucket_of
 
 
 class Clock:
@@ -44,8 +45,7 @@ def drained(order: EvictionOrder) -> list[int]:
 def set_ranks(model: ReturnModel, rank: Callable[[int, int], float]) -> None:
     """Publish ranks of our own."""
     rows = [[rank(category, bucket) for bucket in range(NUM_BUCKETS)] for category in range(NUM_CATEGORIES)]
-    order = [sorted(range(NUM_BUCKETS), key=lambda b, row=row: (row[b], -b)) for row in rows]
-    model.table = RankTable(model.version + 1, rows, order)
+    model.table = RankTable(model.version + 1, rows)
 
 
 # -- each policy --
@@ -274,8 +274,7 @@ def random_ranks(rng: random.Random) -> Callable[[int, int], float]:
 def test_the_order_against_a_naive_sort(policy, seed, clock):
     rng = random.Random(seed)
     model = ReturnModel()
-    followed = ["lru"]
-    order = EvictionOrder(policy, model, clock, (lambda: followed[0]) if policy == "auto" else None)
+    order = EvictionOrder(policy, model, clock)
     everybody = [conversation(i, 1000 - rng.expovariate(0.01), 0, rng.randrange(5)) for i in range(60)]
     members: set[Conversation] = set()
     looks = 0
@@ -295,33 +294,15 @@ def test_the_order_against_a_naive_sort(policy, seed, clock):
             clock.now_s += rng.choice([0.01, 0.3, 5.0, 60.0]) * rng.random()
         elif kind < 0.61:
             set_ranks(model, random_ranks(rng))
-        elif kind < 0.62:
-            followed[0] = rng.choice(FIXED_POLICIES)
         else:
-            in_force = followed[0] if policy == "auto" else policy
-            assert order.first() is naive(members, in_force, model, clock.now_s)
+            assert order.first() is naive(members, order.policy_in_force, model, clock.now_s)
             assert len(order) == len(members)
             looks += 1
     assert looks > 1000
 
 
-def test_auto_follows_the_choice(clock):
-    followed = ["fifo"]
-    order = EvictionOrder("auto", ReturnModel(), clock, lambda: followed[0])
-    first, second = conversation(1, use=2), conversation(2, use=1)
-    order.add(first)
-    order.add(second)
-    assert (order.first(), order.policy_in_force) == (first, "fifo")
-    followed[0] = "lru"
-    assert (order.first(), order.policy_in_force) == (second, "lru")
-    assert drained(order) == [2, 1]
-
-
-def test_auto_and_nothing_else_needs_somebody_to_choose(clock):
-    with pytest.raises(AssertionError, match="needs somebody to choose"):
-        EvictionOrder("auto", ReturnModel(), clock)
-    with pytest.raises(AssertionError, match="needs somebody to choose"):
-        EvictionOrder("lru", ReturnModel(), clock, lambda: "lru")
+def test_auto_is_return(clock):
+    assert EvictionOrder("auto", ReturnModel(), clock).policy_in_force == "return"
 
 
 def test_a_part_follows_the_refreshes_of_the_whole():

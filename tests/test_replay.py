@@ -12,7 +12,8 @@ import pytest
 
 from kvstore.errors import ConfigError
 from kvstore.replay import OneTier, Replay, ReplayConfig, ServiceModel, replay, replay_one_tier
-from kvstore.traces import Arrivals, Trace, TraceRequest, generate
+from kvstore.traces import Arrivals, Trace, TraceRequest
+from kvstore.traffic import generate
 
 SIZE = 10
 

@@ -7,19 +7,18 @@ import random
 
 import pytest
 
-from kvstore.conversation import Conversation
+from kvstore.categories import GROUPS, NUM_CATEGORIES, category_of
+from kvstore.conversation import Answer, Conversation, Prefix
 from kvstore.return_model import (
     EDGES_S,
     LOWER_S,
     NUM_BUCKETS,
-    NUM_CATEGORIES,
     UPPER_S,
     AgeShelves,
     ReturnLearner,
     ReturnModel,
     SortedEntries,
     bucket_of,
-    category_of,
 )
 
 
@@ -36,12 +35,44 @@ def test_buckets_are_half_octaves():
     assert all(bucket_of(math.nextafter(high, 0)) == i for i, high in enumerate(UPPER_S[:-1]))
 
 
-def test_categories_are_turns_by_gaps():
-    assert category_of(0, None) == 0
-    turns = [category_of(turn, None) // 5 for turn in (0, 1, 2, 3, 4, 5, 8, 9, 1000)]
-    assert turns == [0, 1, 2, 3, 3, 4, 4, 5, 5]
-    assert [category_of(0, gap) for gap in (0.0, 3.9, 4.0, 29.0, 30.0, 299.0, 300.0, 1e9)] == [1, 1, 2, 2, 3, 3, 4, 4]
-    assert len({category_of(t, g) for t in range(10) for g in (None, 1, 5, 50, 500)}) == NUM_CATEGORIES
+def of_talk(turn: int, gap_s: float | None = None, answer: Answer | None = None) -> int:
+    one = conversation(1)
+    one.turn, one.gap_s, one.answer = turn, gap_s, answer
+    return category_of(one)
+
+
+def of_prefix(num_blocks: int, num_before: int = 0, uses: int = 1, gap_s: float | None = None) -> int:
+    entry = conversation(1)
+    parent = Prefix(conversation(2), "p", num_before, None) if num_before else None
+    entry.prefix, entry.turn, entry.gap_s = Prefix(entry, "e", num_before + num_blocks, parent), uses, gap_s
+    return category_of(entry)
+
+
+def test_categories_of_conversations_are_answers_by_gaps_by_turns():
+    assert of_talk(0) == 0
+    assert [of_talk(turn) for turn in (0, 1, 2, 3, 4, 5, 8, 9, 1000)] == [0, 1, 2, 3, 3, 4, 4, 5, 5]
+    gaps_s = (0.0, 3.9, 4.0, 29.0, 30.0, 299.0, 300.0, 1e9)
+    assert [of_talk(0, gap_s) // 6 for gap_s in gaps_s] == [1, 1, 2, 2, 3, 3, 4, 4]
+    endings = [Answer(0), Answer(31), Answer(32), Answer(100), Answer(250), Answer(500), Answer(1000), Answer(9, True)]
+    assert [of_talk(0, None, answer) // 30 for answer in endings] == [2, 2, 3, 4, 5, 6, 7, 1]
+    assert of_talk(0, None, Answer(9, True)) == of_talk(0, None, Answer(900, True))
+
+
+def test_every_category_has_its_number_and_its_group():
+    talks = itertools.product(
+        range(10), (None, 1, 5, 50, 500), (None, Answer(1, True), *map(Answer, (1, 50, 150, 300, 600, 2000)))
+    )
+    fresh = itertools.product((1, 4, 16, 64), (0, 7))
+    shared = itertools.product((2, 3, 5, 9), (1.0, 5.0, 20.0, 100.0, 500.0, 2000.0, 9000.0, 1e6))
+    found = {of_talk(*one) for one in talks} | {of_prefix(*one) for one in fresh}
+    found |= {of_prefix(1, 0, uses, gap_s) for uses, gap_s in shared}
+    assert found == set(range(NUM_CATEGORIES)) and len(GROUPS) == NUM_CATEGORIES
+    assert (
+        GROUPS[of_talk(1, 5.0, Answer(40))]
+        == GROUPS[of_talk(9, 5.0, Answer(99))]
+        != GROUPS[of_talk(1, 50.0, Answer(40))]
+    )
+    assert GROUPS[of_prefix(1)] == GROUPS[of_prefix(70)] != GROUPS[of_prefix(1, 3)]
 
 
 # -- the life table --
@@ -133,7 +164,7 @@ def test_the_index_is_the_best_ratio_over_all_horizons():
         assert ranks[bucket] == pytest.approx(best, rel=0.1 if bucket in (0, NUM_BUCKETS - 1) else 1e-6), bucket
 
 
-def test_little_evidence_is_shrunk_towards_the_gap_class_and_that_towards_all():
+def test_little_evidence_is_shrunk_towards_its_group_that_towards_its_kind_and_that_towards_all():
     model = ReturnModel()
     bucket = bucket_of(2.0)
 
@@ -141,13 +172,28 @@ def test_little_evidence_is_shrunk_towards_the_gap_class_and_that_towards_all():
         alive = model.survival(category)
         return alive[bucket + 1] / alive[bucket]
 
-    before = stay(category_of(5, 1.0))
+    short, long = Answer(10), Answer(700)
+    before = stay(of_talk(5, 1.0, short))
     for _ in range(8):
-        model.returned(category_of(2, 1.0), 2.0)
-    own, same_gaps, others = stay(category_of(2, 1.0)), stay(category_of(5, 1.0)), stay(category_of(5, 100.0))
-    assert own < same_gaps < others < before
-    model.passed(category_of(5, 1.0), bucket, 1000)
-    assert stay(category_of(5, 1.0)) > 0.95, "its own evidence wins when there is much of it"
+        model.returned(of_talk(2, 1.0, short), 2.0)
+    found = [
+        stay(one)
+        for one in (of_talk(2, 1.0, short), of_talk(5, 1.0, short), of_talk(2, 99.0, short), of_talk(2, 1.0, long))
+    ]
+    assert found == sorted(found) and len(set(found)) == 4 and found[-1] < before
+    model.passed(of_talk(5, 1.0, short), bucket, 1000)
+    assert stay(of_talk(5, 1.0, short)) > 0.95, "its own evidence wins when there is much of it"
+
+
+def test_one_return_makes_no_peak():
+    model = ReturnModel()
+    bucket = bucket_of(30.0)
+    for _ in range(40):
+        model.returned(7, 30.0)
+    alive = model.survival(7)
+    hazards = [1 - after / before for before, after in itertools.pairwise(alive)]
+    assert hazards[bucket] > hazards[bucket + 1] > 2 * hazards[bucket + 3]
+    assert hazards[bucket - 1] == pytest.approx(hazards[bucket + 1])
 
 
 def test_the_past_is_forgotten():
@@ -172,8 +218,6 @@ def test_published_ranks_are_new_objects():
     model.publish()
     assert (before.version, before.ranks, model.version) == (1, ranks, 2)
     assert model.table.ranks != ranks
-    for row, order in zip(model.table.ranks, model.table.order, strict=True):
-        assert order == sorted(range(NUM_BUCKETS), key=lambda b: (row[b], -b))
 
 
 def test_a_horizon_changes_what_is_published():
@@ -204,7 +248,7 @@ COUNTS = [1.0] * NUM_BUCKETS
 @pytest.mark.parametrize(
     "state",
     [
-        None, [], "x", 3, {"x": {}}, {"30": {"returns": COUNTS, "passes": COUNTS}},
+        None, [], "x", 3, {"x": {}}, {str(NUM_CATEGORIES): {"returns": COUNTS, "passes": COUNTS}},
         {"-1": {"returns": COUNTS, "passes": COUNTS}},
         {"0": None}, {"0": {"returns": COUNTS}}, {"0": {"returns": COUNTS, "passes": COUNTS, "more": 1}},
         {"0": {"returns": COUNTS[1:], "passes": COUNTS}}, {"0": {"returns": COUNTS, "passes": None}},
@@ -317,12 +361,12 @@ def test_a_return_counts_in_the_category_of_the_rest_and_sets_the_next_one():
     one = conversation(1)
     one.turn = 1
     learner.rested(one, 0.0)
-    assert one.category == category_of(1, None)
+    assert one.category == of_talk(1)
     one.turn, one.gap_s = 2, 10.0
     learner.returned(one, 10.0)
-    assert counts(model, category_of(1, None)) == (1, bucket_of(10.0))
-    assert one.category == category_of(2, 10.0)
-    assert counts(model, category_of(2, 10.0)) == (0, 0)
+    assert counts(model, of_talk(1)) == (1, bucket_of(10.0))
+    assert one.category == of_talk(2, 10.0)
+    assert counts(model, of_talk(2, 10.0)) == (0, 0)
     learner.returned(one, 10.0)
     assert model.num_returns == 1, "it did not rest"
 

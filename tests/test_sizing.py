@@ -19,7 +19,8 @@ from kvstore.sizing import (
     sweep,
     without_reuse,
 )
-from kvstore.traces import ANSWER_TOKENS_PER_S, Trace, TraceRequest, Turn, TurnsToRequests, generate
+from kvstore.traces import ANSWER_TOKENS_PER_S, Trace, TraceRequest, Turn, TurnsToRequests
+from kvstore.traffic import generate
 
 GIB = 1 << 30
 

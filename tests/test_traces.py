@@ -9,12 +9,11 @@ from kvstore.trace_formats import read_trace
 from kvstore.traces import (
     CHAIN_STRIDE,
     Arrivals,
+    Prefix,
     SplicedChain,
-    Traffic,
     Turn,
     TurnsToRequests,
     chain_names,
-    generate,
 )
 
 
@@ -131,6 +130,17 @@ def test_bailian_is_told_from_mooncake(tmp_path):
     assert read_trace(written(tmp_path, bailian([1, 2], 1024)), "bailian", block_size=512).block_size == 512
 
 
+@pytest.mark.parametrize("trace_format", ["mooncake", "sessions"])
+def test_a_trace_may_say_which_answers_call_a_tool(tmp_path, trace_format):
+    lines = [
+        mooncake([1, 2], 1024, session="a", calls_tool=True),
+        mooncake([1, 2], 1024, 1, session="b", calls_tool=False),
+        mooncake([1, 2], 1024, 2, session="c"),
+    ]
+    trace = read_trace(written(tmp_path, *lines), trace_format)
+    assert [request.calls_tool for request in trace.requests] == [True, False, False]
+
+
 # -- sessions --------------------------------------------------------------------------------------------------------
 def turn(session, timestamp, num_output=10, **more):
     return {"session": session, "timestamp": timestamp, "output_length": num_output} | more
@@ -162,6 +172,7 @@ def test_sessions_grow_and_start_anew_when_they_were_cut(tmp_path):
         (turn("a", 6, new_tokens=0), "'new_tokens' is 0"),
         (turn(1.5, 6, new_tokens=1), "'session' is 1.5"),
         ({"timestamp": 6}, "'session' is missing"),
+        (turn("a", 6, new_tokens=1, calls_tool=1), "'calls_tool' is 1; expected is true or false"),
     ],
 )
 def test_a_broken_turn_is_named(tmp_path, line, message):
@@ -269,17 +280,23 @@ def test_spliced_chains_behave_like_lists():
         chain[8]
     assert list(chain_names(2, 2, num_shared=3)) == [0, 1]
     assert list(chain_names(2, 4, num_shared=3)) == [0, 1, 2, 2 * CHAIN_STRIDE]
+    assert list(chain_names(2, 3, num_shared=2, prefix=3)) == [
+        -3 * CHAIN_STRIDE,
+        1 - 3 * CHAIN_STRIDE,
+        2 * CHAIN_STRIDE,
+    ]
 
 
 def test_over_the_context_the_oldest_turns_go_and_the_rest_is_new():
-    collected = TurnsToRequests(block_size=10, system_tokens=20, max_context=100)
-    collected.add(0.0, [Turn(20, 10), Turn(10, 10, 1.0), Turn(25, 10, 1.0), Turn(500, 500, 1.0)])
+    collected = TurnsToRequests(block_size=10, max_context=100)
+    turns = [Turn(20, 10), Turn(10, 10, 1.0), Turn(25, 10, 1.0), Turn(500, 500, 1.0)]
+    collected.add(0.0, turns, prefix=Prefix(0, 20))
     requests = collected.requests()
     assert [(r.num_tokens, r.num_output_tokens) for r in requests] == [(40, 10), (60, 10), (65, 10), (21, 79)]
     assert [list(r.chain[:2]) for r in requests] == [[0, 1]] * 4, "the system prompt stays"
     assert [r.chain[2] // CHAIN_STRIDE for r in requests] == [1, 1, 2, 3]
     with pytest.raises(ConfigError, match="no room"):
-        TurnsToRequests(10, system_tokens=20, max_context=21)
+        TurnsToRequests(10, max_context=21).add(0.0, turns, prefix=Prefix(0, 20))
 
 
 def test_the_nominal_order_is_that_of_a_server_that_is_never_busy():
@@ -289,24 +306,3 @@ def test_the_nominal_order_is_that_of_a_server_that_is_never_busy():
     requests = collected.requests()
     assert [r.num_tokens for r in requests] == [10, 11, 47, 45]
     assert [(r.after, r.arrival_s) for r in requests] == [(-1, 0.0), (-1, 5.0), (1, 1.0), (0, 10.0)]
-
-
-def test_made_up_traffic():
-    trace = generate(3000, seed=3, block_size=64)
-    assert shown(trace) == shown(generate(3000, seed=3, block_size=64)) != shown(generate(3000, seed=4, block_size=64))
-    assert len(trace.requests) == 3000 and trace.block_size == 64
-    gaps = []
-    for index, request in enumerate(trace.requests):
-        assert request.num_tokens + request.num_output_tokens <= Traffic().max_context
-        assert len(request.chain) == (request.num_tokens + request.num_output_tokens) // 64
-        assert list(request.chain[:16]) == list(range(16)), "the system prompt is everybody's"
-        if request.after >= 0:
-            assert request.after < index
-            before = trace.requests[request.after].chain
-            same = request.chain[16:17] == before[16:17] and len(before) > 16
-            assert not same or list(request.chain[: len(before)]) == list(before)
-            gaps.append(request.arrival_s)
-    tools, people, returns = sum(g < 5 for g in gaps), sum(5 < g < 3600 for g in gaps), sum(g > 3600 for g in gaps)
-    assert tools > 300 and people > 300 and returns > 10
-    with pytest.raises(ConfigError):
-        generate(0)
