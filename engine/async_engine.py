@@ -369,10 +369,18 @@ class AsyncEngine:
         return _Waiter(asyncio.get_running_loop(), asyncio.Queue())
 
     async def _begin(self, submit: Callable[[], Answer], num_chars: int) -> Answer:
-        submitting = asyncio.ensure_future(self.call_with_text(num_chars, submit))
+        is_wanted = True
+
+        def begin() -> Answer:
+            if not is_wanted:  # it has waited for a thread, longer than its caller did
+                raise EngineClosedError("nobody waits for this request any more")
+            return submit()
+
+        submitting = asyncio.ensure_future(self.call_with_text(num_chars, begin))
         try:
             return await asyncio.shield(submitting)
-        except asyncio.CancelledError:  # the thread goes on: what it submits has no reader
+        except asyncio.CancelledError:  # a thread that has begun goes on: what it submits has no reader
+            is_wanted = False
             submitting.add_done_callback(_abandon)
             raise
 

@@ -20,6 +20,7 @@ from kvstore.stats import StoreStats
 BLANK_SHARE = 16  # one of so many slots is kept empty, so that a read never waits for an eviction
 MOST_HINTS = 64
 TRIED_BLOCKS = 16  # are read where computing is better: the disk may have become faster
+NEW_SHARE = 8  # all who wait are looked at once one of so many has come since the last time
 TRIED_SHARE = 4  # one of so many seconds is spent on that at most
 
 _MISS, _PENDING = Match(Lookup.MISS), Match(Lookup.PENDING)
@@ -55,16 +56,19 @@ class Prefetcher:
         self._hints: dict[str, Tracked] = {}  # by name, in the order in which they came
         self._hint_numbers = count()
         self._has_changed = False
+        self._num_new = 0  # requests that have come since all were looked at
         self._try_at = 0.0
 
     # -- the life of a request ---------------------------------------------------------------------------------------
     def arrive(self, request: Tracked) -> None:
-        """It waits from now on; what it needs from disk is read ahead."""
+        """It waits from now on; what it needs from disk is read ahead, where many wait from the next step on."""
         assert request.conversation is not None
         num_blocks = len(request.arrival) if request.may_load else 0
         self._look_ahead.add(request.request_id, request.key, request.conversation, num_blocks)
         self._has_changed = True
-        self.poll()
+        self._num_new += 1
+        if NEW_SHARE * self._num_new >= len(self._look_ahead):  # else thousands would be looked at thousands of times
+            self.poll()
 
     def scheduled(self, request: Tracked) -> None:
         """It runs in the next step."""
@@ -90,7 +94,7 @@ class Prefetcher:
             self._cpu.keep_blank(self.num_blank)
         if not self._has_changed or self._reader is None:
             return
-        self._has_changed = False
+        self._has_changed, self._num_new = False, 0
         self._look_ahead.num_cpu_blocks = self._num_slots_to_fill()
         for waiting in self._look_ahead.to_prefetch():
             request = self._lookups.requests[waiting.request_id]  # type: ignore[index]
@@ -122,7 +126,7 @@ class Prefetcher:
         if not request.begun:
             self._lookups.hold(request, request.num_hbm_blocks, max_blocks)
         self._lookups.advance(request, request.first)
-        if request.front < request.end:
+        if request.front < request.lowest:  # else all its reads have begun
             choice = self._choose(request)
             if choice.way is not Way.COMPUTE:
                 self._lookups.read(request, request.front + choice.num_blocks, lambda: self._take_from_behind(request))

@@ -169,8 +169,11 @@ class KVStore:
         return failed
 
     # -- what has ended ----------------------------------------------------------------------------------------------
-    def poll(self) -> bool:
-        """Collect what worker threads have finished. True when there was something."""
+    def poll(self, reads_ahead: bool = True) -> bool:
+        """Collect what worker threads have finished. True when there was something.
+
+        reads_ahead: for those who wait, too, which takes a look at all of them.
+        """
         self._ended += self._transfers.completed()
         self._ended += self._io.completed()
         moved = bool(self._ended)
@@ -178,7 +181,8 @@ class KVStore:
             self._collect(self._ended.popleft())
         self._splicer.poll()
         self._steering.poll()
-        self._prefetcher.poll()
+        if reads_ahead:
+            self._prefetcher.poll()
         if self.disk is not None:
             self.disk.pump()
             if self._to_forget and self.disk.index_loaded:

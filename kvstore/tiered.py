@@ -255,7 +255,7 @@ class TieredConnector:
     ) -> Arrival:
         self._check_process()
         with self._lock:
-            self._store.poll()
+            self._store.poll(reads_ahead=False)
             is_stored = self._store.lookups.is_stored(chain, num_hbm_tokens)
             found = self._steering.arrive(chain, conversation, is_stored)
             request = Tracked(request_id, chain, token_ids, lineage, tenant, key, found, may_load)

@@ -19,7 +19,7 @@ CONSTRAINTS = {
 }  # fmt: skip
 GUIDED = "guided_"  # and what follows it: json, regex, choice, grammar
 # Of other servers, and close to a name of ours without meaning it.
-NO_MISSES = {"models", "top_a", "top_n"}
+NO_MISSES = {"message_id", "models", "top_a", "top_n"}
 MAX_EXAMINED = 64  # of unknown fields
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 

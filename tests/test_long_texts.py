@@ -1,5 +1,6 @@
 """Texts of any length: few long ones are tokenized at once, what cannot fit waits for nothing, bodies do not stay."""
 
+import asyncio
 import gc
 import json
 import threading
@@ -12,11 +13,12 @@ from engines import save_model
 from serving import serving
 from talking import LONG, Stream
 
-from engine import async_engine
-from engine.async_engine import LONG_TEXT_CHARS, MAX_LONG_TEXTS
+from engine import Engine, async_engine
+from engine.async_engine import LONG_TEXT_CHARS, MAX_LONG_TEXTS, AsyncEngine
 from engine.chat import ChatSession
 from engine.chat_template import ChatTemplate
 from engine.loading import load
+from engine.prompts import prompt_ids
 from engine.recall import Recall
 from service import edge
 
@@ -89,6 +91,30 @@ def test_few_long_texts_are_tokenized_at_once(wide, monkeypatch, route):
     assert {reply.status for reply in replies} == ({200} if "token" in path else {400}), replies[0].body
     assert 1 <= crowd.most <= MAX_LONG_TEXTS
     wide.wait_until_idle()
+
+
+def test_a_long_text_that_nobody_waits_for_any_more_is_not_tokenized(model, monkeypatch):
+    begun, may_go_on = [], threading.Event()
+
+    def waiting(*arguments):
+        begun.append(threading.get_ident())
+        may_go_on.wait(60)
+        return prompt_ids(*arguments)
+
+    async def scenario() -> None:
+        async with AsyncEngine(Engine(model, {"hbm": "32MiB"}, device="cpu")) as found:
+            callers = [asyncio.create_task(found.generate(TEXT)) for _ in range(8)]
+            while len(begun) < MAX_LONG_TEXTS:
+                await asyncio.sleep(0.01)
+            for caller in callers:
+                caller.cancel()
+            await asyncio.gather(*callers, return_exceptions=True)
+            may_go_on.set()
+            await found.call_with_text(len(TEXT), lambda: None)  # whatever stood before it has had its thread
+
+    monkeypatch.setattr(async_engine, "prompt_ids", waiting)
+    asyncio.run(scenario())
+    assert len(begun) == MAX_LONG_TEXTS
 
 
 def test_tokens_of_a_long_text_are_the_tokenizers(wide):

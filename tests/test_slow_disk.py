@@ -232,6 +232,20 @@ def test_a_cancelled_request_in_the_queue_leaves_the_disk_to_others(model, tmp_p
         assert counters(slow.engine)["read"] <= 2
 
 
+def test_all_who_wait_are_not_looked_at_for_each_of_many_that_come_before_a_step(model, tmp_path):
+    slow = Slow(model, tmp_path / "store", "2MiB")
+    with slow.engine:
+        looked, look_ahead = [], slow.engine.connector._store._prefetcher._look_ahead
+        to_prefetch = look_ahead.to_prefetch
+        look_ahead.to_prefetch = lambda: looked.append(len(look_ahead)) or to_prefetch()
+        handles = [slow.submit(2) for _ in range(400)]
+        assert 0 < sum(looked) < 16 * len(handles)
+        for handle in handles:
+            slow.engine.abort(handle)
+        slow.gate.open()
+        settle(slow.engine)
+
+
 def test_a_hint_reads_ahead_and_what_it_read_is_kept_for_a_while(model, tmp_path, plain):
     slow = Slow(model, tmp_path / "store", "2MiB")
     with slow.engine:
