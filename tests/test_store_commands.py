@@ -84,6 +84,7 @@ def run(monkeypatch, capsys, tmp_path):
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)
     monkeypatch.setattr(progress, "SHOWN_AFTER_S", 3600.0)  # also on a busy machine
+    monkeypatch.setattr(store_commands, "SILENCE_S", 120.0)
 
     def call(*argv):
         code = cli.main(list(map(str, argv)))
@@ -342,7 +343,7 @@ def test_help_names_every_flag_and_has_examples(run, name):
 def test_everything_goes_through_the_owner(run, owner):
     tiers = {"hbm": {"blocks": 1, "bytes": 10}, "disk": {"blocks": 20_000, "bytes": 5 << 30}}
     now_s = time.time()
-    session = {"id": "x", "turns": 3, "tokens": 12_000, "updated_s": now_s - 7200, "expires_s": now_s + 86400}
+    session = {"id": "x", "turns": 3, "tokens": 12_000, "updated_s": now_s - 7200, "expires_s": now_s + 1.4 * 86400}
     sessions = [session | {"title": "a\x1b[31m[b]b"}]
     path, process = owner(
         stats=STATS, evict={"dry_run": True, "tiers": tiers}, verify={"num_ok": 3, "bad_ids": ["ab"], "num_corrupt": 1},
@@ -438,17 +439,22 @@ def command(*argv, **kwargs):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         **kwargs,
     )
+
+
+def without_progress(err: str) -> str:
+    """stderr but for the lines that tell how far something is, on a busy machine."""
+    return re.sub(r"(?m)^kvstore: [a-z ]+ since \d+ s(, \d+% done)?\n", "", err)
 
 
 def test_the_reader_may_go_away(store):
     for flags in ("", "--json"):
         listing = f"{sys.executable} -m service.cli sessions --store {store.path} {flags}"
         script = f"{listing} | true; echo ${{PIPESTATUS[0]}}"
-        done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert done.stderr == "" and done.stdout.strip() in ("0", "1")
+        done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert without_progress(done.stderr) == "" and done.stdout.strip() in ("0", "1")
 
 
 def test_no_torch_for_these_commands(store):
@@ -457,9 +463,10 @@ def test_no_torch_for_these_commands(store):
         "sys.exit(code or ('torch' in sys.modules) * 9)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "stats", "--store", str(store.path)], cwd=ROOT, capture_output=True, timeout=60
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
+        [sys.executable, "-c", code, "stats", "--store", str(store.path)], cwd=ROOT, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
+    assert (done.returncode, without_progress(done.stderr)) == (0, "")
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------
