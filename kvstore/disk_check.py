@@ -5,6 +5,7 @@ Reads plain bytes, never through LMDB. Also what becomes of a file that fails: i
 
 import json
 import os
+import signal
 import stat
 import struct
 import subprocess
@@ -27,6 +28,7 @@ LMDB_09_VERSION = 1
 MIN_PAGE_BYTES, MAX_PAGE_BYTES = 256, 0x8000
 VERIFY_BASE_S, VERIFY_S_PER_GIB = 60.0, 60.0
 WALKER = disk_walk.__file__
+STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
 
 # Of LMDB 0.9 on 64-bit machines: a page header of 16 bytes, then magic, version, (address, map size), page size (in
 # the first field of the free list's record), (both databases' records), last page, transaction number.
@@ -116,6 +118,9 @@ def verify_structure(data_file: Path) -> str | None:
         raise StoreError("the installed lmdb package cannot verify files; install lmdb>=3.0")
     if done.returncode == 0:
         return None
+    if -done.returncode in STOPS:  # of a server that is stopped, or short of memory; damage ends in other signals
+        name = signal.Signals(-done.returncode).name
+        raise StoreError(f"checking {data_file} was ended by {name} from outside; nothing was changed, start again")
     return " ".join(done.stdout.split()) or f"checking its structure ended with status {done.returncode}"
 
 

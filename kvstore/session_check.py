@@ -102,6 +102,13 @@ class _Check:
                 self.problems.append(str(error))
 
 
+def problems_of(view: View, number: int) -> list[str]:
+    """What is wrong with one session, by its number."""
+    walk = _Check(view)
+    walk.session(number)
+    return walk.problems
+
+
 def check(view: View, progress: Callable[[int, int], None] | None = None) -> CheckReport:
     """progress(done, total) is called after each session."""
     walk = _Check(view)

@@ -11,6 +11,7 @@ from itertools import takewhile
 
 from kvstore import session_tables as tables
 from kvstore.errors import SessionDamagedError, StoreError
+from kvstore.session_check import problems_of
 from kvstore.session_record import (
     Message,
     SessionHead,
@@ -77,18 +78,20 @@ def remains(view: View, key: SessionKey) -> Remains | None:
 
 
 def _number(view: View, key: SessionKey) -> int | None:
-    """Of a session whose entry among the names is damaged, or leads to another's, the one that its head has."""
+    """Of a session whose entry among the names is damaged or gone, or leads to another's, the one that its head has."""
+    number, error = None, None
     try:
         number = tables.find(view, key)
-        if number is None or _key_of(view, number) in (None, key):
-            return number
-        raise damaged(f"session {key.session_id}", "its id leads to another session")
-    except StoreError:
-        for place, _ in view.scan(HEADS):
-            number = int.from_bytes(place, "big")
-            if _key_of(view, number) == key:
-                return number
-        raise
+    except StoreError as found:
+        error = found
+    if number is not None and _key_of(view, number) in (None, key):
+        return number
+    for place, _ in view.scan(HEADS):
+        if _key_of(view, int.from_bytes(place, "big")) == key:
+            return int.from_bytes(place, "big")
+    if number is None and error is None:
+        return None
+    raise error or damaged(f"session {key.session_id}", "its id leads to another session")
 
 
 def _key_of(view: View, number: int) -> SessionKey | None:
@@ -166,9 +169,9 @@ def repair(view: View, key: SessionKey, now_s: float) -> Repaired | None:
 
 
 def _sound_head(view: View, key: SessionKey, found: Remains) -> SessionHead | None:
-    """The head of a session in which everything can be read."""
+    """The head of a session in which everything can be read, and to which everything leads."""
     try:
-        state = tables.load(view, key)
+        state = None if problems_of(view, found.number) else tables.load(view, key)
         for turn in found.turns.values():
             if turn.idempotency_key is not None:
                 tables.turn_of_request(view, key, turn.idempotency_key)

@@ -150,7 +150,7 @@ class SessionStore:
     ) -> Ticket[SessionHead]:  # fmt: skip
         """A session without turns. Refused when the id is taken."""
         draft = tables.draft_head(key, self._clock(), system, fingerprint, model, ttl_s)
-        return self._submit(lambda view: tables.create(view, draft))
+        return self._submit(self._explaining(key, lambda view: tables.create(view, draft)))
 
     def commit_turn(
         self, key: SessionKey, turn: TurnRecord, fingerprint: bytes = b"", model: str = "",
@@ -176,7 +176,7 @@ class SessionStore:
 
     def delete(self, key: SessionKey) -> Ticket[Tombstone | None]:
         """Remove a session; its tombstone names the blocks to forget. None when there is no such session."""
-        return self._submit(lambda view: tables.delete(view, key))
+        return self._submit(self._explaining(key, lambda view: tables.delete(view, key)))
 
     def repair(self, key: SessionKey) -> Ticket[Repaired | None]:
         """See `session_repair.repair`. Like a deletion, it leaves a tombstone to be carried through."""
@@ -254,12 +254,11 @@ class SessionStore:
     def mark(self, marker: SessionMarker) -> None:
         """Find out whether this is the file that the store had. Called once, before it is used."""
 
-        def name_it(name: bytes) -> None:
-            with self._storage.write() as view:
-                tables.set_file_name(view, name)
+        def name_it(name: bytes) -> None:  # by the thread that writes: a compaction may be under way
+            self._submit(lambda view: tables.set_file_name(view, name)).wait()
 
         self._marker = marker
-        with suppress(*IO_ERRORS):  # a full disk: the next start does it
+        with suppress(StoreError, OSError):  # a full disk: the next start does it
             self._missing = marker.settle(self._read(tables.file_name), name_it)
 
     def accept_loss(self) -> bool:

@@ -447,6 +447,20 @@ def test_a_verifier_that_dies_means_damage(tmp_path, monkeypatch):
         open_environment(path, MAP_BYTES).close()
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGKILL"])
+def test_a_verifier_that_is_ended_from_outside_says_nothing_about_the_file(tmp_path, monkeypatch, name):
+    path = tmp_path / "env"
+    values = fill(path)
+    (tmp_path / "walker.py").write_text(f"import os, signal; os.kill(os.getpid(), signal.{name})")
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_check, "WALKER", str(tmp_path / "walker.py"))
+        with pytest.raises(StoreError, match=f"was ended by {name} from outside; nothing was changed"):
+            open_environment(path, MAP_BYTES)
+    environment = open_environment(path, MAP_BYTES)
+    assert content(environment) == values
+    environment.close()
+
+
 def test_the_gate_lets_many_in_or_one_alone():
     gate, inside, together = Gate(), [False] * 4, []
 

@@ -2,12 +2,14 @@
 
 import json
 import shutil
+import threading
 
 import pytest
 from session_child import TENANT, make_turn, talk
 
 from kvstore.disk_open import StoreDirectory
 from kvstore.offline import OfflineStore
+from kvstore.session_storage import DiskTables
 from kvstore.session_store import SessionKey, open_sessions
 from kvstore.session_tables import COUNTERS
 from service.cli import main
@@ -78,6 +80,26 @@ def test_a_store_from_before_there_were_marks(store):
 def test_a_damaged_name_is_no_loss(store):
     assert look(store, lambda sessions: sessions._submit(lambda view: view.put(COUNTERS, b"name", b"x")).wait())
     assert look(store) == (1, False) and look(store) == (1, False)
+
+
+def test_a_loss_that_is_accepted_beside_a_compaction_stays_accepted(store, monkeypatch):
+    (store / "sessions" / "data.mdb").unlink()
+    copy = DiskTables._copy_to
+
+    def accept_meanwhile(sessions) -> None:
+        thread = threading.Thread(target=sessions.accept_loss)
+
+        def copy_and_wait(tables, path) -> None:
+            copy(tables, path)
+            thread.start()
+            thread.join(0.5)
+
+        monkeypatch.setattr(DiskTables, "_copy_to", copy_and_wait)
+        sessions.compact()
+        thread.join()
+
+    assert look(store, accept_meanwhile) == (0, True)
+    assert look(store) == (0, False)
 
 
 def test_the_commands_without_an_owner(store, capsys):

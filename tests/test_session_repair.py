@@ -10,7 +10,7 @@ from kvstore.errors import SessionDamagedError
 from kvstore.offline import OfflineStore
 from kvstore.session_record import seal
 from kvstore.session_store import SessionKey, SessionStore, open_sessions
-from kvstore.session_tables import HEADS, NAMES, REQUESTS, TURNS, be64
+from kvstore.session_tables import HEADS, NAMES, ORDER, REFS, REQUESTS, TURNS, be64
 from service.cli import main
 
 KEY = SessionKey(TENANT, "red")
@@ -123,6 +123,29 @@ def test_what_leads_to_the_turns(store, table):
     state = store.load(KEY)
     assert content(state)[1:] == expected(turns(5))[1:] and state.messages[-10:] == expected(turns(5))[0]
     assert store.check().problems == ()
+
+
+@pytest.mark.parametrize("table", [NAMES, ORDER, REFS, REQUESTS])
+def test_an_entry_that_is_gone_is_made_again(store, table):
+    if table == NAMES:
+        store.delete(SessionKey(TENANT, "blue")).wait()
+    spoil(store, table, is_gone=True)
+    assert any("red" in problem for problem in store.check().problems)
+    found = store.repair(KEY).wait()
+    assert (found.head.num_turns, found.num_aside) == (5, 0)
+    is_whole(store, 5)
+    assert store.turn_of_request(KEY, "request 1").number == 1
+    assert found.head.key in [head.key for head in store.list(TENANT)]
+
+
+@pytest.mark.parametrize("change", [SessionStore.create, SessionStore.delete])
+def test_a_change_that_damage_refuses_says_what_to_do(store, change):
+    store.delete(SessionKey(TENANT, "blue")).wait()
+    spoil(store, NAMES)
+    with pytest.raises(SessionDamagedError, match="`kvstore sessions repair red --tenant tenant` keeps turns 1 to 5"):
+        change(store, KEY).wait()
+    store.repair(KEY).wait()
+    assert store.delete(KEY).wait() is not None and not store.exists(KEY)
 
 
 def test_an_id_that_leads_to_anothers_session_takes_nothing_of_it(store):
