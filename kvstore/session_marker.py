@@ -54,6 +54,10 @@ class SessionMarker:
             return None
         return self.say("is missing")
 
+    def begun_anew(self) -> str | None:
+        """What is missing where the file that is open has no name."""
+        return None if self.read() is None else self.say("was begun anew while the store was open")
+
     def say(self, what: str) -> str:
         said = (
             f"the sessions that this store held are not there: {self._data_file} {what}; put it back from a copy while "

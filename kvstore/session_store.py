@@ -247,6 +247,7 @@ class SessionStore:
         While it runs, the file cannot give space back or have its map grown: a commit may wait for its end. So
         `progress` must not use the store.
         """
+        self._read(self._note_missing)
         report = self._read(lambda view: check(view, progress))
         missing = () if self._missing is None else (self._missing,)
         return replace(report, problems=(*missing, *report.problems))
@@ -260,6 +261,12 @@ class SessionStore:
         self._marker = marker
         with suppress(StoreError, OSError):  # a full disk: the next start does it
             self._missing = marker.settle(self._read(tables.file_name), name_it)
+
+    def _note_missing(self, view: View) -> None:
+        """When LMDB gave the file up and it was opened again, it may have been begun anew."""
+        if self._missing is None and self._marker is not None and tables.file_name(view) is None:
+            with suppress(OSError):
+                self._missing = self._marker.begun_anew()
 
     def accept_loss(self) -> bool:
         """Give up the sessions that are missing; False when none are. Raises StoreError."""
@@ -278,6 +285,7 @@ class SessionStore:
             shown = (tables.HEADS, tables.TURNS, tables.REFS, tables.TOMBSTONES)
             num = [view.count(table) for table in shown]
             num.append(sum(tables.is_there(view, number) for number in self._damaged))
+            self._note_missing(view)
             return dict(zip(("sessions", "turns", "refs", "pending_deletions", "damaged"), num, strict=True))
 
         counts = self._read(count)

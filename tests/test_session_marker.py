@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 
+import lmdb
 import pytest
 from session_child import TENANT, make_turn, talk
 
@@ -99,6 +100,24 @@ def test_a_loss_that_is_accepted_beside_a_compaction_stays_accepted(store, monke
         thread.join()
 
     assert look(store, accept_meanwhile) == (0, True)
+    assert look(store) == (0, False)
+
+
+def test_a_file_that_is_begun_anew_when_lmdb_gives_it_up_is_told(store):
+    def give_up(view) -> None:
+        if (store / "sessions" / "data.mdb").stat().st_ino == known:
+            (store / "sessions" / "data.mdb").unlink()
+            raise lmdb.PanicError("injected")
+
+    known = (store / "sessions" / "data.mdb").stat().st_ino
+    with StoreDirectory.open(store) as directory:
+        sessions = open_sessions(directory)
+        sessions._submit(give_up).wait()
+        assert "was begun anew" in sessions.check().problems[0]
+        found = sessions.stats()
+        assert (found["sessions"], found["missing"]) == (0, 1)
+        sessions.close()
+    assert look(store, lambda sessions: sessions.accept_loss()) == (0, True)
     assert look(store) == (0, False)
 
 

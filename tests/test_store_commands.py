@@ -434,14 +434,8 @@ def test_an_engine_whose_store_is_locked_is_exit_3(run, capsys, tmp_path, messag
 
 # -- as a program ----------------------------------------------------------------------------------------------------
 def command(*argv, **kwargs):
-    return subprocess.run(
-        [sys.executable, "-m", "service.cli", *map(str, argv)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        **kwargs,
-    )
+    program = [sys.executable, "-m", "service.cli", *map(str, argv)]
+    return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=300, **kwargs)
 
 
 def without_progress(err: str) -> str:
@@ -462,10 +456,8 @@ def test_no_torch_for_these_commands(store):
         "import sys; from service.cli import main; code = main(sys.argv[1:]); "
         "sys.exit(code or ('torch' in sys.modules) * 9)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "stats", "--store", str(store.path)], cwd=ROOT, capture_output=True, text=True,
-        timeout=300,
-    )  # fmt: skip
+    program = [sys.executable, "-c", code, "stats", "--store", str(store.path)]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (done.returncode, without_progress(done.stderr)) == (0, "")
 
 
