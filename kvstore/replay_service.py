@@ -231,7 +231,9 @@ class Replay:
         for waiting in look_ahead.to_prefetch():
             job = self._waiting[waiting.request_id]  # type: ignore[index]
             if not job.begun:
-                num_short = self._tiers.begin(job, job.arrival.count("hbm"), job.num_matchable)
+                # Behind what HBM has now: what it had at the arrival may be gone, and a request that was begun too far
+                # behind would give its blocks back, wait for slots, and be begun again for ever.
+                num_short = self._tiers.begin(job, len(self._match(job)), job.num_matchable)
                 if num_short:
                     self._prefetch_needs = self._tiers.cpu.pool.num_free + num_short
                     return

@@ -452,12 +452,7 @@ def random_trace(seed):
     return generate(200, seed, 256, "people", Arrivals(rate_per_s=0.5, think_median_s=10.0, seed=seed))
 
 
-# The look-ahead of the replay reads and gives up the same blocks for ever without a CPU tier and on little disk; the
-# order of eviction decides which seeds meet that.
-LIVELOCK = pytest.mark.skip(reason="look-ahead over staging alone does not end; seen with lru, too")
-FAILED_ONCE = [  # requests or reads were left over
-    pytest.param(103, (60, 0, 40), marks=LIVELOCK), (243, (60, 30, 150)), (149, (44, 52, 180)),
-]  # fmt: skip
+FAILED_ONCE = [(103, (60, 0, 40)), (243, (60, 30, 150)), (149, (44, 52, 180))]  # did not end, or left reads over
 
 
 @pytest.mark.parametrize(("seed", "sizes"), [*itertools.product(range(8), TIERS), *FAILED_ONCE], ids=str)
