@@ -111,9 +111,8 @@ class Admin:
 
     def compact(self) -> dict[str, object]:
         """Rewrite the store's files without what was deleted."""
-        found = self._engine.connector.compact()
-        self._sessions.compact()
-        return found
+        self._sessions.compact()  # first: it brings a removed file back, for which the blocks may leave no room
+        return self._engine.connector.compact()
 
     # -- sessions ----------------------------------------------------------------------------------------------------
     def list_sessions(self, tenant: str = "", limit: int = 100, after: str | None = None) -> Sequence[SessionHead]:

@@ -228,13 +228,14 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 def tell_losses(store: Path) -> None:
     """Log what of the environments that are open in a store is not in its place any more, once each."""
-    real = os.path.realpath(store)
+    real, told = os.path.realpath(store), set[str]()
     for place, env in list(_open_environments.items()):
         loss = env.loss() if os.path.dirname(place) == real else None
         if loss != env.told_loss:
             env.told_loss = loss
-            if loss is not None:
+            if loss is not None and loss not in told:  # of the whole store it is one for all
                 LOGGER.error(loss)
+                told.add(loss)
 
 
 def check_map_bytes(path: Path, map_bytes: int) -> None:

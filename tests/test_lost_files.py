@@ -14,9 +14,10 @@ from server_process import wait_until
 from serving import serving
 from session_child import TENANT, make_turn, talk
 
+from kvstore import disk_format
 from kvstore.control import ask as ask_owner
 from kvstore.disk_open import StoreDirectory, read_lock_info
-from kvstore.errors import DegradedError, StoreLockedError, StoreLostError
+from kvstore.errors import DegradedError, StoreError, StoreLockedError, StoreLostError
 from kvstore.session_store import SessionKey, open_sessions
 
 ROOT = Path(__file__).parent.parent
@@ -172,12 +173,14 @@ def test_a_removed_file_of_blocks_is_noticed_and_begun_anew(model, tmp_path):
         assert ask(engine, list(range(1, 60)), 4).usage.cached_tokens_details.disk == 48
 
 
-def test_a_removed_lock_is_noticed_while_nobody_asks_for_anything(model, tmp_path):
+def test_a_removed_lock_is_noticed_while_nobody_asks_for_anything(model, tmp_path, caplog):
     with open_engine(model, tmp_path / "store") as engine:
         chat = engine.chat("anna")
         chat.send("One", greedy(3))
         (tmp_path / "store" / "lock").unlink()
-        wait_until(lambda: engine.stats()["disk"]["degraded"], "it is noticed")
+        wait_until(lambda: engine.stats()["disk"]["degraded"] and caplog.records, "it is noticed")
+        time.sleep(0.1)
+        assert len([one for one in caplog.records if "nothing more is kept" in one.message]) == 1, "it is told once"
         assert "lock" in engine.stats()["lost"]
         with pytest.raises(StoreLostError):
             chat.send("Two", greedy(3))
@@ -186,6 +189,21 @@ def test_a_removed_lock_is_noticed_while_nobody_asks_for_anything(model, tmp_pat
         assert chat.num_turns == 1 and len(ask(engine, [1, 2, 3], 2).token_ids) == 2, "it goes on without"
     with open_engine(model, tmp_path / "store") as engine:
         assert engine.chat("anna").num_turns == 1
+
+
+def test_sessions_are_written_again_where_blocks_have_no_room_to_be(model, tmp_path, monkeypatch):
+    with open_engine(model, tmp_path / "store") as engine:
+        chat = engine.chat("anna")
+        chat.send("One", greedy(3))
+        engine.flush()
+        (tmp_path / "store" / "sessions" / "data.mdb").unlink()
+        monkeypatch.setattr(disk_format, "free_bytes", lambda path: (1 << 20, 1 << 20))
+        with pytest.raises(StoreError, match="free some"):
+            engine.admin.compact()
+        monkeypatch.undo()
+        chat.send("Two", greedy(3))
+    with open_engine(model, tmp_path / "store") as engine:
+        assert engine.chat("anna").num_turns == 2
 
 
 # -- the service -----------------------------------------------------------------------------------------------------
