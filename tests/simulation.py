@@ -121,11 +121,10 @@ class Simulation:
             RLock=nullcontext, Condition=lambda *_: Condition(clock),
             Thread=lambda **named: Thread(clock, delay_s, **named), current_thread=lambda: None,
         )  # fmt: skip
-        directory = SimpleNamespace(path=folder, secret=b"s" * 32, close=lambda: None)
+        self.directory = SimpleNamespace(path=folder, secret=b"s" * 32, close=lambda: None)
         parts = {
             "Arena": self._make_arena, "CpuTier": self._make_cpu, "DiskTier": self._make_disk, "IoQueue": self._make_io,
-            "Transfer": self._make_transfers, "StoreDirectory": SimpleNamespace(open=lambda path: directory),
-            "time": clock.module, "threading": threads, "STAGING_BYTES": 0,
+            "Transfer": self._make_transfers, "time": clock.module, "threading": threads, "STAGING_BYTES": 0,
         }  # fmt: skip
         stack.enter_context(mock.patch.multiple(kvstore.tiered, **parts))
         stack.enter_context(mock.patch("os.urandom", lambda count: b"s" * count))
@@ -173,7 +172,7 @@ class Simulation:
         least_slots = 2 * config.seqs + -(-config.window // config.block_size)
         self.connector = TieredConnector(
             tiers, layout, "model", lambda _: "ab" * 32, SimpleNamespace(type="cpu"), config.load, least_slots,
-            config.hbm_blocks, config.eviction,
+            config.hbm_blocks, config.eviction, self.directory if config.disk_blocks else None,
         )  # fmt: skip
         self.store = self.connector._store
         self.pool = WatchedPool(config.hbm_blocks, self.connector.hbm_order).watch(self.book)

@@ -53,7 +53,7 @@ class Engine:
         layout = KVLayout(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.float32, (None,) * NUM_LAYERS)
         tiers = CacheTiers(cpu=CPU_SLOTS * layout.block_bytes, disk=0)
         self.connector = TieredConnector(
-            tiers, layout, "model", lambda _: "ab" * 32, device, "always", 1, HBM_BLOCKS, "lru"
+            tiers, layout, "model", lambda _: "ab" * 32, device, "always", 1, HBM_BLOCKS, "lru", None
         )
         self.pool = BlockPool(HBM_BLOCKS, self.connector.hbm_order)
         limits = SchedulerConfig(WINDOW, BLOCK_SIZE, NUM_SEQS, BUDGET)
