@@ -167,14 +167,15 @@ def their_hits(cache, requests):
     """By the same rules: find without an update, then touch or insert from tail to head."""
     libcachesim = pytest.importorskip("libcachesim")
     asked, total = libcachesim.Request(), 0
+    numbers: dict[int, int] = {}  # from 1 on: some of the names of made-up traffic are below zero, which it refuses
     for names in requests:
         for name in names:
-            asked.obj_id = name
+            asked.obj_id = numbers.setdefault(name, len(numbers) + 1)
             if cache.find(asked, False) is None:
                 break
             total += 1
         for name in reversed(names):
-            asked.obj_id = name
+            asked.obj_id = numbers.setdefault(name, len(numbers) + 1)
             cache.get(asked)
     return total
 
