@@ -344,9 +344,9 @@ def payloads() -> Iterator[tuple[str, int, list[bytes]]]:
 
 def builtin_blocks(dtype: torch.dtype) -> list[bytes]:
     """Blocks of raw keys and values that the built-in model computes for a held-out conversation."""
+    from bench.builtin_model.batches import Encoder
+    from bench.builtin_model.evaluate import held_out_conversations
     from engine import CacheTiers, Engine, SamplingParams
-    from engine.builtin.batches import Encoder
-    from engine.builtin.evaluate import held_out_conversations
 
     name = str(dtype).removeprefix("torch.")
     with Engine(cache_tiers=CacheTiers(hbm="64MiB", cpu="64MiB"), device="cpu", dtype=name) as engine:

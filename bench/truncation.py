@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
+from bench.builtin_model.batches import Encoder
+from bench.builtin_model.conversations import Asked, Conversation, Maker, Turn
+from bench.builtin_model.evaluate import MAX_ANSWER_TOKENS, WINDOW, held_out_conversations, is_right
+from bench.builtin_model.kinds import KINDS
+from bench.builtin_model.report import wilson
+from bench.builtin_model.values import HELD_OUT
 from bench.common import Report, arguments, run, say
 from engine import CacheTiers, Engine, SamplingParams
-from engine.builtin.batches import Encoder
-from engine.builtin.conversations import Asked, Conversation, Maker, Turn
-from engine.builtin.evaluate import MAX_ANSWER_TOKENS, WINDOW, held_out_conversations, is_right
-from engine.builtin.kinds import KINDS
-from engine.builtin.report import wilson
-from engine.builtin.values import HELD_OUT
 from engine.loading import load
 from engine.model import PositionFreeModel
 from engine.outputs import RequestOutput

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.builtin import MODEL_DIR
-from engine.builtin.conversations import (
+from bench.builtin_model.conversations import (
     ASK_LEADS,
     ASK_LEADS_HELD_OUT,
     LEADS,
@@ -17,7 +16,7 @@ from engine.builtin.conversations import (
     Conversation,
     make_conversation,
 )
-from engine.builtin.kinds import (
+from bench.builtin_model.kinds import (
     ASK,
     ASK_HELD_OUT,
     CORRECT,
@@ -27,9 +26,9 @@ from engine.builtin.kinds import (
     TELL_HELD_OUT,
     split,
 )
-from engine.builtin.phrases import ASK_PARTS, CORRECT_PARTS, TELL_PARTS, compose
-from engine.builtin.smalltalk import SYSTEM, SYSTEM_HELD_OUT
-from engine.builtin.values import (
+from bench.builtin_model.phrases import ASK_PARTS, CORRECT_PARTS, TELL_PARTS, compose
+from bench.builtin_model.smalltalk import SYSTEM, SYSTEM_HELD_OUT
+from bench.builtin_model.values import (
     ALL_HELD_OUT,
     HELD_OUT,
     LISTS,
@@ -38,6 +37,7 @@ from engine.builtin.values import (
     is_held_out_number,
     make_value,
 )
+from engine.builtin import MODEL_DIR
 
 SEEDS = range(30)
 
@@ -154,7 +154,7 @@ def test_ask_once_never_asks_for_what_an_answer_gave_away():
 
 @pytest.mark.parametrize("length", [128, 512, 1024])
 def test_rendered_conversations_fit_and_agree_with_the_template(tokenizer, length: int):
-    from engine.builtin.batches import Encoder
+    from bench.builtin_model.batches import Encoder
 
     encoder = Encoder(tokenizer)
     for seed in range(8):
@@ -185,7 +185,7 @@ def test_any_text_survives_the_tokenizer(tokenizer):
 
 def test_resumed_training_equals_uninterrupted_training(tokenizer, tmp_path: Path):
     torch = pytest.importorskip("torch")
-    from engine.builtin.train import Plan, Trainer
+    from bench.builtin_model.train import Plan, Trainer
 
     plan = Plan(num_steps=8, tokens_per_batch=256, stages=((1.0, 128, 0.5),), hidden_size=32,
                 num_layers=1, num_heads=2, num_kv_heads=1, mlp_size=32, compiled=False)

@@ -1,4 +1,4 @@
-"""The built-in chat model: a small Llama trained in this folder to remember what it is told.
+"""The built-in chat model: a small Llama trained by `bench.builtin_model` to remember what it is told.
 
 Owns the place of its files only; importing this package imports no torch.
 """

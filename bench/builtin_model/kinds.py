@@ -6,7 +6,7 @@ Every kind has phrasings for training and others that are held out. `{V}` is the
 
 from dataclasses import dataclass, replace
 
-from engine.builtin.phrases import MORE
+from bench.builtin_model.phrases import MORE
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from engine.builtin.conversations import Conversation, Turn, make_conversation
+from bench.builtin_model.conversations import Conversation, Turn, make_conversation
 
 WEIGHT, LOOK_UP_WEIGHT, OTHER_WEIGHT = 1.0, 4.0, 0.4
 

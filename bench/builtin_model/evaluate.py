@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from bench.builtin_model.batches import Encoder
+from bench.builtin_model.conversations import UNKNOWN, Asked, Conversation, make_conversation
+from bench.builtin_model.report import Outcome, rows_of, table
+from bench.builtin_model.values import HELD_OUT
 from engine.builtin import MODEL_DIR
-from engine.builtin.batches import Encoder
-from engine.builtin.conversations import UNKNOWN, Asked, Conversation, make_conversation
-from engine.builtin.report import Outcome, rows_of, table
-from engine.builtin.values import HELD_OUT
 
 WINDOW = 1024
 MAX_ANSWER_TOKENS = 72

@@ -10,8 +10,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from bench.builtin_model.conversations import make_conversation
 from engine.builtin import MODEL_DIR
-from engine.builtin.conversations import make_conversation
 
 VOCAB_SIZE = 1280
 WINDOW = 1024

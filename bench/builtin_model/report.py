@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from engine.builtin.conversations import Asked
+from bench.builtin_model.conversations import Asked
 
 DISTANCES = (64, 128, 256, 512, 768, 1024)
 

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.builtin.kinds import (
+from bench.builtin_model.kinds import (
     ASK,
     ASK_HELD_OUT,
     CORRECT,
@@ -19,9 +19,9 @@ from engine.builtin.kinds import (
     Kind,
     split,
 )
-from engine.builtin.phrases import ASK_PARTS, CORRECT_PARTS, TELL_PARTS, compose, opening
-from engine.builtin.smalltalk import CHATTER, fill, small_talk, system_prompt
-from engine.builtin.values import HELD_OUT, TRAIN, invented_word, make_value
+from bench.builtin_model.phrases import ASK_PARTS, CORRECT_PARTS, TELL_PARTS, compose, opening
+from bench.builtin_model.smalltalk import CHATTER, fill, small_talk, system_prompt
+from bench.builtin_model.values import HELD_OUT, TRAIN, invented_word, make_value
 
 TOKENS_PER_MESSAGE = 2  # its role and its end
 LEADS = (

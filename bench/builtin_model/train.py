@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from bench.builtin_model.batches import Batch, Encoder, make_batch
+from bench.builtin_model.evaluate import quick_recall
 from engine.builtin import MODEL_DIR
-from engine.builtin.batches import Batch, Encoder, make_batch
-from engine.builtin.evaluate import quick_recall
 
 NUM_STEPS = 4500
 RUN_DIR = Path(__file__).parent / "run"

@@ -5,7 +5,7 @@ Knows nothing of facts. `SYSTEM` holds the wordings of the system prompt.
 
 import random
 
-from engine.builtin.values import TRAIN, invented_word, make_value
+from bench.builtin_model.values import TRAIN, invented_word, make_value
 
 SYSTEM = (
     "You are a helpful assistant.|You are a polite assistant that remembers what it is told.|"
