@@ -310,7 +310,7 @@ def bench_codecs(report: Report, repeats: int) -> None:
     """In memory, one thread: what a block shrinks to, and how fast. Also what decoding checks."""
     record = records_of(1, seed=1)[0]
     for what, itemsize, blocks in payloads():
-        for name, chosen in codec.CODEC_NAMES.items():
+        for name, chosen in codec.CODECS.items():
             values = [codec.encode(record, block, chosen, itemsize) for block in blocks]
             into = memoryview(bytearray(len(blocks[0])))
 

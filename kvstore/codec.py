@@ -14,6 +14,7 @@ import xxhash
 import zstandard
 
 from kvstore.block import BLOCK_ID_BYTES
+from kvstore.config import CODEC_NAMES
 from kvstore.tier import BlockRecord, ReadResult
 
 MAGIC = b"KVbk"
@@ -45,7 +46,7 @@ class Codec(IntEnum):
     SPLIT_ZSTD = 2
 
 
-CODEC_NAMES = {"raw": Codec.RAW, "zstd": Codec.ZSTD, "split-zstd": Codec.SPLIT_ZSTD}
+CODECS = dict(zip(CODEC_NAMES, Codec, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,22 +103,15 @@ def _pack_head(record: BlockRecord, codec: Codec, itemsize: int, raw_bytes: int,
 
 
 def _compress(raw: Uint8, codec: Codec, itemsize: int) -> tuple[Codec, list[bytes | Uint8]]:
-    parts = compress(raw, codec, itemsize)
-    if parts is None or sum(map(len, parts)) >= len(raw):
+    if codec is Codec.RAW or (codec is Codec.SPLIT_ZSTD and len(raw) % itemsize):
         return Codec.RAW, [raw]
-    return codec, parts
-
-
-def compress(raw: Uint8, codec: Codec, itemsize: int) -> list[bytes | Uint8] | None:
-    """The payload as stored; None where this codec cannot take it."""
-    if codec is Codec.RAW:
-        return [raw]
+    parts: list[bytes | Uint8]
     if codec is Codec.ZSTD:
-        return [_compressor().compress(raw.data)]
-    if len(raw) % itemsize:
-        return None
-    frames = [_compressor().compress(plane.data) for plane in _split(raw, itemsize)]
-    return [b"".join(_PLANE.pack(len(frame)) for frame in frames), *frames]
+        parts = [_compressor().compress(raw.data)]
+    else:
+        frames = [_compressor().compress(plane.data) for plane in _split(raw, itemsize)]
+        parts = [b"".join(_PLANE.pack(len(frame)) for frame in frames), *frames]
+    return (codec, parts) if sum(map(len, parts)) < len(raw) else (Codec.RAW, [raw])
 
 
 def _element(itemsize: int) -> np.dtype[np.unsignedinteger]:
@@ -181,7 +175,7 @@ def decode_into(value: Bytes, expected: BlockRecord | None, into: memoryview) ->
         return ReadResult.OK if _matches(value, header, out) else ReadResult.CORRUPT
     if not _matches(value, header, stored):
         return ReadResult.CORRUPT
-    return ReadResult.OK if decompress(stored, header.codec, header.itemsize, out) else ReadResult.CORRUPT
+    return ReadResult.OK if _decompress(stored, header.codec, header.itemsize, out) else ReadResult.CORRUPT
 
 
 def is_intact(value: Bytes, header: Header) -> bool:
@@ -204,8 +198,8 @@ def _matches(value: Bytes, header: Header, payload: Uint8) -> bool:
     return _checksum(value[:end], payload) == bytes(value[end : header.header_bytes])
 
 
-def decompress(stored: Uint8, codec: Codec, itemsize: int, out: Uint8) -> bool:
-    """Undo `compress` into `out`; False when these bytes do not decompress to exactly its size."""
+def _decompress(stored: Uint8, codec: Codec, itemsize: int, out: Uint8) -> bool:
+    """Undo `_compress` into `out`; False when these bytes do not decompress to exactly its size."""
     try:
         if codec is Codec.ZSTD:
             raw = _decompress_frame(stored, len(out))

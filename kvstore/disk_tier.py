@@ -18,7 +18,6 @@ import lmdb
 
 from kvstore import codec, disk_check, disk_format, disk_upkeep
 from kvstore.block import BlockId
-from kvstore.codec_chooser import CodecChooser
 from kvstore.config import format_size
 from kvstore.disk_check import DATA_FILE
 from kvstore.disk_env import (
@@ -57,14 +56,15 @@ class WriteOutcome:
 class DiskTier:
     """Blocks in the environment `blocks/` of a store directory.
 
-    capacity_bytes: what the file may take, its map size. itemsize: bytes of an element of KV. broken: the file is
+    capacity_bytes: what the file may take, its map size. codec: of what is written; blocks of all codecs are read.
+    itemsize: bytes of an element of KV. broken: the file is
     damaged, or gone; reads fail and writes are refused until the owner calls `quarantine`. lost: that it was once
     removed or replaced while it was open. Raises StoreError when it cannot be opened at all; a damaged one is moved
     aside and begun anew (`was_reset`).
     """
 
     def __init__(
-        self, directory: StoreDirectory, capacity_bytes: int, codec: str = "auto", itemsize: int = 2,
+        self, directory: StoreDirectory, capacity_bytes: int, codec: str = "raw", itemsize: int = 2,
         clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         self.path = directory.path / "blocks"
@@ -75,7 +75,7 @@ class DiskTier:
         self.num_reads = self.num_writes = 0
         self.read_seconds, self.write_seconds = Histogram(), Histogram()  # of a block, of a transaction
         self.failures: Counter[str] = Counter()
-        self.chooser = CodecChooser(codec, itemsize)
+        self.codec = codec
         self._directory = directory
         self._clock = clock
         self._itemsize = itemsize
@@ -266,9 +266,7 @@ class DiskTier:
                 txn.put(block_id, disk_format.with_access(bytes(packed), used_s), db=tables.index)
         stored, now_s = [], self._clock()
         for record, view in puts:
-            if self.chooser.will_decide:
-                self._tell_rates()
-            value = codec.encode(record, view, self.chooser.pick(view), self._itemsize)
+            value = codec.encode(record, view, codec.CODECS[self.codec], self._itemsize)
             txn.put(record.block_id, value, db=tables.values)
             size = disk_format.footprint(len(value), tables.page_bytes)
             txn.put(record.block_id, disk_format.pack_index(record, size, now_s), db=tables.index)
@@ -436,10 +434,6 @@ class DiskTier:
         known = self._rates.get(what)
         self._rates[what] = rate if known is None else 0.9 * known + 0.1 * rate
 
-    def _tell_rates(self) -> None:
-        cold = disk_upkeep.cold_read_rate(self.path / DATA_FILE)
-        self.chooser.set_disk_rates(cold, self._rates.get("write"))
-
     def stats(self) -> dict[str, object]:
         """blocks and bytes as of the last transaction; file_bytes: what the file system sees; rates in bytes/s."""
         self.check_process()
@@ -469,5 +463,5 @@ class DiskTier:
             "lost": self.lost,
             "read_bytes_per_s": self._rates.get("read"),
             "write_bytes_per_s": self._rates.get("write"),
-            "codec": self.chooser.stats(),
+            "codec": self.codec,
         }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 import warnings
@@ -27,7 +26,6 @@ VERIFY_BATCH = 32
 COPY_BATCH = 64
 DELETE_BATCH = 4096
 COPY_MARGIN_BYTES = 1 << 20
-PROBE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,25 +230,3 @@ def shrink(tier: DiskTier) -> None:
             f"the disk tier takes more than its {format_size(tier.capacity_bytes)} until it can be compacted: {error}",
             RuntimeWarning, stacklevel=3,
         )  # fmt: skip
-
-
-# -- the disk's own speed --------------------------------------------------------------------------------------------
-def cold_read_rate(data_file: Path) -> float | None:
-    """Bytes per second of reading a stretch of the file that was dropped from memory; None when it is too short."""
-    try:
-        fd = os.open(data_file, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        size = os.fstat(fd).st_size
-        if size < 2 * PROBE_BYTES or not hasattr(os, "posix_fadvise"):
-            return None
-        begin = (size - PROBE_BYTES) // 2 // 4096 * 4096
-        os.posix_fadvise(fd, begin, PROBE_BYTES, os.POSIX_FADV_DONTNEED)
-        started = time.perf_counter()
-        num_bytes = sum(len(os.pread(fd, 1 << 20, begin + offset)) for offset in range(0, PROBE_BYTES, 1 << 20))
-        return num_bytes / max(time.perf_counter() - started, 1e-9)
-    except OSError:
-        return None
-    finally:
-        os.close(fd)

@@ -109,7 +109,7 @@ class TieredConnector:
         self._cpu = CpuTier(num_slots, self._arena.erase, bool(tiers.cpu), self._steering.order("cpu"))
         self._disk_tier = None
         if directory is not None:
-            self._disk_tier = DiskTier(directory, int(tiers.disk), itemsize=layout.dtype.itemsize)
+            self._disk_tier = DiskTier(directory, int(tiers.disk), tiers.codec, itemsize=layout.dtype.itemsize)
         # Freed pages can be used two transactions later, so a batch must be small beside the file.
         batch_bytes = min(BATCH_BYTES, max(int(tiers.disk) // 32, layout.block_bytes))
         self._io = IoQueue(self._disk_tier, self._wake, batch_bytes=batch_bytes)

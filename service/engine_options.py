@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.config import DTYPES, EVICTIONS, POLICIES, EngineConfig
-from kvstore.config import CacheTiers, format_size
+from kvstore.config import CODEC_NAMES, CacheTiers, format_size
 from kvstore.errors import ConfigError
 from service.config_file import DEFAULT, Setting
 from service.options import (
@@ -78,12 +78,14 @@ TIER_OPTIONS = (
     Option("--cpu", size, None, f"size of the CPU tier (default: {DEFAULT_CPU} with a disk tier, else 0)"),
     Option("--disk", size, None, f"size of the disk tier (default: {DEFAULT_DISK} with --store, else 0)"),
     replace(STORE, help=f"directory of the store; keeps conversations (default: none; {DEFAULT_PATH} with --disk)"),
+    Option("--codec", choice(*CODEC_NAMES), "raw", "how KV lies on disk: raw, zstd or split-zstd (default: raw)"),
 )
 SERVE_TIER_OPTIONS = (  # a server keeps its conversations unless it is told not to
     TIER_OPTIONS[0],
     replace(TIER_OPTIONS[1], help=f"size of the CPU tier (default: {DEFAULT_CPU}; 0 without a disk tier)"),
     replace(TIER_OPTIONS[2], help=f"size of the disk tier; 0 keeps nothing (default: {DEFAULT_DISK})"),
     replace(STORE, help=f"directory of the store (default: {DEFAULT_PATH})"),
+    TIER_OPTIONS[4],
 )
 COMMON_OPTIONS = (MODEL, *ENGINE_OPTIONS, *TIER_OPTIONS)
 CHAT_OPTIONS = (
@@ -142,7 +144,7 @@ def engine_arguments(settings: Mapping[str, Setting]) -> dict[str, object]:
     except ConfigError as error:
         name, _, rest = str(error).partition(" ")
         raise ConfigError(f"{flag_of(name, ENGINE_OPTIONS)} {rest}") from error
-    values = {name: settings[name].value for name in ("hbm", "cpu", "disk")}
+    values = {name: settings[name].value for name in ("hbm", "cpu", "disk", "codec")}
     arguments["cache_tiers"] = CacheTiers(**values, path=settings["store"].value)  # type: ignore[arg-type]
     return arguments
 

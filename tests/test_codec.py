@@ -1,4 +1,4 @@
-"""Tests of kvstore.codec and kvstore.codec_chooser."""
+"""Tests of kvstore.codec."""
 
 import random
 import struct
@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from kvstore import codec as codec_module
 from kvstore.block import child_block_id, token_bytes
-from kvstore.codec import CODEC_NAMES, Codec, decode_header, decode_into, encode, is_intact
-from kvstore.codec_chooser import BLOCKS_BETWEEN_SAMPLES, FIRST_SAMPLE, NUM_SAMPLES, CodecChooser
-from kvstore.errors import ConfigError
+from kvstore.codec import Codec, decode_header, decode_into, encode, is_intact
 from kvstore.tier import BlockRecord, ReadResult
 
 SIZE = 4096
@@ -156,67 +154,3 @@ def test_labels_of_any_length_and_kind():
     header = decode_header(value)
     assert header.record.tenant == "x\ud800y" and header.record.model == "ü" * 2048
     assert read(value, odd)[0] is ReadResult.OK
-
-
-# -- choice ----------------------------------------------------------------------------------------------------------
-class FakeClock:
-    """Every look takes the same time, so each codec seems to cost this much a step."""
-
-    def __init__(self, step_s: float) -> None:
-        self.now_s, self.step_s = 0.0, step_s
-
-    def __call__(self) -> float:
-        self.now_s += self.step_s
-        return self.now_s
-
-
-def chosen(step_s: float, disk_bytes_per_s: float) -> CodecChooser:
-    chooser = CodecChooser("auto", 2, FakeClock(step_s))
-    chooser.set_disk_rates(disk_bytes_per_s, disk_bytes_per_s)
-    for _ in range(FIRST_SAMPLE):
-        assert chooser.pick(b"\0\0") is Codec.RAW  # nothing is known yet
-    for i in range(NUM_SAMPLES):
-        assert chooser.will_decide == (i == NUM_SAMPLES - 1)
-        chooser.pick(bf16_payload(i, 1 << 15))
-    assert chooser.num_decisions == 1
-    return chooser
-
-
-def test_a_slow_disk_and_a_fast_processor_compress():
-    chooser = chosen(step_s=1e-7, disk_bytes_per_s=1e8)
-    assert chooser.codec is Codec.SPLIT_ZSTD
-    assert chooser.stats()["codec"] == "split-zstd"
-    assert 0.5 < chooser.stats()["measured"]["split-zstd"]["ratio"] < 0.9
-
-
-def test_a_fast_disk_or_a_slow_processor_does_not():
-    assert chosen(step_s=1e-4, disk_bytes_per_s=1e9).codec is Codec.RAW
-    assert chosen(step_s=1e-6, disk_bytes_per_s=1e11).codec is Codec.RAW
-
-
-def test_noise_stays_raw_on_any_disk():
-    chooser = CodecChooser("auto", 2, FakeClock(1e-9))
-    chooser.set_disk_rates(1e6, 1e6)
-    assert all(chooser.pick(random.Random(i).randbytes(SIZE)) is Codec.RAW for i in range(FIRST_SAMPLE + NUM_SAMPLES))
-    assert chooser.num_decisions == 1
-
-
-def test_the_choice_is_looked_at_again_rarely():
-    chooser = chosen(step_s=1e-7, disk_bytes_per_s=1e8)
-    for _ in range(BLOCKS_BETWEEN_SAMPLES - NUM_SAMPLES):
-        assert chooser.pick(b"\0\0") is Codec.SPLIT_ZSTD
-    for i in range(NUM_SAMPLES):
-        chooser.pick(random.Random(i).randbytes(SIZE))
-    assert chooser.num_decisions == 2 and chooser.codec is Codec.RAW
-
-
-@pytest.mark.parametrize("name", CODEC_NAMES)
-def test_a_named_codec_stays(name):
-    chooser = CodecChooser(name)
-    assert {chooser.pick(b"\0" * 64) for _ in range(100)} == {CODEC_NAMES[name]}
-    assert chooser.num_decisions == 0
-
-
-def test_an_unknown_codec_names_the_known_ones():
-    with pytest.raises(ConfigError, match="auto, raw, zstd, split-zstd"):
-        CodecChooser("gzip")

@@ -85,6 +85,7 @@ def test_tiers_have_defaults_and_hbm_may_be_auto():
         ({"cpu": "much"}, "cpu is 'much'"),
         ({"disk": -5, "path": "p"}, "disk is -5"),
         ({"disk": "1GiB"}, "disk is set but path is not"),
+        ({"codec": "gzip"}, "codec is 'gzip'; give raw, zstd, split-zstd"),
     ],
 )  # fmt: skip
 def test_wrong_tiers_are_refused(options, message):
@@ -102,7 +103,7 @@ def test_tiers_from_a_dict_or_nothing():
 @pytest.mark.parametrize("value", [{"gpu": 1}, {"hbm": 1, "ram": 2}, {1: 2, "x": 3}, "1GiB", 5, [("hbm", 1)]])
 def test_what_describes_no_tiers_is_refused(value):
     with pytest.raises(
-        ConfigError, match=r"cache_tiers (has unknown names.* known are hbm, cpu, disk, path|is .*; give CacheTiers)"
+        ConfigError, match=r"cache_tiers (has unknown names.* known are hbm, cpu, disk, path, codec|is .*CacheTiers)"
     ):
         CacheTiers.of(value)
 

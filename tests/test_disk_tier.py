@@ -24,7 +24,7 @@ def store(tmp_path):
 
 
 # -- blocks ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("codec", ["raw", "zstd", "split-zstd", "auto"])
+@pytest.mark.parametrize("codec", ["raw", "zstd", "split-zstd"])
 def test_blocks_come_back_also_after_a_restart(store, codec):
     tier = store.open(codec=codec)
     write(tier, range(100))

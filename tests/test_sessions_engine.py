@@ -8,7 +8,6 @@ import time
 import pytest
 from engines import Plain, ask, cached, check_closed, counters, evict_cpu, greedy, open_engine, save_model, settle
 
-import kvstore.tiered
 from engine import Engine
 from engine.chat import ChatSession
 from kvstore.block import token_bytes
@@ -209,16 +208,8 @@ def check_there(engine: Engine, path, needles: list[bytes]) -> None:
     assert all(any(needle in content for content in found) for needle in needles), "the test looks for nothing"
 
 
-@pytest.fixture
-def raw_codec(monkeypatch):
-    """Values on disk are as they are, so that they can be looked for."""
-    import functools
-
-    monkeypatch.setattr(kvstore.tiered, "DiskTier", functools.partial(kvstore.tiered.DiskTier, codec="raw"))
-
-
 @pytest.mark.parametrize("flushed", [True, False], ids=["flushed", "still in the write queue"])
-def test_deleting_a_session_leaves_nothing_of_it_anywhere(opened, tmp_path, raw_codec, flushed):
+def test_deleting_a_session_leaves_nothing_of_it_anywhere(opened, tmp_path, flushed):
     engine = opened()
     chat = engine.chat("secret", system="Be brief.")
     talk(chat, 5, "secret matter")
@@ -241,7 +232,7 @@ def test_deleting_a_session_leaves_nothing_of_it_anywhere(opened, tmp_path, raw_
     assert check_closed(engine, {engine.root("")}) > 0
 
 
-def test_deleting_a_fork_keeps_what_it_shares(opened, tmp_path, raw_codec, plain):
+def test_deleting_a_fork_keeps_what_it_shares(opened, tmp_path, plain):
     engine = opened()
     chat = engine.chat("kept", system="Be brief.")
     talk(chat, 3)
@@ -261,7 +252,7 @@ def test_deleting_a_fork_keeps_what_it_shares(opened, tmp_path, raw_codec, plain
 
 
 @pytest.fixture
-def unrecorded(opened, raw_codec, monkeypatch):
+def unrecorded(opened, monkeypatch):
     """A session with a turn that was computed and saved but could not be recorded; and what to look for of it all."""
     engine = opened()
     chat = engine.chat("secret")
@@ -293,7 +284,7 @@ def test_deleting_a_session_takes_what_its_record_never_named_from_hbm_too(unrec
     check_gone(engine, tmp_path / "store", needles)
 
 
-def test_deleting_a_session_whose_turn_runs_leaves_nothing_of_that_turn(opened, tmp_path, raw_codec):
+def test_deleting_a_session_whose_turn_runs_leaves_nothing_of_that_turn(opened, tmp_path):
     engine = opened()
     chat = engine.chat("secret")
     talk(chat, 2)
@@ -307,7 +298,7 @@ def test_deleting_a_session_whose_turn_runs_leaves_nothing_of_that_turn(opened, 
     assert check_closed(engine, set()) == 0, "something of the deleted session was stored afterwards"
 
 
-def test_a_deletion_that_a_crash_cut_off_is_carried_out_at_the_next_start(opened, tmp_path, raw_codec, monkeypatch):
+def test_a_deletion_that_a_crash_cut_off_is_carried_out_at_the_next_start(opened, tmp_path, monkeypatch):
     engine = opened()
     chat = engine.chat("secret")
     talk(chat, 4, "secret matter")
@@ -323,7 +314,7 @@ def test_a_deletion_that_a_crash_cut_off_is_carried_out_at_the_next_start(opened
     check_gone(engine, tmp_path / "store", needles)
 
 
-def test_a_session_whose_time_is_over_is_deleted(opened, tmp_path, raw_codec):
+def test_a_session_whose_time_is_over_is_deleted(opened, tmp_path):
     engine = opened()
     chat = engine.chat("short")
     with pytest.raises(RequestError, match="no turn"):

@@ -15,7 +15,7 @@ FOLDERS = (*LAYERS, "bench", "tests")
 ENGINE_USES_OF_KVSTORE = {"block", "pool", "config", "errors", "connector", "session_store", "private_folder"}
 CONTROL_PLANE = {
     "kvstore": "config errors block pool lookahead policy planner replay tier codec io_queue disk_tier session_store "
-    "control store stats codec_chooser disk_open disk_env disk_check disk_walk disk_format disk_upkeep disk_index "
+    "control store stats disk_open disk_env disk_check disk_walk disk_format disk_upkeep disk_index "
     "index_loader quota "
     "layout commands offline lookup saving splicing write_back cpu_tier connector session_record session_marker "
     "session_tables session_check session_storage categories conversation eviction history lookahead policy "
