@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore.categories import GROUPS, NUM_CATEGORIES, category_of
 from kvstore.conversation import Conversation
@@ -24,16 +27,20 @@ _MIDDLE_S = (_FIRST_S / 2, *(edge * 2**0.25 for edge in EDGES_S))
 _END_S = (*EDGES_S, EDGES_S[-1] * 2**0.5)  # the open bucket counts as half an octave where a width is needed
 
 PRIOR_HAZARD = 0.05  # of a half-octave, at every age: per second it falls as 1 / age
-_PRIOR = [1 - (1 - PRIOR_HAZARD) ** 4, *[PRIOR_HAZARD] * (NUM_BUCKETS - 1)]  # the first stands for all that are shorter
+_PRIOR = np.full(NUM_BUCKETS, PRIOR_HAZARD)
+_PRIOR[0] = 1 - (1 - PRIOR_HAZARD) ** 4  # stands for all that are shorter
 _STRENGTH = 30.0  # conversations at risk that an estimate one level up counts for
 _MAX_HAZARD = 0.99  # keeps products over all buckets far from underflow
 _FORGET_AT = 50_000.0  # a conversation counts once for each bucket it lives through: some 2,500 conversations
 _MIN_INTERVAL, _MAX_INTERVAL = 16, 2048  # changes between two rank tables
 
+_GROUP_NAMES = list(dict.fromkeys(GROUPS))
+_KIND_NAMES = list(dict.fromkeys(kind for kind, _ in _GROUP_NAMES))
+_GROUP_OF = np.array([_GROUP_NAMES.index(group) for group in GROUPS])
+_KIND_OF_GROUP = np.array([_KIND_NAMES.index(kind) for kind, _ in _GROUP_NAMES])
+
 Table = list[list[float]]  # [category][bucket]
-Counts = tuple[list[float], list[float]]  # returns and passes, by bucket
-K = TypeVar("K")
-N = TypeVar("N")
+Array = npt.NDArray[np.float64]
 Entry = tuple[Any, ...]  # sort key, then the conversation; keys differ, so that conversations are never compared
 
 
@@ -105,52 +112,27 @@ class ReturnModel:
             for table in (self._returns, self._passes):
                 table[category] = [count / 2 for count in table[category]]
 
-    def survival(self, category: int) -> list[float]:
-        """P(away for at least LOWER_S[bucket]), for each bucket."""
-        return _survival(self._hazards()[category])[:-1]
-
-    def probability(self, category: int, idle_s: float, horizon_s: float) -> float:
-        """P(returns within horizon_s | has been idle for idle_s)."""
-        hazards = self._hazards()[category]
-        alive = _survival(hazards)
-        return 1 - _alive_at(alive, hazards, idle_s + horizon_s) / _alive_at(alive, hazards, idle_s)
-
     def ranks(self, horizon_s: float | None = None) -> Table:
         """What a conversation of this category is worth at the middle of each bucket; [category][bucket].
 
         With a horizon, P(return within it). Without, the largest P(return within h) / E[time until return or h] over
         all h: hits per block and second, as in LHD (Beckmann et al., NSDI 2018), which is the gap's Gittins index.
         """
-        known: dict[int, list[float]] = {}  # by identity: categories with nothing of their own share their hazards
-        rows = []
-        for hazards in self._hazards():
-            if id(hazards) not in known:
-                known[id(hazards)] = _density(hazards) if horizon_s is None else _within(hazards, horizon_s)
-            rows.append(known[id(hazards)])
-        return rows
+        hazards, rows = np.unique(self.hazards(), axis=0, return_inverse=True)  # most are equal
+        ranks = _density(hazards) if horizon_s is None else _within(hazards, horizon_s)
+        return cast(Table, ranks[rows].tolist())
 
     def publish(self) -> None:
         """Make ranks of what was counted so far. Takes milliseconds, so not for every event."""
         self.table = RankTable(self.table.version + 1, self.ranks(self.horizon_s))
 
-    def _hazards(self) -> Table:
-        """[category][bucket]; categories of nothing but pooled estimates share one list."""
-        counts = {
-            category: (self._returns[category], self._passes[category])
-            for category in range(NUM_CATEGORIES)
-            if self._totals[category]
-        }
-        by_group = _pooled(counts, lambda category: GROUPS[category])
-        by_kind = _pooled(by_group, lambda group: group[0])
-        of_all = _shrunk(_summed(by_kind.values()), _PRIOR)
-        of_kind = {kind: _shrunk(some, of_all) for kind, some in by_kind.items()}
-        of_group = {group: _shrunk(some, of_kind[group[0]]) for group, some in by_group.items()}
-        return [
-            _shrunk(counts[category], of_group[group])
-            if category in counts
-            else of_group.get(group) or of_kind.get(group[0]) or of_all
-            for category, group in enumerate(GROUPS)
-        ]
+    def hazards(self) -> Array:
+        """[category, bucket]; what counted nothing has the estimate of its group."""
+        counts = np.array((self._returns, self._passes))
+        by_group = np.add.reduceat(counts, np.unique(_GROUP_OF, return_index=True)[1], axis=1)
+        by_kind = np.add.reduceat(by_group, np.unique(_KIND_OF_GROUP, return_index=True)[1], axis=1)
+        of_kind = _shrunk(by_kind, _shrunk(by_kind.sum(axis=1), _PRIOR))
+        return _shrunk(counts, _shrunk(by_group, of_kind[_KIND_OF_GROUP])[_GROUP_OF])
 
     def to_dict(self) -> dict[str, Any]:
         """What was counted, for JSON: the categories with something in them."""
@@ -187,83 +169,49 @@ def _checked(name: str, counts: object) -> list[float]:
     return [float(count) for count in counts]
 
 
-def _summed(counts: Iterable[Counts]) -> Counts:
-    empty = [0.0] * NUM_BUCKETS
-    returns, passes = zip((empty, empty), *counts, strict=True)
-    return [*map(sum, zip(*returns, strict=True))], [*map(sum, zip(*passes, strict=True))]
+def _shrunk(counts: Array, towards: Array) -> Array:
+    """Hazards: P(returns in the bucket | away at its start). counts: of returns and passes."""
+    hazards = (counts[0] + _STRENGTH * towards) / (counts.sum(axis=0) + _STRENGTH)
+    return cast(Array, np.minimum(hazards, _MAX_HAZARD))
 
 
-def _pooled(counts: Mapping[K, Counts], name_of: Callable[[K], N]) -> dict[N, Counts]:
-    """The sums of those that share a name."""
-    members: dict[N, list[Counts]] = {}
-    for key, some in counts.items():
-        members.setdefault(name_of(key), []).append(some)
-    return {name: _summed(found) for name, found in members.items()}
-
-
-def _shrunk(counts: Counts, towards: Sequence[float]) -> list[float]:
-    """Hazards: P(returns in the bucket | away at its start)."""
-    return [
-        min((num + _STRENGTH * base) / (num + others + _STRENGTH), _MAX_HAZARD)
-        for num, others, base in zip(*counts, towards, strict=True)
-    ]
-
-
-def _survival(hazards: list[float]) -> list[float]:
+def _survival(hazards: Array) -> Array:
     """P(away) at the start of each bucket, and at the end of the last."""
-    alive = [1.0]
-    for hazard in hazards:
-        alive.append(alive[-1] * (1 - hazard))
-    return alive
+    return cast(Array, np.cumprod(np.insert(1 - hazards, 0, 1.0, axis=1), axis=1))
 
 
-def _alive_at(alive: list[float], hazards: list[float], age_s: float) -> float:
-    bucket, part = _part(age_s)
-    return alive[bucket] * (1 - hazards[bucket]) ** part
+def _alive_at(alive: Array, hazards: Array, ages_s: Sequence[float]) -> Array:
+    """P(away) at these ages. Hazard is even over time in the first bucket, and over its logarithm in the others."""
+    buckets = [bucket_of(age_s) for age_s in ages_s]
+    parts = [
+        2 * math.log2(age_s / LOWER_S[bucket]) if bucket else age_s / _FIRST_S
+        for age_s, bucket in zip(ages_s, buckets, strict=True)
+    ]
+    return cast(Array, alive[:, buckets] * (1 - hazards[:, buckets]) ** np.array(parts))
 
 
-def _part(age_s: float) -> tuple[int, float]:
-    """The bucket and how far into it, on the scale on which hazard is even: time in the first, then its log."""
-    bucket = bucket_of(age_s)
-    return bucket, 2 * math.log2(age_s / LOWER_S[bucket]) if bucket else max(0.0, age_s) / _FIRST_S
-
-
-def _within(hazards: list[float], horizon_s: float) -> list[float]:
+def _within(hazards: Array, horizon_s: float) -> Array:
     alive = _survival(hazards)
-    return [1 - _alive_at(alive, hazards, age_s + horizon_s) / _alive_at(alive, hazards, age_s) for age_s in _MIDDLE_S]
+    later_s = [age_s + horizon_s for age_s in _MIDDLE_S]
+    return 1 - _alive_at(alive, hazards, later_s) / _alive_at(alive, hazards, _MIDDLE_S)
 
 
-def _density(hazards: list[float]) -> list[float]:
-    """The index at the middle of each bucket.
-
-    Drawn as points (time spent away, returns), P / E is the slope from one age to a later one, so the largest slope is
-    that of the first side of the upper hull: one pass from the right, O(buckets). Both are counted from the right:
-    where few are left, differences from the left would be lost in rounding.
+def _density(hazards: Array) -> Array:
+    """The index at the middle of each bucket: drawn as points (time spent away, returns), P / E is the slope from one
+    age to a later one. Both are counted from the right: where few are left, differences from the left would be lost in
+    rounding.
     """
     alive = _survival(hazards)
-    found = [0.0] * NUM_BUCKETS
-    to_go_s, hull = 0.0, [(0.0, alive[-1])]
-    for bucket in range(NUM_BUCKETS - 1, -1, -1):
-        start, end, middle_s = alive[bucket], alive[bucket + 1], _MIDDLE_S[bucket]
-        middle = math.sqrt(start * end)
-        to_go_s += (_END_S[bucket] - middle_s) * (middle + end) / 2
-        found[bucket] = _first_slope(hull, to_go_s, middle)
-        to_go_s += (middle_s - LOWER_S[bucket]) * (start + middle) / 2
-        _first_slope(hull, to_go_s, start)
-    return found
-
-
-def _first_slope(hull: list[tuple[float, float]], to_go_s: float, alive: float) -> float:
-    """Put a point at the left of a hull; the slope of the side that begins there."""
-    last_s, last = hull[-1]
-    while len(hull) > 1:
-        next_s, nxt = hull[-2]
-        if (alive - last) * (last_s - next_s) > (last - nxt) * (to_go_s - last_s):
-            break
-        hull.pop()
-        last_s, last = hull[-1]
-    hull.append((to_go_s, alive))
-    return (alive - last) / (to_go_s - last_s)
+    middle = np.sqrt(alive[:, :-1] * alive[:, 1:])
+    points = np.empty((2 * NUM_BUCKETS + 1, len(hazards)))  # start and middle of each bucket, and the end
+    points[::2], points[1::2] = alive.T, middle.T
+    widths_s = np.diff(np.stack((LOWER_S, _MIDDLE_S), axis=1).ravel(), append=_END_S[-1])
+    spent_s = widths_s[:, None] * (points[:-1] + points[1:]) / 2
+    to_go_s = np.zeros_like(points)
+    to_go_s[:-1] = np.cumsum(spent_s[::-1], axis=0)[::-1]
+    middles = range(1, 2 * NUM_BUCKETS, 2)
+    slopes = [((points[at] - points[at + 1 :]) / (to_go_s[at] - to_go_s[at + 1 :])).max(axis=0) for at in middles]
+    return cast(Array, np.stack(slopes, axis=1))
 
 
 class SortedEntries:

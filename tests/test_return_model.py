@@ -5,6 +5,7 @@ import json
 import math
 import random
 
+import numpy as np
 import pytest
 
 from kvstore.categories import GROUPS, NUM_CATEGORIES, category_of
@@ -76,6 +77,11 @@ def test_every_category_has_its_number_and_its_group():
 
 
 # -- the life table --
+def survival(model: ReturnModel, category: int) -> list[float]:
+    """P(away for at least LOWER_S[bucket]), for each bucket."""
+    return [1.0, *np.cumprod(1 - model.hazards()[category])[:-1]]
+
+
 def test_with_nothing_learned_it_is_lru():
     for horizon_s in (None, 60.0, 3600.0):
         rows = ReturnModel().ranks(horizon_s)
@@ -86,21 +92,9 @@ def test_with_nothing_learned_it_is_lru():
 
 def test_survival_begins_at_one_and_falls():
     model = ReturnModel()
-    alive = model.survival(3)
+    alive = survival(model, 3)
     assert (len(alive), alive[0]) == (NUM_BUCKETS, 1.0)
     assert all(a > b > 0 for a, b in itertools.pairwise(alive))
-
-
-def test_a_probability_is_what_survival_says():
-    model = ReturnModel()
-    for _ in range(50):
-        model.returned(7, 10.0)
-    alive = model.survival(7)
-    for first, last in [(3, 9), (0, 20), (12, 40)]:
-        age_s, horizon_s = LOWER_S[first], LOWER_S[last] - LOWER_S[first]
-        assert model.probability(7, age_s, horizon_s) == pytest.approx(1 - alive[last] / alive[first])
-    assert model.probability(7, 5.0, 0.0) == 0.0
-    assert 0 < model.probability(7, 1e9, 1e9) < 1
 
 
 def gaps(rng: random.Random, num: int) -> list[float]:
@@ -123,7 +117,7 @@ def test_the_life_table_recovers_a_distribution_of_which_much_is_censored(seed):
             model.passed(8, bucket)
         if gap_s <= watched_s:
             model.returned(8, gap_s)
-    alive = model.survival(8)
+    alive = survival(model, 8)
     for bucket in range(1, bucket_of(230.0)):
         assert alive[bucket] == pytest.approx(1 - 0.6 * lognormal_cdf(LOWER_S[bucket]), abs=0.06), LOWER_S[bucket]
 
@@ -153,7 +147,10 @@ def test_the_index_is_the_best_ratio_over_all_horizons():
         for bucket in range(bucket_of(gap_s)):
             model.passed(11, bucket)
     knots = sorted([*LOWER_S, 0.125, *(edge * 2**0.25 for edge in EDGES_S), EDGES_S[-1] * 2**0.5])
-    back = [1 - model.probability(11, 0.0, knot) for knot in knots]  # P(away at the knot)
+    alive = [*survival(model, 11), survival(model, 11)[-1] * (1 - model.hazards()[11][-1])]
+    back = [alive[0]]  # P(away at the knot)
+    for start, end in itertools.pairwise(alive):
+        back += [math.sqrt(start * end), end]
     ranks = model.ranks()[11]
     for bucket in range(NUM_BUCKETS):
         at, best, time_s = 2 * bucket + 1, 0.0, 0.0
@@ -169,7 +166,7 @@ def test_little_evidence_is_shrunk_towards_its_group_that_towards_its_kind_and_t
     bucket = bucket_of(2.0)
 
     def stay(category: int) -> float:
-        alive = model.survival(category)
+        alive = survival(model, category)
         return alive[bucket + 1] / alive[bucket]
 
     short, long = Answer(10), Answer(700)
@@ -190,7 +187,7 @@ def test_one_return_makes_no_peak():
     bucket = bucket_of(30.0)
     for _ in range(40):
         model.returned(7, 30.0)
-    alive = model.survival(7)
+    alive = survival(model, 7)
     hazards = [1 - after / before for before, after in itertools.pairwise(alive)]
     assert hazards[bucket] > hazards[bucket + 1] > 2 * hazards[bucket + 3]
     assert hazards[bucket - 1] == pytest.approx(hazards[bucket + 1])
@@ -204,7 +201,7 @@ def test_the_past_is_forgotten():
     assert model.num_returns < 50_001
     model.passed(1, bucket, 49_000)
     model.passed(1, bucket, 49_000)
-    alive = model.survival(1)
+    alive = survival(model, 1)
     assert alive[bucket + 1] / alive[bucket] > 0.7
 
 
@@ -270,7 +267,7 @@ def test_extreme_state_gives_finite_ranks(which, num):
     for rows in (model.ranks(), model.ranks(60.0)):
         assert all(math.isfinite(rank) and rank >= 0 for row in rows for rank in row)
     model.returned(0, 1.0)
-    assert 0 <= model.probability(0, 1.0, 1.0) <= 1
+    assert 0 <= model.hazards().min() <= model.hazards().max() <= 1
 
 
 # -- sorted entries --
