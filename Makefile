@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TESTS := $(VENV)/.installed-tests
 MODEL ?=
 
 .DEFAULT_GOAL := help
@@ -20,6 +21,11 @@ help:
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "installing the pinned dependencies into $(VENV) (once)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(TESTS): $(STAMP)
+	@echo "installing what the tests need (once)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[test]'
 	@touch $@
 
@@ -32,10 +38,10 @@ chat: $(STAMP)
 serve: $(STAMP)
 	@$(BIN)/kvstore serve $(MODEL)
 
-test: $(STAMP)
+test: $(TESTS)
 	@$(BIN)/python -m pytest
 
-check: $(STAMP)
+check: $(TESTS)
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest

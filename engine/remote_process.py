@@ -22,7 +22,7 @@ from typing import Any
 
 import zmq
 
-import engine
+import kvstore
 from engine.channel import Channel
 from engine.pulse import Pulse
 from engine.spinning import spin_briefly
@@ -98,7 +98,7 @@ class CoreProcess:
     @staticmethod
     def _spawned(start: Start) -> subprocess.Popen[bytes]:
         """Nothing of the configuration is in the list of processes: it goes through a pipe, whose end is ours too."""
-        home = str(Path(engine.__file__).parent.parent)
+        home = str(Path(kvstore.__file__).parent.parent)
         path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, "PYTHONPATH": path}
         spin_briefly(environment)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from kvstore import __version__
 from kvstore.errors import ConfigError, KVStoreError, StoreLockedError
 from service.options import EPILOG, Option, UsageError, asks_for_help, command_parser, parse_arguments, suggestion
 
@@ -76,7 +77,7 @@ def _run(argv: list[str], environment: Mapping[str, str], engine_factory: Callab
         print(_overview())
         return EXIT_OK if argv else EXIT_USAGE
     if argv[0] in ("-V", "--version"):
-        print(f"kvstore {_version()}")
+        print(f"kvstore {__version__}")
         return EXIT_OK
     if argv[0] not in COMMANDS:
         kind = "flag" if argv[0].startswith("-") else "command"
@@ -98,15 +99,6 @@ def _overview() -> str:
     lines = ["usage: kvstore COMMAND [FLAGS]", "       kvstore --version", "", "commands:"]
     lines += [f"  {name:<10}{text}; see kvstore {name} --help" for name, text in COMMANDS.items()]
     return "\n".join([*lines, "", EPILOG])
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("kvstore")
-    except PackageNotFoundError:
-        return "(not installed; run from a checkout)"
 
 
 def _serve(argv: list[str], environment: Mapping[str, str], engine_factory: Callable[..., object] | None) -> int:

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from engine.chat_template import ChatTemplate, Message
 from engine.model_files import why_no_chat
+from kvstore import __version__
 from service.context import Context, context_of, tenant_of
 from service.errors import ApiError
 from service.routes import Route
@@ -137,19 +138,10 @@ class ModelList(msgspec.Struct):
     data: list[Model]
 
 
-def package_version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("kvstore")
-    except PackageNotFoundError:
-        return "0"
-
-
 async def version(request: web.Request) -> web.Response:
     context = context_of(request)
     engine = context.engine.engine
-    return json_response(Version(package_version(), context.model_name, engine.block_size, engine.max_model_len))
+    return json_response(Version(__version__, context.model_name, engine.block_size, engine.max_model_len))
 
 
 async def list_models(request: web.Request) -> web.Response:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from service.edge import package_version
+from kvstore import __version__
 from service.errors import ErrorBody
 from service.routes import PARAMETER, Route
 
@@ -38,7 +38,7 @@ def describe(routes: Sequence[Route]) -> Json:
         "openapi": VERSION,
         "info": {
             "title": "kvstore",
-            "version": package_version(),
+            "version": __version__,
             "description": "Answers of a language model, with the KV of conversations kept in tiers.",
         },
         "tags": [{"name": tag} for tag in dict.fromkeys(route.tag for route in routes if route.tag)],

@@ -1,7 +1,11 @@
 """What is shipped: every package with its data, and the marker by which type checkers read our annotations."""
 
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
+
+import kvstore
 
 ROOT = Path(__file__).parent.parent
 SETUP = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
@@ -35,3 +39,15 @@ def test_every_file_beside_the_code_is_shipped():
         if file.is_file() and file.suffix not in (".py", ".pyc") and not file.name.startswith(".")
     }
     assert there - shipped == set()
+
+
+def test_every_public_name_is_there():
+    assert {name: getattr(kvstore, name).__name__ for name in kvstore.__all__ if name != "__version__"} == {
+        name: name for name in kvstore.__all__ if name != "__version__"
+    }
+    assert not hasattr(kvstore, "Motor")
+
+
+def test_the_package_runs_as_the_command():
+    done = subprocess.run([sys.executable, "-m", "kvstore", "--version"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == f"kvstore {kvstore.__version__}\n", done.stderr

@@ -1,0 +1,7 @@
+"""`python -m kvstore`: the command, where its script is not on the path."""
+
+import sys
+
+from service.cli import main
+
+sys.exit(main())
