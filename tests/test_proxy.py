@@ -85,7 +85,7 @@ def ports() -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def server(ports: dict[str, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """With what the README says to give for the two usual configurations; the upstream's name is not allowed."""
+    """With what docs/security.md says to give for the two usual configurations; the upstream's name is not allowed."""
     origins = tuple(f"http://{NAME}:{ports[kind]}" for kind in ("plain", "same", "other"))
     folder = tmp_path_factory.mktemp("nginx")
     with serving(api_key=KEY, allowed_origins=origins) as running, nginx(folder, running.server.port, ports):
