@@ -47,7 +47,6 @@ class Link:
         self.undelivered: list[Handle] = []  # ended without the engine's doing; for the next step to hand out
         self.chats: weakref.WeakValueDictionary[SessionKey, ChatSession] = weakref.WeakValueDictionary()
         self.roots: dict[str, BlockId] = {}
-        self.tenant_limits: dict[str | None, int | None] = {}  # set again after a restart
         self.hello: Hello
         self._arguments = arguments
         self._shutdown_s = shutdown_s
@@ -124,8 +123,6 @@ class Link:
         life = CoreProcess(self._arguments, self._folder.path, self.num_restarts, self._silence_s)
         try:
             hello = life.greeted(lambda: not self._over)
-            for limit in list(self.tenant_limits.items()):
-                life.call("connector.set_tenant_limit", limit)
             with self.changed:
                 if self._over:
                     raise EngineClosedError("the engine is closed")

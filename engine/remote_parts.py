@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvstore.block import BlockId, Lineage
-from kvstore.connector import Evict, Evicted, TenantUsage
+from kvstore.connector import Evict, Evicted
 from kvstore.errors import KVStoreError
 from kvstore.session_store import (
     CheckReport,
@@ -157,7 +157,6 @@ class RemoteConnector:
 
     def __init__(self, link: Link) -> None:
         self._call = link.call
-        self._tenant_limits = link.tenant_limits
 
     def prefetch(self, chain: Sequence[BlockId], token_ids: Sequence[int], lineage: Lineage, tenant: str) -> None:
         self._call("connector.prefetch", chain, token_ids, lineage, tenant)
@@ -177,12 +176,6 @@ class RemoteConnector:
     def compact(self) -> dict[str, object]:
         return self._call("connector.compact")
 
-    def set_tenant_limit(self, tenant: str | None, max_bytes: int | None) -> None:
-        self._call("connector.set_tenant_limit", tenant, max_bytes)
-        self._tenant_limits[tenant] = max_bytes
-
-    def tenant_usage(self) -> dict[str, TenantUsage]:
-        return self._call("connector.tenant_usage")
 
 
 class NoPool:

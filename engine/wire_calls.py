@@ -11,7 +11,7 @@ import msgspec
 
 from engine.wire import Failure
 from kvstore.block import BlockId, Lineage
-from kvstore.connector import Evict, Evicted, TenantUsage
+from kvstore.connector import Evict, Evicted
 from kvstore.session_store import (
     CheckReport,
     Message,
@@ -90,8 +90,6 @@ SIGNATURES: dict[str, Signature] = {
     "connector.pin": Signature(tuple[_Ids, float], None),
     "connector.verify": Signature(tuple[bool], _Info),
     "connector.compact": Signature(_Nothing, _Info),
-    "connector.set_tenant_limit": Signature(tuple[str | None, int | None], None),
-    "connector.tenant_usage": Signature(_Nothing, dict[str, TenantUsage]),
 }
 
 encode = msgspec.msgpack.Encoder().encode

@@ -51,6 +51,7 @@ class CacheTiers:
     hbm: the accelerator's block pool (on CPU: the engine's pool in RAM), or "auto".
     cpu, disk: 0 switches the tier off. path: directory of the disk tier. codec: how it stores KV: raw, zstd or
     split-zstd, which takes 0.7 of the space for bf16; that pays on a small or slow disk.
+    disk_per_tenant: what one tenant's KV may take on disk, where more is not written; None: no limit but `disk`.
     """
 
     hbm: int | str = "auto"
@@ -58,6 +59,7 @@ class CacheTiers:
     disk: int | str = 0
     path: str | Path | None = None
     codec: str = "raw"
+    disk_per_tenant: int | str | None = None
 
     def __post_init__(self) -> None:
         for name in ("hbm", "cpu", "disk"):
@@ -65,6 +67,8 @@ class CacheTiers:
             if name == "hbm" and value == "auto":
                 continue
             object.__setattr__(self, name, parse_size(value, name))
+        if self.disk_per_tenant is not None:
+            object.__setattr__(self, "disk_per_tenant", parse_size(self.disk_per_tenant, "disk_per_tenant"))
         if not isinstance(self.path, str | Path | None):
             raise ConfigError(f"path is {self.path!r}; give a directory")
         if self.codec not in CODEC_NAMES:

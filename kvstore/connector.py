@@ -31,7 +31,6 @@ from kvstore.eviction import Order
 from kvstore.layout import KVLayout
 from kvstore.lookahead import LookAhead
 from kvstore.lookup import Arrival, Lookup, Match
-from kvstore.quota import TenantUsage
 from kvstore.saving import StepSpan
 from kvstore.steering import Steering
 from kvstore.tier import Evict, Evicted, SaveFence, TransferPlan
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Arrival", "Conversation", "Evict", "Evicted", "KVConnector", "KVLayout", "Lookup", "Match", "NullConnector",
-    "SaveFence", "StepSpan", "StoreDirectory", "TenantUsage", "TransferPlan",
+    "SaveFence", "StepSpan", "StoreDirectory", "TransferPlan",
     "deletion_from_dict", "evict_from_dict", "hold_store", "nothing_from_dict", "one_session_from_dict",
     "open_connector", "repaired", "session_info", "sessions_from_dict", "transcript", "verify_from_dict",
 ]  # fmt: skip
@@ -211,19 +210,6 @@ class KVConnector(Protocol):
         """Rewrite the disk's file without what was deleted."""
         ...
 
-    def set_tenant_limit(self, tenant: str | None, max_bytes: int | None) -> None:
-        """How much of the disk this tenant's blocks may take; None: each tenant that has no limit of its own.
-
-        What is too much is evicted in the background, of that tenant only and in the order of eviction; a block that
-        does not fit when nothing else of its tenant may go is dropped. What is being written may exceed the limit for a
-        moment. max_bytes None takes a limit back. Not stored: to be set after each start. Raises ConfigError.
-        """
-        ...
-
-    def tenant_usage(self) -> dict[str, TenantUsage]:
-        """What is stored below HBM, by tenant; of the disk once its index is loaded."""
-        ...
-
     def serve(self, handler: Callable[[str, dict[str, object]], dict[str, object]]) -> None:
         """Answer other processes at the store's socket with `handler(command, arguments)`, in a thread of its own."""
         ...
@@ -365,12 +351,6 @@ class NullConnector:
         return {}
 
     def compact(self) -> dict[str, object]:
-        return {}
-
-    def set_tenant_limit(self, tenant: str | None, max_bytes: int | None) -> None:
-        pass
-
-    def tenant_usage(self) -> dict[str, TenantUsage]:
         return {}
 
     def serve(self, handler: Callable[[str, dict[str, object]], dict[str, object]]) -> None:

@@ -6,8 +6,8 @@ One thread, no lock, no file. Built from a scan in the background, then kept up 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvstore.block import BlockId
@@ -28,14 +28,6 @@ class IndexEntry(NamedTuple):  # a million of them: made faster than dataclasses
     tenant: str = ""
 
 
-@dataclass(slots=True)
-class Stored:
-    """How much of one tenant is on disk."""
-
-    num_blocks: int = 0
-    num_bytes: int = 0
-
-
 def _never(block_id: BlockId) -> bool:
     return False
 
@@ -44,16 +36,15 @@ class DiskIndex:
     """Blocks by id, in the eviction order of their conversations (`kvstore.eviction`).
 
     A block goes after those that are built on it, so a conversation is eaten from its tail and what stays is closed
-    under parents. Every operation is O(1) a block. order: of conversations on this tier. Chains of two tenants never
-    share a block (their lineage roots differ), so that one can be evicted from without touching another.
+    under parents. Every operation is O(1) a block. order: of conversations on this tier.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time, order: Order | None = None) -> None:
         self.num_bytes = 0
         self._clock = clock
         self._entries: dict[BlockId, IndexEntry] = {}
-        self._tree: EvictionTree[BlockId] = EvictionTree(order, part_of=self._tenant_of)
-        self._stored: dict[str, Stored] = {}  # by tenant
+        self._tree: EvictionTree[BlockId] = EvictionTree(order)
+        self._tenant_bytes: dict[str, int] = {}  # of those that have blocks here
         self._touched: dict[BlockId, float] = {}
 
     @classmethod
@@ -107,18 +98,9 @@ class DiskIndex:
         """The entry, with the last access that is known here."""
         return self._entries.get(block_id)
 
-    def _tenant_of(self, block_id: BlockId) -> str | None:
-        entry = self._entries.get(block_id)
-        return None if entry is None else entry.tenant
-
     def bytes_of(self, tenant: str) -> int:
         """What the blocks of this tenant take."""
-        stored = self._stored.get(tenant)
-        return 0 if stored is None else stored.num_bytes
-
-    def stored(self) -> dict[str, Stored]:
-        """By tenant, of those that have blocks here. To be looked at only, and at once."""
-        return self._stored
+        return self._tenant_bytes.get(tenant, 0)
 
     def has_children(self, block_id: BlockId) -> bool:
         return self._tree.has_children(block_id)
@@ -137,12 +119,12 @@ class DiskIndex:
             known = None
         self._entries[block_id] = entry
         if known is None:
-            self._count(entry.tenant, 1, entry.stored_bytes)
+            self._count(entry.tenant, entry.stored_bytes)
             self._tree.add(block_id, entry.parent_id, conversation)
             if conversation is not None and (prefix := conversation.prefix_at(block_id)) is not None:
                 self._tree.settle(prefix, self._known)
         else:
-            self._count(entry.tenant, 0, entry.stored_bytes - known.stored_bytes)
+            self._count(entry.tenant, entry.stored_bytes - known.stored_bytes)
             self._tree.touch(block_id)
 
     def _known(self, block_id: BlockId) -> BlockId | None:
@@ -155,21 +137,19 @@ class DiskIndex:
             self._drop(block_id)
 
     def _drop(self, block_id: BlockId) -> IndexEntry:
-        """What the tree does not have any more; it asks for the tenants of blocks that it has."""
+        """What the tree does not have any more."""
         entry = self._entries.pop(block_id)
-        self._count(entry.tenant, -1, -entry.stored_bytes)
+        self._count(entry.tenant, -entry.stored_bytes)
         self._touched.pop(block_id, None)
         return entry
 
-    def _count(self, tenant: str, num_blocks: int, num_bytes: int) -> None:
+    def _count(self, tenant: str, num_bytes: int) -> None:
         self.num_bytes += num_bytes
-        stored = self._stored.get(tenant)
-        if stored is None:
-            stored = self._stored[tenant] = Stored()
-        stored.num_bytes += num_bytes
-        stored.num_blocks += num_blocks
-        if not stored.num_blocks:
-            del self._stored[tenant]
+        of_tenant = self._tenant_bytes.get(tenant, 0) + num_bytes
+        if of_tenant:
+            self._tenant_bytes[tenant] = of_tenant
+        else:
+            self._tenant_bytes.pop(tenant, None)
 
     def touch(self, chain: Sequence[BlockId], now_s: float, conversation: Conversation | None = None) -> None:
         """These blocks, head first, were of use. Noted is the last of them that is here: the others stay with it.
@@ -212,32 +192,19 @@ class DiskIndex:
         self._tree.clear()
         self._entries.clear()
         self._touched.clear()
-        self._stored.clear()
+        self._tenant_bytes.clear()
         self.num_bytes = 0
 
     # -- choosing ----------------------------------------------------------------------------------------------------
-    def take_victims(
-        self, num_bytes: int, is_pinned: Callable[[BlockId], bool] = _never, tenant: str | None = None
-    ) -> list[IndexEntry]:
-        """Remove blocks to evict, so that at least so many bytes go, or as many as may; each before its parent.
-
-        tenant: only blocks of this one. The first time that is O(n) in conversations, unless it was prepared.
-        """
+    def take_victims(self, num_bytes: int, is_pinned: Callable[[BlockId], bool] = _never) -> list[IndexEntry]:
+        """Remove blocks to evict, so that at least so many bytes go, or as many as may; each before its parent."""
         if num_bytes <= 0:
             return []
-        if tenant is not None and not self._tree.has_part(tenant):
-            self._tree.add_parts((tenant,))
-        taken = self._tree.take(num_bytes, self._size_of, is_pinned, tenant)
+        taken = self._tree.take(num_bytes, self._size_of, is_pinned)
         return [self._drop(block_id) for block_id in taken]
 
     def _size_of(self, block_id: BlockId) -> int:
         return self._entries[block_id].stored_bytes
-
-    def prepare(self, tenants: Collection[str]) -> None:
-        """Blocks of these are going to be evicted by tenant: sorts them now, not where somebody waits."""
-        self._tree.add_parts(tenants)
-        for tenant in tenants:
-            self._tree.next_of(tenant)
 
     def select(self, what: Evict, is_pinned: Callable[[BlockId], bool] = _never) -> list[BlockId]:
         """All blocks that `what` means, tails first, the least recently used first. A block stays if a child does."""
@@ -272,9 +239,7 @@ class DiskIndex:
         assert all(block_id in self._tree for block_id in self._entries), "an entry that is not in the order"
         assert self.num_bytes == sum(entry.stored_bytes for entry in self._entries.values()), "bytes disagree"
         assert self._touched.keys() <= self._entries.keys(), "a block that is gone was touched"
-        found: dict[str, Stored] = {}
+        found = Counter[str]()
         for entry in self._entries.values():
-            stored = found.setdefault(entry.tenant, Stored())
-            stored.num_blocks += 1
-            stored.num_bytes += entry.stored_bytes
-        assert found == self._stored, "blocks and bytes by tenant disagree"
+            found[entry.tenant] += entry.stored_bytes
+        assert found == self._tenant_bytes, "bytes by tenant disagree"

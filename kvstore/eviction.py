@@ -7,7 +7,7 @@ Owns links and ends, not blocks: keys are whatever names a block in its tier. Th
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -28,10 +28,6 @@ class Order(Protocol):
         """The least valuable one, which stays."""
         ...
 
-    def part(self) -> Order:
-        """An empty one by the same rules, for some of these conversations."""
-        ...
-
     def __contains__(self, conversation: Conversation) -> bool: ...
 
 
@@ -39,30 +35,6 @@ def _claim_of(conversation: Conversation) -> tuple[bool, bool, int, int]:
     """What a claim to a shared block is worth, where there are too many."""
     is_pinned = conversation.pinned_until_s > 0
     return conversation.wanted is not None, is_pinned, conversation.use, conversation.branch
-
-
-class _Part(Generic[K]):
-    """Which of some of a tree's blocks goes next. What may go stands here as well as in the tree's own order."""
-
-    def __init__(self, order: Order | None) -> None:
-        self.order = order
-        self.nobodys: OrderedDict[K, None] = OrderedDict()
-
-    def hold(self, key: K, ends: Iterable[Conversation]) -> None:
-        self.nobodys.pop(key, None)
-        if self.order is not None:
-            for conversation in ends:
-                self.order.discard(conversation)
-
-    def rest(self, key: K, ends: Iterable[Conversation], first: bool) -> None:
-        if self.order is not None and ends:
-            self.nobodys.pop(key, None)
-            for conversation in ends:
-                self.order.add(conversation)
-        elif key not in self.nobodys:
-            self.nobodys[key] = None
-            if first:
-                self.nobodys.move_to_end(key, last=False)
 
 
 class EvictionTree(Generic[K]):
@@ -75,21 +47,12 @@ class EvictionTree(Generic[K]):
 
     A parent may be named before it comes, and may go before its children: links are kept by key.
 
-    order None: there are no conversations. is_held: whether somebody uses a block, which then is never next. part_of:
-    the part of the tree to which a block belongs, for those that are to have an order of their own beside the common
-    one (`add_parts`).
+    order None: there are no conversations. is_held: whether somebody uses a block, which then is never next.
     """
 
-    def __init__(
-        self,
-        order: Order | None,
-        is_held: Callable[[K], bool] = lambda _: False,
-        part_of: Callable[[K], Hashable] = lambda _: None,
-    ) -> None:
+    def __init__(self, order: Order | None, is_held: Callable[[K], bool] = lambda _: False) -> None:
         self._order = order
         self._is_held = is_held
-        self._part_of = part_of
-        self._parts: dict[Hashable, _Part[K]] = {}
         self._parents: dict[K, K] = {}
         # One child, or the set of them: most have one, and a set takes 200 bytes.
         self._children: dict[K, K | set[K]] = {}
@@ -153,28 +116,6 @@ class EvictionTree(Generic[K]):
                     num_left[key] -= 1
                     if num_left[key]:
                         break
-
-    # -- parts -------------------------------------------------------------------------------------------------------
-    def has_part(self, name: Hashable) -> bool:
-        return name in self._parts
-
-    def add_parts(self, names: Collection[Hashable]) -> None:
-        """From now on these have orders of their own (see `take`). O(what may go), once for all of them."""
-        order, fresh = self._order, [name for name in names if name not in self._parts]
-        parts = {name: _Part[K](None if order is None else order.part()) for name in fresh}
-        self._parts |= parts
-        for key in self._nobodys:
-            if (part := parts.get(self._part_of(key))) is not None:
-                part.nobodys[key] = None
-        if order is None:
-            return
-        for conversation, key in self._end_of.items():
-            part = parts.get(self._part_of(key))
-            if part is not None and part.order is not None and conversation in order:
-                part.order.add(conversation)
-
-    def _part(self, key: K) -> _Part[K] | None:
-        return self._parts.get(self._part_of(key))
 
     # -- changing ----------------------------------------------------------------------------------------------------
     def add(self, key: K, parent: K | None, conversation: Conversation | None) -> None:
@@ -266,8 +207,6 @@ class EvictionTree(Generic[K]):
         if old is not None:
             if self._order is not None:
                 self._order.discard(conversation)
-            if self._parts and (part := self._part(old)) is not None and part.order is not None:
-                part.order.discard(conversation)
             ends = self._ends[old]
             if isinstance(ends, set) and len(ends) > 1:
                 ends.discard(conversation)
@@ -290,8 +229,6 @@ class EvictionTree(Generic[K]):
         """A block is not cached any more. Its parent, should it become a leaf of nobody, goes before others of that."""
         self._keys.discard(key)
         self._nobodys.pop(key, None)
-        if self._parts and (part := self._part(key)) is not None:
-            part.nobodys.pop(key, None)
         parent = self._parents.pop(key, None)
         is_freed = parent is not None and self._unlink(key, parent)
         if parent is not None and is_freed and self._shorten(key, parent):
@@ -317,16 +254,11 @@ class EvictionTree(Generic[K]):
             return False
         if parent not in self._keys or self._is_held(parent) or key in self._children:
             return False
-        part = self._part(parent) if self._parts else None
-        if self._parts and part is not self._part(key):
-            return False
         del self._ends[key]
         self._ends[parent] = conversation
         self._end_of[conversation] = parent
         if self._order is not None:
             self._order.add(conversation)  # does nothing, unless the block had been held
-        if part is not None and part.order is not None:
-            part.order.add(conversation)
         return True
 
     def hold(self, key: K) -> None:
@@ -337,8 +269,6 @@ class EvictionTree(Generic[K]):
         if self._order is not None:
             for conversation in self.conversations(key):
                 self._order.discard(conversation)
-        if self._parts and (part := self._part(key)) is not None:
-            part.hold(key, self.conversations(key))
 
     def rest(self, key: K, first: bool = False) -> None:
         """It may go, unless somebody uses it or builds on it. first: before others that are nobody's."""
@@ -352,45 +282,33 @@ class EvictionTree(Generic[K]):
             self._nobodys[key] = None
             if first:
                 self._nobodys.move_to_end(key, last=False)
-        if self._parts and (part := self._part(key)) is not None:
-            part.rest(key, self.conversations(key), first)
 
     def touch(self, key: K) -> None:
         """Of use just now: of what is nobody's it goes last."""
         if key in self._nobodys:
             self._nobodys.move_to_end(key)
-            if self._parts and (part := self._part(key)) is not None:
-                part.nobodys.move_to_end(key)
 
     def next(self) -> K | None:
         """The block that goes next, which stays for now; None when all are held."""
-        return next(iter(self._nobodys)) if self._nobodys else self._next_end(self._order)
-
-    def next_of(self, name: Hashable) -> K | None:
-        """The same of one part, which has an order of its own."""
-        part = self._parts[name]
-        return next(iter(part.nobodys)) if part.nobodys else self._next_end(part.order)
-
-    def _next_end(self, order: Order | None) -> K | None:
-        while order is not None and (conversation := order.first()) is not None:
+        if self._nobodys:
+            return next(iter(self._nobodys))
+        while self._order is not None and (conversation := self._order.first()) is not None:
             key = self._end_of.get(conversation)
             if key is None:  # left behind by another tree of this order, which was given up
-                order.discard(conversation)
+                self._order.discard(conversation)
                 continue
             if not isinstance(ends := self._ends[key], set) or len(ends) == 1:
                 return key
             self._move_end(conversation, None)  # the others value it more
         return None
 
-    def take(
-        self, size: int, size_of: Callable[[K], int], is_pinned: Callable[[K], bool], part: Hashable = None
-    ) -> list[K]:
+    def take(self, size: int, size_of: Callable[[K], int], is_pinned: Callable[[K], bool]) -> list[K]:
         """Remove blocks that together have at least this size, or all that may go; returns them, tails first.
 
-        is_pinned: those that stay for another reason than being held. part: only of this one, which has an order.
+        is_pinned: those that stay for another reason than being held.
         """
         taken: list[K] = []
-        for key in self._unpinned(is_pinned, part):
+        for key in self._unpinned(is_pinned):
             size -= size_of(key)
             self.remove(key)
             taken.append(key)
@@ -398,11 +316,11 @@ class EvictionTree(Generic[K]):
                 break
         return taken
 
-    def _unpinned(self, is_pinned: Callable[[K], bool], part: Hashable) -> Iterator[K]:
+    def _unpinned(self, is_pinned: Callable[[K], bool]) -> Iterator[K]:
         """What goes next, one after the other; the caller removes each."""
         aside: list[K] = []
         try:
-            while (key := self.next() if part is None else self.next_of(part)) is not None:
+            while (key := self.next()) is not None:
                 if is_pinned(key):
                     self.hold(key)
                     aside.append(key)
@@ -416,7 +334,7 @@ class EvictionTree(Generic[K]):
         """Nothing is cached any more."""
         for conversation in list(self._end_of):
             self._move_end(conversation, None)
-        for each in (self._parents, self._children, self._keys, self._nobodys, self._parts):
+        for each in (self._parents, self._children, self._keys, self._nobodys):
             each.clear()
 
     def check_integrity(self) -> None:
@@ -436,14 +354,3 @@ class EvictionTree(Generic[K]):
             if self._order is not None:
                 for conversation in self.conversations(key):
                     assert (conversation in self._order) == free, f"{key!r}: its conversation is out of order"
-        self._check_parts()
-
-    def _check_parts(self) -> None:
-        for name, part in self._parts.items():
-            own = {key for key in self._nobodys if self._part_of(key) == name}
-            assert part.nobodys.keys() == own, f"{name!r}: leaves of nobody disagree"
-            if self._order is None or part.order is None:
-                continue
-            for conversation, key in self._end_of.items():
-                is_next = self._part_of(key) == name and conversation in self._order
-                assert (conversation in part.order) == is_next, f"{key!r}: out of the order of {name!r}"

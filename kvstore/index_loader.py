@@ -29,15 +29,12 @@ class LoadedIndex:
 
 
 class IndexLoader:
-    """Starts at once. is_limited: whether this tenant's blocks may have to be evicted apart from others."""
+    """Starts at once."""
 
-    def __init__(
-        self, disk: DiskTier, order: Order, clock: Callable[[], float], is_limited: Callable[[str], bool]
-    ) -> None:
+    def __init__(self, disk: DiskTier, order: Order, clock: Callable[[], float]) -> None:
         self._disk = disk
         self._order = order
         self._clock = clock
-        self._is_limited = is_limited
         self._loaded: deque[LoadedIndex] = deque()
         threading.Thread(target=self._load, name="kvstore-index", daemon=True).start()
 
@@ -52,7 +49,6 @@ class IndexLoader:
             index, is_whole = DiskIndex.build(batches, self._clock, self._order), True
             found = index.name_conversations()  # last, since the order is the same for whatever index there is
             self._order.first()  # sorts them here, not where somebody waits
-            index.prepare([tenant for tenant in index.stored() if self._is_limited(tenant)])
         except Exception:  # the border of a thread: what was not found is computed and written again
             index, is_whole, found = self._partial_index(batches), False, []
         self._loaded.append(LoadedIndex(index, found, is_whole))

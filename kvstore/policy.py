@@ -212,14 +212,6 @@ class EvictionOrder:
         self._table = model.table
         self._first: Conversation | None = None
         self._first_until_s = -math.inf  # for so long it stays the first if nothing happens
-        self._whole: EvictionOrder | None = None
-        self._parts: dict[Conversation, EvictionOrder] = {}  # of each member of a part
-
-    def part(self) -> EvictionOrder:
-        """An empty one by the same rules, for some of these conversations. `refresh` of this one is enough for it."""
-        part = EvictionOrder(self.policy_in_force, self._model, self._clock)
-        part._whole = self
-        return part
 
     def __len__(self) -> int:
         return len(self._queues)
@@ -231,16 +223,12 @@ class EvictionOrder:
         """It has a block to give. One that is in here stays where it is."""
         if conversation not in self._queues:
             self._queues[conversation] = None  # before anything of it is read, so that no refresh is lost
-            if self._whole is not None:
-                self._whole._parts[conversation] = self
             self._dirty.add(conversation)
 
     def discard(self, conversation: Conversation) -> None:
         """It has none to give. One that is not in here is ignored."""
         queue = self._queues.pop(conversation, None)
         self._dirty.discard(conversation)
-        if self._whole is not None and self._whole._parts.get(conversation) is self:
-            del self._whole._parts[conversation]
         if queue is not None:
             queue.discard(conversation)
             self._set_change(conversation, math.inf)
@@ -251,8 +239,6 @@ class EvictionOrder:
         """Something of it has changed; to be called after the change. One that is not in here is ignored."""
         if conversation in self._queues:
             self._dirty.add(conversation)
-        if (part := self._parts.get(conversation)) is not None:
-            part.refresh(conversation)
 
     def first(self) -> Conversation | None:
         """The one that should give up its tail. It stays; None when nobody is in here."""

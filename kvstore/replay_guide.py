@@ -82,9 +82,6 @@ class FurthestFirst:
     def first(self) -> Conversation | None:
         return self._queue.first(0.0)
 
-    def part(self) -> FurthestFirst:
-        raise AssertionError("a trace has one tenant")
-
 
 def next_arrivals(trace: Trace) -> array[float]:
     """For each request, when the next one of its conversation arrives; inf: never."""

@@ -34,7 +34,8 @@ class StoreStats:
 
     dropped_saves: blocks that were not saved because the CPU tier or the save queue was full. orphan_saves: not saved
     because their parent is stored nowhere. dropped_writes: writes that failed; they are tried again, but for what does
-    not fit on the disk at all.
+    not fit on the disk at all. refused_writes: not written, nor kept in the CPU tier, as their tenant has on disk what
+    it may have.
     prefetched: reads begun before the request could start, or on a hint; prefetch_hits: blocks that were on disk when
     their request came, and in memory when it was first asked for; prefetch_wasted: read ahead and not loaded by the
     request that they were read for. cancelled_reads: dropped before they began. split_prefills: requests whose head was
@@ -59,6 +60,7 @@ class StoreStats:
     dropped_saves: int = 0
     orphan_saves: int = 0
     dropped_writes: int = 0
+    refused_writes: int = 0
     disk_evictions: int = 0
     disk_removals: int = 0
     forgotten: int = 0

@@ -30,7 +30,6 @@ from kvstore.io_queue import BATCH_BYTES, IoQueue
 from kvstore.lookup import Arrival, Identity, Match, Tracked
 from kvstore.planner import Planner
 from kvstore.policy_file import read_learned, write_learned
-from kvstore.quota import TenantUsage, usage_of
 from kvstore.saving import StepSpan
 from kvstore.stats import StoreStats
 from kvstore.steering import Steering
@@ -116,7 +115,10 @@ class TieredConnector:
         disk = self._disk_tier
         write_back = None
         if disk is not None:
-            write_back = WriteBack(disk, self._cpu, self._io, self._arena.view, stats, clock, self._steering)
+            tenant_bytes = None if tiers.disk_per_tenant is None else int(tiers.disk_per_tenant)
+            write_back = WriteBack(
+                disk, self._cpu, self._io, self._arena.view, stats, clock, self._steering, tenant_bytes
+            )
         self._transfer = self._make_transfer(device)
         self._planner = Planner(layout.block_bytes, layout.block_size, always=load == "always")
         self._restore_rates(learned, stats)
@@ -198,11 +200,9 @@ class TieredConnector:
             with self._lock:
                 try:
                     self._store.poll()
-                    if (disk := self._store.disk) is not None:
-                        disk.keep_limits()
-                        if time.monotonic() - touched_s > _TOUCHED_S:
-                            disk.persist_touched()
-                            touched_s = time.monotonic()
+                    if (disk := self._store.disk) is not None and time.monotonic() - touched_s > _TOUCHED_S:
+                        disk.persist_touched()
+                        touched_s = time.monotonic()
                 except Exception:  # the border of a thread: without it nothing would be written between turns
                     self._store.stats.housekeeping_errors += 1
             self._write_history()
@@ -409,17 +409,6 @@ class TieredConnector:
         self._check_process()
         if self.directory is not None:
             self._control = ControlServer(self.directory, handler)
-
-    def set_tenant_limit(self, tenant: str | None, max_bytes: int | None) -> None:
-        self._check_process()
-        with self._lock:
-            if self._store.disk is not None:
-                self._store.disk.quotas.set_limit(tenant, max_bytes)
-
-    def tenant_usage(self) -> dict[str, TenantUsage]:
-        self._check_process()
-        with self._lock:
-            return usage_of(self._cpu, self._store.disk)
 
     def flush(self) -> None:
         self._check_process()

@@ -19,7 +19,6 @@ from kvstore.disk_tier import WATERMARK, DiskTier
 from kvstore.errors import StoreError
 from kvstore.index_loader import IndexLoader
 from kvstore.io_queue import BATCH_BYTES, IoQueue, ReadDone, Write, WriteDone
-from kvstore.quota import TRIM_BLOCKS, Quotas
 from kvstore.stats import StoreStats
 from kvstore.steering import Steering
 from kvstore.tier import BlockRecord, Evict, Evicted, ReadResult
@@ -41,7 +40,8 @@ def _file_bytes(view: memoryview) -> int:
 class WriteBack:
     """What the control plane knows of the disk.
 
-    view: the bytes of a slot. A dirty slot holds one reference until its write is durable.
+    view: the bytes of a slot. A dirty slot holds one reference until its write is durable. tenant_bytes: what one
+    tenant's blocks may take; what would be more is not written, from when the index is loaded.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class WriteBack:
         stats: StoreStats,
         clock: Callable[[], float],
         steering: Steering,
+        tenant_bytes: int | None = None,
     ) -> None:
         self._disk = disk
         self._steering = steering
@@ -69,6 +70,8 @@ class WriteBack:
         self._deleting: dict[BlockId, int] = {}  # and the bytes that will be free
         self._undeleted: dict[BlockId, None] = {}  # those of them that failed, and wait to be tried again
         self._queued_bytes = 0
+        self._tenant_bytes = tenant_bytes
+        self._queued_of: Counter[str] = Counter()  # bytes by tenant
         self._retry_at = 0.0
         self._retry_s = FIRST_RETRY_S
         self._heal_at, self._heal_s = 0.0, FIRST_RETRY_S
@@ -83,8 +86,7 @@ class WriteBack:
         )
         self._lost_early: list[BlockId] = []  # what hangs below them is not known yet
         self._to_adopt: list[tuple[Hashable, Conversation]] = []
-        self.quotas = Quotas(self._evict_of, lambda: self._index)
-        self._loader = IndexLoader(disk, steering.order("disk"), clock, self.quotas.is_limited)
+        self._loader = IndexLoader(disk, steering.order("disk"), clock)
 
     # -- the index ---------------------------------------------------------------------------------------------------
     def _take_index(self) -> None:
@@ -114,7 +116,6 @@ class WriteBack:
         below = [block_id for block_id in self.with_descendants(lost) if block_id not in lost]
         if below:
             self.delete(below)
-        self.quotas.suspect(index, list(index.stored()))
 
     def _note_written(self, entry: IndexEntry, conversation: Conversation | None) -> None:
         """In the index, or in it once it is there."""
@@ -273,7 +274,8 @@ class WriteBack:
                 self._clean(slot, record)
                 continue
             size = _file_bytes(self._view(slot))
-            if not self.quotas.admits(record.tenant, size):
+            if self._is_over_limit(record.tenant, size):
+                self._stats.refused_writes += 1
                 self._drop(slot, record)
                 continue
             if not self._make_room(self._queued_bytes + size):
@@ -287,10 +289,15 @@ class WriteBack:
             self._stuck_since = None
             self._dirty.popleft()
             self._queued_bytes += size
-            self.quotas.submitted(record.tenant, size)
+            self._queued_of[record.tenant] += size
             self._deleting.pop(record.block_id, None)
             self._queued.add(slot)
             self._io.submit_write(Write(slot, record, self._view(slot)))
+
+    def _is_over_limit(self, tenant: str, num_bytes: int) -> bool:
+        if self._tenant_bytes is None or self._index is None:
+            return False
+        return self._index.bytes_of(tenant) + self._queued_of[tenant] + num_bytes > self._tenant_bytes
 
     def _give_up(self, slot: int, record: BlockRecord) -> bool:
         """All that is stored is in use, or is what this block is built on: a conversation larger than the tier.
@@ -322,7 +329,8 @@ class WriteBack:
         for write in done.writes:
             size = _file_bytes(write.view)
             self._queued_bytes -= size
-            self.quotas.ended(write.record.tenant, size)
+            self._queued_of[write.record.tenant] -= size
+        self._queued_of = +self._queued_of  # without those of whom nothing is queued
         self._queued.difference_update(write.slot for write in done.writes)
         if done.error is not None:
             self._writes_failed(done)
@@ -352,8 +360,6 @@ class WriteBack:
             self._clean(write.slot, record)
         for block_id in done.deletes:
             self._deleting.pop(block_id, None)
-        if self._index is not None:
-            self.quotas.suspect(self._index, {write.record.tenant for write in done.writes})
 
     def _writes_failed(self, done: WriteDone) -> None:
         """Keep the blocks dirty and try again later, deletions too; a longer while each time."""
@@ -391,22 +397,11 @@ class WriteBack:
 
     def _evict(self, index: DiskIndex, num_bytes: int) -> list[IndexEntry]:
         """Give up at least so much, in the order of eviction; returns what."""
-        victims = self._evict_of(index, num_bytes)
+        victims = index.take_victims(num_bytes, self._is_pinned)
         self._stats.disk_evictions += len(victims)
-        return victims
-
-    def _evict_of(self, index: DiskIndex, num_bytes: int, tenant: str | None = None) -> list[IndexEntry]:
-        """Of one tenant, or of all."""
-        victims = index.take_victims(num_bytes, self._is_pinned, tenant)
         if victims:
             self._delete([(entry.block_id, entry.stored_bytes) for entry in victims])
         return victims
-
-    def keep_limits(self) -> None:
-        """Evict a few blocks of tenants that have more than they may. Called now and then, in the background."""
-        is_behind = len(self._deleting) > 4 * TRIM_BLOCKS  # the disk does not delete that fast
-        if self._index is not None and self.degraded is None and not self._disk.broken and not is_behind:
-            self.quotas.trim(self._index)
 
     def _is_pinned(self, block_id: BlockId) -> bool:
         """Whether something above the disk still builds on this block, or uses it."""
@@ -485,7 +480,6 @@ class WriteBack:
         blocks = None if self._index is None else self._index.num_blocks
         return {
             **self._disk.stats(),
-            **self.quotas.as_dict(),
             "blocks": blocks,
             "dirty_blocks": len(self._dirty),
             "queued_write_bytes": self._queued_bytes,

@@ -132,8 +132,7 @@ def _capacity(stats: Stats) -> Iterator[Metric]:
     if disk:
         evicted[("disk", "room")] = stats["store"]["disk_evictions"]
         evicted[("disk", "removed")] = stats["store"]["disk_removals"]
-        evicted[("disk", "limit")] = disk["limit_evictions"]
-    text = "Blocks given up: for room, for a tenant's limit, or since they were deleted, damaged or gone from below."
+    text = "Blocks given up: for room, or since they were deleted, damaged or gone from below."
     yield counter("tier_evicted_blocks", text, evicted, ["tier", "reason"])
 
 
@@ -162,6 +161,7 @@ def _failures(stats: Stats) -> Iterator[Metric]:
     lost = store["given_up_tokens"] + store["load_failures"] * block_tokens
     yield counter("dropped_saves", "Blocks not saved: no room, or their parent is not stored.", dropped, ["reason"])
     yield counter("dropped_writes", "Blocks whose write to disk failed, each try.", store["dropped_writes"])
+    yield counter("refused_writes", "Blocks not written: their tenant may have no more.", store["refused_writes"])
     text = 'Blocks that did not come, and were computed; "corrupt": a checksum did not match.'
     yield counter("tier_read_failures", text, failed, ["tier", "cause"])
     yield counter("recomputed_tokens", "Tokens computed although stored, since a block did not come.", lost)

@@ -86,6 +86,7 @@ SERVE_TIER_OPTIONS = (  # a server keeps its conversations unless it is told not
     replace(TIER_OPTIONS[2], help=f"size of the disk tier; 0 keeps nothing (default: {DEFAULT_DISK})"),
     replace(STORE, help=f"directory of the store (default: {DEFAULT_PATH})"),
     TIER_OPTIONS[4],
+    Option("--disk-per-key", size, None, "size of one tenant's KV on disk; more is not written (default: no limit)"),
 )
 COMMON_OPTIONS = (MODEL, *ENGINE_OPTIONS, *TIER_OPTIONS)
 CHAT_OPTIONS = (
@@ -145,7 +146,10 @@ def engine_arguments(settings: Mapping[str, Setting]) -> dict[str, object]:
         name, _, rest = str(error).partition(" ")
         raise ConfigError(f"{flag_of(name, ENGINE_OPTIONS)} {rest}") from error
     values = {name: settings[name].value for name in ("hbm", "cpu", "disk", "codec")}
-    arguments["cache_tiers"] = CacheTiers(**values, path=settings["store"].value)  # type: ignore[arg-type]
+    values |= {"path": settings["store"].value}
+    if "disk_per_key" in settings:
+        values["disk_per_tenant"] = settings["disk_per_key"].value
+    arguments["cache_tiers"] = CacheTiers(**values)  # type: ignore[arg-type]
     return arguments
 
 

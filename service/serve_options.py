@@ -30,7 +30,7 @@ class ServeOptions:
     max_queue_per_key: how many more of it may wait for their turn.
     request_timeout_s: from the request's arrival to the last byte of its answer.
     engine_process: the engine runs in a process of its own. That is killed after engine_timeout_s without a sign of
-    life, and started again engine_restarts times an hour at most. disk_per_key_bytes: of one tenant's KV on disk.
+    life, and started again engine_restarts times an hour at most.
     ttl_s: how long a new session lives after its last turn, where the request says nothing; None: for ever.
     Raises ConfigError.
     """
@@ -59,7 +59,6 @@ class ServeOptions:
     engine_process: bool = True
     engine_timeout_s: float = 30.0
     engine_restarts: int = 6
-    disk_per_key_bytes: int | None = None
     ttl_s: float | None = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
@@ -192,7 +191,6 @@ SERVE_OPTIONS = (
         "sequences (prompts times n) of one tenant at once; 0: no limit (default: 0)",
     ),
     Option("--max-queue-per-key", count_or_none, 0, "sequences of one tenant that wait beyond those (default: 0)"),
-    Option("--disk-per-key", size, None, "size of one tenant's KV on disk at most (default: no limit but --disk)"),
     Option(
         "--engine-process",
         choice("on", "off"),
@@ -228,7 +226,6 @@ SERVE_OPTIONS = (
 _FIELDS = {
     "allowed_host": "allowed_hosts",
     "allowed_origin": "allowed_origins",
-    "disk_per_key": "disk_per_key_bytes",
     "ttl": "ttl_s",
     "engine_timeout": "engine_timeout_s",
     "request_timeout": "request_timeout_s",

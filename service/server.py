@@ -73,10 +73,7 @@ def open_engine(
     if engine_factory is None:
         check_speaks(model, engine_arguments, chats=False)
         engine_factory = _remote_engine(options) if options.engine_process else _local_engine()
-    engine = engine_factory(model, **engine_arguments)
-    if options.disk_per_key_bytes is not None:
-        engine.connector.set_tenant_limit(None, options.disk_per_key_bytes)
-    return engine
+    return engine_factory(model, **engine_arguments)
 
 
 def _local_engine() -> Callable[..., Any]:

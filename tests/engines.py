@@ -50,11 +50,14 @@ def greedy(count: int, **changes):
     return SamplingParams(max_tokens=count, **{**PARAMS, **changes})
 
 
-def open_engine(model: str, path: Path | None = None, hbm="2MiB", cpu="2MiB", disk="32MiB", codec="raw", **options):
+def open_engine(
+    model: str, path: Path | None = None, hbm="2MiB", cpu="2MiB", disk="32MiB", codec="raw", disk_per_tenant=None,
+    **options,
+):  # fmt: skip
     """With a store in `path`, which loads whatever is stored; without, no tier below HBM."""
     from engine import CacheTiers, Engine
 
-    tiers = CacheTiers(hbm) if path is None else CacheTiers(hbm, cpu, disk, path, codec)
+    tiers = CacheTiers(hbm) if path is None else CacheTiers(hbm, cpu, disk, path, codec, disk_per_tenant)
     return Engine(model, tiers, device="cpu", load="always", **options)
 
 

@@ -213,10 +213,10 @@ def check_disk(sim: Simulation) -> None:
     values = sim.platter.values
     assert disk._index._entries.keys() == values.keys(), "the index and the disk disagree"
     assert sim.store.stats.written == sim.counts_of_store["blocks written"], "written blocks are miscounted"
-    assert not disk.quotas._queued, "bytes of tenants are counted as queued while idle"
-    if sim.config.limit_blocks is not None:
-        limit_bytes, stored_bytes = sim.limit_bytes, disk._index.bytes_of("tenant-0")
-        assert stored_bytes <= limit_bytes, f"{stored_bytes} bytes of a tenant that may have {limit_bytes}"
+    assert not disk._queued_of, "bytes of tenants are counted as queued while idle"
+    if sim.limit_bytes is not None:
+        most = max(disk._index._tenant_bytes.values(), default=0)
+        assert most <= sim.limit_bytes, f"{most} bytes of a tenant that may have {sim.limit_bytes}"
     assert disk._queued_bytes == 0 and not disk._dirty and not disk._dirty_parents and not disk._queued
     for block_id, (_, _, value) in values.items():
         assert value == sim.book.blocks[block_id]

@@ -61,7 +61,7 @@ class Config:
     load_s: float = 0.0005  # of one block into HBM
     index_s: float = 5.0  # until the index of the disk is loaded
     max_queued_bytes: int = 4096
-    limit_blocks: int | None = None  # on disk, of the first tenant
+    limit_blocks: int | None = None  # on disk, of each tenant
     longest_wait_s: float = 120.0  # of a request, when nothing fails
     faults: Faults = NO_FAULTS
 
@@ -144,7 +144,7 @@ class Simulation:
         self.cpu = WatchedCpu(num_slots, erase, keep, order).watch(self.arena, self.counts_of_store, self.may_fail)
         return self.cpu
 
-    def _make_disk(self, directory, capacity_bytes, itemsize) -> Disk:
+    def _make_disk(self, directory, capacity_bytes, codec, itemsize) -> Disk:
         faults, counts = self.config.faults, self.counts_of_store
         return Disk(self.platter, capacity_bytes, self.book, self.clock, faults, self.rng, self.weather, counts)
 
@@ -166,6 +166,7 @@ class Simulation:
             cpu=config.cpu_slots * self.book.block_bytes,
             disk=config.disk_blocks * (self.book.block_bytes + PAGE_BYTES),
             path="unused",
+            disk_per_tenant=self.limit_bytes,
         )
         dtype = SimpleNamespace(itemsize=2)
         layout = SimpleNamespace(block_bytes=self.book.block_bytes, block_size=config.block_size, dtype=dtype)
@@ -181,14 +182,14 @@ class Simulation:
         self.runner, self.plan = Runner(self), None
         self._watch_plan()
         self._unsettled_since_s = self.clock.now_s
-        self.limit_first_tenant(config.limit_blocks)
         take = self.connector.update_state_after_alloc
         self.connector.update_state_after_alloc = lambda *given: self._taken(given[3]) or take(*given)
         self._watch_orders()
 
-    def limit_first_tenant(self, num_blocks: int | None) -> None:
-        self.limit_bytes = None if num_blocks is None else num_blocks * (self.book.block_bytes + PAGE_BYTES)
-        self.connector.set_tenant_limit("tenant-0", self.limit_bytes)
+    @property
+    def limit_bytes(self) -> int | None:
+        blocks = self.config.limit_blocks
+        return None if blocks is None else blocks * (self.book.block_bytes + PAGE_BYTES)
 
     def _watch_plan(self) -> None:
         """Where slots for saves are taken something may fail; elsewhere that is no place for an error."""
@@ -207,14 +208,14 @@ class Simulation:
         """What was counted since the store was opened goes to the counts of the whole run."""
         if (store := getattr(self, "store", None)) is not None:
             stats = store.stats
-            self.counts.update(store.disk.quotas.as_dict() if store.disk is not None else {})
             self.counts_of_store += Counter({
                 "preempted": self.scheduler.num_preemptions, "reads cancelled": stats.cancelled_reads,
                 "reads failed": sum(stats.read_failures.values()), "saves dropped": stats.dropped_saves,
                 "saves of orphans": stats.orphan_saves, "splices given up": stats.given_up_splices,
                 "split prefills": stats.split_prefills, "prefetched": stats.prefetched,
                 "prefetch hits": stats.prefetch_hits, "prefetched for nothing": stats.prefetch_wasted,
-                "writes dropped": stats.dropped_writes, "disk evictions": stats.disk_evictions,
+                "writes dropped": stats.dropped_writes, "writes refused": stats.refused_writes,
+                "disk evictions": stats.disk_evictions,
             })  # fmt: skip
         self.counts.update(self.counts_of_store)
         self.counts_of_store.clear()
@@ -452,9 +453,6 @@ class Simulation:
             self._keep_house()
             if not self.store.is_idle:  # it had something to delete
                 return True
-            if self.config.limit_blocks is not None and self.orders_rng.random() < 0.05:
-                self.limit_first_tenant(self.orders_rng.randrange(2 * self.config.limit_blocks))
-                return True
             self.counts["idle"] += 1
             is_last = clock.people.next_s == float("inf")
             checks.check_idle(self, is_thorough=is_last or self.counts["idle"] % 4 == 0)
@@ -476,11 +474,9 @@ class Simulation:
         self._round_s = min(2 * self._round_s, 30.0)
         self._round_at_s = self.clock.now_s + self._round_s
         self.store.poll()
-        if self.store.disk is not None:
-            self.store.disk.keep_limits()
-            if self.clock.now_s - self._touched_s > 2.0:
-                self.store.disk.persist_touched()
-                self._touched_s = self.clock.now_s
+        if self.store.disk is not None and self.clock.now_s - self._touched_s > 2.0:
+            self.store.disk.persist_touched()
+            self._touched_s = self.clock.now_s
         if self.clock.now_s - self._learned_s > HOUR_S:
             self.connector._write_learned()
             self._learned_s = self.clock.now_s

@@ -424,7 +424,7 @@ def test_serve_is_told_everything(run, monkeypatch, tmp_path):
     monkeypatch.setattr("service.server.run_serve", run_serve)
     monkeypatch.setenv("KVSTORE_API_KEY", "a-key-of-some-length")
     flags = ["--port", "9000", "--ttl", "2h", "--scheduling-policy", "priority", "--policy", "lru", "--load", "always"]
-    flags += ["--revision", "v1", "--tokenizer", "t", "--enforce-eager"]
+    flags += ["--revision", "v1", "--tokenizer", "t", "--enforce-eager", "--codec", "zstd", "--disk-per-key", "1GiB"]
     code, _, err = run("serve", "a/model", "--store", str(tmp_path), *flags)
     assert (code, err) == (7, "")
     model, arguments, options, factory = calls[0]
@@ -433,7 +433,8 @@ def test_serve_is_told_everything(run, monkeypatch, tmp_path):
     expected = {"policy": "priority", "eviction": "lru", "load": "always", "revision": "v1", "tokenizer": "t"}
     expected["enforce_eager"] = True
     assert {name: arguments[name] for name in expected} == expected
-    assert (arguments["cache_tiers"].disk, arguments["cache_tiers"].path) == (8 << 30, tmp_path)
+    tiers = arguments["cache_tiers"]
+    assert (tiers.disk, tiers.path, tiers.codec, tiers.disk_per_tenant) == (8 << 30, tmp_path, "zstd", 1 << 30)
 
 
 def test_a_public_address_without_a_key_is_refused_before_anything_is_loaded(run):

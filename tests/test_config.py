@@ -85,6 +85,7 @@ def test_tiers_have_defaults_and_hbm_may_be_auto():
         ({"cpu": "much"}, "cpu is 'much'"),
         ({"disk": -5, "path": "p"}, "disk is -5"),
         ({"disk": "1GiB"}, "disk is set but path is not"),
+        ({"disk_per_tenant": -1}, "disk_per_tenant is -1"),
         ({"codec": "gzip"}, "codec is 'gzip'; give raw, zstd, split-zstd"),
     ],
 )  # fmt: skip

@@ -303,24 +303,3 @@ def test_the_order_against_a_naive_sort(policy, seed, clock):
 
 def test_auto_is_return(clock):
     assert EvictionOrder("auto", ReturnModel(), clock).policy_in_force == "return"
-
-
-def test_a_part_follows_the_refreshes_of_the_whole():
-    clock = Clock()
-    whole = order_of("lru", clock)
-    part, other = whole.part(), whole.part()
-    talks = [Conversation(number, number, 0.0, 0.0, use=number) for number in range(1, 5)]
-    for one in talks:
-        whole.add(one)
-        (part if one.number % 2 else other).add(one)
-    assert part.first() is talks[0] and other.first() is talks[1]
-    talks[0].use = 9
-    whole.refresh(talks[0])
-    assert part.first() is talks[2] and other.first() is talks[1]
-    part.discard(talks[2])
-    other.add(talks[2])  # it is in another part now
-    part.discard(talks[2])
-    talks[1].pinned_until_s = talks[3].pinned_until_s = clock() + 5.0
-    for one in (talks[1], talks[3]):
-        whole.refresh(one)
-    assert part.first() is talks[0] and other.first() is talks[2] and len(part) == 1 and len(other) == 3

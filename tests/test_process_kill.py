@@ -99,7 +99,6 @@ def test_a_killed_process_is_started_again_as_often_as_it_may(model, tmp_path, c
         front = AsyncEngine(engine)
         old = engine.chat("talk")
         outs = [old.send(f"message {number}", TEN) for number in range(3)]
-        engine.connector.set_tenant_limit("", 5 << 20)
         engine.admin.pin("talk", 600)
         assert engine.admin.pinned_until(SessionKey("", "talk")) is not None
         errors = await killed_in_the_middle(engine, front)
@@ -117,7 +116,6 @@ def test_a_killed_process_is_started_again_as_often_as_it_may(model, tmp_path, c
         assert out.prompt_token_ids[: len(known)] == known
         assert engine.stats()["process"]["restarts"] == 1
         engine.flush()
-        assert engine.connector.tenant_usage()[""].limit_bytes == 5 << 20
         assert len((await front.generate(PROMPT, TEN)).token_ids) == 10
 
         os.kill(engine.pid, signal.SIGKILL)

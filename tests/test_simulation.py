@@ -39,7 +39,7 @@ REACHED = (
     "spliced", "victims while somebody waits", "write error: broken", "write error: i/o error",
     "write error: map full", "prefetched", "prefetch hits", "writes dropped", "injected: scheduled", "injected: plan",
     "injected: reserve", "injected: began", "injected: computed", "injected: executed",
-    "limit_evictions", "limit_dropped_writes",
+    "writes refused",
 )  # fmt: skip
 
 reached: Counter[str] = Counter()

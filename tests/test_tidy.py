@@ -16,7 +16,7 @@ ENGINE_USES_OF_KVSTORE = {"block", "pool", "config", "errors", "connector", "ses
 CONTROL_PLANE = {
     "kvstore": "config errors block pool lookahead policy planner replay tier codec io_queue disk_tier session_store "
     "control store stats disk_open disk_env disk_check disk_walk disk_format disk_upkeep disk_index "
-    "index_loader quota "
+    "index_loader "
     "layout commands offline lookup saving splicing write_back cpu_tier connector session_record session_marker "
     "session_tables session_check session_storage categories conversation eviction history lookahead policy "
     "policy_file prefetch prefixes disk_reads return_model answer_store answer_tables sizing steering traces "
