@@ -74,7 +74,7 @@ def commands(text: str) -> Iterator[list[str]]:
     blocks = [line for block in BLOCK.findall(text) for line in block.split("\n")]
     for line in [*quoted, *blocks]:
         for part in re.split(r"[;|]| > ", line.partition(" #")[0]):
-            words = shlex.split(part) if part.count("'") % 2 == 0 else []
+            words = part.split()
             if len(words) > 1 and words[0].endswith("kvstore") and words[1] in cli.COMMANDS:
                 yield words[1:]
 
