@@ -1,13 +1,13 @@
 """The engine's options: built once, checked here. No torch: device and dtype stay names until the model is loaded."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvstore.config import CacheTiers
+from kvstore.config import CacheTiers, check_settings, setting
 from kvstore.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-DEVICES = ("auto", "cpu", "cuda")
 POLICIES = ("fcfs", "priority")
 EVICTIONS = ("auto", "fifo", "lru", "return")
 
@@ -28,29 +28,33 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What `Engine(...)` was given. max_model_len None: the model's own window.
+    """What `Engine(...)` was given, and the flags of the command that say it."""
 
-    tokenizer: directory or hub id of one that is not the model's. revision: branch, tag or commit of a hub id; both of
-    the model and, where it is its own, of the tokenizer. enforce_eager: no CUDA graphs; means nothing on a CPU.
-    chat_template: a file, or the text of one, instead of the tokenizer's.
-    """
-
-    model: str | Path | None = None
+    model: str | Path | None = setting(None, "a local directory or a hub id", shown="the built-in model")
     tiers: CacheTiers = field(default_factory=CacheTiers)
-    device: str = "auto"
-    dtype: str = "auto"
-    block_size: int = 16
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    load: str = "auto"
-    seed: int = 0
-    policy: str = "fcfs"
-    eviction: str = "auto"
-    tokenizer: str | None = None
-    revision: str | None = None
-    enforce_eager: bool = False
-    chat_template: str | None = None
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N")
+    dtype: str = setting("auto", "auto, float32, bfloat16 or float16", among=DTYPES, shown="auto, the model's")
+    block_size: int = setting(16, "tokens per KV block", low=1, high=256)
+    max_model_len: int | None = setting(None, "context window in tokens", low=2, high=2**24, shown="the model's")
+    max_num_seqs: int = setting(64, "requests running at once", low=1, high=4096)
+    max_num_batched_tokens: int = setting(2048, "tokens computed in one step", low=1, high=2**20)
+    load: str = setting(
+        "auto", "stored KV: auto computes it anew where that is clearly faster, always loads it",
+        among=("auto", "always"),
+    )  # fmt: skip
+    seed: int = setting(0, "seed of the engine's sampling", low=1 - 2**63, high=2**63 - 1)
+    policy: str = setting(
+        "fcfs", "which request of a tenant goes first: fcfs, or priority, lower numbers first", among=POLICIES
+    )
+    eviction: str = setting(
+        "auto", "whose KV goes first: auto, fifo, lru or return, the least likely to come back", among=EVICTIONS
+    )
+    tokenizer: str | None = setting(None, "directory or hub id of another tokenizer", shown="the model's")
+    revision: str | None = setting(
+        None, "branch, tag or commit of a model of the hub, and of its tokenizer", shown="its main branch"
+    )
+    enforce_eager: bool = setting(False, "no CUDA graphs; for debugging, or to save their memory")
+    chat_template: str | None = setting(None, "file with a Jinja chat template, or its text", shown="the model's")
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str | Path | None):
@@ -59,24 +63,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value.strip()):
                 raise ConfigError(f"{name} is {value!r}; give a name, or None for the model's own")
-        known = {"dtype": DTYPES, "load": ("auto", "always"), "policy": POLICIES, "eviction": EVICTIONS}
-        for name, choices in known.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; give one of {', '.join(choices)}")
-        if not isinstance(self.device, str) or self.device.split(":")[0] not in DEVICES:
-            raise ConfigError(f"device is {self.device!r}; give one of {', '.join(DEVICES)} or cuda:N")
-        limits = {"block_size": 256, "max_num_seqs": 4096, "max_num_batched_tokens": 2**20, "max_model_len": 2**24}
-        for name, highest in limits.items():
-            value = getattr(self, name)
-            if value is None and name == "max_model_len":
-                continue
-            lowest = 2 if name == "max_model_len" else 1
-            if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
-                raise ConfigError(f"{name} is {value!r}; give a whole number from {lowest} to {highest}")
+        check_settings(self)
+        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
+            raise ConfigError(f"device is {self.device!r}; give auto, cpu, cuda or cuda:N")
         if not isinstance(self.enforce_eager, bool):
             raise ConfigError(f"enforce_eager is {self.enforce_eager!r}; give True or False")
-        if not isinstance(self.seed, int) or abs(self.seed) >= 2**63:
-            raise ConfigError(f"seed is {self.seed!r}; give a whole number below 2^63")
 
     def scheduler(self, max_model_len: int) -> SchedulerConfig:
         """The scheduler's piece, for the window that the model was loaded with."""

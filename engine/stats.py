@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from kvstore.config import format_size
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -39,3 +42,12 @@ def engine_stats(
         "step": asdict(engine.step_times),
         **engine.connector.stats(),
     }
+
+
+def describe_tiers(stats: Mapping[str, Any]) -> str:
+    """What an engine has taken, such as "hbm 512.0 MiB (auto), cpu 1.0 GiB, disk 8.0 GiB"."""
+    sizes = {tier: stats[tier]["blocks"] * stats[tier]["block_bytes"] for tier in ("hbm", "cpu") if stats.get(tier)}
+    if stats.get("disk"):
+        sizes["disk"] = stats["disk"]["capacity_bytes"]
+    auto = {"hbm": " (auto)"} if stats["hbm"].get("is_auto") else {}
+    return ", ".join(f"{tier} {format_size(size)}{auto.get(tier, '')}" for tier, size in sizes.items() if size)

@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from kvstore.errors import ConfigError
 
@@ -41,25 +42,46 @@ def format_size(size_bytes: int | float) -> str:
 
 
 CODEC_NAMES = ("raw", "zstd", "split-zstd")  # `kvstore.codec` says what they are
+
+
+def setting(default: Any, help: str, **about: Any) -> Any:
+    """A field of a configuration, and what a person is told of it.
+
+    about: `low` and `high` of a whole number, or `among` of a text, which `check_settings` checks; `shown`: the default
+    in words, where the value does not say it.
+    """
+    return field(default=default, metadata={"help": help, **about})
+
+
+def check_settings(config: Any) -> None:
+    """Raises ConfigError for a field that is not as `setting` says; None is fine where it is the default."""
+    for one in fields(config):
+        value, about = getattr(config, one.name), one.metadata
+        if value is None and one.default is None:
+            continue
+        if "among" in about and value not in about["among"]:
+            raise ConfigError(f"{one.name} is {value!r}; give one of {', '.join(about['among'])}")
+        if "low" in about and (type(value) is not int or not about["low"] <= value <= about["high"]):
+            raise ConfigError(f"{one.name} is {value!r}; give a whole number from {about['low']} to {about['high']}")
+
+
 LEAST_BLOCKS = {"hbm": 1, "cpu": 2, "disk": 4}  # below that a tier can do nothing
 
 
 @dataclass(frozen=True, slots=True)
 class CacheTiers:
-    """Capacity of each tier, in bytes or as a text (see `parse_size`).
+    """Capacity of each tier, in bytes or as a text (see `parse_size`); 0 switches a tier below HBM off."""
 
-    hbm: the accelerator's block pool (on CPU: the engine's pool in RAM), or "auto".
-    cpu, disk: 0 switches the tier off. path: directory of the disk tier. codec: how it stores KV: raw, zstd or
-    split-zstd, which takes 0.7 of the space for bf16; that pays on a small or slow disk.
-    disk_per_tenant: what one tenant's KV may take on disk, where more is not written; None: no limit but `disk`.
-    """
-
-    hbm: int | str = "auto"
-    cpu: int | str = 0
-    disk: int | str = 0
-    path: str | Path | None = None
-    codec: str = "raw"
-    disk_per_tenant: int | str | None = None
+    hbm: int | str = setting(
+        "auto", "size of the KV block pool, such as 1.5GiB; auto: what a GPU has left, or 1/4 of free RAM"
+    )
+    cpu: int | str = setting(0, "size of the CPU tier")
+    disk: int | str = setting(0, "size of the disk tier")
+    path: str | Path | None = setting(None, "directory of the store")
+    codec: str = setting(
+        "raw", "how KV lies on disk: raw, zstd or split-zstd, which takes 0.7 of the space for bf16", among=CODEC_NAMES
+    )
+    disk_per_tenant: int | str | None = setting(None, "size of one tenant's KV on disk; more is not written")
 
     def __post_init__(self) -> None:
         for name in ("hbm", "cpu", "disk"):
@@ -71,8 +93,7 @@ class CacheTiers:
             object.__setattr__(self, "disk_per_tenant", parse_size(self.disk_per_tenant, "disk_per_tenant"))
         if not isinstance(self.path, str | Path | None):
             raise ConfigError(f"path is {self.path!r}; give a directory")
-        if self.codec not in CODEC_NAMES:
-            raise ConfigError(f"codec is {self.codec!r}; give {', '.join(CODEC_NAMES)}")
+        check_settings(self)
         if self.hbm == 0:
             raise ConfigError('hbm is 0, but the engine computes in it; give "auto" or a size')
         if self.disk and self.path is None:

@@ -8,23 +8,13 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kvstore.errors import ConfigError
-from service.options import CONFIG, Option, key_of, suggestion, variable_of
+from service.options import CONFIG, DEFAULT, Command, Option, Setting, key_of, parse_arguments, suggestion, variable_of
 
 SECTIONS = ("serve", "chat")
-DEFAULT = "default"  # where a value comes from that was not given
 Entries = Mapping[str, object]
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """The value of an option. written: as it was given, the default as it is; origin: where, in words."""
-
-    option: Option
-    value: object
-    written: object
-    origin: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +35,31 @@ class ConfigFile:
         return None
 
 
-def option_values(
-    command: str, options: Iterable[Option], given: Mapping[str, str | None], environment: Mapping[str, str]
-) -> dict[str, object]:
-    """The value of each option by its key. Raises ConfigError, which names the flag, the variable or the file."""
-    return {name: one.value for name, one in effective(command, options, given, environment).items()}
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a command was told. settings: by the flags' keys; arguments: what stood beside flags."""
+
+    settings: dict[str, Setting]
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return {name: one.value for name, one in self.settings.items()}
+
+
+def told(command: Command, argv: list[str], environment: Mapping[str, str]) -> Told | None:
+    """None where help was asked for, which is printed then.
+
+    Raises UsageError, and ConfigError which names the flag, the variable or the file.
+    """
+    given = parse_arguments(command, argv)
+    if given is None:
+        return None
+    return Told(effective(command.name, command.options, given, environment), tuple(given.get("arguments") or ()))
 
 
 def effective(
-    command: str, options: Iterable[Option], given: Mapping[str, str | None], environment: Mapping[str, str]
+    command: str, options: Iterable[Option], given: Mapping[str, Any], environment: Mapping[str, str]
 ) -> dict[str, Setting]:
     """The setting of each option by its key: flag, else environment, else file, else default."""
     config = _config_file(given.get(CONFIG.key), environment)
@@ -98,7 +104,7 @@ def _parse(option: Option, where: str, written: object) -> object:
 # -- reading ---------------------------------------------------------------------------------------------------------
 def _config_file(given: str | None, environment: Mapping[str, str]) -> ConfigFile | None:
     """The file that is named, which has to exist, or the default one where there is one."""
-    for name, text in ((CONFIG.flag, given), (CONFIG.variable, environment.get(CONFIG.variable) or None)):
+    for name, text in ((CONFIG.flag, given), ("KVSTORE_CONFIG", environment.get("KVSTORE_CONFIG") or None)):
         if text is not None:
             return read_config(CONFIG.parse(name, text))  # type: ignore[arg-type]
     base = environment.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
@@ -147,13 +153,11 @@ def _named(entries: Entries, known: Mapping[str, Iterable[str]], command: str | 
 
 def known_keys() -> dict[str, set[str]]:
     """By command, the keys that a file may have: older names too."""
-    from service.engine_options import CHAT_OPTIONS, COMMON_OPTIONS
-    from service.serve_options import SERVE_OPTIONS
+    from service.engine_options import engine_command
 
-    own = {"serve": SERVE_OPTIONS, "chat": CHAT_OPTIONS}
     found = {}
     for command in SECTIONS:
-        options = [option for option in (*COMMON_OPTIONS, *own[command]) if option.mirrored]
+        options = [option for option in engine_command(command).options if option.mirrored]
         found[command] = {key_of(name) for option in options for name in (option.flag, *option.aliases)}
     return found
 
@@ -166,8 +170,8 @@ def as_toml(settings: Iterable[Setting]) -> str:
     """
     lines = []
     for one in settings:
-        if one.written is None:
-            lines.append(f"# {one.option.key}: not set; {one.option.help}")
+        if one.written is None or one.written == ():
+            lines.append(f"# {one.option.key}: not set; {one.option.about}")
         elif one.option.secret:
             lines.append(f"# {one.option.key} = {_toml('********')}  # {one.origin}; a secret, not printed")
         else:

@@ -1,28 +1,28 @@
-"""The flags that `serve` and `chat` have: those of the engine and its tiers, and what they say to the engine.
+"""The flags that `serve` and `chat` share, made of the fields of the engine's configuration, and what they say to it.
 
-Knows the engine's options by name; loads no engine.
+Loads no engine.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import Field, fields, replace
 from typing import Any
 
-from engine.config import DTYPES, EVICTIONS, POLICIES, EngineConfig
-from kvstore.config import CODEC_NAMES, CacheTiers, format_size
+from engine.config import EngineConfig
+from kvstore.config import CODEC_NAMES, CacheTiers
 from kvstore.errors import ConfigError
-from service.config_file import DEFAULT, Setting
 from service.options import (
+    DEFAULT,
     DEFAULT_PATH,
     STORE,
-    TTL,
+    Command,
     Option,
+    Parse,
+    Setting,
     choice,
     count,
     default_store,
-    device,
-    number,
+    flags_of,
     plain_text,
-    session_id,
     size,
     size_or_auto,
     switch,
@@ -30,87 +30,82 @@ from service.options import (
 )
 
 DEFAULT_DISK, DEFAULT_CPU = "8GiB", "1GiB"
+# Where a flag is not called as the engine's field: vLLM's --policy has long been --scheduling-policy.
+FLAGS = {"policy": "--scheduling-policy", "eviction": "--policy", "model": "MODEL"}
+ALIASES = {"eviction": ("--eviction",)}
+SERVE_EXAMPLES = """Prefer KVSTORE_API_KEY or --api-key-file to --api-key: all users can see a command line.
 
-MODEL = Option("MODEL", plain_text, None, "a local directory or a hub id (default: the built-in model)")
-ENGINE_OPTIONS = (
-    Option("--tokenizer", plain_text, None, "directory or hub id of another tokenizer (default: the model's)"),
-    Option("--revision", plain_text, None, "branch, tag or commit of a model of the hub (default: its main branch)"),
-    Option("--chat-template", plain_text, None, "file with a Jinja chat template, or its text (default: the model's)"),
-    Option("--max-model-len", count, None, "context window in tokens (default: the model's)"),
-    Option("--block-size", count, 16, "tokens per KV block (default: 16)"),
-    Option("--max-num-seqs", count, 64, "requests running at once (default: 64)"),
-    Option("--max-num-batched-tokens", count, 2048, "tokens computed in one step (default: 2048)"),
-    Option("--dtype", choice(*DTYPES), "auto", "auto, float32, bfloat16 or float16 (default: auto, the model's)"),
-    Option("--device", device, "auto", "auto, cpu, cuda or cuda:N (default: auto)"),
-    Option(
-        "--enforce-eager", switch, False, "no CUDA graphs; for debugging, or to save their memory", switch=True
-    ),
-    Option("--seed", whole, 0, "seed of the engine's sampling (default: 0)"),
-    Option(
-        "--scheduling-policy",
-        choice(*POLICIES),
-        "fcfs",
-        "which request of a tenant goes first: fcfs, or priority, lower numbers first (default: fcfs)",
-    ),
-    Option(
-        "--load",
-        choice("auto", "always"),
-        "auto",
-        "stored KV: auto computes it anew where that is clearly faster, always loads it (default: auto)",
-    ),
-    Option(
-        "--policy",
-        choice(*EVICTIONS),
-        "auto",
-        "whose KV goes first: auto, fifo, lru or return, the least likely to come back (default: auto)",
-        aliases=("--eviction",),
-    ),
-)
-# Where the engine's name for it is another one: vLLM's --policy has long been --scheduling-policy.
-ENGINE_NAMES = {"scheduling_policy": "policy", "policy": "eviction"}
-TIER_OPTIONS = (
-    Option(
-        "--hbm",
-        size_or_auto,
-        "auto",
-        "size of the KV block pool, such as 1.5GiB; auto: what a GPU has left, or 1/4 of free RAM (default: auto)",
-    ),
-    Option("--cpu", size, None, f"size of the CPU tier (default: {DEFAULT_CPU} with a disk tier, else 0)"),
-    Option("--disk", size, None, f"size of the disk tier (default: {DEFAULT_DISK} with --store, else 0)"),
-    replace(STORE, help=f"directory of the store; keeps conversations (default: none; {DEFAULT_PATH} with --disk)"),
-    Option("--codec", choice(*CODEC_NAMES), "raw", "how KV lies on disk: raw, zstd or split-zstd (default: raw)"),
-)
-SERVE_TIER_OPTIONS = (  # a server keeps its conversations unless it is told not to
-    TIER_OPTIONS[0],
-    replace(TIER_OPTIONS[1], help=f"size of the CPU tier (default: {DEFAULT_CPU}; 0 without a disk tier)"),
-    replace(TIER_OPTIONS[2], help=f"size of the disk tier; 0 keeps nothing (default: {DEFAULT_DISK})"),
-    replace(STORE, help=f"directory of the store (default: {DEFAULT_PATH})"),
-    TIER_OPTIONS[4],
-    Option("--disk-per-key", size, None, "size of one tenant's KV on disk; more is not written (default: no limit)"),
-)
-COMMON_OPTIONS = (MODEL, *ENGINE_OPTIONS, *TIER_OPTIONS)
-CHAT_OPTIONS = (
-    Option("--temperature", number, 0.0, "0 is greedy (default: 0)"),
-    Option("--max-tokens", count, None, "tokens of one answer at most (default: what remains of the window)"),
-    Option("--system", plain_text, None, "system prompt"),
-    Option("--session", session_id, "terminal", "id of the conversation (default: terminal)"),
-    Option("--truncation", choice("auto", "disabled"), "auto", "auto drops the oldest turns when the window is full"),
-    Option(
-        "--truncation-reuse",
-        choice("reencode", "exact"),
-        "reencode",
-        "after a truncation, reencode keeps the KV of what stays, exact computes it again (default: reencode)",
-    ),
-    TTL,
-)
+examples:
+  kvstore serve                                      the built-in model on http://127.0.0.1:8000
+  kvstore serve path/to/model --store ~/store --cpu 4GiB --disk 100GiB
+  kvstore serve --host 0.0.0.0 --api-key-file keys   one tenant:key a line
+  kvstore serve --print-config > kvstore.toml; kvstore serve --config kvstore.toml"""
+CHAT_EXAMPLES = """examples:
+  kvstore chat
+  kvstore chat --store ~/store --disk 20GiB --session anna    kept, and resumed the next time
+  echo "Hello" | kvstore chat Qwen/Qwen3-0.6B --max-tokens 100"""
+
+
+def _engine_option(one: "Field[Any]") -> Option:
+    about = one.metadata
+    parse: Parse = plain_text
+    if "among" in about:
+        parse = choice(*about["among"])
+    elif "low" in about:
+        parse = count if about["low"] > 0 else whole
+    elif one.type is bool:
+        parse = switch
+    flag = FLAGS.get(one.name, "--" + one.name.replace("_", "-"))
+    return Option(
+        flag, parse, one.default, about["help"], about.get("shown", ""), field=one.name,
+        aliases=ALIASES.get(one.name, ()),
+    )  # fmt: skip
+
+
+ENGINE_OPTIONS = tuple(_engine_option(one) for one in fields(EngineConfig) if "help" in one.metadata)
 PRINT_CONFIG = Option(
-    "--print-config",
-    switch,
-    False,
-    "print the settings in force and where each comes from",
-    switch=True,
-    mirrored=False,
+    "--print-config", switch, False, "print the settings in force and where each comes from", mirrored=False
 )
+
+
+def tier_options(keeps: bool) -> tuple[Option, ...]:
+    """keeps: as of `with_tiers`."""
+    cpu = f"{DEFAULT_CPU}; 0 without a disk tier" if keeps else f"{DEFAULT_CPU} with a disk tier, else 0"
+    disk = DEFAULT_DISK if keeps else f"{DEFAULT_DISK} with --store, else 0"
+    store = DEFAULT_PATH if keeps else f"none; {DEFAULT_PATH} with --disk"
+    about = {one.name: one.metadata["help"] for one in fields(CacheTiers)}
+    options = (
+        Option("--hbm", size_or_auto, "auto", about["hbm"], field="hbm"),
+        Option("--cpu", size, None, about["cpu"], cpu, field="cpu"),
+        Option("--disk", size, None, about["disk"] + ("; 0 keeps nothing" if keeps else ""), disk, field="disk"),
+        replace(STORE, help=about["path"] + ("" if keeps else "; keeps conversations"), shown=store, field="path"),
+        Option("--codec", choice(*CODEC_NAMES), "raw", about["codec"], field="codec"),
+        Option("--disk-per-key", size, None, about["disk_per_tenant"], "no limit", field="disk_per_tenant"),
+    )
+    return options if keeps else options[:-1]  # tenants have keys, and those a server
+
+
+def own_options(name: str) -> type:
+    """What `serve` or `chat` is told beside what the engine is."""
+    if name == "serve":
+        from service.serve_options import ServeOptions
+
+        return ServeOptions
+    from service.terminal import ChatOptions
+
+    return ChatOptions
+
+
+def engine_command(name: str) -> Command:
+    """`serve` or `chat`. A server keeps its conversations unless it is told not to."""
+    is_server = name == "serve"
+    groups = {
+        "model and engine": ENGINE_OPTIONS,
+        "tiers": tier_options(keeps=is_server),
+        "service" if is_server else "conversation": (*flags_of(own_options(name)), PRINT_CONFIG),
+    }
+    examples = SERVE_EXAMPLES if is_server else CHAT_EXAMPLES
+    return Command(name, groups, examples, "[MODEL]", "one MODEL at most")
 
 
 def with_tiers(settings: Mapping[str, Setting], keeps: bool) -> dict[str, Setting]:
@@ -134,34 +129,14 @@ def with_tiers(settings: Mapping[str, Setting], keeps: bool) -> dict[str, Settin
 
 
 def engine_arguments(settings: Mapping[str, Setting]) -> dict[str, object]:
-    """For `Engine(model, **arguments)`. Raises ConfigError as the engine would, in the flags' names."""
-    arguments: dict[str, object] = {}
-    for option in ENGINE_OPTIONS:
-        if (value := settings[option.key].value) is not None:
-            arguments[ENGINE_NAMES.get(option.key, option.key)] = value
-    model = settings["model"].value
+    """For `Engine(**arguments)`. Raises ConfigError as the engine would, in the words of whoever gave the value."""
+    found = {one.field: settings[one.key].value for one in ENGINE_OPTIONS}
     try:
-        EngineConfig(model, **arguments)  # type: ignore[arg-type]
+        EngineConfig(**found)  # type: ignore[arg-type]
     except ConfigError as error:
         name, _, rest = str(error).partition(" ")
-        raise ConfigError(f"{flag_of(name, ENGINE_OPTIONS)} {rest}") from error
-    values = {name: settings[name].value for name in ("hbm", "cpu", "disk", "codec")}
-    values |= {"path": settings["store"].value}
-    if "disk_per_key" in settings:
-        values["disk_per_tenant"] = settings["disk_per_key"].value
-    arguments["cache_tiers"] = CacheTiers(**values)  # type: ignore[arg-type]
-    return arguments
-
-
-def flag_of(name: str, options: Iterable[Option]) -> str:
-    """The flag behind an engine's option."""
-    return next((o.flag for o in options if ENGINE_NAMES.get(o.key, o.key) == name), f"--{name.replace('_', '-')}")
-
-
-def describe_tiers(stats: Mapping[str, Any]) -> str:
-    """What an engine has taken, such as "hbm 512.0 MiB (auto), cpu 1.0 GiB, disk 8.0 GiB"."""
-    sizes = {tier: stats[tier]["blocks"] * stats[tier]["block_bytes"] for tier in ("hbm", "cpu") if stats.get(tier)}
-    if stats.get("disk"):
-        sizes["disk"] = stats["disk"]["capacity_bytes"]
-    auto = {"hbm": " (auto)"} if stats["hbm"].get("is_auto") else {}
-    return ", ".join(f"{tier} {format_size(size)}{auto.get(tier, '')}" for tier, size in sizes.items() if size)
+        where = next(settings[one.key].where for one in ENGINE_OPTIONS if one.field == name)
+        raise ConfigError(f"{where} {rest}") from error
+    tiers: dict[str, Any] = {one.field: settings[one.key].value for one in tier_options(True) if one.key in settings}
+    found["cache_tiers"] = CacheTiers(**tiers)
+    return {name: value for name, value in found.items() if value is not None}

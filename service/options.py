@@ -1,20 +1,37 @@
-"""Flags of the `kvstore` command and the forms of values they accept. Knows no command, nor where values come from."""
+"""Flags of the `kvstore` command and the forms of values they accept; says nothing of where values come from.
+
+A flag is written once: as a field of the dataclass that it fills (`flag`), or as an Option where there is none.
+"""
 
 import argparse
 import difflib
+import itertools
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from engine.prompts import SESSION_ID
 from kvstore.config import parse_size
 from kvstore.errors import ConfigError
 
+T = TypeVar("T")
+
+COMMANDS = {
+    "serve": "answer over HTTP: sessions, the OpenAI API, a web page",
+    "chat": "talk to a model in the terminal",
+    "stats": "show what a store holds and how it is used",
+    "evict": "give up cached KV by age, model, session or size",
+    "verify": "check everything that is stored",
+    "compact": "give the space of what was deleted back to the file system",
+    "sessions": "list, show or delete stored conversations",
+    "plan": "predict hit rate and time to first token for other sizes of the tiers",
+}
 HELP_COLUMN = 30
+DEFAULT = "default"  # where a value comes from that was not given
 DEFAULT_PATH, OLD_PATH = "~/.local/share/kvstore", "~/.cache/kvstore"
 EPILOG = """Every flag has a mirror in the environment: KVSTORE_MAX_MODEL_LEN=1024 is --max-model-len 1024.
 Order: flag, environment, file (--config), default. In the file, max_model_len = 1024 is for every command, and below
@@ -40,34 +57,112 @@ class UsageError(Exception):
     """The command line is wrong; the message is the one line that is shown."""
 
 
+Parse = Callable[[str, str], object]  # from (name, text); raises ConfigError with the accepted forms
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One flag. `parse` makes its value from (name, text) and raises ConfigError with the accepted forms.
+    """One flag. One without dashes, such as MODEL, is the command's own argument.
 
-    A flag without dashes, such as MODEL, is the command's own argument. switch: it takes no value on the command line,
-    where it means "1". bare: what it means there without a value, where it may have one. mirrored: false for what a
-    command destroys, which is taken neither from the environment nor from a file. aliases: older names, which work and
-    are not shown. secret: never printed.
+    shown: the default in words, where the value does not say it. bare: what the flag means without a value, where it
+    may have one. mirrored: false for what a command destroys, which is taken neither from the environment nor from a
+    file. aliases: older names, which work and are not shown. secret: never printed. field: what it fills.
     """
 
     flag: str
-    parse: Callable[[str, str], object]
+    parse: Parse
     default: object
     help: str
-    switch: bool = False
+    shown: str = ""
     mirrored: bool = True
     aliases: tuple[str, ...] = ()
     secret: bool = False
     bare: str | None = None
     repeats: bool = False
+    field: str = ""
 
     @property
     def key(self) -> str:
         return key_of(self.flag)
 
     @property
-    def variable(self) -> str:
-        return variable_of(self.flag)
+    def is_switch(self) -> bool:
+        """It takes no value on the command line, where it means 1."""
+        return self.parse is switch
+
+    @property
+    def shown_default(self) -> str:
+        if self.shown or self.default is None or self.default is False or self.default == ():
+            return self.shown
+        return f"{self.default:g}" if isinstance(self.default, int | float) else str(self.default)
+
+    @property
+    def about(self) -> str:
+        """Its help and its default."""
+        return f"{self.help} (default: {self.shown_default})" if self.shown_default else self.help
+
+
+def flag(default: Any, parse: Parse, help: str, name: str = "", **more: Any) -> Any:
+    """A field of a dataclass that a flag fills. name: the flag's key, where it is not the field's without its unit.
+
+    more: as the fields of Option.
+    """
+    return field(default=default, metadata={"flag": (name, parse, help, more)})
+
+
+def flags_of(kind: type) -> tuple[Option, ...]:
+    """The flags that fill a dataclass."""
+    found = []
+    for one in fields(kind):
+        if "flag" in one.metadata:
+            name, parse, help, more = one.metadata["flag"]
+            key = name or re.sub(r"_(s|bytes)\Z", "", one.name)
+            found.append(Option("--" + key.replace("_", "-"), parse, one.default, help, field=one.name, **more))
+    return tuple(found)
+
+
+def filled(kind: type[T], values: Mapping[str, Any]) -> T:
+    """A dataclass from the values of its flags by their keys; other keys are left alone."""
+    return kind(**{option.field: values[option.key] for option in flags_of(kind)})
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The value of an option. written: as it was given, the default as it is; origin: where, in words."""
+
+    option: Option
+    value: object
+    written: object
+    origin: str
+
+    @property
+    def is_of_flag(self) -> bool:
+        return self.origin == f"flag {self.option.flag}"
+
+    @property
+    def where(self) -> str:
+        """What a message calls it: the flag, the variable, or the key and its file."""
+        kind, _, place = self.origin.partition(" ")
+        names = {"file": f"{self.option.key} in {place}", "environment": place}
+        return names.get(kind, self.option.flag)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What a command may be told. groups: its flags under their headings. takes: what there may be beside flags, in
+    the first line of the help, and most: the same for who gives more. has_arguments: words that are no flags' values.
+    """
+
+    name: str
+    groups: Mapping[str, tuple[Option, ...]]
+    examples: str
+    takes: str = ""
+    most: str = ""
+    has_arguments: bool = False
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        return tuple(itertools.chain.from_iterable(self.groups.values()))
 
 
 def key_of(flag: str) -> str:
@@ -140,12 +235,6 @@ def switch(name: str, text: str) -> bool:
     return text.lower() in ("1", "true", "yes", "on")
 
 
-def device(name: str, text: str) -> str:
-    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", text):
-        raise ConfigError(f"{name} is {text!r}; give auto, cpu, cuda or cuda:N")
-    return text
-
-
 def session_id(name: str, text: str) -> str:
     if not SESSION_ID.fullmatch(text):
         raise ConfigError(f"{name} is {text!r}; give 1 to 128 letters, digits, '-' or '_'")
@@ -177,16 +266,13 @@ def _place(name: str, text: str, what: str) -> Path:
         raise ConfigError(f"{name} is {text!r}, but there is no such user's home; give the whole path") from None
 
 
-STORE = Option(
-    "--store",
-    directory,
-    None,
-    f"directory of the store (default: {DEFAULT_PATH})",
-    aliases=("--path",),
-)
-JSON = Option("--json", switch, False, "print one JSON object", switch=True)
-TTL = Option("--ttl", lifetime_s, None, "new sessions end so long after their last turn: 12h, 7d (default: none)")
-CONFIG = Option("--config", file, None, "TOML file of settings (default: ~/.config/kvstore/config.toml, if it exists)")
+STORE = Option("--store", directory, None, "directory of the store", shown=DEFAULT_PATH, aliases=("--path",))
+JSON = Option("--json", switch, False, "print one JSON object")
+CONFIG = Option("--config", file, None, "TOML file of settings", shown="~/.config/kvstore/config.toml, if it exists")
+
+
+def ttl_flag() -> Any:
+    return flag(None, lifetime_s, "new sessions end so long after their last turn: 12h, 7d", shown="none")
 
 
 _SHOWN_AS = {  # in the help, by what reads the value
@@ -213,23 +299,23 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
-def command_parser(
-    command: str, summary: str, groups: Mapping[str, Iterable[Option]], examples: str, arguments: str = ""
-) -> Parser:
-    """groups: flags under their headings in the help. arguments: what there may be beside flags, for the first line."""
+def command_parser(command: Command) -> Parser:
+    summary = COMMANDS[command.name]
     parser = Parser(
-        prog=f"kvstore {command}",
-        usage=" ".join(part for part in (f"kvstore {command}", arguments, "[FLAGS]") if part),
+        prog=f"kvstore {command.name}",
+        usage=" ".join(part for part in (f"kvstore {command.name}", command.takes, "[FLAGS]") if part),
         description=summary[0].upper() + summary[1:] + ".",
-        epilog=f"{examples}\n\n{EPILOG}",
+        epilog=f"{command.examples}\n\n{EPILOG}",
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=HELP_COLUMN),
         allow_abbrev=False,
         add_help=False,
     )
-    for heading, options in groups.items():
+    for heading, options in command.groups.items():
         group = parser.add_argument_group(heading)
         for option in options:
             _add(group, option)
+    if command.has_arguments:
+        parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
     common = parser.add_argument_group("settings and help")
     _add(common, CONFIG)
     common.add_argument("-h", "--help", action="help", help="show this text")
@@ -238,19 +324,23 @@ def command_parser(
 
 def _add(parser: "argparse._ArgumentGroup", option: Option) -> None:
     if not option.flag.startswith("-"):
-        parser.add_argument(option.key, metavar=option.flag, nargs="?", help=option.help)
+        parser.add_argument(option.key, metavar=option.flag, nargs="?", help=option.about)
         return
-    shown = _SHOWN_AS.get(getattr(option.parse, "__name__", ""), option.key.split("_")[-1].upper())
-    kind: dict[str, Any] = {"metavar": shown}
-    if option.switch:
+    kind: dict[str, Any] = {"metavar": value_of(option)}
+    if option.is_switch:
         kind = {"action": "store_const", "const": "1"}
     elif option.bare is not None:
         kind |= {"nargs": "?", "const": option.bare}
     elif option.repeats:
         kind["action"] = _Append
-    parser.add_argument(option.flag, dest=option.key, help=option.help, **kind)
+    parser.add_argument(option.flag, dest=option.key, help=option.about, **kind)
     if option.aliases:
         parser.add_argument(*option.aliases, dest=option.key, help=argparse.SUPPRESS, **kind)
+
+
+def value_of(option: Option) -> str:
+    """What stands for its value in the help."""
+    return _SHOWN_AS.get(getattr(option.parse, "__name__", ""), option.key.split("_")[-1].upper())
 
 
 class _Append(argparse.Action):
@@ -261,21 +351,20 @@ class _Append(argparse.Action):
         setattr(namespace, self.dest, values if before is None else f"{before},{values}")
 
 
-def asks_for_help(argv: Iterable[str]) -> bool:
-    return any(argument in ("-h", "--help") for argument in argv)
-
-
-def parse_arguments(parser: Parser, argv: list[str], most: str) -> dict[str, str | None]:
-    """What was given, as texts. most: which arguments there may be beside flags, for the message."""
+def parse_arguments(command: Command, argv: list[str]) -> dict[str, Any] | None:
+    """What was given, as texts by the flags' keys, and "arguments"; None when help was, which is printed."""
+    parser = command_parser(command)
+    if any(argument in ("-h", "--help") for argument in argv):
+        print(parser.format_help(), end="")
+        return None
     namespace, unknown = parser.parse_known_intermixed_args(argv)  # `delete --tenant t ID` too
     for argument in unknown:
         if argument.startswith("-"):
             flag = argument.split("=")[0]
-            shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
-            flags = [name for action in shown for name in action.option_strings]
-            raise UsageError(f"unknown flag {flag!r}{suggestion(flag, flags)}")
+            known = [*(option.flag for option in command.options), CONFIG.flag, "-h", "--help"]
+            raise UsageError(f"unknown flag {flag!r}{suggestion(flag, known)}")
     if unknown:
-        raise UsageError(f"unexpected argument {unknown[0]!r}; {most}")
+        raise UsageError(f"unexpected argument {unknown[0]!r}; {command.most or f'{command.name} has flags only'}")
     return vars(namespace)
 
 

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,21 +34,18 @@ from kvstore.sizing import (
     without_reuse,
 )
 from kvstore.trace_formats import FORMATS
-from service.config_file import option_values
+from service.config_file import told
 from service.options import (
-    DEFAULT_PATH,
     JSON,
     STORE,
+    Command,
     Option,
     UsageError,
-    asks_for_help,
     choice,
-    command_parser,
     count,
     default_store,
     directory,
     file,
-    parse_arguments,
 )
 from service.plan_source import Source, from_file, from_store, needed_kv_bytes
 from service.progress import no_progress, progress
@@ -115,7 +112,7 @@ SERVICE_OPTIONS = {  # the names of a service model's parts
     "write_bytes_per_s": Option("--write-bandwidth", _bandwidth, None, "to disk in a second"),
 }
 PLAN_OPTIONS = (
-    replace(STORE, help=f"replay what this store recorded while it served (default: {DEFAULT_PATH})"),
+    replace(STORE, help="replay what this store recorded while it served"),
     Option("--trace", file, None, "replay this file instead"),
     Option("--format", choice(*FORMATS), None, f"of the trace: {', '.join(FORMATS)}"),
     Option("--requests", count, None, "only the last so many requests"),
@@ -123,23 +120,18 @@ PLAN_OPTIONS = (
     Option("--cpu", _sizes, None, "one or several sizes; 0 is no such tier", mirrored=False),
     Option("--disk", _sizes, None, "one or several sizes; 0 is no such tier", mirrored=False),
     Option(
-        "--kv-bytes-per-token",
-        _kv_bytes,
-        None,
-        f"a size, or a model: {', '.join(KV_BYTES_PER_TOKEN)} (default: the store's own)",
+        "--kv-bytes-per-token", _kv_bytes, None, f"a size, or a model: {', '.join(KV_BYTES_PER_TOKEN)}",
+        "the store's own",
     ),
-    Option("--block-size", count, None, "tokens per block of the replay (default: what fits)", mirrored=False),
+    Option("--block-size", count, None, "tokens per block of the replay", "what fits", mirrored=False),
     Option(
-        "--policy",
-        choice(*POLICIES),
-        "auto",
-        f"what is evicted first: {', '.join(POLICIES)} (default: auto)",
+        "--policy", choice(*POLICIES), "auto", f"what is evicted first: {', '.join(POLICIES)}",
         aliases=("--eviction",),
     ),
     *SERVICE_OPTIONS.values(),
     Option("--plot", _picture, None, "draw hit rate and TTFT into a file, .png or .svg"),
     JSON,
-)
+)  # fmt: skip
 EXAMPLES = """Without sizes, HBM is what serves a full batch, and disk and CPU (an eighth of it) grow in powers of two
 until the disk holds everything. Of several sizes every combination is replayed. What the service can do is taken from
 the store, as far as it has measured it, else assumed; the answer says which. Sizes and --block-size are never taken
@@ -150,6 +142,7 @@ examples:
   kvstore plan --store ~/store --cpu 4GiB,16GiB --disk 64GiB,256GiB
   kvstore plan --trace trace.jsonl --format mooncake --kv-bytes-per-token llama-3.1-8b --plot plan.png
   kvstore plan --requests 20000 --json | python -m json.tool"""
+COMMAND = Command("plan", {"flags": PLAN_OPTIONS}, EXAMPLES)
 
 
 # -- the question ----------------------------------------------------------------------------------------------------
@@ -320,18 +313,16 @@ def best_row(rows: list[dict[str, Any]], capacity: int) -> dict[str, Any]:
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
-def run_plan(summary: str, argv: list[str], environment: Mapping[str, str]) -> int:
+def run_plan(argv: list[str], environment: Mapping[str, str]) -> int:
     """Run it and return 0. Raises UsageError and ConfigError for its flags, KVStoreError for what then fails.
 
     KeyboardInterrupt comes out after what was done so far has been shown.
     """
-    parser = command_parser("plan", summary, {"flags": PLAN_OPTIONS}, EXAMPLES)
-    if asks_for_help(argv):
-        print(parser.format_help(), end="")
+    given = told(COMMAND, argv, environment)
+    if given is None:
         return 0
-    given = parse_arguments(parser, argv, "plan has flags only")
-    values = option_values("plan", PLAN_OPTIONS, given, environment)
-    _check(given, values)
+    values = given.values
+    _check({name for name, setting in given.settings.items() if setting.is_of_flag}, values)
     tolerate_any_text()
     tell_in_lines()
     question, answer = _question(values), Answer()
@@ -346,13 +337,13 @@ def run_plan(summary: str, argv: list[str], environment: Mapping[str, str]) -> i
     return 0
 
 
-def _check(given: Mapping[str, str | None], values: dict[str, Any]) -> None:
-    """What single flags cannot know. A store from the environment gives way to a trace."""
+def _check(given: Set[str], values: dict[str, Any]) -> None:
+    """What single flags cannot know. given: on the command line. A store from the environment gives way to a trace."""
     if values["trace"] is None:
-        if given["format"] is not None:
+        if "format" in given:
             raise UsageError("--format is that of a file; give --trace FILE too")
         values["store"] = values["store"] or directory(STORE.flag, default_store())
-    elif given["store"] is not None:
+    elif "store" in given:
         raise UsageError("--trace and --store are two traffics; give one of them")
     elif values["format"] is None:
         raise UsageError(f"--trace needs --format, one of {', '.join(FORMATS)}")

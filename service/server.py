@@ -21,13 +21,13 @@ from typing import Any
 from aiohttp import web
 
 from engine.model_files import check_speaks, why_no_chat
+from engine.stats import describe_tiers
 from kvstore.errors import KVStoreError
 from service.access import Access
 from service.app import ROUTES, make_app
 from service.connection import SEND_BUFFER_BYTES, Connection, Connections
 from service.context import Context
 from service.descriptors import AcceptErrors, ensure_descriptors
-from service.engine_options import describe_tiers
 from service.errors import unavailable
 from service.limits import Limits
 from service.logs import log, set_up_logging

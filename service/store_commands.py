@@ -3,11 +3,9 @@
 Knows flags and results; no file and no socket. With --json, stdout holds one JSON object and nothing else.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -16,19 +14,17 @@ from kvstore.commands import MAX_SESSIONS, EvictRequest, session_to_dict
 from kvstore.control import NoOwner, ask
 from kvstore.errors import ConfigError
 from kvstore.session_record import SessionKey
-from service.config_file import option_values
+from service.config_file import told
 from service.options import (
     JSON,
     STORE,
+    Command,
     Option,
     UsageError,
-    asks_for_help,
-    command_parser,
     count,
     default_store,
     directory,
     duration_s,
-    parse_arguments,
     plain_text,
     session_id,
     size,
@@ -38,6 +34,7 @@ from service.options import (
 from service.progress import no_progress, progress
 from service.terminal import tell_in_lines, tolerate_any_text
 
+Run = Callable[[Mapping[str, Any], Sequence[str]], int]  # with the flags' values and arguments; returns the exit code
 EXIT_OK, EXIT_DAMAGED = 0, 4
 SILENCE_S = 10.0  # an owner that works sends a sign of life every second
 
@@ -58,51 +55,34 @@ def _limit(name: str, text: str) -> int:
     return int(text)
 
 
-STORE_OPTIONS = (STORE, JSON)
-TENANT = Option("--tenant", plain_text, "", "whose session (default: the one without a name)")
-EVICT_OPTIONS = (
-    Option("--all", switch, False, "everything", switch=True, mirrored=False),
+TENANT = Option("--tenant", plain_text, "", "whose session", shown="the one without a name")
+CONDITIONS = (
+    Option("--all", switch, False, "everything", mirrored=False),
     Option("--unused-for", duration_s, None, "not used for so long: 90s, 15m, 2h, 7d", mirrored=False),
     Option("--session", session_id, None, "only what this session alone refers to", mirrored=False),
-    TENANT,
     Option("--model", plain_text, None, "computed by this model", mirrored=False),
     Option("--to-size", size, None, "least recently used first, down to so much a tier: 2GiB", mirrored=False),
-    Option("--dry-run", switch, False, "only say how much it would be", switch=True, mirrored=False),
 )
+DRY_RUN = Option("--dry-run", switch, False, "only say how much it would be", mirrored=False)
 WATCH = Option(
     "--watch", _interval_s, None, "show it again every so many seconds (2, if not given) until Ctrl-C", mirrored=False,
     bare="2",
 )  # fmt: skip
-CONDITIONS = ("all", "unused_for", "session", "model", "to_size")
+DELETE = Option("--delete", switch, False, "take out damaged blocks, and those computed after them", mirrored=False)
+LIMIT = Option("--limit", _limit, 100, "how many to list, the last used first")
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """run: with (values of the options, positional arguments), returns the exit code."""
-
-    options: tuple[Option, ...]
-    run: Callable[[Mapping[str, Any], Sequence[str]], int]
-    examples: str
-    arguments: str = ""
-
-
-def run_store_command(name: str, summary: str, argv: list[str], environment: Mapping[str, str]) -> int:
+def run_store_command(name: str, argv: list[str], environment: Mapping[str, str]) -> int:
     """Run one of them. Raises UsageError and ConfigError for its flags, KVStoreError for what then fails."""
-    command = STORE_COMMANDS[name]
-    options = (*STORE_OPTIONS, *command.options)
-    usage = f"[{command.arguments}]" if command.arguments else ""
-    parser = command_parser(name, summary, {"flags": options}, command.examples, usage)
-    if command.arguments:
-        parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
-    if asks_for_help(argv):
-        print(parser.format_help(), end="")
+    run, command = STORE_COMMANDS[name]
+    given = told(command, argv, environment)
+    if given is None:
         return EXIT_OK
-    given: dict[str, Any] = parse_arguments(parser, argv, command.arguments or f"{name} has flags only")
-    values = option_values(name, options, given, environment)
+    values = given.values
     values["store"] = values["store"] or directory(STORE.flag, default_store())
     tolerate_any_text()
     tell_in_lines()
-    return command.run(values, given.get("arguments") or ())
+    return run(values, given.arguments)
 
 
 # -- the commands ----------------------------------------------------------------------------------------------------
@@ -136,8 +116,8 @@ def _watch(values: Mapping[str, Any]) -> int:
 
 
 def _evict(values: Mapping[str, Any], _: Sequence[str]) -> int:
-    if all(values[name] is None or values[name] is False for name in CONDITIONS):  # 0 is a condition
-        flags = ", ".join("--" + name.replace("_", "-") for name in CONDITIONS)
+    if all(values[one.key] is None or values[one.key] is False for one in CONDITIONS):  # 0 is a condition
+        flags = ", ".join(one.flag for one in CONDITIONS)
         raise UsageError(f"evict needs to know what: give at least one of {flags}; conditions are combined")
     session = None if values["session"] is None else SessionKey(values["tenant"], values["session"])
     request = EvictRequest(
@@ -246,45 +226,46 @@ SESSION_VERBS: dict[str, Callable[..., int]] = {
     "repair": _repair_session,
     "accept-loss": _accept_loss,
 }
+
+
+def _command(name: str, run: Run, options: tuple[Option, ...], examples: str, takes: str = "") -> tuple[Run, Command]:
+    return run, Command(name, {"flags": (STORE, JSON, *options)}, examples, takes and f"[{takes}]", takes, bool(takes))
+
+
 STORE_COMMANDS = {
-    "stats": Command(
-        (WATCH,),
+    "stats": _command(
+        "stats",
         _stats,
+        (WATCH,),
         "Beside a running engine, the hits are those since it started; a store that nobody has open counts none.\n\n"
         "examples:\n  kvstore stats --store ~/store\n  kvstore stats --watch\n"
         "  kvstore stats --json | python -m json.tool",
     ),
-    "evict": Command(
-        EVICT_OPTIONS,
+    "evict": _command(
+        "evict",
         _evict,
+        (*CONDITIONS, TENANT, DRY_RUN),
         "KV is a cache: what is evicted is computed again when it is needed. Blocks in use stay, and so does a block\n"
         "that others build on. Conversations keep their transcripts. Of several conditions, all have to be met.\n\n"
         "examples:\n  kvstore evict --unused-for 7d\n  kvstore evict --to-size 2GiB --dry-run\n"
         "  kvstore evict --session anna\n  kvstore evict --all",
     ),
-    "verify": Command(
-        (
-            Option(
-                "--delete",
-                switch,
-                False,
-                "take out damaged blocks, and those computed after them",
-                switch=True,
-                mirrored=False,
-            ),
-        ),
-        _verify,
+    "verify": _command(
+        "verify", _verify, (DELETE,),
         "Exit code 4 when damage was found.\n\nexamples:\n  kvstore verify\n  kvstore verify --delete",
     ),
-    "compact": Command((), _compact, "Needs the size of what is kept in free space.\n\nexamples:\n  kvstore compact"),
-    "sessions": Command(
-        (TENANT, Option("--limit", _limit, 100, "how many to list, the last used first (default: 100)")),
+    "compact": _command(
+        "compact", _compact, (), "Needs the size of what is kept in free space.\n\nexamples:\n  kvstore compact"
+    ),
+    "sessions": _command(
+        "sessions",
         _sessions,
+        (TENANT, LIMIT),
         "examples:\n  kvstore sessions\n  kvstore sessions list --tenant acme --limit 10 --json\n"
         "  kvstore sessions show anna\n  kvstore sessions delete anna",
-        arguments="list | show ID | delete ID | repair ID | accept-loss",
+        "list | show ID | delete ID | repair ID | accept-loss",
     ),
-}
+}  # fmt: skip
 
 
 # -- how -------------------------------------------------------------------------------------------------------------

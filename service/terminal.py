@@ -15,8 +15,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from engine.model_files import check_speaks
+from engine.stats import describe_tiers
 from kvstore.errors import ConfigError, RequestError, StoreError
-from service.engine_options import describe_tiers
+from service.options import choice, count, flag, number, plain_text, session_id, ttl_flag
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,18 +37,22 @@ MAX_SHOWN_CHARS = 1000  # of each message of the exchange that a resumed convers
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What the command line says about the conversation; the engine's own options travel apart.
+    """The flags of `kvstore chat` about the conversation; the engine's own options travel apart."""
 
-    ttl: how long a new conversation lives after its last turn, in seconds; None is for ever.
-    """
-
-    temperature: float
-    max_tokens: int | None
-    system: str | None
-    session: str
-    truncation: str = "auto"
-    truncation_reuse: str = "reencode"
-    ttl: float | None = None
+    temperature: float = flag(0.0, number, "0 is greedy")
+    max_tokens: int | None = flag(
+        None, count, "tokens of one answer at most", shown="what remains of the window"
+    )
+    system: str | None = flag(None, plain_text, "system prompt")
+    session: str = flag("terminal", session_id, "id of the conversation")
+    truncation: str = flag(
+        "auto", choice("auto", "disabled"), "auto drops the oldest turns when the window is full"
+    )
+    truncation_reuse: str = flag(
+        "reencode", choice("reencode", "exact"),
+        "after a truncation, reencode keeps the KV of what stays, exact computes it again",
+    )
+    ttl_s: float | None = ttl_flag()
 
 
 def run_chat(
@@ -239,8 +244,8 @@ class Conversation:
         print(MODEL, end="", flush=True)
         try:
             stopped = self._stream(message)
-            if self._options.ttl is not None and not was_said and self._session.num_turns:
-                self._session.set_ttl(self._options.ttl)
+            if self._options.ttl_s is not None and not was_said and self._session.num_turns:
+                self._session.set_ttl(self._options.ttl_s)
         except (RequestError, StoreError) as error:
             print(flush=True)
             print(f"kvstore: {error}", file=sys.stderr)

@@ -6,8 +6,11 @@ from aiohttp.test_utils import make_mocked_request
 from kvstore.errors import ConfigError
 from service.access import Access
 from service.errors import ApiError
+from service.options import filled, flags_of
 from service.routes import Route
-from service.serve_options import SERVE_OPTIONS, ServeOptions, serve_options
+from service.serve_options import ServeOptions
+
+SERVE_OPTIONS = flags_of(ServeOptions)
 
 USER, ADMIN, PUBLIC = (Route("GET", "/", None, access, "") for access in ("user", "admin", "public"))
 KEY_A, KEY_B, BOSS = "key-of-anna", "key-of-bert", "key-of-the-boss"
@@ -175,13 +178,13 @@ def test_options_that_are_wrong_are_refused(wrong):
 
 def test_options_come_from_the_flags_values():
     defaults = {option.key: option.default for option in SERVE_OPTIONS}
-    assert serve_options(defaults) == ServeOptions()
+    assert filled(ServeOptions, defaults) == ServeOptions()
     texts = {
         "--port": "0", "--max-queue": "7", "--max-concurrent-per-key": "0", "--request-timeout": "12.5",
         "--max-body": "1MiB", "--log-format": "json", "--allow-no-key": "1", "--host": "::1",
     }  # fmt: skip
     given = {o.key: o.parse(o.flag, texts[o.flag]) for o in SERVE_OPTIONS if o.flag in texts}
-    found = serve_options(defaults | given | {"unknown": 1})
+    found = filled(ServeOptions, defaults | given | {"unknown": 1})
     assert (found.port, found.max_queue, found.max_concurrent_per_key) == (0, 7, 0)
     assert (found.request_timeout_s, found.max_body_bytes, found.log_format) == (12.5, 2**20, "json")
     assert (found.allow_no_key, found.host) == (True, "::1")

@@ -16,8 +16,7 @@ from engine.outputs import CachedTokensDetails, Choice, Piece, RequestOutput, Us
 from kvstore.disk_open import StoreDirectory
 from kvstore.errors import ContextLengthError, DegradedError, ModelError
 from service import cli, terminal
-from service.engine_options import CHAT_OPTIONS, COMMON_OPTIONS
-from service.serve_options import SERVE_OPTIONS
+from service.flags_page import commands, flags_page
 
 ROOT = Path(__file__).parent.parent
 
@@ -158,14 +157,23 @@ def test_help_lists_only_the_commands_that_exist(run):
     assert re.findall(r"(?m)^  ([a-z]+) ", out) == list(cli.COMMANDS)
 
 
-@pytest.mark.parametrize(("command", "own"), [("chat", CHAT_OPTIONS), ("serve", SERVE_OPTIONS)])
-def test_help_of_a_command_shows_every_flag_and_examples(run, command, own):
-    code, out, _ = run(command, "--help")
-    assert run("help", command)[1] == out
-    assert code == 0 and f"usage: kvstore {command} [MODEL] [FLAGS]" in out and f"examples:\n  kvstore {command}" in out
-    for option in COMMON_OPTIONS + own:
+@pytest.mark.parametrize("command", list(commands()), ids=lambda command: command.name)
+def test_help_of_a_command_shows_every_flag_and_examples(run, command):
+    code, out, _ = run(command.name, "--help")
+    assert run("help", command.name)[1] == out
+    takes = f"{command.takes} " if command.takes else ""
+    assert code == 0 and f"usage: kvstore {command.name} {takes}[FLAGS]" in out
+    assert f"examples:\n  kvstore {command.name}" in out
+    for option in command.options:
         assert option.flag in out
         assert not any(alias in out for alias in option.aliases)
+
+
+def test_the_page_of_all_flags_is_current():
+    found = (ROOT / "docs" / "flags.md").read_text()
+    assert found == flags_page(), "write it anew: python -m service.flags_page > docs/flags.md"
+    for command in commands():
+        assert all(f"| `{option.flag}" in found for option in command.options)
 
 
 @pytest.mark.parametrize(
@@ -270,6 +278,9 @@ def test_a_wrong_environment_value_names_the_variable(run, monkeypatch):
     monkeypatch.setenv("KVSTORE_MAX_NUM_SEQS", "many")
     code, _, err = run("chat")
     assert code == 2 and "KVSTORE_MAX_NUM_SEQS is 'many'" in err
+    monkeypatch.setenv("KVSTORE_MAX_NUM_SEQS", "5000")  # which the engine's configuration refuses
+    code, _, err = run("chat")
+    assert code == 2 and "KVSTORE_MAX_NUM_SEQS is 5000; give a whole number from 1 to 4096" in err
 
 
 def test_a_model_that_does_not_load_is_one_line_and_exit_1(run):

@@ -7,19 +7,20 @@ import pytest
 
 from kvstore.errors import ConfigError
 from service import cli
-from service.config_file import as_toml, effective, option_values, read_config
+from service.config_file import as_toml, effective, read_config
 from service.options import (
     JSON,
     STORE,
+    Command,
     Option,
-    command_parser,
     count,
+    flags_of,
     parse_arguments,
     plain_text,
     size,
     switch,
 )
-from service.serve_options import SERVE_OPTIONS
+from service.serve_options import ServeOptions
 
 SEED = Option("--seed", count, 1, "a number")
 POLICY = Option("--policy", plain_text, "auto", "a text", aliases=("--eviction",))
@@ -43,6 +44,10 @@ def home(tmp_path, monkeypatch):
 def write(path, text):
     path.write_text(text)
     return str(path)
+
+
+def option_values(command, options, given, environment):
+    return {name: one.value for name, one in effective(command, options, given, environment).items()}
 
 
 def values(given=(), environment=(), command="serve"):
@@ -88,14 +93,14 @@ def test_older_names_work_and_the_newer_ones_win(home):
 
 
 def test_what_may_be_given_again_is_a_list_in_a_file_and_a_text_with_commas_elsewhere(home):
-    option = next(option for option in SERVE_OPTIONS if option.flag == "--allowed-host")
-    parser = command_parser("serve", "x", {"flags": (option,)}, "")
+    option = next(option for option in flags_of(ServeOptions) if option.flag == "--allowed-host")
+    command = Command("serve", {"flags": (option,)}, "")
 
     def found(*argv, environment=(), file=""):
-        given = parse_arguments(parser, [*argv, "--config", write(home / "any.toml", file)], "")
+        given = parse_arguments(command, [*argv, "--config", write(home / "any.toml", file)])
         return effective("serve", (option,), given, dict(environment))["allowed_host"]
 
-    assert found().value is None
+    assert found().value == ()
     assert found("--allowed-host", "a", "--allowed-host", "b,c").value == ("a", "b", "c")
     assert found(environment={"KVSTORE_ALLOWED_HOST": "a,b"}).value == ("a", "b")
     for text in ('["a", "b"]', '"a,b"', '["a,b"]'):
@@ -140,7 +145,7 @@ def test_what_is_wrong_in_a_file_is_said_with_its_place(home, text, words):
 
 
 def test_a_switch_in_a_file_is_a_bool(home):
-    flag = Option("--allow-no-key", switch, False, "a switch", switch=True)
+    flag = Option("--allow-no-key", switch, False, "a switch")
     for text, expected in (("true", True), ("false", False), ("'yes'", True)):
         given = {"config": write(home / "any.toml", f"allow_no_key = {text}\n")}
         assert option_values("serve", (flag,), given, {}) == {"allow_no_key": expected}

@@ -284,13 +284,6 @@ def test_hbm_that_holds_no_block(replay_trace):
     assert (code, out) == (2, "") and "HBM of 1,000 bytes holds less than one block of 128,000 bytes" in err
 
 
-def test_help_has_examples(run):
-    code, out, err = run("--help")
-    assert (code, err) == (0, "") and "kvstore plan --trace trace.jsonl --format mooncake" in out
-    for option in plan.PLAN_OPTIONS:
-        assert option.flag in out
-
-
 def test_a_defect_in_the_replay_is_one_line(replay_trace, monkeypatch):
     def fail(*_):
         raise AssertionError("requests were left over")

@@ -14,8 +14,8 @@ from urllib.request import urlopen
 import pytest
 from serving import raw_request, read_answer, serving
 
+from engine.stats import describe_tiers
 from kvstore.errors import ConfigError, KVStoreError, ModelError
-from service.engine_options import describe_tiers
 from service.routes import Route
 from service.serve_options import ServeOptions
 from service.server import Server, run_serve

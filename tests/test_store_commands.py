@@ -331,14 +331,6 @@ def test_flags_are_mirrored_but_not_what_is_deleted(run, store, monkeypatch):
     assert (code, out) == (2, "") and "KVSTORE_JSON is 'maybe'; give 1 or 0" in err
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_names_every_flag_and_has_examples(run, name):
-    code, out, err = run(name, "--help")
-    assert (code, err) == (0, "") and "examples:\n  kvstore " + name in out
-    for option in (*store_commands.STORE_OPTIONS, *store_commands.STORE_COMMANDS[name].options):
-        assert option.flag in out
-
-
 # -- beside an owner -------------------------------------------------------------------------------------------------
 def test_everything_goes_through_the_owner(run, owner):
     tiers = {"hbm": {"blocks": 1, "bytes": 10}, "disk": {"blocks": 20_000, "bytes": 5 << 30}}
