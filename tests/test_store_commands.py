@@ -200,7 +200,8 @@ def test_the_transcript_of_a_session(run, store):
     assert [message["content"] for message in found["messages"]] == ["I am anna", "hello anna"]
     code, out, err = run("sessions", "show", "anna", "--tenant", "t", "--store", store.path)
     assert (code, out) == (1, "") and "there is no session 'anna' of tenant 't'" in err
-    assert run("sessions", "list", "--store", store.path)[1] == run("sessions", "--store", store.path)[1]
+    listed = [run("sessions", *verb, "--json", "--store", store.path)[1] for verb in ((), ("list",))]
+    assert listed[0] == listed[1]
 
 
 def test_a_transcript_is_printed_as_text(capsys):
