@@ -85,12 +85,8 @@ def test_tiers_have_defaults_and_hbm_may_be_auto():
         ({"cpu": "much"}, "cpu is 'much'"),
         ({"disk": -5, "path": "p"}, "disk is -5"),
         ({"disk": "1GiB"}, "disk is set but path is not"),
-<<<<<<< HEAD
         ({"disk_per_tenant": -1}, "disk_per_tenant is -1"),
-        ({"codec": "gzip"}, "codec is 'gzip'; give raw, zstd, split-zstd"),
-=======
         ({"codec": "gzip"}, "codec is 'gzip'; give one of raw, zstd, split-zstd"),
->>>>>>> 959b664 (Say what flags.md is made of)
     ],
 )  # fmt: skip
 def test_wrong_tiers_are_refused(options, message):
