@@ -438,7 +438,6 @@ class Scheduler:
             request.may_load = False
             if request.seen_before is not None:  # what was to be loaded is computed after all
                 request.cached, request.num_seen_tokens = request.seen_before
-            self.connector.request_failed(request.request_id)
             self._go_back(request)
 
     def _bear(self, owner: Request, child: Request, token_id: int) -> None:

@@ -236,29 +236,6 @@ class BlockLoad:
         return self._rows[id(rotation)]
 
 
-def load_blocks(
-    arena: torch.Tensor,
-    layer: int,
-    slots: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_numbers: torch.Tensor,
-    positions: torch.Tensor,
-    rotation: Rotation | None,
-) -> None:
-    """One layer alone; arguments as `kernels.reference.load_blocks`. For several layers share a `BlockLoad`."""
-    rotations = [None] * layer + [rotation]
-    BlockLoad(arena, slots, block_numbers, positions, rotations).load_layer(layer, key_cache, value_cache)
-
-
-def save_tokens(arena: torch.Tensor, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-    """Raw keys and values of one layer, [num_tokens, num_kv_heads, head_dim], any strides, into token slots.
-
-    slots: [num_tokens] int64 on the CPU, arena slot * block_size + offset; none stands there twice.
-    """
-    save_layers(arena, [(layer, key, value)], None, slots)
-
-
 def save_layers(
     arena: torch.Tensor, layers: Sequence[RawLayer], rows: torch.Tensor | None, slots: torch.Tensor
 ) -> None:

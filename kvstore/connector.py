@@ -113,10 +113,6 @@ class KVConnector(Protocol):
         """
         ...
 
-    def request_failed(self, request_id: str) -> None:
-        """A load for this request failed: what it computed in the last step is not to be kept."""
-        ...
-
     def wait_for_progress(self, timeout_s: float) -> None:
         """Returns when something in flight has ended since the last call: all requests wait for their blocks."""
         ...
@@ -287,9 +283,6 @@ class NullConnector:
         if conversation is not None:
             self._look_ahead.remove(request_id)
             self._steering.leave(conversation, chain, answer)
-
-    def request_failed(self, request_id: str) -> None:
-        pass
 
     def wait_for_progress(self, timeout_s: float) -> None:
         pass

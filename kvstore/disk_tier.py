@@ -371,11 +371,6 @@ class DiskTier:
     def contains(self, block_id: BlockId) -> bool:
         return self.entry(block_id) is not None
 
-    def size_of(self, block_id: BlockId) -> int | None:
-        """What a block takes on disk."""
-        entry = self.entry(block_id)
-        return None if entry is None else entry.stored_bytes
-
     def scan(self) -> Iterator[list[IndexEntry]]:
         """The whole index in batches, for `DiskIndex.build`. Each has a transaction of its own, so none pins pages.
 

@@ -25,7 +25,7 @@ VERSION = 1
 FINGERPRINT_BYTES = 32
 TITLE_CHARS = 80
 _CHECKSUM_BYTES = 16
-_MAX_U32, _MAX_U64 = 2**32 - 1, 2**64 - 1
+_MAX_U64 = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -296,9 +296,6 @@ class TieredConnector:
                 calls_tool = answer is not None and answer.calls_tool
                 self._history.left(request_id, time.time(), len(request.token_ids), tip, calls_tool)
 
-    def request_failed(self, request_id: str) -> None:
-        """Nothing to do: the saves of a step fail with its loads, and a step ends only when its loads have."""
-
     # -- worker side -------------------------------------------------------------------------------------------------
     def register_kv_caches(self, kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._check_process()

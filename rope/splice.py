@@ -45,14 +45,6 @@ class SplicePlan:
     num_tokens: int
 
 
-def keep_spans(num_tokens: int, cut_start: int, cut_end: int) -> tuple[Span, ...]:
-    """What is left of `num_tokens` tokens without [cut_start, cut_end); empty spans are left out."""
-    assert 0 <= cut_start <= cut_end <= num_tokens
-    if cut_start == cut_end:
-        cut_start = cut_end = num_tokens
-    return tuple(span for span in (Span(0, cut_start), Span(cut_end, num_tokens)) if span.start < span.end)
-
-
 def plan_splice(spans: Iterable[tuple[int, int]], block_size: int, num_source_blocks: int) -> SplicePlan:
     """The copies that put the kept `spans` of old tokens, [start, end), one after the other.
 

@@ -110,8 +110,3 @@ def context_of(request: web.Request) -> Context:
 def tenant_of(request: web.Request) -> str:
     """Whose key the request brought; "" where there are no keys."""
     return request[EXCHANGE].tenant
-
-
-def request_id_of(request: web.Request) -> str:
-    """As in the header X-Request-Id of the answer."""
-    return request[EXCHANGE].request_id

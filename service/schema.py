@@ -44,7 +44,6 @@ StopTokenIds = Annotated[list[TokenId], Meta(max_length=64)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31)]
 CacheSalt = Annotated[str, Meta(max_length=256)]
-ShortText = Annotated[str, Meta(max_length=256)]
 
 
 class ContentPart(msgspec.Struct):

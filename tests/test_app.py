@@ -12,7 +12,7 @@ from kvstore import errors as kv
 from service import page
 from service.access import EXPOSED
 from service.app import ROUTES
-from service.context import context_of, request_id_of, tenant_of
+from service.context import EXCHANGE, context_of, tenant_of
 from service.edge import json_response
 from service.errors import ApiError, api_error
 from service.logs import LOGGER
@@ -24,7 +24,7 @@ logged: list[dict] = []
 
 
 async def who(request):
-    return json_response({"tenant": tenant_of(request), "request_id": request_id_of(request)})
+    return json_response({"tenant": tenant_of(request), "request_id": request[EXCHANGE].request_id})
 
 
 async def bug(request):

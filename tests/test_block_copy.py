@@ -7,7 +7,7 @@ from rotations import KINDS, kinds
 
 from engine.probe import Recorder, intercept, run_step
 from kernels import block_copy, native, reference
-from kernels.block_copy import BlockLoad, load_blocks, save_few, save_layers, save_tokens
+from kernels.block_copy import BlockLoad, save_few, save_layers
 from kernels.write_kv import write_kv
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -100,10 +100,12 @@ def test_the_twins_agree(dtype, name):
     arena, twin = new_arena(block_size, dtype), new_arena(block_size, dtype)
     caches, twins = new_caches(block_size, dtype), new_caches(block_size, dtype)
     for layer, key in enumerate(keys):
-        arguments = (layer, key, values_of(key), token_slots(slots.tolist(), block_size))
-        save_tokens(arena, *arguments)
-        reference.save_tokens(twin, *arguments)
-        load_blocks(arena, layer, slots, *caches[layer], blocks, positions, rotations[layer])
+        raw, places = (layer, key, values_of(key)), token_slots(slots.tolist(), block_size)
+        save_layers(arena, [raw], None, places)
+        reference.save_tokens(twin, *raw, places)
+    load = BlockLoad(arena, slots, blocks, positions, rotations)
+    for layer in range(len(keys)):
+        load.load_layer(layer, *caches[layer])
         reference.load_blocks(twin, layer, slots, *twins[layer], blocks, positions, rotations[layer])
     assert torch.equal(arena, twin)
     assert_same(caches, twins)
@@ -130,7 +132,7 @@ def test_saves_take_views_and_parts_of_a_step(dtype, num_tokens, strides):
         save_layers(arena, part, rows, places)
         for layer, key, value in part:
             key, value = (key, value) if rows is None else (key[rows], value[rows])
-            save_tokens(one, layer, key, value, places)
+            save_layers(one, [(layer, key, value)], None, places)
             reference.save_tokens(twin, layer, key, value, places)
         assert torch.equal(arena, twin) and torch.equal(one, twin)
         untouched = torch.ones(NUM_SLOTS * 16, dtype=torch.bool).index_fill(0, places, False)

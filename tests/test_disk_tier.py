@@ -44,8 +44,8 @@ def test_deletes_replacements_and_times_of_use(store):
     tier.write((), (), {record(7).block_id: 77.5, record(5).block_id: 1.0})
     assert tier.entry(record(7).block_id).last_access_s == 77.5
     assert tier.entry(record(8).block_id).last_access_s == 5.0
-    assert not tier.contains(record(5).block_id) and tier.size_of(record(5).block_id) is None
-    assert tier.size_of(record(8).block_id) > PAYLOAD_BYTES
+    assert not tier.contains(record(5).block_id) and tier.entry(record(5).block_id) is None
+    assert tier.entry(record(8).block_id).stored_bytes > PAYLOAD_BYTES
 
 
 def test_a_block_of_another_model_or_history_is_not_served(store):
@@ -66,7 +66,8 @@ def test_scan_gives_what_the_index_needs(store, monkeypatch):
     assert [len(batch) for batch in batches] == [7] * 5 + [5]
     index = DiskIndex.build(batches)
     index.check_integrity()
-    assert index.num_blocks == 40 and index.num_bytes == sum(tier.size_of(record(i).block_id) for i in range(40))
+    assert index.num_blocks == 40
+    assert index.num_bytes == sum(tier.entry(record(i).block_id).stored_bytes for i in range(40))
     entry = index.get(record(9).block_id)
     assert (entry.parent_id, entry.model, entry.tenant) == (record(8).block_id, "model 0", "tenant")
     assert (entry.created_s, entry.last_access_s) == (1.0, 5.0)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rope.splice import Piece, Span, SplicedBlock, SplicePlan, keep_spans, plan_splice
+from rope.splice import Piece, Span, SplicedBlock, SplicePlan, plan_splice
 
 
 @st.composite
@@ -66,25 +66,14 @@ def test_pieces_are_few(case):
             assert a.source_block != b.source_block or a.source_offset + a.length != b.source_offset
 
 
-@given(st.integers(0, 60), st.data())
-def test_keep_spans_is_the_list_without_the_cut(num_tokens, data):
-    start = data.draw(st.integers(0, num_tokens))
-    end = data.draw(st.integers(start, num_tokens))
-    spans = keep_spans(num_tokens, start, end)
-    kept = [i for a, b in spans for i in range(a, b)]
-    assert kept == [*range(start), *range(end, num_tokens)]
-    assert all(a < b for a, b in spans)
-    assert len(spans) <= 2 and (start < end or len(spans) <= 1)
-
-
 def test_a_cut_at_block_boundaries_copies_whole_blocks():
-    plan = plan_splice(keep_spans(20, 4, 12), 4, 5)
+    plan = plan_splice([(0, 4), (12, 20)], 4, 5)
     blocks = (SplicedBlock(1, (Piece(3, 0, 0, 4),)), SplicedBlock(2, (Piece(4, 0, 0, 4),)))
     assert plan == SplicePlan(1, blocks, 12)
 
 
 def test_a_cut_inside_blocks_puts_pieces_together():
-    plan = plan_splice(keep_spans(16, 2, 5), 4, 4)
+    plan = plan_splice([(0, 2), (5, 16)], 4, 4)
     first = SplicedBlock(0, (Piece(0, 0, 0, 2), Piece(1, 1, 2, 2)))
     second = SplicedBlock(1, (Piece(1, 3, 0, 1), Piece(2, 0, 1, 3)))
     third = SplicedBlock(2, (Piece(2, 3, 0, 1), Piece(3, 0, 1, 3)))
