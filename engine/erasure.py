@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kernels.triton_support import to_device
+from kernels.device import to_device
 from kvstore.pool import BlockPool
 
 

@@ -20,8 +20,8 @@ from engine.sampler import Sampler
 from engine.scheduler import NewRow, Scheduled, SchedulerOutput
 from engine.step_tensors import step_tensors
 from engine.warm_up import warm_up
+from kernels.device import to_device
 from kernels.threads import Team
-from kernels.triton_support import to_device
 from kvstore.connector import KVConnector, TransferPlan
 
 

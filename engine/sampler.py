@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from engine.draw import BROKEN, TOP_WIDTHS, UNSURE, argmax, draw_all, draw_cut
 from engine.outputs import TokenLogprob
 from engine.sampling_params import SamplingParams
-from kernels.triton_support import to_device
+from kernels.device import to_device
 
 # Stands for log 0, as in the OpenAI API: JSON has no infinity.
 LOWEST_LOGPROB = -9999.0

@@ -12,7 +12,8 @@ from itertools import groupby
 import torch
 
 from kernels import copy_native, reference
-from kernels.triton_support import runs_kernels, to_device
+from kernels.device import to_device
+from kernels.triton_support import runs_kernels
 from rope.rotary import Rotation, Style
 
 CHUNK_BYTES = (

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton_support import rounds_once, to_device
+from kernels.device import to_device
 from rope.rotary import Rotation, Style
 
 # The bus, not the device, bounds loads and saves. A read over PCIe takes 1 to 2 us, so 55 GB/s want about 100 KB on
@@ -156,7 +156,7 @@ def rotate_and_write(
         *query_in.stride()[:2], *key_in.stride()[:2], *value_in.stride()[:2],
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         HALF=half, INTERLEAVED=rotation is not None and rotation.style is Style.INTERLEAVED,
-        ROUNDS_ONCE=rotation is not None and rounds_once(rotation, key.dtype),
+        ROUNDS_ONCE=rotation is not None and rotation.rounds_once(key.dtype),
         num_warps=min(max(pairs // 256, 1), 8),  # so few that each thread has 16 bytes of a tile of keys
         enable_fp_fusion=False,
     )  # fmt: skip
@@ -240,7 +240,7 @@ def load(arena: torch.Tensor, layers: Sequence[CachedLayer], places: torch.Tenso
         num_blocks, len(layers), *arena.stride()[:3],
         BLOCK_SIZE=block_size, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, NUM_ROWS=num_rows,
         HALF=half, INTERLEAVED=rotation is not None and rotation.style is Style.INTERLEAVED,
-        ROUNDS_ONCE=rotation is not None and rounds_once(rotation, arena.dtype),
+        ROUNDS_ONCE=rotation is not None and rotation.rounds_once(arena.dtype),
         ALIGNED=all(cache.data_ptr() % 16 == 0 for _, *pair in layers for cache in pair),
         num_warps=min(max(num_rows * triton.next_power_of_2(half or head_dim) // 256, 1), NUM_WARPS),
         enable_fp_fusion=False,

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from kernels.triton_support import to_device
+from kernels.device import to_device
 
 VIEW_TOKENS = 512  # from this context length a request whose blocks lie in one run is read in place
 

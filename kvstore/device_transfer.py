@@ -27,7 +27,8 @@ from functools import partial
 import torch
 
 from kernels.block_copy import BlockLoad, RawLayer, save_layers, save_to_arena
-from kernels.triton_support import has_triton, to_device
+from kernels.device import to_device
+from kernels.triton_support import has_triton
 from kvstore.arena import Arena
 from kvstore.config import MAX_SAVE_BYTES
 from kvstore.stats import Histogram

@@ -127,6 +127,10 @@ class Rotation:
             sin = torch.stack([-self.sin, self.sin], -1).flatten(-2)
         return replace(self, spread=Spread(cos.unsqueeze(1), sin.unsqueeze(1), first, second))
 
+    def rounds_once(self, dtype: torch.dtype) -> bool:
+        """Whether rotating elements of this dtype rounds the sum alone, as torch's type promotion would do it."""
+        return self.upcast or torch.promote_types(self.cos.dtype, dtype) == torch.float32
+
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """Rotate x [num_tokens, num_heads, head_dim]; the table must have one row per token (see `at`)."""
         if self.spread is not None and x.dtype == self.cos.dtype:

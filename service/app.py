@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from aiohttp import HttpVersion10, HttpVersion11, web
 
-from service import admin, chat, completions, edge, metrics, openai, openapi, page, responses, sessions
+from service import admin, chat, completions, edge, openai, openapi, page, responses, sessions
 from service.connection import new_request_id
 from service.context import ANSWERED, CONTEXT, EXCHANGE, Context, Exchange, context_of
 from service.errors import ApiError, api_error, error_response, unavailable
@@ -21,7 +21,7 @@ from service.sse import ReaderGone
 
 ROUTES: tuple[Route, ...] = (
     *edge.ROUTES, *openai.ROUTES, *completions.ROUTES, *chat.ROUTES, *sessions.ROUTES, *responses.ROUTES,
-    *admin.ROUTES, *metrics.ROUTES, *openapi.ROUTES, *page.ROUTES,
+    *admin.ROUTES, *openapi.ROUTES, *page.ROUTES,
 )  # fmt: skip
 
 POLLED = frozenset({"/health", "/ready", "/metrics"})  # by machines, every few seconds

@@ -14,13 +14,13 @@ from engine.outputs import CachedTokensDetails, RequestOutput, Usage
 from service.access import Access
 from service.errors import ApiError
 from service.limits import Deadline, Limits
+from service.metrics import Metrics
 from service.running import Turns
 from service.serve_options import ServeOptions
 
 if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine
     from engine.recall import Recall
-    from service.metrics import Metrics
 
 State = Literal["starting", "running", "stopping", "failed"]
 

@@ -1,4 +1,4 @@
-"""Routes around the answers: health, version, models, tokens of a text and texts of tokens."""
+"""Routes around the answers: health, metrics, version, models, tokens of a text and texts of tokens."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from aiohttp import web
 from msgspec import Meta
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from engine.chat_template import ChatTemplate, Message
 from engine.model_files import why_no_chat
@@ -63,6 +64,13 @@ async def ready(request: web.Request) -> web.Response:
     is_running = context.state == "running" and not context.has_failed
     is_ready = is_running and not _is_restarting(context) and not is_silent(context)
     return json_response(Ready(is_ready), 200 if is_ready else 503)
+
+
+async def metrics(request: web.Request) -> web.Response:
+    context = context_of(request)
+    stats = await recent_stats(context)
+    page = context.metrics.render({} if "error" in stats or is_silent(context) else stats)
+    return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
 
 def _is_restarting(context: Context) -> bool:
@@ -269,6 +277,7 @@ def _chat_ids(tokenizer: Any, messages: list[Message]) -> list[int]:
 ROUTES = (
     Route("GET", "/health", health, "public", "Whether the server works.", None, Health, "server"),
     Route("GET", "/ready", ready, "public", "Whether the model is loaded.", None, Ready, "server"),
+    Route("GET", "/metrics", metrics, "user", "Metrics in Prometheus' text format.", None, str, "server"),
     Route("GET", "/version", version, "user", "Version, model and sizes.", None, Version, "server"),
     Route("GET", "/v1/models", list_models, "user", "The models: one.", None, ModelList, "models"),
     Route("GET", "/v1/models/{id:.+}", show_model, "user", "One model.", None, Model, "models"),

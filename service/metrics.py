@@ -1,4 +1,4 @@
-"""/metrics: what the service counts of its requests, and what the engine shows, in Prometheus' text format.
+"""What the service counts of its requests, and what the engine shows, in Prometheus' text format.
 
 Belongs to the event loop's thread. Labels are bounded: a route's pattern, never a path; no tenant, no user.
 """
@@ -10,17 +10,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from aiohttp import web
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
 from engine.outputs import RequestOutput
 from kvstore.stats import Histogram
-from service.context import context_of
-from service.edge import is_silent, recent_stats
 from service.engine_metrics import Stats, counter, engine_families, histogram
-from service.routes import Route
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 TTFT_BOUNDS_S = (
@@ -129,13 +124,3 @@ def _histograms(bounds: tuple[float, ...]) -> defaultdict[Labels, Histogram]:
 def _shown(name: str, text: str, found: dict[Labels, Histogram], labels: Sequence[str]) -> Metric:
     shown: dict[Labels, dict[str, Any]] = {values: one.as_dict() for values, one in found.items()}
     return histogram(name, text, shown, labels)
-
-
-async def metrics(request: web.Request) -> web.Response:
-    context = context_of(request)
-    stats = await recent_stats(context)
-    page = context.metrics.render({} if "error" in stats or is_silent(context) else stats)
-    return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
-
-
-ROUTES = (Route("GET", "/metrics", metrics, "user", "Metrics in Prometheus' text format.", None, str, "server"),)

@@ -7,7 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from kernels.triton_support import has_triton, to_device
+from kernels.device import to_device
+from kernels.triton_support import has_triton
 
 CUDA = torch.device("cuda", 0)
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
