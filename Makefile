@@ -30,7 +30,7 @@ $(TESTS): $(STAMP)
 	@touch $@
 
 demo: $(STAMP)
-	@$(BIN)/python -m service.demo
+	@$(BIN)/python -m bench.demo
 
 chat: $(STAMP)
 	@$(BIN)/kvstore chat $(MODEL)

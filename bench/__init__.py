@@ -1,1 +1,4 @@
-"""Benchmarks, one script per question: `python -m bench.NAME` from the checkout. Nothing imports this package."""
+"""Benchmarks, one script per question, and the demonstration: `python -m bench.NAME` from the checkout.
+
+Nothing imports this package.
+"""

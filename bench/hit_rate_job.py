@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 from bench.common import arguments, say
 from bench.references import REFERENCES
+from bench.traffic import KINDS, MADE_UP_ARRIVALS, generate
 from kvstore.config import parse_size
 from kvstore.errors import ConfigError
 from kvstore.sizing import KV_BYTES_PER_TOKEN
 from kvstore.trace_formats import FORMATS, read_trace
 from kvstore.traces import DEFAULT_ARRIVALS, DEFAULT_BLOCK_SIZE, Arrivals, Trace
-from kvstore.traffic import KINDS, MADE_UP_ARRIVALS, generate
 
 if TYPE_CHECKING:
     from kvstore.replay import ReplayConfig, ServiceModel

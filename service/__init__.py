@@ -1,1 +1,1 @@
-"""The edge: the command line and the demonstration. Knows the engine's public interface and nothing below it."""
+"""The edge: the command line and the server. Knows the engine's public interface and nothing below it."""

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
+from bench import demo
+from bench.demo_worker import Processors, warm_up
 from engine import Engine, SamplingParams
-from service import demo
-from service.demo_worker import Processors, warm_up
 
 
 def test_the_conversation_goes_on_after_the_kill(capsys, tmp_path):

@@ -3,8 +3,8 @@
 import pytest
 
 from bench.references import References
+from bench.traffic import generate
 from kvstore.replay import replay_one_tier
-from kvstore.traffic import generate
 
 
 def rates(kind: str, num_requests: int, capacity: int, seed: int) -> tuple[float, float]:

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from bench.references import REFERENCES, Belady, Fifo, Lfu, Lru, References, S3Fifo
+from bench.traffic import generate
 from kvstore.traces import Trace, TraceRequest
-from kvstore.traffic import generate
 
 
 def trace_of(requests, block_size=10):

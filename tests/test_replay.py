@@ -10,10 +10,10 @@ from collections import OrderedDict
 
 import pytest
 
+from bench.traffic import generate
 from kvstore.errors import ConfigError
 from kvstore.replay import OneTier, Replay, ReplayConfig, ServiceModel, replay, replay_one_tier
 from kvstore.traces import Arrivals, Trace, TraceRequest
-from kvstore.traffic import generate
 
 SIZE = 10
 

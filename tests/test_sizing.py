@@ -2,6 +2,7 @@
 
 import pytest
 
+from bench.traffic import generate
 from kvstore.errors import ConfigError
 from kvstore.replay_config import ServiceModel
 from kvstore.sizing import (
@@ -20,7 +21,6 @@ from kvstore.sizing import (
     without_reuse,
 )
 from kvstore.traces import ANSWER_TOKENS_PER_S, Trace, TraceRequest, Turn, TurnsToRequests
-from kvstore.traffic import generate
 
 GIB = 1 << 30
 

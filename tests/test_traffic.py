@@ -2,9 +2,9 @@
 
 import pytest
 
+from bench.traffic import KINDS, MAX_CONTEXT, generate
 from kvstore.errors import ConfigError
 from kvstore.traces import CHAIN_STRIDE
-from kvstore.traffic import KINDS, MAX_CONTEXT, generate
 
 
 def shown(trace):

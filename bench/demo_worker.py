@@ -11,8 +11,8 @@ from typing import Any
 
 import psutil
 
+from bench.demo import BEFORE, SYSTEM
 from kvstore.errors import KVStoreError
-from service.demo import BEFORE, SYSTEM
 
 MAX_ANSWER_TOKENS = 48
 SESSION, WARM_UP = "demo", "warm-up"

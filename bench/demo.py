@@ -1,6 +1,6 @@
 """`make demo`: a conversation that survives `kill -9` and outgrows its window; what each turn costs, in a table.
 
-The engine runs in a process of its own (`service/demo_worker.py`), so that it can be killed. Cold is the same prompt
+The engine runs in a process of its own (`bench/demo_worker.py`), so that it can be killed. Cold is the same prompt
 under a cache salt that no other request has, so that by design nothing can hit.
 """
 
@@ -95,7 +95,7 @@ class Worker:
     """The engine's process: one JSON object per line, each answered by lines of which the last has "done"."""
 
     def __init__(self, model: str | None, path: str) -> None:
-        command = [sys.executable, "-m", "service.demo_worker", path, *([model] if model else [])]
+        command = [sys.executable, "-m", "bench.demo_worker", path, *([model] if model else [])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         ready = self._read()
         if "error" in ready:
@@ -234,7 +234,7 @@ def print_table(costs: Sequence[TurnCost]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demonstration; returns 0, or 1 when the model cannot be loaded."""
-    parser = argparse.ArgumentParser(prog="python -m service.demo", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.demo", description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="a local directory or a hub id (default: the built-in model)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the numbers to FILE")
     arguments = parser.parse_args(argv)
@@ -250,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json:
         machine = {"system": platform.platform(), "cpus": os.cpu_count()}
         results = [asdict(cost) for cost in costs]
-        document = {"machine": machine, "command": "python -m service.demo", "results": results}
+        document = {"machine": machine, "command": "python -m bench.demo", "results": results}
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 
