@@ -15,7 +15,6 @@ import stat
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from kvstore.commands import COMMANDS
 from kvstore.disk_open import SOCKET_NAME, read_lock_info
 from kvstore.errors import ConfigError, KVStoreError, StoreError, StoreLockedError
+from kvstore.forks import leave_to_parent
 from kvstore.private_folder import PrivateFolder
 
 if TYPE_CHECKING:
@@ -61,7 +61,6 @@ class ControlServer:
     def __init__(self, directory: StoreDirectory, handler: Handler, request_s: float = REQUEST_S) -> None:
         self._handler = handler
         self._request_s = request_s
-        self._pid = os.getpid()
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
@@ -76,11 +75,13 @@ class ControlServer:
             raise
         self._thread = threading.Thread(target=self._accept, name="kvstore-control", daemon=True)
         self._thread.start()
-        _servers.add(self)
+        closed = threading.Event()
+        closed.set()
+        leave_to_parent(self, "the store's socket", _closing=closed)
 
     def close(self) -> None:
         """Stop answering, within about a second, and remove the socket. Twice, or in a forked child: no effect."""
-        if os.getpid() != self._pid or self._closing.is_set():
+        if self._closing.is_set():
             return
         self._closing.set()
         with suppress(OSError):
@@ -106,8 +107,8 @@ class ControlServer:
         if self._private is not None:
             self._private.remove()
 
-    def leave_in_child(self) -> None:
-        """In a forked child: not its socket."""
+    def let_go(self) -> None:
+        """Of its sockets, in a forked child."""
         self._listener.close()
         for connection in self._connections:
             connection.close()
@@ -178,17 +179,6 @@ class ControlServer:
         if len(answer) > MAX_ANSWER_BYTES:
             return _error("failure", f"the answer has {len(answer):,} bytes, more than can be sent; ask for less")
         return answer
-
-
-_servers: weakref.WeakSet[ControlServer] = weakref.WeakSet()
-
-
-def _leave_in_child() -> None:
-    for server in _servers:
-        server.leave_in_child()
-
-
-os.register_at_fork(after_in_child=_leave_in_child)
 
 
 class _Pulse:

@@ -22,6 +22,7 @@ from kvstore.config import format_size
 from kvstore.disk_check import DATA_FILE, LOCK_FILE
 from kvstore.disk_open import StoreDirectory, held_directory
 from kvstore.errors import StoreError
+from kvstore.forks import leave_to_parent
 
 LOGGER = logging.getLogger("kvstore.store")
 VERIFY_BELOW_BYTES = 4 << 30
@@ -116,55 +117,42 @@ class StoreEnvironment:
         self._on_loss = on_loss
         self._data_file = directory / DATA_FILE
         self._data_status = self._data_file.stat()
-        self._is_forked = False
         _open_environments[os.path.realpath(directory)] = self
-
-    def check_process(self) -> None:
-        """Raises StoreError in a forked child. Checked before any lock, which another thread may have held then."""
-        if self._is_forked:
-            raise StoreError(f"{self.directory} was opened before fork; open it again in this process")
+        leave_to_parent(self, str(directory))
 
     def begin(self, write: bool = False, buffers: bool = False) -> Any:
         """A transaction; raises lmdb.Error. buffers: values are views of the map, valid until the transaction ends.
 
         write: raises LostFileError when what is written could not be found again.
         """
-        self.check_process()
         if write:
             self.check_in_place()
         return self._env.begin(write=write, buffers=buffers)  # type: ignore[call-overload]
 
     def open_db(self, key: bytes, txn: Any = None) -> Any:
-        self.check_process()
         return self._env.open_db(key, txn=txn)
 
     def stat(self) -> dict[str, int]:
         """Of the main database."""
-        self.check_process()
         return cast(dict[str, int], self._env.stat())
 
     def info(self) -> dict[str, int]:
-        self.check_process()
         return cast(dict[str, int], self._env.info())
 
     def set_mapsize(self, map_bytes: int) -> None:
         """Only while no transaction is open."""
-        self.check_process()
         self._env.set_mapsize(map_bytes)
 
     def sync(self, force: bool = True) -> None:
         """All that was committed is durable afterwards."""
-        self.check_process()
         self._env.sync(force)
 
     def reader_check(self) -> int:
         """Clear the slots of readers that died; returns how many."""
-        self.check_process()
         return self._env.reader_check()
 
     def copy(self, path: str, compact: bool = True) -> None:
         """Into `path`, an empty directory; without free pages."""
-        self.check_process()
         self._env.copy(path, compact=compact)
 
     def path(self) -> str:
@@ -195,7 +183,6 @@ class StoreEnvironment:
 
     def close(self, clean: bool = True) -> None:
         """Nobody may be inside. clean: sync, and mark it as complete, so that the next start need not check it."""
-        self.check_process()
         if not self.is_open:
             return
         clean = clean and self.loss() is None
@@ -213,18 +200,9 @@ class StoreEnvironment:
             if synced:
                 disk_check.mark_clean(self.directory)
 
-    def poison(self) -> None:
-        self._is_forked = True
-
-
-def _after_fork_in_child() -> None:
-    for environment in list(_open_environments.values()):
-        environment.poison()
-    _open_environments.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
-
+    def let_go(self) -> None:
+        """In a forked child, which may open it for itself."""
+        _open_environments.pop(os.path.realpath(self.directory), None)
 
 def tell_losses(store: Path) -> None:
     """Log what of the environments that are open in a store is not in its place any more, once each."""

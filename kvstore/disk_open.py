@@ -22,6 +22,7 @@ from pathlib import Path
 from kvstore import disk_check
 from kvstore.disk_check import LOCK_NAME, SECRET_NAME, SOCKET_NAME
 from kvstore.errors import StoreError, StoreLockedError
+from kvstore.forks import leave_to_parent
 
 SECRET_BYTES = 32
 MAX_LOCK_BYTES = 8192
@@ -51,8 +52,8 @@ class StoreDirectory:
         self._lock_fd: int | None = lock_fd
         self._held = ((path, os.fstat(fd)), (path / LOCK_NAME, os.fstat(lock_fd)))
         self._loss: str | None = None
-        self._is_forked = False
         _directories.add(self)
+        leave_to_parent(self, str(path))
 
     @classmethod
     def open(cls, path: str | Path, allow_network: bool = False) -> StoreDirectory:
@@ -82,13 +83,8 @@ class StoreDirectory:
         except (RuntimeError, ValueError) as error:  # no home to expand to; a zero byte in the name
             raise StoreError(f"store directory {path!r} is no path: {error}") from None
 
-    def check_process(self) -> None:
-        if self._is_forked:
-            raise StoreError(f"{self.path} was opened before fork; open it again in this process")
-
     def announce(self, socket_path: str | Path | None) -> None:
         """Let other processes know where the owner listens."""
-        self.check_process()
         assert self._lock_fd is not None, "announced after close"
         _write_lock_info(self._lock_fd, None if socket_path is None else str(socket_path))
 
@@ -105,13 +101,13 @@ class StoreDirectory:
 
     def close(self) -> None:
         """Give it up; another owner may come at once."""
-        self.check_process()
         if self._lock_fd is not None:
-            _directories.discard(self)
             os.ftruncate(self._lock_fd, 0)
-            self._let_go()
+            self.let_go()
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Of the locks, which belong to the open files: a child that keeps them open would keep them locked."""
+        _directories.discard(self)
         for fd in (self._lock_fd, self._fd):
             if fd is not None:
                 os.close(fd)
@@ -123,11 +119,6 @@ class StoreDirectory:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def leave_to_parent(self) -> None:
-        """In a forked child: the lock belongs to the open file, so it is the parent's as long as that has it open."""
-        self._is_forked = True
-        self._let_go()
-
 
 _directories: weakref.WeakSet[StoreDirectory] = weakref.WeakSet()
 
@@ -136,14 +127,6 @@ def held_directory(path: Path) -> StoreDirectory | None:
     """The open store directory at `path`, if this process owns it."""
     real = os.path.realpath(path)
     return next((one for one in list(_directories) if os.path.realpath(one.path) == real), None)
-
-
-def _after_fork_in_child() -> None:
-    for directory in list(_directories):
-        directory.leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 # -- may it be used --------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from kvstore.disk_index import IndexEntry
 from kvstore.disk_open import StoreDirectory
 from kvstore.disk_upkeep import CompactReport, VerifyReport
 from kvstore.errors import DegradedError, StoreError
+from kvstore.forks import leave_to_parent
 from kvstore.stats import Histogram
 from kvstore.tier import BlockRecord, ReadResult
 
@@ -88,6 +89,7 @@ class DiskTier:
         self._tables: Tables | None = self._open()
         if self._tables.env.info()["map_size"] > self._map_bytes(0):
             disk_upkeep.shrink(self)
+        leave_to_parent(self, str(self.path))
 
     # -- opening and closing -----------------------------------------------------------------------------------------
     def _map_bytes(self, needed_bytes: int) -> int:
@@ -96,7 +98,6 @@ class DiskTier:
         return needed_bytes + SHRINK_SLACK_BYTES  # evicting writes, too
 
     def _open(self, verify_below_bytes: int = VERIFY_BELOW_BYTES) -> Tables:
-        self._directory.check_process()
         shutil.rmtree(disk_upkeep.copy_path(self.path), ignore_errors=True)
         try:
             return self._open_tables(self._map_bytes(self._needed_bytes()), verify_below_bytes)
@@ -125,13 +126,8 @@ class DiskTier:
         except (OSError, disk_check.UnreadableFileError):
             return 0
 
-    def check_process(self) -> None:
-        """Raises StoreError in a forked child, before any lock is touched."""
-        self._directory.check_process()
-
     def close(self) -> None:
         """Sync everything and mark it as complete. Reads fail afterwards."""
-        self.check_process()
         with self._write_lock, self._gate.alone():
             tables, self._tables = self._tables, None
             if tables is not None:
@@ -142,7 +138,6 @@ class DiskTier:
 
         Raises StoreError when the file system does not let it; then it stays broken, and may be tried again.
         """
-        self.check_process()
         with self._write_lock, self._gate.alone():
             if not self._is_new:
                 tables, self._tables = self._tables, None
@@ -212,7 +207,6 @@ class DiskTier:
 
         touched: times of last use. When the map is full the deletes are tried alone first, to make room.
         """
-        self.check_process()
         with self._write_lock:
             outcome = self._write(puts, deletes, touched or {})
             if outcome.error is WriteError.MAP_FULL:
@@ -306,7 +300,6 @@ class DiskTier:
 
     def sync(self) -> None:
         """Everything written survives a power loss afterwards. Raises DegradedError."""
-        self.check_process()
         with self._gate:
             try:
                 if self._tables is None or self.broken:
@@ -320,7 +313,6 @@ class DiskTier:
     # -- reading -----------------------------------------------------------------------------------------------------
     def read(self, expected: BlockRecord, into: memoryview) -> ReadResult:
         """A block's payload into memory of its exact size that nobody can see yet. From any thread."""
-        self.check_process()
         started, is_lost = time.perf_counter(), False
         with self._gate:
             try:
@@ -355,7 +347,6 @@ class DiskTier:
 
     def entry(self, block_id: BlockId) -> IndexEntry | None:
         """The index record of a block; None when there is none, or when it cannot be read."""
-        self.check_process()
         with self._gate:
             tables = self._tables
             if tables is None or self.broken:
@@ -378,7 +369,6 @@ class DiskTier:
         """
         last: BlockId | None = None
         while True:
-            self.check_process()
             with self._gate:
                 tables = self._tables
                 if tables is None or self.broken:
@@ -407,12 +397,10 @@ class DiskTier:
 
     def verify(self, delete: bool = False, progress: Callable[[int], None] | None = None) -> VerifyReport:
         """Read every block and check it. delete: take out what is bad. progress: gets the number of blocks so far."""
-        self.check_process()
         return disk_upkeep.verify(self, delete, progress)
 
     def compact(self) -> CompactReport:
         """Rewrite the file without free pages; reads go on until the swap. Raises StoreError, then nothing changed."""
-        self.check_process()
         with self._write_lock:
             return disk_upkeep.compact(self)
 
@@ -431,7 +419,6 @@ class DiskTier:
 
     def stats(self) -> dict[str, object]:
         """blocks and bytes as of the last transaction; file_bytes: what the file system sees; rates in bytes/s."""
-        self.check_process()
         blocks = file_bytes = 0
         with self._gate:
             if self._tables is not None and not self.broken:

@@ -13,6 +13,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from kvstore.forks import leave_to_parent
+
 PREFIX, OWNER = "kvstore-", ".kvstore-owner"
 
 
@@ -25,14 +27,14 @@ class PrivateFolder:
     def __init__(self, parent: str | None = None) -> None:
         remove_abandoned(Path(parent or tempfile.gettempdir()))
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))  # 0700
-        self._pid = os.getpid()
         self._lock = os.open(self.path / OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        os.write(self._lock, f"{self._pid}\n".encode())  # now the lock says something
+        os.write(self._lock, f"{os.getpid()}\n".encode())  # now the lock says something
+        leave_to_parent(self, str(self.path), _lock=-1)
 
     def remove(self) -> None:
         """With all that is in it. In a forked child: no effect."""
-        if os.getpid() == self._pid and self._lock >= 0:
+        if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1

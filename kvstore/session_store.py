@@ -6,10 +6,8 @@ KV, no tier and no request. Nothing here calls back.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,6 +23,7 @@ from kvstore.block import BlockId
 from kvstore.disk_env import LostFileError, open_environment
 from kvstore.disk_open import StoreDirectory
 from kvstore.errors import DegradedError, SessionDamagedError, StoreError, StoreLostError
+from kvstore.forks import leave_to_parent
 from kvstore.session_check import CheckReport, check
 from kvstore.session_marker import SessionMarker
 from kvstore.session_record import (
@@ -94,17 +93,6 @@ class Ticket(Generic[T]):
         self._done.set()
 
 
-_stores: weakref.WeakSet[SessionStore] = weakref.WeakSet()
-
-
-def _poison_stores() -> None:
-    for store in _stores:
-        store.forked = True
-
-
-os.register_at_fork(after_in_child=_poison_stores)
-
-
 class SessionStore:
     """Durable sessions. Every method may be called from any thread; none may be called in a forked child.
 
@@ -122,7 +110,6 @@ class SessionStore:
         clock: Callable[[], float] = time.time,
         max_sessions: int | None = None,
     ) -> None:
-        self.forked = False
         try:
             self._storage: Storage = MemoryTables() if open_environment is None else DiskTables(open_environment)
         except IO_ERRORS as error:
@@ -142,7 +129,7 @@ class SessionStore:
         self._largest_group = 0
         self._thread = threading.Thread(target=self._run, name="session-store", daemon=True)
         self._thread.start()
-        _stores.add(self)
+        leave_to_parent(self, "the session store")
 
     def create(
         self, key: SessionKey, system: Sequence[Message] = (), fingerprint: bytes = b"", model: str = "",
@@ -295,7 +282,6 @@ class SessionStore:
 
     def close(self) -> None:
         """Carry out what is queued, sync and close. Calling it again does nothing."""
-        self._check_process()
         with self._changed:
             if self._closing:
                 return
@@ -307,12 +293,7 @@ class SessionStore:
         except IO_ERRORS as error:
             raise DegradedError(f"the session store cannot be closed in order: {error}") from error
 
-    def _check_process(self) -> None:
-        if self.forked:
-            raise StoreError("the session store was opened before this process was forked: open one after the fork")
-
     def _read(self, work: Callable[[View], T]) -> T:
-        self._check_process()
         if self._closing:
             raise StoreError("the session store is closed")
         try:
@@ -343,7 +324,6 @@ class SessionStore:
         return self._enqueue(Ticket(work))
 
     def _enqueue(self, ticket: Ticket[T]) -> Ticket[T]:
-        self._check_process()
         with self._changed:
             self._changed.wait_for(lambda: len(self._queue) < MAX_QUEUE or self._closing or self._failure)
             if self._closing or self._failure:

@@ -25,6 +25,7 @@ from kvstore.device_transfer import DeviceTransfer
 from kvstore.disk_open import StoreDirectory
 from kvstore.disk_tier import DiskTier
 from kvstore.errors import DegradedError, StoreError
+from kvstore.forks import leave_to_parent
 from kvstore.history import History
 from kvstore.io_queue import BATCH_BYTES, IoQueue
 from kvstore.lookup import Arrival, Identity, Match, Tracked
@@ -95,7 +96,6 @@ class TieredConnector:
         self._closed = False
         self._history = None if directory is None else History(directory.path)
         self._control: ControlServer | None = None
-        self._pid = os.getpid()
         tiers.check_room(layout.block_bytes)
         num_slots = self._num_slots(tiers, layout, least_slots)
         self._arena = Arena(layout, num_slots, pin=device.type == "cuda")
@@ -130,6 +130,7 @@ class TieredConnector:
         )  # fmt: skip
         self._housekeeper = threading.Thread(target=self._keep_house, name="kvstore-housekeeping", daemon=True)
         self._housekeeper.start()
+        leave_to_parent(self, "the store", _closed=True)
 
     def _make_transfer(self, device: torch.device) -> Transfer | DeviceTransfer:
         if device.type == "cuda":
@@ -227,15 +228,9 @@ class TieredConnector:
             return self._num_progress
 
     def wait_for_progress(self, timeout_s: float) -> None:
-        self._check_process()
         self._num_seen = self._wait_for_change(self._num_seen, timeout_s)
         with self._lock:
             self._store.poll()
-
-    def _check_process(self) -> None:
-        """Raises StoreError in a forked child, before any lock is touched: the parent may have held it for ever."""
-        if os.getpid() != self._pid:
-            raise StoreError("the store was opened before this process was forked; open it again here")
 
     # -- scheduler side ----------------------------------------------------------------------------------------------
     def lineage_root(self, tenant: str, cache_salt: str) -> BlockId:
@@ -253,7 +248,6 @@ class TieredConnector:
         conversation: Conversation | None = None,
         may_load: bool = True,
     ) -> Arrival:
-        self._check_process()
         with self._lock:
             self._store.poll(reads_ahead=False)
             is_stored = self._store.lookups.is_stored(chain, num_hbm_tokens)
@@ -265,30 +259,25 @@ class TieredConnector:
             return Arrival(self._store.arrive(request, num_hbm_tokens), found)
 
     def get_num_usable_blocks(self, request_id: str, num_hit_blocks: int) -> int:
-        self._check_process()
         with self._lock:
             return self._store.num_usable(request_id, num_hit_blocks)
 
     def get_num_new_matched_tokens(self, request_id: str, num_computed_tokens: int, max_tokens: int) -> Match:
-        self._check_process()
         with self._lock:
             return self._store.match(request_id, num_computed_tokens, max_tokens)
 
     def update_state_after_alloc(
         self, request_id: str, block_numbers: Sequence[int], num_computed_tokens: int, num_external_tokens: int
     ) -> None:
-        self._check_process()
         with self._lock:
             self._store.take(request_id, block_numbers, num_computed_tokens, num_external_tokens)
 
     def build_connector_meta(self, spans: Sequence[StepSpan]) -> TransferPlan | None:
-        self._check_process()
         with self._lock:
             self._store.poll()
             return self._store.plan(spans)
 
     def request_finished(self, request_id: str, block_numbers: Sequence[int], answer: Answer | None = None) -> None:
-        self._check_process()
         with self._lock:
             request = self._store.leave(request_id, answer)
             if request is not None and self._history is not None:
@@ -298,11 +287,9 @@ class TieredConnector:
 
     # -- worker side -------------------------------------------------------------------------------------------------
     def register_kv_caches(self, kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._check_process()
         self._transfer.register(kv_caches)
 
     def start_load_kv(self, plan: TransferPlan, row_starts: Sequence[int]) -> None:
-        self._check_process()
         self._transfer.begin(plan, row_starts)
         self._store.begun(plan.ticket)
 
@@ -317,7 +304,6 @@ class TieredConnector:
 
     def step_failed(self, plan: TransferPlan | None) -> None:
         """Of whatever was planned: the step may have been cut off before its plan was known to anybody."""
-        self._check_process()
         with self._lock:
             self._transfer.end(succeeded=False)  # does nothing when it never began
             self._store.drop_unbegun()
@@ -326,7 +312,6 @@ class TieredConnector:
             self._store.take_failed_blocks()  # of requests that have ended: others will have these blocks
 
     def get_finished(self) -> tuple[int, ...]:
-        self._check_process()
         with self._lock:
             self._store.poll()
             return self._store.take_failed_blocks()
@@ -336,20 +321,17 @@ class TieredConnector:
 
     # -- beside them -------------------------------------------------------------------------------------------------
     def prefetch(self, chain: Sequence[BlockId], token_ids: Sequence[int], lineage: Lineage, tenant: str) -> None:
-        self._check_process()
         with self._lock:
             self._store.poll()
             self._store.prefetch(chain, token_ids, lineage, tenant)
 
     def pin(self, chain: Sequence[BlockId], seconds: float) -> None:
-        self._check_process()
         with self._lock:
             found = self._store.find_conversation(chain)
             if found is not None:
                 self._steering.pin(found, time.time() + seconds)
 
     def expire(self, chain: Sequence[BlockId], at_s: float | None) -> None:
-        self._check_process()
         with self._lock:
             found = self._store.find_conversation(chain)
             if found is not None:
@@ -363,7 +345,6 @@ class TieredConnector:
         spans: Sequence[tuple[int, int]],
         tenant: str,
     ) -> tuple[list[BlockId], Lineage] | None:
-        self._check_process()
         with self._lock:
             self._store.poll()
             spliced = self._store.splice(chain, token_ids, lineage, spans, tenant)
@@ -371,7 +352,6 @@ class TieredConnector:
             return spliced
 
     def forget(self, block_ids: Sequence[BlockId], timeout_s: float = 60.0) -> tuple[frozenset[BlockId], bool]:
-        self._check_process()
         with self._lock:
             found = self._store.forget(block_ids)
         self._wait_until(lambda: self._store.is_forgotten(found) or self._store.cannot_forget(found), timeout_s)
@@ -379,7 +359,6 @@ class TieredConnector:
             return frozenset(found), self._store.is_forgotten(found)
 
     def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
-        self._check_process()
         disk = self._store.disk
         if disk is not None:  # waited for here, where nobody is held up
             self._wait_until(lambda: disk.index_loaded, INDEX_S)
@@ -388,7 +367,6 @@ class TieredConnector:
             return self._store.evict(what)
 
     def verify(self, delete: bool = False) -> dict[str, object]:
-        self._check_process()
         if self._disk_tier is None:
             return {}
         report = self._disk_tier.verify()
@@ -399,16 +377,13 @@ class TieredConnector:
         return report.as_dict()
 
     def compact(self) -> dict[str, object]:
-        self._check_process()
         return {} if self._disk_tier is None else self._disk_tier.compact().as_dict()
 
     def serve(self, handler: Callable[[str, dict[str, object]], dict[str, object]]) -> None:
-        self._check_process()
         if self.directory is not None:
             self._control = ControlServer(self.directory, handler)
 
     def flush(self) -> None:
-        self._check_process()
         self._wait_until(lambda: self._store.is_idle or self._degraded is not None, None)
         if self._closed:
             raise StoreError("the store was closed; what was not on disk by then is computed again")
@@ -440,14 +415,12 @@ class TieredConnector:
             self._wait_for_change(seen, 0.05)
 
     def stats(self) -> dict[str, object]:
-        self._check_process()
         with self._lock:
             loss = None if self.directory is None else self.directory.loss()
             return {**self._store.as_dict(), "load_seconds": self._transfer.load_seconds.as_dict(), "lost": loss}
 
     def check_integrity(self, idle: bool) -> None:
         """With idle: waits for what is in flight first."""
-        self._check_process()
         if idle:
             self._wait_until(lambda: self._store.is_idle, 10.0)
         with self._lock:
@@ -455,7 +428,7 @@ class TieredConnector:
 
     def close(self) -> None:
         """Write what is in flight, within DRAIN_S, and give the store back. Twice does no harm."""
-        if self._closed or os.getpid() != self._pid:
+        if self._closed:
             return
         if self._control is not None:
             self._control.close()

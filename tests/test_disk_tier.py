@@ -135,7 +135,7 @@ def test_a_fork_may_not_touch_it(store):
         os._exit(0)
     os.close(writing)
     with open(reading) as file:
-        assert file.read() == "opened before fork; open it again in this process"
+        assert file.read() == "opened before this process was forked; open it again here"
     os.waitpid(pid, 0)
     assert present(tier, range(5)) == [0, 1, 2]
 
