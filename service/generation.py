@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from engine.async_engine import Answer
 
 
-
 class Stopwatch:
     """Seconds between the tokens of one answer; of several choices, of all together."""
 
@@ -23,14 +22,17 @@ class Stopwatch:
         self.gaps_s: list[float] = []
         self._last_s: float | None = None
 
+    def saw(self, piece: Piece) -> None:
+        now_s = time.perf_counter()
+        if piece.token_ids:
+            if self._last_s is not None:
+                self.gaps_s.append(now_s - self._last_s)
+            self._last_s = now_s
+
     async def over(self, answer: Answer) -> AsyncIterator[Piece]:
         """The pieces as they come."""
         async for piece in answer:
-            now_s = time.perf_counter()
-            if piece.token_ids:
-                if self._last_s is not None:
-                    self.gaps_s.append(now_s - self._last_s)
-                self._last_s = now_s
+            self.saw(piece)
             yield piece
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from engine.chat_template import Message
 from service.context import Context
-from service.errors import unavailable
+from service.generation import Stopwatch, check_ended
 from service.schema import check_chars_of, num_chars_of
 from service.turns import TurnRequest, TurnResult
 
@@ -30,29 +30,24 @@ class StatelessTurn:
         self, context: Context, wanted: TurnRequest, messages: list[Message], turn: NextTurn, answer: Answer
     ) -> None:
         self.session_id = secrets.token_hex(ID_BYTES)
-        self.gaps_s: list[float] = []
+        self.watch = Stopwatch()
         self._context = context
         self._wanted = wanted
         self._messages = messages
         self._turn = turn
         self._answer = answer
-        self._last_s: float | None = None
 
     def __aiter__(self) -> StatelessTurn:
         return self
 
     async def __anext__(self) -> str:
         piece = await anext(self._answer)
-        now_s = time.perf_counter()
-        if self._last_s is not None:
-            self.gaps_s.append(now_s - self._last_s)
-        self._last_s = now_s
+        self.watch.saw(piece)
         return piece.text
 
     async def finish(self) -> TurnResult:
         output = self._answer.output
-        if output.finish_reason in (None, "abort"):
-            raise unavailable("the request was ended by the server", "aborted", 1)
+        check_ended(output)
         await self._context.engine.call(
             self._context.recall.note, self._wanted.tenant, "", self._messages, output, self._turn.chain,
             self._answer.lineage, self._turn.turn_starts,
@@ -78,4 +73,4 @@ async def open_stateless(
             try:
                 yield live
             finally:
-                context.answer_ended(answer.output, wanted.route, live.gaps_s)
+                context.answer_ended(answer.output, wanted.route, live.watch.gaps_s)

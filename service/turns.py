@@ -24,6 +24,7 @@ from kvstore.errors import SessionBusyError, SessionExistsError, SessionNotFound
 from kvstore.session_store import Parent, SessionHead, SessionKey, TurnRecord
 from service.context import Context
 from service.errors import ApiError, unavailable
+from service.generation import Stopwatch
 from service.running import Running
 from service.schema import check_chars_of
 
@@ -123,7 +124,7 @@ class StoredTurn:
 class LiveTurn:
     """A turn that runs: iterate over its text, then call `finish`, after which it is durable in all it was asked for.
 
-    number: which it will be. gaps_s: seconds between its pieces. Raises what ended it.
+    number: which it will be. Raises what ended it.
     """
 
     def __init__(
@@ -131,13 +132,12 @@ class LiveTurn:
     ) -> None:
         self.session_id = wanted.session_id
         self.number = chat.num_turns + 1
-        self.gaps_s: list[float] = []
+        self.watch = Stopwatch()
         self._context = context
         self._wanted = wanted
         self._chat = chat
         self._answer = answer
         self._running = running
-        self._last_s: float | None = None
 
     def __aiter__(self) -> LiveTurn:
         return self
@@ -149,10 +149,7 @@ class LiveTurn:
             if self._chat.deleted:
                 raise unknown_session(self._wanted.session_id) from None
             raise
-        now = time.perf_counter()
-        if self._last_s is not None:
-            self.gaps_s.append(now - self._last_s)
-        self._last_s = now
+        self.watch.saw(piece)
         return piece.text
 
     async def finish(self) -> TurnResult:
@@ -255,7 +252,7 @@ async def _live(context: Context, wanted: TurnRequest, running: Running) -> Asyn
                 running.leaving = True
                 raise
             finally:
-                context.answer_ended(answer.output, wanted.route, turn.gaps_s)
+                context.answer_ended(answer.output, wanted.route, turn.watch.gaps_s)
     finally:
         if wanted.fork_of is not None and (chat is None or chat.num_turns == num_before):
             with suppress(SessionNotFoundError):
