@@ -271,13 +271,16 @@ def kv_of(person: Person) -> list[torch.Tensor]:
     """Keys and values of the history as they are in HBM, one tensor for each cache."""
     engine, chain = person.engine, list[BlockId]()
     extend_chain(chain, engine.root(""), person.history, engine.block_size)
-    with engine.lock:
-        numbers = [engine.pool.lookup(block_id) for block_id in chain]
+
+    def copies() -> list[torch.Tensor]:
+        numbers = [engine.loop.pool.lookup(block_id) for block_id in chain]
         if not chain or None in numbers:
             raise RuntimeError("the history is not in HBM")
-        caches = [cache for layer in engine._runner.caches for cache in layer]
+        caches = [cache for layer in engine.loop.runner.caches for cache in layer]
         at = torch.tensor(numbers, device=caches[0].device)
         return [cache.index_select(0, at) for cache in caches]
+
+    return engine.loop.call(copies)
 
 
 def overlap(machine: Machine) -> None:
@@ -301,12 +304,13 @@ def overlap(machine: Machine) -> None:
         )  # fmt: skip
 
 
-@torch.inference_mode()
 def load_alone_s(engine: Any, num_blocks: int) -> float:
     """The load of as many blocks of the engine's own arena into its own caches, all layers, while nothing computes."""
-    with engine.lock:
-        engine.pool.evict_all()  # nobody refers to what is overwritten
-        arena, caches = engine.connector._arena, engine._runner.caches
+
+    @torch.inference_mode()
+    def load() -> float:
+        engine.loop.pool.evict_all()  # nobody refers to what is overwritten
+        arena, caches = engine.connector._arena, engine.loop.runner.caches
         numbers = torch.arange(num_blocks)
         device = caches[0][0].device
 
@@ -315,6 +319,8 @@ def load_alone_s(engine: Any, num_blocks: int) -> float:
             load.load_layers(0, caches)
 
         return timed_s(device, work)
+
+    return engine.loop.call(load)
 
 
 # -- the cost of saving ----------------------------------------------------------------------------------------------

@@ -78,8 +78,7 @@ class Arm:
     def forget(self) -> None:
         """Memory is emptied, for which the engine has no verb: its own eviction covers the disk, too."""
         self.engine.flush()
-        with self.engine.lock:
-            self.engine.pool.evict_all()
+        self.engine.loop.call(self.engine.loop.pool.evict_all)
         if self.throttle is not None:
             connector: Any = self.engine.connector
             with connector._lock:

@@ -87,8 +87,7 @@ class Person:
         self.turn_s("any")
         self.engine.flush()
         if tier != "hbm":
-            with self.engine.lock:
-                self.engine.pool.evict_all()
+            self.engine.loop.call(self.engine.loop.pool.evict_all)
         if tier == "disk":
             self.evict_cpu()
         return self.turn_s(tier)

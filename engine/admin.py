@@ -1,6 +1,6 @@
 """Looking after a running engine: eviction over all tiers, deletion of sessions, and the requests of other processes.
 
-Knows the engine's pool, its connector and its session store; no model. It does not keep its engine alive.
+Knows the engine's verbs, its connector and its session store; no model. It does not keep its engine alive.
 """
 
 from __future__ import annotations
@@ -79,31 +79,16 @@ class Admin:
         """Give up KV that matches, in HBM, CPU, disk and what waits to be written; blocks in use stay. Per tier."""
         self._engine.check_open()
         below, block_ids = self._engine.connector.evict(what)
-        with self._engine.lock:
-            pool = self._engine.pool
-            conditions = (what.unused_for_s, what.model, what.block_ids, what.to_bytes)
-            if what.everything and all(condition is None for condition in conditions):
-                blocks = pool.cached_blocks()
-            else:
-                named = block_ids if what.block_ids is None else block_ids | what.block_ids
-                blocks = [block for block in map(pool.lookup, named) if block is not None]
-            free = [block for block in blocks if pool.is_free(block)]
-            if not what.dry_run:
-                self._engine.forget_hbm(free)
-        return {"hbm": Evicted(len(free), len(free) * self._engine.block_bytes), **below}
+        num_blocks = self._engine.evict_hbm(what, block_ids)
+        return {"hbm": Evicted(num_blocks, num_blocks * self._engine.block_bytes), **below}
 
     def forget(self, block_ids: Iterable[BlockId], timeout_s: float = RETRY_S) -> bool:
         """Take KV that belongs to nobody any more from all tiers; True when it is gone from disk within the timeout."""
         engine, wanted = self._engine, tuple(block_ids)
-        self._forget_hbm(engine, wanted)
+        engine.forget_hbm(wanted)
         found, is_gone = engine.connector.forget(wanted, timeout_s)
-        self._forget_hbm(engine, found)
+        engine.forget_hbm(found)
         return is_gone
-
-    @staticmethod
-    def _forget_hbm(engine: Engine, block_ids: Iterable[BlockId]) -> None:
-        with engine.lock:
-            engine.forget_hbm([block for block in map(engine.pool.lookup, block_ids) if block is not None])
 
     def verify(self, delete: bool = False) -> dict[str, object]:
         """Check every stored block and every session's records."""
@@ -200,8 +185,8 @@ class Admin:
         if state is None:
             raise SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
         if state.head.fingerprint == engine.fingerprint:
-            with engine.lock:
-                engine.connector.pin(state.chain, seconds)
+            engine.pin_kv(state.chain, seconds)
+            with engine.chats_lock:
                 self._note_pin(state.head.key, time.time() + seconds)
 
     def _note_pin(self, key: SessionKey, until_s: float) -> None:

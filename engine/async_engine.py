@@ -1,4 +1,4 @@
-"""asyncio over an Engine: it steps in a thread of its own or in the loop, each request has one asyncio queue.
+"""asyncio over an Engine: whoever steps it wakes each event loop once, for all of its requests.
 
 The only place beside `service` that knows asyncio.
 """
@@ -6,14 +6,11 @@ The only place beside `service` that knows asyncio.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from engine.chat import ChatSession, Turn
@@ -38,13 +35,45 @@ MAX_LONG_TEXTS = 2  # tokenized at once: each takes two hundred times its size m
 LONG_TEXT_CHARS = 2**16
 
 
-@dataclass(slots=True)
-class _Waiter:
-    """Where pieces of a request go; the queue is read in `loop` only."""
+class _Port:
+    """The listener to all requests of one event loop, in which alone it is waited at."""
 
-    loop: asyncio.AbstractEventLoop
-    queue: asyncio.Queue[Piece | None]  # None: the request has ended
-    trace: TracebackType | None = None  # of the error that ended it, before anybody raised that
+    def __init__(self, loop: asyncio.AbstractEventLoop, abort: Callable[[Handle], None]) -> None:
+        self.loop = loop
+        self.waiting: dict[str, asyncio.Future[None]] = {}  # by request
+        self._abort = abort
+        self._thread = threading.get_ident()
+
+    def __call__(self, handles: Sequence[Handle]) -> None:
+        named = [handle.request_id for handle in handles]
+        if threading.get_ident() == self._thread:  # the loop itself reads what an engine says
+            self._wake(named)
+            return
+        try:
+            self.loop.call_soon_threadsafe(self._wake, named)
+        except RuntimeError:  # it was closed without cancelling: nobody will read this
+            for handle in handles:
+                self._abort(handle)
+
+    def _wake(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            waiter = self.waiting.pop(request_id, None)
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
+
+    async def next_piece(self, handle: Handle) -> Piece | None:
+        """None once there are no more. A request has one reader at a time."""
+        while True:
+            done = handle.done  # read before the pieces: none can follow once it is set
+            if handle.pieces:
+                return handle.pieces.popleft()
+            if done:
+                return None
+            waiter = self.waiting[handle.request_id] = self.loop.create_future()
+            try:
+                await waiter
+            finally:
+                self.waiting.pop(handle.request_id, None)
 
 
 class Answer:
@@ -55,11 +84,11 @@ class Answer:
     be stored.
     """
 
-    def __init__(self, engine: AsyncEngine, handle: Handle, waiter: _Waiter, chat: ChatSession | None = None) -> None:
+    def __init__(self, engine: AsyncEngine, handle: Handle, port: _Port, chat: ChatSession | None = None) -> None:
         self.turn: TurnRecord | None = None
         self._engine = engine
         self._handle = handle
-        self._waiter = waiter
+        self._port = port
         self._chat = chat
         self._running: Turn | None = None  # of the chat, until it has ended
         self._ended = False
@@ -84,13 +113,12 @@ class Answer:
     async def __anext__(self) -> Piece:
         if self._ended:
             raise StopAsyncIteration
-        piece = await self._waiter.queue.get()
+        piece = await self._port.next_piece(self._handle)
         self._ended = self._ended or piece is None
         if self._running is not None and (piece is None or piece.finish_reason is not None):
             await self._finish()  # a turn has one choice, so this was its last piece
         if piece is None:
-            if self._handle.error is not None:  # others may share it: raised as it was, not as the last one left it
-                raise self._handle.error.with_traceback(self._waiter.trace)
+            self._handle.raise_error()
             raise StopAsyncIteration
         return piece
 
@@ -107,7 +135,6 @@ class Answer:
     async def aclose(self) -> None:
         """End it early: its blocks are given back, and a turn that has not ended is not stored. Else does nothing."""
         self._ended = True
-        self._engine.leave(self._handle)
         try:
             if not self._handle.done:
                 await _unbroken(self._engine.call(self._engine.engine.abort, self._handle))
@@ -201,7 +228,7 @@ class AsyncChat:
 
 
 class AsyncEngine:
-    """Serves requests of an asyncio program from one Engine, which only its thread, or the loop, steps from now on.
+    """Serves requests of an asyncio program from one Engine.
 
     Requests may come from several event loops; other threads may go on to use the engine itself, its conversations for
     instance. A cancelled or abandoned `stream` aborts its request. An asynchronous context manager, which closes the
@@ -213,21 +240,15 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine | RemoteEngine, in_loop: bool = False) -> None:
         self.engine = cast("Engine", engine)  # both have the same verbs
-        self._waiters: dict[str, tuple[Handle, _Waiter]] = {}
-        self._closing = False
+        self._ports: dict[asyncio.AbstractEventLoop, _Port] = {}
         self._workers = ThreadPoolExecutor(MAX_CALLS, "engine-call")
         self._long_texts = ThreadPoolExecutor(MAX_LONG_TEXTS, "engine-text")
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._read: RemoteEngine | None = None  # by the event loop that made this
         if in_loop:
+            self._read = cast("RemoteEngine", engine)
+            self._read.read_here()
             self._loop = asyncio.get_running_loop()
-            self._descriptor = cast("RemoteEngine", engine).fileno()
-            engine.drive(threading.current_thread())
-            self._loop.add_reader(self._descriptor, self._step)
-            return
-        self._thread = threading.Thread(target=self._run, name="kvstore-engine", daemon=True)
-        engine.drive(self._thread)
-        self._thread.start()
-        atexit.register(self._stop)  # a thread in the middle of a step must not meet the interpreter's end
+            self._loop.add_reader(self._read.fileno(), self._read.receive)
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run something that blocks off the event loop: tokenizing, templates, sessions, administration.
@@ -307,19 +328,17 @@ class AsyncEngine:
         spliced: tuple[Sequence[BlockId], Lineage] | None = None,
     ) -> Answer:
         """Queue a prompt; texts are tokenized elsewhere. Raises as `Engine.generate`. spliced: see `Engine.submit`."""
-        waiter = self._new_waiter()
+        port = self._port()
         chosen = params or SamplingParams()
 
         def submit() -> Answer:
             engine = self.engine
             token_ids = prompt_ids(prompt, engine.tokenizer, engine.vocab_size, engine.max_request_tokens)
-            announce = partial(self._announce, waiter)
-            handle = self.engine.submit(token_ids, chosen, tenant, cache_salt, priority, spliced, announce)
-            return Answer(self, handle, waiter)
+            handle = self.engine.submit(token_ids, chosen, tenant, cache_salt, priority, spliced, port)
+            return Answer(self, handle, port)
 
-        is_short = isinstance(prompt, list) and len(prompt) <= MAX_IDS_AT_ONCE
-        if is_short and waiter.loop is self._loop:  # nothing in it waits: a thread would cost more than it does
-            return submit()
+        if isinstance(prompt, list) and len(prompt) <= MAX_IDS_AT_ONCE:
+            return submit()  # nothing in it waits: a thread would cost more than it does
         return await self._begin(submit, len(prompt) if isinstance(prompt, str) else 0)
 
     async def start_turn(
@@ -330,14 +349,13 @@ class AsyncEngine:
         idempotency_key: str | None = None,
     ) -> Answer:
         """Queue a turn of a session. Raises as `ChatSession.begin`."""
-        waiter = self._new_waiter()
+        port = self._port()
 
         def begin() -> Answer:
             checked = params or SamplingParams()
             said = chat.check(messages, checked)
-            submit = partial(self.engine.submit, announce=partial(self._announce, waiter))
-            turn = chat.begin(said, checked, idempotency_key, submit)
-            answer = Answer(self, turn.handle, waiter, chat)
+            turn = chat.begin(said, checked, idempotency_key, port)
+            answer = Answer(self, turn.handle, port, chat)
             answer._running = turn
             return answer
 
@@ -346,13 +364,11 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """Close the engine; running requests end as aborted."""
-        if self._loop is None:
-            await asyncio.to_thread(self._stop)
-            return
-        self._closing = True
-        self._loop.remove_reader(self._descriptor)
+        if self._read is not None:
+            self._loop.remove_reader(self._read.fileno())
         await asyncio.to_thread(self.engine.close)
-        self._deliver_all()
+        if self._read is not None:
+            self._read.receive()  # those ends
 
     async def __aenter__(self) -> AsyncEngine:
         return self
@@ -360,13 +376,15 @@ class AsyncEngine:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def leave(self, handle: Handle) -> None:
-        """Nobody reads the pieces of this request any more."""
-        self._waiters.pop(handle.request_id, None)
-
-    @staticmethod
-    def _new_waiter() -> _Waiter:
-        return _Waiter(asyncio.get_running_loop(), asyncio.Queue())
+    def _port(self) -> _Port:
+        """Of the running event loop."""
+        loop = asyncio.get_running_loop()
+        port = self._ports.get(loop)
+        if port is None:
+            port = _Port(loop, self.engine.abort)
+            others = {known: other for known, other in self._ports.items() if not known.is_closed()}
+            self._ports = {**others, loop: port}
+        return port
 
     async def _begin(self, submit: Callable[[], Answer], num_chars: int) -> Answer:
         is_wanted = True
@@ -383,84 +401,6 @@ class AsyncEngine:
             is_wanted = False
             submitting.add_done_callback(_abandon)
             raise
-
-    def _announce(self, waiter: _Waiter, handle: Handle) -> None:
-        """Called before any step can see the request: no piece comes before its waiter is known."""
-        if self._closing:
-            raise EngineClosedError("the engine is closed")
-        self._waiters[handle.request_id] = (handle, waiter)
-
-    # -- steps -----------------------------------------------------------------------------------------------------
-    def _run(self) -> None:
-        try:
-            self.engine.warm_up()
-            while True:
-                self.engine.wait_for_work(self._is_over)
-                if self._is_over():
-                    return
-                self._step()
-        finally:  # whatever ended this thread, nobody may wait for it
-            self._closing = True
-            try:
-                self.engine.close()
-            finally:
-                self._deliver_all()
-
-    def _is_over(self) -> bool:
-        return self._closing or self.engine.closed
-
-    def _step(self) -> None:
-        try:
-            touched = self.engine.step()
-        except Exception:  # it has ended every request with this error; each caller gets it from its handle
-            self._deliver_all()
-        else:
-            self._deliver(touched)
-
-    def _deliver_all(self) -> None:
-        self._deliver([handle for handle, _ in list(self._waiters.values())])
-
-    def _deliver(self, handles: Sequence[Handle]) -> None:
-        """Hand new pieces to their loops, one call each: waking a loop costs more than the pieces."""
-        parcels: dict[asyncio.AbstractEventLoop, list[tuple[_Waiter, list[Piece | None]]]] = {}
-        for handle in handles:
-            entry = self._waiters.get(handle.request_id)
-            if entry is None:
-                continue
-            pieces: list[Piece | None] = []
-            done = handle.done  # read before the pieces: none can follow once it is set
-            while handle.pieces:
-                pieces.append(handle.pieces.popleft())
-            if done:
-                pieces.append(None)
-                entry[1].trace = None if handle.error is None else handle.error.__traceback__
-                self._waiters.pop(handle.request_id, None)
-            parcels.setdefault(entry[1].loop, []).append((entry[1], pieces))
-        if self._loop in parcels:
-            _put_all(parcels.pop(self._loop))
-        for loop, parcel in parcels.items():
-            try:
-                loop.call_soon_threadsafe(_put_all, parcel)
-            except RuntimeError:  # the loop was closed without cancelling: nobody will read this
-                self._abort_all_of(loop)
-
-    def _abort_all_of(self, loop: asyncio.AbstractEventLoop) -> None:
-        for handle, waiter in list(self._waiters.values()):
-            if waiter.loop is loop:
-                self.leave(handle)
-                self.engine.abort(handle)
-
-    def _stop(self) -> None:
-        atexit.unregister(self._stop)
-        self._closing = True
-        self.engine.wake()
-        self._thread.join()
-
-
-def _put_all(parcel: list[tuple[_Waiter, list[Piece | None]]]) -> None:
-    for waiter, pieces in parcel:
-        for piece in pieces:
-            waiter.queue.put_nowait(piece)
 
 
 async def _given_back(starting: asyncio.Future[Answer]) -> None:

@@ -1,11 +1,12 @@
 """The library's blocking verbs, the same for an engine in this process and for one in a process of its own.
 
-Knows an engine by what it takes to queue a request, to step until it is done, and to abort it.
+Knows an engine by what it takes to queue requests and to abort them; another thread steps it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from engine.output_processor import Handle
@@ -15,6 +16,24 @@ from engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+
+
+class Bell:
+    """A listener that wakes one thread. only_ends: not for every piece, but when a request has ended."""
+
+    def __init__(self, only_ends: bool = False) -> None:
+        self._only_ends = only_ends
+        self._rung = threading.Event()
+
+    def __call__(self, handles: Sequence[Handle]) -> None:
+        if not self._only_ends or any(handle.done for handle in handles):
+            self._rung.set()
+
+    def wait(self, is_so: Callable[[], object]) -> None:
+        """Returns once it is so, which is asked whenever the bell has rung."""
+        while not is_so():
+            self._rung.wait()
+            self._rung.clear()
 
 
 def generate(
@@ -28,16 +47,12 @@ def generate(
     """See `Engine.generate`."""
     texts, each = checked_prompts(prompts, params)
     ids = [prompt_ids(prompt, engine.tokenizer, engine.vocab_size) for prompt in texts]
-    for token_ids, one in zip(ids, each, strict=True):
-        engine.max_output_tokens(token_ids, one)
-    handles: list[Handle] = []
+    bell = Bell(only_ends=True)
+    handles = engine.submit_all(list(zip(ids, each, strict=True)), tenant, cache_salt, priority, listener=bell)
     try:
-        for token_ids, one in zip(ids, each, strict=True):
-            handles.append(engine.submit(token_ids, one, tenant, cache_salt, priority))
         for handle in handles:
-            while not handle.done:
-                engine.step_for(handle)
-            _raise_error(handle)
+            bell.wait(lambda: handle.done)  # noqa: B023 (it is asked here only)
+            handle.raise_error()
     finally:
         for handle in handles:
             engine.abort(handle)
@@ -46,17 +61,14 @@ def generate(
 
 def stream(engine: Engine, handle: Handle) -> Iterator[Piece]:
     """See `Engine.stream`."""
+    bell = handle.listener
+    assert isinstance(bell, Bell), "somebody else listens to this request"
     try:
         while not handle.done or handle.pieces:
             if handle.pieces:
                 yield handle.pieces.popleft()
             else:
-                engine.step_for(handle)
-        _raise_error(handle)
+                bell.wait(lambda: handle.done or handle.pieces)
+        handle.raise_error()
     finally:
         engine.abort(handle)
-
-
-def _raise_error(handle: Handle) -> None:
-    if handle.error is not None:
-        raise handle.error

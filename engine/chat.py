@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from engine.chat_template import ChatTemplate, Message
-from engine.output_processor import Handle
+from engine.output_processor import Handle, Listener
 from engine.outputs import Piece, RequestOutput
 from engine.prompts import check_length, check_params, check_session_id, check_text, check_truncation
 from engine.recall_ids import answer_ids
 from engine.sampling_params import SamplingParams
 from engine.window import NextTurn, Window
 from kvstore.block import BlockId, Lineage, extend_chain
-from kvstore.errors import RequestError, SessionBusyError, SessionExistsError, SessionNotFoundError, StoreError
+from kvstore.errors import (
+    EngineClosedError,
+    RequestError,
+    SessionBusyError,
+    SessionExistsError,
+    SessionNotFoundError,
+    StoreError,
+)
 from kvstore.session_store import SessionHead, SessionKey, SessionState, TurnRecord
 
 if TYPE_CHECKING:
@@ -193,11 +200,11 @@ class ChatSession:
         messages: Sequence[Message],
         params: SamplingParams,
         idempotency_key: str | None = None,
-        submit: Callable[..., Handle] | None = None,
+        listener: Listener | None = None,
     ) -> Turn:
         """Queue a turn; `messages` and `params` went through `check`. `end` has to be called, whatever happens.
 
-        idempotency_key: stored with the turn. submit: instead of the engine's. Raises SessionBusyError while another
+        idempotency_key: stored with the turn. listener: see `Engine.submit`. Raises SessionBusyError while another
         turn runs, SessionNotFoundError when the session was deleted, and as `send`.
         """
         if not self._busy.acquire(blocking=False):
@@ -208,14 +215,14 @@ class ChatSession:
                     raise SessionNotFoundError(
                         f"there is no session {self.session_id!r}: it was deleted", param="session_id"
                     )
-                self._running = self._begin(list(messages), params, idempotency_key, submit or self._engine.submit)
+                self._running = self._begin(list(messages), params, idempotency_key, listener)
                 return self._running
         except BaseException:
             self._busy.release()
             raise
 
     def _begin(
-        self, said: list[Message], params: SamplingParams, idempotency_key: str | None, submit: Callable[..., Handle]
+        self, said: list[Message], params: SamplingParams, idempotency_key: str | None, listener: Listener | None
     ) -> Turn:
         window = self._window
         if len(said) > 1:
@@ -225,7 +232,8 @@ class ChatSession:
             self._engine, self._template, text, params, self.tenant, self.truncation, self.truncation_reuse
         )
         try:
-            handle = submit(following.prompt, params, self.tenant, spliced=(following.chain, following.lineage))
+            spliced = (following.chain, following.lineage)
+            handle = self._engine.submit(following.prompt, params, self.tenant, spliced=spliced, listener=listener)
         except BaseException:
             self._forget(self._unused(following, None))
             raise
@@ -302,7 +310,7 @@ class ChatSession:
 
     def _forget(self, block_ids: Sequence[BlockId]) -> None:
         if block_ids and not self._engine.closed:
-            with suppress(StoreError):
+            with suppress(StoreError, EngineClosedError):
                 self._engine.admin.forget(block_ids)
 
     def _commit(self, running: Turn, lineage: Lineage) -> TurnRecord:

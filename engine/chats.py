@@ -45,7 +45,7 @@ def open_chat(
     if not is_new:
         engine.admin.expire(name)
     state = None if is_new or name in engine.chats else engine.sessions.load(name)  # no step waits for the disk
-    with engine.lock:
+    with engine.chats_lock:
         engine.check_open()
         chat = engine.chats.get(name)
         if chat is None:

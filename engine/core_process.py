@@ -41,8 +41,10 @@ from engine.wire import (
     owner_of,
     params_of,
 )
+from kvstore.errors import EngineClosedError
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+POLL_MS = 1000  # between two looks whether the engine has ended by itself
 TERM_GRACE_S = 10  # from SIGTERM to the end, when the front says nothing
 
 
@@ -64,14 +66,16 @@ def watch_parent() -> None:
 
 
 class Core:
-    """The loop: what the front wants, a step, what it brought. In the main thread; only this thread steps."""
+    """The main thread puts what the front wants into the engine's inbox; the one that steps says what it brought."""
 
     def __init__(self, engine: Any, channel: Channel, heart: Heart) -> None:
         self._engine = engine
         self._channel = channel
         self._heart = heart
+        self._lock = threading.Lock()  # of the ids and of sending
         self._running: dict[str, Handle] = {}  # by the front's ids
         self._ids: dict[str, str] = {}  # the front's, by the engine's
+        self._told: Exception | None = None  # what has ended requests
         self._over = False
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
@@ -87,23 +91,13 @@ class Core:
         poller = select.poll()
         poller.register(self._channel, select.POLLIN)
         poller.register(self._woken, select.POLLIN)
-        self._engine.drive(threading.current_thread())
         while not self._over and not self._engine.closed:
-            if not self._engine.has_work:
-                self._heart.rest()
-                poller.poll()
-            self._heart.begin()
-            self._take_inbox()
-            if self._engine.has_work and not self._over:
-                self._step()
-        self._heart.rest()
-        try:
-            self._engine.close()
-        finally:
-            self._publish(list(self._running.values()))
+            if poller.poll(POLL_MS):
+                self.take_in()
+        self._engine.close()
 
     # -- what comes in -----------------------------------------------------------------------------------------------
-    def _take_inbox(self) -> None:
+    def take_in(self) -> None:
         for message in map(decode_inbound, self._channel.receive()):
             if isinstance(message, Submit):
                 self._submit(message)
@@ -113,51 +107,46 @@ class Core:
                 self._end(message)
 
     def _submit(self, message: Submit) -> None:
-        def note(handle: Handle) -> None:
-            self._running[message.request_id] = handle
-            self._ids[handle.request_id] = message.request_id
-
-        tenant, salt = owner_of(message.tenant), owner_of(message.cache_salt)
+        tenant, salt, ids = owner_of(message.tenant), owner_of(message.cache_salt), message.token_ids
         try:
             params = params_of(message.params)
-            self._engine.submit(message.token_ids, params, tenant, salt, message.priority, message.spliced, note)
+            with self._lock:  # nothing of it is told before its ids are known
+                handle = self._engine.submit(
+                    ids, params, tenant, salt, message.priority, message.spliced, self._publish
+                )
+                self._running[message.request_id] = handle
+                self._ids[handle.request_id] = message.request_id
         except Exception as error:
             ended = Ended(CachedTokensDetails(), (), None, Timings(), failure_of(error))
-            if (handle := self._running.pop(message.request_id, None)) is not None:
-                del self._ids[handle.request_id]
-            self._send([Update(message.request_id, [], ended)])
+            with self._lock:
+                self._channel.send_all(encode(Updates([Update(message.request_id, [], ended)])))
 
     def _end(self, message: End) -> None:
-        handle = self._running.get(message.request_id)
+        handle, loop = self._running.get(message.request_id), self._engine.loop
         if handle is not None:  # else it has ended by itself
-            self._engine.abort(handle, message.index, message.reason)
+            with suppress(EngineClosedError):
+                loop.inbox.put(loop.abort, handle, message.index, message.reason)  # not waited for
 
-    # -- what goes out -----------------------------------------------------------------------------------------------
-    def _step(self) -> None:
-        try:
-            touched = self._engine.step()
-        except Exception as error:  # it has ended every request with this error
-            print(f"kvstore: a step of the engine failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            touched = list(self._running.values())
-        self._publish(touched)
-
+    # -- what goes out, from the thread that steps -------------------------------------------------------------------
     def _publish(self, handles: Sequence[Handle]) -> None:
         updates: list[Update] = []
-        for handle in handles:
-            request_id = self._ids.get(handle.request_id)
-            if request_id is None:
-                continue  # it was handed out as ended before
-            done = handle.done
-            updates.append(update_of(request_id, handle))
-            if done:
-                del self._ids[handle.request_id], self._running[request_id]
-        if updates:
-            self._send(updates)
+        with self._lock:
+            for handle in handles:
+                request_id = self._ids[handle.request_id]
+                done = handle.done
+                updates.append(update_of(request_id, handle))
+                if done:
+                    del self._ids[handle.request_id], self._running[request_id]
+                    self._tell(handle.error)
+            self._heart.rest()  # the front may be slow
+            self._channel.send_all(encode(Updates(updates)))
+            self._heart.begin()
 
-    def _send(self, updates: list[Update]) -> None:
-        self._heart.rest()  # the front may be slow
-        self._channel.send_all(encode(Updates(updates)))
-        self._heart.begin()
+    def _tell(self, error: Exception | None) -> None:
+        """On stderr, once for all requests that a step has ended."""
+        if error is not None and error is not self._told:
+            print(f"kvstore: a step of the engine failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        self._told = error
 
 
 def update_of(request_id: str, handle: Handle) -> Update:
@@ -206,7 +195,8 @@ def serve(start: Start, heart: Heart) -> int:
     gc.collect()
     gc.freeze()  # what was loaded stays: a whole collection would look at it for a quarter of a second
     if engine.computes_on_cpu:
-        bind_threads()  # last: threads that this one starts would be bound, too
+        engine.loop.call(bind_threads)  # the thread that steps, which starts no other
+    engine.loop.watch = heart
     channel.send_all(encode(hello))
     core.run()
     return 0

@@ -1,6 +1,6 @@
-"""The engine: prompts in, tokens out, one step at a time. Ties scheduler, model runner, outputs and sessions together.
+"""The engine: prompts in, tokens out. Ties the loop that steps, the tiers and sessions together.
 
-Any thread may call it; whoever waits for an answer drives the steps, under one lock.
+Any thread may call it, and waits for `engine.step_loop`, the only one that steps.
 """
 
 from __future__ import annotations
@@ -10,46 +10,43 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from engine.admin import Admin, weak_handler
-from engine.blocking import generate, stream
+from engine.blocking import Bell, generate, stream
 from engine.chat import ChatSession
 from engine.chat_template import ChatTemplate
 from engine.chats import open_chat, prefetch_chat
 from engine.config import EngineConfig
 from engine.erasure import Erasure
-from engine.fair_lock import FairLock
 from engine.graphs import CudaCapturer
 from engine.kv_cache_manager import KVCacheManager
 from engine.lifetime import Gate, shut, shut_dropped
 from engine.loading import load
 from engine.memory import num_hbm_blocks
-from engine.model_runner import ModelRunner, StepResult, StepTimes
-from engine.output_processor import Handle, OutputProcessor, Totals
+from engine.model_runner import ModelRunner
+from engine.output_processor import Handle, Listener, OutputProcessor, new_handle
 from engine.outputs import Piece, RequestOutput
 from engine.probe import intercept
 from engine.prompts import check_fits, check_ids, check_ids_of, check_owner, check_params
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler, SchedulerOutput
-from engine.stats import engine_stats
+from engine.scheduler import Scheduler
+from engine.step_loop import StepLoop
 from engine.storage import check_room, open_store
 from engine.waiting import WAITING
 from kernels.triton_support import has_triton
 from kvstore.block import BlockId, Lineage
 from kvstore.config import CacheTiers
-from kvstore.connector import StoreDirectory, TransferPlan, hold_store
-from kvstore.errors import EngineClosedError, KVStoreError
+from kvstore.connector import Evict, StoreDirectory, hold_store
+from kvstore.errors import EngineClosedError
 from kvstore.pool import BlockPool
 from kvstore.session_store import AnswerStore, SessionKey, SessionStore, open_answers, open_sessions
-
-IDLE_WAIT_S = 0.02
 
 
 class Engine:
@@ -100,14 +97,23 @@ class Engine:
             model, tiers, device, dtype, block_size, max_model_len, max_num_seqs, max_num_batched_tokens, load, seed,
             policy, eviction, tokenizer, revision, enforce_eager, chat_template,
         )  # fmt: skip
-        with WAITING.allowed(), ExitStack() as failing:
-            directory = hold_store(tiers)  # first: a store that cannot be had is found before weights are read
-            if directory is not None:
-                failing.callback(directory.close)
-            self._build(config, directory)
+        with ExitStack() as failing:
+            with WAITING.allowed():
+                directory = hold_store(tiers)  # first: a store that cannot be had is found before weights are read
+                if directory is not None:
+                    failing.callback(directory.close)
+                self._build(config, directory, failing)
+            # Also when the engine is collected or the interpreter exits: no step may run while Python is torn down.
+            parts = (self._gate, self.loop, self.connector, self.sessions, self.answers)
+            self._finalizer = weakref.finalize(self, shut_dropped, *parts)
+            failing.pop_all()
+            failing.callback(self.close)
+            self.loop.start()
+            self.admin.resume()
+            self.connector.serve(weak_handler(self.admin))
             failing.pop_all()
 
-    def _build(self, config: EngineConfig, directory: StoreDirectory | None) -> None:
+    def _build(self, config: EngineConfig, directory: StoreDirectory | None, failing: ExitStack) -> None:
         loaded = load(
             config.model, config.device, config.dtype, config.max_model_len, config.tokenizer, config.revision,
             config.chat_template, partial(check_room, config),
@@ -125,43 +131,28 @@ class Engine:
         has_graphs = loaded.device.type == "cuda" and has_triton() and not config.enforce_eager
         has_store = bool(config.tiers.cpu or config.tiers.disk)
         self._num_blocks = num_hbm_blocks(model, limits, config.tiers.hbm, has_graphs, has_store)
-        self.lock = FairLock()
         with torch.cuda.device_of(next(loaded.model.parameters())):  # whose context pins the arena
             self.connector = open_store(config, loaded, model, self._num_blocks, directory)
-        self._gate = Gate()
-        try:
-            self.pool = BlockPool(self._num_blocks, self.connector.hbm_order)
-            self._scheduler = Scheduler(limits, KVCacheManager(self.pool, limits.block_size), self.connector)
-            capturer = CudaCapturer(loaded.device) if has_graphs else None
-            self._runner = ModelRunner(model, limits, self._num_blocks, self.connector, capturer)
-            self._outputs = OutputProcessor(None if loaded.tokenizer is None else loaded.tokenizer.backend_tokenizer)
-            self._template = None if loaded.tokenizer is None else ChatTemplate.of(loaded.tokenizer)
-            self.sessions: SessionStore = open_sessions(self.connector.directory)
-            self.answers: AnswerStore = open_answers(self.connector.directory)
-        except BaseException:
-            self.connector.close()
-            raise
+        failing.callback(self.connector.close)
+        pool = BlockPool(self._num_blocks, self.connector.hbm_order)
+        capturer = CudaCapturer(loaded.device) if has_graphs else None
+        runner = ModelRunner(model, limits, self._num_blocks, self.connector, capturer)
+        self.loop = StepLoop(
+            Scheduler(limits, KVCacheManager(pool, limits.block_size), self.connector),
+            runner,
+            OutputProcessor(None if loaded.tokenizer is None else loaded.tokenizer.backend_tokenizer),
+            self.connector,
+            Erasure(pool, runner.caches),
+        )
+        self._template = None if loaded.tokenizer is None else ChatTemplate.of(loaded.tokenizer)
+        self.sessions: SessionStore = open_sessions(self.connector.directory)
+        self.answers: AnswerStore = open_answers(self.connector.directory)
         self.chats: weakref.WeakValueDictionary[SessionKey, ChatSession] = weakref.WeakValueDictionary()
-        self._erasure = Erasure(self.pool, self._runner.caches)
+        self.chats_lock = threading.RLock()
+        self.admin = Admin(self)
+        self._gate = Gate()
         self._random = random.Random(config.seed)
         self._counter = itertools.count()
-        self._num_aborted = 0
-        self._plan: TransferPlan | None = None
-        self._totals = Totals()
-        self._changed = threading.Condition(self.lock)  # type: ignore[arg-type]  # work has come, or a step has ended
-        self._driver: threading.Thread | None = None  # who steps, when it is not the caller who waits
-        self._aborted: list[Handle] = []  # since the last step, for the driver to hand out
-        # Also when the engine is collected or the interpreter exits: no step may run while Python is torn down.
-        parts = (self._gate, self.lock, self.connector, self.sessions, self.answers)
-        self._finalizer = weakref.finalize(self, shut_dropped, *parts)
-        self.admin = Admin(self)
-        try:
-            self.admin.resume()
-            self.connector.serve(weak_handler(self.admin))
-        except BaseException:
-            self._finalizer.detach()
-            shut(*parts)
-            raise
 
     # -- the library's interface -------------------------------------------------------------------------------------
     def generate(
@@ -213,24 +204,17 @@ class Engine:
 
     def stats(self) -> dict[str, object]:
         """Counters and gauges as a plain dict; step times are running totals in seconds."""
-        with self.lock:
-            is_auto = self._config.tiers.hbm == "auto"
-            stats = engine_stats(self, self._scheduler, self._totals, self._num_aborted, is_auto)
-        stats["sessions"] = self.sessions.stats()
-        return stats
+        shape = {"block_bytes": self.block_bytes, "block_size": self.block_size}
+        stats = self.loop.call(self.loop.stats, {**shape, "is_auto": self._config.tiers.hbm == "auto"})
+        return {"model": self.model_name, **stats, "sessions": self.sessions.stats()}
 
     def close(self) -> None:
         """End running requests as aborted and close the store. Does nothing in a forked child."""
         if self._gate.is_inherited:
             return
-        with self.lock:
-            if self._gate.closed:
-                return
-            self._end_all(None)
-            self._finalizer.detach()
-            shut(self._gate, self.lock, self.connector, self.sessions, self.answers)
-            self._runner.caches.clear()
-            self._changed.notify_all()
+        shut(self._gate, self.loop, self.connector, self.sessions, self.answers)
+        self._finalizer.detach()
+        self.loop.runner.caches.clear()
 
     def __enter__(self) -> Engine:
         return self
@@ -238,7 +222,7 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- requests, step by step --------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------------------------
     def submit(
         self,
         token_ids: list[int],
@@ -247,104 +231,70 @@ class Engine:
         cache_salt: str = "",
         priority: int = 0,
         spliced: tuple[Sequence[BlockId], Lineage] | None = None,
-        announce: Callable[[Handle], None] | None = None,
+        listener: Listener | None = None,
     ) -> Handle:
-        """Queue one prompt of token ids. Somebody has to call `step` until the handle is done. Raises as `generate`.
+        """Queue one prompt of token ids; never waits. Raises as `generate`.
 
         spliced: the chain of its first blocks, where these hold reused KV, and that chain's lineage.
-        announce: called with the handle before any step can see it.
+        listener: is told of what it says; without one, `stream` hands that out.
         """
+        return self.submit_all([(token_ids, params)], tenant, cache_salt, priority, spliced, listener)[0]
+
+    def submit_all(
+        self,
+        prompts: Sequence[tuple[list[int], SamplingParams]],
+        tenant: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        spliced: tuple[Sequence[BlockId], Lineage] | None = None,
+        listener: Listener | None = None,
+    ) -> list[Handle]:
+        """`submit`, for prompts that are in the same step if there is room. Queues none when one of them is wrong."""
+        self.check_open()
         check_owner(tenant, cache_salt, priority)
+        chain, lineage = spliced or ((), Lineage(self.connector.lineage_root(tenant, cache_salt)))
+        added: list[tuple[Handle, list[Request]]] = []
+        longest = [self._checked(token_ids, params) for token_ids, params in prompts]
+        for (token_ids, params), most in zip(prompts, longest, strict=True):
+            first = Request(
+                request_id=f"request-{next(self._counter)}",
+                prompt_token_ids=token_ids,
+                params=params,
+                max_output_tokens=most,
+                lineage=lineage,
+                block_size=self._config.block_size,
+                seed=self._random.getrandbits(63) if params.seed is None else params.seed,
+                eos_token_ids=self._eos_token_ids,
+                call_token_ids=self._call_token_ids,
+                priority=priority,
+                arrival_s=time.monotonic(),
+                tenant=tenant,
+                chain=list(chain),
+            )
+            first.children = [first.sibling(index) for index in range(1, params.n)]
+            handle = new_handle(first.request_id, token_ids, params, listener or Bell())
+            added.append((handle, [first, *first.children]))
+        self.loop.inbox.put(self.loop.add, added)
+        return [handle for handle, _ in added]
+
+    def _checked(self, token_ids: list[int], params: SamplingParams) -> int:
+        """How many tokens may answer it."""
         check_params(params)
         check_ids(token_ids, self.vocab_size)
         check_ids_of(params, self.vocab_size)
-        longest = self.max_output_tokens(token_ids, params)
-        with self.lock:
-            self.check_open()
-            with self._ending_all_on_error():
-                chain, lineage = spliced or ((), Lineage(self.connector.lineage_root(tenant, cache_salt)))
-                first = Request(
-                    request_id=f"request-{next(self._counter)}",
-                    prompt_token_ids=token_ids,
-                    params=params,
-                    max_output_tokens=longest,
-                    lineage=lineage,
-                    block_size=self._config.block_size,
-                    seed=self._random.getrandbits(63) if params.seed is None else params.seed,
-                    eos_token_ids=self._eos_token_ids,
-                    call_token_ids=self._call_token_ids,
-                    priority=priority,
-                    arrival_s=time.monotonic(),
-                    tenant=tenant,
-                    chain=list(chain),
-                )
-                first.children = [first.sibling(index) for index in range(1, params.n)]
-                handle = self._outputs.add([first, *first.children])
-                if announce is not None:
-                    announce(handle)
-                self._scheduler.add(first)
-            self._changed.notify_all()
-            return handle
-
-    def step(self) -> list[Handle]:
-        """Run one step; returns the handles that got something new or were aborted. An error ends all that run."""
-        with self.lock:
-            self.check_open()
-            aborted, self._aborted = self._aborted, []
-            if aborted and not self._scheduler.has_work:
-                return aborted
-            with self._ending_all_on_error(), WAITING.allowed():
-                started = time.perf_counter()
-                self._plan = None
-                output = self._scheduler.schedule()
-                self._plan = output.plan
-                scheduled = time.perf_counter()
-                result = self._runner.execute(output)
-                executed = time.perf_counter()
-                touched = self._update(output, result)
-                self._erasure.go_on()
-            times = self._runner.times
-            times.schedule_s += scheduled - started
-            times.update_s += time.perf_counter() - executed
-            self._changed.notify_all()
-            if not output.scheduled and self._scheduler.has_work:
-                self.connector.wait_for_progress(IDLE_WAIT_S)  # every request waits for blocks from a slower tier
-            return touched + aborted
-
-    def _update(self, output: SchedulerOutput, result: StepResult) -> list[Handle]:
-        failed_blocks = self.connector.get_finished()
-        touched: dict[str, Handle] = {}
-        for progress in self._scheduler.update(output, result.token_ids, failed_blocks):
-            request = progress.request
-            logprobs = result.logprobs.get(progress.scheduled)
-            logprob = None if logprobs is None else logprobs[progress.sample]
-            handle, stopped = self._outputs.process(request, progress.token_id, logprob)
-            if stopped:
-                self._scheduler.finish(request.request_id, "stop", request.stop_reason)
-            if handle is not None:
-                touched[handle.request_id] = handle
-                if handle.done:
-                    self._totals.add(handle.output.usage)
-        return list(touched.values())
+        return self.max_output_tokens(token_ids, params)
 
     def abort(self, handle: Handle, index: int | None = None, reason: str = "abort") -> None:
-        """End a request, or only choice `index` of it; its blocks are given back before the next step.
+        """End a request, or only choice `index` of it; its blocks have been given back on return.
 
-        reason: "stop" where the caller has found its end. Does nothing when it is done.
+        reason: "stop" where the caller has found its end. Does nothing when it is done, or when the engine is closed.
         """
         if handle.done:
             return
-        with self.lock, self._ending_all_on_error():
-            ended = self._outputs.abort(handle, None, index, reason)
-            if reason == "abort":
-                self._num_aborted += bool(ended)
-            elif not self._outputs.is_running(handle):
-                self._totals.add(handle.output.usage)
-            self._aborted += [handle] if self._driver is not None else []
-            for request_id in ended:
-                self._scheduler.finish(request_id, reason)
-            self._erasure.go_on()
-            self._changed.notify_all()  # whoever waits for it while another thread steps
+        with suppress(EngineClosedError):  # which ends it
+            ended = self.loop.inbox.put(self.loop.abort, handle, index, reason)
+            if not self.loop.is_here:  # the collector may close a stream in any thread
+                ended.result()
 
     def stream(self, handle: Handle) -> Iterator[Piece]:
         """Pieces of a submitted request as they come; leaving the loop early aborts it."""
@@ -361,76 +311,19 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        return self._gate.closed
+        return self.loop.inbox.closed
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or bool(self._aborted)
+        return self.loop.has_work
 
     def check_integrity(self) -> None:
         """Assert that every count agrees, and that nothing is held when nothing runs. For tests and debugging."""
-        with self.lock:
-            self._scheduler.check_integrity()
-            self.connector.check_integrity(idle=not self._scheduler.has_work)
-
-    def step_for(self, handle: Handle) -> None:
-        """A step, unless another thread's step has just brought the end, or a driver steps for all."""
-        with self._changed:
-            if handle.done:
-                return
-            if self._driver in (None, threading.current_thread()):
-                self.step()
-            else:
-                self._changed.wait()
-
-    def drive(self, driver: threading.Thread) -> None:
-        """From now on only this thread steps; whoever else waits for an answer waits for it."""
-        with self.lock:
-            self._driver = driver
-
-    def warm_up(self) -> None:
-        """By the driver, before its first step: on CUDA a thread's first step would take longer."""
-        with self.lock, WAITING.allowed():
-            if not self._gate.closed:
-                self._runner.warm_up()
-
-    def wait_for_work(self, stop: Callable[[], bool]) -> None:
-        """Returns when there is something to step for, or when `stop` says so after a `wake`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.has_work or stop())
-
-    def wake(self) -> None:
-        """Let `wait_for_work` ask its `stop` again."""
-        with self._changed:
-            self._changed.notify_all()
+        self.loop.call(self.loop.check_integrity)
 
     def check_open(self) -> None:
-        if self._gate.closed:
+        if self.closed:
             raise EngineClosedError("the engine is closed")
-
-    @contextmanager
-    def _ending_all_on_error(self) -> Iterator[None]:
-        """An error, or Ctrl-C, in here may have torn any count: every request ends and all state begins anew."""
-        try:
-            yield
-        except Exception as error:
-            self._end_all(error)
-            raise
-        except BaseException:
-            self._end_all(KVStoreError("another caller was interrupted in the middle of a step"))
-            raise
-
-    def _end_all(self, error: Exception | None) -> None:
-        ended = self._outputs.handles()
-        for handle in ended:
-            self._outputs.abort(handle, error)
-            self._num_aborted += 1
-        self._aborted += ended if self._driver is not None else []
-        self.connector.step_failed(self._plan)
-        self._plan = None
-        self._scheduler.reset("abort")
-        self._runner.reset()
-        self._changed.notify_all()
 
     # -- what chat sessions and administration need ------------------------------------------------------------------
     def root(self, tenant: str) -> BlockId:
@@ -450,8 +343,20 @@ class Engine:
 
     def expire_kv(self, chain: Sequence[BlockId], at_s: float | None) -> None:
         """From this time on (seconds since the epoch) the KV of this chain goes before that of others."""
-        with self.lock:
-            self.connector.expire(chain, at_s)
+        with suppress(EngineClosedError):
+            self.loop.call(self.connector.expire, chain, at_s)
+
+    def pin_kv(self, chain: Sequence[BlockId], seconds: float) -> None:
+        """For so long the KV of this chain stays longer than that of others."""
+        self.loop.call(self.connector.pin, chain, seconds)
+
+    def forget_hbm(self, block_ids: Iterable[BlockId]) -> None:
+        """Forget these blocks in HBM, and overwrite them."""
+        self.loop.call(self.loop.forget, tuple(block_ids))
+
+    def evict_hbm(self, what: Evict, block_ids: frozenset[BlockId]) -> int:
+        """Give up what matches in HBM, and these blocks, unless they are in use. Returns how many."""
+        return self.loop.call(self.loop.evict, what, block_ids)
 
     @property
     def vocab_size(self) -> int:
@@ -460,16 +365,12 @@ class Engine:
 
     @property
     def computes_on_cpu(self) -> bool:
-        return self._runner.model.device.type == "cpu"
+        return self.loop.runner.model.device.type == "cpu"
 
     @property
     def fingerprint(self) -> bytes:
         """Names weights and layout where sessions outlive the process, else empty."""
         return self.connector.fingerprint
-
-    @property
-    def step_times(self) -> StepTimes:
-        return self._runner.times
 
     @property
     def block_size(self) -> int:
@@ -478,7 +379,3 @@ class Engine:
     @property
     def block_bytes(self) -> int:
         return self._config.block_size * self.spec.kv_bytes_per_token
-
-    def forget_hbm(self, blocks: Iterable[int]) -> None:
-        """Forget these blocks and overwrite them."""
-        self._erasure.forget(blocks)

@@ -12,7 +12,7 @@ from kvstore.pool import BlockPool
 
 
 class Erasure:
-    """Of one pool and its caches. To be called with the engine's lock held."""
+    """Of one pool and its caches. To be called between two steps."""
 
     def __init__(self, pool: BlockPool, caches: Sequence[Any]) -> None:
         self._pool = pool

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -28,12 +28,19 @@ class Store(Protocol):
     def close(self) -> None: ...
 
 
+class Stepping(Protocol):
+    """What steps the engine; it is stopped before anything is closed."""
+
+    def stop(self) -> None: ...
+
+
 @dataclass(slots=True)
 class Gate:
     """Whether an engine still takes requests, and the process that it belongs to."""
 
     closed: bool = False
     pid: int = field(default_factory=os.getpid)
+    closing: threading.Lock = field(default_factory=threading.Lock)  # held by who closes
 
     @property
     def is_inherited(self) -> bool:
@@ -41,13 +48,14 @@ class Gate:
         return os.getpid() != self.pid
 
 
-def shut(gate: Gate, lock: AbstractContextManager, connector: KVConnector, *stores: Store) -> None:
+def shut(gate: Gate, loop: Stepping, connector: KVConnector, *stores: Store) -> None:
     """Let a running step end, refuse further ones, and drain the store. Does nothing in a forked child."""
     if gate.is_inherited:
         return
-    with lock:
+    with gate.closing:
         if gate.closed:
             return
+        loop.stop()
         gate.closed = True
         with ExitStack() as closing:  # each of them, whatever the others raise; the connector last
             closing.callback(connector.close)
@@ -55,7 +63,7 @@ def shut(gate: Gate, lock: AbstractContextManager, connector: KVConnector, *stor
                 closing.callback(store.close)
 
 
-def shut_dropped(gate: Gate, lock: AbstractContextManager, connector: KVConnector, *stores: Store) -> None:
+def shut_dropped(gate: Gate, loop: Stepping, connector: KVConnector, *stores: Store) -> None:
     """`shut` for an engine that was dropped: the collector may have found it in any thread.
 
     One of our own threads may be the one that `shut` waits for, so there a fresh thread does it.
@@ -63,9 +71,9 @@ def shut_dropped(gate: Gate, lock: AbstractContextManager, connector: KVConnecto
     if gate.is_inherited:
         return
     if threading.current_thread().name.startswith(OWN_THREADS):
-        threading.Thread(target=shut, args=(gate, lock, connector, *stores), name="engine-shut").start()
+        threading.Thread(target=shut, args=(gate, loop, connector, *stores), name="engine-shut").start()
     else:
-        shut(gate, lock, connector, *stores)
+        shut(gate, loop, connector, *stores)
 
 
 def open_waiting_for_lock(opened: Callable[[], T], timeout_s: float = LOCK_WAIT_S) -> T:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from engine.config import SchedulerConfig
-from engine.graphs import Capturer, capture_graphs
+from engine.graphs import Capturer, StepGraphs, capture_graphs
 from engine.input_batch import InputBatch, StepInputs
 from engine.model import PositionFreeModel
 from engine.outputs import TokenLogprob
@@ -19,6 +19,7 @@ from engine.request import Request
 from engine.sampler import Sampler
 from engine.scheduler import NewRow, Scheduled, SchedulerOutput
 from engine.step_tensors import step_tensors
+from engine.waiting import WAITING
 from engine.warm_up import warm_up
 from kernels.device import to_device
 from kernels.threads import Team
@@ -83,14 +84,18 @@ class ModelRunner:
         self._team = Team() if self._device.type == "cpu" else None
         connector.register_kv_caches(self.caches)
         self._config = config
-        self.warm_up()
-        self.graphs = None if capturer is None else capture_graphs(model, self.caches, config, capturer)
-        self.times.num_graphs = 0 if self.graphs is None else self.graphs.num_graphs
+        self._capturer = capturer
+        self.graphs: StepGraphs | None = None
 
-    def warm_up(self) -> None:
-        """In the thread that is going to step, before it does; on a CPU there is nothing to do."""
-        if self._device.type == "cuda":
-            warm_up(self.model, self.caches, self._config)
+    def prepare(self) -> None:
+        """In the thread that is going to step, before it does: CUDA keeps a device and handles for each thread."""
+        with WAITING.allowed():
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+                warm_up(self.model, self.caches, self._config)
+            if self._capturer is not None:
+                self.graphs = capture_graphs(self.model, self.caches, self._config, self._capturer)
+        self.times.num_graphs = 0 if self.graphs is None else self.graphs.num_graphs
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> StepResult:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeAlias
 
 from engine.detokenizer import Detokenizer
 from engine.outputs import CachedTokensDetails, Choice, Piece, RequestOutput, Timings, TokenLogprob, Usage
@@ -25,17 +26,46 @@ if TYPE_CHECKING:
 class Handle:
     """A caller's end of one prompt: pieces of the stream in order, and the output, complete when `done`.
 
-    Pieces are appended by whoever steps the engine and taken by the caller. error: why it ended without an output.
-    chain, lineage: the ids of the first choice's full blocks and what they are built on, once it has ended.
+    Pieces are appended by the thread that steps the engine and taken by the caller. error: why it ended without an
+    output; trace: of it, before anybody raised it. listener: is told of new pieces and of the end. chain, lineage: the
+    ids of the first choice's full blocks and what they are built on, once it has ended.
     """
 
     request_id: str
     output: RequestOutput
+    listener: Listener
     pieces: deque[Piece] = field(default_factory=deque)
     done: bool = False
     error: Exception | None = None
+    trace: TracebackType | None = None
     chain: Sequence[BlockId] = ()
     lineage: Lineage | None = None
+
+    def fail(self, error: Exception | None) -> None:
+        """What it will end with; others may share the error."""
+        self.error, self.trace = error, None if error is None else error.__traceback__
+
+    def end(self, error: Exception) -> None:
+        self.fail(error)
+        self.done = True
+
+    def raise_error(self) -> None:
+        """If it ended with one."""
+        if self.error is not None:
+            raise self.error.with_traceback(self.trace)
+
+
+# Called with those of its handles that got something new or have ended, by the thread that steps; must not wait.
+Listener: TypeAlias = Callable[[Sequence[Handle]], None]
+
+
+def tell(handles: Iterable[Handle]) -> None:
+    """Tell their listeners, each once."""
+    by_listener: dict[Listener, list[Handle]] = {}
+    for handle in handles:
+        by_listener.setdefault(handle.listener, []).append(handle)
+    for listener, mine in by_listener.items():
+        listener(mine)
 
 
 class Totals:
@@ -58,11 +88,13 @@ class Totals:
         return {**self._tokens, "cached_by_tier": dict(self._cached_by_tier)}
 
 
-def new_handle(request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> Handle:
+def new_handle(
+    request_id: str, prompt_token_ids: list[int], params: SamplingParams, listener: Listener
+) -> Handle:
     """A handle with `params.n` choices that have said nothing yet."""
     choices = [Choice(logprobs=None if params.logprobs is None else []) for _ in range(params.n)]
     usage = Usage(len(prompt_token_ids), 0, CachedTokensDetails())
-    return Handle(request_id, RequestOutput(request_id, prompt_token_ids, choices, usage, ttft_s=None))
+    return Handle(request_id, RequestOutput(request_id, prompt_token_ids, choices, usage, ttft_s=None), listener)
 
 
 class ChoiceText:
@@ -112,15 +144,12 @@ class OutputProcessor:
         self._tracked: dict[str, tuple[Handle, ChoiceText, Request]] = {}
         self._open: dict[str, int] = {}  # handle id -> choices still running
 
-    def add(self, choices: list[Request]) -> Handle:
+    def add(self, handle: Handle, choices: Sequence[Request]) -> None:
         """Begin to track the n choices of one prompt."""
-        first = choices[0]
-        handle = new_handle(first.request_id, first.prompt_token_ids, first.params)
         for choice in choices:
             text = ChoiceText(handle.output, choice.index, choice.params, self._tokenizer)
             self._tracked[choice.request_id] = (handle, text, choice)
         self._open[handle.request_id] = len(choices)
-        return handle
 
     def process(
         self, request: Request, token_id: int, logprob: TokenLogprob | None = None
@@ -148,6 +177,7 @@ class OutputProcessor:
         self, handle: Handle, error: Exception | None = None, index: int | None = None, reason: str = "abort"
     ) -> list[str]:
         """Stop tracking a handle, or only choice `index`; returns the ids of its choices that were still running."""
+        handle.fail(error)  # first: it may be done below
         mine = [i for i, (owner, _, _) in self._tracked.items() if owner is handle]
         ids = [i for i in mine if index is None or self._tracked[i][2].index == index]
         for request_id in ids:
@@ -155,7 +185,6 @@ class OutputProcessor:
             request.finish_reason = reason
             handle.pieces.append(text.end(reason))
             self._close(request)
-        handle.error = error
         return ids
 
     def is_running(self, handle: Handle) -> bool:

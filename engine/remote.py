@@ -8,29 +8,30 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from engine.admin import Admin
-from engine.blocking import generate, stream
+from engine.blocking import Bell, generate, stream
 from engine.chat import ChatSession
 from engine.chat_template import ChatTemplate
 from engine.chats import open_chat, prefetch_chat
 from engine.config import EngineConfig
 from engine.loading import load_tokenizer
 from engine.model_files import find_model
-from engine.output_processor import Handle
+from engine.output_processor import Handle, Listener
 from engine.outputs import Piece, RequestOutput
 from engine.prompts import check_fits, check_ids, check_ids_of, check_owner, check_params, check_session_id
 from engine.pulse import MIN_SILENCE_S
-from engine.remote_link import POLL_S, STEP_POLL_S, Link, State, close_dropped
-from engine.remote_parts import NoPool, RemoteAnswers, RemoteConnector, RemoteSessions
+from engine.remote_link import POLL_S, Link, State, close_dropped
+from engine.remote_parts import RemoteAnswers, RemoteConnector, RemoteSessions
 from engine.sampling_params import SamplingParams
 from engine.wire import Submit, encode, owner_to_wire, params_to_wire
 from kvstore.block import BlockId, Lineage
 from kvstore.config import CacheTiers
+from kvstore.connector import Evict
 from kvstore.errors import ConfigError, EngineOverloadedError, KVStoreError
 from kvstore.session_store import SessionKey
 
@@ -76,13 +77,11 @@ class RemoteEngine:
         except BaseException:
             self._finalizer()
             raise
-        self.lock = threading.RLock()  # of `chats`
-        self.pool = NoPool()
+        self.chats_lock = threading.RLock()
         self.sessions = RemoteSessions(link)
         self.answers = RemoteAnswers(link)
         self.connector = RemoteConnector(link)
         self._counter = itertools.count()
-        self._driver: threading.Thread | None = None
         self.admin = Admin(self._verbs)
 
     # -- what is known of the engine ---------------------------------------------------------------------------------
@@ -176,7 +175,7 @@ class RemoteEngine:
         """See `Engine.chat`. After a restart of the process, ask for the session again."""
         check_session_id(session_id)
         key = SessionKey(tenant, session_id)
-        with self.lock:
+        with self.chats_lock:
             known = self.chats.get(key)
             if known is not None and not known.is_busy and known._is_gone():
                 self.chats.pop(key, None)  # somebody deleted it at the store's own socket
@@ -206,7 +205,7 @@ class RemoteEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- requests, step by step --------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------------------------
     def submit(
         self,
         token_ids: list[int],
@@ -215,7 +214,7 @@ class RemoteEngine:
         cache_salt: str = "",
         priority: int = 0,
         spliced: tuple[Sequence[BlockId], Lineage] | None = None,
-        announce: Callable[[Handle], None] | None = None,
+        listener: Listener | None = None,
     ) -> Handle:
         """See `Engine.submit`. Raises EngineOverloadedError at MAX_REQUESTS, EngineDiedError without a process."""
         check_owner(tenant, cache_salt, priority)
@@ -232,65 +231,64 @@ class RemoteEngine:
             life = link.check_open()
             if len(link.outputs) >= MAX_REQUESTS:
                 raise EngineOverloadedError(f"{MAX_REQUESTS} requests run or wait; try again")
-            handle = link.outputs.add(request_id, token_ids, params, self._backend, self.block_size)
+            link.read()
+            handle = link.outputs.add(request_id, token_ids, params, self._backend, self.block_size, listener or Bell())
             try:
-                if announce is not None:
-                    announce(handle)
                 life.send(message)
-            except KVStoreError as error:  # whoever was told of it hears of its end in the same way
+            except KVStoreError as error:
                 link.outputs.end(handle, error)
-                link.undelivered.append(handle)
-                link.wake()
                 raise
         return handle
 
+    def submit_all(
+        self,
+        prompts: Sequence[tuple[list[int], SamplingParams]],
+        tenant: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        spliced: tuple[Sequence[BlockId], Lineage] | None = None,
+        listener: Listener | None = None,
+    ) -> list[Handle]:
+        """See `Engine.submit_all`."""
+        for token_ids, params in prompts:
+            self.max_output_tokens(token_ids, params)
+        handles: list[Handle] = []
+        try:
+            for token_ids, params in prompts:
+                handles.append(self.submit(token_ids, params, tenant, cache_salt, priority, spliced, listener))
+        except BaseException:
+            for handle in handles:
+                self.abort(handle)
+            raise
+        return handles
+
     def fileno(self) -> int:
-        """A descriptor, the same all the time, that can be read when there is something to `step` for."""
+        """A descriptor, the same all the time, that can be read when there is something to `receive`."""
         return self._link.selector.fileno()
 
-    def step(self) -> list[Handle]:
-        """Take in what has come from the process; never waits. Returns the handles that got something new."""
-        return self._link.step()
+    def read_here(self) -> None:
+        """From now on, and before `submit`, this thread calls `receive`. It must not wait for the engine."""
+        self._link.reader = threading.current_thread()
 
-    def step_for(self, handle: Handle) -> None:
-        """Waits a while for something new, unless a driver does for all."""
-        link = self._link
-        if self._driver in (None, threading.current_thread()):
-            if link.wait(lambda: handle.done, STEP_POLL_S):
-                link.step()
-            return
-        with link.changed:
-            if not handle.done:
-                link.changed.wait(POLL_S)
+    def receive(self) -> None:
+        """Take in what has come from the process, and tell who listens; never waits."""
+        self._link.receive()
 
     def abort(self, handle: Handle, index: int | None = None, reason: str = "abort") -> None:
-        """See `Engine.abort`. Returns when the engine's process has said the last of it; the driver does not wait."""
-        with self._link.lock:
-            if not self._link.outputs.is_running(handle):
+        """See `Engine.abort`. Returns when the engine's process has said the last of it; who reads does not wait."""
+        link = self._link
+        with link.changed:
+            if not link.outputs.is_running(handle):
                 return
-            self._link.end_request(handle.request_id, index, reason)
-        while index is None and not handle.done and self._driver is not threading.current_thread():
-            self.step_for(handle)
+            link.end_request(handle.request_id, index, reason)
+            while index is None and not handle.done and link.reader is not threading.current_thread():
+                link.changed.wait(POLL_S)
 
     def stream(self, handle: Handle) -> Iterator[Piece]:
         return stream(self._verbs, handle)
 
     def max_output_tokens(self, token_ids: Sequence[int], params: SamplingParams) -> int:
         return check_fits(len(token_ids), params, self.max_model_len, self.max_request_tokens)
-
-    def drive(self, driver: threading.Thread) -> None:
-        self._driver = driver
-
-    def warm_up(self) -> None:
-        """Done in the process, where the thread that steps is the one that made the engine."""
-
-    def wait_for_work(self, stop: Callable[[], bool]) -> None:
-        while not self._link.wait(stop):
-            if stop():
-                return
-
-    def wake(self) -> None:
-        self._link.wake()
 
     # -- what chat sessions and administration need ------------------------------------------------------------------
     def root(self, tenant: str) -> BlockId:
@@ -314,8 +312,15 @@ class RemoteEngine:
     def expire_kv(self, chain: Sequence[BlockId], at_s: float | None) -> None:
         self._link.call("expire_kv", chain, at_s)
 
-    def forget_hbm(self, blocks: Iterable[int]) -> None:
-        """The engine's process does."""
+    def pin_kv(self, chain: Sequence[BlockId], seconds: float) -> None:
+        self._link.call("pin_kv", chain, seconds)
+
+    def forget_hbm(self, block_ids: Iterable[BlockId]) -> None:
+        """`RemoteConnector.forget` does."""
+
+    def evict_hbm(self, what: Evict, block_ids: frozenset[BlockId]) -> int:
+        """`RemoteConnector.evict` does, and says how many."""
+        return 0
 
 
 def _arguments(config: EngineConfig) -> dict[str, Any]:

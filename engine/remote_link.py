@@ -12,13 +12,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Literal
 
 from engine.chat import ChatSession
-from engine.output_processor import Handle
+from engine.output_processor import Handle, tell
 from engine.remote_outputs import RemoteOutputs
 from engine.remote_process import CoreProcess, socket_folder
 from engine.wire import End, Hello, Update, encode
@@ -30,9 +29,8 @@ State = Literal["starting", "running", "restarting", "failed", "closed"]
 RESTART_WINDOW_S = 3600.0  # in which only so many restarts are tried
 MAX_DELAY_S = 60.0  # before a restart; the first comes at once, then it doubles from a second
 POLL_S = 1.0
-STEP_POLL_S = 0.1
 LOGGER = logging.getLogger("kvstore.engine")
-WATCH = "kvstore-core-watch"
+WATCH, READ = "kvstore-core-watch", "kvstore-core-read"
 
 
 class Link:
@@ -44,7 +42,7 @@ class Link:
         self.state: State = "starting"
         self.num_restarts = 0
         self.outputs = RemoteOutputs()
-        self.undelivered: list[Handle] = []  # ended without the engine's doing; for the next step to hand out
+        self.undelivered: list[Handle] = []  # ended without the engine's doing; to be told with the next
         self.chats: weakref.WeakValueDictionary[SessionKey, ChatSession] = weakref.WeakValueDictionary()
         self.roots: dict[str, BlockId] = {}
         self.hello: Hello
@@ -57,11 +55,12 @@ class Link:
         self._over = False  # closed; a state of "failed" stays
         self._ends_s: deque[float] = deque()  # of processes and of tries to start one, within RESTART_WINDOW_S
         self._why = ""
+        self.reader: threading.Thread | None = None  # who takes in what the process says
         self._woken, self._wake = os.pipe()
         for end in (self._woken, self._wake):
             os.set_blocking(end, False)
         self._is_woken = False
-        self.selector = selectors.DefaultSelector()  # ready when there is something to step for, whatever process lives
+        self.selector = selectors.DefaultSelector()  # ready when there is something to take in, whatever process lives
         self.selector.register(self._woken, selectors.EVENT_READ)
         weakref.finalize(self, _close_all, self.selector, self._woken, self._wake)
         self._folder = socket_folder()
@@ -175,8 +174,9 @@ class Link:
         self.wake()
         if life is not None:
             life.end(self._shutdown_s)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        for thread in (self._thread, self.reader):
+            if thread is not None and thread.name in (WATCH, READ) and thread is not threading.current_thread():
+                thread.join()
         self._folder.remove()
 
     @property
@@ -220,8 +220,23 @@ class Link:
             life.stop()
 
     # -- what comes from it ------------------------------------------------------------------------------------------
-    def step(self) -> list[Handle]:
-        """Take in what has come; returns the handles that got something new or have ended."""
+    def read(self) -> None:
+        """Take in what comes, in a thread of its own. To be called with the lock, before a first request."""
+        if self.reader is None:
+            self.reader = threading.Thread(target=self._read, name=READ, daemon=True)
+            self.reader.start()
+
+    def _read(self) -> None:
+        while not self._over or self.undelivered:
+            if self._wait():
+                self.receive()
+
+    def receive(self) -> None:
+        """Take in what has come, and tell who listens. By one thread at a time; never waits."""
+        tell(self._taken_in())
+
+    def _taken_in(self) -> list[Handle]:
+        """The handles that got something new or have ended."""
         self._drain_wake()
         with self.changed:
             ended, self.undelivered = self.undelivered, []
@@ -253,19 +268,19 @@ class Link:
             life.stop()
             return []
 
-    def wait(self, stop: Callable[[], bool], timeout_s: float = POLL_S) -> bool:
-        """Waits until there is something to step for: True. Or `stop` says so after a `wake`, or the time is over."""
+    def _wait(self) -> bool:
+        """Waits a while until there is something to take in."""
         self._drain_wake()
         with self.changed:
             if self.undelivered:
                 return True
-            if stop():
+            if self._over:
                 return False
             life = self._life
             if life is None:
-                self.changed.wait(timeout_s)
+                self.changed.wait(POLL_S)
         if life is not None:
-            return any(key.fileobj != self._woken for key, _ in self.selector.select(timeout_s))
+            return any(key.fileobj != self._woken for key, _ in self.selector.select(POLL_S))
         return bool(self.undelivered)
 
     def wake(self) -> None:
@@ -286,7 +301,7 @@ class Link:
 
 def close_dropped(link: Link) -> None:
     """For an engine that nobody refers to any more: the collector may have found it in the thread to be waited for."""
-    if threading.current_thread().name.startswith(WATCH):
+    if threading.current_thread().name in (WATCH, READ):
         threading.Thread(target=link.close, name="engine-shut").start()
     else:
         link.close()

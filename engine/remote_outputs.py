@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from engine.output_processor import ChoiceText, Handle, new_handle, with_decode
+from engine.output_processor import ChoiceText, Handle, Listener, new_handle, with_decode
 from engine.outputs import Piece, Timings, Usage
 from engine.sampling_params import SamplingParams
 from engine.wire import Ended, Said, Update, error_of
@@ -46,8 +46,9 @@ class RemoteOutputs:
         params: SamplingParams,
         tokenizer: Tokenizer | None,
         block_size: int,
+        listener: Listener,
     ) -> Handle:
-        handle = new_handle(request_id, token_ids, params)
+        handle = new_handle(request_id, token_ids, params, listener)
         texts = [ChoiceText(handle.output, index, params, tokenizer) for index in range(params.n)]
         self._running[request_id] = _Running(handle, texts, time.monotonic(), block_size)
         return handle
@@ -102,7 +103,7 @@ class RemoteOutputs:
         handle.chain = tuple(ended.chain[: (num_prompt + spoken[0]) // running.block_size])
         handle.lineage = ended.lineage
         output.timings = with_decode(_seen_from_here(ended.timings, output.ttft_s), running.arrival_s)
-        handle.error = None if ended.failure is None else error_of(ended.failure)
+        handle.fail(None if ended.failure is None else error_of(ended.failure))
         del self._running[handle.request_id]
         handle.done = True
 
@@ -136,7 +137,7 @@ class RemoteOutputs:
         self._end_choices(running)
         spoken = sum(len(choice.token_ids) for choice in handle.output.choices)
         handle.output.usage = replace(handle.output.usage, completion_tokens=spoken)
-        handle.error = error
+        handle.fail(error)
         handle.done = True
 
 

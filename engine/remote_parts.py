@@ -6,10 +6,10 @@ Same names and meanings as the parts themselves; but for answers, what changes s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvstore.block import BlockId, Lineage
 from kvstore.connector import Evict, Evicted
@@ -161,9 +161,6 @@ class RemoteConnector:
     def prefetch(self, chain: Sequence[BlockId], token_ids: Sequence[int], lineage: Lineage, tenant: str) -> None:
         self._call("connector.prefetch", chain, token_ids, lineage, tenant)
 
-    def pin(self, chain: Sequence[BlockId], seconds: float) -> None:
-        self._call("connector.pin", chain, seconds)
-
     def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
         return self._call("admin.evict", what), frozenset()
 
@@ -175,17 +172,3 @@ class RemoteConnector:
 
     def compact(self) -> dict[str, object]:
         return self._call("connector.compact")
-
-
-
-class NoPool:
-    """Stands for the pool in the other process, which `RemoteConnector` reaches: here there are no blocks."""
-
-    def lookup(self, block_id: BlockId) -> Any:
-        return None
-
-    def cached_blocks(self) -> Iterable[int]:
-        return ()
-
-    def is_free(self, block: int) -> bool:
-        return False

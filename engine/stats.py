@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any
 from kvstore.config import format_size
 
 if TYPE_CHECKING:
-    from engine.engine import Engine
+    from engine.model_runner import StepTimes
     from engine.output_processor import Totals
     from engine.scheduler import Scheduler
 
 
-def engine_stats(
-    engine: Engine, scheduler: Scheduler, totals: Totals, num_aborted: int, is_auto: bool
+def loop_stats(
+    scheduler: Scheduler, times: StepTimes, totals: Totals, num_aborted: int, of_hbm: Mapping[str, object]
 ) -> dict[str, object]:
-    """To be called with the engine's lock held. Step times are running totals in seconds. is_auto: hbm "auto"."""
-    pool = engine.pool
+    """To be called between two steps. Step times are running totals in seconds. of_hbm: what else is said of it."""
+    pool = scheduler.manager.pool
     return {
-        "model": engine.model_name,
         "requests": {
             "running": scheduler.num_running,
             "waiting": scheduler.num_waiting,
@@ -35,12 +34,10 @@ def engine_stats(
             "cached_blocks": pool.num_cached,
             "evicted_blocks": pool.num_evictions,
             "removed_blocks": pool.num_forgotten,
-            "block_bytes": engine.block_bytes,
-            "block_size": engine.block_size,
-            "is_auto": is_auto,
+            **of_hbm,
         },
-        "step": asdict(engine.step_times),
-        **engine.connector.stats(),
+        "step": asdict(times),
+        **scheduler.connector.stats(),
     }
 
 

@@ -7,8 +7,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 
 class Waiting:
     """Engines take turns: steps and starts run at once, a trial that refuses all waits runs alone."""
@@ -61,6 +59,8 @@ class Waiting:
 
 @contextmanager
 def _refusal() -> Iterator[None]:
+    import torch  # here, so that who only waits for its turn does not load it
+
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():  # torch says once that this is a prototype
         warnings.simplefilter("ignore")

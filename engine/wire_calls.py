@@ -59,6 +59,7 @@ SIGNATURES: dict[str, Signature] = {
         tuple[_Ids, list[int], Lineage, list[tuple[int, int]], str], tuple[_Ids, Lineage] | None
     ),
     "expire_kv": Signature(tuple[_Ids, float | None], None),
+    "pin_kv": Signature(tuple[_Ids, float], None),
     "flush": Signature(_Nothing, None),
     "stats": Signature(_Nothing, _Info),
     "sessions.create": Signature(tuple[SessionKey, list[Message], bytes, str, float | None], SessionHead),
@@ -87,7 +88,6 @@ SIGNATURES: dict[str, Signature] = {
     "admin.evict": Signature(tuple[Evict], dict[str, Evicted]),
     "admin.forget": Signature(tuple[_Ids, float], bool),
     "connector.prefetch": Signature(tuple[_Ids, list[int], Lineage, str], None),
-    "connector.pin": Signature(tuple[_Ids, float], None),
     "connector.verify": Signature(tuple[bool], _Info),
     "connector.compact": Signature(_Nothing, _Info),
 }

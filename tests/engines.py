@@ -71,7 +71,7 @@ class Plain:
     def __call__(self, token_ids, count: int) -> list[int]:
         key = (tuple(token_ids), count)
         if key not in self._answers:
-            self.engine.pool.evict_all()
+            self.engine.loop.pool.evict_all()
             self._answers[key] = self.engine.generate([list(token_ids)], greedy(count))[0].token_ids
         return self._answers[key]
 

@@ -22,6 +22,8 @@ import torch.utils._device
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from engine.step_loop import StepLoop
+
 DEVICE = torch.device("cuda", 0)
 TOTAL_BYTES, FREE_BYTES = 1 << 30, 1 << 29
 NUM_SMS = 4
@@ -371,6 +373,7 @@ def install(monkeypatch: pytest.MonkeyPatch, has_triton: bool) -> Driver:
         "_exchange_device": current.exchange,
         "_maybe_exchange_device": current.exchange,
         "current_stream": lambda device=None: current.stream,
+        "set_device": lambda device: None,
         "set_stream": current.set_stream,
         "synchronize": lambda device=None: driver.wait("synchronize") if driver.recording is not None else None,
         "empty_cache": lambda: None,
@@ -412,9 +415,16 @@ def install(monkeypatch: pytest.MonkeyPatch, has_triton: bool) -> Driver:
 
 @contextmanager
 def device(monkeypatch: pytest.MonkeyPatch, has_triton: bool = False) -> Iterator[Driver]:
-    """In this block, and this thread, there is a device."""
+    """In this block, this thread, and threads that step engines made here, there is a device."""
+    run = StepLoop._run
+
+    def run_on_device(loop: StepLoop) -> None:
+        with Factories():
+            run(loop)
+
     with monkeypatch.context() as patch:
         driver = install(patch, has_triton)
+        patch.setattr(StepLoop, "_run", run_on_device)
         with Factories():
             yield driver
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from by_hand import by_hand
 from engines import greedy, open_engine, tokens
 from models import make_model
 
@@ -140,8 +141,8 @@ class Watched:
     """An engine over packed weights, with the sizes of the steps that it ran and what of its model was replaced."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.model = engine._runner.model
+        self.engine = by_hand(engine)
+        self.model = engine.loop.runner.model
         self.carrier = self.model.network.kvstore_carrier
         self.steps: list[tuple[int, int, int, int]] = []  # tokens, requests, of these with one token, samples
         self._forward = self.model.forward

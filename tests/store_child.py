@@ -40,7 +40,7 @@ def chat_until_killed(model: str, store: str, log: str, seed: int) -> None:
         if event < 0.05:
             engine.flush()
         elif event < 0.2:
-            engine.pool.evict_all()
+            engine.loop.pool.evict_all()
 
 
 def leave_open(model: str, store: str) -> None:

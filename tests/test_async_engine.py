@@ -35,7 +35,7 @@ def run(model, scenario, **options):
                     break
                 await asyncio.sleep(0.01)
             engine.engine.check_integrity()
-            assert not engine.engine.has_work and not engine._waiters
+            assert not engine.engine.has_work and not any(port.waiting for port in engine._ports.values())
             return result
         finally:
             await engine.close()
@@ -89,13 +89,14 @@ def test_leaving_a_stream_early_aborts_it(model):
 
 def test_cancelling_while_submitting_leaves_nothing(model):
     async def scenario(engine):
-        submit, submitted = engine.engine.submit, []
-        engine.engine.submit = lambda *args: submitted.append(submit(*args)) or submitted[-1]
-        with engine.engine.lock:  # a step is running: submission waits
-            task = asyncio.create_task(engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=200)))
-            await asyncio.sleep(0.05)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        submit, submitted, may = engine.engine.submit, [], threading.Event()
+        engine.engine.submit = lambda *args: may.wait() and (submitted.append(submit(*args)) or submitted[-1])
+        long = SamplingParams(temperature=0, max_tokens=200)
+        task = asyncio.create_task(engine.generate(tuple(PROMPT), long))  # in a thread, as it is no list
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        may.set()
         for _ in range(500):
             if submitted and submitted[0].done:
                 return submitted[0].output.finish_reason
@@ -116,7 +117,7 @@ def test_bad_requests_raise_to_their_caller_only(model, greedy):
 
 def test_a_failing_step_reaches_every_caller_and_the_engine_goes_on(model, greedy):
     async def scenario(engine):
-        runner = engine.engine._runner
+        runner = engine.engine.loop.runner
         forward = runner.model.forward
         failed = asyncio.Event()
 
@@ -177,7 +178,7 @@ def test_when_the_thread_dies_nobody_waits_for_ever(model):
         def broken(*_):
             raise Panic
 
-        engine.engine._runner.execute = broken
+        engine.engine.loop.runner.execute = broken
         thread_errors = []
         previous, threading.excepthook = threading.excepthook, thread_errors.append
         try:
@@ -187,7 +188,7 @@ def test_when_the_thread_dies_nobody_waits_for_ever(model):
             assert all(isinstance(error, KVStoreError) for error in ended)
             with pytest.raises(EngineClosedError):
                 await engine.generate(PROMPT, GREEDY)
-            engine._thread.join()
+            engine.engine.loop._thread.join()
         finally:
             threading.excepthook = previous
         assert [entry.exc_type for entry in thread_errors] == [Panic]

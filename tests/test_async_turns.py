@@ -5,6 +5,7 @@ import json
 from contextlib import aclosing
 
 import pytest
+from by_hand import held
 
 from engine import AsyncEngine, Engine, SamplingParams
 from kvstore.errors import RequestError, SessionBusyError, SessionNotFoundError
@@ -26,7 +27,7 @@ def run(scenario):
             while engine.engine.has_work:
                 await asyncio.sleep(0.005)
             engine.engine.check_integrity()
-            assert not engine._waiters
+            assert not any(port.waiting for port in engine._ports.values())
         finally:
             await engine.close()
 
@@ -184,7 +185,7 @@ def test_a_turn_that_is_cancelled_twice_leaves_its_session_free():
         await text_of(await engine.start_turn(chat, said("Hello"), GREEDY))
         answer = await engine.start_turn(chat, said("Hello"), LONG)
         await anext(answer)
-        with engine.engine.lock:  # the abort has to wait
+        with held(engine.engine):  # the abort has to wait
             task = asyncio.create_task(answer.aclose())
             for _ in range(3):
                 await asyncio.sleep(0.01)

@@ -1,6 +1,7 @@
 """Conversations: exact ids from turn to turn, truncation at turn boundaries, streams that are left early."""
 
 import pytest
+from by_hand import ended_at_once
 from engines import save_model
 
 from engine import Engine, SamplingParams
@@ -202,19 +203,12 @@ def test_a_pool_smaller_than_the_window_is_what_a_conversation_is_truncated_to(m
         assert chat.truncated_tokens > 0
 
 
-def test_a_turn_that_is_ended_before_its_first_token_is_not_the_one_before(engine):
+def test_a_turn_that_is_ended_before_its_first_token_is_not_the_one_before(engine, monkeypatch):
     chat = engine.chat("thirteen")
     first = chat.send("Hi", PARAMS)
-    stream = chat.stream("Hello again", PARAMS)
-    step = engine.step
-
-    def closing():
-        engine.step = step
-        engine.abort(next(iter(engine._outputs.handles())))
-        return []
-
-    engine.step = closing
-    list(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "submit", ended_at_once(engine))
+        list(chat.stream("Hello again", PARAMS))
     assert chat.last is not first and chat.last.finish_reason == "abort" and len(chat.messages) == 2
     assert chat.send("And now?", PARAMS).finish_reason == "length"
 

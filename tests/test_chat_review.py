@@ -8,6 +8,7 @@ import weakref
 from contextlib import contextmanager
 
 import pytest
+from by_hand import by_hand, ended_at_once
 from engines import ask, cached, check_closed, counters, evict_cpu, greedy, open_engine, save_model, settle, tokens
 
 import kvstore.tiered
@@ -60,8 +61,8 @@ def stored(engine: Engine) -> int:
 
 def nothing_is_left(engine: Engine) -> bool:
     """Neither in a tier nor in HBM's bytes."""
-    caches = [cache for layer in engine._runner.caches for cache in layer]
-    return stored(engine) == 0 and engine.pool.num_cached == 0 and not any(bool(cache.any()) for cache in caches)
+    caches = [cache for layer in engine.loop.runner.caches for cache in layer]
+    return stored(engine) == 0 and engine.loop.pool.num_cached == 0 and not any(bool(cache.any()) for cache in caches)
 
 
 # -- the window --------------------------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ def test_tokens_computed_after_a_failed_load_do_not_count_as_cached(engine, monk
 
     first = ask(engine, tokens(1, 100, 100), 8)
     settle(engine)
-    engine.pool.evict_all()
+    engine.loop.pool.evict_all()
 
     def broken(*_):
         raise RuntimeError("injected")
@@ -143,7 +144,7 @@ def test_after_a_given_up_splice_the_tiers_are_those_of_what_is_used(engine):
     chain = list(chat.chain)
     engine.admin.evict(Evict(block_ids=frozenset(chain[exact:])))
     evict_cpu(engine)
-    engine.pool.evict_all()
+    engine.loop.pool.evict_all()
     out = chat.send("And now?", PARAMS)
     hbm, cpu, disk, reencoded = cached(out)
     assert hbm == cpu == reencoded == 0 and disk >= 16 * max(exact, 1) and chat.lineage.splice_index is None
@@ -159,10 +160,9 @@ def test_a_truncating_turn_that_is_not_stored_leaves_no_reused_kv(engine, monkey
     engine.connector.splice = lambda *arguments: (spliced.append(splice(*arguments)), spliced[-1])[1]
     with failing(monkeypatch, engine), monkeypatch.context() as patch:
         if end == "step fails":
-            patch.setattr(engine._runner, "execute", lambda _: (_ for _ in ()).throw(RuntimeError("injected")))
+            patch.setattr(engine.loop.runner, "execute", lambda _: (_ for _ in ()).throw(RuntimeError("injected")))
         if end == "no token":
-            step = engine.step
-            patch.setattr(engine, "step", lambda: (step, engine.abort(engine._outputs.handles()[0]), [])[-1])
+            patch.setattr(engine, "submit", ended_at_once(engine))
         if end == "no token":
             list(stream)
         else:
@@ -279,17 +279,18 @@ def test_a_deletion_ends_a_turn_that_another_thread_waits_for(engine):
 
 
 def test_hbm_blocks_that_were_held_when_forgotten_are_erased_when_released(engine):
+    by_hand(engine)
     handle = engine.submit(tokens(1, 100, 100), greedy(20))
     for _ in range(8):
         engine.step()
-    (request,) = engine._scheduler.requests.values()
+    (request,) = engine.loop.scheduler.requests.values()
     blocks = list(request.block_numbers)
     engine.admin.forget(request.chain[:1])
-    assert engine.pool.lookup(request.chain[0]) is None and engine._erasure.pending
+    assert engine.loop.pool.lookup(request.chain[0]) is None and engine.loop.erasure.pending
     while not handle.done:
         engine.step()
-    assert not engine._erasure.pending
-    assert not any(bool(cache[blocks[0]].any()) for layer in engine._runner.caches for cache in layer)
+    assert not engine.loop.erasure.pending
+    assert not any(bool(cache[blocks[0]].any()) for layer in engine.loop.runner.caches for cache in layer)
 
 
 # -- deletions that do not succeed at once, time to live ---------------------------------------------------------------
@@ -401,7 +402,7 @@ def test_a_dropped_engine_ends_at_once_without_the_collector(model, tmp_path):
 
 def test_an_engine_that_one_of_our_threads_drops_is_closed_in_another(model, tmp_path):
     engine = open_engine(model, tmp_path / "store")
-    parts = (engine._gate, engine.lock, engine.connector, engine.sessions)
+    parts = (engine._gate, engine.loop, engine.connector, engine.sessions)
     ended_in: list[str] = []
     close = engine.connector.close
     engine.connector.close = lambda: (ended_in.append(threading.current_thread().name), close())

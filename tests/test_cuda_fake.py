@@ -58,12 +58,12 @@ def test_the_same_tokens_from_every_tier(name, changes, has_triton, tmp_path, mo
     expected = [plain(history, 2) for history in nexts]
     plain.engine.close()
     with device(monkeypatch, has_triton), engine_on_cuda(model, tmp_path / "store") as engine:
-        assert all(cache.device == DEVICE for layer in engine._runner.caches for cache in layer)
+        assert all(cache.device == DEVICE for layer in engine.loop.runner.caches for cache in layer)
         outputs = engine.generate(histories, [greedy(3)] * 2)
         assert [output.token_ids for output in outputs] == answers
         for tier in (1, 2):
             settle(engine)
-            engine.pool.evict_all()
+            engine.loop.pool.evict_all()
             if tier == 2:
                 evict_cpu(engine)
             for history, answer in zip(nexts, expected, strict=True):
@@ -75,10 +75,10 @@ def test_the_same_tokens_from_every_tier(name, changes, has_triton, tmp_path, mo
 def test_what_was_loaded_answers_as_what_was_computed_in_bfloat16(tmp_path, monkeypatch):
     model, history = save_model(tmp_path / "model", "Qwen2", **SMALL), tokens(3, 21)
     with device(monkeypatch), engine_on_cuda(model, tmp_path / "store", dtype="bfloat16") as engine:
-        assert engine._runner.caches[0][0].dtype == torch.bfloat16
+        assert engine.loop.runner.caches[0][0].dtype == torch.bfloat16
         first = ask(engine, history, 4)
         settle(engine)
-        engine.pool.evict_all()
+        engine.loop.pool.evict_all()
         again = ask(engine, history, 4)
         assert again.token_ids == first.token_ids and cached(again)[1] == 20
 
@@ -126,7 +126,7 @@ def test_a_conversation_that_outgrows_its_window_and_is_deleted(tmp_path, monkey
     assert expected[-1][1] > 0
     with device(monkeypatch), engine_on_cuda(model, tmp_path / "cuda", **options) as engine:
         assert talk(engine) == expected
-        caches = [cache for layer in engine._runner.caches for cache in layer]
+        caches = [cache for layer in engine.loop.runner.caches for cache in layer]
         assert all(bool(cache.any()) for cache in caches)
         engine.admin.delete_session("one")
         assert not any(bool(cache.any()) for cache in caches)
@@ -137,9 +137,9 @@ def test_the_pool_is_sized_by_what_is_free(has_triton, tmp_path, monkeypatch):
     model = save_model(tmp_path / "model", **TINY)
     monkeypatch.setattr("engine.memory.CUDA_WINDOWS", 1 << 40)
     with device(monkeypatch, has_triton), engine_on_cuda(model, hbm="auto", **ONE) as engine:
-        num_bytes = engine.pool.num_blocks * engine.block_bytes
+        num_bytes = engine.loop.pool.num_blocks * engine.block_bytes
         assert 0.25 * fake_cuda.FREE_BYTES < num_bytes < fake_cuda.FREE_BYTES
-        assert (engine._runner.graphs is not None) is has_triton
+        assert (engine.loop.runner.graphs is not None) is has_triton
 
 
 @needs_triton
@@ -160,12 +160,12 @@ def test_a_step_waits_once(tmp_path, monkeypatch):
         ):
             driver.waits.clear()
             assert ask(engine, prompt, 3).token_ids == expected
-            assert driver.waits == ["a copy to the host"] * 3 and engine.step_times.num_steps == 3
-            assert engine.step_times.num_replays == (0 if enforce_eager else 3)
+            assert driver.waits == ["a copy to the host"] * 3 and engine.loop.runner.times.num_steps == 3
+            assert engine.loop.runner.times.num_replays == (0 if enforce_eager else 3)
             if not enforce_eager:  # after a block that HBM holds
                 output = ask(engine, prompt, 1)
                 assert output.token_ids == expected[:1] and cached(output)[0] == 4
-                assert engine.step_times.num_replays == 4
+                assert engine.loop.runner.times.num_replays == 4
 
 
 SAMPLED = {

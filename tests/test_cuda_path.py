@@ -111,7 +111,7 @@ def test_the_same_tokens_from_every_tier(name, tmp_path, monkeypatch):
         assert [output.token_ids for output in outputs] == answers and capturer.num_replays.total() > 3
         for tier in (1, 2):
             settle(engine)
-            engine.pool.evict_all()
+            engine.loop.pool.evict_all()
             if tier == 2:
                 evict_cpu(engine)
             for history, answer in zip(nexts, expected, strict=True):

@@ -450,7 +450,7 @@ def test_the_engine_answers_the_same_from_every_tier(model, plain, slow_device, 
                 assert out.token_ids == plain(history, 20)
                 assert turn == 0 or sum(cached(out)) >= 96
                 histories[number] = [*history, *out.token_ids, turn, number]
-                engine.pool.evict_all()
+                engine.loop.pool.evict_all()
                 settle(engine)
             assert counters(engine)["load_failures"] == 0 and (turn == 0 or counters(engine)["loaded"] > 20)
 
@@ -461,7 +461,7 @@ def test_the_engine_computes_what_could_not_be_loaded(model, plain, slow_device,
         ask(engine, history)
         settle(engine)
         for number in range(NUM_LAYERS):
-            engine.pool.evict_all()
+            engine.loop.pool.evict_all()
             failing(slow_device, Queue.LOAD, number)
             assert ask(engine, [*history, number], 6).token_ids == plain([*history, number], 6)
         assert counters(engine)["load_failures"] == 18

@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from by_hand import held
 from serving import ADMIN_KEY, KEY, serving
 
 from engine.builtin import MODEL_DIR
@@ -75,7 +76,7 @@ def test_health_does_not_wait_for_a_long_step(server):
     release = threading.Event()
 
     def hold():
-        with server.engine.lock:
+        with held(server.engine):
             release.wait(30)
 
     thread = threading.Thread(target=hold)
@@ -91,7 +92,7 @@ def test_health_does_not_wait_for_a_long_step(server):
 
 def test_an_engine_that_does_not_answer_is_told(server, monkeypatch):
     monkeypatch.setattr("service.edge.STUCK_S", 0.0)
-    with server.engine.lock:
+    with held(server.engine):
         assert server.get("/health").json() == {"status": "degraded", "reasons": ["engine_not_answering"]}
     server.wait_until(lambda: server.context.asking.done())
     assert server.get("/health").json()["status"] == "ok"

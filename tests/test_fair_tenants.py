@@ -40,7 +40,7 @@ def test_another_tenant_is_answered_beside_a_request_of_256_prompts_with_16_choi
     with serving(engine={"max_num_seqs": 16}, api_key_file=keys) as server, server.connect() as anna:
         sent = as_tenant("anna") | {"Content_Type": "application/json"}
         anna.sendall(raw_request("POST", "/v1/completions", json.dumps(flood).encode(), **sent))
-        scheduler = server.engine._scheduler
+        scheduler = server.engine.loop.scheduler
         server.wait_until(lambda: scheduler.num_running == 16 and scheduler.num_waiting > 200, "all places are taken")
         small = {"prompt": "tea", "max_tokens": 3, "ignore_eos": True}
         reply = server.post("/v1/completions", small, **as_tenant("bert"))

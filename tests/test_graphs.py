@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from by_hand import by_hand
 from engines import Plain, ask, cached, evict_cpu, greedy, open_engine, save_model, settle, tokens
 from models import make_model
 from replaying import LateSaves, Rerun, Spoiling, live
@@ -57,8 +58,8 @@ def open_with(model, monkeypatch):
             patch.setattr("engine.engine.ModelRunner", runner)
             if late is not None:
                 patch.setattr("engine.engine.open_store", lambda *arguments: late(open_store(*arguments)))
-            engine = open_engine(model, path, **options)
-        assert capturer is None or engine._runner.graphs is not None
+            engine = by_hand(open_engine(model, path, **options))
+        assert capturer is None or engine.loop.runner.graphs is not None
         if capturer is not None:
             capturer.num_replays.clear()
             capturer.num_prompts.clear()
@@ -91,7 +92,7 @@ def test_tokens_are_those_of_the_plain_engine_while_the_batch_shrinks(open_with,
     outputs = engine.generate(prompts, [greedy(count) for count in counts])
     assert [o.token_ids for o in outputs] == [expected(p, n) for p, n in zip(prompts, counts, strict=True)]
     assert set(capturer.num_replays) == {1, 2, 4, 6}
-    times = engine.step_times
+    times = engine.loop.runner.times
     assert times.num_replays == sum(capturer.num_replays.values()) == max(counts) - 1 < times.num_steps
     shown = engine.stats()["step"]
     assert (shown["num_graphs"], shown["num_replays"]) == (4 + len(PREFILL_SIZES), times.num_replays)
@@ -109,7 +110,7 @@ def test_the_batch_grows_and_shrinks_while_others_prefill(open_with, expected):
         engine.step()
         step += 1
     assert all(handle.output.token_ids == expected(prompt, count) for handle, prompt, count in running)
-    assert 0 < engine.step_times.num_replays < engine.step_times.num_steps
+    assert 0 < engine.loop.runner.times.num_replays < engine.loop.runner.times.num_steps
     engine.check_integrity()
 
 
@@ -145,10 +146,11 @@ def test_an_aborted_request_and_an_error_leave_nothing_behind(open_with, expecte
     for _ in range(6):
         engine.step()
     engine.abort(handles[1])
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="lost"):
-        patch.setattr(engine._runner.graphs, "_load", lambda *_: (_ for _ in ()).throw(RuntimeError("lost")))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.loop.runner.graphs, "_load", lambda *_: (_ for _ in ()).throw(RuntimeError("lost")))
         while engine.has_work:
             engine.step()
+    assert [str(handle.error) for handle in handles] == ["lost", "None", "lost"]
     engine.check_integrity()
     assert ask(engine, tokens(510, 20), 9).token_ids == expected(tokens(510, 20), 9)
 
@@ -200,7 +202,7 @@ def test_prompts_that_cannot_be_captured_leave_decoding_its_graphs(open_with, ex
     engine = open_with(capturer, max_num_seqs=2)
     assert ask(engine, tokens(670, 20), 5).token_ids == expected(tokens(670, 20), 5)
     assert "short prompts are computed without CUDA graphs: RuntimeError: a prompt waits" in caplog.text
-    assert engine.step_times.num_graphs == 2 and (capturer.num_replays, capturer.num_prompts) == ({1: 4}, {})
+    assert engine.loop.runner.times.num_graphs == 2 and (capturer.num_replays, capturer.num_prompts) == ({1: 4}, {})
 
 
 # -- saves -----------------------------------------------------------------------------------------------------------
@@ -233,7 +235,7 @@ def test_saves_of_replays_are_those_of_eager_steps(open_with, expected, tmp_path
     answer = expected([*history, 3], 8)
     for tier, num_cached in ((1, 64), (2, 80)):  # the last token that is sampled is not computed
         settle(engine)
-        engine.pool.evict_all()
+        engine.loop.pool.evict_all()
         if tier == 2:
             evict_cpu(engine)
         output = ask(engine, [*history, 3], 8)
@@ -261,7 +263,7 @@ def test_a_step_with_a_load_runs_eagerly(open_with, expected, tmp_path):
     settle(engine)
     for evicted, num_replays in ((True, 0), (False, 1)):
         if evicted:
-            engine.pool.evict_all()
+            engine.loop.pool.evict_all()
         capturer.num_replays.clear()
         output = ask(engine, prompt, 1)
         assert output.token_ids == expected(prompt, 1) and output.usage.cached_tokens == 32
@@ -343,6 +345,7 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_why(capturer, reason, cap
     config = SchedulerConfig(256, max_num_seqs=6)
     with caplog.at_level(logging.WARNING, "kvstore.engine"):
         runner = ModelRunner(network, config, 32, NullConnector(), capturer)
+        runner.prepare()
     assert runner.graphs is None and runner.times.num_graphs == 0
     (record,) = caplog.records
     assert record.getMessage().startswith("decode runs without CUDA graphs: ") and reason in record.getMessage()
@@ -378,7 +381,7 @@ def test_graphs_can_be_switched_off():
 
 def test_a_cpu_has_no_graphs(model):
     with open_engine(model) as engine:
-        assert engine._runner.graphs is None and engine.stats()["step"]["num_replays"] == 0
+        assert engine.loop.runner.graphs is None and engine.stats()["step"]["num_replays"] == 0
 
 
 # -- steps that nobody reads -----------------------------------------------------------------------------------------
@@ -399,7 +402,7 @@ def test_a_step_that_samples_nothing_is_waited_for_and_timed_by_the_next(model, 
     """Else a long prompt would be queued whole, and all of its activations kept alive for their saves."""
     log: list[object] = []
     with open_engine(model, max_num_batched_tokens=32) as engine:
-        runner, forward = engine._runner, engine._runner._forward
+        runner, forward = engine.loop.runner, engine.loop.runner._forward
         marks = iter(range(100))
         monkeypatch.setattr(runner, "_mark", lambda: Mark(log, next(marks)))
         monkeypatch.setattr(runner, "_forward", lambda *step: (log.append("forward"), forward(*step))[1])
@@ -453,11 +456,11 @@ def test_engines_with_and_without_graphs_give_the_same_tokens_on_cuda(name, tmp_
         with Engine(folder, tiers, enforce_eager=enforce_eager, **options) as engine:
             answers = [o.token_ids for o in engine.generate(prompts, [greedy(40 - 3 * i) for i in range(7)])]
             settle(engine)
-            engine.pool.evict_all()
+            engine.loop.pool.evict_all()
             again = [ask(engine, [*p, *a], 8) for p, a in zip(prompts, answers, strict=True)]
             found.append((answers, [o.token_ids for o in again], [cached(o)[1] for o in again]))
-            assert enforce_eager is (engine._runner.graphs is None) or name == "Mixtral"
-            assert (engine.step_times.num_replays > 0) is (engine._runner.graphs is not None)
+            assert enforce_eager is (engine.loop.runner.graphs is None) or name == "Mixtral"
+            assert (engine.loop.runner.times.num_replays > 0) is (engine.loop.runner.graphs is not None)
     assert found[0] == found[1] and all(found[0][2])
 
 

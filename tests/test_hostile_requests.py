@@ -205,11 +205,11 @@ def test_a_client_that_leaves_ends_its_request_in_every_phase(server, path, stre
     """Queued or in prefill (nothing of the answer has come), and in decode (its first bytes have)."""
     long = {"max_tokens": 600, "ignore_eos": True, "stream": stream, "temperature": 0}
     long |= {"messages": HELLO} if path == CHAT else {"message": "Hello"}
-    free = server.engine.pool.num_free
+    free = server.engine.loop.pool.num_free
     for num_bytes in (0, 64) if stream else (0, 0):
         leave_after(server, path, long, num_bytes)
         server.wait_until_idle()
-        assert server.engine.pool.num_free == free
+        assert server.engine.loop.pool.num_free == free
 
 
 def test_what_was_computed_for_a_client_that_left_stays(server):

@@ -48,9 +48,9 @@ def engine(tmp_path_factory):
         ask(engine, prompt)
         ask(engine, prompt)  # from HBM
         settle(engine)
-        engine.pool.evict_all()
+        engine.loop.pool.evict_all()
         ask(engine, prompt)  # from CPU
-        engine.pool.evict_all()
+        engine.loop.pool.evict_all()
         evict_cpu(engine)
         ask(engine, prompt)  # from disk
         settle(engine)

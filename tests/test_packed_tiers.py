@@ -54,10 +54,10 @@ def test_a_turn_is_the_same_from_every_tier(model: Stored, path: Path) -> None:
         outputs += engine.answer([question], asking(12))
         outputs += engine.answer([question], asking(12))
         settle(engine.engine)
-        engine.engine.pool.evict_all()
+        engine.engine.loop.pool.evict_all()
         outputs += engine.answer([question], asking(12))
         evict_cpu(engine.engine)
-        engine.engine.pool.evict_all()
+        engine.engine.loop.pool.evict_all()
         outputs += engine.answer([question], asking(12))
     with watched(model.folder, path, **OPTIONS) as engine:
         outputs += engine.answer([question], asking(12))
@@ -98,7 +98,7 @@ def test_preempted_requests_resume_by_loading(model: Stored, path: Path) -> None
     options = {**OPTIONS, "hbm": pool_bytes(model.reference.network, 14)}
     with pytest.warns(UserWarning, match="fewer than max_model_len"), watched(model.folder, path, **options) as engine:
         outputs = engine.answer([tokens(seed, 64) for seed in (30, 31, 32)], asking(60))
-        assert engine.engine._scheduler.num_preemptions > 0 and counters(engine.engine)["loaded"] > 0
+        assert engine.engine.loop.scheduler.num_preemptions > 0 and counters(engine.engine)["loaded"] > 0
         model.reference.check(*outputs)
 
 
@@ -114,7 +114,7 @@ def test_many_requests_beside_evictions(model: Stored, path: Path) -> None:
             for _ in range(rng.randrange(4)):
                 engine.engine.step()
                 if rng.random() < 0.3:
-                    engine.engine.pool.evict_all()
+                    engine.engine.loop.pool.evict_all()
                 if rng.random() < 0.2:
                     with engine.engine.connector._lock:
                         engine.engine.connector._cpu.pool.evict_all()
@@ -175,7 +175,7 @@ def test_a_truncated_session_reuses_its_keys_at_new_positions(chat_model: Stored
             reference.check(output)
             if is_emptied:
                 evict_cpu(engine.engine)
-                engine.engine.pool.evict_all()
+                engine.engine.loop.pool.evict_all()
             old, (head, *_) = list(chat.token_ids), chat.turn_starts
             output = chat.send(f"This is message number {chat.num_turns}.", asking(10))
         num_dropped = chat.truncated_tokens

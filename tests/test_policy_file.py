@@ -86,8 +86,7 @@ def test_whatever_is_in_the_file_the_store_opens_and_starts_anew(model, tmp_path
 def test_pins_and_ends_of_conversations_that_only_the_disk_knows(model, tmp_path):
     with open_engine(model, tmp_path / "store") as engine:
         handle = engine.submit(PROMPT, greedy(4))
-        while not handle.done:
-            engine.step()
+        list(engine.stream(handle))
         settle(engine)
     with open_engine(model, tmp_path / "store") as engine:
         connector, chain = engine.connector, handle.chain

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from by_hand import held
 from engines import save_model
 from test_chat import (  # the same conversations, with this module's `engine`  # noqa: F401
     model,
@@ -31,6 +32,7 @@ from engine.channel import Channel
 from engine.core_process import Core
 from engine.pulse import Heart
 from engine.remote import RemoteEngine
+from engine.remote_link import READ
 from engine.wire import End, Submit, decode_updates, encode, error_of, params_to_wire
 from kvstore.errors import (
     ConfigError,
@@ -131,36 +133,22 @@ def test_many_streams_at_once_answer_as_alone(engine, here):
 
         return await asyncio.gather(*(read(prompt) for prompt in prompts))
 
-    with driven(engine) as front:
-        assert asyncio.run(scenario()) == known
+    front = AsyncEngine(engine)
+    assert asyncio.run(scenario()) == known and is_unread(front)
 
 
-class driven:
-    """An AsyncEngine over an engine that goes on afterwards."""
-
-    def __init__(self, engine):
-        self.engine = engine
-
-    def __enter__(self):
-        close, self.engine.close = self.engine.close, lambda: None
-        self.front, self._close = AsyncEngine(self.engine), close
-        return self.front
-
-    def __exit__(self, *_):
-        self.front._stop()
-        self.engine.close = self._close
-        self.engine.drive(None)
-        assert not self.front._waiters
+def is_unread(front: AsyncEngine) -> bool:
+    return not any(port.waiting for port in front._ports.values())
 
 
-def test_the_loop_takes_in_by_itself_what_the_process_says(engine, here, monkeypatch):
+def test_the_loop_takes_in_by_itself_what_the_process_says(model, here, monkeypatch):  # noqa: F811
     """Without a thread: ids, long ones and texts, an answer that is left and one that is stopped, an error, the end."""
     prompts = [[i % 150 + 3] * (5 + i % 30) for i in range(32)]
     known = [out.token_ids for out in here.generate(prompts, TEN)]
     [text] = here.generate(["Hello there"], TEN)
-    monkeypatch.setattr(engine, "close", lambda: None)
 
     async def scenario():
+        engine = RemoteEngine(model, {"hbm": "2MiB"}, device="cpu")
         front = AsyncEngine(engine, in_loop=True)
         outs = await asyncio.gather(*(front.generate(prompt, TEN) for prompt in prompts))
         said = await front.generate("Hello there", TEN)
@@ -174,16 +162,14 @@ def test_the_loop_takes_in_by_itself_what_the_process_says(engine, here, monkeyp
             assert [piece.finish_reason async for piece in stopped][-1] == "abort"
         with pytest.raises(RequestError, match="token ids"):
             await front.start([10**6], TEN)
-        assert left.output.finish_reason == "abort" and not front._waiters
+        assert left.output.finish_reason == "abort" and is_unread(front)
+        assert not [thread for thread in threading.enumerate() if thread is engine._link.reader and thread.name == READ]
         await front.close()
         with pytest.raises(EngineClosedError):
             await front.start(PROMPT, TEN)
         return outs, said, again
 
-    try:
-        outs, said, again = asyncio.run(scenario())
-    finally:
-        engine.drive(None)
+    outs, said, again = asyncio.run(scenario())
     assert [out.token_ids for out in outs] == [out.token_ids for out in again] == known
     assert (said.text, said.token_ids) == (text.text, text.token_ids)
 
@@ -199,8 +185,7 @@ def test_requests_wait_for_a_process_that_does_not_read(engine, here):
     finally:
         os.kill(engine.pid, signal.SIGCONT)
     for handle in handles:
-        while not handle.done:
-            engine.step_for(handle)
+        list(engine.stream(handle))
     assert engine._link._life._channel.num_unsent == 0
     sample = range(0, 1500, 97)
     known = here.generate([prompts[i] for i in sample], one)
@@ -227,8 +212,7 @@ def test_turns_under_asyncio(engine):
         whole = await turn(front, chat, "whole")
         return chat, left, stopped, whole
 
-    with driven(engine) as front:
-        chat, left, stopped, whole = asyncio.run(scenario(front))
+    chat, left, stopped, whole = asyncio.run(scenario(AsyncEngine(engine)))
     assert left.turn is None and stopped.output.finish_reason == "abort" and whole.output.finish_reason == "length"
     assert [stopped.turn.number, whole.turn.number] == [1, 2] and not chat.is_busy
     assert engine.sessions.turn_of_request(chat._key, "whole") == whole.turn
@@ -334,18 +318,7 @@ def test_more_requests_than_are_taken_are_refused(engine, monkeypatch):
     assert len(engine.generate([PROMPT], TEN)[0].token_ids) == 10
 
 
-def test_a_request_whose_announcement_fails_is_forgotten(engine):
-    def refuse(_):
-        raise EngineClosedError("nobody reads")
-
-    with pytest.raises(EngineClosedError):
-        engine.submit(list(PROMPT), TEN, announce=refuse)
-    engine.step()
-    assert not engine.has_work
-
-
 def test_threads_may_generate_at_once(engine, here):
-    """Without a driver each steps for itself, and takes in what is another's."""
     known, found = [out.token_ids for out in here.generate([[i + 9] * 20 for i in range(6)], TEN)], {}
 
     def ask(i):
@@ -415,10 +388,10 @@ def test_an_update_that_cannot_be_taken_in_ends_its_request_alone(engine, here, 
 
     monkeypatch.setattr(engine._link.outputs, "apply", fails_for_the_first)
     first, second = (engine.submit(PROMPT, TEN) for _ in range(2))
-    for handle in (first, second):
-        while not handle.done:
-            engine.step_for(handle)
-    assert isinstance(first.error, ValueError) and "could not be taken in" in caplog.text
+    with pytest.raises(ValueError, match="a defect"):
+        list(engine.stream(first))
+    list(engine.stream(second))
+    assert "could not be taken in" in caplog.text
     assert second.error is None and second.output.text == text_of(here)
 
 
@@ -439,11 +412,13 @@ def test_a_step_that_fails_there_is_told_to_every_request_and_the_engine_goes_on
         front.send(encode(Submit(f"r{number}", list(PROMPT), params_to_wire(params), b"", b"", 0, None)))
     front.send(encode(Submit("wrong", [10**6], params_to_wire(TEN), b"", b"", 0, None)))
     front.send(encode(End("unknown", None, "abort")))
-    core._take_inbox()
     with monkeypatch.context() as patch:
-        patch.setattr(here._runner, "execute", lambda _: (_ for _ in ()).throw(RuntimeError("injected")))
-        core._step()
-    told = [update for message in front.receive() for update in decode_updates(message).updates]
+        patch.setattr(here.loop.runner, "execute", lambda _: (_ for _ in ()).throw(RuntimeError("injected")))
+        with held(here):  # both are in the same step
+            core.take_in()
+        told = []
+        while len(told) < 3 and front.poll(30_000):
+            told += [update for message in front.receive() for update in decode_updates(message).updates]
     failures = {update.request_id: error_of(update.ended.failure) for update in told}
     assert type(failures["wrong"]) is RequestError and not core._running and not core._ids
     assert [str(failures[f"r{number}"]) for number in (0, 1)] == ["the engine failed: RuntimeError: injected"] * 2

@@ -5,6 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from by_hand import held
 from serving import serving
 from talking import LONG, SHORT, Stream, chat, num_turns, tenants
 
@@ -273,7 +274,7 @@ def test_a_stop_that_comes_before_the_turn_has_begun_counts(server):
     key = SessionKey("alice", chat(server, "Hello")["session_id"])
     turns = server.context.turns
     with ThreadPoolExecutor(1) as pool:
-        with server.engine.lock:  # nothing can begin
+        with held(server.engine):  # nothing can begin
             answer = pool.submit(server.post, "/chat", {"session_id": key.session_id, "message": "Count.", **LONG})
             server.wait_until(lambda: turns.find(key) is not None, "it has its session")
             assert turns.find(key).answer is None

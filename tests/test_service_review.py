@@ -130,36 +130,21 @@ def test_a_history_that_is_much_too_long_is_cut_in_few_steps(served, monkeypatch
     assert reply.json()["truncated_tokens"] > 0
 
 
-def test_no_session_is_read_while_the_engine_waits(tmp_path):
-    tiers = {"hbm": "8MiB", "cpu": "8MiB", "disk": "64MiB", "path": tmp_path}
-    with Engine(device="cpu", cache_tiers=tiers) as engine:
-        engine.chat("one").send("hi", SamplingParams(max_tokens=2))
-        known, held = engine.sessions.load, []
-
-        def load(*arguments):
-            held.append(engine.lock._is_owned())
-            return known(*arguments)
-
-        engine.sessions.load = load
-        assert engine.chat("one").num_turns == 1
-        assert held == [False]
-
-
 # -- errors ----------------------------------------------------------------------------------------------------------
 def test_whoever_runs_hears_when_queueing_another_request_tore_the_engine(engine):
     async def check():
         serving = AsyncEngine(engine)
         answer = await serving.start("hello", LONG)
         await anext(answer)
-        known = engine._scheduler.add
+        known = engine.loop.scheduler.add
 
         def fail(request):
             raise MemoryError("injected")
 
-        engine._scheduler.add = fail
+        engine.loop.scheduler.add = fail
         with pytest.raises(MemoryError):
-            await serving.start("other")
-        engine._scheduler.add = known
+            await serving.generate("other")
+        engine.loop.scheduler.add = known
         async with asyncio.timeout(30):
             with pytest.raises(MemoryError):
                 async for _ in answer:
@@ -180,7 +165,7 @@ def test_the_trace_of_an_error_does_not_grow_with_those_who_get_it(engine):
         def fail(output):
             raise RuntimeError("injected")
 
-        engine._runner.execute = fail
+        engine.loop.runner.execute = fail
         lengths = []
         for answer in answers:
             try:
@@ -201,17 +186,17 @@ def test_the_trace_of_an_error_does_not_grow_with_those_who_get_it(engine):
 
 def test_a_stream_of_completions_that_fails_shows_no_finish_reason(served):
     engine = served.engine
-    known = engine._runner.execute
+    known = engine.loop.runner.execute
     steps = []
 
     def fail(output):
         steps.append(None)
         if len(steps) > 3:
-            engine._runner.execute = known
+            engine.loop.runner.execute = known
             raise RuntimeError("injected")
         return known(output)
 
-    engine._runner.execute = fail
+    engine.loop.runner.execute = fail
     body = {"prompt": ["a", "b"], "stream": True, "max_tokens": 50, "ignore_eos": True}
     events = served.post("/v1/completions", body).events()
     assert events[-1] == "[DONE]" and events[-2]["error"]["code"] == "internal_error"

@@ -162,7 +162,7 @@ def test_deleting_takes_everything(server):
     block_ids = server.engine.sessions.unshared_blocks_of(key)
     deleted = server.request("DELETE", f"/sessions/{session_id}").json()
     assert deleted == {"id": session_id, "deleted": True, "blocks": len(block_ids)} and block_ids
-    assert all(server.engine.pool.lookup(block_id) is None for block_id in block_ids)
+    assert all(server.engine.loop.pool.lookup(block_id) is None for block_id in block_ids)
     assert server.get(f"/sessions/{session_id}").status == 404
     assert server.request("DELETE", f"/sessions/{session_id}").status == 404
     assert server.post("/chat", {"session_id": session_id, "message": "a"}).status == 404

@@ -189,7 +189,7 @@ def kv_of(engine: Engine, chain: list[bytes]) -> dict[bytes, list[bytes]]:
 
 
 def hbm_bytes(engine: Engine) -> bytes:
-    return b"".join(cache.numpy().tobytes() for layer in engine._runner.caches for cache in layer)
+    return b"".join(cache.numpy().tobytes() for layer in engine.loop.runner.caches for cache in layer)
 
 
 def places(engine: Engine, path) -> dict[str, bytes]:
@@ -363,13 +363,13 @@ def test_invariant_1_the_same_splice_gives_the_same_tokens_in_every_run(model, t
             chat = engine.chat("one", system="Be kind.")
             while chat.truncated_tokens == 0:
                 if name == "c":
-                    engine.pool.evict_all()
+                    engine.loop.pool.evict_all()
                 if name == "b":
                     evict_cpu(engine)
-                    engine.pool.evict_all()
+                    engine.loop.pool.evict_all()
                 talk(chat, 1)
             first = chat.last
-            engine.pool.evict_all()
+            engine.loop.pool.evict_all()
             outs.append((first.token_ids, chat.chain[: chat.lineage.splice_index], talk(chat, 1)[0].token_ids))
             engine.check_integrity()
     assert outs[0][0] == outs[1][0] == outs[2][0]
@@ -421,7 +421,7 @@ def test_reencoded_blocks_never_serve_an_exact_prompt_of_the_same_tokens(opened,
     chat = engine.chat("one", system="Be kind.")
     fill(chat)
     (last,) = talk(chat, 1)
-    for evict in (lambda: None, engine.pool.evict_all, lambda: (evict_cpu(engine), engine.pool.evict_all())):
+    for evict in (lambda: None, engine.loop.pool.evict_all, lambda: (evict_cpu(engine), engine.loop.pool.evict_all())):
         evict()
         out = ask(engine, last.prompt_token_ids, 10)
         assert cached(out)[3] == 0 and out.token_ids == plain(last.prompt_token_ids, 10)
@@ -463,7 +463,7 @@ def test_conversations_with_a_tier_switched_off(model, plain, tmp_path, cpu, dis
             assert out.token_ids == plain(out.prompt_token_ids, 10)
         known = len(chat.token_ids)
         settle(engine)
-        engine.pool.evict_all()
+        engine.loop.pool.evict_all()
         (out,) = talk(chat, 1)
         tier = {0: 2, 1: 1}[bool(cpu)] if cpu or disk else None
         expected = [0, 0, 0, 0]

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from by_hand import by_hand
 from engines import Plain, ask, cached, counters, greedy, save_model, settle
 from engines import tokens as some_tokens
 
@@ -57,7 +58,7 @@ class Slow:
 
     def __init__(self, model, path, cpu, block_s: float = 0.01) -> None:
         tiers = CacheTiers(hbm="2MiB", cpu=cpu, disk="32MiB", path=path)
-        self.engine = Engine(model, tiers, device="cpu", load="auto")
+        self.engine = by_hand(Engine(model, tiers, device="cpu", load="auto"))
         planner = self.planner = self.engine.connector._planner
         ask(self.engine, PROMPT)
         settle(self.engine)
@@ -67,13 +68,13 @@ class Slow:
             setattr(planner, measured, lambda *_: None)
         self.gate = Gate(self.engine.connector._disk_tier)
         self.num_computed = 0
-        execute = self.engine._runner.execute
+        execute = self.engine.loop.runner.execute
 
         def counted(output):
             self.num_computed += sum(s.num_tokens for s in output.scheduled if s.num_tokens > 1)
             return execute(output)
 
-        self.engine._runner.execute = counted
+        self.engine.loop.runner.execute = counted
 
     def believe(self, read_s: float, compute_s: float) -> None:
         planner, cls = self.planner, type(self.planner)
@@ -84,8 +85,8 @@ class Slow:
             cls.read(planner, planner.block_bytes, read_s)
 
     def forget(self) -> None:
-        with self.engine.lock, self.engine.connector._lock:
-            self.engine.pool.evict_all()
+        with self.engine.connector._lock:
+            self.engine.loop.pool.evict_all()
             self.engine.connector._cpu.pool.evict_all()
 
     def wait(self, num_read: int) -> None:
@@ -108,7 +109,7 @@ class Slow:
         self.gate.open()
 
     def request(self):
-        (request,) = self.engine._scheduler._tenants.running()
+        (request,) = self.engine.loop.scheduler._tenants.running()
         return request
 
 
@@ -186,15 +187,14 @@ def test_invariant_1_the_load_in_the_middle_of_a_prefill_fails(slow, plain, monk
     slow.finish(handle)
     assert failures and handle.output.token_ids == plain(PROMPT, 6)
     assert sum(cached(handle.output)) == 0, "what it computed itself and found again is not cached"
-    assert slow.engine._scheduler.num_failed_loads == 1
+    assert slow.engine.loop.scheduler.num_failed_loads == 1
 
 
 def test_invariant_1_preempted_in_the_middle(slow, plain):
     handle = slow.submit()
     slow.engine.step()
     num_before = slow.request().num_computed_tokens
-    with slow.engine.lock:
-        slow.engine._scheduler._preempt(slow.request())
+    slow.engine.loop.scheduler._preempt(slow.request())
     slow.engine.check_integrity()
     slow.finish(handle)
     assert handle.output.token_ids == plain(PROMPT, 6)

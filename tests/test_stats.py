@@ -30,7 +30,7 @@ def test_loads_take_time_and_removals_are_no_evictions(model, tmp_path):
     with open_engine(model, tmp_path / "store") as engine:
         prompt = tokens(1, 100)
         ask(engine, prompt)
-        engine.pool.evict_all()
+        engine.loop.pool.evict_all()
         evict_cpu(engine)
         ask(engine, prompt)
         settle(engine)

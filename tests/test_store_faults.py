@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from by_hand import by_hand
 from engines import Plain, ask, cached, counters, evict_cpu, greedy, open_engine, save_model, settle, tokens
 
 import kvstore.tiered
@@ -217,7 +218,7 @@ def test_an_engine_that_nobody_closes_drains_at_exit(nursery, model, store, plai
 
 def test_invariant_6_close_with_work_in_flight_keeps_what_was_finished(model, store, plain):
     prompt = tokens(1, 150)
-    engine = open_engine(model, store)
+    engine = by_hand(open_engine(model, store))
     handles = [engine.submit([*prompt, number], greedy(60)) for number in range(3)]
     for _ in range(4):
         engine.step()
@@ -296,7 +297,7 @@ def test_invariant_3_flipped_bytes_are_computed_and_counted_and_never_reach_an_a
         settle(engine)
         assert engine.admin.verify()["num_corrupt"] == 0, "what was damaged has been replaced"
         evict_cpu(engine)
-        engine.pool.evict_all()
+        engine.loop.pool.evict_all()
         for prompt in prompts:
             assert sum(cached(ask(engine, [*prompt, 2], 2))) == 96
 
@@ -345,7 +346,7 @@ def test_invariant_1_reads_that_raise_end_in_computing(model, store, plain, monk
         for prompt in prompts:
             ask(engine, prompt, 2)
         evict_cpu(engine)
-        engine.pool.evict_all()
+        engine.loop.pool.evict_all()
 
         def fail(*_):
             raise lmdb.DiskError("injected")

@@ -22,7 +22,7 @@ CONTROL_PLANE = {
     "policy_file prefetch prefixes disk_reads return_model answer_store answer_tables sizing steering traces "
     "trace_formats replay_config replay_guide replay_service replay_tiers",
     "engine": "config request sampling_params outputs kv_cache_manager scheduler detokenizer recall recall_ids "
-    "recall_lines wire wire_calls fair_lock",
+    "recall_lines wire wire_calls inbox step_loop output_processor stats",
 }
 HEAVY = {"torch", "transformers", "triton"}
 FORBIDDEN_MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle"}

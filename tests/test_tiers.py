@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from by_hand import by_hand
 from engines import (
     LLAMA_BLOCK_BYTES,
     Plain,
@@ -76,9 +77,9 @@ def chain_of(engine: Engine, token_ids, tenant: str = "", salt: str = "") -> lis
 
 def hbm_blocks(engine: Engine, chain: list[BlockId]) -> list[torch.Tensor]:
     """Rotated keys and values of every layer of these blocks, as they lie in HBM."""
-    numbers = [engine.pool.lookup(block_id) for block_id in chain]
+    numbers = [engine.loop.pool.lookup(block_id) for block_id in chain]
     assert None not in numbers
-    return [cache[numbers].clone() for layer in engine._runner.caches for cache in layer]
+    return [cache[numbers].clone() for layer in engine.loop.runner.caches for cache in layer]
 
 
 # -- invariant 1 -------------------------------------------------------------------------------------------------------
@@ -107,7 +108,7 @@ def test_invariant_1_same_tokens_cold_and_warm(llama, plain, store):
 def test_invariant_1_same_tokens_with_hbm_evicted(llama, plain, store):
     def evict(engine):
         engine.connector.check_integrity(idle=True)
-        engine.pool.evict_all()
+        engine.loop.pool.evict_all()
         return engine
 
     with open_engine(llama, store) as engine:
@@ -118,7 +119,7 @@ def test_invariant_1_same_tokens_with_hbm_evicted(llama, plain, store):
 def test_invariant_1_same_tokens_with_hbm_and_cpu_evicted(llama, plain, store):
     def evict(engine):
         evict_cpu(engine)
-        engine.pool.evict_all()
+        engine.loop.pool.evict_all()
         return engine
 
     with open_engine(llama, store) as engine:
@@ -162,7 +163,7 @@ def test_invariant_1_same_tokens_under_preemption_and_mixed_batches(llama, plain
         engine = open_engine(
             llama, store, hbm=14 * LLAMA_BLOCK_BYTES, cpu=cpu, disk=disk, max_num_batched_tokens=40, max_num_seqs=5
         )
-    with engine:
+    with by_hand(engine):
         for _ in range(4):
             prompts = [rng.choice(stems)[: rng.randrange(20, 70)] + tokens(rng.random(), 3) for _ in range(8)]
             counts = [rng.randrange(1, 50) for _ in prompts]
@@ -171,7 +172,7 @@ def test_invariant_1_same_tokens_under_preemption_and_mixed_batches(llama, plain
                 handles.append(engine.submit(prompt, greedy(count)))
                 for _ in range(rng.randrange(4)):
                     engine.step()
-                    engine._scheduler.check_integrity()
+                    engine.loop.scheduler.check_integrity()
             if rng.random() < 0.5:
                 engine.abort(rng.choice(handles))
             while engine.has_work:
@@ -180,7 +181,7 @@ def test_invariant_1_same_tokens_under_preemption_and_mixed_batches(llama, plain
                 got = handle.output.token_ids
                 assert got == plain(prompt, count)[: len(got)]
             settle(engine)
-        assert engine._scheduler.num_preemptions > 0
+        assert engine.loop.scheduler.num_preemptions > 0
         check_closed(engine, {engine.root("")})
 
 
@@ -191,7 +192,7 @@ def test_a_preempted_request_resumes_by_loading(llama, plain, store):
         prompts = [tokens(seed, 64) for seed in (21, 22, 23)]
         outs = engine.generate(prompts, greedy(60))
         assert [out.token_ids for out in outs] == [plain(prompt, 60) for prompt in prompts]
-        assert engine._scheduler.num_preemptions > 0 and counters(engine)["loaded"] > 0
+        assert engine.loop.scheduler.num_preemptions > 0 and counters(engine)["loaded"] > 0
         engine.check_integrity()
 
 
@@ -200,6 +201,7 @@ def test_invariant_1_many_random_requests_beside_evictions(llama, plain, store):
     rng = random.Random(77)
     stems = [tokens(seed, 60) for seed in range(31, 34)]
     with open_engine(llama, store, cpu=30 * LLAMA_BLOCK_BYTES, max_num_batched_tokens=48, max_num_seqs=4) as engine:
+        by_hand(engine)
         handles = []
         for _ in range(40):
             prompt = [*rng.choice(stems)[: rng.randrange(8, 60)], rng.randrange(3)]
@@ -208,7 +210,7 @@ def test_invariant_1_many_random_requests_beside_evictions(llama, plain, store):
                 engine.step()
                 event = rng.random()
                 if event < 0.15:
-                    engine.pool.evict_all()
+                    engine.loop.pool.evict_all()
                 elif event < 0.3:
                     with engine.connector._lock:
                         engine.connector._cpu.pool.evict_all()
@@ -234,11 +236,11 @@ def test_invariant_2_blocks_are_bit_identical_after_a_trip_through_every_tier(ll
         chain = chain_of(engine, (prompt + out.token_ids)[:-1])
         computed = hbm_blocks(engine, chain)
         settle(engine)
-        engine.pool.evict_all()
+        engine.loop.pool.evict_all()
         assert cached(ask(engine, [*prompt, *out.token_ids, 1])) == (0, 112, 0, 0)
         assert all(map(torch.equal, hbm_blocks(engine, chain), computed)), "HBM -> CPU -> HBM"
         evict_cpu(engine)
-        engine.pool.evict_all()
+        engine.loop.pool.evict_all()
         assert cached(ask(engine, [*prompt, *out.token_ids, 2])) == (0, 0, 112, 0)
         assert all(map(torch.equal, hbm_blocks(engine, chain), computed)), "HBM -> CPU -> disk -> CPU -> HBM"
     with open_engine(llama, store, dtype=dtype) as engine:
@@ -257,12 +259,12 @@ def test_invariant_2_for_every_rotation_and_a_splice_rotates_at_the_new_position
         changes = {}
     model = save_model(tmp_path / "model", architecture, **changes)
     prompt = tokens(42, 150)
-    with open_engine(model, tmp_path / "store", dtype="bfloat16") as engine:
+    with by_hand(open_engine(model, tmp_path / "store", dtype="bfloat16")) as engine:
         ask(engine, prompt)
         settle(engine)
         chain = chain_of(engine, prompt)
         computed = hbm_blocks(engine, chain)
-        engine.pool.evict_all()
+        engine.loop.pool.evict_all()
         assert cached(ask(engine, [*prompt, 1])) == (0, 144, 0, 0)
         assert all(map(torch.equal, hbm_blocks(engine, chain), computed))
         arena, cpu = engine.connector._arena.tensor, engine.connector._cpu
@@ -330,7 +332,7 @@ def check_made_up_for(engine: Engine, plain: Plain, history: list[int], num_befo
     out = ask(engine, [*history, 1], 4)
     assert out.token_ids == plain([*history, 1], 4) and sum(cached(out)) == num_before
     settle(engine)
-    engine.pool.evict_all()
+    engine.loop.pool.evict_all()
     out = ask(engine, [*history, 2], 4)
     assert out.token_ids == plain([*history, 2], 4) and sum(cached(out)) == 16 * num_blocks
     settle(engine)
@@ -394,7 +396,7 @@ def test_invariant_7_a_tiny_cpu_tier_gives_no_wrong_answers_and_stays_its_size(l
                 assert out.token_ids == plain(history, 10)
                 histories[number] = history + out.token_ids + tokens((turn, number).__hash__(), 12)
                 if turn == 2:
-                    engine.pool.evict_all()
+                    engine.loop.pool.evict_all()
             check_closed(engine, {engine.root("")})
         assert engine.stats()["cpu"]["blocks"] == 9 and engine.stats()["cpu"]["cached_blocks"] <= 9
         settle(engine)
@@ -412,7 +414,7 @@ def test_invariant_7_a_tiny_disk_evicts_tails_and_stays_its_size(llama, plain, s
                 assert out.token_ids == plain(history, 6)
                 histories[number] = [*history, *out.token_ids, turn]
                 if number % 4 == 0:
-                    engine.pool.evict_all()
+                    engine.loop.pool.evict_all()
                     settle(engine)
                     check_closed(engine, {engine.root("")})
         settle(engine)
@@ -444,6 +446,7 @@ def test_invariant_8_what_is_stored_is_closed_under_parents(llama, plain, store,
     monkeypatch.setattr(kvstore.transfer, "save_layers", unreliable)
     stems = [tokens(seed, 120) for seed in range(110, 116)]
     with open_engine(llama, store, cpu=cpu, disk=disk, max_num_batched_tokens=64, max_num_seqs=6) as engine:
+        by_hand(engine)
         for _ in range(7):
             handles = []
             for _ in range(rng.randrange(1, 7)):
@@ -456,7 +459,7 @@ def test_invariant_8_what_is_stored_is_closed_under_parents(llama, plain, store,
                 if rng.random() < 0.1:
                     engine.admin.evict(Evict(to_bytes=rng.randrange(10) * LLAMA_BLOCK_BYTES))
                 if rng.random() < 0.2:
-                    engine.pool.evict_all()
+                    engine.loop.pool.evict_all()
             while engine.has_work:
                 engine.step()
             for prompt, handle in handles:

@@ -64,17 +64,9 @@ def test_a_step_of_another_engine_comes_before_or_after_a_trial(tmp_path, monkey
     with (
         fake_cuda.device(monkeypatch) as driver,
         Engine(model, {"hbm": "1MiB"}, device="cuda", max_model_len=32) as engine,
-        ThreadPoolExecutor(1) as threads,
     ):
-        handle = engine.submit(tokens(1, 5), greedy(2))
-
-        def step():
-            with fake_cuda.Factories():
-                engine.step()
-
         with WAITING.refused():
             assert driver.refuses_to_wait
-            stepping = threads.submit(step)
+            handle = engine.submit(tokens(1, 5), greedy(2))
             assert not threading.Event().wait(TURN_S) and not handle.output.token_ids
-        stepping.result(60)
-        assert len(handle.output.token_ids) == 1
+        assert len(list(engine.stream(handle))) == 2

@@ -1,17 +1,15 @@
 """What is warmed up: every form of a kernel that a step may launch, and nothing is left of it."""
 
-import asyncio
 import itertools
 import threading
 from collections import Counter
 
 import pytest
 import torch
-from engines import Plain, ask, greedy, open_engine, save_model, settle, tokens
+from engines import ask, greedy, open_engine, save_model, settle, tokens
 from models import make_model
 
 from engine import Engine
-from engine.async_engine import AsyncEngine
 from engine.config import SchedulerConfig
 from engine.model_runner import ModelRunner
 from engine.probe import intercept
@@ -57,31 +55,22 @@ def test_what_fails_is_named(monkeypatch):
         warm_up(model, model.new_caches(3, 16), SchedulerConfig(256))
 
 
-def test_the_thread_that_steps_is_warmed_up_too(tmp_path, monkeypatch):
+def test_the_thread_that_steps_is_the_one_that_is_warmed_up(tmp_path, monkeypatch):
     """cuBLAS keeps a handle and a workspace for each thread: the first request would wait for them."""
-    threads, plain = [], Plain(model := save_model(tmp_path))
-    expected = plain(tokens(1, 20), 5)
-    plain.engine.close()
+    threads, prepare, execute = [], ModelRunner.prepare, ModelRunner.execute
 
-    def warm(runner):
-        threads.append(threading.current_thread().name)
-        warm_up(runner.model, runner.caches, runner._config)
+    def noting(original):
+        def noted(*args):
+            threads.append(threading.current_thread().name)
+            return original(*args)
 
-    monkeypatch.setattr(ModelRunner, "warm_up", warm)
-    with open_engine(model) as engine:
-        handle = engine.submit(tokens(1, 20), greedy(5))  # it may run when the thread begins
-        engine.step()
-        engine.step()
+        return noted
 
-        async def serve() -> list[int]:
-            served = AsyncEngine(engine)
-            try:
-                return (await served.generate(tokens(1, 20), greedy(5))).token_ids
-            finally:
-                await served.close()
-
-        assert asyncio.run(serve()) == expected == handle.output.token_ids
-    assert threads == ["MainThread", "kvstore-engine"]
+    monkeypatch.setattr(ModelRunner, "prepare", noting(prepare))
+    monkeypatch.setattr(ModelRunner, "execute", noting(execute))
+    with open_engine(save_model(tmp_path)) as engine:
+        assert len(engine.generate([tokens(1, 20)], greedy(5))[0].token_ids) == 5
+    assert len(threads) == 6 and set(threads) == {"kvstore-engine"}
 
 
 class Launches:
@@ -147,6 +136,6 @@ def test_no_request_on_cuda_waits_for_a_compiler(tmp_path):
         for length in (1, 3, 20, 100, 900, 3000):
             out = ask(engine, tokens(length, length), 20)
             settle(engine)
-            engine.pool.evict_all()
+            engine.loop.pool.evict_all()
             ask(engine, [*tokens(length, length), *out.token_ids, 5], 20)
         assert num_compiled() == before

@@ -38,7 +38,7 @@ def talk(engine, tenant: str, seeds) -> None:
 
 def hit_on_disk(engine, tenant: str, seed: int) -> int:
     evict_cpu(engine)
-    engine.pool.evict_all()
+    engine.loop.pool.evict_all()
     return cached(ask(engine, tokens(seed, 16 * BLOCKS + 1), 1, tenant=tenant))[2]
 
 
