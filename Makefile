@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS := $(VENV)/.installed-tests
 MODEL ?=
+# Two files at a time: a test uses one processor and waits often.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help demo chat serve test check bench gpu clean
@@ -39,12 +41,12 @@ serve: $(STAMP)
 	@$(BIN)/kvstore serve $(MODEL)
 
 test: $(TESTS)
-	@$(BIN)/python -m pytest
+	@$(PYTEST)
 
 check: $(TESTS)
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest
+	@$(PYTEST)
 
 bench: $(STAMP)
 	@$(BIN)/python -m bench.throughput

@@ -62,7 +62,9 @@ def test_texts_go_through_the_tokenizer_with_its_special_tokens():
 
 
 @pytest.mark.parametrize(
-    "prompt", [[3, 1, 2], (3, 1, 2), np.array([3, 1, 2]), iter([3, 1, 2]), [np.int32(3), np.uint8(1), 2]], ids=str
+    "prompt",
+    [[3, 1, 2], (3, 1, 2), np.array([3, 1, 2]), iter([3, 1, 2]), [np.int32(3), np.uint8(1), 2]],
+    ids=["list", "tuple", "array", "iterator", "scalars"],  # the same in every process
 )
 def test_ids_of_any_whole_number_type_become_plain_ints(prompt):
     ids = prompt_ids(prompt, None, 4)
