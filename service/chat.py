@@ -11,7 +11,7 @@ from engine.prompts import check_session_id, check_truncation
 from service.chat_schema import ChatAnswer, ChatBody, LastEvent, chat_answer, said_of, turn_id
 from service.context import Context, context_of, tenant_of
 from service.edge import check_model, json_response
-from service.errors import ApiError
+from service.errors import bad_request
 from service.routes import Route
 from service.schema import read_body, sampling_params
 from service.sse import EventStream
@@ -36,7 +36,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
 
 async def _wanted(context: Context, request: web.Request, body: ChatBody) -> TurnRequest:
     if body.cache_salt is not None:
-        raise ApiError(400, "a session has no cache_salt", param="cache_salt", code="unsupported")
+        raise bad_request("cache_salt", "a session has no cache_salt", "unsupported")
     truncation, reuse = body.truncation or "auto", body.truncation_reuse or "reencode"
     check_truncation(truncation, reuse)
     system, said = said_of(body)

@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from engine.chat_template import Message
 from kvstore.session_store import SessionHead, TurnRecord
-from service.errors import ApiError
+from service.errors import bad_request
 from service.schema import MessageIn, Messages, Sampling, message_of, messages_of, read_body
 from service.turns import TurnResult, result_of
 from service.usage import TimingsObject, UsageObject, timings_object, usage_object
@@ -230,7 +230,7 @@ def messages_out(messages: Sequence[Message]) -> list[MessageOut]:
 def said_of(body: ChatBody) -> tuple[str | None, list[Message]]:
     """System prompt, if one is named, and the messages after it. Raises ApiError 400."""
     if (body.message is None) == (body.messages is None):
-        raise ApiError(400, "give message or messages", param="message", code="missing")
+        raise bad_request("message", "give message or messages", "missing")
     if body.messages is not None:
         said = messages_of(body.messages)
     elif isinstance(body.message, str):
@@ -242,10 +242,7 @@ def said_of(body: ChatBody) -> tuple[str | None, list[Message]]:
         return body.system, said
     first = said[0]["content"]
     if body.system is not None and body.system != first:
-        raise ApiError(
-            400, "system and the first of messages are two system prompts; give one", param="system",
-            code="invalid_value",
-        )  # fmt: skip
+        raise bad_request("system", "system and the first of messages are two system prompts; give one")
     return first, said[1:]
 
 

@@ -17,7 +17,7 @@ from engine.chat_template import ChatTemplate, Message
 from engine.model_files import why_no_chat
 from kvstore import __version__
 from service.context import Context, context_of, tenant_of
-from service.errors import ApiError
+from service.errors import ApiError, bad_request
 from service.routes import Route
 from service.schema import Messages, TokenId, messages_of, read_body
 
@@ -208,7 +208,7 @@ async def tokenize(request: web.Request) -> web.Response:
     check_model(context, body.model)
     engine, tokenizer = context.engine.engine, _tokenizer(context)
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "give either prompt or messages", param="prompt", code="missing")
+        raise bad_request("prompt", "give either prompt or messages", "missing")
     if body.messages is not None:
         messages = messages_of(body.messages)
         num_chars = _checked_chars([message["content"] for message in messages], "messages")
@@ -230,10 +230,9 @@ async def tokenize(request: web.Request) -> web.Response:
 def _checked_chars(texts: Sequence[str], param: str) -> int:
     num_chars = sum(map(len, texts))
     if num_chars > MAX_TOKENIZED_CHARS:
-        raise ApiError(
-            400, f"{param} has {num_chars} characters; at most {MAX_TOKENIZED_CHARS} are tokenized at once",
-            param=param, code="invalid_value",
-        )  # fmt: skip
+        raise bad_request(
+            param, f"{param} has {num_chars} characters; at most {MAX_TOKENIZED_CHARS} are tokenized at once"
+        )
     return num_chars
 
 
@@ -242,7 +241,7 @@ async def detokenize(request: web.Request) -> web.Response:
     check_model(context, body.model)
     tokenizer, size = _tokenizer(context), context.engine.engine.vocab_size
     if body.tokens and max(body.tokens) >= size:
-        raise ApiError(400, f"token ids go from 0 to {size - 1}", param="tokens", code="invalid_value")
+        raise bad_request("tokens", f"token ids go from 0 to {size - 1}")
     async with context.limits.admit(tenant_of(request)):
         return await context.engine.call_with_text(len(body.tokens), _detokenized, tokenizer, body.tokens)
 
@@ -256,7 +255,7 @@ def _detokenized(tokenizer: Any, ids: list[int]) -> web.Response:
 def _tokenizer(context: Context) -> Any:
     tokenizer = context.engine.engine.tokenizer
     if tokenizer is None:
-        raise ApiError(400, why_no_chat("the model", False), param="model", code="no_tokenizer")
+        raise bad_request("model", why_no_chat("the model", False), "no_tokenizer")
     return tokenizer
 
 
@@ -270,7 +269,7 @@ _template = lru_cache(maxsize=4)(ChatTemplate.of)
 def _chat_ids(tokenizer: Any, messages: list[Message]) -> list[int]:
     template = _template(tokenizer)
     if template is None:
-        raise ApiError(400, why_no_chat("the model", True), param="messages", code="no_chat_template")
+        raise bad_request("messages", why_no_chat("the model", True), "no_chat_template")
     return template.prompt_ids(messages)
 
 

@@ -53,6 +53,11 @@ class ApiError(Exception):
         return ErrorBody(ErrorInfo(self.message, self.type, self.param, self.code))
 
 
+def bad_request(param: str | None, message: str, code: str | None = "invalid_value") -> ApiError:
+    """param: the field that is wrong."""
+    return ApiError(400, message, param=param, code=code)
+
+
 def error_response(error: ApiError) -> web.Response:
     return web.Response(
         status=error.status,

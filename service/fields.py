@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from service.errors import ApiError
+from service.errors import bad_request
 
 CONSTRAINTS = {
     "allowed_token_ids", "bad_words", "include_stop_str_in_output", "logits_processors", "lora_request",
@@ -35,12 +35,12 @@ def check_fields(raw: bytes | bytearray, type_: type[Any]) -> None:
     found = _FIELDS.decode(raw)
     for name in islice((name for name in found if name not in known), MAX_EXAMINED):
         if name in refused and _says_something(found[name]):
-            raise ApiError(400, f"{name}: {refused[name]}", param=name, code="unsupported_parameter")
+            raise bad_request(name, f"{name}: {refused[name]}", "unsupported_parameter")
         if (name in CONSTRAINTS or name.startswith(GUIDED)) and _says_something(found[name]):
-            raise ApiError(400, f"{name[:64]} is not supported", param=name[:64], code="unsupported_parameter")
+            raise bad_request(name[:64], f"{name[:64]} is not supported", "unsupported_parameter")
         meant = None if name in NO_MISSES else near_miss(name, known)
         if meant is not None:
-            raise ApiError(400, f"{name[:64]}: did you mean {meant}?", param=name[:64], code="unknown_field")
+            raise bad_request(name[:64], f"{name[:64]}: did you mean {meant}?", "unknown_field")
 
 
 def _says_something(value: msgspec.Raw) -> bool:

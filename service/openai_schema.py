@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from service.errors import ApiError
+from service.errors import ApiError, bad_request
 from service.schema import Count, Messages, Sampling, TokenId, TopLogprobs
 from service.usage import UsageObject
 
@@ -50,9 +50,7 @@ class ChatCompletionBody(Sampling, kw_only=True):
         if self.add_generation_prompt is False or self.continue_final_message:
             raise unsupported("continue_final_message")
         if self.top_logprobs and not self.logprobs:
-            raise ApiError(
-                400, "top_logprobs needs logprobs to be true", param="top_logprobs", code="invalid_value"
-            )
+            raise bad_request("top_logprobs", "top_logprobs needs logprobs to be true")
 
 
 def _type_of(value: Any) -> object:
@@ -61,7 +59,7 @@ def _type_of(value: Any) -> object:
 
 def unsupported(param: str, but: str = "") -> ApiError:
     message = f"{param} is not supported{'; ' + but if but else ''}"
-    return ApiError(400, message, param=param, code="unsupported_parameter")
+    return bad_request(param, message, "unsupported_parameter")
 
 
 class TopLogprob(msgspec.Struct):
@@ -151,16 +149,11 @@ class CompletionBody(Sampling, kw_only=True):
             return [self.prompt]
         kinds = {type(one) for one in self.prompt}
         if len(kinds) > 1:
-            raise ApiError(
-                400, "prompt mixes texts, ids and lists; give one kind", param="prompt", code="invalid_value"
-            )
+            raise bad_request("prompt", "prompt mixes texts, ids and lists; give one kind")
         if kinds == {int}:
             return [list(self.prompt)]  # type: ignore[arg-type]
         if len(self.prompt) > MAX_PROMPTS:
-            raise ApiError(
-                400, f"prompt has {len(self.prompt)} entries; at most {MAX_PROMPTS}", param="prompt",
-                code="invalid_value",
-            )  # fmt: skip
+            raise bad_request("prompt", f"prompt has {len(self.prompt)} entries; at most {MAX_PROMPTS}")
         return list(self.prompt)  # type: ignore[arg-type]
 
     def check(self) -> None:

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from engine.chat_template import Message
-from service.errors import ApiError
+from service.errors import ApiError, bad_request
 from service.schema import ContentPart, Count, MessageIn, Sampling, message_of
 from service.turns import TurnResult
 from service.usage import CachedTokens, usage_object
@@ -186,7 +186,7 @@ def _message(item: InputItem, param: str) -> Message:
         )  # fmt: skip
     for name, value in (("role", item.role), ("content", item.content)):
         if value is None:
-            raise ApiError(400, f"{param}.{name} is missing", param=f"{param}.{name}", code="missing")
+            raise bad_request(f"{param}.{name}", f"{param}.{name} is missing", "missing")
     assert item.role is not None and item.content is not None
     return message_of(MessageIn(item.role, item.content), param)
 
@@ -203,4 +203,4 @@ def check_supported(body: ResponseBody) -> None:
     }
     for name, is_asked in asked.items():
         if is_asked:
-            raise ApiError(400, f"{name} is not supported here", param=name, code="unsupported")
+            raise bad_request(name, f"{name} is not supported here", "unsupported")

@@ -20,7 +20,7 @@ from engine.chat_template import Message
 from engine.prompts import check_chars
 from engine.sampling_params import SamplingParams
 from service.context import Context, context_of
-from service.errors import NO_RETRY, ApiError
+from service.errors import NO_RETRY, ApiError, bad_request
 from service.fields import check_fields
 from service.sse import ReaderGone
 
@@ -129,17 +129,10 @@ def check_chars_of(context: Context, texts: Sequence[str]) -> None:
 def message_of(message: MessageIn, param: str) -> Message:
     role = {"developer": "system"}.get(message.role, message.role)
     if role in ("tool", "function"):
-        raise ApiError(
-            400, f"messages of the role {role!r} are not supported", param=f"{param}.role", code="unsupported_role"
-        )
+        raise bad_request(f"{param}.role", f"messages of the role {role!r} are not supported", "unsupported_role")
     if role not in ("system", "user", "assistant"):
         shown = message.role[:40]
-        raise ApiError(
-            400,
-            f"{param}.role is {shown!r}; give system, developer, user or assistant",
-            param=f"{param}.role",
-            code="invalid_value",
-        )
+        raise bad_request(f"{param}.role", f"{param}.role is {shown!r}; give system, developer, user or assistant")
     return {"role": role, "content": text_of(message.content, f"{param}.content")}
 
 
@@ -151,14 +144,9 @@ def text_of(content: str | list[ContentPart], param: str) -> str:
     for index, part in enumerate(content):
         if part.type not in ("text", "input_text", "output_text"):
             kind, where = part.type[:40], f"{param}[{index}]"
-            raise ApiError(
-                400,
-                f"{where} is of the type {kind!r}; only text is supported",
-                param=where,
-                code="unsupported_content",
-            )
+            raise bad_request(where, f"{where} is of the type {kind!r}; only text is supported", "unsupported_content")
         if part.text is None:
-            raise ApiError(400, f"{param}[{index}].text is missing", param=f"{param}[{index}].text", code="missing")
+            raise bad_request(f"{param}[{index}].text", f"{param}[{index}].text is missing", "missing")
         texts.append(part.text)
     return "".join(texts)
 
@@ -261,7 +249,7 @@ def _field_error(text: str) -> ApiError:
     else:
         rule = "is not valid"
     name = ("a key of " if "`key` in" in where else "") + (path or "the body")
-    return ApiError(400, f"{name} {rule}", param=path or None, code=code)
+    return bad_request(path or None, f"{name} {rule}", code)
 
 
 def _kinds(names: str) -> str:
@@ -289,7 +277,7 @@ def _syntax_error(raw: bytes | bytearray, text: str) -> ApiError:
         except (ValueError, RecursionError):
             param = None
     if param is not None:
-        return ApiError(400, f"{param} is not a finite number", param=param, code="invalid_value")
+        return bad_request(param, f"{param} is not a finite number")
     place = re.search(r"\(byte [0-9]+\)", text)
     return ApiError(400, f"the body is not valid JSON {place[0] if place else ''}".rstrip(), code="invalid_json")
 

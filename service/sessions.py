@@ -35,7 +35,7 @@ from service.chat_schema import (
 )
 from service.context import Context, context_of, tenant_of
 from service.edge import json_response
-from service.errors import ApiError
+from service.errors import bad_request
 from service.routes import Route
 from service.schema import read_body
 
@@ -53,7 +53,7 @@ def key_of(request: web.Request) -> SessionKey:
 def _query(request: web.Request, name: str, default: int, low: int, high: int) -> int:
     text = request.query.get(name, str(default))
     if not re.fullmatch(r"[0-9]{1,10}", text) or not low <= int(text) <= high:
-        raise ApiError(400, f"{name} must be a whole number from {low} to {high}", param=name, code="invalid_value")
+        raise bad_request(name, f"{name} must be a whole number from {low} to {high}")
     return int(text)
 
 

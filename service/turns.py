@@ -23,7 +23,7 @@ from engine.sampling_params import SamplingParams
 from kvstore.errors import SessionBusyError, SessionExistsError, SessionNotFoundError, StoreError
 from kvstore.session_store import Parent, SessionHead, SessionKey, TurnRecord
 from service.context import Context
-from service.errors import ApiError, unavailable
+from service.errors import ApiError, bad_request, unavailable
 from service.generation import Stopwatch
 from service.running import Running
 from service.schema import check_chars_of
@@ -288,10 +288,9 @@ def _open_chat(engine: Engine, wanted: TurnRequest) -> ChatSession:
     head = find_session(engine, key)
     said = "".join(message["content"] for message in head.system)
     if wanted.system is not None and wanted.system != said:
-        raise ApiError(
-            400, "system is not the session's; leave it out, or begin a new session", param="system",
-            code="system_mismatch",
-        )  # fmt: skip
+        raise bad_request(
+            "system", "system is not the session's; leave it out, or begin a new session", "system_mismatch"
+        )
     if wanted.after_turn not in (None, head.num_turns):
         raise SessionBusyError(f"session {wanted.session_id} has gone on since turn {wanted.after_turn}")
     known = engine.chats.get(key)
@@ -334,10 +333,7 @@ def fork(engine: Engine, source: SessionKey, turn: int | None, new_key: SessionK
     """Raises SessionNotFoundError, and ApiError 400 for a turn that the session does not have."""
     head = find_session(engine, source)
     if head.num_turns == 0 or (turn is not None and not 1 <= turn <= head.num_turns):
-        raise ApiError(
-            400, f"turn is {turn}; session {source.session_id!r} has turns 1 to {head.num_turns}", param="turn",
-            code="invalid_value",
-        )  # fmt: skip
+        raise bad_request("turn", f"turn is {turn}; session {source.session_id!r} has turns 1 to {head.num_turns}")
     return engine.sessions.fork(source, turn, new_key).wait()
 
 
@@ -354,10 +350,7 @@ def request_key_of(request: web.Request) -> str | None:
     """The Idempotency-Key. Raises ApiError 400."""
     key = request.headers.get("Idempotency-Key")
     if key is not None and not (1 <= len(key) <= MAX_REQUEST_KEY and key.isascii() and key.isprintable()):
-        raise ApiError(
-            400, f"Idempotency-Key has 1 to {MAX_REQUEST_KEY} printable ASCII characters", param="Idempotency-Key",
-            code="invalid_value",
-        )  # fmt: skip
+        raise bad_request("Idempotency-Key", f"Idempotency-Key has 1 to {MAX_REQUEST_KEY} printable ASCII characters")
     return key
 
 
