@@ -4,6 +4,7 @@ Knows the form of the file: keys are the flags' names, at the top for every comm
 that one only, where they win. Knows no command otherwise.
 """
 
+import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -187,14 +188,4 @@ def _toml(value: object) -> str:
         return repr(value)
     if isinstance(value, list):
         return f"[{', '.join(map(_toml, value))}]"
-    return '"' + "".join(_escaped(c) for c in str(value)) + '"'
-
-
-def _escaped(character: str) -> str:
-    if character in _ESCAPES:
-        return _ESCAPES[character]
-    code = ord(character)
-    return f"\\u{code:04X}" if code < 32 or code == 127 else character
-
-
-_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007F")  # a text of JSON is one of TOML

@@ -332,7 +332,7 @@ def _add(parser: "argparse._ArgumentGroup", option: Option) -> None:
     elif option.bare is not None:
         kind |= {"nargs": "?", "const": option.bare}
     elif option.repeats:
-        kind["action"] = _Append
+        kind["action"] = "append"
     parser.add_argument(option.flag, dest=option.key, help=option.about, **kind)
     if option.aliases:
         parser.add_argument(*option.aliases, dest=option.key, help=argparse.SUPPRESS, **kind)
@@ -341,14 +341,6 @@ def _add(parser: "argparse._ArgumentGroup", option: Option) -> None:
 def value_of(option: Option) -> str:
     """What stands for its value in the help."""
     return _SHOWN_AS.get(getattr(option.parse, "__name__", ""), option.key.split("_")[-1].upper())
-
-
-class _Append(argparse.Action):
-    """What is given again comes after a comma."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        before = getattr(namespace, self.dest)
-        setattr(namespace, self.dest, values if before is None else f"{before},{values}")
 
 
 def parse_arguments(command: Command, argv: list[str]) -> dict[str, Any] | None:
@@ -365,7 +357,11 @@ def parse_arguments(command: Command, argv: list[str]) -> dict[str, Any] | None:
             raise UsageError(f"unknown flag {flag!r}{suggestion(flag, known)}")
     if unknown:
         raise UsageError(f"unexpected argument {unknown[0]!r}; {command.most or f'{command.name} has flags only'}")
-    return vars(namespace)
+    given = vars(namespace)
+    for option in command.options:
+        if option.repeats and given[option.key] is not None:
+            given[option.key] = ",".join(given[option.key])
+    return given
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
