@@ -24,7 +24,7 @@ from kvstore.errors import KVStoreError
 from kvstore.traces import Trace
 
 if TYPE_CHECKING:
-    from kvstore.replay import ReplayConfig, ReplayResult
+    from kvstore.replay_config import ReplayConfig, ReplayResult
 
 DEFAULT_SHARES = (0.03, 0.1, 0.3)  # of the trace's distinct blocks, where no capacity is given
 WITHOUT_LOOK_AHEAD = ("fifo", "lru")  # what others are measured by
@@ -45,6 +45,8 @@ def body(job: Job, parsed: argparse.Namespace, report: Report) -> None:
 
 
 def measure_one_tier(job: Job, report: Report, warm_up: int) -> None:
+    from bench.one_tier import replay_one_tier
+
     references, num_requests = References(job.trace, warm_up), len(job.trace.requests)
     with progress("ideal", num_requests) as told:
         ideal, num_distinct = references.ideal(told)
@@ -55,7 +57,7 @@ def measure_one_tier(job: Job, report: Report, warm_up: int) -> None:
                 if policy in REFERENCES:
                     row = reference_row(references.replay(policy, capacity, told))
                 else:
-                    row = one_tier_row(job, capacity, policy, told)
+                    row = reference_row(replay_one_tier(job.trace, capacity, policy, told))
             report.add(policy=policy, capacity_blocks=capacity, **row, elapsed_s=time.perf_counter() - start_s)
     # A cache that has room for all blocks of the trace forgets nothing.
     report.add(policy="ideal", capacity_blocks=num_distinct, **reference_row(ideal))
@@ -71,25 +73,16 @@ def reference_row(hits: Hits) -> Row:
     return rates | asdict(hits) | {"hits_at_arrival": by_tier, "hits_at_schedule": by_tier}
 
 
-# What one tier alone, without a queue and without anything that computes, does not have.
-OF_A_SERVER = ("bytes_moved", "num_dropped_saves", "num_dropped_writes", "ttft_mean_s", "ttft_p90_s", "mean_queue")
-
-
-def one_tier_row(job: Job, capacity: int, policy: str, told: Callable[[int], None]) -> Row:
-    from kvstore.replay import replay_one_tier
-
-    row = result_row(replay_one_tier(job.trace, capacity, policy, told))
-    return {name: value for name, value in row.items() if name not in OF_A_SERVER}
-
-
 def measure_tiers(job: Job, report: Report) -> None:
+    from bench.oracle import Oracle
     from kvstore.replay import replay
 
     for config in job.configs:
         for policy in job.policies:
             start_s = time.perf_counter()
             with progress(f"{policy}, {described(config)}", len(job.trace.requests)) as told:
-                result = replay(job.trace, configured(config, policy), told)
+                steering = partial(Oracle, job.trace) if policy == "belady" else None
+                result = replay(job.trace, configured(config, policy), told, steering)
             sizes = {f"{tier}_blocks": getattr(config, f"{tier}_blocks") for tier in TIERS}
             report.add(policy=policy, **sizes, **result_row(result), elapsed_s=time.perf_counter() - start_s)
 
@@ -97,6 +90,8 @@ def measure_tiers(job: Job, report: Report) -> None:
 def configured(config: ReplayConfig, policy: str) -> ReplayConfig:
     if policy == "look-ahead":
         return replace(config, policy="lru", look_ahead=True)
+    if policy == "belady":
+        return config  # its order is not one of the store's
     look_ahead = config.look_ahead and policy not in WITHOUT_LOOK_AHEAD
     return replace(config, policy=policy, look_ahead=look_ahead)
 

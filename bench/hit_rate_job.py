@@ -25,7 +25,7 @@ from kvstore.trace_formats import FORMATS, read_trace
 from kvstore.traces import DEFAULT_ARRIVALS, DEFAULT_BLOCK_SIZE, Arrivals, Trace
 
 if TYPE_CHECKING:
-    from kvstore.replay import ReplayConfig, ServiceModel
+    from kvstore.replay_config import ReplayConfig, ServiceModel
 
 ONE_TIER_POLICIES = (*REFERENCES, "return", "auto")
 TIERS_POLICIES = ("fifo", "lru", "look-ahead", "return", "auto", "belady")
@@ -170,7 +170,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
     add("--batch", type=_count, metavar="N", help="requests running at once")
     for name, text in (("load", "CPU tier to HBM"), ("read", "from disk"), ("write", "to disk")):
         add(f"--{name}-bandwidth", type=_bytes_per_s, metavar="BYTES/S", help=f"{text}, such as 25GB")
-    add("--ttl", type=_seconds, metavar="TIME", help="forget what was not used for so long, such as 3600 or 1h")
+    add("--ttl", type=_seconds, metavar="TIME", help="what was not used for so long goes first, such as 3600 or 1h")
     add("--warm-up", type=_whole, default=0, metavar="N", help="requests at the start that are not counted")
     add("--no-look-ahead", action="store_true", help="return and auto do not see the queue either")
     add(
@@ -282,7 +282,7 @@ def _trace(parsed: argparse.Namespace) -> Trace:
 
 def _configs(parsed: argparse.Namespace, block_size: int) -> list[ReplayConfig]:
     points = _tier_blocks(parsed, block_size)
-    from kvstore.replay import ReplayConfig
+    from kvstore.replay_config import ReplayConfig
 
     block_bytes = (parsed.kv_bytes_per_token or KV_BYTES_PER_TOKEN[DEFAULT_MODEL]) * block_size
     service = _service(parsed)
@@ -323,7 +323,7 @@ def _in_blocks(size: Capacity, kv_bytes: int | None, block_size: int) -> int:
 
 
 def _service(parsed: argparse.Namespace) -> ServiceModel:
-    from kvstore.replay import ServiceModel
+    from kvstore.replay_config import ServiceModel
 
     usual = ServiceModel()
     return ServiceModel(

@@ -258,6 +258,13 @@ class Hits:
     num_prompt_tokens: int = 0
     num_hit_tokens: int = 0
 
+    def count(self, num_blocks: int, num_hits: int, num_tokens: int, block_size: int) -> None:
+        """A request's prompt, of whose blocks the first were there."""
+        self.num_blocks += num_blocks
+        self.num_hit_blocks += num_hits
+        self.num_prompt_tokens += num_tokens
+        self.num_hit_tokens += min(num_hits * block_size, num_tokens)
+
     @property
     def block_hit_rate(self) -> float:
         return self.num_hit_blocks / self.num_blocks if self.num_blocks else 0.0
@@ -300,10 +307,7 @@ class References:
             if number >= self.warm_up:
                 num_tokens = self.trace.requests[number].num_tokens
                 num_hits = sum(1 for _ in itertools.takewhile(blocks.__contains__, names))
-                hits.num_blocks += len(names)
-                hits.num_hit_blocks += num_hits
-                hits.num_prompt_tokens += num_tokens
-                hits.num_hit_tokens += min(num_hits * block_size, num_tokens)
+                hits.count(len(names), num_hits, num_tokens, block_size)
             cache.use(names)
             if progress is not None and (number + 1) % PROGRESS_EVERY == 0:
                 progress(number + 1)

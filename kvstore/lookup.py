@@ -185,17 +185,23 @@ class Lookups:
         """Note which tier holds each block after those in HBM."""
         self.requests[request.request_id] = request
         request.num_hbm_blocks = num_hbm_blocks
-        for index in range(num_hbm_blocks, max_blocks):
-            slot = self._cpu.find(request.chain[index])
-            if slot is not None:
-                below = self._is_being_read(slot) or not self._cpu.keep
-                request.arrival.append("disk" if below else "cpu")
-            elif self._reader is not None and self._reader.contains(request.chain[index]):
-                request.arrival.append("disk")
-            else:
-                break
+        request.arrival += self.tiers(request.chain, num_hbm_blocks, max_blocks)
         if request.conversation is not None:
             self._claim(request, request.conversation)
+
+    def tiers(self, chain: Sequence[BlockId], first: int, end: int) -> list[str]:
+        """Which tier has each block from `first` on, as far as they are stored; what is being read is on disk."""
+        found: list[str] = []
+        for block_id in chain[first:end]:
+            slot = self._cpu.find(block_id)
+            if slot is not None:
+                below = self._is_being_read(slot) or not self._cpu.keep
+                found.append("disk" if below else "cpu")
+            elif self._reader is not None and self._reader.contains(block_id):
+                found.append("disk")
+            else:
+                break
+        return found
 
     def _claim(self, request: Tracked, conversation: Conversation) -> None:
         """What is stored of its chain has its value from now on, the head in front of a splice too."""

@@ -8,7 +8,6 @@ from kvstore.errors import ConfigError
 from kvstore.policy import POLICIES
 
 TIERS = ("hbm", "cpu", "disk")
-REPLAY_POLICIES = (*POLICIES, "belady")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +38,9 @@ class ServiceModel:
 class ReplayConfig:
     """Tiers in blocks of the trace, 0 for none below HBM. block_bytes: KV of one block.
 
-    look_ahead: whether the waiting order prefetches and protects. ttl_s: a conversation idle for longer is gone; None:
-    never. warm_up: so many requests, the first to arrive, are served and not counted.
+    look_ahead: whether the store knows who waits; else it is told of a request that could start. ttl_s: a conversation
+    idle for longer goes first; None: none does. warm_up: so many requests, the first to arrive, are served and not
+    counted.
     """
 
     hbm_blocks: int
@@ -54,19 +54,14 @@ class ReplayConfig:
     warm_up: int = 0
 
     def __post_init__(self) -> None:
-        check_policy(self.policy)
+        if self.policy not in POLICIES:
+            raise ConfigError(f"unknown policy {self.policy!r}; known are {', '.join(POLICIES)}")
         least = {"hbm_blocks": 1, "cpu_blocks": 0, "disk_blocks": 0, "block_bytes": 1, "warm_up": 0}
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give {smallest} or more")
         if self.ttl_s is not None and not self.ttl_s > 0:
             raise ConfigError(f"ttl_s is {self.ttl_s}; give seconds above 0, or None to keep conversations")
-
-
-def check_policy(policy: str) -> None:
-    """Raises ConfigError for one that cannot be replayed."""
-    if policy not in REPLAY_POLICIES:
-        raise ConfigError(f"unknown policy {policy!r}; known are {', '.join(REPLAY_POLICIES)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +71,9 @@ class ReplayResult:
     num_refused: requests larger than HBM, in no other count. num_blocks, num_hit_blocks: of prompts. hits_at_arrival:
     tokens hit, by the tier that held them when the request arrived; hits_at_schedule: when it was first looked at with
     a place in the batch free, where "disk" still had to be waited for. bytes_moved: save, load, write, read.
-    num_evicted: blocks by tier, expired ones not among them. num_dropped_saves: blocks for which the CPU tier had no
-    slot, and what builds on them; num_dropped_writes: for which the disk had no room. mean_queue: requests that wait,
-    averaged over duration_s, from the first arrival that counts to the end of the last request. in_force: the policy
-    followed at the end, by tier.
+    num_evicted: blocks by tier. num_dropped_saves: blocks for which the CPU tier had no slot, and what builds on them;
+    num_dropped_writes: for which the disk had no room. mean_queue: requests that wait, averaged over duration_s, from
+    the first arrival that counts to the end of the last request.
     """
 
     num_requests: int
@@ -94,12 +88,10 @@ class ReplayResult:
     num_evicted: dict[str, int]
     num_dropped_saves: int
     num_dropped_writes: int
-    num_expired: int
     ttft_mean_s: float
     ttft_p90_s: float
     mean_queue: float
     duration_s: float
-    in_force: dict[str, str]
 
     @property
     def token_hit_rate(self) -> float:

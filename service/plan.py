@@ -53,7 +53,7 @@ from service.store_commands import carry_out
 from service.terminal import tell_in_lines, tolerate_any_text
 
 if TYPE_CHECKING:
-    from kvstore.replay import ReplayResult
+    from kvstore.replay_config import ReplayResult
 
 MAX_POINTS = 100
 PICTURES = (".png", ".svg")

@@ -3,14 +3,14 @@
 import json
 import random
 import sys
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from bench import hit_rate, hit_rate_job
-from bench.references import REFERENCES, References
+from bench.references import REFERENCES, Hits, References
 from kvstore.errors import ConfigError
+from kvstore.replay_config import ReplayConfig, ServiceModel
 from kvstore.trace_formats import read_trace
 
 
@@ -104,29 +104,6 @@ def test_a_plot(bench, trace, tmp_path, kind):
 
 # -- our own policies, behind a stand-in of the replay ---------------------------------------------------------------
 @dataclass(frozen=True)
-class Service:
-    prefill_tokens_per_s: float = 1.0
-    decode_tokens_per_s: float = 2.0
-    max_batch: int = 3
-    load_bytes_per_s: float = 4.0
-    read_bytes_per_s: float = 5.0
-    write_bytes_per_s: float = 6.0
-
-
-@dataclass(frozen=True)
-class Config:
-    hbm_blocks: int
-    cpu_blocks: int
-    disk_blocks: int
-    block_bytes: int
-    policy: str = "auto"
-    look_ahead: bool = True
-    service: Service = Service()
-    ttl_s: float | None = None
-    warm_up: int = 0
-
-
-@dataclass(frozen=True)
 class Result:
     num_prompt_tokens: int = 1000
     num_hit_tokens: int = 500
@@ -144,17 +121,18 @@ def replayed(monkeypatch):
     """What the stand-in was asked for."""
     asked = []
 
-    def replay(trace, config, progress):
-        asked.append(config)
+    def replay(trace, config, progress, steering):
+        asked.append(config if steering is None else replace(config, policy=steering.func.__name__))
         progress(len(trace.requests))
         return Result()
 
     def replay_one_tier(trace, capacity_blocks, policy, progress):
         asked.append((policy, capacity_blocks))
-        return Result()
+        return Hits(1000, 250, 1000, 500)
 
-    names = {"ServiceModel": Service, "ReplayConfig": Config, "replay": replay, "replay_one_tier": replay_one_tier}
-    monkeypatch.setitem(sys.modules, "kvstore.replay", SimpleNamespace(**names))
+    monkeypatch.setattr("kvstore.replay.replay", replay)
+    monkeypatch.setattr("bench.one_tier.replay_one_tier", replay_one_tier)
+    monkeypatch.setattr(ReplayConfig, "__post_init__", lambda _: None)  # else it knows the store's own policies only
     return asked
 
 
@@ -168,7 +146,7 @@ def test_tiers_are_replayed_with_what_the_flags_say(bench, trace, tmp_path, repl
     assert [(config.policy, config.look_ahead) for config in replayed] == expected
     assert {(config.hbm_blocks, config.cpu_blocks) for config in replayed} == {(78, 1953)}
     assert [config.disk_blocks for config in replayed] == [19531] * 5 + [39062] * 5
-    service = Service(prefill_tokens_per_s=9e3, max_batch=24, read_bytes_per_s=3e9)
+    service = ServiceModel(prefill_tokens_per_s=9e3, max_batch=24, read_bytes_per_s=3e9)
     assert {(c.service, c.ttl_s, c.warm_up, c.block_bytes) for c in replayed} == {(service, 3600.0, 7, 512_000)}
     rows = json.loads(file.read_text())["results"]
     assert [row["policy"] for row in rows[:5]] == ["fifo", "lru", "look-ahead", "return", "auto"]
@@ -184,7 +162,7 @@ def test_without_look_ahead_nobody_looks_ahead_but_who_is_named_so(bench, trace,
     assert bench(*of_file(trace), *flags)[0] == 0
     assert [(config.policy, config.look_ahead) for config in replayed] == [
         ("auto", False),
-        ("belady", False),
+        ("Oracle", False),
         ("lru", True),
     ]
 
@@ -196,7 +174,7 @@ def test_our_policies_stand_beside_the_references_of_one_tier(bench, trace, tmp_
     assert replayed == [("auto", 7), ("return", 7)]
     rows = json.loads(file.read_text())["results"]
     assert [(row["policy"], row["capacity_blocks"]) for row in rows][:3] == [("auto", 7), ("lru", 7), ("return", 7)]
-    assert rows[0]["token_hit_rate"] == 0.5 and rows[0]["hits_at_arrival"]["cpu"] == 150
+    assert rows[0]["token_hit_rate"] == 0.5 and rows[0]["hits_at_arrival"]["hbm"] == 500
 
 
 # -- what is refused, and interrupts ---------------------------------------------------------------------------------

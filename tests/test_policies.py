@@ -2,9 +2,9 @@
 
 import pytest
 
+from bench.one_tier import replay_one_tier
 from bench.references import References
 from bench.traffic import generate
-from kvstore.replay import replay_one_tier
 
 
 def rates(kind: str, num_requests: int, capacity: int, seed: int) -> tuple[float, float]:

@@ -6,25 +6,17 @@ Blocks have 10 tokens and one byte unless a test says otherwise; the server comp
 import itertools
 import math
 import random
-from collections import OrderedDict
+from functools import partial
 
 import pytest
 
+from bench.oracle import Oracle
 from bench.traffic import generate
 from kvstore.errors import ConfigError
-from kvstore.replay import OneTier, Replay, ReplayConfig, ServiceModel, replay, replay_one_tier
-from kvstore.traces import Arrivals, Trace, TraceRequest
-
-SIZE = 10
-
-
-def request(chain, num_tokens=None, num_output_tokens=0, at_s=0.0, **more):
-    num_tokens = len(chain) * SIZE + 1 if num_tokens is None else num_tokens
-    return TraceRequest(tuple(chain), num_tokens, num_output_tokens, at_s, **more)
-
-
-def trace(*requests):
-    return Trace("by hand", SIZE, requests)
+from kvstore.replay import Replay, replay
+from kvstore.replay_config import ReplayConfig, ServiceModel
+from kvstore.traces import Arrivals
+from tests.small_traces import chained_trace, request, trace
 
 
 def service(**more):
@@ -52,101 +44,6 @@ def run(config, *requests):
 
 def by_tier(hbm=0, cpu=0, disk=0):
     return {"hbm": hbm, "cpu": cpu, "disk": disk}
-
-
-# -- one tier --------------------------------------------------------------------------------------------------------
-def naive_lru(trace, capacity):
-    """Blocks one by one: a request's are touched or inserted from tail to head. Returns blocks and tokens hit."""
-    cache: OrderedDict[int, None] = OrderedDict()
-    num_blocks = num_tokens = 0
-    for one in trace.requests:
-        names = list(one.prompt_blocks(trace.block_size))
-        num_hit = len(list(itertools.takewhile(cache.__contains__, names)))
-        num_blocks += num_hit
-        num_tokens += min(num_hit * trace.block_size, one.num_tokens)
-        for name in reversed(names):
-            cache[name] = None
-            cache.move_to_end(name)
-            if len(cache) > capacity:
-                cache.popitem(last=False)
-    return num_blocks, num_tokens
-
-
-def chained_trace(seed, num_requests=400, has_partial=True):
-    """Prompts that go on from any prompt before, at its end or in its middle, or begin anew; some are repeated."""
-    rng = random.Random(seed)
-    fresh = itertools.count(1)
-    prompts = [[0]]
-    requests, now_s = [], 0.0
-    for _ in range(num_requests):
-        now_s += rng.expovariate(1.0)
-        if requests and rng.random() < 0.1:
-            old = rng.choice(requests[-20:])
-            requests.append(TraceRequest(old.chain, old.num_tokens, 0, now_s, -1, old.partial))
-            continue
-        before = rng.choice(prompts[-30:])
-        head = before if rng.random() < 0.7 else before[: rng.randint(0, len(before))]
-        chain = [*head, *(next(fresh) for _ in range(rng.randint(0, 5)))]
-        prompts.append(chain)
-        num_rest = rng.randint(0, SIZE - 1)
-        partial = next(fresh) if has_partial and num_rest else None
-        requests.append(TraceRequest(tuple(chain), max(len(chain) * SIZE + num_rest, 1), 0, now_s, -1, partial))
-    return Trace(f"chained {seed}", SIZE, requests)
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("capacity", [1, 7, 40, 200, 5000])
-def test_one_tier_with_lru_is_block_lru(seed, capacity):
-    made = chained_trace(seed)
-    one = OneTier(made, capacity, "lru")
-    result = one.run()
-    one.check_integrity()
-    assert (result.num_hit_blocks, result.num_hit_tokens) == naive_lru(made, capacity)
-
-
-def test_one_tier_counts_the_longest_prefix_before_its_own_blocks():
-    result = replay_one_tier(
-        trace(
-            request([1, 2], 25, partial=3),
-            request([1, 2], 25, partial=3),  # 2 full blocks and the partial one: all 25 tokens
-            request([1, 2, 4], 30),  # 2 of 3
-            request([5, 2], 20),  # nothing: a gap ends the prefix
-        ),
-        100,
-        "lru",
-    )
-    assert (result.num_blocks, result.num_hit_blocks) == (3 + 3 + 3 + 2, 3 + 2)
-    assert (result.num_prompt_tokens, result.num_hit_tokens) == (100, 25 + 20)
-    assert result.hits_at_arrival == result.hits_at_schedule == by_tier(hbm=45)
-    assert result.block_hit_rate == 5 / 11
-    assert result.token_hit_rate == 0.45
-
-
-def test_one_tier_keeps_the_head_of_what_does_not_fit():
-    result = replay_one_tier(trace(request([1, 2, 3, 4]), request([1, 2, 3, 4])), 3, "lru")
-    assert result.num_hit_blocks == 3
-
-
-@pytest.mark.parametrize("policy", ["fifo", "lru", "return", "auto"])
-@pytest.mark.parametrize("seed", range(3))
-def test_the_oracle_hits_most(policy, seed):
-    made = chained_trace(seed, has_partial=False)
-    for capacity in (20, 60, 150):
-        best = replay_one_tier(made, capacity, "belady").num_hit_blocks
-        # It knows the next request of a conversation, not who else shares its head: hence the tolerance.
-        assert replay_one_tier(made, capacity, policy).num_hit_blocks <= best * 1.02
-
-
-def test_fifo_lru_and_the_oracle_differ_as_they_should():
-    """Two blocks' room: 1 is the oldest, 2 the least recently used, and 1 and 3 come again."""
-    made = trace(*(request([name], at_s=at_s) for at_s, name in enumerate([1, 2, 1, 3, 1, 3])))
-    hits = {policy: replay_one_tier(made, 2, policy).num_hit_blocks for policy in ("fifo", "lru", "belady")}
-    assert hits == {"fifo": 2, "lru": 3, "belady": 3}
-
-
-def test_one_tier_takes_closed_loops_in_the_order_of_the_trace():
-    made = trace(request([1]), request([1, 2], at_s=5.0, after=0), request([1], at_s=1.0))
-    assert replay_one_tier(made, 10, "auto").num_hit_blocks == 2
 
 
 # -- the service -----------------------------------------------------------------------------------------------------
@@ -258,14 +155,16 @@ def test_who_waits_for_the_disk_holds_up_nobody():
 
 
 def test_waiting_conversations_go_last():
-    """A CPU tier of 4: the request that runs saves 2 blocks. The first that came go, unless somebody waits for them."""
+    """A CPU tier of 5: the request that runs saves 2 blocks, and a part of one. The first that came go, unless somebody
+    waits for them.
+    """
     requests = (
         request([1, 2], 21),
         request([5, 6], 21, 0, 10.0),
         request([11, 12], 21, 10, 100.0),
         request([1, 2, 3], 31, 0, 101.0),
     )
-    tiers = {"hbm": 4, "cpu": 4, "policy": "fifo", "max_batch": 1}
+    tiers = {"hbm": 4, "cpu": 5, "policy": "fifo", "max_batch": 1}
     assert run(config(**tiers), *requests).hits_at_schedule == by_tier(cpu=20)
     assert run(config(**tiers, look_ahead=False), *requests).num_hit_tokens == 0
 
@@ -296,7 +195,7 @@ def test_without_a_disk_the_cpu_tier_forgets():
     requests = [request([name, name + 1], 21, 0, float(name)) for name in (0, 10, 20, 30, 0)]
     result = run(config(hbm=3, cpu=4), *requests)
     assert result.num_hit_tokens == 0
-    assert result.num_evicted["cpu"] == 6
+    assert result.num_evicted["cpu"] == 7  # one of them for the last block of a prompt, until that has ended
 
 
 def test_without_a_cpu_tier_blocks_come_straight_from_disk():
@@ -331,60 +230,37 @@ def test_nothing_below_hbm():
     assert result.num_dropped_saves == 0
 
 
-# -- time to live ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("think_s", "num_hit"), [(59.0, 30), (61.0, 0)])
-def test_a_conversation_idle_for_longer_is_gone(think_s, num_hit):
-    first = request([1, 2, 3], 31, 5)
-    result = run(config(cpu=50, disk=50, ttl_s=60.0), first, request([1, 2, 3, 4], 41, 0, think_s, after=0))
-    assert result.num_hit_tokens == num_hit
-    assert result.num_expired == 3 * (num_hit == 0) + 4  # the second expires at the end, too
-
-
-def test_what_another_conversation_shares_does_not_expire():
-    requests = (
-        request([1, 2, 3], 31),
-        request([1, 2, 4], 31, 0, 40.0),
-        request([1, 2, 3, 5], 41, 0, 80.0),  # 3 went at 63.1 s
-    )
-    assert run(config(cpu=50, disk=50, ttl_s=60.0), *requests).num_hit_tokens == 20 + 20
-
-
-def test_a_waiting_request_keeps_its_conversation():
-    requests = (request([1, 2], 21), request([], 1, 100, 50.0), request([1, 2, 3], 31, 0, 55.0))
-    assert run(config(max_batch=1, ttl_s=60.0), *requests).num_hit_tokens == 20
-
-
-def test_a_chain_that_was_left_expires_by_itself():
-    """The same conversation goes on elsewhere: with another block 2."""
-    requests = (
-        request([1, 2], 11, 10, has_answer=True),
-        request([1, 3], 21, 0, 40.0),  # ends at 41.1 s
-        request([1, 3, 5], 31, 0, 60.0),
-        request([1, 2, 4], 31, 0, 90.0),
-    )
-    assert run(config(ttl_s=60.0), *requests).num_hit_tokens == 10 + 20 + 20
-    assert run(config(ttl_s=45.0), *requests).num_hit_tokens == 10 + 20 + 10
-
-
 # -- policies, warm-up, errors ---------------------------------------------------------------------------------------
 def test_the_oracle_keeps_who_comes_next():
     """HBM of 5 blocks, one of them for the rest of a prompt: 1, 2 comes again; 5, 6 does not, but was used later."""
-    requests = (
+    made = trace(
         request([1, 2], 21, 0, 0.0),
         request([5, 6], 21, 0, 10.0),
         request([7], 11, 0, 20.0),
+        request([8] * 6, 61, 0, 25.0),  # refused
         request([1, 2, 3], 31, 0, 30.0),
     )
-    hits = {policy: run(config(hbm=5, policy=policy), *requests).num_hit_blocks for policy in ("lru", "belady")}
-    assert hits == {"lru": 1, "belady": 2}
-    assert run(config(hbm=5, cpu=4, policy="belady"), *requests).in_force == {"hbm": "belady", "cpu": "belady"}
+    for cpu in (0, 4):
+        assert replay(made, config(hbm=5, cpu=cpu), None, partial(Oracle, made)).num_hit_blocks == 2
+    assert replay(made, config(hbm=5)).num_hit_blocks == 1
 
 
 def test_the_oracle_needs_known_arrivals():
     made = trace(request([1]), request([1, 2], at_s=5.0, after=0))
-    for served in (lambda: replay(made, config(policy="belady")), lambda: replay_one_tier(made, 9, "belady")):
-        with pytest.raises(ConfigError, match="depend on answers"):
-            served()
+    with pytest.raises(ConfigError, match="depend on answers"):
+        replay(made, config(), None, partial(Oracle, made))
+
+
+def test_what_has_expired_goes_before_what_is_older():
+    """HBM of 9 blocks, of which the third request needs 7: by age 1, 2 would go, but 5, 6 has expired by then."""
+    requests = (
+        request([1, 2], 21, 30, 0.0),  # ends at 32.1 s
+        request([5, 6], 21, 0, 1.0),  # at 4.2 s
+        request([11, 12, 13, 14, 15, 16], 61, 0, 40.0),
+        request([1, 2], 21, 0, 50.0),
+    )
+    hits = [run(config(hbm=9, policy="fifo", ttl_s=ttl_s), *requests).num_hit_blocks for ttl_s in (None, 30.0)]
+    assert hits == [0, 2]
 
 
 def test_the_warm_up_is_served_and_not_counted():
@@ -402,7 +278,7 @@ def test_the_warm_up_is_served_and_not_counted():
     [
         ({"hbm_blocks": 0}, "hbm_blocks is 0; give 1"),
         ({"cpu_blocks": -1}, "cpu_blocks is -1"),
-        ({"policy": "lfu"}, "unknown policy 'lfu'; known are auto, fifo, lru, return, belady"),
+        ({"policy": "lfu"}, "unknown policy 'lfu'; known are auto, fifo, lru, return"),
         ({"ttl_s": 0.0}, "ttl_s is 0.0"),
     ],
 )
@@ -416,16 +292,13 @@ def test_wrong_rates_and_capacities():
         ServiceModel(max_batch=0)
     with pytest.raises(ConfigError, match="read_bytes_per_s is nan"):
         ServiceModel(read_bytes_per_s=math.nan)
-    with pytest.raises(ConfigError, match="a tier of 0 blocks"):
-        replay_one_tier(trace(request([1])), 0, "lru")
 
 
 def test_progress_is_told():
     made = chained_trace(0, num_requests=600)
     told = []
-    replay_one_tier(made, 10, "lru", told.append)
     replay(made, config(prefill_tokens_per_s=math.inf), told.append)
-    assert told == [256, 512] * 2
+    assert told == [256, 512]
 
 
 # -- random traffic --------------------------------------------------------------------------------------------------
@@ -474,7 +347,7 @@ def test_counts_balance_whatever_the_traffic(seed, sizes):
     assert replay(made, settings) == result  # the same again
 
 
-@pytest.mark.parametrize("policy", ["lru", "return", "auto", "belady"])
+@pytest.mark.parametrize("policy", ["lru", "return", "auto"])
 def test_more_memory_hits_more(policy):
     made = chained_trace(3)
     rates = [

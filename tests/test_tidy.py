@@ -20,7 +20,7 @@ CONTROL_PLANE = {
     "layout commands offline lookup saving splicing write_back cpu_tier connector session_record session_marker "
     "session_tables session_check session_storage categories conversation eviction history lookahead policy "
     "policy_file prefetch prefixes disk_reads return_model answer_store answer_tables sizing steering traces "
-    "trace_formats replay_config replay_guide replay_service replay_tiers",
+    "trace_formats replay_config virtual_io",
     "engine": "config request sampling_params outputs kv_cache_manager scheduler detokenizer recall recall_ids "
     "recall_lines wire wire_calls inbox step_loop output_processor stats",
 }
