@@ -11,25 +11,21 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.prompts import check_session_id
 from kvstore.block import BlockId
-from kvstore.connector import (
-    Evict,
-    Evicted,
-    deletion_from_dict,
-    evict_from_dict,
-    nothing_from_dict,
-    one_session_from_dict,
+from kvstore.commands import (
+    EvictRequest,
+    OneSession,
+    Sessions,
+    read_arguments,
     repaired,
     session_info,
-    sessions_from_dict,
     transcript,
-    verify_from_dict,
 )
+from kvstore.connector import Evict, Evicted
 from kvstore.errors import (
-    ConfigError,
     EngineClosedError,
     RequestError,
     SessionBusyError,
@@ -225,17 +221,11 @@ class Admin:
     # -- other processes ---------------------------------------------------------------------------------------------
     def handle(self, command: str, arguments: dict[str, object]) -> dict[str, object]:
         """Answer one request of the store's socket. Raises KVStoreError."""
-        if command not in _COMMANDS:
-            raise ConfigError(f"unknown command {command!r}; known are {', '.join(_COMMANDS)}")
-        return _COMMANDS[command](self, arguments)
+        request = read_arguments(command, arguments)
+        return _COMMANDS[command](self, request)
 
-    def _stats(self, arguments: dict[str, object]) -> dict[str, object]:
-        nothing_from_dict("stats", arguments)
-        return self._engine.stats()
-
-    def _evict(self, arguments: dict[str, object]) -> dict[str, object]:
-        request = evict_from_dict(arguments)
-        what = request.selection(None if request.session is None else frozenset(self._blocks_of(request.session)))
+    def _evict(self, request: EvictRequest) -> dict[str, object]:
+        what = request.selection(None if request.session is None else frozenset(self._blocks_of(request.session.key)))
         amounts = {tier: {"blocks": e.num_blocks, "bytes": e.num_bytes} for tier, e in self.evict(what).items()}
         return {"dry_run": what.dry_run, "tiers": amounts}
 
@@ -245,48 +235,34 @@ class Admin:
             raise SessionNotFoundError(f"there is no session {key.session_id!r}", param="session_id")
         return self._sessions.unshared_blocks_of(key)
 
-    def _verify(self, arguments: dict[str, object]) -> dict[str, object]:
-        return self.verify(verify_from_dict(arguments))
-
-    def _compact(self, arguments: dict[str, object]) -> dict[str, object]:
-        nothing_from_dict("compact", arguments)
-        return self.compact()
-
-    def _list(self, arguments: dict[str, object]) -> dict[str, object]:
-        wanted = sessions_from_dict(arguments)
+    def _list(self, wanted: Sessions) -> dict[str, object]:
         return {"sessions": [session_info(head) for head in self.list_sessions(wanted.tenant, wanted.limit)]}
 
-    def _show(self, arguments: dict[str, object]) -> dict[str, object]:
-        key = one_session_from_dict("sessions.show", arguments)
+    def _show(self, wanted: OneSession) -> dict[str, object]:
+        key = wanted.session.key
         self.expire(key)
         state = self._sessions.load(key)
         if state is None:
             raise SessionNotFoundError(f"there is no session {key.session_id!r}", param="session_id")
-        return dict(transcript(state, self._sessions.aside(key)))
+        return transcript(state, self._sessions.aside(key))
 
-    def _delete(self, arguments: dict[str, object]) -> dict[str, object]:
-        key = deletion_from_dict(arguments)
-        return {"deleted": True, "blocks": self.delete_session(key.session_id, key.tenant)}
+    def _delete(self, wanted: OneSession) -> dict[str, object]:
+        return {"deleted": True, "blocks": self.delete_session(wanted.session.session_id, wanted.session.tenant)}
 
-    def _repair(self, arguments: dict[str, object]) -> dict[str, object]:
-        key = one_session_from_dict("sessions.repair", arguments)
-        return dict(repaired(self.repair_session(key.session_id, key.tenant)))
-
-    def _accept_loss(self, arguments: dict[str, object]) -> dict[str, object]:
-        nothing_from_dict("sessions.accept_loss", arguments)
-        return {"accepted": self._sessions.accept_loss()}
+    def _repair(self, wanted: OneSession) -> dict[str, object]:
+        return repaired(self.repair_session(wanted.session.session_id, wanted.session.tenant))
 
 
-_COMMANDS: dict[str, Callable[[Admin, dict[str, object]], dict[str, object]]] = {
-    "stats": Admin._stats,
+_COMMANDS: dict[str, Callable[[Admin, Any], dict[str, object]]] = {
+    "stats": lambda admin, _: admin._engine.stats(),
     "evict": Admin._evict,
-    "verify": Admin._verify,
-    "compact": Admin._compact,
+    "verify": lambda admin, wanted: admin.verify(wanted.delete),
+    "compact": lambda admin, _: admin.compact(),
     "sessions": Admin._list,
     "sessions.show": Admin._show,
     "sessions.delete": Admin._delete,
     "sessions.repair": Admin._repair,
-    "sessions.accept_loss": Admin._accept_loss,
+    "sessions.accept_loss": lambda admin, _: {"accepted": admin._sessions.accept_loss()},
 }
 
 

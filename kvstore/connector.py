@@ -13,17 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvstore.block import BlockId, Lineage, lineage_root
-from kvstore.commands import (
-    deletion_from_dict,
-    evict_from_dict,
-    nothing_from_dict,
-    one_session_from_dict,
-    repaired,
-    session_info,
-    sessions_from_dict,
-    transcript,
-    verify_from_dict,
-)
 from kvstore.config import CacheTiers
 from kvstore.conversation import Answer, Conversation, QueueKey
 from kvstore.disk_open import StoreDirectory
@@ -40,9 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Arrival", "Conversation", "Evict", "Evicted", "KVConnector", "KVLayout", "Lookup", "Match", "NullConnector",
-    "SaveFence", "StepSpan", "StoreDirectory", "TransferPlan",
-    "deletion_from_dict", "evict_from_dict", "hold_store", "nothing_from_dict", "one_session_from_dict",
-    "open_connector", "repaired", "session_info", "sessions_from_dict", "transcript", "verify_from_dict",
+    "SaveFence", "StepSpan", "StoreDirectory", "TransferPlan", "hold_store", "open_connector",
 ]  # fmt: skip
 
 

@@ -15,23 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore import disk_check
 from kvstore.block import BlockId
-from kvstore.commands import (
-    DeletedResult,
-    RepairedResult,
-    TranscriptResult,
-    deletion_from_dict,
-    evict_from_dict,
-    nothing_from_dict,
-    one_session_from_dict,
-    repaired,
-    session_info,
-    sessions_from_dict,
-    transcript,
-    verify_from_dict,
-)
+from kvstore.commands import EvictRequest, Sessions, read_arguments, repaired, session_info, transcript
 from kvstore.disk_check import LOCK_NAME, SECRET_NAME
 from kvstore.disk_open import StoreDirectory
-from kvstore.errors import ConfigError, DegradedError, StoreError
+from kvstore.errors import DegradedError, StoreError
 from kvstore.session_check import CheckReport
 from kvstore.session_marker import SessionMarker
 from kvstore.session_record import SessionKey, Tombstone
@@ -95,24 +82,21 @@ class OfflineStore:
         self, command: str, arguments: dict[str, Any], on_progress: OnProgress | None = None
     ) -> Mapping[str, Any]:
         """What a store's owner would answer (see `commands`). Raises ConfigError and StoreError."""
+        request = read_arguments(command, arguments)
         if command == "verify":
-            return self.verify(verify_from_dict(arguments), on_progress)
+            return self.verify(request.delete, on_progress)
         if command == "sessions.delete":
-            return self.delete_session(deletion_from_dict(arguments))
+            return self.delete_session(request.session.key)
         if command == "sessions.show":
-            return self.show_session(one_session_from_dict(command, arguments))
+            return self.show_session(request.session.key)
         if command == "sessions":
-            return self.list_sessions(arguments)
+            return self.list_sessions(request)
         if command == "sessions.repair":
-            return self.repair_session(one_session_from_dict(command, arguments))
+            return self.repair_session(request.session.key)
         if command == "evict":
-            return self.evict(arguments)
+            return self.evict(request)
         if command == "sessions.accept_loss":
-            nothing_from_dict(command, arguments)
             return {"accepted": self.accept_loss()}
-        if command not in ("stats", "compact"):
-            raise ConfigError(f"unknown command {command!r}")
-        nothing_from_dict(command, arguments)
         return self.stats() if command == "stats" else self.compact()
 
     # -- looking -----------------------------------------------------------------------------------------------------
@@ -128,22 +112,20 @@ class OfflineStore:
         return {**dict.fromkeys(("model", "hbm", "cpu", "store", "requests", "tokens")), "disk": disk,
                 "sessions": dict(sessions)}  # fmt: skip
 
-    def list_sessions(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        request = sessions_from_dict(arguments)
+    def list_sessions(self, request: Sessions) -> dict[str, Any]:
         heads = [] if self.sessions is None else self.sessions.list(request.tenant, request.limit)
         return {"sessions": [session_info(head) for head in heads]}
 
-    def show_session(self, key: SessionKey) -> TranscriptResult:
+    def show_session(self, key: SessionKey) -> dict[str, Any]:
         state = None if self.sessions is None else self.sessions.load(key)
         if state is None:
             raise _no_session(key)
         return transcript(state, self.sessions.aside(key) if self.sessions is not None else ())
 
     # -- giving up ---------------------------------------------------------------------------------------------------
-    def evict(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def evict(self, request: EvictRequest) -> dict[str, Any]:
         """Select on the index, tails first, and delete."""
-        request = evict_from_dict(arguments)
-        block_ids = None if request.session is None else self._blocks_of(request.session)
+        block_ids = None if request.session is None else self._blocks_of(request.session.key)
         chosen: list[BlockId] = []
         num_bytes = 0
         if self.disk is not None:
@@ -160,16 +142,16 @@ class OfflineStore:
             raise _no_session(key)
         return frozenset(self.sessions.unshared_blocks_of(key))
 
-    def delete_session(self, key: SessionKey) -> DeletedResult:
+    def delete_session(self, key: SessionKey) -> dict[str, Any]:
         """Its transcript, its ids and the KV that no other session refers to."""
         tombstone = None if self.sessions is None else self.sessions.delete(key).wait()
         if self.sessions is None or tombstone is None:
             raise _no_session(key)
         for one in self.sessions.pending_deletions():  # this one, and those that a crash cut off
             self._carry_out(self.sessions, one)
-        return DeletedResult(deleted=True, blocks=len(tombstone.block_ids))
+        return {"deleted": True, "blocks": len(tombstone.block_ids)}
 
-    def repair_session(self, key: SessionKey) -> RepairedResult:
+    def repair_session(self, key: SessionKey) -> dict[str, Any]:
         """Its whole turns become the session; the rest is set aside."""
         found = None if self.sessions is None else self.sessions.repair(key).wait()
         if self.sessions is None or found is None:

@@ -10,7 +10,9 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
-from kvstore.commands import MAX_SESSIONS, EvictRequest, session_to_dict
+import msgspec
+
+from kvstore.commands import MAX_SESSIONS, EvictRequest, SessionName
 from kvstore.control import NoOwner, ask
 from kvstore.errors import ConfigError
 from kvstore.session_record import SessionKey
@@ -123,12 +125,12 @@ def _evict(values: Mapping[str, Any], _: Sequence[str]) -> int:
     request = EvictRequest(
         everything=values["all"],
         unused_for_s=values["unused_for"],
-        session=session,
+        session=None if session is None else SessionName.of(session),
         model=values["model"],
         to_bytes=values["to_size"],
         dry_run=values["dry_run"],
     )
-    result = carry_out(values, "evict", request.to_dict(), "evicting")
+    result = carry_out(values, "evict", msgspec.to_builtins(request), "evicting")
     if not print_json(values, result):
         from service.store_tables import console, show_evicted
 
@@ -175,7 +177,7 @@ def _list_sessions(values: Mapping[str, Any]) -> int:
 
 
 def _show_session(values: Mapping[str, Any], text: str) -> int:
-    request = {"session": session_to_dict(SessionKey(values["tenant"], session_id("ID", text)))}
+    request = {"session": msgspec.to_builtins(SessionName.of(SessionKey(values["tenant"], session_id("ID", text))))}
     result = carry_out(values, "sessions.show", request, "reading the session")
     if not print_json(values, result):
         from service.store_tables import console, show_transcript
@@ -186,7 +188,7 @@ def _show_session(values: Mapping[str, Any], text: str) -> int:
 
 def _delete_session(values: Mapping[str, Any], text: str) -> int:
     name = session_id("ID", text)
-    request = {"session": session_to_dict(SessionKey(values["tenant"], name))}
+    request = {"session": msgspec.to_builtins(SessionName.of(SessionKey(values["tenant"], name)))}
     result = carry_out(values, "sessions.delete", request, "deleting")
     if not print_json(values, result):
         from service.store_tables import num_blocks
@@ -197,7 +199,7 @@ def _delete_session(values: Mapping[str, Any], text: str) -> int:
 
 def _repair_session(values: Mapping[str, Any], text: str) -> int:
     name = session_id("ID", text)
-    request = {"session": session_to_dict(SessionKey(values["tenant"], name))}
+    request = {"session": msgspec.to_builtins(SessionName.of(SessionKey(values["tenant"], name)))}
     result = carry_out(values, "sessions.repair", request, "repairing")
     if not print_json(values, result):
         if not result["repaired"]:

@@ -10,14 +10,14 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvstore import control
-from kvstore.commands import COMMANDS, EvictRequest, evict_from_dict, sessions_from_dict, verify_from_dict
+from kvstore.commands import COMMANDS, EvictRequest, SessionName, read_arguments
 from kvstore.control import ControlServer, NoOwner, OwnerSilentError, ask
 from kvstore.disk_open import StoreDirectory, read_lock_info
 from kvstore.errors import ConfigError, KVStoreError, RequestError, StoreError, StoreLockedError
-from kvstore.session_record import SessionKey
 from kvstore.tier import Evict
 
 
@@ -403,19 +403,20 @@ def test_an_owner_that_is_no_owner_of_ours(directory, sent, words):
     [
         EvictRequest(everything=True),
         EvictRequest(unused_for_s=0.0),
-        EvictRequest(session=SessionKey("t", "s"), dry_run=True),
+        EvictRequest(session=SessionName(session_id="s", tenant="t"), dry_run=True),
         EvictRequest(model="a/model", to_bytes=0, unused_for_s=1.5),
     ],
 )
 def test_evict_requests_survive_the_wire(request_):
-    assert evict_from_dict(json.loads(json.dumps(request_.to_dict()))) == request_
+    assert read_arguments("evict", json.loads(msgspec.json.encode(request_))) == request_
 
 
 def test_evict_requests_become_selections():
     ids = frozenset([b"x" * 32])
     arguments = {"session": {"session_id": "s"}, "unused_for_s": 5, "to_bytes": 3, "dry_run": True}
-    assert evict_from_dict(arguments).selection(ids) == Evict(unused_for_s=5, block_ids=ids, to_bytes=3, dry_run=True)
-    assert evict_from_dict({"all": True}).selection(None) == Evict(everything=True)
+    wanted = read_arguments("evict", arguments)
+    assert wanted.selection(ids) == Evict(unused_for_s=5, block_ids=ids, to_bytes=3, dry_run=True)
+    assert read_arguments("evict", {"all": True}).selection(None) == Evict(everything=True)
 
 
 @pytest.mark.parametrize(
@@ -424,38 +425,40 @@ def test_evict_requests_become_selections():
         ({}, "no condition"),
         ({"dry_run": True}, "no condition"),
         ({"all": False}, "no condition"),
-        ({"al": True}, "no argument 'al'"),
-        ({"tiers": ["disk"], "all": True}, "no argument 'tiers'"),
-        ({"all": 1}, "all is '1'; give a bool"),
-        ({"all": None}, "all is 'None'"),
-        ({"unused_for_s": -1}, "unused_for_s is -1"),
-        ({"unused_for_s": float("nan")}, "unused_for_s is 'nan'"),
-        ({"unused_for_s": float("inf")}, "unused_for_s is 'inf'"),
-        ({"unused_for_s": 10**400}, "unused_for_s is '1000"),
-        ({"unused_for_s": True}, "unused_for_s is 'True'"),
-        ({"unused_for_s": "7d"}, "unused_for_s is '7d'"),
-        ({"to_bytes": 1.5}, "to_bytes is '1.5'; give a int"),
-        ({"to_bytes": -1}, "to_bytes is -1"),
-        ({"to_bytes": 2**70}, "to_bytes is"),
-        ({"model": 3}, "model is '3'"),
-        ({"session": "s"}, "session is 's'"),
-        ({"session": {}}, "session lacks session_id"),
-        ({"session": {"session_id": "../etc"}}, "session_id is '../etc'"),
-        ({"session": {"session_id": "s", "tenant": 1}}, "tenant is '1'"),
-        ({"session": {"session_id": "s", "x": 1}}, "session has no argument 'x'"),
+        ({"al": True}, "unknown field `al`"),
+        ({"tiers": ["disk"], "all": True}, "unknown field `tiers`"),
+        ({"all": 1}, "Expected `bool`, got `int` - at `$.all`"),
+        ({"all": None}, "got `null` - at `$.all`"),
+        ({"unused_for_s": -1}, "$.unused_for_s"),
+        ({"unused_for_s": float("nan")}, "unused_for_s"),
+        ({"unused_for_s": float("inf")}, "$.unused_for_s"),
+        ({"unused_for_s": 10**400}, "evict: "),
+        ({"unused_for_s": True}, "$.unused_for_s"),
+        ({"unused_for_s": "7d"}, "$.unused_for_s"),
+        ({"to_bytes": 1.5}, "Expected `int | null`, got `float` - at `$.to_bytes`"),
+        ({"to_bytes": -1}, "$.to_bytes"),
+        ({"to_bytes": 2**70}, "$.to_bytes"),
+        ({"model": 3}, "$.model"),
+        ({"session": "s"}, "$.session"),
+        ({"session": {}}, "missing required field `session_id` - at `$.session`"),
+        ({"session": {"session_id": "../etc"}}, "$.session.session_id"),
+        ({"session": {"session_id": "s\n"}}, "session_id"),
+        ({"session": {"session_id": "s", "tenant": 1}}, "$.session.tenant"),
+        ({"session": {"session_id": "s", "x": 1}}, "unknown field `x` - at `$.session`"),
     ],
 )
 def test_wrong_evict_arguments_are_named(arguments, words):
     with pytest.raises(ConfigError) as caught:
-        evict_from_dict(arguments)
+        read_arguments("evict", arguments)
     assert words in str(caught.value)
 
 
 def test_the_other_arguments():
-    assert verify_from_dict({}) is False and verify_from_dict({"delete": True}) is True
-    assert sessions_from_dict({"tenant": "t"}).limit == 100
+    assert not read_arguments("verify", {}).delete and read_arguments("verify", {"delete": True}).delete
+    assert read_arguments("sessions", {"tenant": "t"}).limit == 100
     for arguments in ({"limit": 0}, {"limit": True}, {"limit": 10**6}, {"tenant": 1}, {"after": "x"}):
         with pytest.raises(ConfigError):
-            sessions_from_dict(arguments)
-    with pytest.raises(ConfigError):
-        verify_from_dict({"delete": "yes"})
+            read_arguments("sessions", arguments)
+    for command, arguments in (("verify", {"delete": "yes"}), ("stats", {"x": 1}), ("sessions.show", {}), ("burn", {})):
+        with pytest.raises(ConfigError):
+            read_arguments(command, arguments)

@@ -12,7 +12,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = ("service", "engine", "kvstore", "kernels", "rope")  # each may import what stands to its right
 FOLDERS = (*LAYERS, "bench", "tests")
-ENGINE_USES_OF_KVSTORE = {"block", "pool", "config", "errors", "connector", "session_store", "private_folder"}
+ENGINE_USES_OF_KVSTORE = {
+    "block", "commands", "pool", "config", "errors", "connector", "session_store", "private_folder",
+}  # fmt: skip
 CONTROL_PLANE = {
     "kvstore": "config errors block pool lookahead policy planner replay tier codec io_queue disk_tier session_store "
     "control store stats disk_open disk_env disk_check disk_walk disk_format disk_upkeep disk_index "
