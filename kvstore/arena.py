@@ -46,7 +46,7 @@ class Arena:
         if pin:
             self._pin(flat)
         else:
-            self._first_touch = FirstTouch([self.tensor])
+            self._first_touch = FirstTouch(self.tensor)
 
     def _pin(self, flat: torch.Tensor) -> None:
         """Until `close`, or until nobody has this arena: what is unmapped while it is registered stays locked."""

@@ -243,7 +243,7 @@ def _parse(line: bytes) -> tuple[str, dict[str, Any]]:
     if request.get("version") != VERSION:
         raise ValueError(f"version {str(request.get('version'))[:40]} is not known here, {VERSION} is; use one kvstore")
     command = request.get("command")
-    if command not in COMMANDS:
+    if not isinstance(command, str) or command not in COMMANDS:
         raise ValueError(f"unknown command {str(command)[:40]!r}; known: {', '.join(COMMANDS)}")
     return command, request.get("arguments", {})
 

@@ -74,6 +74,8 @@ class Transfer:
     # -- one step, beside the forward --------------------------------------------------------------------------------
     def begin(self, plan: TransferPlan, row_starts: Sequence[int]) -> None:
         """Prepare the plan's loads and saves. row_starts: first token of each scheduled request's part."""
+        if plan.saves:
+            self.arena.reach(max(save.slot for save in plan.saves))
         save = self._save_step(plan.ticket, plan.saves, row_starts) if plan.saves else None
         self._load = self._load_job(plan.ticket, plan.loads) if plan.loads else None
         self._save = save

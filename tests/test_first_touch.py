@@ -11,6 +11,10 @@ import torch
 
 from kernels import first_touch
 from kernels.first_touch import FirstTouch
+from kvstore.arena import Arena
+from kvstore.layout import KVLayout
+from kvstore.tier import Save, TransferPlan
+from kvstore.transfer import Transfer
 
 
 def threads() -> list[threading.Thread]:
@@ -34,15 +38,15 @@ def resident_bytes() -> int:
 
 
 def test_contents_stay_and_every_row_may_be_reached() -> None:
-    tensors = [torch.zeros(1000, 33, dtype=torch.int32), torch.zeros(1000, 7, 5)]
-    tensors[0][:] = torch.arange(1000, dtype=torch.int32)[:, None]
-    touch = FirstTouch(tensors)
+    tensor = torch.zeros(1000, 33, dtype=torch.int32)
+    tensor[:, 1:] = torch.arange(1000, dtype=torch.int32)[:, None]
+    touch = FirstTouch(tensor)
     for row in range(1000):
         touch.reach(row)
-        tensors[1][row] = row
+        tensor[row, 0] = row
     del touch
-    assert torch.equal(tensors[0][:, 5], torch.arange(1000, dtype=torch.int32))
-    assert torch.equal(tensors[1][:, 6, 4], torch.arange(1000.0))
+    assert torch.equal(tensor[:, 0], torch.arange(1000, dtype=torch.int32))
+    assert torch.equal(tensor[:, 5], tensor[:, 0])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are counted by Linux's /proc")
@@ -51,7 +55,7 @@ def test_memory_is_there_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(first_touch, "_PIECE_BYTES", 4 << 20)
     memory = mmap.mmap(-1, 256 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     before, tensor = resident_bytes(), torch.frombuffer(memory, dtype=torch.uint8).view(256, 1 << 20)
-    touch = FirstTouch([tensor])
+    touch = FirstTouch(tensor)
     deadline = time.monotonic() + 20
     while resident_bytes() - before < 60 << 20 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -60,16 +64,31 @@ def test_memory_is_there_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> N
     del touch
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are counted by Linux's /proc")
+def test_saves_have_the_memory_behind_them_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_touch, "AHEAD_BYTES", 16 << 20)
+    before = resident_bytes()
+    arena = Arena(KVLayout(2, 8, 128, 64, torch.float32, (None, None)), num_slots=80, pin=False)  # of 1 MiB
+    transfer = Transfer(arena)
+    for slot in range(0, 40, 8):
+        transfer.begin(TransferPlan(saves=(Save(0, 0, 64, slot, 0),)), (0,))
+    deadline = time.monotonic() + 20
+    while resident_bytes() - before < 38 << 20 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert 38 << 20 <= resident_bytes() - before <= 70 << 20, "behind the last save, and not all"
+    arena.close()
+
+
 def test_little_memory_gets_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_touch, "_LEAST_BYTES", 1 << 20)
     before = len(threads())
-    touch = FirstTouch([torch.zeros(10, 10)])
+    touch = FirstTouch(torch.zeros(10, 10))
     touch.reach(9)
     assert len(threads()) == before
 
 
 def test_the_tensors_outlive_their_thread() -> None:
     for _ in range(20):
-        touch = FirstTouch([torch.zeros(4096, 4096, dtype=torch.uint8)])
+        touch = FirstTouch(torch.zeros(4096, 4096, dtype=torch.uint8))
         touch.reach(3000)
         del touch
