@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -68,12 +69,11 @@ class TieredConnector:
         directory: StoreDirectory | None,
     ) -> None:
         self.directory = directory
-        try:
-            self._build(tiers, layout, model, fingerprint, device, load, least_slots, num_hbm_blocks, policy)
-        except BaseException:
+        with ExitStack() as opened:
             if self.directory is not None:
-                self.directory.close()
-            raise
+                opened.callback(self.directory.close)
+            self._build(tiers, layout, model, fingerprint, device, load, least_slots, num_hbm_blocks, policy)
+            opened.pop_all()
 
     def _build(
         self,

@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -243,27 +244,14 @@ async def _until(is_so: Callable[[], bool], timeout_s: float, poll_s: float = PO
 
 async def in_thread(function: Callable[[], Any]) -> Any:
     """In a thread that does not keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def tell(result: Any, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is None:
-            done.set_result(result)
-        else:
-            done.set_exception(error)
+    done: Future[Any] = Future()
+    done.set_running_or_notify_cancel()  # whoever waits may be cancelled, the thread goes on
 
     def run() -> None:
         try:
-            result, error = function(), None
-        except BaseException as caught:
-            result, error = None, caught
-        try:
-            loop.call_soon_threadsafe(tell, result, error)
-        except RuntimeError:  # the loop was closed meanwhile
-            if error is None:
-                result.close()
+            done.set_result(function())
+        except BaseException as error:  # whatever it is, the one who waits is told
+            done.set_exception(error)
 
     threading.Thread(target=run, name="kvstore-loading", daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(done)
