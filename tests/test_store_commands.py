@@ -374,7 +374,7 @@ def test_everything_goes_through_the_owner(run, owner):
     assert (code, asked()) == (0, ["sessions", {"tenant": "t", "limit": 7}])
     assert re.search(r"x +a\[31m\[b\]b +3 +12,000 +2 h +in 1 d", out) and "\x1b" not in out
     code, out, _ = run("sessions", "delete", "x", "--store", path)
-    assert (code, asked()) == (0, ["sessions.delete", {"session": {"tenant": "", "session_id": "x"}}])
+    assert (code, asked()) == (0, ["sessions.delete", {"session": {"session_id": "x"}}])
     assert "1,234 blocks" in out
 
 
