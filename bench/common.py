@@ -148,7 +148,9 @@ def run(
 
 
 def _write_json(path: Path, found: Row, results: list[Row]) -> None:
-    command = shlex.join(["python", "-m", f"bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    program = Path(sys.argv[0])
+    name = program.parent.name if program.stem == "__main__" else program.stem
+    command = shlex.join(["python", "-m", f"bench.{name}", *sys.argv[1:]])
     document = {"machine": found, "command": command, "results": results}
     path.write_text(json.dumps(document, indent=1) + "\n")
 

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 from kvstore.errors import KVStoreError
-from service.terminal import MODEL, YOU, printable
+from kvstore.service.command.terminal import MODEL, YOU, printable
 
 SYSTEM = (
     "You are a personal assistant. The user will tell you many things about their life, and later they will ask for "

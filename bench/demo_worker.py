@@ -25,7 +25,7 @@ def say(**values: Any) -> None:
 def main(path: str, model: str | None = None) -> int:
     """Serve one conversation until the end of the input."""
     try:
-        from engine import CacheTiers, Engine
+        from kvstore import CacheTiers, Engine
 
         tiers = CacheTiers(hbm="64MiB", cpu="256MiB", disk="1GiB", path=path)
         with Engine(model, cache_tiers=tiers) as engine:
@@ -72,7 +72,7 @@ def warm_up(engine: Any, answer: Any, first_token: Any) -> None:
 
 def serve(engine: Any) -> None:
     """Warm up, say that it is ready, and answer."""
-    from engine import SamplingParams
+    from kvstore import SamplingParams
 
     answer = SamplingParams(max_tokens=MAX_ANSWER_TOKENS, temperature=0.0)
     first_token = SamplingParams(max_tokens=1, temperature=0.0)

@@ -21,10 +21,10 @@ from bench.common import EXIT_INTERRUPTED, EXIT_USAGE, Report, Row, run, say
 from bench.hit_rate_job import Job, parse, prepare
 from bench.references import REFERENCES, Hits, References
 from kvstore.errors import KVStoreError
-from kvstore.traces import Trace
+from kvstore.planning.traces import Trace
 
 if TYPE_CHECKING:
-    from kvstore.replay_config import ReplayConfig, ReplayResult
+    from kvstore.planning.replay_config import ReplayConfig, ReplayResult
 
 DEFAULT_SHARES = (0.03, 0.1, 0.3)  # of the trace's distinct blocks, where no capacity is given
 WITHOUT_LOOK_AHEAD = ("fifo", "lru")  # what others are measured by
@@ -75,7 +75,7 @@ def reference_row(hits: Hits) -> Row:
 
 def measure_tiers(job: Job, report: Report) -> None:
     from bench.oracle import Oracle
-    from kvstore.replay import replay
+    from kvstore.planning.replay import replay
 
     for config in job.configs:
         for policy in job.policies:

@@ -20,12 +20,12 @@ from bench.references import REFERENCES
 from bench.traffic import KINDS, MADE_UP_ARRIVALS, generate
 from kvstore.config import parse_size
 from kvstore.errors import ConfigError
-from kvstore.sizing import KV_BYTES_PER_TOKEN
-from kvstore.trace_formats import FORMATS, read_trace
-from kvstore.traces import DEFAULT_ARRIVALS, DEFAULT_BLOCK_SIZE, Arrivals, Trace
+from kvstore.planning.sizing import KV_BYTES_PER_TOKEN
+from kvstore.planning.trace_formats import FORMATS, read_trace
+from kvstore.planning.traces import DEFAULT_ARRIVALS, DEFAULT_BLOCK_SIZE, Arrivals, Trace
 
 if TYPE_CHECKING:
-    from kvstore.replay_config import ReplayConfig, ServiceModel
+    from kvstore.planning.replay_config import ReplayConfig, ServiceModel
 
 ONE_TIER_POLICIES = (*REFERENCES, "return", "auto")
 TIERS_POLICIES = ("fifo", "lru", "look-ahead", "return", "auto", "belady")
@@ -282,7 +282,7 @@ def _trace(parsed: argparse.Namespace) -> Trace:
 
 def _configs(parsed: argparse.Namespace, block_size: int) -> list[ReplayConfig]:
     points = _tier_blocks(parsed, block_size)
-    from kvstore.replay_config import ReplayConfig
+    from kvstore.planning.replay_config import ReplayConfig
 
     block_bytes = (parsed.kv_bytes_per_token or KV_BYTES_PER_TOKEN[DEFAULT_MODEL]) * block_size
     service = _service(parsed)
@@ -323,7 +323,7 @@ def _in_blocks(size: Capacity, kv_bytes: int | None, block_size: int) -> int:
 
 
 def _service(parsed: argparse.Namespace) -> ServiceModel:
-    from kvstore.replay_config import ServiceModel
+    from kvstore.planning.replay_config import ServiceModel
 
     usual = ServiceModel()
     return ServiceModel(

@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from bench.references import PROGRESS_EVERY, Hits
-from kvstore.block import BlockId
-from kvstore.conversation import Answer, Conversation
+from kvstore.blocks.ids import BlockId
+from kvstore.blocks.pool import BlockPool
 from kvstore.errors import ConfigError
-from kvstore.pool import BlockPool
-from kvstore.replay import prompt_of
-from kvstore.steering import Steering
-from kvstore.traces import ANSWER_TOKENS_PER_S, Trace, TraceRequest
-from kvstore.virtual_io import VirtualClock
+from kvstore.planning.replay import prompt_of
+from kvstore.planning.traces import ANSWER_TOKENS_PER_S, Trace, TraceRequest
+from kvstore.planning.virtual_io import VirtualClock
+from kvstore.policy.conversation import Answer, Conversation
+from kvstore.policy.steering import Steering
 
 
 def replay_one_tier(

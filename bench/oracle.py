@@ -1,4 +1,5 @@
-"""Belady in tiers: whose next request is furthest away goes first. For `kvstore.replay`, in place of its steering."""
+"""Belady in tiers: whose next request is furthest away goes first. For `kvstore.planning.replay`, in place of its
+steering."""
 
 from __future__ import annotations
 
@@ -6,14 +7,14 @@ import math
 from array import array
 from collections.abc import Hashable, Mapping, Sequence
 
-from kvstore.block import BlockId
-from kvstore.conversation import Answer, Conversation, Conversations
+from kvstore.blocks.ids import BlockId
 from kvstore.errors import ConfigError
-from kvstore.policy import KeyQueue
-from kvstore.replay import chain_of, prompt_of
-from kvstore.steering import Steering
-from kvstore.traces import Trace
-from kvstore.virtual_io import VirtualClock
+from kvstore.planning.replay import chain_of, prompt_of
+from kvstore.planning.traces import Trace
+from kvstore.planning.virtual_io import VirtualClock
+from kvstore.policy.conversation import Answer, Conversation, Conversations
+from kvstore.policy.policies import KeyQueue
+from kvstore.policy.steering import Steering
 
 
 class FurthestFirst:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import EXIT_USAGE, Row, say
-from bench.peers import MODELS
+from bench.peers.__main__ import MODELS
 
 SHAPES = {"m": "Llama, 110 million parameters", "l": "Qwen-2.5-0.5B's shape"}  # of bench.peers; no others are drawn
 PEERS = {"vllm": "vLLM", "transformers": "transformers", "llamacpp": "llama.cpp"}

@@ -17,7 +17,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvstore.traces import Trace
+from kvstore.planning.traces import Trace
 
 REFERENCES = ("fifo", "lru", "lfu", "s3fifo", "belady")
 PROGRESS_EVERY = 1000  # requests

@@ -54,7 +54,7 @@ class Served:
     def __init__(self, model: str | None, flags: Sequence[str], log: Path) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "service.cli", "serve", *([model] if model else [])]
+        command = [sys.executable, "-m", "kvstore.service.command.cli", "serve", *([model] if model else [])]
         with log.open("ab") as out:
             self._process = subprocess.Popen(
                 [*command, "--port", str(self.port), *flags], stdout=out, stderr=out, start_new_session=True
@@ -167,7 +167,7 @@ def measure_overhead(
 
     The engine's time is what the answer says: until its first token, and from there to its last.
     """
-    from engine import Engine, SamplingParams
+    from kvstore import Engine, SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     flags = [*common, "--hbm", "64MiB", "--disk", "0"]

@@ -63,7 +63,7 @@ class Arm:
         return self.ask().ttft_s
 
     def ask(self, salt: str = "") -> Any:
-        from engine import SamplingParams
+        from kvstore import SamplingParams
 
         prompt = self.history + [self.rng.randrange(1, self.engine.spec.vocab_size) for _ in range(self.num_new)]
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
@@ -90,7 +90,7 @@ class Arm:
 
 
 def open_arm(model: str, dtype: str, store: Path | None, load: str, history_tokens: int, num_new: int) -> Arm:
-    from engine import Engine
+    from kvstore import Engine
 
     tiers: dict[str, object] = {"hbm": "512MiB"}
     if store is not None:

@@ -29,7 +29,7 @@ class Ours:
     salts: Any = field(default_factory=itertools.count)
 
     def generate_s(self, prompts: list[list[int]], num_tokens: int, salt: str | None = None) -> float:
-        from engine import SamplingParams
+        from kvstore import SamplingParams
 
         params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         start_s = time.perf_counter()
@@ -154,7 +154,7 @@ def load_peer(folder: Path) -> Peer:
 
 
 def body(parsed: argparse.Namespace, report: Report) -> None:
-    from engine import CacheTiers, Engine
+    from kvstore import CacheTiers, Engine
 
     repeats = 2 if parsed.quick else parsed.repeats
     with random_llama(MODEL_M) as (folder, num_parameters):

@@ -25,18 +25,18 @@ import numpy as np
 import torch
 
 from bench.common import Report, alternate, arguments, drop_from_page_cache, median, run, say, spread
-from kernels.block_copy import BlockLoad, save_layers
-from kvstore import codec
-from kvstore.arena import Arena
-from kvstore.block import BlockId, extend_chain, token_bytes
-from kvstore.disk_check import DATA_FILE
-from kvstore.disk_index import DiskIndex
-from kvstore.disk_open import StoreDirectory
-from kvstore.disk_tier import DiskTier
-from kvstore.io_queue import BATCH_BYTES, NUM_READERS, IoQueue, Read, ReadDone
-from kvstore.layout import KVLayout
-from kvstore.tier import BlockRecord, ReadResult
-from rope.rotary import Rotation, Style
+from kvstore.blocks.ids import BlockId, extend_chain, token_bytes
+from kvstore.blocks.records import BlockRecord, ReadResult
+from kvstore.disk import codec
+from kvstore.disk.check import DATA_FILE
+from kvstore.disk.directory import StoreDirectory
+from kvstore.disk.index import DiskIndex
+from kvstore.disk.io_queue import BATCH_BYTES, NUM_READERS, IoQueue, Read, ReadDone
+from kvstore.disk.tier import DiskTier
+from kvstore.kernels.block_copy import BlockLoad, save_layers
+from kvstore.memory.arena import Arena
+from kvstore.memory.layout import KVLayout
+from kvstore.rope.rotary import Rotation, Style
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_HEADS = 24, 2, 64, 16, 14
 WINDOW, STEP_TOKENS = 32768, 2048
@@ -346,7 +346,7 @@ def builtin_blocks(dtype: torch.dtype) -> list[bytes]:
     """Blocks of raw keys and values that the built-in model computes for a held-out conversation."""
     from bench.builtin_model.batches import Encoder
     from bench.builtin_model.evaluate import held_out_conversations
-    from engine import CacheTiers, Engine, SamplingParams
+    from kvstore import CacheTiers, Engine, SamplingParams
 
     name = str(dtype).removeprefix("torch.")
     with Engine(cache_tiers=CacheTiers(hbm="64MiB", cpu="64MiB"), device="cpu", dtype=name) as engine:

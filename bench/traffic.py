@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from kvstore.errors import ConfigError
-from kvstore.traces import DEFAULT_BLOCK_SIZE, MAX_TOKENS, Arrivals, Prefix, Trace, Turn, TurnsToRequests
+from kvstore.planning.traces import DEFAULT_BLOCK_SIZE, MAX_TOKENS, Arrivals, Prefix, Trace, Turn, TurnsToRequests
 
 KINDS = ("people", "agents", "documents", "mixed")
 MADE_UP_ARRIVALS = Arrivals(rate_per_s=0.1)

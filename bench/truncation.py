@@ -25,14 +25,14 @@ from bench.builtin_model.kinds import KINDS
 from bench.builtin_model.report import wilson
 from bench.builtin_model.values import HELD_OUT
 from bench.common import Report, arguments, run, say
-from engine import CacheTiers, Engine, SamplingParams
-from engine.loading import load
-from engine.model import PositionFreeModel
-from engine.outputs import RequestOutput
-from engine.probe import intercept
-from kernels.attention import PagedBatch
+from kvstore import CacheTiers, Engine, SamplingParams
 from kvstore.connector import NullConnector
-from rope.splice import plan_splice
+from kvstore.engine.model.interception import PositionFreeModel
+from kvstore.engine.model.loading import load
+from kvstore.engine.model.probe import intercept
+from kvstore.engine.outputs import RequestOutput
+from kvstore.kernels.attention import PagedBatch
+from kvstore.rope.splice import plan_splice
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = WINDOW // BLOCK_SIZE

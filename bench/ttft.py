@@ -29,7 +29,7 @@ from bench.common import (
     say,
     spread,
 )
-from kvstore.disk_check import DATA_FILE
+from kvstore.disk.check import DATA_FILE
 
 MODEL_L = LlamaShape(
     hidden_size=896, num_layers=24, num_heads=14, num_kv_heads=2, intermediate_size=4864, vocab_size=151936
@@ -66,7 +66,7 @@ class Person:
 
     def turn_s(self, tier: str | None, salt: str = "") -> float:
         """TTFT of one turn. Raises RuntimeError when its history did not come from `tier`; None: from nowhere."""
-        from engine import SamplingParams
+        from kvstore import SamplingParams
 
         vocab_size = self.engine.spec.vocab_size
         prompt = self.history + [self.rng.randrange(1, vocab_size) for _ in range(self.num_new)]
@@ -110,7 +110,7 @@ class Bench:
     report: Report
 
     def person(self, tiers: dict[str, object], load: str = "always") -> Person:
-        from engine import Engine
+        from kvstore import Engine
 
         say(f"loading the model (tiers: {', '.join(tiers)}; load={load})")
         window = WINDOW if self.dtype != "auto" else None
@@ -262,7 +262,7 @@ def decode_s(person: Person, batch: int) -> float:
 
 def _generate(person: Person, prompts: list[list[int]], num_tokens: int) -> tuple[float, float]:
     """Seconds until the last token and until the last of the first tokens, of prompts that hit nothing."""
-    from engine import SamplingParams
+    from kvstore import SamplingParams
 
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     started = time.perf_counter()

@@ -1,28 +1,21 @@
-"""The V1-style engine: `from engine import Engine, SamplingParams, CacheTiers`. Importing it does not load torch."""
+"""The engine: continuous batching with a token budget and hashed prefix caching, over a store of tiers.
 
-from typing import TYPE_CHECKING
+Knows the store by its seam (`kvstore.connector`); nothing of HTTP and of the command.
 
-from engine.sampling_params import SamplingParams
-from kvstore.config import CacheTiers
-
-if TYPE_CHECKING:
-    from engine.async_engine import AsyncChat, AsyncEngine
-    from engine.chat import ChatSession
-    from engine.engine import Engine
-
-__all__ = ["AsyncChat", "AsyncEngine", "CacheTiers", "ChatSession", "Engine", "SamplingParams"]
-
-_LAZY = {
-    "Engine": "engine.engine",
-    "AsyncEngine": "engine.async_engine",
-    "AsyncChat": "engine.async_engine",
-    "ChatSession": "engine.chat",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name in _LAZY:
-        import importlib
-
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'engine' has no attribute {name!r}")
+- `core/`: requests, scheduler, batch
+- `model/`: the model and what runs a step on it
+- `text/`: templates, prompts, answers' text
+- `sessions/`: conversations as token ids
+- `process/`: the loop in a process of its own
+- `builtin/`: the built-in model's files
+- `admin`: eviction, deletion of sessions, and the requests of other processes
+- `async_engine`: `AsyncEngine`: the engine in a thread of its own, and its sessions as `AsyncChat`
+- `blocking`: the library's blocking verbs, over an engine here or in another process
+- `config`: the engine's options, built once and checked
+- `engine`: `Engine`: the step loop and the public interface
+- `lifetime`: how an engine ends: closed, dropped, at the interpreter's exit
+- `outputs`: what a caller gets back: choices, usage, pieces of a stream
+- `sampling_params`: how a request is sampled and when it stops
+- `stats`: what an engine shows of itself
+- `storage`: from the engine's options to the tiers below HBM
+"""

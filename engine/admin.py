@@ -13,9 +13,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from engine.prompts import check_session_id
-from kvstore.block import BlockId
-from kvstore.commands import (
+from kvstore.admin.commands import (
     EvictRequest,
     OneSession,
     Sessions,
@@ -24,18 +22,14 @@ from kvstore.commands import (
     session_info,
     transcript,
 )
+from kvstore.blocks.ids import BlockId
 from kvstore.connector import Evict, Evicted
-from kvstore.errors import (
-    EngineClosedError,
-    RequestError,
-    SessionBusyError,
-    SessionNotFoundError,
-    StoreError,
-)
-from kvstore.session_store import Repaired, SessionHead, SessionKey, Tombstone, owner_tag
+from kvstore.engine.text.prompts import check_session_id
+from kvstore.errors import EngineClosedError, RequestError, SessionBusyError, SessionNotFoundError, StoreError
+from kvstore.sessions.store import Repaired, SessionHead, SessionKey, Tombstone, owner_tag
 
 if TYPE_CHECKING:
-    from engine.engine import Engine
+    from kvstore.engine.engine import Engine
 
 DELETE_TIMEOUT_S = 60.0
 EXPIRY_ROUND_S = 30.0

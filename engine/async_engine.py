@@ -13,19 +13,19 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
-from engine.chat import ChatSession, Turn
-from engine.chat_template import Message
-from engine.output_processor import Handle
-from engine.outputs import Piece, RequestOutput
-from engine.prompts import prompt_ids
-from engine.sampling_params import SamplingParams
-from kvstore.block import BlockId, Lineage
+from kvstore.blocks.ids import BlockId, Lineage
+from kvstore.engine.outputs import Piece, RequestOutput
+from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.sessions.chat import ChatSession, Turn
+from kvstore.engine.text.chat_template import Message
+from kvstore.engine.text.output_processor import Handle
+from kvstore.engine.text.prompts import prompt_ids
 from kvstore.errors import EngineClosedError, KVStoreError
-from kvstore.session_store import TurnRecord
+from kvstore.sessions.store import TurnRecord
 
 if TYPE_CHECKING:
-    from engine.engine import Engine
-    from engine.remote import RemoteEngine
+    from kvstore.engine.engine import Engine
+    from kvstore.engine.process.remote import RemoteEngine
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -9,13 +9,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from engine.output_processor import Handle
-from engine.outputs import Piece, RequestOutput
-from engine.prompts import checked_prompts, prompt_ids
-from engine.sampling_params import SamplingParams
+from kvstore.engine.outputs import Piece, RequestOutput
+from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.text.output_processor import Handle
+from kvstore.engine.text.prompts import checked_prompts, prompt_ids
 
 if TYPE_CHECKING:
-    from engine.engine import Engine
+    from kvstore.engine.engine import Engine
 
 
 class Bell:

@@ -1,6 +1,6 @@
 """The engine: prompts in, tokens out. Ties the loop that steps, the tiers and sessions together.
 
-Any thread may call it, and waits for `engine.step_loop`, the only one that steps.
+Any thread may call it, and waits for `kvstore.engine.core.step_loop`, the only one that steps.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from pathlib import Path
 
 import torch
 
-from engine.admin import Admin, weak_handler
-from engine.blocking import Bell, generate, stream
-from engine.chat import ChatSession
-from engine.chat_template import ChatTemplate
-from engine.chats import open_chat, prefetch_chat
-from engine.config import EngineConfig
-from engine.erasure import Erasure
-from engine.graphs import CudaCapturer
-from engine.kv_cache_manager import KVCacheManager
-from engine.lifetime import Gate, shut, shut_dropped
-from engine.loading import load
-from engine.memory import num_hbm_blocks
-from engine.model_runner import ModelRunner
-from engine.output_processor import Handle, Listener, OutputProcessor, new_handle
-from engine.outputs import Piece, RequestOutput
-from engine.probe import intercept
-from engine.prompts import check_fits, check_ids, check_ids_of, check_owner, check_params
-from engine.request import Request
-from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
-from engine.step_loop import StepLoop
-from engine.storage import check_room, open_store
-from engine.waiting import WAITING
-from kernels.triton_support import has_triton
-from kvstore.block import BlockId, Lineage
+from kvstore.blocks.ids import BlockId, Lineage
+from kvstore.blocks.pool import BlockPool
 from kvstore.config import CacheTiers
 from kvstore.connector import Evict, StoreDirectory, hold_store
+from kvstore.engine.admin import Admin, weak_handler
+from kvstore.engine.blocking import Bell, generate, stream
+from kvstore.engine.config import EngineConfig
+from kvstore.engine.core.kv_cache_manager import KVCacheManager
+from kvstore.engine.core.request import Request
+from kvstore.engine.core.scheduler import Scheduler
+from kvstore.engine.core.step_loop import StepLoop
+from kvstore.engine.lifetime import Gate, shut, shut_dropped
+from kvstore.engine.model.loading import load
+from kvstore.engine.model.memory import num_hbm_blocks
+from kvstore.engine.model.probe import intercept
+from kvstore.engine.model.step.erasure import Erasure
+from kvstore.engine.model.step.graphs import CudaCapturer
+from kvstore.engine.model.step.runner import ModelRunner
+from kvstore.engine.model.step.waiting import WAITING
+from kvstore.engine.outputs import Piece, RequestOutput
+from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.sessions.chat import ChatSession
+from kvstore.engine.sessions.chats import open_chat, prefetch_chat
+from kvstore.engine.storage import check_room, open_store
+from kvstore.engine.text.chat_template import ChatTemplate
+from kvstore.engine.text.output_processor import Handle, Listener, OutputProcessor, new_handle
+from kvstore.engine.text.prompts import check_fits, check_ids, check_ids_of, check_owner, check_params
 from kvstore.errors import EngineClosedError
-from kvstore.pool import BlockPool
-from kvstore.session_store import AnswerStore, SessionKey, SessionStore, open_answers, open_sessions
+from kvstore.kernels.cuda.triton_support import has_triton
+from kvstore.sessions.store import AnswerStore, SessionKey, SessionStore, open_answers, open_sessions
 
 
 class Engine:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from kvstore.config import format_size
 
 if TYPE_CHECKING:
-    from engine.model_runner import StepTimes
-    from engine.output_processor import Totals
-    from engine.scheduler import Scheduler
+    from kvstore.engine.core.scheduler import Scheduler
+    from kvstore.engine.model.step.runner import StepTimes
+    from kvstore.engine.text.output_processor import Totals
 
 
 def loop_stats(

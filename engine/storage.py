@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from engine.config import EngineConfig
-from engine.fingerprint import fingerprint, weights_digest
-from engine.loading import Loaded
-from engine.model import PositionFreeModel
 from kvstore.connector import KVConnector, KVLayout, StoreDirectory, open_connector
+from kvstore.engine.config import EngineConfig
+from kvstore.engine.model.fingerprint import fingerprint, weights_digest
+from kvstore.engine.model.interception import PositionFreeModel
+from kvstore.engine.model.loading import Loaded
 
 
 def check_room(config: EngineConfig, network: Any) -> None:

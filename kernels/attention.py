@@ -5,9 +5,10 @@ import logging
 
 import torch
 
-from kernels import attention_flash, attention_torch
-from kernels.paged_batch import PagedBatch, Scoring
-from kernels.triton_support import runs_kernels
+from kvstore.kernels import attention_torch
+from kvstore.kernels.cuda import flash as attention_flash
+from kvstore.kernels.cuda.triton_support import runs_kernels
+from kvstore.kernels.paged_batch import PagedBatch, Scoring
 
 __all__ = ["PagedBatch", "Scoring", "paged_attention"]
 
@@ -23,7 +24,7 @@ def paged_attention(
     batch: PagedBatch,
     scoring: Scoring,
 ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
-    """Attention of all tokens of a step. Same result as `kernels.reference.paged_attention`.
+    """Attention of all tokens of a step. Same result as `kvstore.kernels.reference.paged_attention`.
 
     query: [num_tokens, num_heads, head_dim]; key, value: this step's, [num_tokens, num_kv_heads, head_dim], already in
     the caches, [num_blocks, block_size, num_kv_heads, head_dim], and used directly where there is nothing before them.
@@ -41,7 +42,7 @@ def attend_paged(
     A CUDA graph needs a grid that fits any context, which foreign kernels choose from lengths on the host; and a step
     that runs eagerly, since another request loads, must not give other numbers than a replayed one.
     """
-    from kernels import attention_triton  # imports Triton, which may be missing
+    from kvstore.kernels.cuda import attention as attention_triton  # imports Triton, which may be missing
 
     layout = batch.device_batch
     has_prefill = layout.num_decodes < layout.num_requests

@@ -1,13 +1,13 @@
 """Paged attention of a mixed batch (decode and prefill tokens of many requests) in torch operations.
 
-A prefill goes to compiled code where there is some for it (`kernels.prefill_native`).
+A prefill goes to compiled code where there is some for it (`kvstore.kernels.cpu.prefill`).
 """
 
 import torch
 import torch.nn.functional as F
 
-from kernels.paged_batch import DecodeGroup, PagedBatch, Scoring
-from kernels.prefill_native import prefill
+from kvstore.kernels.cpu.prefill import prefill
+from kvstore.kernels.paged_batch import DecodeGroup, PagedBatch, Scoring
 
 MAX_MASK_ELEMENTS = 1 << 22  # of a mask that says what each token of a prefill sees
 PIECE_TOKENS = 128  # query tokens per matrix product in prefill: small enough for the scores to stay in cache
@@ -22,7 +22,7 @@ def paged_attention(
     batch: PagedBatch,
     scoring: Scoring,
 ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
-    """As `kernels.attention.paged_attention`, for a host that knows the batch's lists."""
+    """As `kvstore.kernels.attention.paged_attention`, for a host that knows the batch's lists."""
     num_requests = len(batch.context_lens)
     groups = batch.decode_groups(scoring.window, query.dtype) if batch.num_decodes else []
     if len(groups) == 1 and groups[0].rows is None and batch.num_decodes == num_requests:

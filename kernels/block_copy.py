@@ -2,7 +2,7 @@
 
 The arena, [num_slots, num_layers, 2, block_size, num_kv_heads, head_dim], holds raw keys (index 0 of the third axis)
 and values. A Triton kernel on CUDA, compiled C on a CPU, torch operations where these are missing; results are those of
-the twins in `kernels.reference`, bit for bit.
+the twins in `kvstore.kernels.reference`, bit for bit.
 """
 
 from collections.abc import Sequence
@@ -11,10 +11,11 @@ from itertools import groupby
 
 import torch
 
-from kernels import copy_native, reference
-from kernels.device import to_device
-from kernels.triton_support import runs_kernels
-from rope.rotary import Rotation, Style
+from kvstore.kernels import reference
+from kvstore.kernels.cpu import block_copy as copy_native
+from kvstore.kernels.cuda.triton_support import runs_kernels
+from kvstore.kernels.device import to_device
+from kvstore.rope.rotary import Rotation, Style
 
 CHUNK_BYTES = (
     1 << 19
@@ -148,7 +149,8 @@ class BlockLoad:
         return (self._positions[:, None] + torch.arange(self._arena.shape[3])).flatten()
 
     def _rotate(self, source: torch.Tensor, cache: torch.Tensor, chunk: _Chunk, turn: _Turn) -> None:
-        """One multiplication of all elements, one of all partners, one sum: each rounded, as `rope.rotary.rotate`."""
+        """One multiplication of all elements, one of all partners, one sum: each rounded, as
+        `kvstore.rope.rotary.rotate`."""
         raw = self._gather(source, chunk)
         rotary_dim, dtype = turn.cos.shape[-1], turn.cos.dtype
         out = cache[chunk.target] if isinstance(chunk.target, slice) else self._buffer("out", raw.shape, raw.dtype)
@@ -194,7 +196,7 @@ class BlockLoad:
     # -- to a device -------------------------------------------------------------------------------------------------
     def load_by_kernel(self, first: int, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """As `load_layers`, by a kernel that reads the arena, pinned memory, over the bus."""
-        from kernels import kv_triton
+        from kvstore.kernels.cuda import kv as kv_triton
 
         places = self._places_on(caches[0][0].device)
         layers = [(layer, *pair) for layer, pair in enumerate(caches, first)]
@@ -275,7 +277,7 @@ def save_to_arena(
             pair = (key, value) if rows is None else (key[rows], value[rows])
             reference.save_tokens(arena, layer, *pair, slots)
         return
-    from kernels import kv_triton
+    from kvstore.kernels.cuda import kv as kv_triton
 
     kv_triton.save(arena, layers, rows, slots)
 

@@ -7,14 +7,14 @@ from functools import cached_property
 
 import torch
 
-from kernels.device import to_device
+from kvstore.kernels.device import to_device
 
 VIEW_TOKENS = 512  # from this context length a request whose blocks lie in one run is read in place
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What a layer does with its scores; see `kernels.reference.attend`."""
+    """What a layer does with its scores; see `kvstore.kernels.reference.attend`."""
 
     scale: float
     window: int | None = None

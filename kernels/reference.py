@@ -2,7 +2,7 @@
 
 import torch
 
-from rope.rotary import Rotation
+from kvstore.rope.rotary import Rotation
 
 
 def write_kv(

@@ -5,17 +5,18 @@ On CUDA one Triton kernel does both, on a CPU compiled code; without either, tor
 
 import torch
 
-from kernels import reference, write_native
-from kernels.triton_support import runs_kernels
-from rope.rotary import Rotation
+from kvstore.kernels import reference
+from kvstore.kernels.cpu import write as write_native
+from kvstore.kernels.cuda.triton_support import runs_kernels
+from kvstore.rope.rotary import Rotation
 
 
 def write_kv(
     key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """As `kernels.reference.write_kv`: [num_tokens, num_kv_heads, head_dim] each; a slot of -1 is skipped."""
+    """As `kvstore.kernels.reference.write_kv`: [num_tokens, num_kv_heads, head_dim] each; a slot of -1 is skipped."""
     if runs_kernels(key):
-        from kernels import kv_triton
+        from kvstore.kernels.cuda import kv as kv_triton
 
         kv_triton.write(key, value, key_cache, value_cache, slots)
         return
@@ -44,7 +45,7 @@ def rotate_and_write(
     rotation query and key come back as they are.
     """
     if runs_kernels(key):
-        from kernels import kv_triton
+        from kvstore.kernels.cuda import kv as kv_triton
 
         return kv_triton.rotate_and_write(query, key, value, key_cache, value_cache, slots, rotation)
     if rotation is not None:

@@ -2,27 +2,47 @@
 
 `from kvstore import Engine, AsyncEngine, CacheTiers, SamplingParams`. Importing this package loads no torch and nothing
 of the engine: a public name is looked up when it is asked for, the only way from here to the engine.
+
+- `blocks/`: ids, records, pools, the forest of cached blocks
+- `policy/`: who stays, what comes early
+- `memory/`: the CPU tier and its transfers
+- `disk/`: the disk tier
+- `store/`: the control plane
+- `sessions/`: durable conversations and answers
+- `admin/`: commands on a store
+- `planning/`: traces, sizing, replay
+- `engine/`: the engine
+- `kernels/`: device code
+- `rope/`: positions
+- `service/`: HTTP and the command
+- `__main__`: `python -m kvstore`: the command, where its script is not on the path
+- `config`: sizes, and the tiers' configuration
+- `connector`: the seam between engine and store
+- `errors`: the tree of exceptions
+- `forks`: what a forked child must leave to its parent: files, sockets, and locks that a thread of the parent holds
+  for ever
+- `stats`: counters
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from engine.async_engine import AsyncChat, AsyncEngine
-    from engine.chat import ChatSession
-    from engine.engine import Engine
-    from engine.sampling_params import SamplingParams
     from kvstore.config import CacheTiers
+    from kvstore.engine.async_engine import AsyncChat, AsyncEngine
+    from kvstore.engine.engine import Engine
+    from kvstore.engine.sampling_params import SamplingParams
+    from kvstore.engine.sessions.chat import ChatSession
 
 __version__ = "0.1.0"
 __all__ = ["AsyncChat", "AsyncEngine", "CacheTiers", "ChatSession", "Engine", "SamplingParams", "__version__"]
 
 _HOMES = {
-    "AsyncChat": "engine.async_engine",
-    "AsyncEngine": "engine.async_engine",
+    "AsyncChat": "kvstore.engine.async_engine",
+    "AsyncEngine": "kvstore.engine.async_engine",
     "CacheTiers": "kvstore.config",
-    "ChatSession": "engine.chat",
-    "Engine": "engine.engine",
-    "SamplingParams": "engine.sampling_params",
+    "ChatSession": "kvstore.engine.sessions.chat",
+    "Engine": "kvstore.engine.engine",
+    "SamplingParams": "kvstore.engine.sampling_params",
 }
 
 

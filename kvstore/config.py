@@ -41,7 +41,7 @@ def format_size(size_bytes: int | float) -> str:
     return f"{size:.1f} TiB"
 
 
-CODEC_NAMES = ("raw", "zstd", "split-zstd")  # `kvstore.codec` says what they are
+CODEC_NAMES = ("raw", "zstd", "split-zstd")  # `kvstore.disk.codec` says what they are
 
 
 def setting(default: Any, help: str, **about: Any) -> Any:

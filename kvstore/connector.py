@@ -12,17 +12,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from kvstore.block import BlockId, Lineage, lineage_root
+from kvstore.blocks.forest import Order
+from kvstore.blocks.ids import BlockId, Lineage, lineage_root
+from kvstore.blocks.records import Evict, Evicted, SaveFence, TransferPlan
 from kvstore.config import CacheTiers
-from kvstore.conversation import Answer, Conversation, QueueKey
-from kvstore.disk_open import StoreDirectory
-from kvstore.eviction import Order
-from kvstore.layout import KVLayout
-from kvstore.lookahead import LookAhead
-from kvstore.lookup import Arrival, Lookup, Match
-from kvstore.saving import StepSpan
-from kvstore.steering import Steering
-from kvstore.tier import Evict, Evicted, SaveFence, TransferPlan
+from kvstore.disk.directory import StoreDirectory
+from kvstore.memory.layout import KVLayout
+from kvstore.policy.conversation import Answer, Conversation, QueueKey
+from kvstore.policy.lookahead import LookAhead
+from kvstore.policy.steering import Steering
+from kvstore.store.lookup import Arrival, Lookup, Match
+from kvstore.store.saving import StepSpan
 
 if TYPE_CHECKING:
     import torch
@@ -211,7 +211,8 @@ class KVConnector(Protocol):
 class NullConnector:
     """No store: every lookup is a miss and nothing is kept beyond HBM.
 
-    num_hbm_blocks: of the engine's pool, whose order of eviction is given here too. policy: see `kvstore.policy`.
+    num_hbm_blocks: of the engine's pool, whose order of eviction is given here too. policy: see
+    `kvstore.policy.policies`.
     """
 
     directory: StoreDirectory | None = None
@@ -356,7 +357,7 @@ def hold_store(tiers: CacheTiers) -> StoreDirectory | None:
     """
     if not tiers.disk or tiers.path is None:
         return None
-    from kvstore.disk_env import check_map_bytes  # loads lmdb
+    from kvstore.disk.env import check_map_bytes  # loads lmdb
 
     check_map_bytes(Path(tiers.path), int(tiers.disk))
     return StoreDirectory.open(tiers.path)
@@ -384,7 +385,7 @@ def open_connector(
     """
     if not tiers.cpu and not tiers.disk:
         return NullConnector(num_hbm_blocks, policy)
-    from kvstore.tiered import TieredConnector  # loads torch, lmdb and all that
+    from kvstore.store.tiered import TieredConnector  # loads torch, lmdb and all that
 
     owned = hold_store(tiers) if directory is None else directory
     return TieredConnector(tiers, layout, model, fingerprint, device, load, least_slots, num_hbm_blocks, policy, owned)

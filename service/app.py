@@ -11,13 +11,17 @@ from dataclasses import asdict
 
 from aiohttp import HttpVersion10, HttpVersion11, web
 
-from service import admin, chat, completions, edge, openai, openapi, page, responses, sessions
-from service.connection import new_request_id
-from service.context import ANSWERED, CONTEXT, EXCHANGE, Context, Exchange, context_of
-from service.errors import ApiError, api_error, error_response, unavailable
-from service.logs import log
-from service.routes import Handler, Route
-from service.sse import ReaderGone
+from kvstore.service.api import admin, edge, openapi, page
+from kvstore.service.api.context import ANSWERED, CONTEXT, EXCHANGE, Context, Exchange, context_of
+from kvstore.service.api.openai import chat as openai
+from kvstore.service.api.openai import completions, responses
+from kvstore.service.api.sessions import chat
+from kvstore.service.api.sessions import routes as sessions
+from kvstore.service.api.sse import ReaderGone
+from kvstore.service.http.connection import new_request_id
+from kvstore.service.http.errors import ApiError, api_error, error_response, unavailable
+from kvstore.service.http.logs import log
+from kvstore.service.http.routes import Handler, Route
 
 ROUTES: tuple[Route, ...] = (
     *edge.ROUTES, *openai.ROUTES, *completions.ROUTES, *chat.ROUTES, *sessions.ROUTES, *responses.ROUTES,

@@ -21,20 +21,20 @@ from typing import Any
 
 from aiohttp import web
 
-from engine.model_files import check_speaks, why_no_chat
-from engine.stats import describe_tiers
+from kvstore.engine.model.files import check_speaks, why_no_chat
+from kvstore.engine.stats import describe_tiers
 from kvstore.errors import KVStoreError
-from service.access import Access
-from service.app import ROUTES, make_app
-from service.connection import SEND_BUFFER_BYTES, Connection, Connections
-from service.context import Context
-from service.descriptors import AcceptErrors, ensure_descriptors
-from service.errors import unavailable
-from service.limits import Limits
-from service.logs import log, set_up_logging
-from service.metrics import Metrics
-from service.routes import Route
-from service.serve_options import ServeOptions
+from kvstore.service.api.context import Context
+from kvstore.service.api.metrics import Metrics
+from kvstore.service.app import ROUTES, make_app
+from kvstore.service.http.access import Access
+from kvstore.service.http.connection import SEND_BUFFER_BYTES, Connection, Connections
+from kvstore.service.http.descriptors import AcceptErrors, ensure_descriptors
+from kvstore.service.http.errors import unavailable
+from kvstore.service.http.limits import Limits
+from kvstore.service.http.logs import log, set_up_logging
+from kvstore.service.http.routes import Route
+from kvstore.service.settings.serve_options import ServeOptions
 
 OpenEngine = Callable[[], Any]
 EXIT_ENGINE_FAILED = 5  # the engine has ended too often; whoever supervises this process is to start it again
@@ -79,17 +79,17 @@ def open_engine(
 
 def _local_engine() -> Callable[..., Any]:
     """Waits for a predecessor that is about to end, as the engine's own process does by itself."""
-    from engine.spinning import spin_briefly
+    from kvstore.engine.process.spinning import spin_briefly
 
     spin_briefly(os.environ)
-    from engine import Engine  # loads torch, hence here
-    from engine.lifetime import open_waiting_for_lock
+    from kvstore.engine.engine import Engine  # loads torch, hence here
+    from kvstore.engine.lifetime import open_waiting_for_lock
 
     return lambda *given, **named: open_waiting_for_lock(lambda: Engine(*given, **named))
 
 
 def _remote_engine(options: ServeOptions) -> Callable[..., Any]:
-    from engine.remote import RemoteEngine
+    from kvstore.engine.process.remote import RemoteEngine
 
     return partial(RemoteEngine, silence_s=options.engine_timeout_s, max_restarts=options.engine_restarts)
 
@@ -190,8 +190,8 @@ class Server:
 
     async def load(self, open_engine: OpenEngine) -> None:
         """Load the model in a thread; requests are served once this returns."""
-        from engine.async_engine import AsyncEngine
-        from engine.recall import Recall
+        from kvstore.engine.async_engine import AsyncEngine
+        from kvstore.engine.sessions.recall import Recall
 
         engine = await in_thread(open_engine)
         self.context.open(AsyncEngine(engine, in_loop=hasattr(engine, "fileno")), Recall(engine))

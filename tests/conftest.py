@@ -67,7 +67,7 @@ def kernel_device(request: pytest.FixtureRequest) -> str:
     if request.param == "cpu":
         if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
             pytest.skip("no interpreter of kernels: Triton is missing, or compiles for the device that is here")
-        import interpreted
+        from tests.support import interpreted
 
         interpreted.repair()
     return request.param

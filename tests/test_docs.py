@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from service import cli
-from tests.serving import Serving, serving
+from kvstore.service.command import cli
+from tests.support.service.serving import Serving, serving
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").iterdir()]

@@ -5,25 +5,26 @@ import sys
 import tomllib
 from pathlib import Path
 
+from setuptools import find_packages
+
 import kvstore
 
 ROOT = Path(__file__).parent.parent
 SETUP = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+FOLDERS = [ROOT / "kvstore", *(ROOT / "kvstore" / name for name in ("engine", "kernels", "rope", "service"))]
 
 
 def test_every_package_is_shipped():
-    there = {
-        ".".join(file.parent.relative_to(ROOT).parts)
-        for top in SETUP["packages"]
-        for file in (ROOT / top.split(".")[0]).rglob("__init__.py")
-    }
-    assert set(SETUP["packages"]) == there
+    """Under one name: a folder of code without an `__init__` would be left out."""
+    found = set(find_packages(str(ROOT), include=SETUP["packages"]["find"]["include"]))
+    there = {file.parent.relative_to(ROOT) for top in FOLDERS for file in top.rglob("*.py")}
+    assert found == {".".join(folder.parts) for folder in there}
+    assert {name.split(".")[0] for name in found} == {"kvstore"}
 
 
 def test_annotations_are_shipped():
-    for top in {package.split(".")[0] for package in SETUP["packages"]}:
-        assert "py.typed" in SETUP["package-data"][top], top
-        assert (ROOT / top / "py.typed").read_bytes() == b""
+    assert "py.typed" in SETUP["package-data"]["kvstore"]
+    assert (ROOT / "kvstore" / "py.typed").read_bytes() == b""
 
 
 def test_every_file_beside_the_code_is_shipped():
@@ -34,8 +35,8 @@ def test_every_file_beside_the_code_is_shipped():
         shipped |= {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
     there = {
         file
-        for top in SETUP["packages"]
-        for file in (ROOT / top.replace(".", "/")).rglob("*")
+        for top in FOLDERS
+        for file in top.rglob("*")
         if file.is_file() and file.suffix not in (".py", ".pyc") and not file.name.startswith(".")
     }
     assert there - shipped == set()

@@ -20,7 +20,7 @@ from bench.builtin_model.batches import Encoder
 from bench.builtin_model.conversations import UNKNOWN, Asked, Conversation, make_conversation
 from bench.builtin_model.report import Outcome, rows_of, table
 from bench.builtin_model.values import HELD_OUT
-from engine.builtin import MODEL_DIR
+from kvstore.engine.builtin import MODEL_DIR
 
 WINDOW = 1024
 MAX_ANSWER_TOKENS = 72

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from bench.builtin_model.conversations import make_conversation
-from engine.builtin import MODEL_DIR
+from kvstore.engine.builtin import MODEL_DIR
 
 VOCAB_SIZE = 1280
 WINDOW = 1024

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from bench.builtin_model.batches import Batch, Encoder, make_batch
 from bench.builtin_model.evaluate import quick_recall
-from engine.builtin import MODEL_DIR
+from kvstore.engine.builtin import MODEL_DIR
 
 NUM_STEPS = 4500
 RUN_DIR = Path(__file__).parent / "run"

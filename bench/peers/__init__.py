@@ -1,0 +1,10 @@
+"""Other engines side by side with ours: `python -m bench.peers`.
+
+- `__main__`: vLLM, llama.cpp or transformers side by side with us: prefill, decode, turns, a restart
+- `embedded`: both embedded in worker processes: the pipe and its two ends
+- `llamacpp`: the workers
+- `load`: what is measured of two engines, and in which order
+- `ours`: the workers
+- `servers`: both as servers: ours, vLLM, vLLM with LMCache
+- `transformers`: the workers
+"""

@@ -1,0 +1,113 @@
+"""HBM blocks of requests: prefix hits, allocation, caching of full blocks, release. Knows the pool, no tensor."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.blocks.pool import BlockPool
+from kvstore.engine.core.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """What changed in a request's block table: entries from `first_index` on are now `block_numbers`.
+
+    copy: (source, destination) of a block that others still read and this request is about to write.
+    """
+
+    first_index: int
+    block_numbers: tuple[int, ...]
+    copy: tuple[int, int] | None = None
+
+
+class KVCacheManager:
+    """Gives requests their blocks. A block with several references is never written: its writer gets a copy."""
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self.pool = pool
+        self.block_size = block_size
+
+    def num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def match_prefix(self, request: Request) -> list[int]:
+        """Cached blocks of the request's longest known prefix, head first.
+
+        At least one token is left to compute: without it there would be no logits to sample from.
+        """
+        hits: list[int] = []
+        for block_id in request.chain[: (request.num_tokens - 1) // self.block_size]:
+            block = self.pool.lookup(block_id)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def admit(self, request: Request, hits: Sequence[int], num_new_tokens: int) -> bool:
+        """Give a request that holds nothing its hit blocks and room for `num_new_tokens` more. All or nothing."""
+        assert not request.block_numbers, f"{request.request_id} holds blocks already"
+        needed = self.num_blocks(len(hits) * self.block_size + num_new_tokens) - len(hits)
+        if needed > self.pool.num_free - sum(self.pool.is_free(block) for block in hits):
+            return False
+        self.pool.acquire(hits)
+        request.block_numbers = [*hits, *self.pool.allocate(needed)]
+        request.num_computed_tokens = len(hits) * self.block_size
+        request.num_hashed_blocks = len(hits)
+        return True
+
+    def allocate(self, request: Request, num_new_tokens: int) -> Allocation | None:
+        """Room for the next `num_new_tokens` of a request that holds its blocks; None when the pool has too few."""
+        table = request.block_numbers
+        index = request.num_computed_tokens // self.block_size
+        shared = index < len(table) and self.pool.ref_count(table[index]) > 1
+        needed = self.num_blocks(request.num_computed_tokens + num_new_tokens) - len(table)
+        if needed <= 0 and not shared:
+            return _UNCHANGED
+        if needed + shared > self.pool.num_free:
+            return None
+        first_index, copy = len(table), None
+        if shared:
+            (private,) = self.pool.allocate(1)
+            copy = (table[index], private)
+            self.pool.release([table[index]])
+            table[index] = private
+            first_index = index
+        table.extend(self.pool.allocate(max(needed, 0)))
+        return Allocation(first_index, tuple(table[first_index:]), copy)
+
+    def share(self, owner: Request, child: Request) -> None:
+        """Let `child` refer to all blocks of its prompt, which `owner` has computed, the partial tail included."""
+        count = self.num_blocks(child.num_prompt_tokens)
+        child.block_numbers = owner.block_numbers[:count]
+        self.pool.acquire(child.block_numbers)
+        child.num_computed_tokens = child.num_prompt_tokens
+        child.num_hashed_blocks = child.num_prompt_tokens // self.block_size
+
+    def cache_loading_blocks(self, request: Request, num_blocks: int) -> None:
+        """Put `num_blocks` behind the hits into the map while they are being loaded: others of this step share them."""
+        for index in range(request.num_hashed_blocks, request.num_hashed_blocks + num_blocks):
+            self._insert(request, index)
+        request.num_hashed_blocks += num_blocks
+
+    def cache_full_blocks(self, request: Request) -> None:
+        """Put the blocks that were filled by computed tokens into the pool's map."""
+        full = request.num_computed_tokens // self.block_size
+        for index in range(request.num_hashed_blocks, full):
+            self._insert(request, index)
+        request.num_hashed_blocks = max(request.num_hashed_blocks, full)
+
+    def _insert(self, request: Request, index: int) -> None:
+        """Linked to its parent only if this request holds that: who holds a block must hold what it is linked to."""
+        block_id, parent_id = request.chain[index], request.chain[index - 1] if index else None
+        if index and self.pool.block_id(request.block_numbers[index - 1]) != parent_id:
+            parent_id = None
+        self.pool.insert(request.block_numbers[index], block_id, parent_id, request.conversation)
+
+    def free(self, request: Request) -> None:
+        """The request gives up its blocks; full ones stay cached until they are allocated again."""
+        self.pool.release(request.block_numbers)
+        request.block_numbers = []
+        request.num_computed_tokens = 0
+        request.num_hashed_blocks = 0
+
+
+_UNCHANGED = Allocation(0, ())

@@ -1,0 +1,131 @@
+"""One request's state inside the engine, from arrival to its last token. Plain data, no torch."""
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from kvstore.blocks.ids import BlockId, Lineage, extend_chain
+from kvstore.connector import Answer, Conversation
+from kvstore.engine.outputs import CachedTokensDetails
+from kvstore.engine.sampling_params import SamplingParams
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A token sequence that the engine extends. With n > 1 each choice is a Request of its own.
+
+    The first choice computes the prompt; the others are its `children`, which hold nothing until the prompt is
+    computed and then share its blocks. chain may be given: the ids of a spliced beginning
+    (`kvstore.blocks.ids.Lineage`).
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_output_tokens: int
+    lineage: Lineage
+    block_size: int
+    seed: int
+    eos_token_ids: frozenset[int] = frozenset()
+    call_token_ids: frozenset[int] = frozenset()  # an answer with one of them calls a tool
+    priority: int = 0
+    arrival_s: float = 0.0
+    tenant: str = ""
+    pending_s: float | None = None  # when it could have started but for blocks on their way; clock as arrival_s
+    scheduled_s: float | None = None  # when its first step began
+    index: int = 0  # which of the n choices
+
+    sequence: int = 0  # order of arrival, given by the scheduler
+    place: int = 0  # in the order in which all tenants' requests are expected to start
+    status: Status = Status.WAITING
+    token_ids: list[int] = field(default_factory=list)  # prompt and answer
+    chain: list[BlockId] = field(default_factory=list)  # ids of the full blocks of token_ids
+    block_numbers: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_hashed_blocks: int = 0  # blocks that this request has put into the pool's map, or hit there
+    conversation: Conversation | None = None  # which one the store says it goes on with
+    arrival: list[str] | None = None  # the tier of each stored block of its prompt when it arrived
+    cached: CachedTokensDetails | None = None  # prompt tokens that were not computed; None: not scheduled yet
+    num_seen_tokens: int = 0  # those before were computed or counted in `cached` once, and are not counted again
+    # Of `cached` and `num_seen_tokens` before this step: its loads may fail.
+    seen_before: tuple[CachedTokensDetails | None, int] | None = None
+    ask_at: int | None = None  # when so many tokens are computed, more may have come from a slower tier
+    may_load: bool = True  # a failed load is not tried again
+    num_preemptions: int = 0
+    children: list["Request"] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            self.token_ids = list(self.prompt_token_ids)
+        self.extend_chain()
+
+    def sibling(self, index: int) -> "Request":
+        """Choice `index` of the same prompt, whose chain is not computed again."""
+        return replace(
+            self,
+            request_id=f"{self.request_id}-{index}",
+            index=index,
+            seed=self.seed + index,
+            token_ids=list(self.token_ids),
+            chain=list(self.chain),
+            block_numbers=[],
+            children=[],
+        )
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def answer(self) -> Answer:
+        """The answer so far. A program, too, goes on behind one of the stop strings that it asked for."""
+        calls_tool = not self.call_token_ids.isdisjoint(self.output_token_ids)
+        return Answer(self.num_output_tokens, calls_tool or isinstance(self.stop_reason, str))
+
+    def extend_chain(self) -> None:
+        """Name the blocks that have become full. Ids that are there are never computed again."""
+        if len(self.token_ids) >= (len(self.chain) + 1) * self.block_size:
+            extend_chain(self.chain, self.lineage.root, self.token_ids, self.block_size)
+
+    def give_up_splice(self) -> None:
+        """Reused KV is missing: the same tokens under their exact chain, computed, and shared by choices."""
+        self.lineage = self.lineage.exact
+        self.chain.clear()
+        self.extend_chain()
+        for child in self.children:
+            child.lineage = self.lineage
+            child.chain[:] = self.chain
+
+    def append(self, token_id: int) -> None:
+        """A token was sampled: it belongs to the sequence, its KV does not exist yet."""
+        self.token_ids.append(token_id)
+        self.extend_chain()
+        self._check_stop(token_id)
+
+    def _check_stop(self, token_id: int) -> None:
+        enough = self.num_output_tokens >= self.params.min_tokens
+        if enough and not self.params.ignore_eos and token_id in self.eos_token_ids:
+            self.finish_reason = "stop"
+        elif enough and token_id in self.params.stop_token_ids:
+            self.finish_reason, self.stop_reason = "stop", token_id
+        elif self.num_output_tokens >= self.max_output_tokens:
+            self.finish_reason = "length"

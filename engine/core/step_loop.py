@@ -1,0 +1,245 @@
+"""The one loop that steps an engine, in a thread of its own: it answers the inbox, steps, and tells who waits.
+
+It alone touches scheduler, runner, outputs and the pool of HBM; all others ask through `call`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
+
+from kvstore.blocks.ids import BlockId
+from kvstore.blocks.pool import BlockPool
+from kvstore.connector import Evict, KVConnector, TransferPlan
+from kvstore.engine.core.inbox import Inbox
+from kvstore.engine.core.request import Request
+from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput
+from kvstore.engine.model.step.waiting import WAITING
+from kvstore.engine.stats import loop_stats
+from kvstore.engine.text.output_processor import Handle, OutputProcessor, Totals, tell
+from kvstore.errors import KVStoreError
+
+if TYPE_CHECKING:
+    from kvstore.engine.model.step.erasure import Erasure
+    from kvstore.engine.model.step.runner import ModelRunner, StepResult
+
+P = ParamSpec("P")
+T = TypeVar("T")
+IDLE_WAIT_S = 0.02
+
+
+class Watch(Protocol):
+    """Who wants to know whether the loop hangs."""
+
+    def begin(self) -> None:
+        """A round begins."""
+        ...
+
+    def rest(self) -> None:
+        """What follows is waiting, which may take any time."""
+        ...
+
+
+class _NoWatch:
+    def begin(self) -> None:
+        pass
+
+    def rest(self) -> None:
+        pass
+
+
+class StepLoop:
+    """Owns what a step needs, and is all that its thread keeps alive. Without `start` its rounds can be run by hand."""
+
+    def __init__(
+        self, scheduler: Scheduler, runner: ModelRunner, outputs: OutputProcessor, connector: KVConnector,
+        erasure: Erasure,
+    ) -> None:  # fmt: skip
+        self.scheduler = scheduler
+        self.runner = runner
+        self.outputs = outputs
+        self.connector = connector
+        self.erasure = erasure
+        self.inbox = Inbox()
+        self.watch: Watch = _NoWatch()
+        self._thread = threading.Thread(target=self._run, name="kvstore-engine", daemon=True)
+        self._totals = Totals()
+        self._num_aborted = 0
+        self._plan: TransferPlan | None = None
+        self._touched: list[Handle] = []
+
+    @property
+    def pool(self) -> BlockPool:
+        return self.scheduler.manager.pool
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or len(self.inbox) > 0
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its own thread asks, which must not wait for itself."""
+        return threading.current_thread() is self._thread
+
+    # -- its thread --------------------------------------------------------------------------------------------------
+    def start(self) -> None:
+        """Returns when the thread is ready to step. Raises what keeps it from being so."""
+        self._thread.start()
+        self.call(self.runner.prepare)
+
+    def stop(self) -> None:
+        """Let a running step end, answer what was asked, and end all requests as aborted. It can be repeated."""
+        self.inbox.close()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The function's result, called between two steps. Raises as it does, and as `Inbox.put`."""
+        return self.inbox.put(function, *args, **kwargs).result()
+
+    def _run(self) -> None:
+        error: KVStoreError | None = KVStoreError("the thread that steps the engine has ended")
+        try:
+            while not self.inbox.closed:
+                self.round()
+                if not self.scheduler.has_work:
+                    self.watch.rest()
+                    self.inbox.wait()
+            error = None
+        finally:  # whatever ended it, nobody may wait for it
+            self.inbox.close()
+            self.inbox.answer()
+            self._end_all(error)
+            self._deliver()
+            self.watch.rest()
+
+    def round(self) -> list[Handle]:
+        """Answer what was asked, and run one step if there is work. Returns the handles that got something new."""
+        self.watch.begin()
+        self.inbox.answer()
+        is_stalled = False
+        if self.scheduler.has_work:
+            with suppress(Exception):  # it has ended every request, whose caller is told
+                is_stalled = not self._step()
+        touched = self._deliver()
+        if is_stalled:  # every request waits for blocks from a slower tier
+            self.connector.wait_for_progress(IDLE_WAIT_S)
+        return touched
+
+    def _deliver(self) -> list[Handle]:
+        touched = list({id(handle): handle for handle in self._touched}.values())
+        self._touched = []
+        tell(touched)
+        return touched
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+    def _step(self) -> bool:
+        """Whether anything could be scheduled. An error ends all that run."""
+        with self._ending_all_on_error(), WAITING.allowed():
+            started = time.perf_counter()
+            self._plan = None
+            output = self.scheduler.schedule()
+            self._plan = output.plan
+            scheduled = time.perf_counter()
+            result = self.runner.execute(output)
+            executed = time.perf_counter()
+            self._update(output, result)
+            self.erasure.go_on()
+        times = self.runner.times
+        times.schedule_s += scheduled - started
+        times.update_s += time.perf_counter() - executed
+        return bool(output.scheduled) or not self.scheduler.has_work
+
+    def _update(self, output: SchedulerOutput, result: StepResult) -> None:
+        failed_blocks = self.connector.get_finished()
+        for progress in self.scheduler.update(output, result.token_ids, failed_blocks):
+            request = progress.request
+            logprobs = result.logprobs.get(progress.scheduled)
+            logprob = None if logprobs is None else logprobs[progress.sample]
+            handle, stopped = self.outputs.process(request, progress.token_id, logprob)
+            if stopped:
+                self.scheduler.finish(request.request_id, "stop", request.stop_reason)
+            if handle is not None:
+                self._touched.append(handle)
+                if handle.done:
+                    self._totals.add(handle.output.usage)
+
+    @contextmanager
+    def _ending_all_on_error(self) -> Iterator[None]:
+        """An error in here may have torn any count: every request ends and all state begins anew."""
+        try:
+            yield
+        except Exception as error:
+            self._end_all(error)
+            raise
+
+    def _end_all(self, error: Exception | None) -> None:
+        ended = self.outputs.handles()
+        for handle in ended:
+            self.outputs.abort(handle, error)
+        self._num_aborted += len(ended)
+        self._touched += ended
+        self.connector.step_failed(self._plan)
+        self._plan = None
+        self.scheduler.reset("abort")
+        self.runner.reset()
+
+    # -- what is asked of it, through `call` or the inbox ------------------------------------------------------------
+    def add(self, prompts: Sequence[tuple[Handle, list[Request]]]) -> None:
+        """Queue prompts, each with its choices. An error is told to all of them."""
+        try:
+            with self._ending_all_on_error():
+                for handle, choices in prompts:
+                    self.outputs.add(handle, choices)
+                    self.scheduler.add(choices[0])
+        except Exception as error:
+            for handle, _ in prompts:
+                if not handle.done:
+                    handle.end(error)
+                    self._touched.append(handle)
+
+    def abort(self, handle: Handle, index: int | None = None, reason: str = "abort") -> None:
+        """End a request or one choice of it, and give its blocks back."""
+        if handle.done:
+            return
+        with self._ending_all_on_error():
+            ended = self.outputs.abort(handle, None, index, reason)
+            if reason == "abort":
+                self._num_aborted += bool(ended)
+            elif not self.outputs.is_running(handle):
+                self._totals.add(handle.output.usage)
+            self._touched.append(handle)
+            for request_id in ended:
+                self.scheduler.finish(request_id, reason)
+            self.erasure.go_on()
+
+    def forget(self, block_ids: Iterable[BlockId]) -> None:
+        """Forget these blocks in HBM, and overwrite them."""
+        self.erasure.forget([block for block in map(self.pool.lookup, block_ids) if block is not None])
+
+    def evict(self, what: Evict, block_ids: frozenset[BlockId]) -> int:
+        """As `Admin.evict`, in HBM: what matches, and these blocks. Returns how many."""
+        pool = self.pool
+        conditions = (what.unused_for_s, what.model, what.block_ids, what.to_bytes)
+        blocks: Sequence[int]
+        if what.everything and all(condition is None for condition in conditions):
+            blocks = list(pool.cached_blocks())
+        else:
+            named = block_ids if what.block_ids is None else block_ids | what.block_ids
+            blocks = [block for block in map(pool.lookup, named) if block is not None]
+        free = [block for block in blocks if pool.is_free(block)]
+        if not what.dry_run:
+            self.erasure.forget(free)
+        return len(free)
+
+    def stats(self, of_hbm: Mapping[str, object]) -> dict[str, object]:
+        """See `engine.stats.loop_stats`."""
+        return loop_stats(self.scheduler, self.runner.times, self._totals, self._num_aborted, of_hbm)
+
+    def check_integrity(self) -> None:
+        """See `Engine.check_integrity`."""
+        self.scheduler.check_integrity()
+        self.connector.check_integrity(idle=not self.scheduler.has_work)

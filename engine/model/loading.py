@@ -1,0 +1,247 @@
+"""From a directory or a hub id to a Hugging Face model, its tokenizer and its window.
+
+Every failure is one clear line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+
+from kvstore.engine.model.files import find_model, find_tokenizer, has_tokenizer, template_text
+from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.text.chat_template import ChatTemplate
+from kvstore.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
+
+_QUICK_BYTES = 2**28  # below this no progress bar is shown
+# Of calls, not of what tools are or have answered.
+_CALL_TOKEN = re.compile(r"(tool|function)[_▁]?calls?(?!ing)|python_tag|eom_id|<\|call\|>", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What was loaded. tokenizer is None when the directory has none: prompts are then token ids.
+
+    source: the directory, or the hub id. sampling_defaults: what the model's authors recommend where a request says
+    nothing, by names of SamplingParams. call_token_ids: see Request.
+    """
+
+    name: str
+    source: str
+    model: Any  # transformers.PreTrainedModel
+    tokenizer: Any  # transformers.PreTrainedTokenizerFast | None
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    device: torch.device
+    sampling_defaults: dict[str, float]
+    call_token_ids: frozenset[int] = frozenset()
+
+
+def load(
+    model: str | Path | None,
+    device: str,
+    dtype: str,
+    max_model_len: int | None,
+    tokenizer_of: str | None = None,
+    revision: str | None = None,
+    chat_template: str | None = None,
+    check: Callable[[Any], None] | None = None,
+) -> Loaded:
+    """Load a causal LM from safetensors with eager attention, as its authors wrote it.
+
+    model: None for the built-in one, a local directory, or a hub id. dtype "auto": as stored in the checkpoint.
+    tokenizer_of: directory or hub id whose tokenizer is used instead of the model's. revision: of a hub id.
+    chat_template: a file, or the text of one, instead of the tokenizer's.
+    check: called with the model's configuration, and may raise, before weights are read.
+    What costs most comes last. Raises ModelError, UnsupportedModelError or ConfigError.
+    """
+    directory = find_model(model, revision)
+    source = str(directory)
+    config = _config(source)
+    if check is not None:
+        check(config)
+    window = _window(config, max_model_len)
+    target = _device(device)
+    tokenizer = _tokenizer_for(directory, tokenizer_of, chat_template)
+    network = _network(source, config, dtype).to(target).eval().requires_grad_(False)
+    if tokenizer_of is not None:
+        _check_vocabulary(tokenizer, tokenizer_of, network)
+    is_local = model is not None and Path(model).expanduser().is_dir()
+    name = "kvstore-builtin" if model is None else directory.resolve().name if is_local else str(model)
+    eos, defaults = _eos_token_ids(network, tokenizer), _sampling_defaults(network.generation_config)
+    return Loaded(name, source, network, tokenizer, eos, window, target, defaults, _call_token_ids(tokenizer))
+
+
+def _sampling_defaults(config: Any) -> dict[str, float]:
+    """From generation_config.json: what it says when it says to sample; greedy when it says not to."""
+    if config is None or getattr(config, "do_sample", None) is None:
+        return {}
+    if not config.do_sample:
+        return {"temperature": 0.0}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    found = {name: getattr(config, name, None) for name in names}
+    defaults = {name: value for name, value in found.items() if value is not None}
+    try:
+        SamplingParams(**defaults)
+    except RequestError:
+        return {}
+    return defaults
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:300]
+
+
+def _config(source: str) -> Any:
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot read the configuration of {source}: {_first_line(error)}") from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{source} is an encoder-decoder ({config.model_type}); only decoders are served")
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModelError(f"{source} is a {config.model_type}, which is no causal language model")
+    return config
+
+
+def _network(source: str, config: Any, dtype: str) -> Any:
+    torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
+    bar = transformers.utils.logging.is_progress_bar_enabled()
+    if _weight_bytes(source) < _QUICK_BYTES:
+        transformers.utils.logging.disable_progress_bar()
+    verbosity = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()  # else it prints a table of what does not fit
+    try:
+        network, report = transformers.AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=torch_dtype,
+            use_safetensors=True,
+            trust_remote_code=False,  # never asks, never runs a model's own code
+            attn_implementation="eager",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told below, by name
+        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"cannot load {source}: {_first_line(error)}") from error
+    finally:
+        transformers.utils.logging.set_verbosity(verbosity)
+        if bar:
+            transformers.utils.logging.enable_progress_bar()
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise ModelError(f"{source} lacks {len(missing)} weights of {type(network).__name__}, such as {missing[0]}")
+    for key, found, wanted in sorted(report["mismatched_keys"]):
+        shapes = f"has shape {list(found)}, but config.json asks for {list(wanted)}"
+        raise ModelError(f"{source}: the weight {key} {shapes}; they are of two models, or one of them was changed")
+    return network
+
+
+def _weight_bytes(source: str) -> int:
+    """Size of a checkpoint."""
+    return sum(file.stat().st_size for file in Path(source).glob("*.safetensors"))
+
+
+def _window(config: Any, asked: int | None) -> int:
+    text = config.get_text_config()
+    own = getattr(text, "max_position_embeddings", None)
+    if own is None:
+        if asked is None:
+            raise ConfigError("the model does not say how long its window is; give max_model_len")
+        return asked
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope] if "rope_type" in rope else [r for r in rope.values() if isinstance(r, dict)]
+    stretch = max((r.get("factor") or 1.0 for r in kinds if r.get("rope_type") in ("dynamic", "linear")), default=1.0)
+    longest = int(own * max(stretch, 1.0))
+    if asked is not None and asked > longest:
+        raise ConfigError(f"max_model_len is {asked}, but the model was made for {longest} tokens; give at most that")
+    return asked or own
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ModelError(f"device is {name}, but torch sees no CUDA device; give device=cpu or auto")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {name!r}; give auto, cpu, cuda or cuda:N") from error
+    if device.type != "cuda":
+        return device
+    if device.index is None:  # the current one: of this thread, in others it may be another
+        return torch.device("cuda", torch.cuda.current_device())
+    if device.index >= torch.cuda.device_count():
+        raise ConfigError(f"device is {name}, but torch sees {torch.cuda.device_count()} CUDA devices; give auto")
+    return device
+
+
+def load_tokenizer(
+    model: str | Path | None,
+    tokenizer_of: str | None = None,
+    revision: str | None = None,
+    chat_template: str | None = None,
+) -> Any:
+    """What `load` finds as the tokenizer, alone; weights are not fetched. Raises ModelError and ConfigError."""
+    return _tokenizer_for(find_model(model, revision, with_weights=False), tokenizer_of, chat_template)
+
+
+def _tokenizer_for(directory: Path, tokenizer_of: str | None, chat_template: str | None) -> Any:
+    given = None if chat_template is None else template_text(chat_template)
+    tokenizer = _tokenizer(directory if tokenizer_of is None else find_tokenizer(tokenizer_of))
+    if given is None:
+        return tokenizer
+    if tokenizer is None:
+        raise ConfigError("chat_template is given, but the model has no tokenizer; give one, too")
+    tokenizer.chat_template = given
+    try:
+        ChatTemplate(tokenizer).prompt_ids([{"role": "user", "content": "Hello"}])
+    except RequestError as error:
+        raise ConfigError(f"chat_template cannot be used: {_first_line(error)}") from error
+    return tokenizer
+
+
+def _check_vocabulary(tokenizer: Any, name: str, network: Any) -> None:
+    num_rows = network.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > num_rows:
+        raise ModelError(f"the tokenizer {name} has {len(tokenizer):,} tokens, but the model knows {num_rows:,}")
+
+
+def _tokenizer(directory: Path) -> Any:
+    if not has_tokenizer(directory):
+        return None
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"cannot load the tokenizer of {directory}: {_first_line(error)}") from error
+    if not tokenizer.is_fast:
+        raise ModelError(f"{directory} has no fast tokenizer (tokenizer.json), which incremental text needs")
+    tokenizer.backend_tokenizer.no_truncation()  # which its file may ask for, and only some ways of calling it undo
+    tokenizer.backend_tokenizer.no_padding()
+    return tokenizer
+
+
+def _call_token_ids(tokenizer: Any) -> frozenset[int]:
+    """Tokens of the tokenizer's own that stand in answers which call a tool: <tool_call>, [TOOL_CALLS], <|python_tag|>.
+
+    Many families have one. Of the others' answers it is not known whether they call a tool.
+    """
+    added = {} if tokenizer is None else tokenizer.get_added_vocab()
+    return frozenset(token_id for text, token_id in added.items() if _CALL_TOKEN.search(text))
+
+
+def _eos_token_ids(network: Any, tokenizer: Any) -> frozenset[int]:
+    found: set[int] = set()
+    for owner in (network.generation_config, network.config):
+        value = getattr(owner, "eos_token_id", None)
+        found.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        found.add(tokenizer.eos_token_id)
+    return frozenset(found)

@@ -1,0 +1,222 @@
+"""Interception of a loaded model, and the probe that refuses it when its attention is not what we take it for.
+
+Everything is observed, nothing is looked up by architecture: with an attention that returns zeros, hidden states do not
+depend on queries and keys, so the difference that one source of cos and sin makes to a layer's keys is its rotation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvstore.connector import NullConnector
+from kvstore.engine.model.interception import (
+    ATTENTION,
+    ModelSpec,
+    PositionFreeModel,
+    RotaryTap,
+    SourceKey,
+    StepCarrier,
+    run_step,
+)
+from kvstore.engine.model.lean import lean_layers
+from kvstore.engine.model.packing import pack_for_cpu, pack_for_cuda, skip_rotation
+from kvstore.errors import UnsupportedModelError
+from kvstore.kernels.attention import PagedBatch, Scoring
+from kvstore.rope.rotary import Rotation, match_rotation
+
+_NUM_TOKENS = 40
+_CHUNKS = (17, 22, 1)
+_TOLERANCE = {torch.float32: 1e-3}  # relative error of the logits; 16-bit models get the coarser one below
+_TOLERANCE_16_BIT = 0.15
+
+
+class Recorder:
+    """An attention step that keeps each layer's raw query and key and attends to nothing."""
+
+    sample_rows = None
+
+    def __init__(self) -> None:
+        self.queries: dict[int, torch.Tensor] = {}
+        self.keys: dict[int, torch.Tensor] = {}
+        self.values: dict[int, torch.Tensor] = {}
+        self.windows: dict[int, int | None] = {}
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        if layer in self.keys:
+            raise UnsupportedModelError(f"layer {layer} attends twice in one forward pass")
+        self.queries[layer], self.keys[layer], self.values[layer] = query.clone(), key.clone(), value
+        self.windows[layer] = scoring.window
+        return torch.zeros_like(query)
+
+
+def intercept(network: Any, max_model_len: int, pack: bool = False) -> PositionFreeModel:
+    """Replace attention and rotation of `network`, in place, and check that its logits stay what they were.
+
+    pack: also replace modules by faster ones (see `kvstore.engine.model.packing`), and check again.
+    Raises UnsupportedModelError when no rotation is found, when keys depend on position in another way, when layers
+    have state that is not KV or KV of different shapes, or when the logits differ.
+    """
+    name = type(network).__name__
+    try:
+        modules = [m for m in network.modules() if type(m).__name__.endswith("RotaryEmbedding")]
+        if not modules:
+            raise UnsupportedModelError("it has no rotary position embedding")
+        with torch.inference_mode():
+            return _intercept(network, [RotaryTap(m, max_model_len) for m in modules], max_model_len, pack)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{name} cannot be served: {error}") from error
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, AttributeError, IndexError, RuntimeError) as error:
+        raise UnsupportedModelError(f"{name} cannot be served: its forward is not a decoder's: {error}") from error
+
+
+def _intercept(network: Any, taps: list[RotaryTap], max_model_len: int, pack: bool) -> PositionFreeModel:
+    vocab_size = network.get_input_embeddings().num_embeddings
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = min(_NUM_TOKENS, max_model_len)
+    token_ids = torch.randint(vocab_size, (num_tokens,), generator=generator).to(network.device)
+    positions = torch.arange(num_tokens, device=network.device)
+    expected = network(input_ids=token_ids[None], position_ids=positions[None], use_cache=False).logits[0]
+
+    network.set_attn_implementation(ATTENTION)
+    StepCarrier(network)
+    for tap in taps:
+        tap.revealed = None
+    plain = _record(network, token_ids, positions)
+    spec = _spec(network, plain, vocab_size, max_model_len)
+    _check_positions(network, token_ids, positions, plain, max_model_len)
+    rotations = _observe_rotations(network, taps, token_ids, plain, max_model_len)
+    model = PositionFreeModel(network, spec, rotations)
+    _check_logits(model, token_ids, expected)
+    if pack:
+        is_cpu = _is_on_cpu(network)
+        pack_for_cpu(network) if is_cpu else pack_for_cuda(network)
+        for module in network.modules():
+            if hasattr(module, "layer_idx"):
+                skip_rotation(module)
+        if is_cpu:
+            lean_layers(network, lambda: run_step(network, token_ids, positions, Recorder(), positions))
+        _check_logits(model, token_ids, expected)
+        _check_pruning(model, token_ids, expected)
+    return model
+
+
+def _is_on_cpu(network: Any) -> bool:
+    return network.device.type == "cpu"
+
+
+def _record(network: Any, token_ids: torch.Tensor, positions: torch.Tensor) -> Recorder:
+    recorder = Recorder()
+    run_step(network, token_ids, positions, recorder, torch.zeros_like(positions[:1]))
+    return recorder
+
+
+def _spec(network: Any, recorder: Recorder, vocab_size: int, max_model_len: int) -> ModelSpec:
+    config = network.config.get_text_config()
+    if sorted(recorder.keys) != list(range(config.num_hidden_layers)):
+        raise UnsupportedModelError(
+            f"{len(recorder.keys)} of its {config.num_hidden_layers} layers have attention; the others' state is not KV"
+        )
+    shapes = {tuple(t.shape[1:]) for part in (recorder.keys, recorder.values) for t in part.values()}
+    if len(shapes) != 1:
+        raise UnsupportedModelError(f"its layers have keys and values of different shapes: {sorted(shapes)}")
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    for layer, kind in enumerate(types):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModelError(f"layer {layer} has {kind}, which is not served")
+        if kind == "sliding_attention" and recorder.windows[layer] is None:
+            raise UnsupportedModelError(f"layer {layer} has a sliding window that it does not tell its attention")
+    ((num_kv_heads, head_dim),) = shapes
+    dtype = recorder.keys[0].dtype
+    return ModelSpec(len(recorder.keys), num_kv_heads, head_dim, dtype, vocab_size, max_model_len)
+
+
+def _check_positions(
+    network: Any, token_ids: torch.Tensor, positions: torch.Tensor, plain: Recorder, max_model_len: int
+) -> None:
+    """Raw keys must not change when all positions move."""
+    moved = _record(network, token_ids, positions.flip(0) if len(positions) == max_model_len else positions + 1)
+    for layer, key in plain.keys.items():
+        if not torch.equal(moved.keys[layer], key):
+            raise UnsupportedModelError(f"keys of layer {layer} depend on position beside their rotation")
+
+
+def _observe_rotations(
+    network: Any, taps: list[RotaryTap], token_ids: torch.Tensor, plain: Recorder, max_model_len: int
+) -> list[Rotation | None]:
+    """Per layer the rotation that its model applies, found by revealing one source of cos and sin at a time."""
+    rotations: list[Rotation | None] = [None] * len(plain.keys)
+    positions = torch.linspace(0, max_model_len - 1, len(token_ids), device=token_ids.device).long()
+    for tap in taps:
+        for source in list(tap.tables):
+            tap.revealed = source
+            shown = _record(network, token_ids, positions)
+            tap.revealed = None
+            _assign(rotations, plain, shown, tap, source, positions)
+    if all(rotation is None for rotation in rotations):
+        raise UnsupportedModelError("its rotary embedding does not reach any layer's keys")
+    return rotations
+
+
+def _assign(
+    rotations: list[Rotation | None],
+    plain: Recorder,
+    shown: Recorder,
+    tap: RotaryTap,
+    source: SourceKey,
+    positions: torch.Tensor,
+) -> None:
+    cos, sin = tap.tables[source]
+    table: Rotation | None = None
+    for layer, key in plain.keys.items():
+        if torch.equal(shown.keys[layer], key):
+            continue
+        found = match_rotation(key, shown.keys[layer], cos[positions], sin[positions])
+        query = plain.queries[layer]
+        if found is None or rotations[layer] is not None or not torch.equal(found.apply(query), shown.queries[layer]):
+            raise UnsupportedModelError(f"the rotation of layer {layer} is of a kind that is not known here")
+        if table is None:
+            table = found.over(cos, sin)
+        rotations[layer] = table
+
+
+def _check_pruning(model: PositionFreeModel, token_ids: torch.Tensor, expected: torch.Tensor) -> None:
+    """A last layer that computes the samples alone must give their logits, else it computes all tokens."""
+    carrier = model.network.kvstore_carrier
+    if carrier.pruned_layer is not None:
+        try:
+            _check_logits(model, token_ids, expected, last_only=True)
+        except UnsupportedModelError:
+            carrier.pruned_layer = None
+
+
+def _check_logits(
+    model: PositionFreeModel, token_ids: torch.Tensor, expected: torch.Tensor, last_only: bool = False
+) -> None:
+    """Through the paged cache, in chunks and one decode step, the logits must be those of the untouched model.
+
+    last_only: only those of each chunk's last token are asked for, as in a prefill.
+    """
+    block_size, count, start, logits, ends = 16, len(token_ids), 0, [], list[int]()
+    num_blocks = -(-count // block_size)
+    caches = model.new_caches(num_blocks, block_size)
+    for chunk in _CHUNKS:
+        end = min(start + chunk, count)
+        if end == start:
+            break
+        positions = torch.arange(start, end, device=token_ids.device)
+        table = torch.arange(num_blocks).unsqueeze(0)
+        batch = PagedBatch([0, end - start], [end], table, positions, block_size)
+        asked = torch.arange(end - start, device=token_ids.device)[-1 if last_only else 0 :]
+        logits.append(model.forward(token_ids[start:end], positions, batch, caches, NullConnector(), asked))
+        ends.extend((asked + start).tolist())
+        start = end
+    got, want = torch.cat(logits).float(), expected[ends].float()
+    error = float((got - want).norm() / want.norm().clamp_min(1e-9))
+    if not error <= _TOLERANCE.get(model.spec.dtype, _TOLERANCE_16_BIT):
+        raise UnsupportedModelError(f"through paged attention its logits differ by {error:.2g} of their size")

@@ -1,0 +1,371 @@
+"""Decode steps and short prompts as CUDA graphs: captured at start for some sizes, and replayed with padding.
+
+Owns the tensors that the graphs read and write. Knows a step's arrays and the connector's worker side, no request.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from kvstore.connector import KVConnector, SaveFence, TransferPlan
+from kvstore.engine.config import SchedulerConfig
+from kvstore.engine.core.input_batch import StepInputs
+from kvstore.engine.model.interception import KVCaches, PositionFreeModel
+from kvstore.engine.model.step.tensors import Layout, StepTensors
+from kvstore.engine.model.step.waiting import WAITING
+from kvstore.errors import KVStoreError
+from kvstore.kernels.paged_batch import DeviceBatch, PagedBatch
+
+LOGGER = logging.getLogger("kvstore.engine")
+PREFILL_SIZES = (16, 32, 64, 128)  # tokens of a turn after a hit: launching its kernels takes longer than they do
+MAX_SIZE = 512  # larger decode batches compute for so long that launching their kernels one by one costs little
+GRAPH_BYTES = 16 << 20  # of the driver, for one graph of a thousand kernels: a guess on the safe side
+_TOLERANCE = {torch.float32: 1e-3}  # relative error of the logits; 16-bit models get the coarser one below
+_TOLERANCE_16_BIT = 0.01  # the same kernels over the same tensors: nothing is rounded otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step leaves: logits, [num_requests, vocab_size], and raw keys and values per layer, [num_tokens,
+    num_kv_heads, head_dim] each. Of a replay they hold until the next one."""
+
+    logits: torch.Tensor
+    layers: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+Work = Callable[[StepTensors], StepOutput]
+
+
+class Capturer(Protocol):
+    """Makes of work over tensors that stay where they are something that does it again over their new contents."""
+
+    def capture(self, work: Work, tensors: StepTensors) -> Callable[[], StepOutput]:
+        """Raises RuntimeError when the work waits for the device, or does anything else that cannot be replayed."""
+        ...
+
+
+class CudaCapturer:
+    """CUDA graphs of one device, in one memory pool: a replay may overwrite the outputs of every other graph."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        gc.collect()  # graphs of an engine that was dropped, if they ended in the middle of a capture, would break it
+
+    def capture(self, work: Work, tensors: StepTensors) -> Callable[[], StepOutput]:
+        # The inner context puts the current stream back: a capture that fails at its end leaves its own there.
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                work(tensors)  # kernels are compiled and loaded, workspaces made: none of it may happen in a capture
+                with WAITING.refused():
+                    work(tensors)
+            graph = torch.cuda.CUDAGraph()
+            try:
+                # Other threads may go on with CUDA meanwhile: with "global" what they do could break the capture.
+                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                    output = work(tensors)
+            except BaseException:
+                self._leave()
+                raise
+
+        def replay() -> StepOutput:
+            graph.replay()
+            return output
+
+        return replay
+
+    def _leave(self) -> None:
+        """Of a capture that failed, the driver's end raises before torch takes its allocator out of it: then memory
+        that other streams give back would never be used again.
+        """
+        with suppress(RuntimeError):  # it has taken it out
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+        try:
+            torch.empty(1, device=self._device)
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            raise KVStoreError(
+                f"a CUDA graph could not be captured, and the device does not work any more ({error}); "
+                "start again with enforce_eager=True (--enforce-eager)"
+            ) from error
+
+
+class _Kept:
+    """Stands where the connector does in a capture: loads nothing, and keeps what would be saved."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        pass
+
+    def save_kv_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None:
+        self.layers[layer] = (raw_key, value)
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes that are captured; a step is padded to the next."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, MAX_SIZE + 1, 32)]
+    last = min(max_num_seqs, MAX_SIZE)
+    return [*(size for size in sizes if size < last), last]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a graph computes: one token each of so many requests, or up to so many tokens of one, of which the last
+    samples. Smaller steps are padded."""
+
+    num_tokens: int
+    num_requests: int
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_tokens == self.num_requests
+
+    @property
+    def layout(self) -> Layout:
+        """Without the block table, which has a place of its own."""
+        return Layout(self.num_tokens, self.num_requests, self.num_requests, 0)
+
+    def __str__(self) -> str:
+        return f"{self.num_requests} requests" if self.is_decode else f"{self.num_tokens} tokens of a prompt"
+
+
+class StepGraphs:
+    """Graphs for all forms. Made by `capture_graphs`.
+
+    A step of up to `max_size` requests that compute one token each and sample may be run here, or one that computes
+    the last few tokens of one prompt; unless its plan loads.
+    """
+
+    def __init__(self, model: PositionFreeModel, caches: KVCaches, config: SchedulerConfig) -> None:
+        self._model, self._caches = model, caches
+        self._block_size = config.block_size
+        self._max_model_len = config.max_model_len
+        self._sizes = graph_sizes(config.max_num_seqs)
+        longest = min(config.max_num_batched_tokens, config.max_model_len)
+        self.decodes = [Form(size, size) for size in self._sizes]
+        self.prefills = [Form(size, 1) for size in PREFILL_SIZES if size <= longest]
+        self.max_size = self._sizes[-1]
+        self._pinned = model.device.type == "cuda"
+        max_tokens = max(form.num_tokens for form in (*self.decodes, *self.prefills))
+        self._ordinals = np.arange(max_tokens + 1)
+        max_blocks = -(-config.max_model_len // config.block_size)
+        places = Layout(max_tokens, self.max_size, self.max_size, max_blocks).places()
+        # Outside of the graphs' pool, and shared by all forms: they run one after the other.
+        self._arrived = torch.zeros(places[-1].stop, dtype=torch.int32, device=model.device)
+        self._table = torch.zeros(self.max_size, max_blocks, dtype=torch.int32, device=model.device)
+        self._logits: torch.Tensor | None = None
+        self._replays: dict[Form, Callable[[], StepOutput]] = {}
+        self._fence: SaveFence | None = None
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._replays)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what all forms share, once a step has run."""
+        shared = [self._arrived, self._table, *([] if self._logits is None else [self._logits])]
+        return sum(tensor.nbytes for tensor in shared)
+
+    def run_once(self, form: Form) -> StepOutput:
+        """A made-up step, eagerly."""
+        return self._eager(form, *self._trial(form, 0))
+
+    def capture_all(self, capturer: Capturer, forms: Sequence[Form]) -> None:
+        """Largest first, so that the others fit into its memory. Raises whatever says that one cannot be captured."""
+        try:
+            self.run_once(self.decodes[-1])  # logits are made in the stream that steps run in
+            for form in reversed(forms):
+                self._load(form, *self._trial(form, 0))
+                self._replays[form] = capturer.capture(self._work, self._tensors(form))
+                self._check(form)
+        except BaseException:
+            for form in forms:
+                self._replays.pop(form, None)
+            raise
+        finally:
+            self._erase(len(self._caches[0][0]))
+
+    def _trial(self, form: Form, shift: int) -> tuple[StepInputs, np.ndarray]:
+        """Arrays and block table of a made-up step with a row of padding behind it: requests within the first block
+        each, or one in the first blocks, after `shift` tokens that nobody has written.
+
+        They write their tokens and see what those before them in the same block write in the same step.
+        """
+        num_blocks, within = len(self._caches[0][0]), min(self._block_size, self._max_model_len)
+        if not form.is_decode:
+            count = max(min(form.num_tokens - 1, num_blocks * self._block_size - 1, self._max_model_len - 1), 1)
+            positions = shift + self._ordinals[:count]
+            one, last = self._ordinals[:1], self._ordinals[count - 1 : count]
+            table = np.arange(-(-(shift + count) // self._block_size))[None]
+            tokens = (positions * 7 + shift) % self._model.spec.vocab_size
+            start = np.array([0, count])
+            return StepInputs(tokens, positions, positions, start, positions[-1:] + 1, one, last, one, one), table
+        count = min(max(form.num_requests - 1, 1), num_blocks * within)
+        index = np.roll(np.arange(count), shift)
+        blocks, offsets = index // within, index % within
+        token_ids = (index * 7 + shift) % self._model.spec.vocab_size
+        slots, ordinals = blocks * self._block_size + offsets, self._ordinals
+        inputs = StepInputs(
+            token_ids, offsets, slots, ordinals[: count + 1], offsets + 1, index, ordinals[:count], index, index
+        )
+        return inputs, blocks[:, None].astype(np.int32)
+
+    def _check(self, form: Form) -> None:
+        """A replay must give the logits of the same work done eagerly, on other inputs than those of the capture."""
+        inputs, table = self._trial(form, 1)
+        count, blocks = len(inputs.rows), int(table.max()) + 1
+        self._erase(blocks)
+        output = self._eager(form, inputs, table).logits
+        expected = output[:count].to(torch.float32, copy=True)
+        output.fill_(torch.nan)  # what a replay leaves out is seen, also in the cache
+        self._erase(blocks)
+        got = self._replays[form]().logits[:count].float()
+        error = float((got - expected).norm() / expected.norm().clamp_min(1e-9))
+        if not error <= _TOLERANCE.get(self._model.spec.dtype, _TOLERANCE_16_BIT):
+            raise RuntimeError(f"a replay of {form} gives logits that differ by {error:.2g} of their size")
+
+    def _erase(self, num_blocks: int) -> None:
+        """What trials have written to the first blocks."""
+        for layer in self._caches:
+            for cache in layer:
+                cache[:num_blocks].zero_()
+
+    def _eager(self, form: Form, inputs: StepInputs, table: np.ndarray) -> StepOutput:
+        """A step over the tensors that the graphs read, padded to the form."""
+        self._load(form, inputs, table)
+        return self._work(self._tensors(form, inputs, table))
+
+    def _tensors(self, form: Form, inputs: StepInputs | None = None, table: np.ndarray | None = None) -> StepTensors:
+        """What `_load` has brought. Lists for the host come from the step's arrays alone: in a capture there are none,
+        since they would be those of the capture in every replay.
+        """
+        token_ids, positions, slots, samples, query_start, lens, _ = form.layout.unpack(self._arrived)
+        num_decodes, longest = (form.num_requests, 1) if form.is_decode else (0, form.num_tokens)
+        blocks = self._table[: form.num_requests]
+        on_device = DeviceBatch(query_start, lens, blocks, num_decodes, longest, self._max_model_len)
+        host_table, host_lens = torch.zeros(0, 0, dtype=torch.int64), []
+        host_start = [0, form.num_tokens] if not form.is_decode else self._ordinals[: form.num_requests + 1].tolist()
+        if inputs is not None and table is not None:
+            host_table = torch.zeros(form.num_requests, table.shape[1], dtype=torch.int64)
+            host_table[: len(table)] = torch.from_numpy(table)
+            host_lens = [*inputs.context_lens.tolist(), *[1] * (form.num_requests - len(table))]  # padding sees block 0
+            host_start = host_start if form.is_decode else inputs.query_start.tolist()
+        batch = PagedBatch(host_start, host_lens, host_table, slots, self._block_size, on_device)
+        return StepTensors(token_ids, positions, samples, batch)
+
+    def _work(self, tensors: StepTensors) -> StepOutput:
+        kept, samples = _Kept(), tensors.sample_tokens
+        found = self._model.forward(tensors.token_ids, tensors.positions, tensors.batch, self._caches, kept, samples)
+        logits = self._share(found)
+        return StepOutput(logits, [kept.layers[layer] for layer in sorted(kept.layers)])
+
+    def _share(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits to where those of all sizes are left: a step reads them before the next one begins."""
+        if self._logits is None:
+            self._logits = logits.new_empty((self.max_size, logits.shape[1]))
+        return self._logits[: len(logits)].copy_(logits)
+
+    def _load(self, form: Form, inputs: StepInputs, table: np.ndarray) -> None:
+        """Bring a step's arrays, padded to the form, to where the graphs read them. Tokens that pad a prompt belong to
+        no request: nobody attends to them, and they attend to nothing."""
+        size, ordinals = form.num_requests, self._ordinals
+        if form.is_decode:
+            inputs = replace(inputs, query_start=ordinals[: size + 1], sample_tokens=ordinals[:size])
+        layout = replace(form.layout, width=table.shape[1])
+        buffer = layout.pack(inputs, table, self._pinned)
+        self._arrived[: len(buffer)].copy_(buffer, non_blocking=True)
+        blocks = layout.unpack(self._arrived)[-1]
+        self._table[:size, : table.shape[1]].copy_(blocks)  # on the device; the rest of a row is not looked at
+
+    def form_of(self, inputs: StepInputs) -> Form | None:
+        """The graph for a step in which all compute one token and sample it, or one request the last of its prompt."""
+        num_tokens, count = len(inputs.token_ids), len(inputs.rows)
+        forms = self.decodes if count == num_tokens else self.prefills if count == 1 else []
+        index = bisect.bisect_left(forms, num_tokens, key=lambda form: form.num_tokens)
+        found = forms[index] if index < len(forms) else None
+        return found if found in self._replays and count == len(inputs.sample_rows) else None
+
+    def run(
+        self, form: Form, inputs: StepInputs, table: np.ndarray, plan: TransferPlan | None, connector: KVConnector
+    ) -> torch.Tensor:  # [num_requests, vocab_size]
+        """The step's logits, which hold until the next step; its saves are handed to the connector, and ended.
+
+        table: [num_requests, width] block numbers.
+        """
+        if self._fence is not None:  # any graph's replay overwrites what the save of another one's step may still read
+            self._fence.order()
+            self._fence = None
+        count = len(inputs.token_ids)
+        self._load(form, inputs, table)
+        output = self._replays[form]()
+        if plan is not None and plan.saves:
+            for layer, (key, value) in enumerate(output.layers):
+                connector.save_kv_layer(layer, key[:count], value[:count])
+        self._fence = connector.wait_for_save()
+        return output.logits[: len(inputs.rows)]
+
+
+@torch.inference_mode()
+def bytes_for_graphs(model: PositionFreeModel, config: SchedulerConfig) -> int:
+    """What `capture_graphs` is going to take of a CUDA device beside the pool: found by steps of the largest forms.
+
+    Their peak is that of the pool that all graphs share; what they leave (keys and values) each graph has for its own
+    tokens.
+    """
+    device, sizes = model.device, graph_sizes(config.max_num_seqs)
+    within = min(config.block_size, config.max_model_len)
+    num_blocks = max(-(-sizes[-1] // within), -(-PREFILL_SIZES[-1] // config.block_size))
+    graphs = StepGraphs(model, model.new_caches(num_blocks, config.block_size), config)
+    kinds = [forms for forms in (graphs.decodes, graphs.prefills) if forms]
+    for forms in kinds:
+        graphs.run_once(forms[-1])  # compiles kernels, makes workspaces
+    torch.cuda.synchronize(device)
+    peak = left = 0
+    for forms in kinds:
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        output = graphs.run_once(forms[-1])
+        kept = torch.cuda.memory_allocated(device) - before
+        peak = max(peak, torch.cuda.max_memory_allocated(device) - before)
+        left += kept * sum(form.num_tokens for form in forms) // forms[-1].num_tokens
+        del output
+    torch.cuda.empty_cache()
+    return peak + left + graphs.num_bytes + sum(map(len, kinds)) * GRAPH_BYTES
+
+
+@torch.inference_mode()
+def capture_graphs(
+    model: PositionFreeModel, caches: KVCaches, config: SchedulerConfig, capturer: Capturer
+) -> StepGraphs | None:
+    """The graphs of a model, over caches that nobody uses yet; None, and a line in the log, when it has to do without.
+
+    Models that route tokens by counting them cannot be captured. What is taken of the device's memory is foreseen by
+    `kvstore.engine.model.memory`; where it is not there, steps run without graphs too.
+    """
+    graphs = StepGraphs(model, caches, config)
+    for forms, what in ((graphs.decodes, "decode runs"), (graphs.prefills, "short prompts are computed")):
+        try:
+            graphs.capture_all(capturer, forms)
+        except KVStoreError:
+            raise
+        except Exception as error:  # whatever torch, Triton and the model raise: it is done eagerly instead
+            first = error.__context__ or error  # the end of a broken capture has an error of its own
+            reason = str(first).strip().split("\n")[0]
+            LOGGER.warning("%s without CUDA graphs: %s: %s", what, type(first).__name__, reason)
+            if forms is graphs.decodes:
+                return None  # nor can a prompt be captured
+    return graphs

@@ -1,0 +1,234 @@
+"""Executes one step: batch rows, tensors, forward pass, sampling. Owns the HBM caches; decides nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvstore.connector import KVConnector, TransferPlan
+from kvstore.engine.config import SchedulerConfig
+from kvstore.engine.core.input_batch import InputBatch, StepInputs
+from kvstore.engine.core.request import Request
+from kvstore.engine.core.scheduler import NewRow, Scheduled, SchedulerOutput
+from kvstore.engine.model.interception import PositionFreeModel
+from kvstore.engine.model.step.graphs import Capturer, StepGraphs, capture_graphs
+from kvstore.engine.model.step.sampler import Sampler
+from kvstore.engine.model.step.tensors import step_tensors
+from kvstore.engine.model.step.waiting import WAITING
+from kvstore.engine.model.step.warm_up import warm_up
+from kvstore.engine.outputs import TokenLogprob
+from kvstore.kernels.cpu.threads import Team
+from kvstore.kernels.device import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Per scheduled request, in order: its sampled tokens (none, one, or n) and, where asked, their logprobs."""
+
+    token_ids: list[Sequence[int]]
+    logprobs: dict[int, list[TokenLogprob | None]]  # index in `scheduled` -> one per sampled token
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Running totals in seconds, and how often; where a step's time goes.
+
+    num_graphs: CUDA graphs that were captured; num_replays: steps that replayed one. On CUDA the forward's time is that
+    of its launch, and sampling waits for it.
+    """
+
+    num_steps: int = 0
+    num_graphs: int = 0
+    num_replays: int = 0
+    schedule_s: float = 0.0
+    build_s: float = 0.0
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+    update_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """A step on CUDA that sampled nothing, so that nobody has waited for it. num_prefill_tokens: 0: not to be timed."""
+
+    num_prefill_tokens: int
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+class ModelRunner:
+    """One model, its caches and its persistent batch. capturer: makes the graphs of decode steps, None for none."""
+
+    def __init__(
+        self,
+        model: PositionFreeModel,
+        config: SchedulerConfig,
+        num_blocks: int,
+        connector: KVConnector,
+        capturer: Capturer | None = None,
+    ) -> None:
+        self.model = model
+        self._device = model.device
+        self.block_size = config.block_size
+        self.connector = connector
+        self.caches = model.new_caches(num_blocks, config.block_size)
+        self.batch = InputBatch(config.max_num_seqs, config.max_model_len, config.block_size)
+        self.sampler = Sampler(config.max_num_seqs, model.spec.vocab_size, self._device)
+        self.times = StepTimes()
+        self._unread: _Unread | None = None
+        self._team = Team() if self._device.type == "cpu" else None
+        connector.register_kv_caches(self.caches)
+        self._config = config
+        self._capturer = capturer
+        self.graphs: StepGraphs | None = None
+
+    def prepare(self) -> None:
+        """In the thread that is going to step, before it does: CUDA keeps a device and handles for each thread."""
+        with WAITING.allowed():
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+                warm_up(self.model, self.caches, self._config)
+            if self._capturer is not None:
+                self.graphs = capture_graphs(self.model, self.caches, self._config, self._capturer)
+        self.times.num_graphs = 0 if self.graphs is None else self.graphs.num_graphs
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        """Run the scheduled tokens and sample where a request's tokens are complete."""
+        started = time.perf_counter()
+        self._update_rows(output)
+        copies = self.batch.apply_allocations(output.scheduled)
+        if not output.scheduled:
+            return StepResult([], {})
+        inputs = self.batch.build(output.scheduled)
+        self._wait_for_unread()
+        if copies:
+            self._copy_blocks(copies)
+        if output.plan is not None:
+            row_starts = np.empty(len(inputs.order), dtype=np.int64)
+            row_starts[inputs.order] = inputs.query_start[:-1]
+            self.connector.start_load_kv(output.plan, row_starts.tolist())
+        built, start = time.perf_counter(), self._mark()
+        with nullcontext() if self._team is None else self._team.step(output.num_tokens):
+            logits = self._forward(inputs, output.plan)
+            end = None if len(inputs.sample_rows) else self._mark()
+            computed = time.perf_counter()
+            result = self._sample(inputs, output.scheduled, logits)
+        times = self.times
+        times.num_steps += 1
+        times.build_s += built - started
+        times.forward_s += computed - built
+        sampled = time.perf_counter()
+        times.sample_s += sampled - computed
+        num_prefill_tokens = self._num_measured(output)
+        if start is not None and end is not None:
+            self._unread = _Unread(num_prefill_tokens, start, end)
+        elif num_prefill_tokens:
+            self.connector.step_measured(num_prefill_tokens, sampled - built)
+        return result
+
+    def _num_measured(self, output: SchedulerOutput) -> int:
+        """Tokens of prompts in a step whose time says how fast these are computed; 0 when it does not."""
+        count = sum(s.num_tokens for s in output.scheduled if s.num_tokens > 1)
+        has_loaded = output.plan is not None and bool(output.plan.loads)  # then the step has waited for its loads, too
+        is_first = self.times.num_steps == 1  # and slow
+        return count if 2 * count > output.num_tokens and not has_loaded and not is_first else 0
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """A time on the device's clock; None on a CPU, where a step has ended when its call returns."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _wait_for_unread(self) -> None:
+        """One step ahead of the device, not more: what is to be saved of a step is kept until it is computed."""
+        if self._unread is not None:
+            unread, self._unread = self._unread, None
+            with torch.cuda.device_of(self.caches[0][0]):  # see `kvstore.memory.streams`
+                unread.end.synchronize()
+            if unread.num_prefill_tokens:
+                seconds = unread.start.elapsed_time(unread.end) / 1000
+                self.connector.step_measured(unread.num_prefill_tokens, seconds)
+
+    def reset(self) -> None:
+        """Empty the batch: after an error left rows that cannot be trusted. The caches stay; nobody refers to them."""
+        self._unread = None
+        self.batch.reset()
+        for row in range(self.batch.max_rows):
+            self.sampler.clear_row(row)
+
+    def _update_rows(self, output: SchedulerOutput) -> None:
+        for request_id in output.left:
+            hole, last = self.batch.leave(request_id)
+            if hole != last:
+                self.sampler.move_row(last, hole)
+            self.sampler.clear_row(last)
+        rows = [self.batch.join(new) for new in output.new_rows]  # all, before anything of the sampler can fail
+        for row, new in zip(rows, output.new_rows, strict=True):
+            self._set_sampling(row, new)
+
+    def _set_sampling(self, row: int, new: NewRow) -> None:
+        request = new.request
+        tokens = self.batch.token_ids[row, : len(new.token_ids)]
+        prompt, answer = tokens[: request.num_prompt_tokens], tokens[request.num_prompt_tokens :]
+        self.sampler.set_row(row, request.params, request.seed, stop_ids(request), prompt, answer)
+
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copy on write: whole blocks, all sources read before any destination is written."""
+        source, destination = to_device(torch.tensor(copies).T.contiguous(), self._device)
+        for layer in self.caches:
+            for cache in layer:
+                cache.index_copy_(0, destination, cache.index_select(0, source))
+
+    def _forward(self, inputs: StepInputs, plan: TransferPlan | None) -> torch.Tensor:
+        width = -(-int(inputs.context_lens.max()) // self.block_size)
+        table = self.batch.block_table[inputs.rows, :width]
+        has_loads = plan is not None and bool(plan.loads)  # layer by layer, which a graph does not wait for
+        form = None if self.graphs is None or has_loads else self.graphs.form_of(inputs)
+        if self.graphs is not None and form is not None:
+            self.times.num_replays += 1
+            return self.graphs.run(form, inputs, table, plan, self.connector)
+        step = step_tensors(inputs, table, self.block_size, self._device)
+        logits = self.model.forward(
+            step.token_ids, step.positions, step.batch, self.caches, self.connector, step.sample_tokens
+        )
+        self.connector.wait_for_save()
+        return logits
+
+    def _sample(self, inputs: StepInputs, scheduled: tuple[Scheduled, ...], logits: torch.Tensor) -> StepResult:
+        token_ids: list[Sequence[int]] = [()] * len(scheduled)
+        if not len(inputs.sample_rows):
+            return StepResult(token_ids, {})
+        sampling = [i for i in inputs.order.tolist() if scheduled[i].num_samples]
+        counts = [scheduled[i].num_samples for i in sampling]
+        rows, offsets = inputs.sample_rows, None
+        if max(counts) > 1:  # choices of one request: the same logits, one random stream each
+            source = np.repeat(np.arange(len(counts)), counts)
+            offsets = np.concatenate([np.arange(count) for count in counts])
+            rows = rows[source]
+            logits = logits[to_device(torch.from_numpy(source), logits.device)]
+        sampled = self.sampler.sample(logits, rows, offsets)
+        first = np.cumsum([0, *counts[:-1]])
+        firsts = sampled.token_ids[first]
+        self.sampler.append(inputs.sample_rows, firsts)
+        self.batch.append(inputs.sample_rows, firsts)
+        tokens = sampled.token_ids.tolist()
+        logprobs: dict[int, list[TokenLogprob | None]] = {}
+        for i, start, count in zip(sampling, first.tolist(), counts, strict=True):
+            token_ids[i] = tokens[start : start + count]
+            if sampled.logprobs is not None and scheduled[i].num_samples:
+                logprobs[i] = sampled.logprobs[start : start + count]
+        return StepResult(token_ids, logprobs)
+
+
+def stop_ids(request: Request) -> list[int]:
+    """Ids that end a request, which min_tokens forbids until then."""
+    eos = () if request.params.ignore_eos else request.eos_token_ids
+    return [*eos, *request.params.stop_token_ids]

@@ -1,0 +1,92 @@
+"""A step's arrays as the tensors that compute: on a CPU in place, on CUDA after one copy of all of them.
+
+Knows numbers and tensors, no request.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvstore.engine.core.input_batch import StepInputs
+from kvstore.kernels.paged_batch import DeviceBatch, PagedBatch
+
+_UNIT = 4  # int32 numbers to begin every array at 16 bytes: Triton compiles a kernel anew for pointers that do not
+_PADDING = (0, 0, -1, 0, 0, 0, 0)  # of each array below; slot -1: nothing is written
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """token_ids, positions: [num_tokens]; sample_tokens: [num_samples], tokens whose logits are wanted; all int64."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    sample_tokens: torch.Tensor
+    batch: PagedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a step's arrays lie in one int32 buffer: token ids, positions, slots and sample tokens as int64, then query
+    start, context lengths and the block table, `width` blocks for each request."""
+
+    num_tokens: int
+    num_requests: int
+    num_samples: int
+    width: int
+
+    def places(self) -> list[slice]:
+        tokens, samples, requests = 2 * self.num_tokens, 2 * self.num_samples, self.num_requests
+        counts = (tokens, tokens, tokens, samples, requests + 1, requests, requests * self.width)
+        starts = itertools.accumulate((-(-count // _UNIT) * _UNIT for count in counts), initial=0)
+        return [slice(start, start + count) for start, count in zip(starts, counts, strict=False)]
+
+    def pack(self, inputs: StepInputs, table: np.ndarray, pinned: bool) -> torch.Tensor:
+        """The buffer, on the host, new for every step.
+
+        table: [requests of the step, width]; where the layout has more than the step, padding follows. Pinned memory is
+        torch's own, which it gives to somebody else only when the copies from it have ended: a buffer that is freed, or
+        overwritten by the next step, cannot be one that is still read.
+        """
+        places = self.places()
+        buffer = torch.empty(places[-1].stop, dtype=torch.int32, pin_memory=pinned)
+        numbers = buffer.numpy()
+        arrays = (
+            inputs.token_ids, inputs.positions, inputs.slots, inputs.sample_tokens,
+            inputs.query_start, inputs.context_lens, table.reshape(-1),
+        )  # fmt: skip
+        for i, (place, array, padding) in enumerate(zip(places, arrays, _PADDING, strict=True)):
+            part = numbers[place].view(np.int64) if i < 4 else numbers[place]
+            part[: len(array)] = array
+            part[len(array) :] = padding
+        return buffer
+
+    def unpack(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The arrays in this order, as views of a buffer on any device; the block table is [num_requests, width]."""
+        parts = [buffer[place] for place in self.places()]
+        wide = [part.view(torch.int64) for part in parts[:4]]
+        return [*wide, *parts[4:6], parts[6].view(self.num_requests, self.width)]
+
+
+def step_tensors(inputs: StepInputs, table: np.ndarray, block_size: int, device: torch.device) -> StepTensors:
+    """table: [num_requests, width] block numbers of the step's requests, wide enough for the longest context."""
+    host_table = torch.from_numpy(table.astype(np.int64))
+    query_start, context_lens = inputs.query_start.tolist(), inputs.context_lens.tolist()
+    if device.type != "cuda":
+        token_ids, positions, slots, sample_tokens = (
+            torch.from_numpy(array).to(device)
+            for array in (inputs.token_ids, inputs.positions, inputs.slots, inputs.sample_tokens)
+        )
+        batch = PagedBatch(query_start, context_lens, host_table, slots, block_size)
+        return StepTensors(token_ids, positions, sample_tokens, batch)
+    layout = Layout(len(inputs.token_ids), len(inputs.rows), len(inputs.sample_tokens), table.shape[1])
+    buffer = layout.pack(inputs, table, pinned=True).to(device, non_blocking=True)
+    token_ids, positions, slots, sample_tokens, starts, lens, blocks = layout.unpack(buffer)
+    counts = np.diff(inputs.query_start)
+    num_decodes = int((counts == 1).sum())
+    on_device = DeviceBatch(starts, lens, blocks, num_decodes, int(counts.max()), max(context_lens))
+    batch = PagedBatch(query_start, context_lens, host_table, slots, block_size, on_device)
+    return StepTensors(token_ids, positions, sample_tokens, batch)

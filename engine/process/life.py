@@ -1,0 +1,287 @@
+"""One life of the engine's process as its parent sees it: started, greeted, spoken to, ended.
+
+Knows sockets and the process; must not know what requests and sessions are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+import kvstore
+from kvstore.admin.private_folder import PrivateFolder
+from kvstore.engine.process.channel import Channel
+from kvstore.engine.process.pulse import Pulse
+from kvstore.engine.process.spinning import spin_briefly
+from kvstore.engine.process.wire import (
+    Close,
+    Hello,
+    Start,
+    Updates,
+    decode_announcement,
+    decode_updates,
+    encode,
+    encode_start,
+    error_of,
+)
+from kvstore.engine.process.wire_calls import MAX_CALLS, SIGNATURES, Call, decode_answer, raw
+from kvstore.errors import ConfigError, EngineDiedError, EngineOverloadedError, RequestError
+
+SOCKET_PATH_BYTES = 107  # of a Unix socket, without its end
+SEND_LIMIT = 1 << 16  # messages on their way to the engine: far above what a front's limit on requests lets come
+CALL_WAIT_S = 30.0  # for one of MAX_CALLS
+POLL_MS = 100
+READY_POLL_MS = 50
+END_POLL_MS = 10
+
+
+def socket_folder() -> PrivateFolder:
+    """A new one: that only this user can enter it is what keeps others from the sockets. Raises ConfigError."""
+    for parent in (None, "/tmp"):
+        folder = PrivateFolder(parent)
+        if len(os.fsencode(folder.path / "99999-call-31")) <= SOCKET_PATH_BYTES:
+            return folder
+        folder.remove()
+    raise ConfigError("the folder for temporary files has too long a path for sockets; set TMPDIR to a shorter one")
+
+
+class CoreProcess:
+    """A process with an engine, and the sockets to it. Any thread may use it; the one that makes it has to outlive it.
+
+    That is because Linux counts the thread that started a process as its parent.
+    """
+
+    def __init__(self, arguments: dict[str, Any], folder: Path, life: int, silence_s: float) -> None:
+        self._folder, self._life = folder, life
+        self._sending = threading.Lock()
+        self._receiving = threading.Lock()
+        self._retiring = threading.Lock()
+        self._retired = False
+        self._context = zmq.Context()
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
+        self._selector: selectors.BaseSelector | None = None
+        self._calls: queue.LifoQueue[tuple[int, zmq.Socket | None]] = queue.LifoQueue()
+        for number in reversed(range(MAX_CALLS)):
+            self._calls.put((number, None))
+        self._numbers = itertools.count()
+        self._is_hung = False
+        self._pulse = Pulse(silence_s, self._end_hung)
+        start = Start(os.getpid(), theirs.fileno(), self._pulse.writer, silence_s, str(folder), life, arguments)
+        with theirs:
+            try:
+                self._process = self._spawned(start)
+            except BaseException:
+                self._pulse.close()
+                self._channel.close()
+                self._context.term()
+                raise
+        self._pulse.listen()
+
+    def _endpoint(self, name: str) -> str:
+        return f"ipc://{self._folder}/{self._life}-{name}"
+
+    @staticmethod
+    def _spawned(start: Start) -> subprocess.Popen[bytes]:
+        """Nothing of the configuration is in the list of processes: it goes through a pipe, whose end is ours too."""
+        home = str(Path(kvstore.__file__).parent.parent)
+        path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "PYTHONPATH": path}
+        spin_briefly(environment)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: Ctrl-C is for the front
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "kvstore.engine.process.core"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(start.channel, start.pulse),
+                env=environment,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended: whoever waits for its greeting will see
+            process.stdin.write(encode_start(start) + b"\n")
+            process.stdin.flush()
+        return process
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def greeted(self, is_wanted: Callable[[], bool]) -> Hello:
+        """Waits until the engine is ready. Raises what kept it from being so, and EngineDiedError."""
+        messages: list[bytes] = []
+        while not messages:
+            if not is_wanted():
+                raise EngineDiedError("the engine was closed while it was loading")
+            has_ended = self._process.poll() is not None  # asked first: what it said before is still there
+            messages = self._receive(READY_POLL_MS)
+            if has_ended and not messages:
+                raise EngineDiedError(f"the engine's process ended while it was loading ({self._how()})")
+        said = decode_announcement(messages[0])
+        if isinstance(said, Hello):
+            self._pulse.is_loading = False
+            return said
+        raise error_of(said.failure)
+
+    def wait(self) -> str:
+        """Returns how it ended, when it has."""
+        self._process.wait()
+        return self._how()
+
+    def _end_hung(self) -> None:
+        self._is_hung = True
+        self.stop()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since its last sign of life."""
+        return self._pulse.silent_s
+
+    def _how(self) -> str:
+        if self._is_hung:
+            return f"killed: no sign of life for {self._pulse.silent_s:g} s"
+        code = self._process.returncode
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+    def send(self, message: bytes) -> None:
+        """Never waits. Raises EngineOverloadedError, and EngineDiedError when it is gone."""
+        with self._sending:
+            if self._retired:
+                raise EngineDiedError("the engine's process has ended")
+            if self._channel.num_unsent >= SEND_LIMIT:
+                raise EngineOverloadedError("the engine's process takes nothing more; try again")
+            self._channel.send(message)
+            self._watch()
+
+    def watch_with(self, selector: selectors.BaseSelector) -> None:
+        """From now on the selector tells when there is something to `receive`, until it is retired."""
+        with self._sending:
+            self._selector = selector
+            selector.register(self._channel, selectors.EVENT_READ)
+            self._watch()
+
+    def _watch(self) -> None:
+        """Room for what is unsent is waited for, too; an end is told once. To be called with the lock of sending."""
+        if self._selector is None:
+            return
+        if self._channel.ended or self._retired:
+            self._selector.unregister(self._channel)
+            self._selector = None
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._channel.num_unsent else 0)
+        if self._selector.get_key(self._channel).events != events:
+            self._selector.modify(self._channel, events)
+
+    def receive(self) -> list[Updates]:
+        """What has come since the last time, in order; never waits. What is unsent goes out as far as there is room."""
+        with self._receiving:
+            if self._retired:
+                return []
+            messages = self._channel.receive()
+            if self._channel.num_unsent or self._channel.ended:
+                with self._sending:
+                    self._channel.flush()
+                    self._watch()
+        return [decode_updates(message) for message in messages]
+
+    def _receive(self, timeout_ms: int) -> list[bytes]:
+        """Waits for messages, at the beginning and at the end. None come once it is retired."""
+        with self._receiving:
+            if self._retired or not self._channel.poll(timeout_ms):
+                return []
+            return self._channel.receive()
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+    def call(self, verb: str, arguments: tuple[object, ...]) -> Any:
+        """The result of a verb of the table. Raises as the verb does, EngineDiedError, and EngineOverloadedError."""
+        try:
+            packed = raw(arguments)
+        except UnicodeEncodeError:
+            raise RequestError("a text is not valid Unicode: it holds half a surrogate pair") from None
+        try:
+            number, socket = self._calls.get(timeout=CALL_WAIT_S)
+        except queue.Empty:
+            raise EngineOverloadedError(f"{MAX_CALLS} calls of the engine wait for their end; try again") from None
+        try:
+            if self._retired:
+                raise EngineDiedError("the engine's process has ended")
+            if socket is None:
+                socket = self._connected(number)
+            return self._answered(socket, Call(next(self._numbers), verb, packed))
+        finally:
+            self._calls.put((number, socket))
+
+    def _connected(self, number: int) -> zmq.Socket:
+        socket = self._context.socket(zmq.PAIR)
+        socket.linger = 0
+        socket.connect(self._endpoint(f"call-{number}"))
+        return socket
+
+    def _answered(self, socket: zmq.Socket, call: Call) -> Any:
+        socket.send(encode(call))
+        while True:
+            if socket.poll(POLL_MS):
+                answer = decode_answer(socket.recv())
+                if answer.number != call.number:
+                    continue  # of a call whose caller was interrupted
+                if answer.failure is not None:
+                    raise error_of(answer.failure)
+                return SIGNATURES[call.verb].decode_result(answer.result)
+            if self._retired:
+                raise EngineDiedError(f"the engine's process ended during {call.verb}: it is not known to be done")
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+    def end(self, timeout_s: float) -> None:
+        """Ask it to close and wait for that; kill it after so many seconds."""
+        deadline = time.monotonic() + timeout_s
+        with suppress(EngineDiedError, EngineOverloadedError):
+            self.send(encode(Close()))
+            while self._process.poll() is None and time.monotonic() < deadline:
+                self._receive(END_POLL_MS)  # else it could wait for room
+        self.kill()
+
+    def stop(self) -> None:
+        """Let it be dead; who waits for its end will see."""
+        self._process.kill()
+
+    def kill(self) -> None:
+        """Returns when it is dead."""
+        self._process.kill()
+        self._process.wait()
+        self.retire()
+
+    def retire(self) -> None:
+        """It has ended: nothing is sent or received any more, and who waits for an answer gets EngineDiedError."""
+        with self._retiring:
+            if self._retired:
+                return
+            self._retired = True
+        self._pulse.end()
+        with self._receiving, self._sending:
+            self._watch()
+            self._channel.close()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        taken = [self._calls.get() for _ in range(MAX_CALLS)]  # who uses one gives it back within POLL_MS
+        for number, taken_socket in taken:
+            if taken_socket is not None:
+                taken_socket.close()
+            self._calls.put((number, None))  # for those who come now, and are told
+        self._context.term()

@@ -1,0 +1,313 @@
+"""The front's hold on the engine's process: started, watched, started again, closed; and the requests in it.
+
+A thread starts the process and waits for its end. Knows no text beyond `RemoteOutputs`, and no session.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import threading
+import time
+import weakref
+from collections import deque
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Literal
+
+from kvstore.blocks.ids import BlockId
+from kvstore.engine.process.life import CoreProcess, socket_folder
+from kvstore.engine.process.outputs import RemoteOutputs
+from kvstore.engine.process.wire import End, Hello, Update, encode
+from kvstore.engine.sessions.chat import ChatSession
+from kvstore.engine.text.output_processor import Handle, tell
+from kvstore.errors import EngineClosedError, EngineDiedError, EngineOverloadedError, KVStoreError
+from kvstore.sessions.store import SessionKey
+
+State = Literal["starting", "running", "restarting", "failed", "closed"]
+RESTART_WINDOW_S = 3600.0  # in which only so many restarts are tried
+MAX_DELAY_S = 60.0  # before a restart; the first comes at once, then it doubles from a second
+POLL_S = 1.0
+LOGGER = logging.getLogger("kvstore.engine")
+WATCH, READ = "kvstore-core-watch", "kvstore-core-read"
+
+
+class Link:
+    """state: of the engine. What is said in `lock` is for all threads; nobody waits for the process in it."""
+
+    def __init__(self, arguments: dict[str, Any], shutdown_s: float, silence_s: float, max_restarts: int) -> None:
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)  # something has ended, or the state is another
+        self.state: State = "starting"
+        self.num_restarts = 0
+        self.outputs = RemoteOutputs()
+        self.undelivered: list[Handle] = []  # ended without the engine's doing; to be told with the next
+        self.chats: weakref.WeakValueDictionary[SessionKey, ChatSession] = weakref.WeakValueDictionary()
+        self.roots: dict[str, BlockId] = {}
+        self.hello: Hello
+        self._arguments = arguments
+        self._shutdown_s = shutdown_s
+        self._silence_s = silence_s
+        self._max_restarts = max_restarts
+        self._owner = os.getpid()
+        self._life: CoreProcess | None = None
+        self._over = False  # closed; a state of "failed" stays
+        self._ends_s: deque[float] = deque()  # of processes and of tries to start one, within RESTART_WINDOW_S
+        self._why = ""
+        self.reader: threading.Thread | None = None  # who takes in what the process says
+        self._woken, self._wake = os.pipe()
+        for end in (self._woken, self._wake):
+            os.set_blocking(end, False)
+        self._is_woken = False
+        self.selector = selectors.DefaultSelector()  # ready when there is something to take in, whatever process lives
+        self.selector.register(self._woken, selectors.EVENT_READ)
+        weakref.finalize(self, _close_all, self.selector, self._woken, self._wake)
+        self._folder = socket_folder()
+        self._started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._watch, name=WATCH, daemon=True)
+        self._thread.start()
+
+    def wait_until_started(self) -> None:
+        """Raises what kept the engine from being opened."""
+        self._started.result()
+
+    # -- the process -------------------------------------------------------------------------------------------------
+    def _watch(self) -> None:
+        """The parent of every process in turn: as long as this thread lives, so do they."""
+        life: CoreProcess | None
+        try:
+            life = self._begin()
+        except BaseException as error:
+            self._started.set_exception(error)
+            return
+        self._started.set_result(None)
+        while life is not None:
+            how = life.wait()
+            with self.changed:
+                if not self._over:
+                    self._lose(how)
+            self.wake()  # whoever waits for updates hands out these ends instead
+            life.retire()
+            self.wake()
+            life = self._begun_again()
+
+    def _begun_again(self) -> CoreProcess | None:
+        """The next process, as soon as there is one; None when the engine is closed or has failed."""
+        while self._has_to_begin():
+            self.num_restarts += 1
+            try:
+                return self._begin()
+            except Exception as error:  # also no memory or no descriptors for another process
+                why = str(error) if isinstance(error, KVStoreError) else f"{type(error).__name__}: {error}"
+                with self.changed:
+                    if not self._over:
+                        self._note_end(f"it could not be started: {why}")
+                self.wake()
+        return None
+
+    def _has_to_begin(self) -> bool:
+        """Whether another process has to be started; waits until it is time for it."""
+        with self.changed:
+            if self.state == "restarting":
+                self.changed.wait_for(lambda: self._over, self._delay_s)
+            return self.state == "restarting"
+
+    @property
+    def _delay_s(self) -> float:
+        num_before = len(self._ends_s) - 1
+        return min(2.0 ** (num_before - 1), MAX_DELAY_S) if num_before else 0.0
+
+    def _begin(self) -> CoreProcess:
+        life = CoreProcess(self._arguments, self._folder.path, self.num_restarts, self._silence_s)
+        try:
+            hello = life.greeted(lambda: not self._over)
+            with self.changed:
+                if self._over:
+                    raise EngineClosedError("the engine is closed")
+                life.watch_with(self.selector)
+                self._life, self.hello, self.state = life, hello, "running"
+                self.changed.notify_all()
+        except BaseException:
+            life.kill()
+            raise
+        return life
+
+    def _lose(self, how: str) -> None:
+        """What ran ends with an error; what was known of the store is read from it again."""
+        self._life = None
+        self._note_end(how)
+        self.undelivered += self.outputs.end_all(EngineDiedError(f"the engine's process ended ({how})"))
+        self.chats.clear()
+        self.roots.clear()
+        self.changed.notify_all()
+
+    def _note_end(self, how: str) -> None:
+        """Decide whether there is to be another one."""
+        now = time.monotonic()
+        self._ends_s.append(now)
+        while now - self._ends_s[0] > RESTART_WINDOW_S:
+            self._ends_s.popleft()
+        self._why, num_ends = how, len(self._ends_s)
+        if num_ends > self._max_restarts:
+            self.state = "failed"
+            following = f"it is not started again: the limit of restarts an hour is {self._max_restarts}"
+        else:
+            self.state = "restarting"
+            following = f"it is started again in {self._delay_s:g} s, {num_ends} of {self._max_restarts} an hour"
+        LOGGER.error("the engine's process ended (%s); %s", how, following)
+        self.changed.notify_all()
+
+    def close(self) -> None:
+        """End running requests as aborted, close the engine in order and end its process. Nothing in a forked child."""
+        if os.getpid() != self._owner:
+            return
+        with self.changed:
+            if self._over:
+                return
+            self._over = True
+            if self.state != "failed":
+                self.state = "closed"
+            life, self._life = self._life, None
+            self.undelivered += self.outputs.end_all(None)
+            self.changed.notify_all()
+        self.wake()
+        if life is not None:
+            life.end(self._shutdown_s)
+        for thread in (self._thread, self.reader):
+            if thread is not None and thread.name in (WATCH, READ) and thread is not threading.current_thread():
+                thread.join()
+        self._folder.remove()
+
+    @property
+    def pid(self) -> int | None:
+        life = self._life
+        return None if life is None else life.pid
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the process gave a sign of life."""
+        life = self._life
+        return 0.0 if life is None else life.silent_s
+
+    # -- what is said to it ------------------------------------------------------------------------------------------
+    def check_open(self) -> CoreProcess:
+        """The process, which was there a moment ago. Raises EngineClosedError or EngineDiedError."""
+        with self.lock:
+            state, life, why = self.state, self._life, self._why
+        if state == "closed":
+            raise EngineClosedError("the engine is closed")
+        if state == "restarting":
+            raise EngineDiedError(f"the engine's process ended ({why}) and is being started again; try again")
+        if life is None:
+            raise EngineDiedError(f"the engine's process ended ({why}) too often and stays down; restart the server")
+        return life
+
+    def call(self, verb: str, *arguments: object) -> Any:
+        """A blocking verb of the engine."""
+        return self.check_open().call(verb, arguments)
+
+    def end_request(self, request_id: str, index: int | None, reason: str) -> None:
+        """To be called with the lock. One that cannot be told is gone, or stuck and killed for it."""
+        life = self._life
+        if life is None:
+            return
+        try:
+            life.send(encode(End(request_id, index, reason)))
+        except EngineDiedError:
+            pass  # its watcher will end the request
+        except EngineOverloadedError:
+            life.stop()
+
+    # -- what comes from it ------------------------------------------------------------------------------------------
+    def read(self) -> None:
+        """Take in what comes, in a thread of its own. To be called with the lock, before a first request."""
+        if self.reader is None:
+            self.reader = threading.Thread(target=self._read, name=READ, daemon=True)
+            self.reader.start()
+
+    def _read(self) -> None:
+        while not self._over or self.undelivered:
+            if self._wait():
+                self.receive()
+
+    def receive(self) -> None:
+        """Take in what has come, and tell who listens. By one thread at a time; never waits."""
+        tell(self._taken_in())
+
+    def _taken_in(self) -> list[Handle]:
+        """The handles that got something new or have ended."""
+        self._drain_wake()
+        with self.changed:
+            ended, self.undelivered = self.undelivered, []
+            touched = {id(handle): handle for handle in ended}
+            for update in self._received():
+                try:
+                    handle, stopped = self.outputs.apply(update)
+                except Exception as error:  # a defect of ours: the end of this request, not of others
+                    LOGGER.exception("an update could not be taken in")
+                    handle, stopped = self.outputs.fail(update.request_id, error), ()
+                    self.end_request(update.request_id, None, "abort")
+                if handle is not None:
+                    touched[id(handle)] = handle
+                for index in stopped:
+                    self.end_request(update.request_id, index, "stop")
+            if touched:
+                self.changed.notify_all()
+            return list(touched.values())
+
+    def _received(self) -> list[Update]:
+        """A process that cannot be understood is ended, and with it what runs there."""
+        life = self._life
+        if life is None:
+            return []
+        try:
+            return [update for updates in life.receive() for update in updates.updates]
+        except Exception:
+            LOGGER.exception("the engine's process cannot be understood; it is ended")
+            life.stop()
+            return []
+
+    def _wait(self) -> bool:
+        """Waits a while until there is something to take in."""
+        self._drain_wake()
+        with self.changed:
+            if self.undelivered:
+                return True
+            if self._over:
+                return False
+            life = self._life
+            if life is None:
+                self.changed.wait(POLL_S)
+        if life is not None:
+            return any(key.fileobj != self._woken for key, _ in self.selector.select(POLL_S))
+        return bool(self.undelivered)
+
+    def wake(self) -> None:
+        with suppress(BlockingIOError):
+            os.write(self._wake, b"\0")
+        self._is_woken = True  # after the writing: else what is drained in between is never drained again
+        with self.changed:
+            self.changed.notify_all()
+
+    def _drain_wake(self) -> None:
+        if not self._is_woken:
+            return
+        self._is_woken = False
+        with suppress(BlockingIOError):
+            while os.read(self._woken, 64):
+                pass
+
+
+def close_dropped(link: Link) -> None:
+    """For an engine that nobody refers to any more: the collector may have found it in the thread to be waited for."""
+    if threading.current_thread().name in (WATCH, READ):
+        threading.Thread(target=link.close, name="engine-shut").start()
+    else:
+        link.close()
+
+
+def _close_all(selector: selectors.BaseSelector, *descriptors: int) -> None:
+    selector.close()
+    for descriptor in descriptors:
+        os.close(descriptor)

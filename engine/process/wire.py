@@ -1,0 +1,211 @@
+"""What the front and the engine's own process say to each other: messages, and exceptions as plain data.
+
+Knows no socket and no engine. Bytes are msgpack; nothing in them names code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from kvstore import errors
+from kvstore.blocks.ids import BlockId, Lineage
+from kvstore.engine.outputs import CachedTokensDetails, Timings, TokenLogprob
+from kvstore.engine.sampling_params import SamplingParams
+from kvstore.errors import ContextLengthError, KVStoreError, RequestError, StoreLockedError
+
+MAX_MESSAGE_CHARS = 2000
+
+
+# -- exceptions ------------------------------------------------------------------------------------------------------
+class Failure(msgspec.Struct, array_like=True):
+    """An exception. kind: its class; numbers: tokens asked for and the limit, or the pid that holds a lock."""
+
+    kind: str
+    message: str
+    param: str | None = None
+    numbers: tuple[int, ...] = ()
+
+
+_PLAIN = (
+    errors.ConfigError, errors.ModelError, errors.UnsupportedModelError, errors.StoreError, errors.DegradedError,
+    errors.StoreLostError, errors.SessionDamagedError,
+    errors.EngineClosedError, errors.EngineDiedError, errors.EngineOverloadedError, KVStoreError,
+)  # fmt: skip
+_OF_REQUESTS = (RequestError, errors.SessionBusyError, errors.SessionNotFoundError, errors.SessionExistsError)
+_PLAIN_BY_NAME = {cls.__name__: cls for cls in _PLAIN}
+_OF_REQUESTS_BY_NAME = {cls.__name__: cls for cls in _OF_REQUESTS}
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Nothing of a trace; what is no KVStoreError becomes one that names its class."""
+    message = str(error)[:MAX_MESSAGE_CHARS]
+    if isinstance(error, ContextLengthError):
+        return Failure("ContextLengthError", message, None, (error.requested_tokens, error.limit_tokens))
+    if isinstance(error, StoreLockedError):
+        return Failure("StoreLockedError", message, None, () if error.pid is None else (error.pid,))
+    for cls in type(error).__mro__:
+        if cls in _PLAIN or cls in _OF_REQUESTS:
+            return Failure(cls.__name__, message, error.param if isinstance(error, RequestError) else None)
+    return Failure("KVStoreError", f"the engine failed: {type(error).__name__}: {message}")
+
+
+def error_of(failure: Failure) -> KVStoreError:
+    """The exception again, of the same class; of an unknown one a KVStoreError."""
+    if failure.kind == "ContextLengthError" and len(failure.numbers) == 2:
+        return ContextLengthError(failure.message, *failure.numbers)
+    if failure.kind == "StoreLockedError":
+        return StoreLockedError(failure.message, next(iter(failure.numbers), None))
+    if failure.kind in _OF_REQUESTS_BY_NAME:
+        return _OF_REQUESTS_BY_NAME[failure.kind](failure.message, failure.param)
+    return _PLAIN_BY_NAME.get(failure.kind, KVStoreError)(failure.message)
+
+
+# -- the start -------------------------------------------------------------------------------------------------------
+class Start(msgspec.Struct):
+    """The first line that the process reads, as JSON. arguments: of `Engine`.
+
+    channel, pulse: descriptors of its ends. folder: of the sockets for calls. life: which one it is, in their names.
+    silence_s: it is killed after so long without a sign of life.
+    """
+
+    parent: int
+    channel: int
+    pulse: int
+    silence_s: float
+    folder: str
+    life: int
+    arguments: dict[str, Any]
+
+
+class Hello(msgspec.Struct, tag=True):
+    """The engine is ready. The numbers are what a front needs to check and to cut requests."""
+
+    pid: int
+    model_name: str
+    max_model_len: int
+    max_request_tokens: int
+    block_size: int
+    block_bytes: int
+    vocab_size: int
+    fingerprint: bytes
+    sampling_defaults: dict[str, int | float]  # a float alone would make one of top_k
+
+
+class NotStarted(msgspec.Struct, tag=True):
+    """The engine cannot be opened; the process ends."""
+
+    failure: Failure
+
+
+# -- requests --------------------------------------------------------------------------------------------------------
+class Params(msgspec.Struct, array_like=True):
+    """SamplingParams without what concerns text."""
+
+    n: int
+    max_tokens: int | None
+    min_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    logit_bias: dict[int, float]
+    stop_token_ids: list[int]
+    ignore_eos: bool
+    logprobs: int | None
+
+
+def params_to_wire(params: SamplingParams) -> Params:
+    values = {name: getattr(params, name) for name in Params.__struct_fields__}
+    return Params(**{**values, "ignore_eos": bool(params.ignore_eos)})  # which may be anything that is true
+
+
+def params_of(wire: Params) -> SamplingParams:
+    """For the engine's process, which makes no text. Raises RequestError as SamplingParams does."""
+    return SamplingParams(**msgspec.structs.asdict(wire), detokenize=False)
+
+
+class Submit(msgspec.Struct, tag=True, array_like=True):
+    """A prompt. Tenant and salt are bytes, as a salt may hold half a surrogate pair."""
+
+    request_id: str
+    token_ids: list[int]
+    params: Params
+    tenant: bytes
+    cache_salt: bytes
+    priority: int
+    spliced: tuple[list[BlockId], Lineage] | None
+
+
+class End(msgspec.Struct, tag=True, array_like=True):
+    """End a request, or one choice of it. reason: "abort", or "stop" where the front has found a stop string."""
+
+    request_id: str
+    index: int | None
+    reason: str
+
+
+class Close(msgspec.Struct, tag=True, array_like=True):
+    """Close the engine in order and end the process."""
+
+
+Inbound = Submit | End | Close
+
+
+def owner_to_wire(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def owner_of(wire: bytes) -> str:
+    return wire.decode("utf-8", "surrogatepass")
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------
+class Said(msgspec.Struct, array_like=True):
+    """A token of one choice, or None where it ends without one; stop_reason: the token id that ended it."""
+
+    index: int
+    token_id: int | None
+    finish_reason: str | None
+    stop_reason: int | None
+    logprob: TokenLogprob | None
+
+
+class Ended(msgspec.Struct, array_like=True):
+    """What is known once every choice has ended."""
+
+    cached: CachedTokensDetails
+    chain: Sequence[BlockId]
+    lineage: Lineage | None
+    timings: Timings
+    failure: Failure | None
+
+
+class Update(msgspec.Struct, array_like=True):
+    """What a step brought for one request."""
+
+    request_id: str
+    said: list[Said]
+    ended: Ended | None
+
+
+class Updates(msgspec.Struct, tag=True, array_like=True):
+    """What a step brought."""
+
+    updates: list[Update]
+
+
+Announcement = Hello | NotStarted
+
+encode = msgspec.msgpack.Encoder().encode
+decode_inbound = msgspec.msgpack.Decoder(Inbound).decode
+decode_updates = msgspec.msgpack.Decoder(Updates).decode
+decode_announcement = msgspec.msgpack.Decoder(Announcement).decode
+encode_start = msgspec.json.Encoder().encode
+decode_start = msgspec.json.Decoder(Start).decode

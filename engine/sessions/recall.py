@@ -1,0 +1,257 @@
+"""Histories that come back as text, as the exact ids that the model has seen and said.
+
+An answer is known again by the digest of the whole history up to it, then by its text alone, within tenant and salt.
+Knows the engine by its verbs, which may be those of an engine in another process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from kvstore.blocks.ids import BlockId, Lineage, extend_chain
+from kvstore.engine.model.files import why_no_chat
+from kvstore.engine.outputs import RequestOutput
+from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.sessions.recall_ids import Digests, Keys, answer_ids
+from kvstore.engine.sessions.recall_lines import Conversation, Lines, Names
+from kvstore.engine.sessions.window import NextTurn
+from kvstore.engine.text.chat_template import ChatTemplate, Message
+from kvstore.engine.text.prompts import check_length, check_truncation
+from kvstore.errors import RequestError
+from kvstore.sessions.store import AnswerStore, owner_tag
+
+MAX_TOKENS = 4_000_000  # 16 MB with what is beside them
+
+
+class RecallEngine(Protocol):
+    """What of an engine is used: the tokenizer and few calls, as they may go to another process."""
+
+    answers: AnswerStore
+
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def max_request_tokens(self) -> int: ...
+
+    def root(self, tenant: str) -> BlockId: ...
+
+    def splice(
+        self,
+        chain: Sequence[BlockId],
+        token_ids: Sequence[int],
+        lineage: Lineage,
+        spans: Sequence[tuple[int, int]],
+        tenant: str = "",
+    ) -> tuple[list[BlockId], Lineage] | None: ...
+
+
+class Recall:
+    """What stateless clients said and were told, for one engine. Every method may be called from any thread.
+
+    max_tokens: of the conversations kept in memory; the answers of `engine.answers` have a bound of their own.
+    """
+
+    def __init__(self, engine: RecallEngine, max_tokens: int = MAX_TOKENS) -> None:
+        self._engine = engine
+        self._template = None if engine.tokenizer is None else ChatTemplate.of(engine.tokenizer)
+        self._lines = Lines(max_tokens)
+        tokens = {} if engine.tokenizer is None else engine.tokenizer.added_tokens_decoder
+        self._silent = frozenset(token_id for token_id, token in tokens.items() if token.special)
+
+    def next_turn(
+        self, tenant: str, cache_salt: str, messages: list[Message], params: SamplingParams, reuse: str = "exact"
+    ) -> NextTurn:
+        """The prompt of a history, with the ids of the answers in it that are known.
+
+        reuse "reencode": a client that drops its oldest turns gets a splice of what it keeps, and so do the requests
+        that follow; with "exact", or a salt, no prompt has a splice. Raises RequestError when the template refuses.
+
+        Blocks that are spliced for a request that never ends are a cache's like any other, and age out.
+        """
+        check_truncation("auto", reuse)
+        template = self._template
+        if template is None:
+            why = why_no_chat(self._engine.model_name, self._engine.tokenizer is not None)
+            raise RequestError(why, param="messages")
+        if not messages:
+            raise RequestError("messages is empty; give at least one", param="messages")
+        texts = [message["content"] for message in messages]
+        check_length(texts, self._engine.tokenizer, self._engine.max_request_tokens)
+        keys = Keys(self._engine.root(tenant), cache_salt)
+        digests = keys.of(messages)
+        answered = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        known = self._lines.find(digests.histories[index] for index in reversed(answered))
+        may_splice = reuse == "reencode" and not cache_salt
+        if may_splice and answered and (known is None or len(known.messages) <= answered[-1]):
+            shorter = self._shortened(template, tenant, keys, digests, messages, answered[-1], params)
+            if shorter is not None:
+                return shorter
+        return self._continued(template, keys, digests, messages, known, may_splice)
+
+    def note(
+        self,
+        tenant: str,
+        cache_salt: str,
+        messages: list[Message],
+        output: RequestOutput,
+        chain: Sequence[BlockId] = (),
+        lineage: Lineage | None = None,
+        turn_starts: Sequence[int] = (),
+        session_id: str = "",
+    ) -> None:
+        """An answer has ended: its choices are known from now on.
+
+        messages: those that the prompt was made of, so for a session that was truncated without what was dropped.
+        chain, turn_starts: of the NextTurn; lineage: what was used, which has no splice where that was given up.
+        session_id: whose turn it was, see `forget_session`.
+        """
+        if self._template is None or not messages:
+            return
+        keys = Keys(self._engine.root(tenant), cache_salt)
+        digests = keys.of(messages)
+        starts = _turn_messages(messages)
+        turns = list(zip(starts, turn_starts, strict=True)) if len(starts) == len(turn_starts) else []
+        if lineage is None or lineage.splice_index is None or len(chain) < lineage.splice_end:
+            chain, lineage = (), keys.lineage
+        owner = owner_tag(tenant, session_id) if session_id else b""
+        for choice in output.choices:
+            if choice.finish_reason is None or not choice.token_ids:
+                continue
+            said = answer_ids(self._engine.tokenizer, self._template, output.prompt_token_ids, choice)
+            digest, history = keys.after(digests.histories[-1], {"role": "assistant", "content": choice.text})
+            each = [*digests.messages, digest]
+            # What its text does not show belongs to this conversation, not to another in which the text comes up.
+            text = "" if self._silent.intersection(said) else choice.text
+            self._engine.answers.put(_names_of_answer(keys, history, text), said, owner)
+            names = Names(history, _before(messages, digests), keys.end(each[: starts[0]], each[-2:]))
+            ids = [*output.prompt_token_ids, *said]
+            self._lines.add(names, Conversation(each, ids, chain[: lineage.splice_end], lineage, turns, owner))
+
+    def forget_session(self, tenant: str, session_id: str) -> bool:
+        """Nothing that was noted for this session is known any more. Returns whether it is gone from disk too."""
+        owner = owner_tag(tenant, session_id)
+        self._lines.forget_owner(owner)
+        return self._engine.answers.forget_owner(owner)
+
+    # -- prompts -----------------------------------------------------------------------------------------------------
+    def _continued(
+        self,
+        template: ChatTemplate,
+        keys: Keys,
+        digests: Digests,
+        messages: list[Message],
+        known: Conversation | None,
+        may_splice: bool,
+    ) -> NextTurn:
+        """What is known of the history's beginning, then the rest of it, in which single answers may be known."""
+        first = 0 if known is None else len(known.messages)
+        answered = [index for index in range(first, len(messages)) if messages[index]["role"] == "assistant"]
+        names = [_names_of_answer(keys, digests.histories[i], messages[i]["content"]) for i in answered]
+        found = self._engine.answers.find(names) if names else []
+        answers = {index: ids for index, ids in zip(answered, found, strict=True) if ids is not None}
+        beginning = None if known is None else (first - 1, known.token_ids)
+        recalled = template.history_ids(messages, answers, beginning) if answers or beginning else None
+        if recalled is None:
+            prompt, ends = template.prompt_ids(messages), dict[int, int]()
+        else:
+            prompt, ends = recalled.token_ids, recalled.ends
+        chain: Sequence[BlockId] = ()
+        lineage = keys.lineage
+        if known is not None and first - 1 in ends:
+            turns = [start for _, start in known.turns]
+            if may_splice:
+                chain, lineage = known.chain, known.lineage
+        else:
+            turns = self._first_start(template, messages, prompt)
+        starts = self._starts(template, messages, prompt, ends, turns)
+        return NextTurn(prompt, chain, lineage, 0, starts)
+
+    def _shortened(
+        self,
+        template: ChatTemplate,
+        tenant: str,
+        keys: Keys,
+        digests: Digests,
+        messages: list[Message],
+        last: int,
+        params: SamplingParams,
+    ) -> NextTurn | None:
+        """The end of a known conversation, from the beginning of one of its turns on, after its system prompt.
+
+        last: index of the last answer. None when that is not what the history is.
+        """
+        num_system = _turn_messages(messages)[0]
+        system, rest = digests.messages[:num_system], digests.messages[num_system : last + 1]
+        source = self._lines.find_longer(keys.end(system, rest[-2:]), system, rest) if len(rest) > 1 else None
+        starts = {} if source is None else dict(source.turns)
+        cut = starts.get(0 if source is None else len(source.messages) - len(rest))
+        if source is None or cut is None:
+            return None
+        ids, head = list(source.token_ids), source.turns[0][1]
+        recalled = template.history_ids(messages, {}, (last, ids[:head] + ids[cut:]))
+        if recalled is None:
+            return None
+        prompt = recalled.token_ids
+        kept = [head, *(start - (cut - head) for _, start in source.turns if start > cut)]
+        following = self._starts(template, messages, prompt, recalled.ends, kept)
+        exact = NextTurn(prompt, (), keys.lineage, 0, following)
+        if len(prompt) + max(params.max_tokens or 0, 1) > self._engine.max_request_tokens:
+            return exact  # it will be refused
+        size = self._engine.block_size
+        chain = list(source.chain)
+        extend_chain(chain, source.lineage.root, ids, size)
+        # The KV of the last token may not have been computed.
+        chain = chain[: max((len(ids) - 1) // size, source.lineage.splice_end)]
+        spans = [(0, head), (cut, len(ids))]
+        spliced = self._engine.splice(chain, ids, source.lineage, spans, tenant)
+        return exact if spliced is None else NextTurn(prompt, spliced[0], spliced[1], 0, following)
+
+    @staticmethod
+    def _first_start(template: ChatTemplate, messages: list[Message], prompt: list[int]) -> list[int]:
+        head = template.head_ids(messages[: _turn_messages(messages)[0]])
+        return [len(head)] if head is not None and prompt[: len(head)] == head else []
+
+    @staticmethod
+    def _starts(
+        template: ChatTemplate, messages: list[Message], prompt: list[int], ends: Mapping[int, int], known: list[int]
+    ) -> list[int]:
+        """Where each turn begins, given those of the first ones; none when it cannot be told of all."""
+        turns = _turn_messages(messages)
+        end = template.end_ids(turns[0] > 0)
+        if not known or end is None:
+            return []
+        starts = list(known)
+        for message in turns[len(known) :]:
+            at = ends.get(message - 1)
+            if at is None or prompt[at : at + len(end)] != end:
+                return []
+            starts.append(at + len(end))
+        return starts
+
+
+def _names_of_answer(keys: Keys, history: bytes, text: str) -> list[bytes]:
+    """The best one first. An empty text says nothing about its ids."""
+    return [history, keys.text(text)] if text else [history]
+
+
+def _before(messages: list[Message], digests: Digests) -> bytes:
+    """The digest of all up to the last answer in these messages."""
+    for message, history in zip(reversed(messages), reversed(digests.histories), strict=True):
+        if message["role"] == "assistant":
+            return history
+    return b""
+
+
+def _turn_messages(messages: list[Message]) -> list[int]:
+    """Index of the first message of each turn: the first after the system prompt, and each after an answer."""
+    num_system = int(messages[0]["role"] == "system")
+    after = range(num_system + 1, len(messages))
+    return [num_system, *(index for index in after if messages[index - 1]["role"] == "assistant")]

@@ -1,0 +1,83 @@
+"""Names of histories and of answers, by which they are found again without their text; and the ids of an answer.
+
+A digest is keyed with the tenant's root and the salt: nobody else can make it, and no text can be guessed from it.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.blocks.ids import BlockId, Lineage
+from kvstore.engine.outputs import Choice
+from kvstore.engine.text.chat_template import ChatTemplate, Message
+from kvstore.engine.text.detokenizer import Detokenizer
+
+DIGEST_BYTES = 16
+
+
+def answer_ids(
+    tokenizer: Any, template: ChatTemplate, prompt_token_ids: Sequence[int], choice: Choice
+) -> Sequence[int]:
+    """Ids of an answer without its end token, which the template brings, and nothing of a stop string."""
+    if choice.finish_reason != "stop":
+        return list(choice.token_ids)
+    if not isinstance(choice.stop_reason, str):
+        return choice.token_ids[:-1]
+    said = Detokenizer(tokenizer.backend_tokenizer, prompt_token_ids=prompt_token_ids)
+    count, known = 0, ""
+    for number, token_id in enumerate(choice.token_ids, start=1):
+        said.append([token_id])
+        if not choice.text.startswith(said.text):
+            break
+        count, known = number, said.text
+    return choice.token_ids[:count] + template.encode_answer(choice.text[len(known) :])
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """Of a list of messages. messages: one each; histories: of all up to and including each."""
+
+    messages: list[bytes]
+    histories: list[bytes]
+
+
+class Keys:
+    """The digests of one owner: a tenant and a salt."""
+
+    def __init__(self, root: BlockId, cache_salt: str) -> None:
+        self._key = hmac.digest(root, b"answers" + cache_salt.encode("utf-8", "surrogatepass"), "sha256")
+        # Whoever builds on the lineage of a salted history is alone with it; the engine's own has another root.
+        self.lineage = Lineage(self._digest(b"rt", b"") * 2 if cache_salt else root)
+
+    def of(self, messages: Sequence[Message]) -> Digests:
+        """One pass over all contents."""
+        each = [self._message(message) for message in messages]
+        history, histories = b"", []
+        for digest in each:
+            history = self._digest(b"hi", history + digest)
+            histories.append(history)
+        return Digests(each, histories)
+
+    def after(self, history: bytes, message: Message) -> tuple[bytes, bytes]:
+        """The message's digest, and that of the history with it."""
+        digest = self._message(message)
+        return digest, self._digest(b"hi", history + digest)
+
+    def text(self, answer: str) -> bytes:
+        """Of an answer's text, whatever was said before it."""
+        return self._digest(b"tx", answer.encode("utf-8", "surrogatepass"))
+
+    def end(self, system: Sequence[bytes], last: Sequence[bytes]) -> bytes:
+        """Of how a conversation begins and ends: digests of its system prompt and of its last messages."""
+        return self._digest(b"en", len(system).to_bytes(8, "little") + b"".join([*system, *last]))
+
+    def _message(self, message: Message) -> bytes:
+        """Of all its fields, as a template may show any of them."""
+        parts = [text.encode("utf-8", "surrogatepass") for item in sorted(message.items()) for text in item]
+        return self._digest(b"ms", b"".join(len(part).to_bytes(8, "little") + part for part in parts))
+
+    def _digest(self, tag: bytes, value: bytes) -> bytes:
+        return hmac.digest(self._key, tag + value, "sha256")[:DIGEST_BYTES]

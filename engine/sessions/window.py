@@ -1,0 +1,194 @@
+"""What of a conversation is in the model's window, and the prompt of its next turn: longer, or truncated.
+
+Truncation cuts at turn boundaries in id space: what is kept keeps its exact ids, and its KV by a splice.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvstore.blocks.ids import BlockId, Lineage, extend_chain
+from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.text.chat_template import ChatTemplate, Message
+from kvstore.errors import ContextLengthError
+
+if TYPE_CHECKING:
+    from kvstore.engine.engine import Engine
+
+ANSWER_SHARE = 8  # without max_tokens, a turn keeps a window's 1/8 free for its answer
+
+
+@dataclass(frozen=True, slots=True)
+class NextTurn:
+    """A turn before its answer.
+
+    chain: known ids of the prompt's first blocks; lineage: what they are built on. num_dropped: messages after the
+    system prompt that are not in the prompt. turn_starts: where in the prompt each turn begins, as far as that is
+    known. rebase: the prompt does not continue the ids there were.
+    """
+
+    prompt: list[int]
+    chain: Sequence[BlockId]
+    lineage: Lineage
+    num_dropped: int
+    turn_starts: list[int]
+    truncated_tokens: int = 0
+    rebase: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.num_dropped >= 0, f"{self.num_dropped} messages dropped"
+
+
+@dataclass(slots=True)
+class Window:
+    """A conversation at the end of a turn. turn_starts: one entry per turn in the window, or none are known.
+
+    messages: the whole transcript; num_dropped: how many of it, after the system prompt, are not in the window.
+    """
+
+    system: list[Message]
+    messages: list[Message]
+    num_dropped: int
+    token_ids: list[int]
+    chain: list[BlockId]
+    lineage: Lineage
+    turn_starts: list[int] = field(default_factory=list)
+
+    def kept(self, num_dropped: int) -> list[Message]:
+        """The messages that are left without so many after the system prompt."""
+        return self.system + self.messages[len(self.system) + num_dropped :]
+
+    def next_turn(
+        self,
+        engine: Engine,
+        template: ChatTemplate,
+        text: str,
+        params: SamplingParams,
+        tenant: str,
+        truncation: str,
+        reuse: str,
+    ) -> NextTurn:
+        """The next prompt, truncated where it would not fit. Raises ContextLengthError where it must not be."""
+        user: Message = {"role": "user", "content": text}
+        prompt = template.next_ids(self.token_ids, self.kept(self.num_dropped), text) if self.token_ids else None
+        if prompt is not None:
+            starts = self._starts_with(template, self.turn_starts, len(self.token_ids), prompt)
+            turn = NextTurn(prompt, self.chain, self.lineage, self.num_dropped, starts)
+        else:
+            turn = self._rendered(template, self.num_dropped, user)
+        window, answer = engine.max_request_tokens, params.max_tokens or 0
+        if truncation == "disabled":
+            if len(turn.prompt) + max(answer, 1) > window:
+                raise self._too_long(engine, len(turn.prompt) + max(answer, 1), "prompt and answer need")
+            return turn
+        if len(turn.prompt) + (answer or max(1, window // ANSWER_SHARE)) <= window:
+            return turn
+        if len(self.messages) == len(self.system):  # a first turn: there is nothing to drop
+            needed = len(turn.prompt) + max(answer, 1)
+            if needed > window:
+                raise self._too_long(engine, needed, "system prompt, message and answer need")
+            return turn
+        return self._truncated(engine, template, user, len(turn.prompt), max(answer, 1), tenant, reuse)
+
+    def _rendered(self, template: ChatTemplate, num_dropped: int, user: Message) -> NextTurn:
+        """The whole prompt from the template; turn starts are known for a first turn only."""
+        prompt = template.prompt_ids([*self.kept(num_dropped), user])
+        starts: list[int] = []
+        if len(self.kept(num_dropped)) == len(self.system):
+            head = template.head_ids(self.system)
+            if head is not None and prompt[: len(head)] == head:
+                starts = [len(head)]
+        rebase = len(self.messages) > len(self.system)
+        return NextTurn(prompt, [], self.lineage.exact, num_dropped, starts, rebase=rebase)
+
+    def _starts_with(self, template: ChatTemplate, starts: list[int], num_known: int, prompt: list[int]) -> list[int]:
+        """The starts with that of the turn whose ids follow the first `num_known`; none when it cannot be told."""
+        end = template.end_ids(bool(self.system))
+        if not starts or end is None or prompt[num_known : num_known + len(end)] != end:
+            return []
+        return [*starts, num_known + len(end)]
+
+    # -- truncation --------------------------------------------------------------------------------------------------
+    def last(self, num_turns: int, engine: Engine, tenant: str, reuse: str) -> Window | None:
+        """The window with its last turns only, their ids as they are; None when it has no more of them.
+
+        Where turn starts are not known, or no turn is kept, it has no ids: the next prompt is rendered.
+        """
+        total = len(self.messages) - len(self.system)
+        num_dropped = max(0, total - 2 * num_turns)
+        if num_dropped <= self.num_dropped:
+            return None
+        if not self.turn_starts or num_turns == 0:
+            return Window(self.system, self.messages, num_dropped, [], [], self.lineage.exact)
+        head, cut = self.turn_starts[0], self.turn_starts[-num_turns]
+        kept = self.token_ids[:head] + self.token_ids[cut:]
+        starts = [start - (cut - head) for start in self.turn_starts[-num_turns:]]
+        spliced = None
+        if reuse == "reencode":
+            spans = [(0, head), (cut, len(self.token_ids))]
+            spliced = engine.splice(self.chain, self.token_ids, self.lineage, spans, tenant)
+        chain, lineage = spliced or ([], self.lineage.exact)
+        extend_chain(chain, lineage.root, kept, engine.block_size)
+        return Window(self.system, self.messages, num_dropped, kept, chain, lineage, starts)
+
+    def _truncated(
+        self,
+        engine: Engine,
+        template: ChatTemplate,
+        user: Message,
+        num_tokens: int,
+        answer: int,
+        tenant: str,
+        reuse: str,
+    ) -> NextTurn:
+        """Drop whole turns from the oldest on, until half the window is kept at most and the answer fits."""
+        window = engine.max_request_tokens
+        total = len(self.messages) - len(self.system)
+        drops = range(min(self.num_dropped + 2, total), total + 1, 2)
+        longest = min(window // 2, window - answer)  # of a prompt; it gets shorter from each to the next
+
+        def is_short(num_dropped: int) -> bool:
+            return len(self._without(template, num_dropped, user).prompt) <= longest
+
+        num_dropped = drops[bisect_left(drops, True, hi=len(drops) - 1, key=is_short)]
+        turn = self._without(template, num_dropped, user)
+        prompt = turn.prompt
+        if len(prompt) > longest and not (num_dropped == total and len(prompt) + answer <= window):
+            raise self._too_long(engine, len(prompt) + answer, "system prompt, message and answer need")
+        if reuse == "reencode" and turn.turn_starts and num_dropped < total:
+            turn = self._spliced(engine, turn, tenant)
+        return NextTurn(
+            prompt, turn.chain, turn.lineage, num_dropped, turn.turn_starts, num_tokens - len(prompt), True
+        )
+
+    def _without(self, template: ChatTemplate, num_dropped: int, user: Message) -> NextTurn:
+        """The next prompt without the oldest turns: the same ids, or rendered anew where turn starts are not known."""
+        first = (num_dropped - self.num_dropped) // 2  # turn of the window that is the first one kept
+        if num_dropped < len(self.messages) - len(self.system) and self.turn_starts:
+            head, cut = self.turn_starts[0], self.turn_starts[first]
+            kept = self.token_ids[:head] + self.token_ids[cut:]
+            prompt = template.next_ids(kept, self.kept(num_dropped), user["content"])
+            starts = [start - (cut - head) for start in self.turn_starts[first:]]
+            starts = [] if prompt is None else self._starts_with(template, starts, len(kept), prompt)
+            if prompt is not None and starts:
+                return NextTurn(prompt, [], self.lineage.exact, num_dropped, starts)
+        return self._rendered(template, num_dropped, user)
+
+    def _spliced(self, engine: Engine, turn: NextTurn, tenant: str) -> NextTurn:
+        """The same turn with the KV of what is kept, as far as it is stored; else it is computed."""
+        head = turn.turn_starts[0]
+        cut = self.turn_starts[len(self.turn_starts) - (len(turn.turn_starts) - 1)]
+        spans = [(0, head), (cut, len(self.token_ids))]
+        spliced = engine.splice(self.chain, self.token_ids, self.lineage, spans, tenant)
+        if spliced is None:
+            return turn
+        chain, lineage = spliced
+        return NextTurn(turn.prompt, chain, lineage, turn.num_dropped, turn.turn_starts)
+
+    def _too_long(self, engine: Engine, needed: int, what: str) -> ContextLengthError:
+        window = engine.max_request_tokens
+        where = "context window" if window == engine.max_model_len else "HBM pool"
+        return ContextLengthError(f"{what} {needed} tokens, but the {where} has {window}", needed, window)

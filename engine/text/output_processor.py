@@ -1,0 +1,231 @@
+"""What callers see of running requests: text as it grows, stop strings, usage. No torch.
+
+Between the scheduler, which knows tokens, and the caller, who wants text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeAlias
+
+from kvstore.blocks.ids import BlockId, Lineage
+from kvstore.engine.core.request import Request
+from kvstore.engine.outputs import CachedTokensDetails, Choice, Piece, RequestOutput, Timings, TokenLogprob, Usage
+from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.text.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(slots=True)
+class Handle:
+    """A caller's end of one prompt: pieces of the stream in order, and the output, complete when `done`.
+
+    Pieces are appended by the thread that steps the engine and taken by the caller. error: why it ended without an
+    output; trace: of it, before anybody raised it. listener: is told of new pieces and of the end. chain, lineage: the
+    ids of the first choice's full blocks and what they are built on, once it has ended.
+    """
+
+    request_id: str
+    output: RequestOutput
+    listener: Listener
+    pieces: deque[Piece] = field(default_factory=deque)
+    done: bool = False
+    error: Exception | None = None
+    trace: TracebackType | None = None
+    chain: Sequence[BlockId] = ()
+    lineage: Lineage | None = None
+
+    def fail(self, error: Exception | None) -> None:
+        """What it will end with; others may share the error."""
+        self.error, self.trace = error, None if error is None else error.__traceback__
+
+    def end(self, error: Exception) -> None:
+        self.fail(error)
+        self.done = True
+
+    def raise_error(self) -> None:
+        """If it ended with one."""
+        if self.error is not None:
+            raise self.error.with_traceback(self.trace)
+
+
+# Called with those of its handles that got something new or have ended, by the thread that steps; must not wait.
+Listener: TypeAlias = Callable[[Sequence[Handle]], None]
+
+
+def tell(handles: Iterable[Handle]) -> None:
+    """Tell their listeners, each once."""
+    by_listener: dict[Listener, list[Handle]] = {}
+    for handle in handles:
+        by_listener.setdefault(handle.listener, []).append(handle)
+    for listener, mine in by_listener.items():
+        listener(mine)
+
+
+class Totals:
+    """Requests and tokens of all outputs that were completed."""
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self._tokens = dict.fromkeys(("prompt_tokens", "cached_tokens", "completion_tokens"), 0)
+        self._cached_by_tier = dict.fromkeys(("hbm", "cpu", "disk", "reencoded"), 0)
+
+    def add(self, usage: Usage) -> None:
+        self.num_requests += 1
+        for name in self._tokens:
+            self._tokens[name] += getattr(usage, name)
+        for tier in self._cached_by_tier:
+            self._cached_by_tier[tier] += getattr(usage.cached_tokens_details, tier)
+
+    def as_dict(self) -> dict[str, object]:
+        """The tokens."""
+        return {**self._tokens, "cached_by_tier": dict(self._cached_by_tier)}
+
+
+def new_handle(
+    request_id: str, prompt_token_ids: list[int], params: SamplingParams, listener: Listener
+) -> Handle:
+    """A handle with `params.n` choices that have said nothing yet."""
+    choices = [Choice(logprobs=None if params.logprobs is None else []) for _ in range(params.n)]
+    usage = Usage(len(prompt_token_ids), 0, CachedTokensDetails())
+    return Handle(request_id, RequestOutput(request_id, prompt_token_ids, choices, usage, ttft_s=None), listener)
+
+
+class ChoiceText:
+    """One choice as its caller sees it: token ids come in, pieces with text go out."""
+
+    def __init__(self, output: RequestOutput, index: int, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+        self.choice = output.choices[index]
+        self._index = index
+        self._text = Detokenizer(
+            tokenizer if params.detokenize else None,
+            params.stop,
+            prompt_token_ids=output.prompt_token_ids,
+            min_tokens=params.min_tokens,
+        )
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended it."""
+        return self._text.stop_string
+
+    def take(self, token_id: int, logprob: TokenLogprob | None, finish_reason: str | None) -> Piece:
+        """What a new token brings. finish_reason: what ended the choice with it, unless a stop string does."""
+        choice = self.choice
+        choice.token_ids.append(token_id)
+        if choice.logprobs is not None and logprob is not None:
+            choice.logprobs.append(logprob)
+        released = "" if finish_reason == "stop" else self._text.append((token_id,))  # an end token has no text
+        if finish_reason is not None:
+            released += self._text.finish()
+        if self.stop_string is not None:
+            finish_reason = "stop"
+        choice.text += released
+        return Piece(self._index, released, (token_id,), finish_reason, None if logprob is None else (logprob,))
+
+    def end(self, finish_reason: str) -> Piece:
+        """Its last piece, where it ends without a token."""
+        released = self._text.finish()
+        self.choice.text += released
+        return Piece(self._index, released, (), finish_reason)
+
+
+class OutputProcessor:
+    """Tracks every choice of every running request."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._tracked: dict[str, tuple[Handle, ChoiceText, Request]] = {}
+        self._open: dict[str, int] = {}  # handle id -> choices still running
+
+    def add(self, handle: Handle, choices: Sequence[Request]) -> None:
+        """Begin to track the n choices of one prompt."""
+        for choice in choices:
+            text = ChoiceText(handle.output, choice.index, choice.params, self._tokenizer)
+            self._tracked[choice.request_id] = (handle, text, choice)
+        self._open[handle.request_id] = len(choices)
+
+    def process(
+        self, request: Request, token_id: int, logprob: TokenLogprob | None = None
+    ) -> tuple[Handle | None, bool]:
+        """Take in a new token of a choice. Returns its handle, and whether a stop string ended it here.
+
+        The handle is None when nobody waits for this request any more.
+        """
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return None, False
+        handle, text, _ = tracked
+        if handle.output.ttft_s is None:
+            handle.output.ttft_s = time.monotonic() - request.arrival_s
+        running = request.finish_reason is None
+        piece = text.take(token_id, logprob, request.finish_reason)
+        if text.stop_string is not None:
+            request.finish_reason, request.stop_reason = "stop", text.stop_string
+        handle.pieces.append(piece)
+        if request.finish_reason is not None:
+            self._close(request)
+        return handle, running and request.finish_reason is not None
+
+    def abort(
+        self, handle: Handle, error: Exception | None = None, index: int | None = None, reason: str = "abort"
+    ) -> list[str]:
+        """Stop tracking a handle, or only choice `index`; returns the ids of its choices that were still running."""
+        handle.fail(error)  # first: it may be done below
+        mine = [i for i, (owner, _, _) in self._tracked.items() if owner is handle]
+        ids = [i for i in mine if index is None or self._tracked[i][2].index == index]
+        for request_id in ids:
+            _, text, request = self._tracked[request_id]
+            request.finish_reason = reason
+            handle.pieces.append(text.end(reason))
+            self._close(request)
+        return ids
+
+    def is_running(self, handle: Handle) -> bool:
+        return handle.request_id in self._open
+
+    def handles(self) -> list[Handle]:
+        """Handles that are not done, each once."""
+        return list({id(handle): handle for handle, _, _ in self._tracked.values()}.values())
+
+    def _close(self, request: Request) -> None:
+        handle, _, _ = self._tracked.pop(request.request_id)
+        choice = handle.output.choices[request.index]
+        choice.finish_reason, choice.stop_reason = request.finish_reason, request.stop_reason
+        details = request.cached or CachedTokensDetails()
+        completion = handle.output.usage.completion_tokens + len(choice.token_ids)
+        if request.index == 0:
+            handle.chain, handle.lineage = tuple(request.chain), request.lineage
+            handle.output.timings = _timings(request, handle.output.ttft_s)
+            handle.output.usage = Usage(request.num_prompt_tokens, completion, details)
+        else:
+            handle.output.usage = Usage(
+                request.num_prompt_tokens, completion, handle.output.usage.cached_tokens_details
+            )
+        self._open[handle.request_id] -= 1
+        if self._open[handle.request_id] == 0:
+            del self._open[handle.request_id]
+            handle.output.timings = with_decode(handle.output.timings, request.arrival_s)
+            handle.done = True
+
+
+def _timings(request: Request, ttft_s: float | None) -> Timings:
+    """Of the first choice, which computed the prompt."""
+    if request.scheduled_s is None:
+        return Timings()
+    ready_s = request.scheduled_s if request.pending_s is None else request.pending_s
+    prefill_s = None if ttft_s is None else request.arrival_s + ttft_s - request.scheduled_s
+    return Timings(ready_s - request.arrival_s, request.scheduled_s - ready_s, prefill_s, ttft_s)
+
+
+def with_decode(timings: Timings, arrival_s: float) -> Timings:
+    """To be called at the end of the last choice."""
+    if timings.ttft_s is None:
+        return timings
+    return replace(timings, decode_s=time.monotonic() - arrival_s - timings.ttft_s)

@@ -1,0 +1,184 @@
+"""Checks of what callers hand in: prompts, session ids, lengths. Bounds first, work later; no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+from kvstore.engine.sampling_params import SamplingParams
+from kvstore.errors import ContextLengthError, RequestError
+
+USUAL_CHARS = 8  # of a token: a text that is shorter is tokenized without another look
+PART_CHARS = 2**17
+SEAM_TOKENS = 64  # that a part may have more than where it is not cut off
+_SURROGATE = re.compile("[\ud800-\udfff]")  # in a str of its own: half a pair
+SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+
+
+def check_session_id(session_id: str) -> None:
+    """Raises RequestError unless it is 1 to 128 letters, digits, "_" or "-"."""
+    if not isinstance(session_id, str) or not SESSION_ID.fullmatch(session_id):
+        raise RequestError("a session id has 1 to 128 letters, digits, '_' or '-'", param="session_id")
+
+
+def checked_prompts(
+    prompts: Sequence[str | Sequence[int]] | str, params: SamplingParams | Sequence[SamplingParams] | None
+) -> tuple[list[str | Sequence[int]], list[SamplingParams]]:
+    """Prompts as a list, with one SamplingParams each."""
+    if not isinstance(prompts, Iterable) or isinstance(prompts, dict | bytes):
+        raise RequestError(f"prompts is {prompts!r}; give a list of prompts", param="prompt")
+    listed: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
+    if listed and _is_integer(listed[0]):
+        raise RequestError("prompts is a list of numbers; give a list of prompts, such as [[1, 2, 3]]", param="prompt")
+    if params is None or isinstance(params, SamplingParams):
+        return listed, [params or SamplingParams()] * len(listed)
+    each: list[SamplingParams] = list(params) if isinstance(params, list | tuple) else [params]  # type: ignore[list-item]
+    for one in each:
+        check_params(one)
+    if len(each) != len(listed):
+        raise RequestError(f"{len(listed)} prompts, but {len(each)} sampling parameters; give one for all or one each")
+    return listed, each
+
+
+def check_params(params: object) -> None:
+    """Raises RequestError unless it is a SamplingParams."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"params is {params!r}; give SamplingParams(...)")
+
+
+def check_text(text: object, param: str) -> None:
+    """Raises RequestError unless it is a text that can be encoded."""
+    if not isinstance(text, str):
+        raise RequestError(f"{param} is {text!r}; give a text", param=param)
+    if _SURROGATE.search(text):
+        raise RequestError(f"{param} is not valid Unicode: it holds half a surrogate pair", param=param)
+
+
+@lru_cache(maxsize=4)
+def _longest_token(tokenizer: Any) -> int:
+    """In characters."""
+    return max(map(len, tokenizer.get_vocab()), default=1)
+
+
+def check_chars(texts: Sequence[str], tokenizer: Any, limit: int) -> None:
+    """Raises ContextLengthError for texts that have more than `limit` tokens even if all were the longest there is."""
+    num_chars = sum(map(len, texts))
+    if num_chars > USUAL_CHARS * limit:
+        _check_least(num_chars, num_chars // max(1, _longest_token(tokenizer)), limit)
+
+
+def check_length(texts: Sequence[str], tokenizer: Any, limit: int) -> None:
+    """Raises ContextLengthError for texts that have far more than `limit` tokens, without making all of these.
+
+    What is not certain passes.
+    """
+    check_chars(texts, tokenizer, limit)
+    num_chars = sum(map(len, texts))
+    if num_chars <= USUAL_CHARS * limit:
+        return
+    least = 0
+    for part in _parts(texts):
+        ids = tokenizer.backend_tokenizer.encode_batch_fast([part], add_special_tokens=False)[0].ids
+        least += max(0, len(ids) - SEAM_TOKENS)
+        _check_least(num_chars, least, limit)
+
+
+def _check_least(num_chars: int, least: int, limit: int) -> None:
+    if least > limit:
+        raise ContextLengthError(
+            f"the text has {num_chars} characters, at least {least} tokens, but the context window has {limit}",
+            least,
+            limit,
+        )
+
+
+def _parts(texts: Sequence[str]) -> Iterator[str]:
+    for text in texts:
+        for start in range(0, len(text), PART_CHARS):
+            yield text[start : start + PART_CHARS]
+
+
+def check_owner(tenant: object, cache_salt: object, priority: object) -> None:
+    """Raises RequestError unless tenant and salt are texts and the priority is a whole number."""
+    for name, value in (("tenant", tenant), ("cache_salt", cache_salt)):
+        if not isinstance(value, str):
+            raise RequestError(f"{name} is {value!r}; give a text", param=name)
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise RequestError(f"priority is {priority!r}; give a whole number, lower is earlier", param="priority")
+
+
+def prompt_ids(
+    prompt: str | Sequence[int], tokenizer: Any, vocab_size: int, limit: int | None = None
+) -> list[int]:
+    """Token ids of a prompt: tokenized with the tokenizer's own special tokens, or checked against the vocabulary.
+
+    vocab_size is the model's, which may be larger than the tokenizer's. limit: of tokens, where a text that cannot
+    have so few is not worth the work.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise RequestError("this model has no tokenizer; give prompts as token ids, or tokenizer=", param="prompt")
+        check_text(prompt, "prompt")
+        if limit is not None:
+            check_length([prompt], tokenizer, limit)
+        token_ids = list(tokenizer(prompt)["input_ids"])
+    elif not isinstance(prompt, Iterable):
+        raise RequestError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}", param="prompt")
+    else:
+        token_ids = [int(token_id) if _is_integer(token_id) else -1 for token_id in prompt]
+    check_ids(token_ids, vocab_size)
+    return token_ids
+
+
+def check_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises RequestError for an empty prompt, or ids that the model does not have."""
+    if not token_ids:
+        raise RequestError("the prompt is empty; give at least one token", param="prompt")
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        raise RequestError(f"a prompt's token ids must be whole numbers from 0 to {vocab_size - 1}", param="prompt")
+
+
+def check_ids_of(params: SamplingParams, vocab_size: int) -> None:
+    """Raises RequestError where the parameters name token ids that the model does not have."""
+    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        if ids and max(ids) >= vocab_size:
+            raise RequestError(f"{name} names token {max(ids)}; token ids go from 0 to {vocab_size - 1}", param=name)
+
+
+def _is_integer(value: object) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def check_fits(num_prompt_tokens: int, params: SamplingParams, max_model_len: int, pool_tokens: int) -> int:
+    """Tokens that the answer may have. Raises ContextLengthError with both numbers when the request cannot fit."""
+    limit = min(max_model_len, pool_tokens)
+    where = f"the context window has {limit}" if limit == max_model_len else f"the HBM pool holds {limit}"
+    if num_prompt_tokens >= limit:
+        raise ContextLengthError(
+            f"the prompt has {num_prompt_tokens} tokens, but {where}, and an answer needs at least one",
+            num_prompt_tokens,
+            limit,
+        )
+    if params.max_tokens is None:
+        return limit - num_prompt_tokens
+    total = num_prompt_tokens + params.max_tokens
+    if total > limit:
+        raise ContextLengthError(
+            f"the prompt has {num_prompt_tokens} tokens and max_tokens is {params.max_tokens}, {total} together, "
+            f"but {where}",
+            total,
+            limit,
+        )
+    return params.max_tokens
+
+
+def check_truncation(truncation: str, truncation_reuse: str) -> None:
+    """Raises RequestError for anything but the known ways to truncate."""
+    for name, value, known in (
+        ("truncation", truncation, ("auto", "disabled")),
+        ("truncation_reuse", truncation_reuse, ("reencode", "exact")),
+    ):
+        if value not in known:
+            raise RequestError(f"{name} is {value!r}; give one of {', '.join(known)}", param=name)

@@ -1,0 +1,161 @@
+"""Blocks between arena and paged cache in compiled code: calls native_copy.c, whose structs these are.
+
+Each function answers False for what is not for it: no compiler, a dtype or strides that the code does not know. Then
+`block_copy` does the same with torch operations, bit for bit.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from kvstore.kernels.cpu import native
+from kvstore.rope.rotary import Rotation, Style
+
+MAX_PAIRS = 512  # as in native_copy.c
+_ROTATED = (torch.bfloat16, torch.float32)
+
+
+def _numbers(*names: str) -> list[tuple[str, type]]:
+    return [(name, ctypes.c_int64) for name in names]
+
+
+def _pointers(*names: str) -> list[tuple[str, type]]:
+    return [(name, ctypes.c_void_p) for name in names]
+
+
+class _Load(ctypes.Structure):
+    _fields_ = (
+        *_pointers("slots", "numbers", "positions"),
+        *_numbers("num_loads", "num_slots", "num_blocks", "slot_bytes"),
+        *_numbers("block_size", "num_heads", "head_dim", "item_bytes", "num_threads"),
+    )
+
+
+class _Turn(ctypes.Structure):
+    _fields_ = (
+        *_pointers("cos", "sin"),
+        *_numbers("num_positions", "num_pairs", "item_bytes", "interleaved", "rounds_each_product"),
+    )
+
+
+class _Save(ctypes.Structure):
+    _fields_ = (
+        *_pointers("rows", "slots"),
+        *_numbers("first_row", "num_tokens", "num_rows", "num_slots", "slot_bytes", "block_size", "token_bytes"),
+        *_pointers("arena"),
+    )
+
+
+@cache
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    library.kvstore_load_layer.argtypes = [ctypes.c_void_p] * 5
+    library.kvstore_save_layers.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    return library
+
+
+class NativeLoad:
+    """A load's blocks as the compiled code takes them. slots, block_numbers, positions: int64 on the CPU, [N]."""
+
+    def __init__(
+        self, arena: torch.Tensor, slots: torch.Tensor, block_numbers: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        self._arena = arena
+        self._held = [numbers.contiguous() for numbers in (slots, block_numbers, positions)]
+        num_slots, _, _, *block_shape = arena.shape
+        pointers = [numbers.data_ptr() for numbers in self._held]
+        slot_bytes = arena.stride(0) * arena.element_size()
+        self._load = _Load(
+            *pointers, len(slots), num_slots, 0, slot_bytes, *block_shape, arena.element_size(), torch.get_num_threads()
+        )
+        self._turns: dict[int, _Turn | None] = {}
+
+    def load_layer(
+        self, layer: int, key_cache: torch.Tensor, value_cache: torch.Tensor, rotation: Rotation | None
+    ) -> bool:
+        """As `BlockLoad.load_layer`; raises IndexError, and has written nothing, where a number is out of range."""
+        library, arena = native.library(), self._arena
+        if library is None or not arena.is_contiguous():
+            return False
+        for cache_ in (key_cache, value_cache):
+            if cache_.dtype != arena.dtype or cache_.shape[1:] != arena.shape[3:] or not cache_.is_contiguous():
+                return False
+        turn = None if rotation is None else self._turn(rotation)
+        if rotation is not None and turn is None:
+            return False
+        self._load.num_blocks = min(len(key_cache), len(value_cache))
+        failed = _declared(library).kvstore_load_layer(
+            ctypes.addressof(self._load),
+            None if turn is None else ctypes.addressof(turn),
+            arena.data_ptr() + layer * arena.stride(1) * arena.element_size(),
+            key_cache.data_ptr(),
+            value_cache.data_ptr(),
+        )
+        if failed:
+            raise IndexError("a load names a slot, a block or a position that is not there")
+        return True
+
+    def _turn(self, rotation: Rotation) -> _Turn | None:
+        if id(rotation) not in self._turns:
+            self._turns[id(rotation)] = _turn_of(rotation, self._arena)
+        return self._turns[id(rotation)]
+
+
+def _turn_of(rotation: Rotation, arena: torch.Tensor) -> _Turn | None:
+    """None where the compiled code does not know the dtypes. The rotation's tables must outlive it."""
+    cos, sin = rotation.cos, rotation.sin
+    if cos.dtype != sin.dtype or cos.shape != sin.shape or not (cos.is_contiguous() and sin.is_contiguous()):
+        return None
+    if arena.dtype not in _ROTATED or cos.dtype not in _ROTATED or not cos.is_cpu or cos.shape[-1] > MAX_PAIRS:
+        return None
+    each = cos.dtype == arena.dtype == torch.bfloat16 and not rotation.upcast
+    interleaved = rotation.style is Style.INTERLEAVED
+    return _Turn(cos.data_ptr(), sin.data_ptr(), *cos.shape, cos.element_size(), interleaved, each)
+
+
+def save_layers(
+    arena: torch.Tensor,
+    layers: Sequence[tuple[int, torch.Tensor, torch.Tensor]],
+    rows: torch.Tensor | int,
+    slots: torch.Tensor,
+) -> bool:
+    """As `block_copy.save_layers`. rows: int64, [n], or the first of a run. Raises IndexError as a load does."""
+    library = native.library()
+    if library is None or not (arena.is_cpu and layers[0][1].is_cpu and arena.is_contiguous()):
+        return False
+    table = _layer_table(arena, layers)
+    if table is None:
+        return False
+    item_bytes, head_dim = arena.element_size(), arena.shape[5]
+    slots, pointer, first = slots.contiguous(), None, rows
+    if isinstance(rows, torch.Tensor):
+        rows = rows.contiguous()
+        pointer, first = rows.data_ptr(), 0
+    place = (arena.shape[0], arena.stride(0) * item_bytes, arena.shape[3], arena.shape[4] * head_dim * item_bytes)
+    save = _Save(pointer, slots.data_ptr(), first, len(slots), len(layers[0][1]), *place, arena.data_ptr())
+    if _declared(library).kvstore_save_layers(ctypes.addressof(save), ctypes.addressof(table), len(layers)):
+        raise IndexError("a save names a row or a slot that is not there")
+    return True
+
+
+def _layer_table(
+    arena: torch.Tensor, layers: Sequence[tuple[int, torch.Tensor, torch.Tensor]]
+) -> "ctypes.Array[ctypes.c_int64] | None":
+    """Of each layer its number, where its keys and values are, and the bytes from one token to the next."""
+    dtype, item_bytes, shape = arena.dtype, arena.element_size(), layers[0][1].shape
+    inner, num_layers = arena.stride()[4:], arena.shape[1]
+    if shape[1:] != arena.shape[4:]:
+        return None
+    found: list[int] = []
+    for layer, *pair in layers:
+        strides = []
+        for part in pair:
+            stride = part.stride()
+            if stride[1:] != inner or part.dtype != dtype or part.shape != shape:
+                return None
+            strides.append(stride[0] * item_bytes)
+        if not 0 <= layer < num_layers:
+            return None
+        found += (layer, pair[0].data_ptr(), pair[1].data_ptr(), *strides)
+    return (ctypes.c_int64 * len(found))(*found)

@@ -1,0 +1,201 @@
+/* One layer of N blocks from the CPU arena into the paged cache, keys rotated on the way, and a step's tokens into the
+ * arena: one pass over each. The twins are in reference.py; what is rotated is theirs bit for bit. Called from
+ * copy_native.py, which holds the same structs. A number out of range is answered before anything is written. */
+#include <emmintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { DONE = 0, OUT_OF_RANGE = 1 };
+enum { MAX_PAIRS = 512 }; /* of a head, as in copy_native.py */
+enum { SCRATCH_BYTES = 1 << 14, STREAM_BYTES = 1 << 22, PARALLEL_BYTES = 1 << 17 };
+
+typedef struct {
+    const int64_t *slots, *numbers, *positions; /* of each block: in the arena, in the cache, of its first token */
+    int64_t num_loads, num_slots, num_blocks;
+    int64_t slot_bytes; /* from one slot of the arena to the next */
+    int64_t block_size, num_heads, head_dim, item_bytes;
+    int64_t num_threads;
+} Load;
+
+typedef struct {
+    const void *cos, *sin; /* [num_positions, num_pairs] */
+    int64_t num_positions, num_pairs;
+    int64_t item_bytes;                     /* of cos and sin: 2 is bf16, 4 is float32 */
+    int64_t interleaved, rounds_each_product; /* as kvstore.rope.rotary: the style, and bf16 that is not upcast */
+} Turn;
+
+static inline float widen(uint16_t bits) {
+    uint32_t word = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &word, 4);
+    return value;
+}
+
+/* To nearest even. A NaN that comes from bf16 has no low bits to carry into its sign, so it stays one. */
+static inline uint32_t rounded(float value) {
+    uint32_t word;
+    memcpy(&word, &value, 4);
+    return word + 0x7fff + (word >> 16 & 1);
+}
+
+static inline uint16_t narrow(float value) { return rounded(value) >> 16; }
+
+static inline float as_bf16(float value) {
+    uint32_t word = rounded(value) & 0xffff0000u;
+    memcpy(&value, &word, 4);
+    return value;
+}
+
+static inline float same(float value) { return value; }
+
+/* A token's heads. step: between elements of the pairs' first halves; other: from a first to its second. */
+#define DEFINE_TURN(NAME, TYPE, WIDEN, EACH, NARROW)                                                                   \
+    static inline __attribute__((always_inline)) void NAME##_head(                                                     \
+        const TYPE *restrict in, TYPE *restrict out, const float *restrict cos, const float *restrict sin,             \
+        int64_t num_pairs, int64_t step, int64_t other) {                                                              \
+        for (int64_t i = 0; i < num_pairs; i++) {                                                                      \
+            float a = WIDEN(in[i * step]), b = WIDEN(in[i * step + other]);                                            \
+            out[i * step] = NARROW(EACH(a * cos[i]) - EACH(b * sin[i]));                                               \
+            out[i * step + other] = NARROW(EACH(b * cos[i]) + EACH(a * sin[i]));                                       \
+        }                                                                                                              \
+    }                                                                                                                  \
+    static void NAME(const Load *load, const Turn *turn, const void *source, void *target, const float *cos,           \
+                     const float *sin) {                                                                               \
+        int64_t num_pairs = turn->num_pairs, rest = load->head_dim - 2 * num_pairs;                                    \
+        const TYPE *in = source;                                                                                       \
+        TYPE *out = target;                                                                                            \
+        for (int64_t head = 0; head < load->num_heads; head++, in += load->head_dim, out += load->head_dim) {          \
+            if (turn->interleaved)                                                                                     \
+                NAME##_head(in, out, cos, sin, num_pairs, 2, 1);                                                       \
+            else                                                                                                       \
+                NAME##_head(in, out, cos, sin, num_pairs, 1, num_pairs);                                               \
+            if (rest) memcpy(out + 2 * num_pairs, in + 2 * num_pairs, rest * sizeof(TYPE));                            \
+        }                                                                                                              \
+    }
+
+DEFINE_TURN(turn_each, uint16_t, widen, as_bf16, narrow)
+DEFINE_TURN(turn_once, uint16_t, widen, same, narrow)
+DEFINE_TURN(turn_float, float, same, same, same)
+
+static void widen_row(const void *table, int64_t item_bytes, int64_t row, int64_t width, float *restrict out) {
+    if (item_bytes == 4) {
+        memcpy(out, (const float *)table + row * width, width * 4);
+        return;
+    }
+    const uint16_t *in = (const uint16_t *)table + row * width;
+    for (int64_t i = 0; i < width; i++) out[i] = widen(in[i]);
+}
+
+/* streams: past the caches, which then need not read first what is overwritten. Only where a layer is more than they
+ * would keep until attention reads it: below STREAM_BYTES loading and reading together took longer. */
+static void copy(char *target, const char *source, int64_t num_bytes, int streams) {
+    if (!streams || ((uintptr_t)target | num_bytes) & 15) {
+        memcpy(target, source, num_bytes);
+        return;
+    }
+    for (int64_t at = 0; at < num_bytes; at += 16)
+        _mm_stream_si128((__m128i *)(target + at), _mm_loadu_si128((const __m128i *)(source + at)));
+}
+
+/* The hardware's own prefetching ends at a page, and the next block lies elsewhere. */
+static inline void fetch(const char *start, int64_t num_bytes) {
+    for (int64_t at = 0; at < num_bytes; at += 64) __builtin_prefetch(start + at);
+}
+
+static void turn_token(const Load *load, const Turn *turn, const char *source, char *target, int64_t position) {
+    float cos[MAX_PAIRS], sin[MAX_PAIRS];
+    widen_row(turn->cos, turn->item_bytes, position, turn->num_pairs, cos);
+    widen_row(turn->sin, turn->item_bytes, position, turn->num_pairs, sin);
+    if (load->item_bytes == 4)
+        turn_float(load, turn, source, target, cos, sin);
+    else if (turn->rounds_each_product)
+        turn_each(load, turn, source, target, cos, sin);
+    else
+        turn_once(load, turn, source, target, cos, sin);
+}
+
+/* next: the block after this one, fetched meanwhile with its values. */
+static void turn_block(const Load *load, const Turn *turn, const char *source, char *target, int64_t position,
+                       const char *next, int streams) {
+    char scratch[SCRATCH_BYTES] __attribute__((aligned(64)));
+    int64_t size = load->num_heads * load->head_dim * load->item_bytes;
+    for (int64_t i = 0; i < load->block_size; i++, source += size, target += size, next += size) {
+        fetch(next, size);
+        fetch(next + load->block_size * size, size);
+        int staged = streams && size <= SCRATCH_BYTES;
+        turn_token(load, turn, source, staged ? scratch : target, position + i);
+        if (staged) copy(target, scratch, size, 1);
+    }
+}
+
+static inline int within(int64_t number, int64_t count) { return number >= 0 && number < count; }
+
+static int loads_fit(const Load *load, const Turn *turn) {
+    int64_t num_starts = turn ? turn->num_positions - load->block_size + 1 : 0;
+    for (int64_t i = 0; i < load->num_loads; i++) {
+        if (!within(load->slots[i], load->num_slots) || !within(load->numbers[i], load->num_blocks)) return 0;
+        if (turn && !within(load->positions[i], num_starts)) return 0;
+    }
+    return 1;
+}
+
+/* arena: this layer's raw keys in slot 0, its values behind them. turn: NULL to rotate nothing. */
+int kvstore_load_layer(const Load *load, const Turn *turn, const char *arena, char *key_cache, char *value_cache) {
+    if (!loads_fit(load, turn)) return OUT_OF_RANGE;
+    int64_t size = load->block_size * load->num_heads * load->head_dim * load->item_bytes, last = load->num_loads - 1;
+    int streams = 2 * size * load->num_loads >= STREAM_BYTES;
+#pragma omp parallel num_threads((int)load->num_threads) if (2 * size * load->num_loads >= PARALLEL_BYTES)
+    {
+#pragma omp for schedule(static) nowait
+        for (int64_t i = 0; i <= last; i++) {
+            const char *source = arena + load->slots[i] * load->slot_bytes;
+            const char *next = arena + load->slots[i < last ? i + 1 : i] * load->slot_bytes;
+            char *key = key_cache + load->numbers[i] * size, *value = value_cache + load->numbers[i] * size;
+            if (turn)
+                turn_block(load, turn, source, key, load->positions[i], next, streams);
+            else
+                copy(key, source, size, streams);
+            copy(value, source + size, size, streams);
+        }
+        if (streams) _mm_sfence(); /* each of what it wrote itself: others read it as soon as all are through */
+    }
+    return DONE;
+}
+
+typedef struct {
+    int64_t layer;
+    const char *key, *value;
+    int64_t key_stride, value_stride; /* bytes from one token to the next */
+} Layer;
+
+typedef struct {
+    const int64_t *rows, *slots; /* rows: NULL for a run that begins at first_row */
+    int64_t first_row, num_tokens, num_rows, num_slots;
+    int64_t slot_bytes, block_size, token_bytes;
+    char *arena;
+} Save;
+
+static inline int64_t row_of(const Save *save, int64_t i) { return save->rows ? save->rows[i] : save->first_row + i; }
+
+static int tokens_fit(const Save *save) {
+    int64_t num_places = save->num_slots * save->block_size;
+    for (int64_t i = 0; i < save->num_tokens; i++)
+        if (!within(save->slots[i], num_places) || !within(row_of(save, i), save->num_rows)) return 0;
+    return 1;
+}
+
+/* Raw keys and values of a step's tokens into their token slots, arena slot * block_size + offset. */
+int kvstore_save_layers(const Save *save, const Layer *layers, int64_t num_layers) {
+    if (!tokens_fit(save)) return OUT_OF_RANGE;
+    int64_t size = save->token_bytes, part = save->block_size * size;
+    for (const Layer *from = layers; from < layers + num_layers; from++) {
+        char *arena = save->arena + from->layer * 2 * part;
+        for (int64_t i = 0; i < save->num_tokens; i++) {
+            int64_t row = row_of(save, i), slot = save->slots[i] / save->block_size;
+            char *target = arena + slot * save->slot_bytes + (save->slots[i] - slot * save->block_size) * size;
+            memcpy(target, from->key + row * from->key_stride, size);
+            memcpy(target + part, from->value + row * from->value_stride, size);
+        }
+    }
+    return DONE;
+}

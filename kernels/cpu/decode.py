@@ -1,0 +1,126 @@
+"""Attention of a decode step on a CPU by the C code of `native_decode.c`: one call per layer where torch takes many.
+
+The torch twins: rotation, write and attention of `kvstore.kernels.reference`.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvstore.kernels.cpu import native
+from kvstore.kernels.paged_batch import PagedBatch, Scoring
+from kvstore.rope.rotary import Rotation, Style
+
+MAX_REQUESTS = 64  # so many rotate one after the other; beyond, torch's products of matrices catch up
+MAX_HEAD_DIM = 256
+_HEAD_UNIT = 16  # numbers of a vector: a head is made of whole ones
+CODES = {torch.float32: 0, torch.bfloat16: 1}
+
+_Number, _Address = ctypes.c_int64, ctypes.c_void_p
+_ARGUMENTS: dict[str, list[Any]] = {
+    "kv_decode": [_Address, *[_Address, _Number] * 3, *[_Address] * 4, ctypes.c_float, _Number, _Address],
+    "kv_decode_fits": [_Address],
+}
+
+
+class Step(ctypes.Structure):
+    """`struct kv_step`."""
+
+    _fields_ = (
+        *((name, _Number) for name in ("num_requests", "num_heads", "num_kv_heads", "head_dim", "dtype")),
+        *((name, _Number) for name in ("num_blocks", "block_size", "max_blocks", "table_stride", "num_threads")),
+        *((name, _Address) for name in ("block_table", "context_lens", "slots")),
+    )
+
+
+@cache
+def _functions(library: ctypes.CDLL) -> dict[str, Callable[..., int]]:
+    return native.declared(library, _ARGUMENTS)
+
+
+class DecodeStep:
+    """One step whose requests have one token each; holds what its layers share, and keeps it alive while C reads it."""
+
+    def __init__(
+        self, function: Callable[..., int], step: Step, kept: tuple[Tensor, ...], tables: list[tuple[int, int] | None]
+    ) -> None:
+        self._function, self._step, self._kept, self._tables = function, step, kept, tables
+        self._at = ctypes.addressof(step)
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scoring: Scoring,
+    ) -> Tensor | None:  # [num_tokens, num_heads, head_dim]
+        """Rotate, write and attend, as `write_kv.rotate_and_write` and `attention.paged_attention` after it.
+
+        query: [num_tokens, num_heads, head_dim], key and value with num_kv_heads, raw; rows may be strided. None, and
+        nothing written, for a layer that is not known here: with softcap, sinks or another rotation than of halves.
+        """
+        table, step = self._tables[layer], self._step
+        if table is None or not scoring.plain or any(one.dtype != key_cache.dtype for one in (query, key, value)):
+            return None
+        shape, width = query.shape, step.head_dim
+        starts = query.stride(), key.stride(), value.stride()
+        if any(stride[1] != width or stride[2] != 1 for stride in starts) or shape[1] % step.num_kv_heads:
+            return None
+        step.num_heads = shape[1]
+        out = torch.empty(shape, dtype=query.dtype)
+        self._function(
+            self._at, query.data_ptr(), starts[0][0], key.data_ptr(), starts[1][0], value.data_ptr(), starts[2][0],
+            key_cache.data_ptr(), value_cache.data_ptr(), *table, scoring.scale, scoring.window or 0, out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+
+def decode_step(batch: PagedBatch, cache: Tensor, rotations: Sequence[Rotation | None]) -> DecodeStep | None:
+    """What the layers of this step share; None where torch operations are to compute it.
+
+    cache: one of the step's, [num_blocks, block_size, num_kv_heads, head_dim]; all are alike. rotations: per layer, at
+    the step's positions (see `Rotation.spread_out`).
+    """
+    num_requests = len(batch.context_lens)
+    if cache.device.type != "cpu" or cache.dtype not in CODES or not 0 < num_requests <= MAX_REQUESTS:
+        return None
+    if batch.num_decodes != num_requests or len(batch.slots) != num_requests or not cache.is_contiguous():
+        return None
+    num_blocks, block_size, num_kv_heads, head_dim = cache.shape
+    library = native.library()
+    if library is None or head_dim % _HEAD_UNIT or head_dim > MAX_HEAD_DIM:
+        return None
+    lens, table, slots = torch.tensor(batch.context_lens), batch.block_table, batch.slots.contiguous()
+    if table.dtype != torch.int64 or table.stride(1) != 1:
+        table = table.long().contiguous()
+    step = Step(
+        num_requests, num_kv_heads, num_kv_heads, head_dim, CODES[cache.dtype],
+        num_blocks, block_size, table.shape[1], table.stride(0), torch.get_num_threads(),
+        table.data_ptr(), lens.data_ptr(), slots.data_ptr(),
+    )  # fmt: skip
+    functions = _functions(library)
+    if not functions["kv_decode_fits"](ctypes.addressof(step)):
+        return None
+    known: dict[int, tuple[int, int] | None] = {id(r): tables_of(r, cache) for r in rotations}
+    spread = [r.spread for r in rotations if r is not None and r.spread is not None]
+    kept = (lens, table, slots, *(tensor for s in spread for tensor in (s.cos, s.sin)))
+    return DecodeStep(functions["kv_decode"], step, kept, [known[id(r)] for r in rotations])
+
+
+def tables_of(rotation: Rotation | None, cache: Tensor) -> tuple[int, int] | None:
+    """Addresses of cos and sin, 0 for a layer without rotation; None for a rotation that is not known here."""
+    if rotation is None:
+        return 0, 0
+    spread = rotation.spread
+    if spread is None or rotation.style is not Style.HALF or spread.cos.dtype != cache.dtype:
+        return None
+    if spread.cos.shape[-1] != cache.shape[-1] or not (spread.cos.is_contiguous() and spread.sin.is_contiguous()):
+        return None
+    return spread.cos.data_ptr(), spread.sin.data_ptr()

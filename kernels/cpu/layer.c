@@ -1,0 +1,401 @@
+/* What a step of a few rows computes of a layer beside its attention: norms, and products with weights as oneDNN has
+ * packed them: [out / COLUMNS][in / 2][COLUMNS][2], bfloat16, COLUMNS being 32 for tiles (AMX) and 64 for vectors, the last
+ * block filled up. Such a product is bound by memory, and a weight is fetched far ahead of its use, which oneDNN does not do (bench/LOG.md). */
+
+#include "tiles.h"
+#include "vectors.h"
+
+#define PARALLEL_ELEMENTS (128 * 1024) /* of an input to be normalised */
+#define AHEAD 8192                     /* bytes of a weight between what is fetched and what is used */
+
+/* One row. wide: the scale is float32, and applied before rounding, else after. */
+INLINE void norm_row(const void *x, const void *scale, void *out, int64_t width, float eps, bool wide, bool narrow)
+{
+    floats sums[4] = {};
+    int64_t i = 0;
+    for (; i + 4 * LANES <= width; i += 4 * LANES)
+        for (int j = 0; j < 4; j++) {
+            floats value = load(x, i + j * LANES, narrow);
+            sums[j] = fused(value, value, sums[j]);
+        }
+    float sum = total((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    for (; i < width; i++)
+        sum += get(x, i, narrow) * get(x, i, narrow);
+    float inverse = (float)(1.0 / sqrt((double)sum / (double)width + eps)); /* the trial is strict: 2 ulps */
+    if (wide)
+        for (i = 0; i < width; i++)
+            put(out, i, get(x, i, narrow) * inverse * ((const float *)scale)[i], narrow);
+    else
+        for (i = 0; i < width; i++)
+            put(out, i, as_held(get(x, i, narrow) * inverse, narrow) * get(scale, i, narrow), narrow);
+}
+
+INLINE void norm_rows(const void *x, const void *scale, void *out, int64_t num_rows, int64_t inner, int64_t stride,
+                      int64_t width, float eps, bool wide, bool narrow, int num_threads)
+{
+    int64_t size = narrow ? 2 : 4;
+#pragma omp parallel for num_threads(num_threads) if (num_rows * width >= PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < num_rows; row++)
+        norm_row((const char *)x + (row / inner * stride + row % inner * width) * size, scale,
+                 (char *)out + row * width * size, width, eps, wide, narrow);
+}
+
+/* Root mean square norm of [num_rows / inner, inner, width], of which the outer dimension has a stride. out is
+ * contiguous. variant: 1: the input is bfloat16, else float32; 2: wide. */
+int rms_norm(const void *x, const void *scale, void *out, int64_t num_rows, int64_t inner, int64_t stride,
+             int64_t width, float eps, int variant, int num_threads)
+{
+    if (variant == 0)
+        norm_rows(x, scale, out, num_rows, inner, stride, width, eps, false, false, num_threads);
+    else if (variant == 1)
+        norm_rows(x, scale, out, num_rows, inner, stride, width, eps, false, true, num_threads);
+    else if (variant == 2)
+        norm_rows(x, scale, out, num_rows, inner, stride, width, eps, true, false, num_threads);
+    else
+        norm_rows(x, scale, out, num_rows, inner, stride, width, eps, true, true, num_threads);
+    return 0;
+}
+
+/* y = x * weight + bias; x: [rows, in], y: [rows, out], contiguous. bias: null for none. in: a multiple of 32, out: of
+ * LANES. */
+struct product {
+    const uint16_t *weight, *bias;
+    int64_t in, out;
+};
+
+/* scale: float32 if wide, else bfloat16. */
+struct norm {
+    const void *scale;
+    float eps;
+    int64_t width, wide;
+};
+
+/* A layer, its attention left out. gelu: the gate is gelu by its tanh formula, else silu. */
+struct layer_parts {
+    struct norm before, between;
+    struct product qkv, out, gate, up, down;
+    int64_t gelu;
+};
+
+#if defined HAS_TILES
+#define HAS_PRODUCTS
+#define COLUMNS 32    /* of a weight that stand together */
+#define GROUP_ROWS 32 /* that are multiplied at once, and all there may be: more of them oneDNN does faster */
+
+/* Tiles 0 to 3: sums, by half of the rows and half of the columns; 4, 5: rows of x; 6, 7: columns of the weight. */
+INLINE void shape_tiles(struct tile_shapes *before, int64_t rows)
+{
+    struct tile_shapes shapes = full_tiles();
+    int64_t second = rows > 16 ? rows - 16 : 1, first = rows > 16 ? 16 : rows;
+    shapes.rows[0] = shapes.rows[1] = shapes.rows[4] = first;
+    shapes.rows[2] = shapes.rows[3] = shapes.rows[5] = second;
+    set_tiles(before, &shapes);
+}
+
+/* Sums of one block of columns, [rows, 32], without bias. */
+INLINE void multiply(const struct product *product, int64_t block, const uint16_t *x, int64_t rows, float *sums,
+                     bool is_first)
+{
+    (void)is_first;
+    const char *weight = (const char *)(product->weight + block * COLUMNS * product->in);
+    int64_t stride = product->in * 2;
+    settle();
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < product->in; k += 32, weight += 2048) {
+        for (int i = 0; i < 2048; i += 64)
+            _mm_prefetch(weight + AHEAD + i, _MM_HINT_T0);
+        _tile_loadd(4, (x + k), stride);
+        _tile_loadd(6, weight, 128);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, (weight + 64), 128);
+        _tile_dpbf16ps(1, 4, 7);
+        if (rows > 16) {
+            _tile_loadd(5, (x + 16 * product->in + k), stride);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, COLUMNS * 4);
+    _tile_stored(1, (sums + 16), COLUMNS * 4);
+    if (rows > 16) {
+        _tile_stored(2, (sums + 16 * COLUMNS), COLUMNS * 4);
+        _tile_stored(3, (sums + 16 * COLUMNS + 16), COLUMNS * 4);
+    }
+}
+
+#elif defined __AVX512F__ && defined __AVX512BF16__
+#define HAS_PRODUCTS
+#define COLUMNS 64
+#define GROUP_ROWS 30
+#define ROWS_AT_ONCE 6 /* their sums, 4 vectors of a weight and one number of x fit into the registers */
+#define DEPTH 2048     /* of a block of a weight, 256 KiB, which stay in a cache while all rows of a group meet them */
+
+struct tile_shapes {
+    char none;
+};
+
+INLINE void shape_tiles(struct tile_shapes *before, int64_t rows)
+{
+    (void)before, (void)rows;
+}
+
+INLINE void restore_tiles(const struct tile_shapes *before)
+{
+    (void)before;
+}
+
+/* Sums of so many rows, a constant, and one block of columns, over so much of `in`: added to those that are there, or in
+ * place of them. is_first: the weight comes from memory, else from a cache. */
+INLINE void multiply_rows(const uint16_t *weight, const uint16_t *x, int64_t stride, int64_t depth, int num_rows,
+                          float *sums, bool adds, bool is_first)
+{
+    __m512 found[ROWS_AT_ONCE][4];
+    for (int row = 0; row < num_rows; row++)
+        for (int i = 0; i < 4; i++)
+            found[row][i] = adds ? _mm512_loadu_ps(sums + row * COLUMNS + i * LANES) : _mm512_setzero_ps();
+    for (int64_t k = 0; k < depth; k += 2, weight += 2 * COLUMNS) {
+        __m512bh columns[4];
+        for (int i = 0; i < 4; i++) {
+            if (is_first)
+                _mm_prefetch((const char *)(weight + 32 * i) + AHEAD, _MM_HINT_T0);
+            columns[i] = (__m512bh)_mm512_loadu_si512(weight + 32 * i);
+        }
+        for (int row = 0; row < num_rows; row++) {
+            int32_t pair;
+            memcpy(&pair, x + row * stride + k, sizeof pair);
+            __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+            for (int i = 0; i < 4; i++)
+                found[row][i] = _mm512_dpbf16_ps(found[row][i], both, columns[i]);
+        }
+    }
+    for (int row = 0; row < num_rows; row++)
+        for (int i = 0; i < 4; i++)
+            _mm512_storeu_ps(sums + row * COLUMNS + i * LANES, found[row][i]);
+}
+
+/* Sums of one block of columns, [rows, 64], without bias. is_first: of the rows that meet this block. */
+INLINE void multiply(const struct product *product, int64_t block, const uint16_t *x, int64_t rows, float *sums,
+                     bool is_first)
+{
+    int64_t in = product->in, num_parts = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    for (int64_t k = 0; k < in; k += DEPTH) {
+        const uint16_t *weight = product->weight + (block * in + k) * COLUMNS;
+        int64_t depth = in - k < DEPTH ? in - k : DEPTH;
+        for (int64_t part = 0, done = 0, count; part < num_parts; part++, done += count) {
+            const uint16_t *from = x + done * in + k;
+            float *to = sums + done * COLUMNS;
+            bool first = is_first && part == 0;
+            count = (rows - done) / (num_parts - part);
+            if (count == 1)
+                multiply_rows(weight, from, in, depth, 1, to, k, first);
+            else if (count == 2)
+                multiply_rows(weight, from, in, depth, 2, to, k, first);
+            else if (count == 3)
+                multiply_rows(weight, from, in, depth, 3, to, k, first);
+            else if (count == 4)
+                multiply_rows(weight, from, in, depth, 4, to, k, first);
+            else if (count == 5)
+                multiply_rows(weight, from, in, depth, 5, to, k, first);
+            else
+                multiply_rows(weight, from, in, depth, 6, to, k, first);
+        }
+    }
+}
+
+#endif
+
+#ifdef HAS_PRODUCTS
+
+INLINE int64_t num_blocks(const struct product *product)
+{
+    return (product->out + COLUMNS - 1) / COLUMNS;
+}
+
+/* Columns of it that are not there to fill it up. */
+INLINE int64_t in_block(const struct product *product, int64_t block)
+{
+    int64_t left = product->out - block * COLUMNS;
+    return left < COLUMNS ? left : COLUMNS;
+}
+
+INLINE void store(uint16_t *to, floats x)
+{
+    __m256i halves = (__m256i)_mm512_cvtneps_pbh(x);
+    memcpy(to, &halves, sizeof halves);
+}
+
+/* Half a row of a block, with its bias. */
+INLINE floats biased(const struct product *product, int64_t column, const float *sums)
+{
+    floats x = load(sums, 0, false);
+    if (product->bias)
+        x += load(product->bias, column, true);
+    return x;
+}
+
+/* One block of y, with `added` where there is some, [rows, out]: rounded once. */
+INLINE void finish(const struct product *product, int64_t block, const uint16_t *x, const uint16_t *added, uint16_t *y,
+                   int64_t rows, bool is_first)
+{
+    float sums[GROUP_ROWS * COLUMNS];
+    multiply(product, block, x, rows, sums, is_first);
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0, width = in_block(product, block); i < width; i += LANES) {
+            int64_t column = block * COLUMNS + i, at = row * product->out + column;
+            floats value = biased(product, column, sums + row * COLUMNS + i);
+            if (added)
+                value += load(added, at, true);
+            store(y + at, value);
+        }
+}
+
+/* x * sigmoid(x), or gelu by its tanh formula, which is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)). */
+INLINE floats activated(floats x, bool gelu)
+{
+    floats by = x;
+    if (gelu)
+        by = 1.59576912f * (x + 0.044715f * x * x * x);
+    floats small = exponential((floats)((ints)by | (int32_t)0x80000000)); /* e^-|by| */
+    floats whole = 1.0f / (1.0f + small);
+    return x * chosen(by < 0.0f, whole, small * whole);
+}
+
+/* One block of activated(gate(x)) * up(x); the gate is rounded before it is multiplied. */
+INLINE void finish_gated(const struct layer_parts *parts, int64_t block, const uint16_t *x, uint16_t *y, int64_t rows,
+                         bool is_first)
+{
+    float gates[GROUP_ROWS * COLUMNS], sums[GROUP_ROWS * COLUMNS];
+    multiply(&parts->gate, block, x, rows, gates, is_first);
+    multiply(&parts->up, block, x, rows, sums, is_first);
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0, width = in_block(&parts->up, block); i < width; i += LANES) {
+            int64_t column = block * COLUMNS + i, at = row * parts->up.out + column, from = row * COLUMNS + i;
+            uint16_t gate[LANES];
+            store(gate, activated(biased(&parts->gate, column, gates + from), parts->gelu));
+            store(y + at, biased(&parts->up, column, sums + from) * load(gate, 0, true));
+        }
+}
+
+/* In a parallel region: all rows, divided among its threads. */
+INLINE void normalise(const struct norm *norm, const uint16_t *x, uint16_t *y, int64_t rows)
+{
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; row++)
+        if (norm->wide)
+            norm_row(x + row * norm->width, norm->scale, y + row * norm->width, norm->width, norm->eps, true, true);
+        else
+            norm_row(x + row * norm->width, norm->scale, y + row * norm->width, norm->width, norm->eps, false, true);
+}
+
+/* Of the group that begins with this row. */
+INLINE int64_t in_group(int64_t rows, int64_t row)
+{
+    return rows - row < GROUP_ROWS ? rows - row : GROUP_ROWS;
+}
+
+/* In a parallel region. Blocks are taken one by one: a thread whose core has other work takes fewer. */
+INLINE void compute(const struct product *product, const uint16_t *x, const uint16_t *added, uint16_t *y, int64_t rows)
+{
+#pragma omp for schedule(dynamic)
+    for (int64_t block = 0; block < num_blocks(product); block++)
+        for (int64_t row = 0; row < rows; row += GROUP_ROWS) {
+            const uint16_t *sum = added ? added + row * product->out : 0;
+            finish(product, block, x + row * product->in, sum, y + row * product->out, in_group(rows, row), !row);
+        }
+}
+
+#endif
+
+/* Whether tiles can be used: the system has to allow a process that. */
+int kv_has_tiles(void)
+{
+    return may_use_tiles();
+}
+
+/* How many rows the products below take. */
+int kv_product_rows(void)
+{
+#ifdef HAS_TILES
+    return GROUP_ROWS;
+#else
+    return 1 << 20;
+#endif
+}
+
+/* How many columns of a weight stand together for the products below; 0: there are none. */
+int kv_product_columns(void)
+{
+#if defined HAS_TILES
+    return may_use_tiles() ? COLUMNS : 0;
+#elif defined HAS_PRODUCTS
+    return COLUMNS;
+#else
+    return 0;
+#endif
+}
+
+/* This and what follows: only where there are products; rows: at most as many as they take. Each returns 0. */
+int kv_product(const struct product *product, const uint16_t *x, uint16_t *y, int64_t rows, int num_threads)
+{
+#ifdef HAS_PRODUCTS
+#pragma omp parallel num_threads(num_threads)
+    {
+        struct tile_shapes before;
+        shape_tiles(&before, rows);
+        compute(product, x, 0, y, rows);
+        restore_tiles(&before);
+    }
+    return 0;
+#else
+    return -1;
+#endif
+}
+
+/* The layer up to its attention: norm and joined product of q, k and v. scratch: [rows, in]. */
+int kv_before_attention(const struct layer_parts *parts, const uint16_t *x, uint16_t *scratch, uint16_t *y,
+                        int64_t rows, int num_threads)
+{
+#ifdef HAS_PRODUCTS
+#pragma omp parallel num_threads(num_threads)
+    {
+        struct tile_shapes before;
+        shape_tiles(&before, rows);
+        normalise(&parts->before, x, scratch, rows);
+        compute(&parts->qkv, scratch, 0, y, rows);
+        restore_tiles(&before);
+    }
+    return 0;
+#else
+    return -1;
+#endif
+}
+
+/* The layer behind it. attended: [rows, in of `out`]; x, which is added, and y: [rows, hidden]; scratch: 2 * [rows,
+ * hidden] + [rows, out of `gate`]. */
+int kv_after_attention(const struct layer_parts *parts, const uint16_t *attended, const uint16_t *x, uint16_t *scratch,
+                       uint16_t *y, int64_t rows, int num_threads)
+{
+#ifdef HAS_PRODUCTS
+    uint16_t *sum = scratch, *normed = sum + rows * parts->out.out, *hidden = normed + rows * parts->out.out;
+#pragma omp parallel num_threads(num_threads)
+    {
+        struct tile_shapes before;
+        shape_tiles(&before, rows);
+        compute(&parts->out, attended, x, sum, rows);
+        normalise(&parts->between, sum, normed, rows);
+#pragma omp for schedule(dynamic)
+        for (int64_t block = 0; block < num_blocks(&parts->up); block++)
+            for (int64_t row = 0; row < rows; row += GROUP_ROWS)
+                finish_gated(parts, block, normed + row * parts->up.in, hidden + row * parts->up.out,
+                             in_group(rows, row), !row);
+        compute(&parts->down, hidden, sum, y, rows);
+        restore_tiles(&before);
+    }
+    return 0;
+#else
+    return -1;
+#endif
+}

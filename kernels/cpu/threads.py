@@ -1,0 +1,162 @@
+"""The computing threads of a process: binds two of them to its two processors, and does with one beside other work.
+
+The helper, which slept while nobody asked, may be woken on the processor of the thread that waits for it, and stay
+there for the whole of a prefill: a turn after a pause took up to twice as long (bench/LOG.md). Not for more than two:
+OpenMP ends threads when a smaller team is asked for, and new ones would all inherit the processor of the caller. Nor
+does one of more than two decode alone: it would read weights more slowly than all of them, though one has to wait.
+"""
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvstore.kernels.cpu import native
+
+FEW_ROWS = 16  # a step of so many reads weights more than it computes: one thread does it nearly as fast as two
+LOOK_S = 0.05  # of computing between two looks at how long threads have waited
+CROWDED_SHARE = 0.25  # of that time, spent waiting for a processor by both threads together
+PATIENCE_S = (1.0, 8.0)  # until all threads are tried again: at first, and at most
+TEAM = 2  # threads, of which one may decode alone
+_USERS_OWN = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+
+
+@dataclass(slots=True)
+class _Bound:
+    """A thread that `bind_threads` has bound."""
+
+    own: set[int]  # its processor
+    before: set[int]  # where it could run before
+    roams: bool = False
+
+
+_here = threading.local()  # `bound` where the calling thread is
+
+
+def bind_threads(environment: Mapping[str, str] = os.environ) -> bool:
+    """Bind the calling thread and its helper, if there are two processors for them. Whether it did.
+
+    Threads that the caller starts later inherit its processor. What the user has set in the environment counts.
+    """
+    library = native.library()
+    if library is None or not hasattr(os, "sched_getaffinity") or any(name in environment for name in _USERS_OWN):
+        return False
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) != 2 or torch.get_num_threads() != 2:
+        return False
+    if library.kv_bind_threads((ctypes.c_int * 2)(*cpus), 2) != 0:
+        return False
+    _here.bound = _Bound(set(cpus[:1]), set(cpus))
+    return True
+
+
+class Team:
+    """Both computing threads for a step, or one for a step of few rows while others want the processors, too.
+
+    Threads of a team wait for one another. Where one of them shares its processor, all take twice as long, and a thread
+    alone would not, if it may go where there is room (bench/LOG.md).
+    """
+
+    def __init__(self, threads: "Threads | None" = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._threads, self._clock = threads or Threads(), clock
+        self._seen_s: float | None = None
+        self._computed_s = 0.0  # with all threads since the last look
+        self._patience_s = PATIENCE_S[0]
+        self._alone_until: float | None = None
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether others wanted the processors when this was last looked at."""
+        return self._alone_until is not None
+
+    @contextmanager
+    def step(self, num_rows: int) -> Iterator[None]:
+        """In here a step of so many rows is computed by the calling thread and those that help it."""
+        began, num_threads = self._clock(), torch.get_num_threads()
+        is_waiting = self._alone_until is not None and began < self._alone_until
+        is_alone = is_waiting and num_threads == TEAM and num_rows <= FEW_ROWS
+        self._threads.roam(is_alone)
+        if is_alone:
+            self._threads.use(1)
+            try:
+                yield
+            finally:
+                self._threads.use(num_threads)
+        elif is_waiting or num_threads != TEAM:
+            yield
+        else:
+            if self._computed_s == 0.0:
+                self._seen_s = self._threads.waited_s()
+            yield
+            self._look(self._clock() - began)
+
+    def _look(self, computed_s: float) -> None:
+        self._computed_s += computed_s
+        if self._computed_s < LOOK_S:
+            return
+        waited_s = self._threads.waited_s()
+        share = 0.0 if waited_s is None or self._seen_s is None else (waited_s - self._seen_s) / self._computed_s
+        if share <= CROWDED_SHARE:
+            self._alone_until, self._patience_s = None, PATIENCE_S[0]
+        else:
+            if self._alone_until is not None:
+                self._patience_s = min(2 * self._patience_s, PATIENCE_S[1])
+            self._alone_until = self._clock() + self._patience_s
+        self._computed_s = 0.0
+
+
+class Threads:
+    """The team of whichever thread calls: how long it waits for processors, how many compute, where the caller runs."""
+
+    def __init__(self) -> None:
+        self._caller: int | None = None
+        self._ids: list[int] = []
+
+    def waited_s(self) -> float | None:
+        """Seconds for which its threads were ready and had no processor, as Linux counts them.
+
+        None where it does not, and at the first call of a thread.
+        """
+        library = native.library()
+        if library is None:
+            return None
+        if self._caller != threading.get_ident():
+            self._caller, num_threads = threading.get_ident(), torch.get_num_threads()
+            ids = (ctypes.c_int * num_threads)()
+            library.kv_team(ids, num_threads)
+            self._ids = list(ids)
+            return None
+        try:
+            files = [Path(f"/proc/self/task/{one}/schedstat") for one in self._ids]
+            return sum(int(file.read_text().split()[1]) for file in files) / 1e9
+        except (OSError, IndexError, ValueError):
+            self._caller = None  # a thread has ended, or this system does not count
+            return None
+
+    def use(self, count: int) -> None:
+        """So many compute from now on."""
+        library = native.library()
+        if library is not None:
+            library.kv_use_threads(count)
+
+    def roam(self, may_roam: bool) -> None:
+        """The caller may run wherever its team does, or on its own processor again.
+
+        Only one that `bind_threads` has bound: where others run is up to whoever owns them.
+        """
+        bound: _Bound | None = getattr(_here, "bound", None)
+        if bound is None or bound.roams == may_roam:
+            return
+        places = (bound.before, bound.own) if bound.roams else (bound.own, bound.before)
+        if os.sched_getaffinity(0) != places[0]:  # the user has moved it since, who counts
+            _here.bound = None
+            return
+        bound.roams = may_roam
+        with suppress(OSError):  # these processors were taken from the process
+            os.sched_setaffinity(0, places[1])

@@ -1,0 +1,326 @@
+"""Triton kernels that move KV: a step's into the paged cache, the arena's blocks into it, a step's into the arena.
+
+The arena is host memory that the device reads and writes directly over the bus. Keys are rotated in registers with the
+rounding of `kvstore.rope.rotary.rotate`: products and sum are computed in float32 and rounded each, never fused. Twins
+of everything here are in `kvstore.kernels.reference`. Callers see to the order of streams.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import groupby
+
+import torch
+import triton
+import triton.language as tl
+
+from kvstore.kernels.device import to_device
+from kvstore.rope.rotary import Rotation, Style
+
+# The bus, not the device, bounds loads and saves. A read over PCIe takes 1 to 2 us, so 55 GB/s want about 100 KB on
+# their way: 16 programs have 64 bytes per thread, 256 KB, and leave all but 16 multiprocessors to the computation.
+NUM_PROGRAMS = 16
+NUM_WARPS = 8
+TILE = 4096  # elements of keys, and of values, that a program moves at a time: two 16-byte loads per thread for each
+
+RawLayer = tuple[int, torch.Tensor, torch.Tensor]  # layer, raw keys and values, [num_tokens, num_kv_heads, head_dim]
+CachedLayer = tuple[int, torch.Tensor, torch.Tensor]  # layer, key and value cache
+
+
+# -- parts of kernels: `rows`, [n, 1], are pointers to the first element of heads --------------------------------------
+@triton.jit
+def _load_pairs(rows, mask, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The two elements of each pair, [n, HALF padded] each."""
+    if INTERLEAVED:
+        both = tl.arange(0, 2 * triton.next_power_of_2(HALF))[None, :]
+        pairs = tl.load(rows + both, mask=mask & (both < 2 * HALF))
+        first, second = tl.split(tl.reshape(pairs, (pairs.shape[0], pairs.shape[1] // 2, 2)))
+    else:
+        pair = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
+        first = tl.load(rows + pair, mask=mask & (pair < HALF))
+        second = tl.load(rows + HALF + pair, mask=mask & (pair < HALF))
+    return first, second
+
+
+@triton.jit
+def _store_pairs(rows, mask, first, second, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    if INTERLEAVED:
+        both = tl.arange(0, 2 * triton.next_power_of_2(HALF))[None, :]
+        pairs = tl.reshape(tl.join(first, second), (first.shape[0], 2 * first.shape[1]))
+        tl.store(rows + both, pairs, mask=mask & (both < 2 * HALF))
+    else:
+        pair = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
+        tl.store(rows + pair, first, mask=mask & (pair < HALF))
+        tl.store(rows + HALF + pair, second, mask=mask & (pair < HALF))
+
+
+@triton.jit
+def _load_angles(rows, mask, HALF: tl.constexpr):
+    pair = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
+    return tl.load(rows + pair, mask=mask & (pair < HALF)).to(tl.float32)
+
+
+@triton.jit
+def _turn(first, second, cos, sin, ROUNDS_ONCE: tl.constexpr):
+    dtype: tl.constexpr = first.dtype
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    a_cos, b_sin, b_cos, a_sin = a * cos, b * sin, b * cos, a * sin
+    if not ROUNDS_ONCE:
+        a_cos, b_sin = a_cos.to(dtype).to(tl.float32), b_sin.to(dtype).to(tl.float32)
+        b_cos, a_sin = b_cos.to(dtype).to(tl.float32), a_sin.to(dtype).to(tl.float32)
+    return (a_cos - b_sin).to(dtype), (b_cos + a_sin).to(dtype)
+
+
+@triton.jit
+def _load_rest(rows, mask, START: tl.constexpr, END: tl.constexpr):
+    element = START + tl.arange(0, triton.next_power_of_2(END - START))[None, :]
+    return tl.load(rows + element, mask=mask & (element < END))
+
+
+@triton.jit
+def _store_rest(rows, mask, values, START: tl.constexpr, END: tl.constexpr):
+    element = START + tl.arange(0, triton.next_power_of_2(END - START))[None, :]
+    tl.store(rows + element, values, mask=mask & (element < END))
+
+
+# -- a step's keys and values into the paged cache ---------------------------------------------------------------------
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _write_kernel(
+    query, key, value, new_query, new_key, key_cache, value_cache, slots, cos, sin,
+    query_token, query_head, key_token, key_head, value_token, value_head,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ROUNDS_ONCE: tl.constexpr,
+):  # fmt: skip
+    """One program per token: all its heads. HALF: pairs of a head that are rotated; 0: write only."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    kv_head = tl.arange(0, triton.next_power_of_2(NUM_KV_HEADS))[:, None]
+    is_kv_head = kv_head < NUM_KV_HEADS
+    is_written = is_kv_head & (slot >= 0)
+    key_rows = key + token * key_token + kv_head * key_head
+    value_rows = value + token * value_token + kv_head * value_head
+    cached = slot * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
+    values = _load_rest(value_rows, is_kv_head, 0, HEAD_DIM)
+    if HALF > 0:
+        head = tl.arange(0, triton.next_power_of_2(NUM_HEADS))[:, None]
+        is_head = head < NUM_HEADS
+        query_rows = query + token * query_token + head * query_head
+        query_out = new_query + token * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
+        key_out = new_key + token * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
+        first, second = _load_pairs(key_rows, is_kv_head, HALF, INTERLEAVED)
+        query_first, query_second = _load_pairs(query_rows, is_head, HALF, INTERLEAVED)
+        # Each head loads the angles anew, from L1: one row for all heads would go through shared memory.
+        angle, query_angle = token * HALF + kv_head * 0, token * HALF + head * 0
+        cosines, sines = _load_angles(cos + angle, is_kv_head, HALF), _load_angles(sin + angle, is_kv_head, HALF)
+        first, second = _turn(first, second, cosines, sines, ROUNDS_ONCE)
+        _store_pairs(key_out, is_kv_head, first, second, HALF, INTERLEAVED)
+        _store_pairs(key_cache + cached, is_written, first, second, HALF, INTERLEAVED)
+        cosines, sines = _load_angles(cos + query_angle, is_head, HALF), _load_angles(sin + query_angle, is_head, HALF)
+        query_first, query_second = _turn(query_first, query_second, cosines, sines, ROUNDS_ONCE)
+        _store_pairs(query_out, is_head, query_first, query_second, HALF, INTERLEAVED)
+        if 2 * HALF < HEAD_DIM:
+            _store_rest(query_out, is_head, _load_rest(query_rows, is_head, 2 * HALF, HEAD_DIM), 2 * HALF, HEAD_DIM)
+    if 2 * HALF < HEAD_DIM:
+        rest = _load_rest(key_rows, is_kv_head, 2 * HALF, HEAD_DIM)
+        _store_rest(key_cache + cached, is_written, rest, 2 * HALF, HEAD_DIM)
+        if HALF > 0:
+            _store_rest(key_out, is_kv_head, rest, 2 * HALF, HEAD_DIM)
+    _store_rest(value_cache + cached, is_written, values, 0, HEAD_DIM)
+
+
+def rotate_and_write(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    rotation: Rotation | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `kvstore.kernels.write_kv.rotate_and_write`: rotated query and key, new and contiguous; without rotation as
+    given."""
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads, half = key.shape[1], 0 if rotation is None else rotation.cos.shape[-1]
+    assert key_cache.is_contiguous() and value_cache.is_contiguous() and slots.dtype == torch.int64
+    assert rotation is None or (rotation.cos.is_contiguous() and rotation.sin.is_contiguous())
+    assert rotation is None or len(rotation.cos) == num_tokens
+    query_in, key_in, value_in = _rows_of(query), _rows_of(key), _rows_of(value)
+    new_query, new_key = query, key
+    if rotation is not None:
+        new_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+        new_key = torch.empty_like(key, memory_format=torch.contiguous_format)
+    if not num_tokens:
+        return new_query, new_key
+    pairs = triton.next_power_of_2(num_kv_heads) * triton.next_power_of_2(half or head_dim)
+    _write_kernel[(num_tokens,)](
+        query_in, key_in, value_in, new_query, new_key, key_cache, value_cache, slots,
+        None if rotation is None else rotation.cos, None if rotation is None else rotation.sin,
+        *query_in.stride()[:2], *key_in.stride()[:2], *value_in.stride()[:2],
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+        HALF=half, INTERLEAVED=rotation is not None and rotation.style is Style.INTERLEAVED,
+        ROUNDS_ONCE=rotation is not None and rotation.rounds_once(key.dtype),
+        num_warps=min(max(pairs // 256, 1), 8),  # so few that each thread has 16 bytes of a tile of keys
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return new_query, new_key
+
+
+def write(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """As `kvstore.kernels.reference.write_kv`."""
+    rotate_and_write(key, key, value, key_cache, value_cache, slots, None)
+
+
+def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+# -- blocks of the arena into the paged cache --------------------------------------------------------------------------
+@triton.jit(do_not_specialize=["num_blocks", "num_layers"])
+def _load_kernel(
+    arena, layers, places, cos, sin, num_blocks, num_layers, slot_stride, layer_stride, part_stride,
+    BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_ROWS: tl.constexpr,
+    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ROUNDS_ONCE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Items are NUM_ROWS heads of a block in one layer, keys and values; each program takes every so many-th.
+
+    layers: (number, address of the key cache, of the value cache).
+    """
+    BLOCK_ROWS: tl.constexpr = BLOCK_SIZE * NUM_KV_HEADS
+    NUM_PARTS: tl.constexpr = triton.cdiv(BLOCK_ROWS, NUM_ROWS)
+    layer_items = num_blocks * NUM_PARTS
+    item = tl.program_id(0)
+    while item < num_layers * layer_items:
+        layer = layers + item // layer_items * 3
+        keys = arena + tl.load(layer) * layer_stride
+        values = keys + part_stride
+        key_cache, value_cache = tl.load(layer + 1).to(arena.dtype), tl.load(layer + 2).to(arena.dtype)
+        if ALIGNED:
+            key_cache, value_cache = tl.multiple_of(key_cache, 16), tl.multiple_of(value_cache, 16)
+        place = places + item % layer_items // NUM_PARTS
+        slot, number, position = tl.load(place), tl.load(place + num_blocks), tl.load(place + 2 * num_blocks)
+        row = item % NUM_PARTS * NUM_ROWS + tl.arange(0, NUM_ROWS)[:, None]
+        mask = row < BLOCK_ROWS
+        source = slot * slot_stride + row * HEAD_DIM
+        target = number * (BLOCK_ROWS * HEAD_DIM) + row * HEAD_DIM
+        value = _load_rest(values + source, mask, 0, HEAD_DIM)
+        if HALF > 0:
+            first, second = _load_pairs(keys + source, mask, HALF, INTERLEAVED)
+            angle = (position + row // NUM_KV_HEADS) * HALF
+            cosines, sines = _load_angles(cos + angle, mask, HALF), _load_angles(sin + angle, mask, HALF)
+            first, second = _turn(first, second, cosines, sines, ROUNDS_ONCE)
+            _store_pairs(key_cache + target, mask, first, second, HALF, INTERLEAVED)
+        if 2 * HALF < HEAD_DIM:
+            rest = _load_rest(keys + source, mask, 2 * HALF, HEAD_DIM)
+            _store_rest(key_cache + target, mask, rest, 2 * HALF, HEAD_DIM)
+        _store_rest(value_cache + target, mask, value, 0, HEAD_DIM)
+        item += tl.num_programs(0)
+
+
+def load(arena: torch.Tensor, layers: Sequence[CachedLayer], places: torch.Tensor, rotation: Rotation | None) -> None:
+    """N blocks of some layers, in order; arena and caches as in `kvstore.kernels.reference.load_blocks`, the arena
+    pinned host memory.
+
+    places: [3, N] int64 on the device: arena slot, HBM block, and the position of each block's first token. rotation:
+    the layers' full table, on the device.
+    """
+    num_blocks = places.shape[1]
+    block_size, num_kv_heads, head_dim = arena.shape[3:]
+    half = 0 if rotation is None else rotation.cos.shape[-1]
+    assert arena.is_contiguous() and places.is_contiguous() and places.dtype == torch.int64
+    assert all(cache.is_contiguous() and cache.dtype == arena.dtype for _, *pair in layers for cache in pair)
+    assert rotation is None or (rotation.cos.is_contiguous() and rotation.sin.is_contiguous())
+    if not num_blocks or not layers:
+        return
+    numbers = [number for layer, key, value in layers for number in (layer, key.data_ptr(), value.data_ptr())]
+    num_rows = min(_tile_rows(head_dim), triton.next_power_of_2(block_size * num_kv_heads))
+    num_items = len(layers) * num_blocks * triton.cdiv(block_size * num_kv_heads, num_rows)
+    _load_kernel[(min(num_items, NUM_PROGRAMS),)](
+        arena, _numbers_on(places.device, _stream(places), tuple(numbers)), places,
+        None if rotation is None else rotation.cos, None if rotation is None else rotation.sin,
+        num_blocks, len(layers), *arena.stride()[:3],
+        BLOCK_SIZE=block_size, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, NUM_ROWS=num_rows,
+        HALF=half, INTERLEAVED=rotation is not None and rotation.style is Style.INTERLEAVED,
+        ROUNDS_ONCE=rotation is not None and rotation.rounds_once(arena.dtype),
+        ALIGNED=all(cache.data_ptr() % 16 == 0 for _, *pair in layers for cache in pair),
+        num_warps=min(max(num_rows * triton.next_power_of_2(half or head_dim) // 256, 1), NUM_WARPS),
+        enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _tile_rows(head_dim: int) -> int:
+    return max(1, TILE // triton.next_power_of_2(head_dim))
+
+
+# -- a step's raw keys and values into the arena -----------------------------------------------------------------------
+@triton.jit(do_not_specialize=["num_tokens", "num_layers"], do_not_specialize_on_alignment=["slots", "rows"])
+def _save_kernel(
+    arena, layers, rows, slots, num_tokens, num_layers,
+    key_token, key_head, value_token, value_head, slot_stride, layer_stride, part_stride,
+    BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Items are NUM_ROWS heads of consecutive tokens in one layer. layers: (number, key's address, value's address)."""
+    num_parts = tl.cdiv(num_tokens * NUM_KV_HEADS, NUM_ROWS)
+    item = tl.program_id(0)
+    while item < num_layers * num_parts:
+        layer = layers + item // num_parts * 3
+        number = tl.load(layer)
+        keys, values = tl.load(layer + 1).to(arena.dtype), tl.load(layer + 2).to(arena.dtype)
+        if ALIGNED:
+            keys, values = tl.multiple_of(keys, 16), tl.multiple_of(values, 16)
+        row = item % num_parts * NUM_ROWS + tl.arange(0, NUM_ROWS)
+        token, head = row // NUM_KV_HEADS, (row % NUM_KV_HEADS)[:, None]
+        slot = tl.load(slots + token, mask=token < num_tokens, other=-1)[:, None]
+        mask = slot >= 0
+        if rows is not None:
+            token = tl.load(rows + token, mask=token < num_tokens, other=0)
+        token = token.to(tl.int64)[:, None]
+        key = _load_rest(keys + token * key_token + head * key_head, mask, 0, HEAD_DIM)
+        value = _load_rest(values + token * value_token + head * value_head, mask, 0, HEAD_DIM)
+        within = (slot % BLOCK_SIZE * NUM_KV_HEADS + head) * HEAD_DIM
+        target = arena + slot // BLOCK_SIZE * slot_stride + number * layer_stride + within
+        _store_rest(target, mask, key, 0, HEAD_DIM)
+        _store_rest(target + part_stride, mask, value, 0, HEAD_DIM)
+        item += tl.num_programs(0)
+
+
+def save(arena: torch.Tensor, layers: Sequence[RawLayer], rows: torch.Tensor | None, slots: torch.Tensor) -> None:
+    """As `kvstore.kernels.block_copy.save_to_arena`: one launch for all layers whose keys and values have the same
+    strides."""
+    if not layers or not len(slots):
+        return
+    assert arena.is_contiguous() and slots.is_contiguous() and slots.dtype == torch.int64
+    assert rows is None or (rows.is_contiguous() and rows.dtype == torch.int64)
+    block_size, num_kv_heads, head_dim = arena.shape[3:]
+    num_rows = _tile_rows(head_dim)
+    readable = [(layer, _rows_of(key), _rows_of(value)) for layer, key, value in layers]
+    for shape, group in groupby(readable, _shape_of):
+        numbers = [number for layer, key, value in group for number in (layer, key.data_ptr(), value.data_ptr())]
+        num_items = len(numbers) // 3 * triton.cdiv(len(slots) * num_kv_heads, num_rows)
+        _save_kernel[(min(num_items, NUM_PROGRAMS),)](
+            arena, _numbers_on(slots.device, _stream(slots), tuple(numbers)), rows, slots,
+            len(slots), len(numbers) // 3, *shape[:4], *arena.stride()[:3],
+            BLOCK_SIZE=block_size, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, NUM_ROWS=num_rows,
+            ALIGNED=shape[4], num_warps=NUM_WARPS,
+        )  # fmt: skip
+
+
+def _shape_of(layer: RawLayer) -> tuple[int, int, int, int, bool]:
+    """What one launch has in common: strides of key and value, and whether both begin at a multiple of 16 bytes."""
+    _, key, value = layer
+    aligned = key.data_ptr() % 16 == value.data_ptr() % 16 == 0
+    return (*key.stride()[:2], *value.stride()[:2], aligned)
+
+
+@lru_cache(maxsize=512)
+def _numbers_on(device: torch.device, stream: int, numbers: tuple[int, ...]) -> torch.Tensor:
+    """Kept, since a graph's buffers, and often an allocator's, come back: then a save copies nothing to the device.
+
+    stream: of the save, in whose order the copy is, and in which alone the result may be used.
+    """
+    return to_device(torch.tensor(numbers), device)
+
+
+def _stream(tensor: torch.Tensor) -> int:
+    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0

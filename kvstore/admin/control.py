@@ -1,0 +1,362 @@
+"""The owner's Unix socket: other processes ask for stats, evict, verify, compact and sessions, and the owner answers.
+
+Owns the wire; what the commands are stands in `commands`. One connection carries one request, a line
+`{"version": 1, "command": "stats", "arguments": {}}`. While the owner works, lines `{"progress": null}` say that it
+lives; the last line is `{"ok": true, "result": {...}}` or `{"ok": false, "error": "one line", "kind": "config"}`, where
+the kind may also be "store" or "failure".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from kvstore.admin.commands import COMMANDS
+from kvstore.admin.private_folder import PrivateFolder
+from kvstore.disk.directory import SOCKET_NAME, read_lock_info
+from kvstore.errors import ConfigError, KVStoreError, StoreError, StoreLockedError
+from kvstore.forks import leave_to_parent
+
+if TYPE_CHECKING:
+    from kvstore.disk.directory import StoreDirectory
+
+VERSION = 1
+MAX_REQUEST_BYTES = 1 << 20
+MAX_ANSWER_BYTES = 64 << 20
+MAX_CONNECTIONS = 8
+REQUEST_S = 5.0  # for a whole request to arrive, and for a part of the answer to be taken
+PULSE_S = 1.0  # between two signs of life while a command runs
+_LONGEST_PATH = 107  # bytes of sun_path, less its end
+_CLOSE_S = 1.0
+
+Handler = Callable[[str, dict[str, Any]], Mapping[str, Any]]
+OnProgress = Callable[[float | None], None]
+
+
+class NoOwner(StoreError):
+    """No process owns the store: its files can be opened."""
+
+
+class OwnerSilentError(StoreLockedError):
+    """A process owns the store and does not answer."""
+
+
+# -- the owner's side ------------------------------------------------------------------------------------------------
+class ControlServer:
+    """Answers other processes of the same user with handler(command, arguments), each in a thread of its own.
+
+    The socket lies in the store's directory, or where that path is too long for one, in a private directory; the lock
+    file names it. A KVStoreError of the handler is answered as one line. Raises StoreError when there can be no socket.
+    """
+
+    def __init__(self, directory: StoreDirectory, handler: Handler, request_s: float = REQUEST_S) -> None:
+        self._handler = handler
+        self._request_s = request_s
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._connections: dict[socket.socket, threading.Thread] = {}
+        self.path, self._private = _place(Path(directory.path))
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            _listen(self._listener, self.path)
+            directory.announce(self.path)
+        except BaseException:
+            self._listener.close()
+            self._remove()
+            raise
+        self._thread = threading.Thread(target=self._accept, name="kvstore-control", daemon=True)
+        self._thread.start()
+        closed = threading.Event()
+        closed.set()
+        leave_to_parent(self, "the store's socket", _closing=closed)
+
+    def close(self) -> None:
+        """Stop answering, within about a second, and remove the socket. Twice, or in a forked child: no effect."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+        self._remove()
+        deadline = time.monotonic() + _CLOSE_S
+        self._thread.join(_CLOSE_S)
+        with self._lock:
+            threads = list(self._connections.values())
+        for thread in threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            for connection in self._connections:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def _remove(self) -> None:
+        with suppress(OSError):
+            if stat.S_ISSOCK(self.path.lstat().st_mode):
+                self.path.unlink()
+        if self._private is not None:
+            self._private.remove()
+
+    def let_go(self) -> None:
+        """Of its sockets, in a forked child."""
+        self._listener.close()
+        for connection in self._connections:
+            connection.close()
+
+    def _accept(self) -> None:
+        while not self._closing.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed; or out of descriptors, which passes
+                self._closing.wait(0.1)
+                continue
+            connection.settimeout(self._request_s)
+            with self._lock:
+                full = len(self._connections) >= MAX_CONNECTIONS
+                if not full:
+                    thread = threading.Thread(
+                        target=self._serve, args=(connection,), name="kvstore-control-request", daemon=True
+                    )
+                    self._connections[connection] = thread
+            if full:
+                _send(connection, _error("failure", f"{MAX_CONNECTIONS} commands are running already; try again"))
+                connection.close()
+                continue
+            try:
+                thread.start()
+            except RuntimeError:  # no thread can be had
+                self._forget(connection)
+
+    def _forget(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections.pop(connection, None)
+        connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            if _peer_uid(connection) != os.getuid():
+                _send(connection, _error("failure", "only the store's owner is answered"))
+                return
+            try:
+                line = _receive_line(connection, MAX_REQUEST_BYTES, time.monotonic() + self._request_s)
+                command, arguments = _parse(line)
+            except (OSError, ValueError) as error:  # a timeout and bad JSON too
+                connection.settimeout(self._request_s)
+                _send(connection, _error("failure", f"not a request: {_one_line(error)}"))
+                return
+            connection.settimeout(self._request_s)
+            with _Pulse(connection):
+                answer = self._answer(command, arguments)
+            _send(connection, answer)
+        except (OSError, RuntimeError):  # the connection broke, or no thread can be had: the other side sees its end
+            pass
+        finally:
+            self._forget(connection)
+
+    def _answer(self, command: str, arguments: dict[str, Any]) -> bytes:
+        if self._closing.is_set():
+            return _error("failure", "the store's owner is closing it; try again")
+        try:
+            answer = _line({"ok": True, "result": self._handler(command, arguments)})
+        except ConfigError as error:
+            return _error("config", _one_line(error))
+        except StoreError as error:
+            return _error("store", _one_line(error))
+        except KVStoreError as error:
+            return _error("failure", _one_line(error))
+        except Exception as error:  # a bug of the handler must not look like a silent owner
+            return _error("failure", f"the owner failed: {type(error).__name__}: {_one_line(error)}")
+        if len(answer) > MAX_ANSWER_BYTES:
+            return _error("failure", f"the answer has {len(answer):,} bytes, more than can be sent; ask for less")
+        return answer
+
+
+class _Pulse:
+    """While it is entered, the other side is told every PULSE_S that we live."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvstore-control-pulse", daemon=True)
+
+    def _run(self) -> None:
+        while not self._ended.wait(PULSE_S):
+            if not _send(self._connection, _line({"progress": None})):
+                return
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def _place(directory: Path) -> tuple[Path, PrivateFolder | None]:
+    """Where the socket is to be; and the directory that was made for it, if one was."""
+    path, private = Path(os.path.abspath(directory)) / SOCKET_NAME, None
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        private = PrivateFolder()
+        path = private.path / SOCKET_NAME
+    return path, private
+
+
+def _listen(listener: socket.socket, path: Path) -> None:
+    """Bind to `path`, mode 0600, in place of a stale socket."""
+    try:
+        with suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(path.lstat().st_mode):
+                raise StoreError(f"{path} is not a socket, but one has to be there; remove it")
+            path.unlink()
+        os.fchmod(listener.fileno(), 0o600)  # the mode that bind gives the file
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(MAX_CONNECTIONS)
+    except OSError as error:
+        raise StoreError(f"the control socket {path} cannot be made: {error.strerror or error}") from error
+
+
+def _peer_uid(connection: socket.socket) -> int:
+    size = struct.calcsize("3i")
+    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return int(uid)
+
+
+def _parse(line: bytes) -> tuple[str, dict[str, Any]]:
+    """Command and arguments of a request. Raises ValueError, also as ConfigError."""
+    try:
+        request = json.loads(line, parse_constant=_no_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(request, dict) or not isinstance(request.get("arguments", {}), dict):
+        raise ValueError("give an object with version, command and arguments")
+    if request.get("version") != VERSION:
+        raise ValueError(f"version {str(request.get('version'))[:40]} is not known here, {VERSION} is; use one kvstore")
+    command = request.get("command")
+    if not isinstance(command, str) or command not in COMMANDS:
+        raise ValueError(f"unknown command {str(command)[:40]!r}; known: {', '.join(COMMANDS)}")
+    return command, request.get("arguments", {})
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+# -- the asking side -------------------------------------------------------------------------------------------------
+def ask(
+    path: str | Path,
+    command: str,
+    arguments: Mapping[str, Any],
+    timeout_s: float,
+    on_progress: OnProgress | None = None,
+) -> dict[str, Any]:
+    """The owner's answer to a command; path: the store's directory. on_progress: called at every sign of life.
+
+    timeout_s: how long the owner may be silent. Raises NoOwner when nobody owns the store, OwnerSilentError when the
+    owner does not answer, and the owner's own error as ConfigError, StoreError or KVStoreError.
+    """
+    info = read_lock_info(path)
+    if info is None:
+        raise NoOwner(f"no process owns the store at {path}")
+    who = f"the store at {path} is in use by process {info.pid}" if info.pid else f"the store at {path} is in use"
+    if not info.socket_path:
+        raise OwnerSilentError(f"{who}, which takes no commands (it starts, ends or runs one); try again", info.pid)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(timeout_s)
+            connection.connect(str(info.socket_path))
+            with suppress(BrokenPipeError, ConnectionResetError):  # refused before it was read: the answer says why
+                connection.sendall(_line({"version": VERSION, "command": command, "arguments": dict(arguments)}))
+            for answer in _answers(connection, timeout_s):
+                if "progress" not in answer:
+                    return _result(answer, who)
+                if on_progress is not None:
+                    on_progress(answer["progress"])
+    except TimeoutError:
+        raise OwnerSilentError(
+            f"{who}, which was silent for {timeout_s:g} s; try again, or stop it", info.pid
+        ) from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        why = _one_line(error)
+        raise OwnerSilentError(f"{who}, which does not answer ({why}); try again, or stop it", info.pid) from error
+    raise OwnerSilentError(f"{who}, which ended before it answered; try again", info.pid)
+
+
+def _answers(connection: socket.socket, timeout_s: float) -> Iterator[dict[str, Any]]:
+    """The lines of an answer, each within timeout_s of the one before; ends with the connection."""
+    rest = bytearray()
+    while line := _receive_line(connection, MAX_ANSWER_BYTES, time.monotonic() + timeout_s, rest):
+        answer = json.loads(line)
+        if not isinstance(answer, dict):
+            raise ValueError("what it sent is no answer")
+        yield answer
+
+
+def _result(answer: dict[str, Any], who: str) -> dict[str, Any]:
+    result = answer.get("result")
+    if answer.get("ok") is True and isinstance(result, dict):
+        return result
+    if answer.get("ok") is not False:
+        raise OwnerSilentError(f"{who}, which sent something else than an answer; use one kvstore for both")
+    kinds = {"config": ConfigError, "store": StoreError}
+    raise kinds.get(str(answer.get("kind")), KVStoreError)(str(answer.get("error")))
+
+
+# -- lines -----------------------------------------------------------------------------------------------------------
+def _line(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+
+
+def _error(kind: str, message: str) -> bytes:
+    return _line({"ok": False, "error": message, "kind": kind})
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__
+
+
+def _send(connection: socket.socket, line: bytes) -> bool:
+    """False when the other side has gone, or does not read."""
+    try:
+        connection.sendall(line)
+    except OSError:
+        return False
+    return True
+
+
+def _receive_line(connection: socket.socket, max_bytes: int, deadline: float, rest: bytearray | None = None) -> bytes:
+    """One line without its end; b"" when the connection ends first. rest: what came after the last line, kept there.
+
+    Raises TimeoutError at the deadline (of time.monotonic), ValueError for a line of more than max_bytes.
+    """
+    rest = bytearray() if rest is None else rest
+    searched = 0
+    while (end := rest.find(b"\n", searched)) < 0:
+        searched = len(rest)
+        if searched > max_bytes:
+            break
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("it was not complete in time")
+        connection.settimeout(left_s)
+        chunk = connection.recv(1 << 16)
+        if not chunk:
+            return b""
+        rest += chunk
+    if end < 0 or end > max_bytes:
+        raise ValueError(f"more than {max_bytes:,} bytes")
+    line = bytes(rest[:end])
+    del rest[: end + 1]
+    return line

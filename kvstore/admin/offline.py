@@ -1,0 +1,300 @@
+"""A store that nobody owns, opened for one command: stats, evict, verify, compact and sessions on its files.
+
+Holds the store's lock while it works, and makes nothing that was not there. No model and no tier above the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvstore.admin.commands import EvictRequest, Sessions, read_arguments, repaired, session_info, transcript
+from kvstore.blocks.ids import BlockId
+from kvstore.disk import check as disk_check
+from kvstore.disk.check import LOCK_NAME, SECRET_NAME
+from kvstore.disk.directory import StoreDirectory
+from kvstore.errors import DegradedError, StoreError
+from kvstore.sessions.check import CheckReport
+from kvstore.sessions.marker import SessionMarker
+from kvstore.sessions.record import SessionKey, Tombstone
+
+if TYPE_CHECKING:
+    from kvstore.disk.codec import Header
+    from kvstore.disk.index import DiskIndex
+    from kvstore.disk.tier import DiskTier
+    from kvstore.sessions.store import SessionStore
+
+OnProgress = Callable[[float | None], None]
+DELETE_BATCH = 4096
+LEAST_CAPACITY_BYTES = 64 << 20
+_MAP_SIZE_OFFSET = 32  # in a meta page of LMDB 0.9: behind the page's header, magic, version and address
+NO_DISK = {"blocks": 0, "bytes": 0, "file_bytes": 0, "capacity_bytes": 0, "reads": 0, "writes": 0, "failures": {}}
+NO_SESSIONS = {"sessions": 0, "turns": 0, "refs": 0, "pending_deletions": 0, "bytes": 0}
+
+
+class OfflineStore:
+    """The files of a store; a context manager. Raises StoreError when there is none, StoreLockedError when it is owned.
+
+    disk, sessions: None where the store has no such part. set_aside: files that were damaged as a whole and were moved
+    into quarantine when they were opened, by their place in the store's directory.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        place = Path(path).expanduser()
+        if not _is_store(place):
+            raise StoreError(f"there is no store at {path}; give the directory of one, which `kvstore serve` begins")
+        with ExitStack() as opened:
+            self.directory = opened.enter_context(StoreDirectory.open(place))
+            set_aside = _quarantined(self.directory.path)
+            self.disk: DiskTier | None = None
+            if (self.directory.path / "blocks").is_dir():
+                from kvstore.disk.tier import DiskTier  # here, as numpy takes longer to load than all the rest
+
+                data_file = self.directory.path / "blocks" / disk_check.DATA_FILE
+                self.disk = DiskTier(self.directory, stored_capacity(data_file))
+                opened.callback(self.disk.close)
+            self.sessions: SessionStore | None = None
+            self._marker = SessionMarker(self.directory.path)
+            self._missing = self._marker.missing_file()
+            if (self.directory.path / "sessions").is_dir() and self._missing is None:
+                from kvstore.sessions.store import open_sessions
+
+                self.sessions = open_sessions(self.directory)
+                opened.callback(self.sessions.close)
+            self.set_aside = sorted(_quarantined(self.directory.path) - set_aside)
+            self._opened = opened.pop_all()
+
+    def close(self) -> None:
+        self._opened.close()
+
+    def __enter__(self) -> OfflineStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def handle(
+        self, command: str, arguments: dict[str, Any], on_progress: OnProgress | None = None
+    ) -> Mapping[str, Any]:
+        """What a store's owner would answer (see `commands`). Raises ConfigError and StoreError."""
+        request = read_arguments(command, arguments)
+        if command == "verify":
+            return self.verify(request.delete, on_progress)
+        if command == "sessions.delete":
+            return self.delete_session(request.session.key)
+        if command == "sessions.show":
+            return self.show_session(request.session.key)
+        if command == "sessions":
+            return self.list_sessions(request)
+        if command == "sessions.repair":
+            return self.repair_session(request.session.key)
+        if command == "evict":
+            return self.evict(request)
+        if command == "sessions.accept_loss":
+            return {"accepted": self.accept_loss()}
+        return self.stats() if command == "stats" else self.compact()
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+    def stats(self) -> dict[str, Any]:
+        """Disk and sessions; under "models", how many blocks of each model, their bytes, and the size of one of them.
+
+        block_size: tokens of a block; block_bytes: of its KV, uncompressed; none where no block can be read.
+        """
+        disk: dict[str, Any] = dict(NO_DISK)
+        if self.disk is not None:
+            disk = {**self.disk.stats(), "models": _by_model(self.disk)}
+        sessions = NO_SESSIONS if self.sessions is None else self.sessions.stats()
+        return {**dict.fromkeys(("model", "hbm", "cpu", "store", "requests", "tokens")), "disk": disk,
+                "sessions": dict(sessions)}  # fmt: skip
+
+    def list_sessions(self, request: Sessions) -> dict[str, Any]:
+        heads = [] if self.sessions is None else self.sessions.list(request.tenant, request.limit)
+        return {"sessions": [session_info(head) for head in heads]}
+
+    def show_session(self, key: SessionKey) -> dict[str, Any]:
+        state = None if self.sessions is None else self.sessions.load(key)
+        if state is None:
+            raise _no_session(key)
+        return transcript(state, self.sessions.aside(key) if self.sessions is not None else ())
+
+    # -- giving up ---------------------------------------------------------------------------------------------------
+    def evict(self, request: EvictRequest) -> dict[str, Any]:
+        """Select on the index, tails first, and delete."""
+        block_ids = None if request.session is None else self._blocks_of(request.session.key)
+        chosen: list[BlockId] = []
+        num_bytes = 0
+        if self.disk is not None:
+            index = _index_of(self.disk)
+            chosen = index.select(request.selection(block_ids))
+            num_bytes = sum(entry.stored_bytes for entry in map(index.get, chosen) if entry is not None)
+            if not request.dry_run:
+                _delete(self.disk, chosen)
+        return {"dry_run": request.dry_run, "tiers": {"disk": {"blocks": len(chosen), "bytes": num_bytes}}}
+
+    def _blocks_of(self, key: SessionKey) -> frozenset[BlockId]:
+        """The session's KV that is not also another's."""
+        if self.sessions is None or not self.sessions.exists(key):
+            raise _no_session(key)
+        return frozenset(self.sessions.unshared_blocks_of(key))
+
+    def delete_session(self, key: SessionKey) -> dict[str, Any]:
+        """Its transcript, its ids and the KV that no other session refers to."""
+        tombstone = None if self.sessions is None else self.sessions.delete(key).wait()
+        if self.sessions is None or tombstone is None:
+            raise _no_session(key)
+        for one in self.sessions.pending_deletions():  # this one, and those that a crash cut off
+            self._carry_out(self.sessions, one)
+        return {"deleted": True, "blocks": len(tombstone.block_ids)}
+
+    def repair_session(self, key: SessionKey) -> dict[str, Any]:
+        """Its whole turns become the session; the rest is set aside."""
+        found = None if self.sessions is None else self.sessions.repair(key).wait()
+        if self.sessions is None or found is None:
+            raise _no_session(key)
+        if found.tombstone is not None:
+            self._carry_out(self.sessions, found.tombstone)
+        return repaired(found)
+
+    def _forget_answers(self, key: SessionKey) -> None:
+        """The token ids by which its answers would be known again in a history that comes as text."""
+        if (self.directory.path / "answers").is_dir():
+            from kvstore.sessions.answers import open_answers, owner_tag
+
+            with closing(open_answers(self.directory)) as answers:
+                answers.forget_owner(owner_tag(key.tenant, key.session_id))
+
+    def _carry_out(self, sessions: SessionStore, tombstone: Tombstone) -> None:
+        self._forget_answers(tombstone.key)
+        if self.disk is not None:
+            index = _index_of(self.disk)
+            _delete(self.disk, _with_descendants(index, tombstone.block_ids))
+            self.disk.sync()
+        sessions.finish_deletion(tombstone.number).wait()
+
+    # -- upkeep ------------------------------------------------------------------------------------------------------
+    def verify(self, delete: bool, on_progress: OnProgress | None = None) -> dict[str, Any]:
+        """Every block and every session; delete: damaged blocks go, and with them what was computed after them."""
+        report: dict[str, Any] = {"set_aside": self.set_aside}
+        if self.disk is not None:
+            report |= self._verify_disk(self.disk, delete, on_progress)
+        if self.sessions is not None:
+            report["sessions"] = asdict(self.sessions.check())
+        elif self._missing is not None:
+            report["sessions"] = asdict(CheckReport(0, 0, 0, 0, (self._missing,)))
+        return report
+
+    def accept_loss(self) -> bool:
+        """See `SessionStore.accept_loss`."""
+        if self.sessions is not None:
+            return self.sessions.accept_loss()
+        if self._missing is not None:
+            self._marker.remove()
+        was_missing, self._missing = self._missing is not None, None
+        return was_missing
+
+    def _verify_disk(self, disk: DiskTier, delete: bool, on_progress: OnProgress | None) -> dict[str, Any]:
+        index = _index_of(disk)
+
+        def note(num_done: int) -> None:
+            if on_progress is not None:
+                on_progress(num_done / max(num_done, index.num_blocks))
+
+        found = disk.verify(progress=note)
+        gone = _with_descendants(index, found.bad_ids) if delete else []
+        _delete(disk, gone)
+        return {**found.as_dict(), "num_deleted": len(gone)}
+
+    def compact(self) -> dict[str, Any]:
+        if self.sessions is not None:
+            self.sessions.compact()
+        return {"before_bytes": 0, "after_bytes": 0, "seconds": 0.0} if self.disk is None else (
+            self.disk.compact().as_dict()
+        )  # fmt: skip
+
+
+def _is_store(place: Path) -> bool:
+    try:
+        return any(os.path.lexists(place / name) for name in (LOCK_NAME, SECRET_NAME))
+    except OSError as error:
+        raise StoreError(f"the store at {place} cannot be used: {error.strerror or error}") from None
+
+
+def _quarantined(directory: Path) -> set[str]:
+    return {f"{place.parent.name}/{place.name}" for place in directory.glob("quarantine-*/*")}
+
+
+def stored_capacity(data_file: Path) -> int:
+    """The map size that the last owner gave a data file: with less, opening it would evict."""
+    try:
+        meta = disk_check.read_meta(data_file)
+        with data_file.open("rb") as file:
+            sizes: list[int] = []
+            for page in (0, 1):
+                file.seek(page * meta.page_bytes + _MAP_SIZE_OFFSET)
+                sizes += struct.unpack("=Q", file.read(8))
+    except (OSError, disk_check.UnreadableFileError, struct.error):
+        return LEAST_CAPACITY_BYTES  # there is nothing that could be evicted
+    return max(meta.needed_bytes, *sizes)
+
+
+def _no_session(key: SessionKey) -> StoreError:
+    tenant = f" of tenant {key.tenant!r}" if key.tenant else ""
+    return StoreError(f"there is no session {key.session_id!r}{tenant}; `kvstore sessions` lists them")
+
+
+def _by_model(disk: DiskTier) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    samples: dict[str, BlockId] = {}
+    for batch in disk.scan():
+        for entry in batch:
+            amount = found.setdefault(entry.model, {"blocks": 0, "bytes": 0})
+            amount["blocks"] += 1
+            amount["bytes"] += entry.stored_bytes
+            samples.setdefault(entry.model, entry.block_id)
+    for model, block_id in samples.items():
+        header = _header(disk, block_id)
+        if header is not None:
+            found[model] |= {"block_size": len(header.record.tokens) // 4, "block_bytes": header.raw_bytes}
+    return found
+
+
+def _header(disk: DiskTier, block_id: BlockId) -> Header | None:
+    """What a block says about itself; None when it cannot be read."""
+    from kvstore.disk.codec import decode_header
+    from kvstore.disk.tier import WORLD_ERRORS
+
+    with disk.tables() as tables:
+        if tables is None:
+            return None
+        try:
+            with tables.env.begin(buffers=True) as txn:
+                value = txn.get(block_id, db=tables.values)
+                return None if value is None else decode_header(value)
+        except WORLD_ERRORS as error:
+            disk.note(error)
+            return None
+
+
+def _index_of(disk: DiskTier) -> DiskIndex:
+    from kvstore.disk.index import DiskIndex
+
+    return DiskIndex.build(disk.scan())
+
+
+def _with_descendants(index: DiskIndex, block_ids: Sequence[BlockId]) -> list[BlockId]:
+    """These blocks and all that was computed after them and is stored, tails first: nobody could use it."""
+    found = dict.fromkeys(below for block_id in block_ids for below in index.descendants(block_id))
+    return list(found)[::-1]
+
+
+def _delete(disk: DiskTier, block_ids: Sequence[BlockId]) -> None:
+    """In transactions of a bounded size. Raises DegradedError when one fails; those before it stay done."""
+    for first in range(0, len(block_ids), DELETE_BATCH):
+        outcome = disk.write((), block_ids[first : first + DELETE_BATCH])
+        if outcome.error is not None:
+            raise DegradedError(f"{disk.path} could not be written ({outcome.error}); look at its disk and try again")

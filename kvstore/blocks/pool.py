@@ -1,0 +1,255 @@
+"""One pool for every memory: which block is in use, which is cached under which id, which goes next.
+
+Owns numbers, not bytes: it does not know which device its blocks are on, and it never touches a tensor.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+
+from kvstore.blocks.forest import EvictionTree, Order
+from kvstore.blocks.ids import BlockId
+from kvstore.policy.conversation import Conversation
+
+
+class BlockPool:
+    """Blocks 0 .. num_blocks - 1, each in use (counted references) or free.
+
+    A free block may still be cached: it can be found by its id until it is allocated again. Handed out are first the
+    free blocks without an id, then cached ones in the order of `kvstore.blocks.forest`: the tail of the least valuable
+    conversation, and of blocks without a conversation the least recently released, of one chain the tail before the
+    head (a head without its tail is a shorter hit, a tail without its head is none).
+
+    Blocks may be linked to their parents (see `insert`): then a block is never handed out while a child of it is
+    cached. order: of conversations on this tier.
+    """
+
+    def __init__(self, num_blocks: int, order: Order | None = None) -> None:
+        self.num_blocks = num_blocks
+        self.num_evictions = 0  # to make room
+        self.num_forgotten = 0  # for any other reason
+        self._ref_counts: list[int] = []
+        self._tree: EvictionTree[int] = EvictionTree(order, self._is_held)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._ref_counts = [0] * self.num_blocks
+        self._block_ids: list[BlockId | None] = [None] * self.num_blocks
+        self._by_id: dict[BlockId, int] = {}
+        self._stale: set[int] = set()
+        self._num_in_use = 0
+        self._tree.clear()
+        self._blank: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))  # free and without an id
+
+    def _is_held(self, block: int) -> bool:
+        return self._ref_counts[block] > 0
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds, cached ones included: what `allocate` can hand out, if who holds a block also holds
+        those it is linked to.
+        """
+        return self.num_blocks - self._num_in_use
+
+    @property
+    def num_blank(self) -> int:
+        """Free blocks in which nothing is cached."""
+        return len(self._blank)
+
+    @property
+    def num_in_use(self) -> int:
+        """Blocks that somebody holds."""
+        return self._num_in_use
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that can be found by an id, in use or free."""
+        return len(self._by_id)
+
+    def ref_count(self, block: int) -> int:
+        return self._ref_counts[block]
+
+    def block_id(self, block: int) -> BlockId | None:
+        return self._block_ids[block]
+
+    def lookup(self, block_id: BlockId) -> int | None:
+        """The block cached under this id. The caller must `acquire` it before anything else is allocated."""
+        return self._by_id.get(block_id)
+
+    def is_free(self, block: int) -> bool:
+        return self._ref_counts[block] == 0
+
+    def has_children(self, block: int) -> bool:
+        """Whether a cached block is linked below this one."""
+        return self._tree.has_children(block)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks from the front of the eviction order, one reference each. Needs count <= num_free."""
+        assert 0 <= count <= self.num_free, f"{count} blocks asked for, {self.num_free} free"
+        found = [self._take() for _ in range(count)]
+        assert None not in found, "a block is held whose parent nobody holds"
+        return found  # type: ignore[return-value]
+
+    def try_allocate(self) -> int | None:
+        """One block as `allocate` gives it, or None when everything is held."""
+        return self._take()
+
+    def _take(self) -> int | None:
+        if self._blank:
+            block, _ = self._blank.popitem(last=False)
+        elif (block := self._tree.next()) is None:  # type: ignore[assignment]
+            return None
+        else:
+            self._unname(block)
+            self.num_evictions += 1
+        self._stale.discard(block)
+        self._ref_counts[block] = 1
+        self._num_in_use += 1
+        return block
+
+    def evict_one(self) -> int | None:
+        """Give up the block that goes next; returns it, or None when everything that is cached is held."""
+        block = self._tree.next()
+        if block is not None:
+            self._unname(block)
+            self._make_blank(block, first=False)
+            self.num_evictions += 1
+        return block
+
+    def acquire(self, blocks: Sequence[int]) -> None:
+        """Add a reference to each block; a free one leaves the eviction order."""
+        for block in blocks:
+            if self._ref_counts[block] == 0:
+                if self._block_ids[block] is None:
+                    del self._blank[block]
+                else:
+                    self._tree.hold(block)
+                self._num_in_use += 1
+            self._ref_counts[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give back a reference to each block of a chain, given head first; unreferenced ones become free."""
+        for block in reversed(blocks):
+            assert self._ref_counts[block] > 0, f"block {block} was released once too often"
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                self._num_in_use -= 1
+                if self._block_ids[block] is None:
+                    self._make_blank(block)
+                else:
+                    self._tree.rest(block)
+
+    def _make_blank(self, block: int, first: bool = True) -> None:
+        self._blank[block] = None
+        if first:
+            self._blank.move_to_end(block, last=False)
+        self._stale.add(block)
+
+    def touch(self, blocks: Sequence[int], conversation: Conversation | None = None) -> None:
+        """Blocks of a chain, head first, were useful: of the free ones that are nobody's, they go last, tail first.
+
+        conversation: whose they are, from now on.
+        """
+        if conversation is not None and blocks:
+            self._tree.claim(conversation, blocks)
+            self._tree.settle(conversation.prefix, self._by_id.get)
+            return
+        for block in reversed(blocks):
+            self._tree.touch(block)
+
+    def insert(
+        self,
+        block: int,
+        block_id: BlockId,
+        parent_id: BlockId | None = None,
+        conversation: Conversation | None = None,
+    ) -> bool:
+        """Let `block`, which is in use and holds this content, be found by its id. False when another one holds it.
+
+        parent_id: link it to its parent if that is cached here, which then stays as long as this one.
+        """
+        assert self._ref_counts[block] > 0, f"block {block} is cached while nobody holds it"
+        if self._by_id.setdefault(block_id, block) != block:
+            return False
+        assert self._block_ids[block] in (None, block_id), f"block {block} has another id already"
+        if self._block_ids[block] is None:
+            self._block_ids[block] = block_id
+            parent = None if parent_id is None else self._by_id.get(parent_id)
+            self._tree.add(block, parent, conversation)
+            prefix = None if conversation is None else conversation.prefix
+            while prefix is not None:  # in place, for every block: a call would cost more than all of it
+                if prefix.end == block_id:
+                    self._tree.settle(prefix, self._by_id.get)
+                    break
+                prefix = prefix.parent
+        return True
+
+    def link(self, block: int, parent: int) -> None:
+        """Two cached blocks, of which the first names no cached parent: it goes before the other all the same."""
+        self._tree.link(block, parent)
+
+    def descendants(self, block: int) -> list[int]:
+        """The block itself and all that is linked below it, parents before children."""
+        return self._tree.descendants(block)
+
+    def forget(self, block: int) -> list[int]:
+        """This block's content is not to be found any more, nor what is linked below it; returns all that were.
+
+        Whoever holds one of them keeps it.
+        """
+        gone = self.descendants(block)
+        for one in reversed(gone):  # tails first
+            if self._unname(one):
+                self.num_forgotten += 1
+                if self._ref_counts[one] == 0:
+                    self._make_blank(one)
+        return gone
+
+    def reset(self) -> None:
+        """Everything free and nothing cached, as at the start: after an error left counts that cannot be trusted."""
+        self.num_evictions += len(self._by_id)
+        self._clear()
+        self._stale.update(range(self.num_blocks))
+
+    def evict_all(self) -> int:
+        """Forget the ids of all free blocks; returns how many. Blocks in use stay, and what they are linked to."""
+        count = 0
+        while self.evict_one() is not None:
+            count += 1
+        return count
+
+    def cached_blocks(self) -> list[int]:
+        """All blocks that can be found by an id."""
+        return sorted(self._by_id.values())
+
+    def from_tails(self, used_s: Callable[[int], float], may_go: Callable[[int], bool]) -> Iterator[int]:
+        """Cached blocks, those of the least recently used leaf first, each before what it builds on.
+
+        may_go: False keeps a block and with it what is above it.
+        """
+        return self._tree.from_tails(sorted(self._tree.leaves(), key=used_s), may_go)
+
+    def take_stale(self) -> list[int]:
+        """Free blocks without an id that were held since the last call: their content is of no use to anybody."""
+        stale, self._stale = sorted(self._stale), set()
+        return stale
+
+    def _unname(self, block: int) -> bool:
+        """Take the id and the links of a block without cached children. False when it had none."""
+        block_id, self._block_ids[block] = self._block_ids[block], None
+        if block_id is None:
+            return False
+        del self._by_id[block_id]
+        self._tree.remove(block)
+        return True
+
+    def check_integrity(self, idle: bool = True) -> None:
+        """Assert that counts, ids and the free list agree; with `idle`, that nobody holds a block."""
+        for block, count in enumerate(self._ref_counts):
+            block_id = self._block_ids[block]
+            assert count >= 0 and (block in self._blank) == (count == 0 and block_id is None), f"block {block}: {count}"
+            assert block_id is None or self._by_id.get(block_id) == block, f"block {block}: its id leads elsewhere"
+            assert (block_id is not None) == (block in self._tree), f"block {block}: cached and not in the order"
+        assert len(self._by_id) == sum(i is not None for i in self._block_ids), "an id leads to a block without it"
+        self._tree.check_integrity()
+        assert self._num_in_use == sum(count > 0 for count in self._ref_counts), "blocks in use are miscounted"
+        assert not idle or not self.num_in_use, f"{self.num_in_use} blocks still held"

@@ -1,0 +1,291 @@
+"""The directory of a store: who may use it, who owns it now, and the secret that its block ids are made with.
+
+Knows no LMDB. One owner at a time, held by an `flock` of the directory and one of its lock file, which the kernel takes
+back however the owner ends. The directory's stands when somebody removes the file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import socket
+import stat
+import struct
+import time
+import weakref
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.disk import check as disk_check
+from kvstore.disk.check import LOCK_NAME, SECRET_NAME, SOCKET_NAME
+from kvstore.errors import StoreError, StoreLockedError
+from kvstore.forks import leave_to_parent
+
+SECRET_BYTES = 32
+MAX_LOCK_BYTES = 8192
+NETWORK_FILE_SYSTEMS = {
+    "9p", "afs", "beegfs", "ceph", "cifs", "fuse.ceph", "fuse.glusterfs", "fuse.rclone", "fuse.s3fs", "fuse.sshfs",
+    "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "orangefs", "smb3", "smbfs",
+}  # fmt: skip
+_LOCK_TRIES, _LOCK_WAIT_S = 4, 0.02
+_CONNECT_S = 1.0  # for a socket that is there: its owner's kernel answers, not the owner
+
+
+@dataclass(frozen=True, slots=True)
+class LockInfo:
+    """The owner of a store at this moment; None where it did not say."""
+
+    pid: int | None
+    socket_path: str | None
+
+
+class StoreDirectory:
+    """An owned store directory; `open` it. After a fork the child owns nothing, and every method raises there."""
+
+    def __init__(self, path: Path, fd: int, lock_fd: int, secret: bytes) -> None:
+        self.path = path
+        self.secret = secret
+        self._fd: int | None = fd
+        self._lock_fd: int | None = lock_fd
+        self._held = ((path, os.fstat(fd)), (path / LOCK_NAME, os.fstat(lock_fd)))
+        self._loss: str | None = None
+        _directories.add(self)
+        leave_to_parent(self, str(path))
+
+    @classmethod
+    def open(cls, path: str | Path, allow_network: bool = False) -> StoreDirectory:
+        """Create it where it is missing (0700), and become its owner.
+
+        Raises StoreError when it cannot be used, StoreLockedError when somebody else owns it.
+        """
+        try:
+            directory = Path(path).expanduser().absolute()
+            _prepare(directory, allow_network)
+            with ExitStack() as opened:
+                fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                opened.callback(os.close, fd)
+                _wait_for_lock(directory, fd)
+                disk_check.check_kinds(directory)
+                lock_fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                opened.callback(os.close, lock_fd)
+                _wait_for_lock(directory, lock_fd)
+                _refuse_if_answered(directory)
+                os.fchmod(lock_fd, 0o600)
+                _write_lock_info(lock_fd, None)
+                owned = cls(directory, fd, lock_fd, _load_secret(directory / SECRET_NAME))
+                opened.pop_all()
+                return owned
+        except OSError as error:
+            raise StoreError(f"store directory {path} cannot be used: {error.strerror or error}") from None
+        except (RuntimeError, ValueError) as error:  # no home to expand to; a zero byte in the name
+            raise StoreError(f"store directory {path!r} is no path: {error}") from None
+
+    def announce(self, socket_path: str | Path | None) -> None:
+        """Let other processes know where the owner listens."""
+        assert self._lock_fd is not None, "announced after close"
+        _write_lock_info(self._lock_fd, None if socket_path is None else str(socket_path))
+
+    def loss(self) -> str | None:
+        """Why this process must not write here any more, for good: what it holds is not what others find at the path.
+
+        Somebody else may have become the owner since. None: all is as it was, or it is closed.
+        """
+        if self._loss is None and self._lock_fd is not None:
+            gone = next((path for path, known in self._held if not disk_check.is_still_at(path, known)), None)
+            if gone is not None:
+                self._loss = f"{gone} was removed or replaced while the store was open: nothing more is kept; restart"
+        return self._loss
+
+    def close(self) -> None:
+        """Give it up; another owner may come at once."""
+        if self._lock_fd is not None:
+            os.ftruncate(self._lock_fd, 0)
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Of the locks, which belong to the open files: a child that keeps them open would keep them locked."""
+        _directories.discard(self)
+        for fd in (self._lock_fd, self._fd):
+            if fd is not None:
+                os.close(fd)
+        self._lock_fd = self._fd = None
+
+    def __enter__(self) -> StoreDirectory:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+_directories: weakref.WeakSet[StoreDirectory] = weakref.WeakSet()
+
+
+def held_directory(path: Path) -> StoreDirectory | None:
+    """The open store directory at `path`, if this process owns it."""
+    real = os.path.realpath(path)
+    return next((one for one in list(_directories) if os.path.realpath(one.path) == real), None)
+
+
+# -- may it be used --------------------------------------------------------------------------------------------------
+def _prepare(directory: Path, allow_network: bool) -> None:
+    if directory.is_symlink() and not directory.exists():
+        raise StoreError(f"store directory {directory} is a link to nothing; give a directory")
+    if directory.exists() and not directory.is_dir():
+        raise StoreError(f"store directory {directory} is a file; give a directory")
+    if not directory.exists():
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        disk_check.sync_directory(directory.parent)
+    status = directory.stat()
+    if status.st_uid != os.geteuid():
+        raise StoreError(f"store directory {directory} belongs to user {status.st_uid}; give one of your own")
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        directory.chmod(0o700)
+    if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+        raise StoreError(f"store directory {directory} is not writable; change its permissions or give another")
+    file_system = file_system_type(directory)
+    if file_system in NETWORK_FILE_SYSTEMS and not allow_network:
+        raise StoreError(
+            f"store directory {directory} is on a network file system ({file_system}), where locks and memory maps "
+            "cannot be trusted; give a local one, or allow it explicitly"
+        )
+
+
+def file_system_type(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str | None:
+    """Type of the file system that holds `path`; None where the system does not say."""
+    try:
+        lines = mounts.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return None
+    real, best, found = os.path.realpath(path), -1, None
+    for fields in (line.split(" ") for line in lines):
+        if len(fields) < 3:
+            continue
+        point = fields[1].encode("utf-8", "surrogateescape").decode("unicode_escape", "replace").rstrip("/")
+        if (real == point or real.startswith(point + "/")) and len(point) >= best:  # the last of equals is on top
+            best, found = len(point), fields[2]
+    return found
+
+
+# -- who owns it -----------------------------------------------------------------------------------------------------
+def _wait_for_lock(directory: Path, fd: int) -> None:
+    for attempt in range(_LOCK_TRIES):
+        if _try_lock(fd, fcntl.LOCK_EX):
+            return
+        if attempt < _LOCK_TRIES - 1:
+            time.sleep(_LOCK_WAIT_S)  # `read_lock_info` holds it for a moment
+    raise _locked_error(directory, _who_owns(directory).pid)
+
+
+def _refuse_if_answered(directory: Path) -> None:
+    """Whoever listens on the store's socket owns it, whatever became of its locks."""
+    found, pid = _listener(directory / SOCKET_NAME)
+    if found:
+        raise _locked_error(directory, pid)
+
+
+def _listener(path: Path) -> tuple[bool, int | None]:
+    """Whether a process listens on this socket, and which."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(_CONNECT_S)
+            connection.connect(str(path))
+            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            return True, struct.unpack("3i", peer)[0] or None
+    except (TimeoutError, BlockingIOError):  # its queue is full
+        return True, None
+    except (OSError, ValueError):  # none, nobody behind it, or too long a path for one
+        return False, None
+
+
+def _try_lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _locked_error(directory: Path, pid: int | None) -> StoreLockedError:
+    if pid == os.getpid():
+        who, remedy = "this process", "close the other engine first"
+    else:
+        who = "another process" if pid is None else f"process {pid}"
+        remedy = "stop it, or give another directory"
+    return StoreLockedError(f"store {directory} is in use by {who}; {remedy}", pid)
+
+
+def _write_lock_info(fd: int, socket_path: str | None) -> None:
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, json.dumps({"pid": os.getpid(), "socket": socket_path}).encode(), 0)
+
+
+def _parse_lock_info(content: bytes) -> LockInfo:
+    try:
+        info = json.loads(content)
+    except (ValueError, RecursionError):
+        return LockInfo(None, None)
+    if not isinstance(info, dict):
+        return LockInfo(None, None)
+    pid, socket_path = info.get("pid"), info.get("socket")
+    is_pid = isinstance(pid, int) and not isinstance(pid, bool) and 0 < pid < 2**31
+    return LockInfo(pid if is_pid else None, socket_path if isinstance(socket_path, str) else None)
+
+
+def read_lock_info(path: str | Path) -> LockInfo | None:
+    """Who owns the store at `path`; None when nobody does, or when there is no store."""
+    directory = Path(path).expanduser()
+    for place, flags in ((directory, os.O_DIRECTORY), (directory / LOCK_NAME, os.O_NOFOLLOW)):
+        try:
+            fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+        except OSError:
+            continue
+        try:
+            if not _try_lock(fd, fcntl.LOCK_SH):
+                return _who_owns(directory)
+        finally:
+            os.close(fd)
+    return None
+
+
+def _who_owns(directory: Path) -> LockInfo:
+    """As its lock file says; where somebody removed that, as the socket does."""
+    try:
+        fd = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError:
+        info = LockInfo(None, None)
+    else:
+        with open(fd, "rb", buffering=0) as file:
+            info = LockInfo(None, None)
+            with suppress(OSError):  # no file at all
+                info = _parse_lock_info(file.read(MAX_LOCK_BYTES) or b"")
+    if info.pid is None:
+        found, pid = _listener(directory / SOCKET_NAME)
+        return LockInfo(pid, str(directory / SOCKET_NAME)) if found else info
+    return info
+
+
+# -- the secret ------------------------------------------------------------------------------------------------------
+def _load_secret(path: Path) -> bytes:
+    """Made once. A damaged one is set aside: what was stored under it is not found any more, and never wrong."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return _make_secret(path)
+    with open(fd, "rb") as file:
+        if stat.S_IMODE(os.fstat(fd).st_mode) & 0o077:
+            os.fchmod(fd, 0o600)
+        secret = file.read(SECRET_BYTES + 1)
+    if len(secret) == SECRET_BYTES and any(secret):
+        return secret
+    disk_check.quarantine(path, f"it does not hold {SECRET_BYTES} random bytes")
+    return _make_secret(path)
+
+
+def _make_secret(path: Path) -> bytes:
+    secret = secrets.token_bytes(SECRET_BYTES)
+    disk_check.write_durably(path, secret)
+    return secret

@@ -1,0 +1,291 @@
+"""One LMDB environment of a store, opened so that a bad file is set aside and a good one is opened only once.
+
+Owns the options that make LMDB durable, the registry of what is open, and what a fork does to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import lmdb
+
+from kvstore.config import format_size
+from kvstore.disk import check as disk_check
+from kvstore.disk.check import DATA_FILE, LOCK_FILE
+from kvstore.disk.directory import StoreDirectory, held_directory
+from kvstore.errors import StoreError
+from kvstore.forks import leave_to_parent
+
+LOGGER = logging.getLogger("kvstore.store")
+VERIFY_BELOW_BYTES = 4 << 30
+MIN_MAP_BYTES = 1 << 20
+MAX_READERS = 126
+
+STRUCTURAL_ERRORS = (
+    lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError, lmdb.VersionMismatchError,
+    lmdb.IncompatibleError, lmdb.CursorFullError, lmdb.PageFullError, lmdb.BadDbiError,
+)  # fmt: skip
+
+class LostFileError(lmdb.Error):
+    """What would be written could not be found again: the data file, or what makes us its owner, is not in its place.
+
+    The message says which, and what to do.
+    """
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_HEAP_BYTES = 32 << 20  # the most that glibc takes, and what its own adaptation ends at
+_KEPT_BYTES = 256 << 20
+
+_open_environments: weakref.WeakValueDictionary[str, StoreEnvironment] = weakref.WeakValueDictionary()  # by real path
+
+
+def _keep_freed_memory() -> None:
+    """Let malloc keep what LMDB frees: it allocates every page of a transaction, and returns them after it.
+
+    Values of a few hundred kilobytes would each be mapped and unmapped, at a third of a transaction's time. At most
+    _KEPT_BYTES more stay with the process. Does nothing where there is no glibc.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(_M_MMAP_THRESHOLD, _HEAP_BYTES)
+    mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether LMDB found the file's structure wrong. PanicError only says that it gave up on a failed write."""
+    return isinstance(error, STRUCTURAL_ERRORS) and not isinstance(error, lmdb.PanicError)
+
+
+class Gate:
+    """Many inside with `with gate:`, or one alone with `with gate.alone():`. Whoever wants to be alone goes first."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._num_inside = 0
+        self._is_closed = False
+
+    def __enter__(self) -> None:
+        with self._changed:
+            while self._is_closed:
+                self._changed.wait()
+            self._num_inside += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._changed:
+            self._num_inside -= 1
+            if self._is_closed:
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_closed)
+            self._is_closed = True
+            self._changed.wait_for(lambda: self._num_inside == 0)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_closed = False
+                self._changed.notify_all()
+
+
+class StoreEnvironment:
+    """An open environment with the methods of `lmdb.Environment`. After a fork they raise StoreError in the child.
+
+    quarantined: where a bad predecessor was moved, None when there was none.
+    """
+
+    def __init__(self, directory: Path, env: lmdb.Environment, quarantined: Path | None, on_loss: str = "") -> None:
+        self.directory = directory
+        self.quarantined = quarantined
+        self.is_open = True
+        self.told_loss: str | None = None
+        self._env = env
+        self._owned: StoreDirectory | None = held_directory(directory.parent)
+        self._on_loss = on_loss
+        self._data_file = directory / DATA_FILE
+        self._data_status = self._data_file.stat()
+        _open_environments[os.path.realpath(directory)] = self
+        leave_to_parent(self, str(directory))
+
+    def begin(self, write: bool = False, buffers: bool = False) -> Any:
+        """A transaction; raises lmdb.Error. buffers: values are views of the map, valid until the transaction ends.
+
+        write: raises LostFileError when what is written could not be found again.
+        """
+        if write:
+            self.check_in_place()
+        return self._env.begin(write=write, buffers=buffers)  # type: ignore[call-overload]
+
+    def open_db(self, key: bytes, txn: Any = None) -> Any:
+        return self._env.open_db(key, txn=txn)
+
+    def stat(self) -> dict[str, int]:
+        """Of the main database."""
+        return cast(dict[str, int], self._env.stat())
+
+    def info(self) -> dict[str, int]:
+        return cast(dict[str, int], self._env.info())
+
+    def set_mapsize(self, map_bytes: int) -> None:
+        """Only while no transaction is open."""
+        self._env.set_mapsize(map_bytes)
+
+    def sync(self, force: bool = True) -> None:
+        """All that was committed is durable afterwards."""
+        self._env.sync(force)
+
+    def reader_check(self) -> int:
+        """Clear the slots of readers that died; returns how many."""
+        return self._env.reader_check()
+
+    def copy(self, path: str, compact: bool = True) -> None:
+        """Into `path`, an empty directory; without free pages."""
+        self._env.copy(path, compact=compact)
+
+    def path(self) -> str:
+        return str(self.directory)
+
+    def loss(self) -> str | None:
+        """What of this environment is not where it was when it was opened; None: nothing, or it is closed."""
+        found = None if self._owned is None else self._owned.loss()
+        if found is None and not disk_check.is_still_at(self._data_file, self._data_status):
+            found = f"{self._data_file} was removed or replaced while the store was open{self._on_loss}"
+        return found if self.is_open else None  # asked last: whoever replaces the file in order closes it before
+
+    def is_removed(self) -> bool:
+        """Whether the store is ours as it was, and nothing stands in the place of the data file."""
+        return (self._owned is None or self._owned.loss() is None) and not os.path.lexists(self._data_file)
+
+    def check_in_place(self) -> None:
+        """Raises LostFileError."""
+        if (loss := self.loss()) is not None:
+            raise LostFileError(loss)
+
+    def file_bytes(self) -> int:
+        """What the data file takes."""
+        try:
+            return (self.directory / DATA_FILE).stat().st_size
+        except OSError:
+            return 0
+
+    def close(self, clean: bool = True) -> None:
+        """Nobody may be inside. clean: sync, and mark it as complete, so that the next start need not check it."""
+        if not self.is_open:
+            return
+        clean = clean and self.loss() is None
+        self.is_open = False
+        synced = False
+        try:
+            if clean:
+                self._env.sync(True)
+                synced = True
+        except lmdb.Error:
+            pass  # without the mark, the next start checks the file
+        finally:
+            self._env.close()
+            _open_environments.pop(os.path.realpath(self.directory), None)
+            if synced:
+                disk_check.mark_clean(self.directory)
+
+    def let_go(self) -> None:
+        """In a forked child, which may open it for itself."""
+        _open_environments.pop(os.path.realpath(self.directory), None)
+
+def tell_losses(store: Path) -> None:
+    """Log what of the environments that are open in a store is not in its place any more, once each."""
+    real, told = os.path.realpath(store), set[str]()
+    for place, env in list(_open_environments.items()):
+        loss = env.loss() if os.path.dirname(place) == real else None
+        if loss != env.told_loss:
+            env.told_loss = loss
+            if loss is not None and loss not in told:  # of the whole store it is one for all
+                LOGGER.error(loss)
+                told.add(loss)
+
+
+def check_map_bytes(path: Path, map_bytes: int) -> None:
+    """Raises StoreError for a size that no environment can have."""
+    if map_bytes < MIN_MAP_BYTES:
+        raise StoreError(f"{path} may take {map_bytes} bytes; give at least {format_size(MIN_MAP_BYTES)}")
+
+
+def open_environment(
+    path: Path, map_bytes: int, max_dbs: int = 4, metasync: bool = False, verify_below_bytes: int = VERIFY_BELOW_BYTES,
+    on_loss: str = "",
+) -> StoreEnvironment:  # fmt: skip
+    """Open or create the environment in the directory `path`; its parent is a StoreDirectory that this process holds.
+
+    What is damaged is moved into quarantine with a warning, and an empty one is opened instead. metasync: a commit
+    survives a power loss at once, not only with the next one. on_loss: what is said, beside that it happened, when the
+    file is removed or replaced. Raises StoreError when nothing can be opened.
+    """
+    check_map_bytes(path, map_bytes)
+    if os.path.realpath(path) in _open_environments:
+        raise StoreError(f"{path} is already open in this process; close it first")
+    try:
+        return _open(path, map_bytes, max_dbs, metasync, verify_below_bytes, on_loss)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be opened: {error.strerror or error}") from None
+
+
+def _open(
+    path: Path, map_bytes: int, max_dbs: int, metasync: bool, verify_below_bytes: int, on_loss: str
+) -> StoreEnvironment:
+    path.mkdir(mode=0o700, exist_ok=True)
+    problem = disk_check.find_problem(path, verify_below_bytes)
+    if problem is None:
+        try:
+            return StoreEnvironment(path, _open_lmdb(path, map_bytes, max_dbs, metasync), None, on_loss)
+        except STRUCTURAL_ERRORS as error:
+            problem = str(error)
+        except lmdb.Error as error:
+            raise StoreError(f"{path} cannot be opened: {error}; is the disk full or read-only?") from None
+    quarantined = disk_check.quarantine(path, problem)
+    path.mkdir(mode=0o700)
+    try:
+        env = _open_lmdb(path, map_bytes, max_dbs, metasync)
+    except lmdb.Error as error:
+        raise StoreError(f"{path} cannot be created: {error}; is the disk full or read-only?") from None
+    return StoreEnvironment(path, env, quarantined, on_loss)
+
+
+def _open_lmdb(path: Path, map_bytes: int, max_dbs: int, metasync: bool) -> lmdb.Environment:
+    _keep_freed_memory()
+    _tighten(path)
+    disk_check.clear_mark(path)
+    # The reader table of another run means nothing now, and a damaged one crashes LMDB; the store's lock is ours.
+    (path / LOCK_FILE).unlink(missing_ok=True)
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    env = lmdb.open(
+        str(path), map_size=map_bytes // page_bytes * page_bytes, max_dbs=max_dbs, sync=True, metasync=metasync,
+        writemap=False, readahead=True, lib_version=0, mode=0o700, max_readers=MAX_READERS, max_spare_txns=4,
+        lock=True,
+    )  # fmt: skip
+    try:
+        disk_check.sync_directory(path)
+        disk_check.sync_directory(path.parent)
+        env.reader_check()
+    except BaseException:
+        env.close()
+        raise
+    return env
+
+
+def _tighten(path: Path) -> None:
+    """Take the permissions of others off what is ours already."""
+    for one, mode in ((path, 0o700), (path / DATA_FILE, 0o600)):
+        if one.exists() and one.stat().st_mode & 0o077:
+            one.chmod(mode)

@@ -1,0 +1,107 @@
+"""The CPU tier's memory: one mapping, seen as a tensor by transfers and as bytes by everything else."""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+
+from kvstore.config import format_size
+from kvstore.errors import ConfigError
+from kvstore.kernels.cpu.first_touch import FirstTouch
+from kvstore.memory.layout import KVLayout
+
+# Portable: pinned for every CUDA context of the process. Mapped: kernels read and write it over the bus. Where the
+# device shares its addresses with the host, both are the default; here they are needed, so they are asked for.
+_REGISTER_FLAGS = 1 | 2
+
+
+class Arena:
+    """[num_slots, num_layers, 2, block_size, num_kv_heads, head_dim]; index 0 of the third axis is raw keys.
+
+    Memory is taken by mmap, exactly as much as asked for, and registered with CUDA when the model runs there: torch's
+    own pinned allocator rounds up to powers of two. Pages are touched when they are first used; registering touches and
+    locks all of them in one call, so a large arena takes seconds to open, and all of its memory from the beginning.
+    """
+
+    def __init__(self, layout: KVLayout, num_slots: int, pin: bool) -> None:
+        self.layout = layout
+        self.num_slots = num_slots
+        size_bytes = num_slots * layout.block_bytes
+        try:
+            self._memory = _private(size_bytes)
+        except (OSError, ValueError, OverflowError) as error:
+            raise ConfigError(f"cpu is {format_size(size_bytes)}, which this machine does not give: {error}") from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        with torch.inference_mode(False):  # whatever its caller is in: threads outside of it write here too
+            flat = torch.frombuffer(self._memory, dtype=torch.uint8)
+            self.tensor = flat.view(layout.dtype).view(num_slots, *layout.block_shape)
+        self._bytes = memoryview(self._memory)
+        self._unpin: weakref.finalize | None = None
+        self._first_touch: FirstTouch | None = None
+        if pin:
+            self._pin(flat)
+        else:
+            self._first_touch = FirstTouch(self.tensor)
+
+    def _pin(self, flat: torch.Tensor) -> None:
+        """Until `close`, or until nobody has this arena: what is unmapped while it is registered stays locked."""
+        cudart = torch.cuda.cudart()
+        code = int(cudart.cudaHostRegister(flat.data_ptr(), flat.numel(), _REGISTER_FLAGS))
+        if code == 0:
+            self._unpin = weakref.finalize(self, cudart.cudaHostUnregister, flat.data_ptr())
+            self._unpin.atexit = False  # a process that ends gives its memory back faster
+        if code != 0 or not flat.is_pinned():
+            self.close()
+            _forget_cuda_error()
+            raise ConfigError(
+                f"CUDA cannot pin {format_size(flat.numel())} for the CPU tier (error {code}); give a smaller cpu, or "
+                "raise what this process may lock (ulimit -l, a container's memory)"
+            )
+
+    def reach(self, slot: int) -> None:
+        """Slots up to this one are in use: the memory behind them is made ready."""
+        if self._first_touch is not None:
+            self._first_touch.reach(slot)
+
+    def view(self, slot: int) -> memoryview:
+        """The bytes of one slot, writable."""
+        size = self.layout.block_bytes
+        return self._bytes[slot * size : (slot + 1) * size]
+
+    def erase(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.tensor[slot].zero_()
+
+    def copy_tokens(self, pieces: Sequence[tuple[int, int, int, int, int]]) -> None:
+        """Copy runs of tokens in every layer: (source slot, source offset, slot, offset, number of tokens)."""
+        for source, source_offset, slot, offset, count in pieces:
+            run = self.tensor[source, :, :, source_offset : source_offset + count]
+            self.tensor[slot, :, :, offset : offset + count] = run
+
+    def close(self) -> None:
+        """Unpin; no transfer may be running. The mapping goes when the last tensor and view of it are collected."""
+        self._first_touch = None
+        if self._unpin is not None:
+            self._unpin()
+
+
+def _private(size_bytes: int) -> mmap.mmap:
+    """Private, so that Linux may give huge pages, which it mostly does not for shared memory: fewer to touch and lock.
+
+    A forked child does not get it: else the parent's next write would go to a copy, and the device's to the original.
+    """
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_DONTFORK"):
+        memory.madvise(mmap.MADV_DONTFORK)
+    return memory
+
+
+def _forget_cuda_error() -> None:
+    """CUDA keeps the error of a failed call, and torch would raise it at the next kernel that anybody launches."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")

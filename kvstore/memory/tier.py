@@ -1,0 +1,214 @@
+"""The CPU tier: which block lies in which slot of the arena, and whether its bytes have landed.
+
+Owns slots and records, not bytes: the arena is given, or absent when a trace is replayed. One thread.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+from kvstore.blocks.forest import Order
+from kvstore.blocks.ids import BlockId
+from kvstore.blocks.pool import BlockPool
+from kvstore.blocks.records import BlockRecord
+from kvstore.policy.conversation import Conversation
+
+
+class SlotState(Enum):
+    """Of a slot that somebody holds or that has a record."""
+
+    EMPTY = "empty"
+    PENDING = "pending"  # findable, its bytes are still on their way
+    READY = "ready"  # loadable
+    FAILED = "failed"  # its bytes will never come; whoever waits for it computes
+
+
+class CpuTier:
+    """Slots 0 .. num_slots - 1. A slot is written only while it is not READY, and reused only when nobody holds it.
+
+    num_slots: capacity. erase: overwrite the bytes of these slots (after a deletion). keep: False makes the arena a
+    staging area, which forgets a block when the last holder releases it. order: of conversations on this tier.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        erase: Callable[[Sequence[int]], None] = lambda slots: None,
+        keep: bool = True,
+        order: Order | None = None,
+    ) -> None:
+        self.pool = BlockPool(num_slots, order)
+        self.keep = keep
+        self.num_removed = 0  # blocks that could be loaded and were given up for another reason than room
+        self._erase = erase
+        self._states = [SlotState.EMPTY] * num_slots
+        self._records: list[BlockRecord | None] = [None] * num_slots
+        self._conversations: list[Conversation | None] = [None] * num_slots
+        self._last_used_s = [0.0] * num_slots
+        self._pending_parents: Counter[BlockId] = Counter()
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+    def find(self, record_id: BlockId) -> int | None:
+        """The slot of this block, PENDING or READY."""
+        return self.pool.lookup(record_id)
+
+    def state(self, slot: int) -> SlotState:
+        return self._states[slot]
+
+    def record(self, slot: int) -> BlockRecord | None:
+        return self._records[slot]
+
+    def conversation(self, slot: int) -> Conversation | None:
+        """Whose request brought the block."""
+        return self._conversations[slot]
+
+    def last_used_s(self, slot: int) -> float:
+        return self._last_used_s[slot]
+
+    # -- the life of a slot ------------------------------------------------------------------------------------------
+    def reserve(self) -> int | None:
+        """An empty slot with one reference, taken from what is evicted first; None when everything is held."""
+        slot = self.pool.try_allocate()
+        if slot is not None:
+            self._states[slot], self._records[slot] = SlotState.EMPTY, None
+        return slot
+
+    def announce(
+        self, slot: int, record: BlockRecord, now_s: float, conversation: Conversation | None = None
+    ) -> bool:
+        """From now on the slot is found under this record's id, PENDING. False when another slot has that block."""
+        assert self._states[slot] is SlotState.EMPTY
+        # What a staging area holds is on its way to or from disk: closure under parents is the disk's concern.
+        parent_id, owner = (record.parent_id, conversation) if self.keep else (None, None)
+        if not self.pool.insert(slot, record.block_id, parent_id, owner):
+            return False
+        self._conversations[slot] = conversation
+        self._states[slot], self._records[slot], self._last_used_s[slot] = SlotState.PENDING, record, now_s
+        self._pending_parents[record.parent_id] += 1
+        return True
+
+    def publish(self, slot: int) -> None:
+        """Its bytes have landed and were checked."""
+        assert self._states[slot] is SlotState.PENDING
+        self._landed(slot, SlotState.READY)
+
+    def spoil(self, slot: int) -> None:
+        """Some of its tokens will not come, and it has no id yet: it never gets one."""
+        assert self._states[slot] is SlotState.EMPTY
+        self._states[slot] = SlotState.FAILED
+
+    def fail(self, slot: int) -> list[int]:
+        """Its bytes will not come: forget it and what hangs below it. Returns all slots that were forgotten."""
+        num_before = self.pool.num_forgotten
+        gone = self.pool.forget(slot)
+        pending = [one for one in gone if self._states[one] is SlotState.PENDING]
+        for one in pending:
+            self._landed(one, SlotState.FAILED)
+        if self.keep:
+            self.num_removed += self.pool.num_forgotten - num_before - len(pending)
+        return gone
+
+    def _landed(self, slot: int, state: SlotState) -> None:
+        record = self._records[slot]
+        assert record is not None
+        self._states[slot] = state
+        self._pending_parents[record.parent_id] -= 1
+        if not self._pending_parents[record.parent_id]:
+            del self._pending_parents[record.parent_id]
+
+    def is_awaited(self, block_id: BlockId) -> bool:
+        """Whether a block that is on its way builds on this one."""
+        return block_id in self._pending_parents
+
+    def forget(self, block_id: BlockId) -> int:
+        """Give up a block and what hangs below it; returns how many. Holders keep their slots until they release."""
+        slot = self.pool.lookup(block_id)
+        return 0 if slot is None else len(self.fail(slot))
+
+    def acquire(self, slot: int) -> None:
+        self.pool.acquire((slot,))
+
+    def release(self, slot: int) -> None:
+        """Give back one reference."""
+        self.pool.release((slot,))
+        if not self.keep and self.pool.is_free(slot) and self.pool.block_id(slot) is not None:
+            self.fail(slot)
+
+    def touch(self, chain: Sequence[BlockId], now_s: float, conversation: Conversation | None = None) -> None:
+        """These blocks, head first, were of use just now. The time is noted at the last: the others stay with it.
+
+        conversation: whose they are.
+        """
+        slots = [slot for slot in map(self.pool.lookup, chain) if slot is not None]
+        if slots:
+            self._last_used_s[slots[-1]] = now_s
+            self.pool.touch(slots, conversation if self.keep else None)
+
+    def claim(self, chain: Sequence[BlockId], conversation: Conversation) -> None:
+        """These blocks, head first, are wanted by this conversation, as far as they are here."""
+        slots = [slot for slot in map(self.pool.lookup, chain) if slot is not None]
+        if slots and self.keep:
+            self.pool.touch(slots, conversation)
+
+    def link(self, block_id: BlockId, parent_id: BlockId) -> None:
+        """The first block of a splice goes before the block in front of it, though it names another parent."""
+        slot, parent = self.pool.lookup(block_id), self.pool.lookup(parent_id)
+        if slot is not None and parent is not None and self.keep:
+            self.pool.link(slot, parent)
+
+    def keep_blank(self, num_slots: int) -> None:
+        """Evict until so many slots are empty, so that what is read finds one at once; as far as nobody holds them."""
+        while self.pool.num_blank < num_slots and self.pool.evict_one() is not None:
+            pass
+
+    def erase_stale(self) -> None:
+        """Overwrite what lies in slots that nobody holds and no id leads to."""
+        stale = self.pool.take_stale()
+        for slot in stale:  # a record holds the tokens
+            self._records[slot] = self._conversations[slot] = None
+        self._erase(stale)
+
+    # -- for eviction by hand ----------------------------------------------------------------------------------------
+    def blocks(self) -> list[int]:
+        """All slots with a findable block."""
+        return [slot for slot, record in enumerate(self._records) if self._is_current(slot, record)]
+
+    def parents_first(self) -> list[int]:
+        """As `blocks`, each after its parent: what stops half-way leaves nothing without its parent."""
+        slots = {record.block_id: slot for slot in self.blocks() if (record := self._records[slot]) is not None}
+        found: dict[int, None] = {}
+        seen: set[int] = set()
+        for start in slots.values():
+            path: list[int] = []
+            slot: int | None = start
+            while slot is not None and slot not in seen:
+                seen.add(slot)
+                path.append(slot)
+                record = self._records[slot]
+                slot = None if record is None else slots.get(record.parent_id)
+            found |= dict.fromkeys(reversed(path))
+        return list(found)
+
+    def _is_current(self, slot: int, record: BlockRecord | None) -> bool:
+        return record is not None and self.pool.block_id(slot) == record.block_id
+
+    def as_dict(self, block_bytes: int) -> dict[str, object]:
+        """Gauges and counters. A staging area has no blocks of its own."""
+        pool = self.pool
+        return {
+            "blocks": pool.num_blocks if self.keep else 0,
+            "staging_blocks": 0 if self.keep else pool.num_blocks,
+            "cached_blocks": pool.num_cached,
+            "free_blocks": pool.num_free,
+            "evicted_blocks": pool.num_evictions,
+            "removed_blocks": self.num_removed,
+            "block_bytes": block_bytes,
+        }
+
+    def check_integrity(self, idle: bool = True) -> None:
+        """Assert that states, records and the pool agree; with `idle`, that nobody holds a slot."""
+        self.pool.check_integrity(idle)
+        for slot, record in enumerate(self._records):
+            if self._is_current(slot, record):
+                assert self._states[slot] in (SlotState.PENDING, SlotState.READY), f"slot {slot}: {self._states[slot]}"
+                assert not idle or self._states[slot] is SlotState.READY, f"slot {slot} is in flight while idle"

@@ -1,0 +1,178 @@
+"""Moves KV between HBM and the arena on a CPU: loads a layer before it is attended to, saves it as it is computed.
+
+The computing thread does both, since a third thread on its cores would cost it more. Knows slots and tensors, no block
+id and no request, and decides nothing. On CUDA: `device_transfer`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from kvstore.blocks.records import Load, Save, SaveFence, TransferPlan, Transferred
+from kvstore.kernels.block_copy import BlockLoad, save_few, save_layers
+from kvstore.memory.arena import Arena
+from kvstore.stats import Histogram
+
+FEW_TOKENS = 16  # a run of so many is saved token by token: what an indexed write costs before it begins is more
+SMALL_STEP_TOKENS = 64  # steps of so many tokens are saved in one go, when their forward has ended
+
+
+@dataclass(slots=True)
+class _LoadJob:
+    """Loads of one step; layers [0, num_layers_done) have landed."""
+
+    ticket: int
+    blocks: BlockLoad
+    num_blocks: int
+    num_layers_done: int = 0
+    failed: bool = False
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _SaveStep:
+    """Saves of one step: `rows` of its tokens go to the token slots `slots`."""
+
+    ticket: int
+    rows: torch.Tensor
+    slots: torch.Tensor
+    run: slice | None = None  # the rows, where they are a run of a few
+    failed: bool = False
+    waiting: list[tuple[int, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # layer, raw keys, values
+
+
+def token_places(saves: Sequence[Save], row_starts: Sequence[int], block_size: int) -> np.ndarray:
+    """Of every token that a step saves, its row in the step and its slot in the arena: [2, num_tokens] int64."""
+    counts = np.fromiter((s.num_tokens for s in saves), np.int64, len(saves))
+    rows = np.fromiter((row_starts[s.scheduled] + s.first for s in saves), np.int64, len(saves))
+    slots = np.fromiter((s.slot * block_size + s.offset for s in saves), np.int64, len(saves))
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.stack([np.repeat(rows, counts) + within, np.repeat(slots, counts) + within])
+
+
+class Transfer:
+    """Has no thread: what is begun ends within the step."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self._caches: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+        self._load: _LoadJob | None = None
+        self._save: _SaveStep | None = None
+        self.load_seconds = Histogram()  # of all loads of a step
+        self._done: deque[Transferred] = deque()
+
+    def register(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Key and value cache of each layer, [num_blocks, block_size, num_kv_heads, head_dim]."""
+        self._caches = caches
+
+    # -- one step, beside the forward --------------------------------------------------------------------------------
+    def begin(self, plan: TransferPlan, row_starts: Sequence[int]) -> None:
+        """Prepare the plan's loads and saves. row_starts: first token of each scheduled request's part."""
+        if plan.saves:
+            self.arena.reach(max(save.slot for save in plan.saves))
+        save = self._save_step(plan.ticket, plan.saves, row_starts) if plan.saves else None
+        self._load = self._load_job(plan.ticket, plan.loads) if plan.loads else None
+        self._save = save
+
+    def _load_job(self, ticket: int, loads: Sequence[Load]) -> _LoadJob:
+        blocks = BlockLoad(
+            self.arena.tensor,
+            [load.slot for load in loads],
+            [load.block_number for load in loads],
+            [load.position for load in loads],
+            self.arena.layout.rotations,
+        )
+        return _LoadJob(ticket, blocks, len(loads))
+
+    def _save_step(self, ticket: int, saves: Sequence[Save], row_starts: Sequence[int]) -> _SaveStep:
+        rows, slots = token_places(saves, row_starts, self.arena.layout.block_size)
+        run = None
+        if len(rows) <= FEW_TOKENS and bool((np.diff(rows) == 1).all()):
+            run = slice(int(rows[0]), int(rows[-1]) + 1)
+        return _SaveStep(ticket, torch.from_numpy(rows), torch.from_numpy(slots), run)
+
+    def wait_for_layer(self, layer: int) -> None:
+        """Returns when this layer's blocks are in HBM, or its step's loads have failed.
+
+        Just before they are attended to, so that attention finds them in the cores' caches.
+        """
+        if self._load is not None:
+            self._load_layers(self._load, layer + 1)
+
+    def _load_layers(self, job: _LoadJob, num_layers: int) -> None:
+        """The first `num_layers` layers, as far as they have not landed; a failure is the step's."""
+        if job.failed or job.num_layers_done >= num_layers:
+            return
+        started = time.perf_counter()
+        try:
+            with torch.inference_mode():
+                while job.num_layers_done < num_layers:
+                    job.blocks.load_layer(job.num_layers_done, *self._caches[job.num_layers_done])
+                    job.num_layers_done += 1
+        except Exception:  # out of memory, a bug: the requests of these blocks compute them
+            job.failed = True
+        job.seconds += time.perf_counter() - started
+
+    def save_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None:
+        """Raw keys and values of the step's tokens, [num_tokens, num_kv_heads, head_dim], which nobody writes again."""
+        step = self._save
+        if step is None:
+            return
+        step.waiting.append((layer, raw_key, value))
+        if len(raw_key) > SMALL_STEP_TOKENS:  # at once: memory that is held back the next layer has to take anew
+            self._copy(step)
+
+    def end(self, succeeded: bool = True) -> SaveFence | None:
+        """The forward has ended: save what is left of it; not succeeded: none of its saves is to count.
+
+        What it did not load is loaded now: the HBM blocks are in the map as if they held it. Interrupted, it can be
+        called again.
+        """
+        if (load := self._load) is not None:
+            self._load_layers(load, len(self._caches))
+            size = load.num_blocks * self.arena.layout.block_bytes
+            self.load_seconds.observe(load.seconds)
+            self._done.append(Transferred(load.ticket, True, not load.failed, size, load.seconds))
+            self._load = None
+        if (step := self._save) is not None:
+            step.failed = step.failed or not succeeded
+            self._copy(step)
+            self._done.append(Transferred(step.ticket, False, not step.failed))
+            self._save = None
+        return None
+
+    def _copy(self, step: _SaveStep) -> None:
+        """Into the arena; a failure is the step's."""
+        layers, step.waiting = step.waiting, []
+        if not layers or step.failed:
+            return
+        try:
+            with torch.inference_mode():
+                if step.run is not None and len(layers) == self.arena.layout.num_layers:
+                    save_few(self.arena.tensor, layers, step.run, step.slots.tolist())
+                else:
+                    save_layers(self.arena.tensor, layers, step.rows, step.slots)
+        except Exception:  # as for loads; the step's blocks are computed and saved again later
+            step.failed = True
+
+    # -- the control plane's side ------------------------------------------------------------------------------------
+    @property
+    def can_save(self) -> bool:
+        """Nothing is kept back: what is saved is copied where it is computed."""
+        return True
+
+    def completed(self) -> list[Transferred]:
+        """Steps whose loads or saves have ended since the last call."""
+        done: list[Transferred] = []
+        while self._done:
+            done.append(self._done.popleft())
+        return done
+
+    def close(self) -> None:
+        """Nothing is on its way."""

@@ -1,0 +1,12 @@
+"""How large tiers should be: traces of traffic, replayed at several sizes.
+
+Knows the store's own classes, no engine and no model.
+
+- `replay`: a trace through the engine's own classes, on a virtual clock
+- `replay_config`: what a replay is asked and what it answers
+- `sizing`: which sizes to try, and the knee
+- `trace_formats`: reads traces from files
+- `traces`: what requests ask of a cache, by names of blocks
+- `virtual_io`: time, disk and transfers that take as long as rates say and move no byte: a `KVStore` for replays of
+  traces
+"""

@@ -1,0 +1,257 @@
+"""Conversations: which requests belong together, when each was last of use, and what is known of its return.
+
+Control plane, one thread. Recognised by block ids alone: a chain that extends another's tip continues it, whether or
+not the client names a session. Knows no tier and no request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+MAX_KNOWN = 1 << 20  # conversations remembered, stored or not, where nothing less is asked for
+ROOT_MASK = (1 << 64) - 1
+QueueKey = tuple[int, int]  # the scheduler's: (priority, sequence); the smaller is served earlier
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the end of a request tells about the next one. calls_tool: a program will go on, and soon."""
+
+    num_tokens: int
+    calls_tool: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Conversation:
+    """What eviction knows of a conversation. Times in seconds of the store's clock.
+
+    number: in order of creation. root: a number made of the name of a block of its own, for sampling. use: counts the
+    uses of all conversations, so of two the more recently used one has the larger; 0 for those only found in a store,
+    which go by used_s. category: of the model of returns; the learner's to set. turn: requests so far, 0 for unknown.
+    gap_s: between the end of the request before the last and the last. answer: the last one, where known. num_open:
+    its requests that wait or run. num_running: those that run, where somebody looks at the queue. wanted: the queue key
+    of its first waiting request within the look-ahead window. pinned_until_s: kept longer than others until then.
+    expires_s: goes first from then on.
+    branch: below 0 for a copy that stands for blocks it has left (see `kvstore.blocks.forest`); unique in a tier.
+    prefix: what its first prompt was, or had in common with others, where the policy asks.
+    """
+
+    number: int
+    root: int
+    created_s: float
+    used_s: float
+    use: int = 0
+    category: int = 0
+    turn: int = 0
+    gap_s: float | None = None
+    answer: Answer | None = None
+    num_open: int = 0
+    num_running: int = 0
+    wanted: QueueKey | None = None
+    pinned_until_s: float = 0.0
+    expires_s: float = math.inf
+    branch: int = 0
+    prefix: Prefix | None = None
+
+    @property
+    def first_block(self) -> bytes:
+        """The beginning of the id of the block that `root` was made of."""
+        return (self.root & ROOT_MASK).to_bytes(8, "little")
+
+    def prefix_at(self, block_id: Hashable) -> Prefix | None:
+        """The one of its prefixes that ends at this block."""
+        prefix = self.prefix
+        while prefix is not None and prefix.end != block_id:
+            prefix = prefix.parent
+        return prefix
+
+    @property
+    def name(self) -> str:
+        """One that no other conversation has, in this process or another."""
+        return f"{self.first_block.hex()}-{round(1000 * self.created_s):x}"
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """What several prompts begin with, or may (see `kvstore.policy.prefixes`): `num_blocks`, the last of which is
+    `end`.
+
+    entry: stands for it in orders and trees, beside conversations; its gap_s is the mean one. parent: a shorter one.
+    """
+
+    entry: Conversation
+    end: Hashable
+    num_blocks: int
+    parent: Prefix | None
+
+
+class Learner(Protocol):
+    """What learns when conversations return."""
+
+    def returned(self, conversation: Conversation, gap_s: float) -> None:
+        """It had rested and has another request, so long after the last one ended. Turn and gap_s are set."""
+        ...
+
+    def rested(self, conversation: Conversation, now_s: float) -> None:
+        """From now on it may return: its last request has ended, or it was found in a store (used_s is long ago)."""
+        ...
+
+    def forgotten(self, conversation: Conversation) -> None:
+        """It does not rest any more, and did not return: a request goes on, or nobody can recognise it again."""
+        ...
+
+
+class Newcomers(Protocol):
+    """What looks at first prompts (`kvstore.policy.prefixes`)."""
+
+    def begin(
+        self, newcomer: Conversation, chain: Sequence[Hashable], make: Callable[[float], Conversation]
+    ) -> None: ...
+
+
+class Conversations:
+    """Recognises conversations by their tips: the last block of the last answer, and of the prompt before it.
+
+    A prompt's last block that others had before is no tip: behind a system prompt that many share, every newcomer would
+    be taken for the one who came last. Block ids may be any hashable names, so that a trace's own can be used. Every
+    operation is O(1), but for a chain that continues nothing known, which is looked through from its end.
+    """
+
+    def __init__(
+        self, learner: Learner | None = None, max_known: int = MAX_KNOWN, prefixes: Newcomers | None = None
+    ) -> None:
+        self._learner = learner
+        self._prefixes = prefixes
+        self._max_known = max_known
+        self._tips: dict[Hashable, Conversation] = {}
+        self._tips_of: OrderedDict[Conversation, tuple[Hashable, ...]] = OrderedDict()  # in order of use
+        self._open: dict[Conversation, tuple[int, bool]] = {}  # blocks of its prompt; whether the last one was stored
+        self._num_uses = 0
+        self._num_made = 0
+
+    def __len__(self) -> int:
+        return len(self._tips_of)
+
+    def find(self, chain: Sequence[Hashable]) -> Conversation | None:
+        """The conversation that this chain is the latest of, or that it continues."""
+        for block_id in reversed(chain):
+            found = self._tips.get(block_id)
+            if found is not None:
+                return found
+        return None
+
+    def arrive(
+        self, chain: Sequence[Hashable], now_s: float, known: Conversation | None = None, is_stored: bool = False
+    ) -> Conversation:
+        """A request of this chain was queued. known: the same request again, after a preemption, or another choice.
+
+        is_stored: the last block of the chain was there before. Each call needs a `leave`.
+        """
+        conversation = known or self.find(chain)
+        is_new = conversation is None
+        if conversation is None:
+            conversation = self.make(now_s, chain[-1] if chain else None)
+        if known is None:
+            self._open[conversation] = (len(chain), is_stored)
+            self._count_turn(conversation, now_s)
+        elif not conversation.num_open and self._learner is not None:
+            self._learner.forgotten(conversation)  # it was not gone
+        conversation.num_open += 1
+        self._use(conversation, now_s)
+        if is_new and chain and self._prefixes is not None:
+            self._prefixes.begin(conversation, chain, self.make)
+        return conversation
+
+    def _count_turn(self, conversation: Conversation, now_s: float) -> None:
+        conversation.turn += 1
+        if conversation.num_open or conversation not in self._tips_of:
+            return  # it is not back: it has not left, or is new
+        conversation.turn = max(conversation.turn, 2)  # one that was adopted has had a request before
+        if conversation.expires_s <= now_s:
+            conversation.expires_s = math.inf  # it was not over; a session that is sets it again after each turn
+        conversation.gap_s = max(0.0, now_s - conversation.used_s)
+        if self._learner is not None:
+            self._learner.returned(conversation, conversation.gap_s)
+
+    def leave(
+        self, conversation: Conversation, chain: Sequence[Hashable], now_s: float, answer: Answer | None = None
+    ) -> None:
+        """The request has ended or was preempted; chain: with the blocks of its answer."""
+        assert conversation.num_open > 0, f"conversation {conversation.number} was left once too often"
+        conversation.num_open -= 1
+        conversation.num_running = min(conversation.num_running, conversation.num_open)
+        self._use(conversation, now_s)
+        conversation.answer = answer
+        num_prompt, is_stored = self._open.get(conversation, (0, False))
+        if len(chain) > num_prompt or (chain and not is_stored):
+            prompt_tip = chain[num_prompt - 1 : num_prompt] if num_prompt and not is_stored else ()
+            self._set_tips(conversation, tuple(dict.fromkeys((*prompt_tip, chain[-1]))))
+        if not conversation.num_open:
+            self._open.pop(conversation, None)
+        if not conversation.num_open and conversation in self._tips_of and self._learner is not None:
+            self._learner.rested(conversation, now_s)  # without a block of its own it could never return
+        self._forget_oldest()
+
+    def make(self, now_s: float, block_id: Hashable = None) -> Conversation:
+        """A conversation that nobody is known to have. block_id: one that is its own."""
+        self._num_made += 1
+        return Conversation(self._num_made, _root(block_id, self._num_made), now_s, now_s)
+
+    def move(self, conversation: Conversation, chain: Sequence[Hashable]) -> None:
+        """It goes on under another chain: a splice."""
+        if chain:
+            self._set_tips(conversation, (*self._tips_of.get(conversation, ())[:1], chain[-1]))
+
+    def adopt(self, found: Iterable[tuple[Hashable, Conversation]], now_s: float) -> None:
+        """Conversations of which only the last stored block is known, and in used_s when: after a start."""
+        for block_id, conversation in sorted(found, key=lambda pair: pair[1].used_s, reverse=True):
+            if block_id not in self._tips:
+                self._set_tips(conversation, (block_id,))
+                self._tips_of.move_to_end(conversation, last=False)  # behind all that was used since the start
+                if self._learner is not None:
+                    self._learner.rested(conversation, now_s)
+        self._forget_oldest()
+
+    def _use(self, conversation: Conversation, now_s: float) -> None:
+        self._num_uses += 1
+        conversation.used_s, conversation.use = now_s, self._num_uses
+        if conversation in self._tips_of:
+            self._tips_of.move_to_end(conversation)
+
+    def _set_tips(self, conversation: Conversation, tips: tuple[Hashable, ...]) -> None:
+        for block_id in self._tips_of.get(conversation, ()):
+            if self._tips.get(block_id) is conversation:
+                del self._tips[block_id]
+        for block_id in tips:
+            self._tips[block_id] = conversation
+        self._tips_of[conversation] = tips
+
+    def _forget_oldest(self) -> None:
+        while len(self._tips_of) > self._max_known:
+            self._forget(next(iter(self._tips_of)))
+
+    def _forget(self, conversation: Conversation) -> None:
+        self._set_tips(conversation, ())
+        del self._tips_of[conversation]
+        if self._learner is not None:
+            self._learner.forgotten(conversation)
+
+    def forget(self, block_ids: Iterable[Hashable]) -> None:
+        """These blocks were deleted: so were the conversations that end there."""
+        for block_id in block_ids:
+            conversation = self._tips.get(block_id)
+            if conversation is not None:
+                self._forget(conversation)
+
+
+def _root(block_id: Hashable, number: int) -> int:
+    """The same in every process, which hash() of a string is not."""
+    if isinstance(block_id, str):
+        block_id = block_id.encode()
+    if isinstance(block_id, bytes):
+        return int.from_bytes(block_id[:8] if len(block_id) >= 32 else block_id, "little")
+    return block_id if isinstance(block_id, int) else number

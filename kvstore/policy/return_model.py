@@ -1,0 +1,409 @@
+"""When conversations return: what is learned of it, and what an idle one is worth by that.
+
+Control plane, metadata only. Knows categories and ages of conversations; no tier, no block, and no clock of its own.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.policy.categories import GROUPS, NUM_CATEGORIES, category_of
+from kvstore.policy.conversation import Conversation
+
+# Bucket b holds the ages from LOWER_S[b] to below UPPER_S[b]: half an octave each, the first from 0, the last open.
+EDGES_S = tuple(0.25 * 2 ** (k / 2) for k in range(50))  # the last is 69 days
+LOWER_S = (0.0, *EDGES_S)
+UPPER_S = (*EDGES_S, math.inf)
+NUM_BUCKETS = len(LOWER_S)
+_FIRST_S = EDGES_S[0]
+_MIDDLE_S = (_FIRST_S / 2, *(edge * 2**0.25 for edge in EDGES_S))
+_END_S = (*EDGES_S, EDGES_S[-1] * 2**0.5)  # the open bucket counts as half an octave where a width is needed
+
+PRIOR_HAZARD = 0.05  # of a half-octave, at every age: per second it falls as 1 / age
+_PRIOR = np.full(NUM_BUCKETS, PRIOR_HAZARD)
+_PRIOR[0] = 1 - (1 - PRIOR_HAZARD) ** 4  # stands for all that are shorter
+_STRENGTH = 30.0  # conversations at risk that an estimate one level up counts for
+_MAX_HAZARD = 0.99  # keeps products over all buckets far from underflow
+_FORGET_AT = 50_000.0  # a conversation counts once for each bucket it lives through: some 2,500 conversations
+_MIN_INTERVAL, _MAX_INTERVAL = 16, 2048  # changes between two rank tables
+
+_GROUP_NAMES = list(dict.fromkeys(GROUPS))
+_KIND_NAMES = list(dict.fromkeys(kind for kind, _ in _GROUP_NAMES))
+_GROUP_OF = np.array([_GROUP_NAMES.index(group) for group in GROUPS])
+_KIND_OF_GROUP = np.array([_KIND_NAMES.index(kind) for kind, _ in _GROUP_NAMES])
+
+Table = list[list[float]]  # [category][bucket]
+Array = npt.NDArray[np.float64]
+Entry = tuple[Any, ...]  # sort key, then the conversation; keys differ, so that conversations are never compared
+
+
+def bucket_of(age_s: float) -> int:
+    """The bucket of an age; negative ones are 0."""
+    return bisect.bisect_right(EDGES_S, age_s)
+
+
+@dataclass(frozen=True, slots=True)
+class RankTable:
+    """Published as a whole and never changed, so that another thread may read it.
+
+    ranks: [category][bucket], the lowest is given up first.
+    """
+
+    version: int
+    ranks: Table
+
+
+class ReturnModel:
+    """Per category a life table of the time away: of those away at a bucket's start, how many returned within it.
+
+    A life table (Kaplan and Meier 1958; Cutler and Ederer 1958) is not misled by conversations that have not returned
+    *yet*: they count for exactly the buckets they have stayed away through. Hazards are shrunk towards those pooled
+    over the group of the category, these towards those of its kind, these towards those of all, and these towards a
+    prior under which the order is that of LRU.
+    """
+
+    def __init__(self, horizon_s: float | None = None) -> None:
+        self.horizon_s = horizon_s
+        self._returns: Table = [[0.0] * NUM_BUCKETS for _ in range(NUM_CATEGORIES)]
+        self._passes: Table = [[0.0] * NUM_BUCKETS for _ in range(NUM_CATEGORIES)]
+        self._totals = [0.0] * NUM_CATEGORIES
+        self.table = RankTable(0, [])
+        self.publish()
+
+    @property
+    def version(self) -> int:
+        """Of the published ranks."""
+        return self.table.version
+
+    @property
+    def num_returns(self) -> float:
+        """Returns that the counts stand for; older ones count less."""
+        return sum(map(sum, self._returns))
+
+    def returned(self, category: int, gap_s: float) -> None:
+        """One that rested in this category came back after so long."""
+        self._count(self._returns, category, bucket_of(gap_s), 1)
+
+    def passed(self, category: int, bucket: int, num: int = 1) -> None:
+        """So many stayed away through the whole bucket."""
+        self._count(self._passes, category, bucket, num)
+
+    def _count(self, counts: Table, category: int, bucket: int, num: int) -> None:
+        """Half of it goes to the buckets beside, so that chance makes no peaks; the first and the last are of other
+        widths and stand alone.
+        """
+        row = counts[category]
+        if 0 < bucket < NUM_BUCKETS - 1:
+            row[bucket] += num / 2
+            row[max(bucket - 1, 1)] += num / 4
+            row[bucket + 1] += num / 4
+        else:
+            row[bucket] += num
+        self._totals[category] += num
+        while self._totals[category] > _FORGET_AT:
+            self._totals[category] /= 2
+            for table in (self._returns, self._passes):
+                table[category] = [count / 2 for count in table[category]]
+
+    def ranks(self, horizon_s: float | None = None) -> Table:
+        """What a conversation of this category is worth at the middle of each bucket; [category][bucket].
+
+        With a horizon, P(return within it). Without, the largest P(return within h) / E[time until return or h] over
+        all h: hits per block and second, as in LHD (Beckmann et al., NSDI 2018), which is the gap's Gittins index.
+        """
+        hazards, rows = np.unique(self.hazards(), axis=0, return_inverse=True)  # most are equal
+        ranks = _density(hazards) if horizon_s is None else _within(hazards, horizon_s)
+        return cast(Table, ranks[rows].tolist())
+
+    def publish(self) -> None:
+        """Make ranks of what was counted so far. Takes milliseconds, so not for every event."""
+        self.table = RankTable(self.table.version + 1, self.ranks(self.horizon_s))
+
+    def hazards(self) -> Array:
+        """[category, bucket]; what counted nothing has the estimate of its group."""
+        counts = np.array((self._returns, self._passes))
+        by_group = np.add.reduceat(counts, np.unique(_GROUP_OF, return_index=True)[1], axis=1)
+        by_kind = np.add.reduceat(by_group, np.unique(_KIND_OF_GROUP, return_index=True)[1], axis=1)
+        of_kind = _shrunk(by_kind, _shrunk(by_kind.sum(axis=1), _PRIOR))
+        return _shrunk(counts, _shrunk(by_group, of_kind[_KIND_OF_GROUP])[_GROUP_OF])
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was counted, for JSON: the categories with something in them."""
+        return {
+            str(category): {"returns": self._returns[category], "passes": self._passes[category]}
+            for category in range(NUM_CATEGORIES)
+            if self._totals[category]
+        }
+
+    @classmethod
+    def from_dict(cls, state: object, horizon_s: float | None = None) -> ReturnModel:
+        """The model that `to_dict` describes. Raises ValueError for anything else."""
+        model = cls(horizon_s)
+        if not isinstance(state, dict):
+            raise ValueError(f"state of the model of returns: expected an object, got {type(state).__name__}")
+        names = {str(category): category for category in range(NUM_CATEGORIES)}
+        for name, counts in state.items():
+            if name not in names or not isinstance(counts, dict) or counts.keys() != {"returns", "passes"}:
+                raise ValueError(f"state of the model of returns: {name!r} is no category with returns and passes")
+            category = names[name]
+            model._returns[category] = _checked(name, counts["returns"])
+            model._passes[category] = _checked(name, counts["passes"])
+            model._totals[category] = sum(model._returns[category]) + sum(model._passes[category])
+        model.publish()
+        return model
+
+
+def _checked(name: str, counts: object) -> list[float]:
+    if not isinstance(counts, list) or len(counts) != NUM_BUCKETS:
+        raise ValueError(f"state of the model of returns: category {name} needs {NUM_BUCKETS} counts")
+    for count in counts:
+        if isinstance(count, bool) or not isinstance(count, int | float) or not 0 <= count <= 1e12:
+            raise ValueError(f"state of the model of returns: category {name} has a count of {count!r}")
+    return [float(count) for count in counts]
+
+
+def _shrunk(counts: Array, towards: Array) -> Array:
+    """Hazards: P(returns in the bucket | away at its start). counts: of returns and passes."""
+    hazards = (counts[0] + _STRENGTH * towards) / (counts.sum(axis=0) + _STRENGTH)
+    return cast(Array, np.minimum(hazards, _MAX_HAZARD))
+
+
+def _survival(hazards: Array) -> Array:
+    """P(away) at the start of each bucket, and at the end of the last."""
+    return cast(Array, np.cumprod(np.insert(1 - hazards, 0, 1.0, axis=1), axis=1))
+
+
+def _alive_at(alive: Array, hazards: Array, ages_s: Sequence[float]) -> Array:
+    """P(away) at these ages. Hazard is even over time in the first bucket, and over its logarithm in the others."""
+    buckets = [bucket_of(age_s) for age_s in ages_s]
+    parts = [
+        2 * math.log2(age_s / LOWER_S[bucket]) if bucket else age_s / _FIRST_S
+        for age_s, bucket in zip(ages_s, buckets, strict=True)
+    ]
+    return cast(Array, alive[:, buckets] * (1 - hazards[:, buckets]) ** np.array(parts))
+
+
+def _within(hazards: Array, horizon_s: float) -> Array:
+    alive = _survival(hazards)
+    later_s = [age_s + horizon_s for age_s in _MIDDLE_S]
+    return 1 - _alive_at(alive, hazards, later_s) / _alive_at(alive, hazards, _MIDDLE_S)
+
+
+def _density(hazards: Array) -> Array:
+    """The index at the middle of each bucket: drawn as points (time spent away, returns), P / E is the slope from one
+    age to a later one. Both are counted from the right: where few are left, differences from the left would be lost in
+    rounding.
+    """
+    alive = _survival(hazards)
+    middle = np.sqrt(alive[:, :-1] * alive[:, 1:])
+    points = np.empty((2 * NUM_BUCKETS + 1, len(hazards)))  # start and middle of each bucket, and the end
+    points[::2], points[1::2] = alive.T, middle.T
+    widths_s = np.diff(np.stack((LOWER_S, _MIDDLE_S), axis=1).ravel(), append=_END_S[-1])
+    spent_s = widths_s[:, None] * (points[:-1] + points[1:]) / 2
+    to_go_s = np.zeros_like(points)
+    to_go_s[:-1] = np.cumsum(spent_s[::-1], axis=0)[::-1]
+    middles = range(1, 2 * NUM_BUCKETS, 2)
+    slopes = [((points[at] - points[at + 1 :]) / (to_go_s[at] - to_go_s[at + 1 :])).max(axis=0) for at in middles]
+    return cast(Array, np.stack(slopes, axis=1))
+
+
+class SortedEntries:
+    """Entries in order, in chunks, so that adding and removing move few of them."""
+
+    CHUNK = 256
+
+    def __init__(self) -> None:
+        self._chunks: list[list[Entry]] = []
+        self._lasts: list[Entry] = []  # of each chunk
+
+    def __bool__(self) -> bool:
+        return bool(self._chunks)
+
+    def __iter__(self) -> Iterator[Entry]:
+        for chunk in self._chunks:
+            yield from chunk
+
+    def first(self) -> Entry:
+        return self._chunks[0][0]
+
+    def last(self) -> Entry:
+        return self._lasts[-1]
+
+    def add(self, entry: Entry) -> None:
+        if not self._chunks:
+            self._chunks, self._lasts = [[entry]], [entry]
+            return
+        if entry > self._lasts[-1]:  # the most frequent case: the newest
+            at = len(self._chunks) - 1
+            self._chunks[at].append(entry)
+            self._lasts[at] = entry
+        else:
+            at = bisect.bisect_left(self._lasts, entry)
+            bisect.insort(self._chunks[at], entry)
+        if len(self._chunks[at]) > 2 * self.CHUNK:
+            self._split(at)
+
+    def _split(self, at: int) -> None:
+        chunk = self._chunks[at]
+        self._chunks.insert(at + 1, chunk[self.CHUNK :])
+        del chunk[self.CHUNK :]
+        self._lasts.insert(at, chunk[-1])
+
+    def remove(self, entry: Entry) -> None:
+        """One that is in here."""
+        at = bisect.bisect_left(self._lasts, entry)
+        chunk = self._chunks[at]
+        index = bisect.bisect_left(chunk, entry)
+        assert chunk[index] is entry, "the entry to remove is not in here"
+        del chunk[index]
+        if len(chunk) < self.CHUNK // 4 and at and len(self._chunks[at - 1]) < self.CHUNK:
+            self._chunks[at - 1] += chunk
+            chunk.clear()
+            self._lasts[at - 1] = self._chunks[at - 1][-1]
+        if not chunk:
+            del self._chunks[at], self._lasts[at]
+        elif index == len(chunk):
+            self._lasts[at] = chunk[-1]
+
+    def first_from(self, key: Entry) -> Entry | None:
+        """The first entry that is not below this key."""
+        at = bisect.bisect_left(self._lasts, key)
+        if at == len(self._chunks):
+            return None
+        return self._chunks[at][bisect.bisect_left(self._chunks[at], key)]
+
+    def count_between(self, low: Entry, high: Entry) -> int:
+        """How many are not below the one and below the other; walks over what is between."""
+        count, at = 0, bisect.bisect_left(self._lasts, low)
+        while at < len(self._chunks):
+            chunk = self._chunks[at]
+            start, end = bisect.bisect_left(chunk, low), bisect.bisect_left(chunk, high)
+            count += end - start
+            if end < len(chunk):
+                break
+            at += 1
+        return count
+
+
+class Shelf(NamedTuple):
+    """Where a conversation was put."""
+
+    category: int
+    used_s: float
+    entry: Entry
+
+
+class AgeShelves:
+    """Conversations that rest, by category and age, the oldest first.
+
+    There is one sorted row for each category, and a shelf is the piece of it that has the ages of a bucket at the time
+    of asking. So nothing is moved when conversations grow older. It remembers itself where it has put a conversation.
+    """
+
+    def __init__(self) -> None:
+        self.rows: dict[int, SortedEntries] = {}
+        self._shelves: dict[Conversation, Shelf] = {}
+        self._counted_s = -math.inf
+
+    def __len__(self) -> int:
+        return len(self._shelves)
+
+    def add(self, conversation: Conversation) -> Shelf:
+        """By its present category and time of use; one that is there is put anew."""
+        self.discard(conversation)
+        category, used_s = conversation.category, conversation.used_s
+        entry = (used_s, conversation.use, conversation.number, conversation.branch, conversation)
+        row = self.rows.get(category)
+        if row is None:
+            row = self.rows[category] = SortedEntries()
+        row.add(entry)
+        shelf = self._shelves[conversation] = Shelf(category, used_s, entry)
+        return shelf
+
+    def discard(self, conversation: Conversation) -> Shelf | None:
+        """Take it away; where it was."""
+        shelf = self._shelves.pop(conversation, None)
+        if shelf is not None:
+            row = self.rows[shelf.category]
+            row.remove(shelf.entry)
+            if not row:
+                del self.rows[shelf.category]
+        return shelf
+
+    def advance(self, now_s: float, on_pass: Callable[[int, int, int], None]) -> None:
+        """Call on_pass(category, bucket, how many) for those that left a bucket since the last call, by getting older.
+
+        O(categories x buckets x log n), however many there are; call it now and then.
+        """
+        then_s = self._counted_s
+        if now_s <= then_s:
+            self._counted_s = now_s  # a clock that was set back: better to count some twice than none for long
+            return
+        self._counted_s = now_s
+        for category, row in self.rows.items():
+            oldest_s, youngest_s = row.first()[0], row.last()[0]
+            for bucket in range(bucket_of(then_s - youngest_s), bucket_of(now_s - oldest_s)):
+                edge_s = UPPER_S[bucket]
+                num = row.count_between((then_s - edge_s, math.inf), (now_s - edge_s, math.inf))
+                if num:
+                    on_pass(category, bucket, num)
+
+    def num_counted(self, shelf: Shelf) -> int:
+        """How many buckets it had lived through when `advance` was called last."""
+        return bucket_of(self._counted_s - shelf.used_s)
+
+
+class ReturnLearner:
+    """Follows conversations while they are away, and tells the model; `conversation.Learner`."""
+
+    def __init__(self, model: ReturnModel) -> None:
+        self.model = model
+        self._away = AgeShelves()
+        self._num_changes = 0
+        self._num_pending = 0
+
+    @property
+    def num_away(self) -> int:
+        return len(self._away)
+
+    def returned(self, conversation: Conversation, gap_s: float) -> None:
+        """Count it in the category in which it rested; from now on it has that in which it will rest next."""
+        shelf = self._away.discard(conversation)
+        if shelf is not None:
+            for bucket in range(self._away.num_counted(shelf), bucket_of(gap_s)):
+                self.model.passed(shelf.category, bucket)
+            self.model.returned(shelf.category, gap_s)
+            self._num_pending += 1
+        conversation.category = category_of(conversation)
+
+    def rested(self, conversation: Conversation, now_s: float) -> None:
+        """It may return from now on; one that was used long ago counts for the buckets that it will live through."""
+        if conversation.turn:
+            conversation.category = category_of(conversation)
+        if conversation.used_s < now_s:
+            self.advance(now_s)
+        self._away.add(conversation)
+        self._num_pending += 1
+
+    def forgotten(self, conversation: Conversation) -> None:
+        self._away.discard(conversation)
+
+    def advance(self, now_s: float) -> None:
+        """Count those that stay away."""
+        self._away.advance(now_s, self.model.passed)
+
+    def poll(self, now_s: float) -> None:
+        """When enough has changed: count those that stay away, and publish new ranks. O(1) otherwise."""
+        if self._num_pending < min(max(self._num_changes // 5, _MIN_INTERVAL), _MAX_INTERVAL):
+            return
+        self._num_changes += self._num_pending
+        self._num_pending = 0
+        self.advance(now_s)
+        self.model.publish()

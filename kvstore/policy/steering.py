@@ -1,0 +1,138 @@
+"""Who goes first, tied together: conversations, what is learned of their returns, an order for each tier.
+
+Control plane, one thread; an order may be used in another one. Knows capacities and the lengths of chains, no block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+from kvstore.policy.conversation import MAX_KNOWN, Answer, Conversation, Conversations
+from kvstore.policy.policies import POLICIES, EvictionOrder
+from kvstore.policy.prefixes import Prefixes
+from kvstore.policy.return_model import ReturnLearner, ReturnModel
+
+_STATE_VERSION = 2
+LEAST_KNOWN = 10_000
+
+
+class Steering:
+    """For a store: told of every request's arrival and end, it keeps the tiers' eviction orders right.
+
+    capacities: blocks of each tier. state: from `state()`, or None; one of an earlier version is not used, and when it
+    is of no use at all, everything is learned anew and `state_was_bad` says so.
+    """
+
+    def __init__(
+        self, policy: str, clock: Callable[[], float], capacities: Mapping[str, int], state: object = None
+    ) -> None:
+        assert policy in POLICIES, f"{policy} is not one of {POLICIES}"
+        self._policy = policy
+        self._clock = clock
+        self._capacities = dict(capacities)
+        self.state_was_bad = False
+        try:
+            self._start(state)
+        except ValueError:
+            self.state_was_bad = True
+            self._start(None)
+
+    def _start(self, state: object) -> None:
+        self._model = ReturnModel.from_dict(_checked(state))
+        self._learner = ReturnLearner(self._model)
+        # There can hardly be more of them in the tiers, and each takes a kilobyte.
+        most = min(MAX_KNOWN, LEAST_KNOWN + 2 * sum(self._capacities.values()))
+        self._prefixes = None
+        if self._policy in ("return", "auto"):
+            self._prefixes = Prefixes(self._learner, max(self._capacities.values(), default=0))
+        self._conversations = Conversations(self._learner, most, self._prefixes)
+        self._orders = {tier: EvictionOrder(self._policy, self._model, self._clock) for tier in self._capacities}
+
+    def order(self, tier: str) -> EvictionOrder:
+        """The one order of this tier; its owner adds and discards."""
+        return self._orders[tier]
+
+    def find(self, chain: Sequence[Hashable]) -> Conversation | None:
+        """The conversation that this chain is the latest of, or that it continues."""
+        return self._conversations.find(chain)
+
+    def make(self, block_id: Hashable = None, used_s: float | None = None) -> Conversation:
+        """A conversation for blocks of which nobody is known to have them; used_s: when they were last of use."""
+        now_s = self._clock()
+        return self._conversations.make(now_s if used_s is None else min(used_s, now_s), block_id)
+
+    def arrive(
+        self, chain: Sequence[Hashable], known: Conversation | None = None, is_stored: bool = False
+    ) -> Conversation:
+        """A request was queued; see `Conversations.arrive`. Each call needs a `leave`."""
+        conversation = self._conversations.arrive(chain, self._clock(), known, is_stored)
+        self.refresh(conversation)
+        prefix = conversation.prefix if conversation.turn == 1 else None
+        while prefix is not None:
+            self.refresh(prefix.entry)
+            prefix = prefix.parent
+        return conversation
+
+    def leave(self, conversation: Conversation, chain: Sequence[Hashable], answer: Answer | None = None) -> None:
+        """The request has ended or was preempted. chain: with its answer."""
+        self._conversations.leave(conversation, chain, self._clock(), answer)
+        self.refresh(conversation)
+
+    def move(self, conversation: Conversation, chain: Sequence[Hashable]) -> None:
+        """It goes on under another chain: a splice."""
+        self._conversations.move(conversation, chain)
+
+    def forget(self, block_ids: Iterable[Hashable]) -> None:
+        """These blocks were deleted, and with them the conversations that end there."""
+        self._conversations.forget(block_ids)
+
+    def adopt(self, found: Iterable[tuple[Hashable, Conversation]]) -> None:
+        """Conversations of which only the last stored block is known, from `make`. Best in few large batches."""
+        self._conversations.adopt(found, self._clock())
+
+    def pin(self, conversation: Conversation, until_s: float) -> None:
+        """Keep it longer than ordinary ones until then; the last call counts."""
+        conversation.pinned_until_s = until_s
+        self.refresh(conversation)
+
+    def expire(self, conversation: Conversation, at_s: float) -> None:
+        """From then on it goes first; math.inf takes that back."""
+        conversation.expires_s = at_s
+        self.refresh(conversation)
+
+    def refresh(self, conversation: Conversation) -> None:
+        """Something of it has changed that the orders go by."""
+        for order in self._orders.values():
+            order.refresh(conversation)
+
+    def poll(self) -> None:
+        """Once per step: learn from those that stay away. O(1) mostly, milliseconds when enough has happened."""
+        self._learner.poll(self._clock())
+
+    def state(self) -> dict[str, Any]:
+        """What was learned, for JSON."""
+        return {"version": _STATE_VERSION, "model": self._model.to_dict()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """For stats: small and flat enough to be read by people."""
+        return {
+            "policy": self._policy,
+            "in_force": {tier: order.policy_in_force for tier, order in self._orders.items()},
+            "evictable": {tier: len(order) for tier, order in self._orders.items()},
+            "num_conversations": len(self._conversations),
+            "num_prefixes": 0 if self._prefixes is None else len(self._prefixes),
+            "num_away": self._learner.num_away,
+            "num_returns_learned": round(self._model.num_returns),
+            "ranks_version": self._model.version,
+            "state_was_bad": self.state_was_bad,
+        }
+
+
+def _checked(state: object) -> object:
+    """The model's part; an empty one for what an earlier version has learned, which had other categories."""
+    if state is None or (isinstance(state, dict) and state.get("version") in range(_STATE_VERSION)):
+        return {}
+    if not isinstance(state, dict) or state.keys() != {"version", "model"} or state["version"] != _STATE_VERSION:
+        raise ValueError(f"state of the steering: expected an object with version {_STATE_VERSION} and model")
+    return state["model"]

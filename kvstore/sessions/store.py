@@ -1,0 +1,450 @@
+"""Sessions that survive: one thread commits what callers hand in, in groups, each group one synced transaction.
+
+What a transaction does is in `session_tables`, what is stored in `session_record`, where in `session_storage`. Knows no
+KV, no tier and no request. Nothing here calls back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+import lmdb
+
+from kvstore.blocks.ids import BlockId
+from kvstore.disk.directory import StoreDirectory
+from kvstore.disk.env import LostFileError, open_environment
+from kvstore.errors import DegradedError, SessionDamagedError, StoreError, StoreLostError
+from kvstore.forks import leave_to_parent
+from kvstore.sessions import repair as session_repair
+from kvstore.sessions import tables
+from kvstore.sessions.answers import AnswerStore, open_answers, owner_tag
+from kvstore.sessions.check import CheckReport, check
+from kvstore.sessions.marker import SessionMarker
+from kvstore.sessions.record import (
+    Message,
+    Parent,
+    SessionHead,
+    SessionKey,
+    SessionState,
+    Tombstone,
+    TurnRecord,
+    encode_turn,
+)
+from kvstore.sessions.repair import AsideTurn, Repaired
+from kvstore.sessions.storage import (
+    FIRST_MAP_BYTES,
+    DiskTables,
+    Environment,
+    MemoryTables,
+    Storage,
+    open_plain_environment,
+)
+from kvstore.sessions.tables import View
+
+__all__ = [
+    "AnswerStore", "AsideTurn", "CheckReport", "MemorySessionStore", "Message", "Parent", "Repaired", "SessionHead",
+    "SessionKey", "SessionState", "SessionStore", "Ticket", "Tombstone", "TurnRecord", "open_answers",
+    "open_plain_environment", "owner_tag",
+]  # fmt: skip
+
+T = TypeVar("T")
+MAX_QUEUE = 256  # tickets waiting for the next group
+ON_LOSS = ": no turn is kept; if it was removed, `kvstore compact` writes all of it again, before this process ends"
+MAX_RETRIES = 20  # of one group: each doubles the map
+IO_ERRORS = (lmdb.Error, OSError, MemoryError)
+
+
+class Ticket(Generic[T]):
+    """A change on its way to the disk."""
+
+    def __init__(self, work: Callable[[View], T] | None) -> None:
+        self.work = work  # None: compact, between two groups
+        self._done = threading.Event()
+        self._result: T | None = None
+        self._error: StoreError | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Returns when it is durable. Raises StoreError when it was refused, DegradedError when the disk failed.
+
+        After a failure or a timeout (seconds) it is not known to be stored, and may be: load the session to find out.
+        """
+        if not self._done.wait(timeout):
+            raise StoreError(f"not durable after {timeout} s: the disk is slow; it may still become so")
+        if self._error is not None:
+            # Each wait raises its own: an exception that two threads raise at once grows one mixed traceback.
+            raise type(self._error)(str(self._error)) from self._error
+        return self._result  # type: ignore[return-value]
+
+    def finish(self, outcome: T | StoreError) -> None:
+        if isinstance(outcome, StoreError):
+            self._error = outcome
+        else:
+            self._result = outcome
+        self._done.set()
+
+
+class SessionStore:
+    """Durable sessions. Every method may be called from any thread; none may be called in a forked child.
+
+    What changes something returns a Ticket at once and is carried out in the order of the calls; the caller blocks only
+    while MAX_QUEUE tickets wait. What reads sees what is durable, not what is still on its way. Reading and waiting
+    raise StoreError, naming a session that is damaged.
+
+    open_environment: called at the start, after `compact` and after a fatal error of LMDB, each time with the one
+    before closed; it must allow 9 named databases. None: everything is kept in memory (see MemorySessionStore).
+    """
+
+    def __init__(
+        self,
+        open_environment: Callable[[], Environment] | None,
+        clock: Callable[[], float] = time.time,
+        max_sessions: int | None = None,
+    ) -> None:
+        try:
+            self._storage: Storage = MemoryTables() if open_environment is None else DiskTables(open_environment)
+        except IO_ERRORS as error:
+            raise StoreError(f"the session store cannot be opened: {error}") from error
+        self._clock = clock
+        self._max_sessions = max_sessions
+        self._recent: OrderedDict[SessionKey, None] = OrderedDict()  # only with max_sessions; the oldest use first
+        self._recent_lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._queue: deque[Ticket] = deque()
+        self._marker: SessionMarker | None = None
+        self._missing: str | None = None  # what the store held before
+        self._closing = False
+        self._failure: str | None = None
+        self._counts = dict.fromkeys(("commits", "committed", "refused", "failed", "grown", "dropped"), 0)
+        self._damaged: frozenset[int] = frozenset()  # numbers of sessions that were met
+        self._largest_group = 0
+        self._thread = threading.Thread(target=self._run, name="session-store", daemon=True)
+        self._thread.start()
+        leave_to_parent(self, "the session store")
+
+    def create(
+        self, key: SessionKey, system: Sequence[Message] = (), fingerprint: bytes = b"", model: str = "",
+        ttl_s: float | None = None,
+    ) -> Ticket[SessionHead]:  # fmt: skip
+        """A session without turns. Refused when the id is taken."""
+        draft = tables.draft_head(key, self._clock(), system, fingerprint, model, ttl_s)
+        return self._submit(self._explaining(key, lambda view: tables.create(view, draft)))
+
+    def commit_turn(
+        self, key: SessionKey, turn: TurnRecord, fingerprint: bytes = b"", model: str = "",
+        session_number: int | None = None,
+    ) -> Ticket[SessionHead]:  # fmt: skip
+        """The next turn, of a new session when the id is unknown. Refused when turn.number is not the last one's + 1.
+
+        fingerprint, model: replace the session's unless empty. session_number: the `number` of the head that the turn
+        was computed for; refused when that session is gone, so that a deletion during a turn keeps what it deleted.
+        """
+        payload = encode_turn(turn, f"session {key.session_id}")
+        draft = tables.draft_head(key, self._clock(), turn.system, fingerprint, model)
+        return self._submit(self._explaining(key, lambda v: tables.append(v, draft, turn, payload, session_number)))
+
+    def fork(self, source: SessionKey, turn: int | None, new_key: SessionKey) -> Ticket[SessionHead]:
+        """A new session with turns 1 to `turn` (None: all there are when it is carried out) of another."""
+        now_s = self._clock()
+        return self._submit(self._explaining(source, lambda view: tables.fork(view, source, turn, new_key, now_s)))
+
+    def set_ttl(self, key: SessionKey, ttl_s: float | None) -> Ticket[SessionHead]:
+        """Counted from the last turn, so a session idle for longer expires at once."""
+        return self._submit(self._explaining(key, lambda view: tables.set_ttl(view, key, ttl_s)))
+
+    def delete(self, key: SessionKey) -> Ticket[Tombstone | None]:
+        """Remove a session; its tombstone names the blocks to forget. None when there is no such session."""
+        return self._submit(self._explaining(key, lambda view: tables.delete(view, key)))
+
+    def repair(self, key: SessionKey) -> Ticket[Repaired | None]:
+        """See `session_repair.repair`. Like a deletion, it leaves a tombstone to be carried through."""
+        now_s = self._clock()
+        return self._submit(lambda view: session_repair.repair(view, key, now_s))
+
+    def finish_deletion(self, number: int) -> Ticket[None]:
+        """The blocks of this tombstone are gone everywhere."""
+        return self._submit(lambda view: view.delete(tables.TOMBSTONES, tables.be64(number)))
+
+    def compact(self) -> None:
+        """Rewrite the file without what was deleted. Returns when it is done; needs the file's size in free space."""
+        self._enqueue(Ticket[None](None)).wait()
+
+    def head(self, key: SessionKey) -> SessionHead | None:
+        return self._read_of(key, lambda view: tables.read_head(view, key))
+
+    def exists(self, key: SessionKey) -> bool:
+        return self.head(key) is not None
+
+    def load(self, key: SessionKey, turn: int | None = None) -> SessionState | None:
+        """The session at the end of `turn` (None: the last). None: there is no such session, or no such turn."""
+        state = self._read_of(key, lambda view: tables.load(view, key, turn))
+        if state is not None:
+            self._note_use(key)
+        return state
+
+    def turn(self, key: SessionKey, number: int) -> TurnRecord | None:
+        return self._read_of(key, lambda view: tables.read_turn(view, key, number))
+
+    def turn_of_request(self, key: SessionKey, idempotency_key: str) -> TurnRecord | None:
+        """The turn that answered the request of this key, if there is one."""
+        return self._read_of(key, lambda view: tables.turn_of_request(view, key, idempotency_key))
+
+    def aside(self, key: SessionKey) -> Sequence[AsideTurn]:
+        """Turns that a repair has set aside."""
+        return self._read_of(key, lambda view: session_repair.aside(view, key))
+
+    def list(self, tenant: str, limit: int = 100, after: str | None = None) -> Sequence[SessionHead]:
+        """The most recently updated first. after: the `cursor` of the last head of the page before.
+
+        A session updated between two pages moves to the front, so it is not met twice, and may not be met at all.
+        Damaged ones are left out and counted in `stats`. Raises RequestError for a cursor that is none.
+        """
+        heads, are_damaged = self._read(lambda view: tables.list_heads(view, tenant, limit, after))
+        self._damaged |= are_damaged
+        return heads
+
+    def expired(self, now: float, limit: int = 1000) -> Sequence[SessionKey]:
+        """Sessions whose time is over, the longest first. They stay until they are deleted."""
+        return self._read(lambda view: tables.expired(view, now, limit))
+
+    def blocks_of(self, key: SessionKey) -> set[BlockId]:
+        """Every block any of its turns lists, also those before a truncation. Empty when there is no such session."""
+        return self._read_of(key, lambda view: tables.blocks_of(view, key))
+
+    def unshared_blocks_of(self, key: SessionKey) -> set[BlockId]:
+        """The blocks that a deletion would name at this moment."""
+        return self._read_of(key, lambda view: tables.unshared_blocks_of(view, key))
+
+    def pending_deletions(self) -> Sequence[Tombstone]:
+        """Deletions to be carried through; to be read at the start too, for those that a crash cut off."""
+        return self._read(tables.pending_deletions)
+
+    def check(self, progress: Callable[[int, int], None] | None = None) -> CheckReport:
+        """Read and compare everything, in one snapshot; progress(done, total) is called by this thread per session.
+
+        While it runs, the file cannot give space back or have its map grown: a commit may wait for its end. So
+        `progress` must not use the store.
+        """
+        self._read(self._note_missing)
+        report = self._read(lambda view: check(view, progress))
+        missing = () if self._missing is None else (self._missing,)
+        return replace(report, problems=(*missing, *report.problems))
+
+    def mark(self, marker: SessionMarker) -> None:
+        """Find out whether this is the file that the store had. Called once, before it is used."""
+
+        def name_it(name: bytes) -> None:  # by the thread that writes: a compaction may be under way
+            self._submit(lambda view: tables.set_file_name(view, name)).wait()
+
+        self._marker = marker
+        with suppress(StoreError, OSError):  # a full disk: the next start does it
+            self._missing = marker.settle(self._read(tables.file_name), name_it)
+
+    def _note_missing(self, view: View) -> None:
+        """When LMDB gave the file up and it was opened again, it may have been begun anew."""
+        if self._missing is None and self._marker is not None and tables.file_name(view) is None:
+            with suppress(OSError):
+                self._missing = self._marker.begun_anew()
+
+    def accept_loss(self) -> bool:
+        """Give up the sessions that are missing; False when none are. Raises StoreError."""
+        if self._missing is None or self._marker is None:
+            return False
+        try:
+            self._marker.remove()
+        except OSError as error:
+            raise StoreError(f"the marker of the sessions cannot be removed: {error.strerror or error}") from None
+        self._missing = None
+        self.mark(self._marker)
+        return True
+
+    def stats(self) -> dict[str, int]:
+        def count(view: View) -> dict[str, int]:
+            shown = (tables.HEADS, tables.TURNS, tables.REFS, tables.TOMBSTONES)
+            num = [view.count(table) for table in shown]
+            num.append(sum(tables.is_there(view, number) for number in self._damaged))
+            self._note_missing(view)
+            return dict(zip(("sessions", "turns", "refs", "pending_deletions", "damaged"), num, strict=True))
+
+        counts = self._read(count)
+        extra = {"bytes": self._storage.num_bytes(), "queued": len(self._queue), "largest_group": self._largest_group}
+        extra |= {"lost": int(self._storage.is_lost()), "missing": int(self._missing is not None)}
+        return counts | extra | self._counts
+
+    def close(self) -> None:
+        """Carry out what is queued, sync and close. Calling it again does nothing."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        try:
+            self._storage.close()
+        except IO_ERRORS as error:
+            raise DegradedError(f"the session store cannot be closed in order: {error}") from error
+
+    def _read(self, work: Callable[[View], T]) -> T:
+        if self._closing:
+            raise StoreError("the session store is closed")
+        try:
+            with self._storage.read() as view:
+                return work(view)
+        except IO_ERRORS as error:
+            raise StoreError(f"the session store cannot be read: {error}") from error
+
+    def _read_of(self, key: SessionKey, work: Callable[[View], T]) -> T:
+        return self._read(self._explaining(key, work))
+
+    def _explaining(self, key: SessionKey, work: Callable[[View], T]) -> Callable[[View], T]:
+        """The same; but damage that it meets is counted, and told with what is whole and what can be done."""
+
+        def explaining(view: View) -> T:
+            try:
+                return work(view)
+            except SessionDamagedError as error:
+                with suppress(StoreError):
+                    found = session_repair.remains(view, key)
+                    self._damaged |= set() if found is None else {found.number}
+                    error = session_repair.explained(error, key, found)
+                raise error from None
+
+        return explaining
+
+    def _submit(self, work: Callable[[View], T]) -> Ticket[T]:
+        return self._enqueue(Ticket(work))
+
+    def _enqueue(self, ticket: Ticket[T]) -> Ticket[T]:
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._queue) < MAX_QUEUE or self._closing or self._failure)
+            if self._closing or self._failure:
+                raise StoreError(self._failure or "the session store is closed")
+            self._queue.append(ticket)
+            self._changed.notify_all()
+        return ticket
+
+    def _run(self) -> None:
+        group: Sequence[Ticket] = []
+        try:
+            while group := self._next_group():
+                for ticket, outcome in zip(group, self._outcomes(group), strict=True):
+                    ticket.finish(outcome)
+        except BaseException as error:
+            # A bug: nobody may wait for ever, and nothing more is accepted. The thread's own report follows.
+            self._fail(group, f"the session store stopped after an internal error: {error!r}")
+            raise
+
+    def _fail(self, group: Sequence[Ticket], message: str) -> None:
+        with self._changed:
+            self._failure = message
+            waiting = [*group, *self._queue]
+            self._queue.clear()
+            self._changed.notify_all()
+        for ticket in waiting:
+            if not ticket.done:
+                ticket.finish(StoreError(message))
+
+    def _next_group(self) -> Sequence[Ticket]:
+        """All that wait, up to a compaction, which is a group of its own. Empty: closing, and nothing is left."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closing)
+            group: list[Ticket] = []
+            while self._queue and (self._queue[0].work is not None or not group):
+                group.append(self._queue.popleft())
+                if group[-1].work is None:
+                    break
+            self._changed.notify_all()
+        return group
+
+    def _outcomes(self, group: Sequence[Ticket]) -> Sequence[object]:
+        """What became of each ticket: its result, or a StoreError. All of it durable, or said not to be."""
+        self._largest_group = max(self._largest_group, len(group))
+        try:
+            outcomes = self._transact(group)
+        except LostFileError as error:
+            self._counts["failed"] += len(group)
+            return [StoreLostError(f"not stored: {error}")] * len(group)
+        except (*IO_ERRORS, StoreError) as error:  # StoreError: open_environment may refuse to open it again
+            if len(group) > 1:
+                # One may be what the others failed for: too large for the disk, or on a damaged page.
+                return [self._outcomes([ticket])[0] for ticket in group]
+            self._counts["failed"] += 1
+            return [DegradedError(f"not stored, the session store's disk failed ({error}): free space and try again")]
+        num_refused = sum(isinstance(outcome, StoreError) for outcome in outcomes)
+        self._counts["commits"] += 1
+        self._counts["refused"] += num_refused
+        self._counts["committed"] += len(outcomes) - num_refused
+        if self._max_sessions is not None:
+            self._keep_within(self._max_sessions, outcomes)
+        return outcomes
+
+    def _transact(self, group: Sequence[Ticket]) -> Sequence[object]:
+        for _ in range(MAX_RETRIES):
+            try:
+                if group[0].work is None:
+                    self._storage.compact()
+                    return [None]
+                with self._storage.write() as view:
+                    return [self._outcome(view, ticket) for ticket in group]
+            except lmdb.MapFullError:
+                self._storage.grow()
+                self._counts["grown"] += 1
+            except lmdb.PanicError:
+                self._storage.reopen()
+        raise DegradedError("its map is still full after it was doubled many times")
+
+    def _outcome(self, view: View, ticket: Ticket) -> object:
+        assert ticket.work is not None
+        try:
+            return ticket.work(view)
+        except StoreError as error:
+            return error  # it has written nothing: the others of the group go on
+
+    def _note_use(self, key: SessionKey) -> None:
+        if self._max_sessions is not None:
+            with self._recent_lock:
+                self._recent[key] = None
+                self._recent.move_to_end(key)
+
+    def _keep_within(self, max_sessions: int, outcomes: Sequence[object]) -> None:
+        """Drop the least recently used sessions over the limit. Their blocks age out of the cache by themselves."""
+        for outcome in outcomes:
+            if isinstance(outcome, SessionHead):
+                self._note_use(outcome.key)
+            elif isinstance(outcome, Tombstone):
+                with self._recent_lock:
+                    self._recent.pop(outcome.key, None)
+        with self._storage.write() as view, self._recent_lock:
+            while view.count(tables.HEADS) > max_sessions:
+                key, _ = self._recent.popitem(last=False)
+                number = tables.find(view, key)
+                if number is not None:  # else it was deleted while it was being read
+                    tables.remove(view, key, number)
+                    self._counts["dropped"] += 1
+
+
+def MemorySessionStore(max_sessions: int = 10_000, clock: Callable[[], float] = time.time) -> SessionStore:
+    """A SessionStore where there is no disk: the same in all but durability, and holding the sessions used last."""
+    return SessionStore(None, clock, max_sessions)
+
+
+def open_sessions(directory: StoreDirectory | None) -> SessionStore:
+    """The sessions of an owned store; without one, in memory."""
+    if directory is None:
+        return MemorySessionStore()
+    path = directory.path / "sessions"
+
+    sessions = SessionStore(
+        lambda: open_environment(path, FIRST_MAP_BYTES, max_dbs=16, metasync=True, on_loss=ON_LOSS)
+    )
+    sessions.mark(SessionMarker(directory.path))
+    return sessions

@@ -1,0 +1,437 @@
+"""What one transaction does with sessions: the tables, and create, append, fork, delete and list over them.
+
+Knows no file and no thread: a `View` is a transaction on sorted tables. A function that writes checks first and writes
+afterwards, so one that raises StoreError has changed nothing and the transaction can go on with the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Protocol
+
+from kvstore.blocks.ids import BLOCK_ID_BYTES, BlockId
+from kvstore.errors import RequestError, StoreError
+from kvstore.sessions.record import (
+    Message,
+    Parent,
+    SessionHead,
+    SessionKey,
+    SessionState,
+    Tombstone,
+    TurnRecord,
+    damaged,
+    decode_head,
+    decode_number,
+    decode_tombstone,
+    decode_turn,
+    digest,
+    encode_head,
+    encode_number,
+    encode_tombstone,
+    encode_turn,
+    micros,
+    replay,
+    seal,
+    unseal,
+    with_turn,
+)
+
+# Numbers in keys are big-endian, so that they sort. Tables marked * hold keys only, which `check` compares with heads.
+NAMES = "names"  # digest of the tenant, session id -> number of the session
+HEADS = "heads"  # session number -> SessionHead
+TURNS = "turns"  # session number, turn number -> TurnRecord
+REQUESTS = "requests"  # session number, digest of an idempotency key -> turn number
+ORDER = "order"  # * digest of the tenant, updated, session number
+EXPIRY = "expiry"  # * expires, session number
+REFS = "refs"  # * block id, session number
+TOMBSTONES = "tombstones"  # deletion number -> Tombstone
+ASIDE = "aside"  # session number, index -> a record that could not be kept, and its place (see `session_repair`)
+COUNTERS = "counters"  # "session", "deletion" -> the next number; "name" -> the name of this file
+TABLES = (NAMES, HEADS, TURNS, REQUESTS, ORDER, EXPIRY, REFS, TOMBSTONES, COUNTERS, ASIDE)
+
+
+class View(Protocol):
+    """A transaction on the tables. A scan ends before the next write."""
+
+    def get(self, table: str, key: bytes) -> bytes | None: ...
+
+    def put(self, table: str, key: bytes, value: bytes) -> None: ...
+
+    def delete(self, table: str, key: bytes) -> None: ...
+
+    def count(self, table: str) -> int: ...
+
+    def scan(
+        self, table: str, prefix: bytes = b"", reverse: bool = False, before: bytes | None = None
+    ) -> Iterator[tuple[bytes, bytes]]:
+        """Entries whose key starts so, in order; reverse: from the last one, or the last before `before`, down."""
+        ...
+
+
+def be64(number: int) -> bytes:
+    return number.to_bytes(8, "big")
+
+
+def name_key(key: SessionKey) -> bytes:
+    return digest(key.tenant) + key.session_id.encode()
+
+
+def turn_key(number: int, turn: int) -> bytes:
+    return be64(number) + turn.to_bytes(4, "big")
+
+
+def request_key(number: int, idempotency_key: str) -> bytes:
+    return be64(number) + digest(idempotency_key)
+
+
+def order_key(head: SessionHead) -> bytes:
+    return digest(head.key.tenant) + be64(micros(head.updated_s)) + be64(head.number)
+
+
+def expiry_key(head: SessionHead) -> bytes | None:
+    return None if head.expires_s is None else be64(micros(head.expires_s)) + be64(head.number)
+
+
+def find(view: View, key: SessionKey) -> int | None:
+    """The session's number."""
+    value = view.get(NAMES, name_key(key))
+    what = f"session {key.session_id}"
+    return None if value is None else decode_number(unseal(NAMES, name_key(key), value, what), what)
+
+
+def read_head(view: View, key: SessionKey) -> SessionHead | None:
+    number = find(view, key)
+    if number is None:
+        return None
+    head = head_of(view, number, f"session {key.session_id}")
+    if head.key != key:
+        raise damaged(f"session {key.session_id}", "its head is another session's")
+    return head
+
+
+def head_of(view: View, number: int, what: str) -> SessionHead:
+    value = view.get(HEADS, be64(number))
+    if value is None:
+        raise damaged(what, "its head is missing")
+    head = decode_head(unseal(HEADS, be64(number), value, what), what)
+    if head.number != number:
+        raise damaged(what, "its head has another number")
+    return head
+
+
+def is_there(view: View, number: int) -> bool:
+    """Whether anything of this session is stored."""
+    return view.get(HEADS, be64(number)) is not None or any(True for _ in view.scan(TURNS, be64(number)))
+
+
+def read_turns(view: View, head: SessionHead, last: int) -> list[TurnRecord]:
+    """Turns 1 to `last`."""
+    what = f"session {head.key.session_id}"
+    turns: list[TurnRecord] = []
+    for key, value in view.scan(TURNS, be64(head.number)):
+        if len(turns) == last:
+            break
+        turns.append(decode_turn(unseal(TURNS, key, value, what), what))
+        if key != turn_key(head.number, len(turns)) or turns[-1].number != len(turns):
+            raise damaged(what, f"turn {len(turns)} is missing")
+    if len(turns) != last:
+        raise damaged(what, f"turn {len(turns) + 1} is missing")
+    return turns
+
+
+def load(view: View, key: SessionKey, turn: int | None = None) -> SessionState | None:
+    head = read_head(view, key)
+    if head is None or (turn is not None and not 0 <= turn <= head.num_turns):
+        return None
+    last = head.num_turns if turn is None else turn
+    state = replay(head, read_turns(view, head, last))
+    if last == head.num_turns and len(state.token_ids) != head.num_tokens:
+        raise damaged(f"session {key.session_id}", f"{len(state.token_ids)} tokens where {head.num_tokens} were stored")
+    return state
+
+
+def read_turn(view: View, key: SessionKey, number: int) -> TurnRecord | None:
+    head = read_head(view, key)
+    if head is None or not 1 <= number <= head.num_turns:
+        return None
+    what = f"session {key.session_id}"
+    value = view.get(TURNS, turn_key(head.number, number))
+    if value is None:
+        raise damaged(what, f"turn {number} is missing")
+    turn = decode_turn(unseal(TURNS, turn_key(head.number, number), value, what), what)
+    if turn.number != number:
+        raise damaged(what, f"turn {number} is another turn")
+    return turn
+
+
+def turn_of_request(view: View, key: SessionKey, idempotency_key: str) -> TurnRecord | None:
+    number = find(view, key)
+    place = b"" if number is None else request_key(number, idempotency_key)
+    value = view.get(REQUESTS, place) if place else None
+    if value is None:
+        return None
+    what = f"session {key.session_id}"
+    turn = read_turn(view, key, decode_number(unseal(REQUESTS, place, value, what), what))
+    if turn is None or turn.idempotency_key != idempotency_key:
+        raise damaged(what, "an idempotency key names a turn that has another")
+    return turn
+
+
+def next_number(view: View, counter: str, table: str) -> int:
+    """Numbers are never used twice: a turn that was computed for a deleted session does not end up in its successor."""
+    key = counter.encode()
+    value = view.get(COUNTERS, key)
+    what = f"the counter of {counter}s"
+    try:
+        number = 1 if value is None else decode_number(unseal(COUNTERS, key, value, what), what)
+    except StoreError:
+        # One damaged record must not refuse every new session: far beyond all that is there, or was lately.
+        last = next(view.scan(table, reverse=True), (b"", b""))[0]
+        number = int.from_bytes(last, "big") + 2**32
+    view.put(COUNTERS, key, seal(COUNTERS, key, encode_number(number + 1)))
+    return number
+
+
+def file_name(view: View) -> bytes | None:
+    """See `session_marker`. None: it has none yet; empty: it is damaged."""
+    value = view.get(COUNTERS, b"name")
+    with suppress(StoreError):
+        return None if value is None else unseal(COUNTERS, b"name", value, "the file's name")
+    return b""
+
+
+def set_file_name(view: View, name: bytes) -> None:
+    view.put(COUNTERS, b"name", seal(COUNTERS, b"name", name))
+
+
+def _put_head(view: View, head: SessionHead, before: SessionHead | None = None) -> None:
+    value = seal(HEADS, be64(head.number), encode_head(head))
+    if before is not None:
+        _delete_places(view, before)
+    view.put(HEADS, be64(head.number), value)
+    view.put(ORDER, order_key(head), b"")
+    expiry = expiry_key(head)
+    if expiry is not None:
+        view.put(EXPIRY, expiry, b"")
+
+
+def _delete_places(view: View, head: SessionHead) -> None:
+    view.delete(ORDER, order_key(head))
+    expiry = expiry_key(head)
+    if expiry is not None:
+        view.delete(EXPIRY, expiry)
+
+
+def put_turn(view: View, number: int, turn: TurnRecord, payload: bytes) -> None:
+    key = turn_key(number, turn.number)
+    view.put(TURNS, key, seal(TURNS, key, payload))
+    for block_id in turn.chain:
+        # A rebase lists most blocks again, and LMDB would copy the page of each for nothing.
+        if view.get(REFS, block_id + be64(number)) is None:
+            view.put(REFS, block_id + be64(number), b"")
+    if turn.idempotency_key is not None:
+        key = request_key(number, turn.idempotency_key)
+        view.put(REQUESTS, key, seal(REQUESTS, key, encode_number(turn.number)))
+
+
+def create(view: View, draft: SessionHead) -> SessionHead:
+    """The session of a draft head, whose number is still to be given."""
+    if find(view, draft.key) is not None:
+        raise StoreError(f"session {draft.key.session_id} exists already: take another id, or delete it first")
+    encode_head(draft)  # raises here, when nothing is written yet
+    head = replace(draft, number=next_number(view, "session", HEADS))
+    place = name_key(head.key)
+    view.put(NAMES, place, seal(NAMES, place, encode_number(head.number)))
+    _put_head(view, head)
+    return head
+
+
+def append(view: View, draft: SessionHead, turn: TurnRecord, payload: bytes, expected: int | None) -> SessionHead:
+    """One more turn. draft: the head if the session is new; its time, fingerprint and model count in any case."""
+    key = draft.key
+    head = read_head(view, key)
+    if expected is not None and (head is None or head.number != expected):
+        raise StoreError(f"session {key.session_id} was deleted meanwhile: turn {turn.number} is not stored")
+    num_turns = head.num_turns if head else 0
+    if turn.number != num_turns + 1:
+        raise StoreError(
+            f"session {key.session_id} has {num_turns} turns, so turn {turn.number} is not its next one: "
+            "another writer came first; load the session again"
+        )
+    system = head.system if head else draft.system
+    if turn.system and (turn.number > 1 or (system and turn.system != system)):
+        raise StoreError(f"turn {turn.number} of session {key.session_id} brings another system prompt: make a new one")
+    if head is not None and turn.idempotency_key is not None:
+        known = view.get(REQUESTS, request_key(head.number, turn.idempotency_key))
+        if known is not None:
+            raise StoreError(f"session {key.session_id} has a turn for this idempotency key: answer with that one")
+    fresh = head or draft
+    model = {"fingerprint": draft.fingerprint or fresh.fingerprint, "model": draft.model or fresh.model}
+    encode_head(after := with_turn(replace(fresh, **model), turn, draft.updated_s))  # type: ignore[arg-type]
+    if head is None:
+        head = create(view, draft)
+        after = replace(after, number=head.number)
+    put_turn(view, head.number, turn, payload)
+    _put_head(view, after, before=head)
+    return after
+
+
+def fork(view: View, source: SessionKey, turn: int | None, new_key: SessionKey, now_s: float) -> SessionHead:
+    """A new session with the first turns of another. It shares their blocks, and none of their idempotency keys."""
+    if source.tenant != new_key.tenant:
+        raise StoreError(f"session {new_key.session_id} cannot be a fork of another tenant's session")
+    head = read_head(view, source)
+    if head is None:
+        raise StoreError(f"there is no session {source.session_id} to fork")
+    last = head.num_turns if turn is None else turn
+    if not 0 <= last <= head.num_turns:
+        raise StoreError(f"session {source.session_id} has {head.num_turns} turns: it cannot be forked at turn {last}")
+    turns = [replace(one, idempotency_key=None) for one in read_turns(view, head, last)]
+    num_tokens = len(replay(head, turns).token_ids)
+    draft = replace(
+        head, key=new_key, created_s=now_s, updated_s=now_s, num_turns=last, num_tokens=num_tokens,
+        title=head.title if last else "", parent=Parent(source.session_id, last),
+    )  # fmt: skip
+    payloads = [encode_turn(one, f"session {new_key.session_id}") for one in turns]
+    new = create(view, draft)
+    for one, payload in zip(turns, payloads, strict=True):
+        put_turn(view, new.number, one, payload)
+    return new
+
+
+def set_ttl(view: View, key: SessionKey, ttl_s: float | None) -> SessionHead:
+    head = read_head(view, key)
+    if head is None:
+        raise StoreError(f"there is no session {key.session_id} whose time to live could be set")
+    after = replace(head, ttl_s=ttl_s)
+    encode_head(after)
+    _put_head(view, after, before=head)
+    return after
+
+
+def blocks_of(view: View, key: SessionKey) -> set[BlockId]:
+    head = read_head(view, key)
+    turns = [] if head is None else read_turns(view, head, head.num_turns)
+    return {block_id for turn in turns for block_id in turn.chain}
+
+
+def unshared(view: View, block_ids: set[BlockId], number: int) -> set[BlockId]:
+    """Those of the blocks that no session but this one refers to."""
+    mine = be64(number)
+    return {b for b in block_ids if all(place == b + mine for place, _ in view.scan(REFS, b))}
+
+
+def unshared_blocks_of(view: View, key: SessionKey) -> set[BlockId]:
+    number = find(view, key)
+    return set() if number is None else unshared(view, blocks_of(view, key), number)
+
+
+def delete(view: View, key: SessionKey) -> Tombstone | None:
+    """Works on a damaged session too: a person's right to have it deleted does not depend on the disk's health."""
+    number = find(view, key)
+    if number is None:
+        return None
+    deletion = next_number(view, "deletion", TOMBSTONES)
+    block_ids = remove(view, key, number)
+    tombstone = Tombstone(deletion, key, tuple(sorted(unshared(view, block_ids, number))))
+    put_tombstone(view, tombstone)
+    return tombstone
+
+
+def put_tombstone(view: View, tombstone: Tombstone) -> None:
+    place = be64(tombstone.number)
+    view.put(TOMBSTONES, place, seal(TOMBSTONES, place, encode_tombstone(tombstone)))
+
+
+def remove(view: View, key: SessionKey, number: int) -> set[BlockId]:
+    """Everything stored of a session; returns its blocks."""
+    block_ids = _known_blocks(view, key, number)
+    try:
+        _delete_places(view, head_of(view, number, "session"))
+    except StoreError:
+        for table, prefix in ((ORDER, digest(key.tenant)), (EXPIRY, b"")):
+            for place in [place for place, _ in view.scan(table, prefix) if place.endswith(be64(number))]:
+                view.delete(table, place)
+    view.delete(NAMES, name_key(key))
+    view.delete(HEADS, be64(number))
+    for table in (TURNS, REQUESTS, ASIDE):
+        for place in [place for place, _ in view.scan(table, be64(number))]:
+            view.delete(table, place)
+    for block_id in block_ids:
+        view.delete(REFS, block_id + be64(number))
+    return block_ids
+
+
+def _known_blocks(view: View, key: SessionKey, number: int) -> set[BlockId]:
+    """From the turns; where those cannot be read, from a walk over all references."""
+    try:
+        head = head_of(view, number, "session")
+        return {block_id for turn in read_turns(view, head, head.num_turns) for block_id in turn.chain}
+    except StoreError:
+        mine = (place for place, _ in view.scan(REFS) if place[BLOCK_ID_BYTES:] == be64(number))
+        return {place[:BLOCK_ID_BYTES] for place in mine}
+
+
+def pending_deletions(view: View) -> list[Tombstone]:
+    """In their order. A damaged one is left out, and named by `check`: its text is gone, its blocks age out."""
+    tombstones: list[Tombstone] = []
+    for place, value in view.scan(TOMBSTONES):
+        with suppress(StoreError):
+            tombstones.append(tombstone(place, value))
+    return tombstones
+
+
+def tombstone(place: bytes, value: bytes) -> Tombstone:
+    what = f"deletion {int.from_bytes(place, 'big')}"
+    return decode_tombstone(unseal(TOMBSTONES, place, value, what), what)
+
+
+def list_heads(view: View, tenant: str, limit: int, after: str | None) -> tuple[list[SessionHead], set[int]]:
+    """Most recently updated first; and the numbers of those that were left out because they are damaged."""
+    before = None
+    if after is not None:
+        try:
+            before = digest(tenant) + bytes.fromhex(after)
+        except ValueError:
+            before = b""
+        if len(before) != 48:
+            raise RequestError("after is not a cursor of this list: pass the last session's, as it was given", "after")
+    heads: list[SessionHead] = []
+    are_damaged: set[int] = set()
+    for place, _ in view.scan(ORDER, digest(tenant), reverse=True, before=before):
+        if len(heads) >= limit:
+            break
+        try:
+            head = head_of(view, int.from_bytes(place[-8:], "big"), "session")
+            if order_key(head) != place:
+                raise damaged("session", "it is listed at another place")
+            heads.append(head)
+        except StoreError:
+            are_damaged.add(int.from_bytes(place[-8:], "big"))
+    return heads, are_damaged
+
+
+def expired(view: View, now_s: float, limit: int) -> list[SessionKey]:
+    """The longest expired first. A damaged session never expires: `check` names it."""
+    keys: list[SessionKey] = []
+    for place, _ in view.scan(EXPIRY):
+        if place[:8] > be64(micros(now_s)) or len(keys) >= limit:
+            break
+        try:
+            head = head_of(view, int.from_bytes(place[8:], "big"), "session")
+        except StoreError:
+            continue
+        if expiry_key(head) == place:
+            keys.append(head.key)
+    return keys
+
+
+def draft_head(
+    key: SessionKey, now_s: float, system: Sequence[Message] = (), fingerprint: bytes = b"", model: str = "",
+    ttl_s: float | None = None,
+) -> SessionHead:  # fmt: skip
+    """A head whose number is not given yet."""
+    own = tuple(dict(message) for message in system)
+    return SessionHead(key, 0, now_s, now_s, system=own, fingerprint=fingerprint, model=model, ttl_s=ttl_s)

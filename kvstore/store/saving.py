@@ -1,0 +1,181 @@
+"""Which of a step's tokens are saved, and where to: a slot per block, reserved when its first token is scheduled.
+
+Control plane, one thread. A block that cannot be saved ends the saving of its request: what would follow it could not
+be used without it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstore.blocks.ids import BlockId
+from kvstore.blocks.records import Save
+from kvstore.memory.tier import CpuTier, SlotState
+from kvstore.stats import StoreStats
+from kvstore.store.lookup import Lookups, Tracked
+
+MAX_UNSAVED = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpan:
+    """What one request computes in a step: tokens [first_token, first_token + num_tokens)."""
+
+    request_id: str
+    first_token: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class SaveStep:
+    """Slots of one step's saves. written: each holds a reference for it; complete: those that are full with it."""
+
+    saves: list[Save]
+    written: list[int]
+    complete: list[tuple[str, int]]  # (request id, slot)
+
+
+class Saver:
+    """Plans saves, and knows the blocks of HBM that should have been saved and were not."""
+
+    def __init__(
+        self, cpu: CpuTier, lookups: Lookups, block_size: int, stats: StoreStats, clock: Callable[[], float]
+    ) -> None:
+        self._cpu = cpu
+        self._lookups = lookups
+        self._block_size = block_size
+        self._stats = stats
+        self._clock = clock
+        # Block id -> its parent: holes that a later request closes by computing from there.
+        self._unsaved: OrderedDict[BlockId, BlockId] = OrderedDict()
+
+    def plan(self, spans: Sequence[StepSpan], may_save: bool, step: SaveStep) -> None:
+        """Slots for the tokens of a step, noted in `step` as they are taken, so that an error leaves none behind.
+
+        may_save False: the queue is full, so every block that begins is dropped.
+        """
+        for scheduled, span in enumerate(spans):
+            request = self._lookups.requests.get(span.request_id)
+            if request is not None:
+                self._plan_request(request, scheduled, span, may_save, step)
+
+    def _plan_request(self, request: Tracked, scheduled: int, span: StepSpan, may_save: bool, step: SaveStep) -> None:
+        size, end = self._block_size, span.first_token + span.num_tokens
+        for index in range(span.first_token // size, (end - 1) // size + 1):
+            first = max(span.first_token, index * size)
+            last = min(end, (index + 1) * size)
+            full = last == (index + 1) * size
+            slot = self._slot(request, index, first == index * size, full, may_save)
+            if slot is not None:
+                save = Save(scheduled, first - span.first_token, last - first, slot, first - index * size)
+                step.saves.append(save)
+                step.written.append(slot)
+                self._cpu.acquire(slot)
+                if full:
+                    self._complete(request, index, slot, step)
+            elif full and index == request.hole:
+                self._mark(request, index)
+
+    def _slot(self, request: Tracked, index: int, begins: bool, full: bool, may_save: bool) -> int | None:
+        """Where this block's tokens go; None when they are not saved."""
+        if not begins and request.partial is not None and request.partial[0] == index:
+            return self._continued(request, *request.partial)
+        self.drop_partial(request)
+        if len(request.chain) > index and self._lookups.holds(request.chain[index]):
+            self._unsaved.pop(request.chain[index], None)
+            return None  # somebody has saved it
+        if not request.saving:
+            return None
+        if not begins:  # its first tokens were computed by another choice of the same prompt: nothing to do with room
+            request.saving, request.hole = False, index
+            return None
+        if not self._has_parent(request, index):
+            self._orphan(request, index)
+            return None
+        slot = self._cpu.reserve() if may_save else None
+        if slot is None:
+            self._drop(request, index)
+            return None
+        request.partial = (index, slot)
+        return slot
+
+    def _continued(self, request: Tracked, index: int, slot: int) -> int | None:
+        """The slot of a block that an earlier step began, unless what that step saved has not arrived."""
+        if self._cpu.state(slot) is SlotState.EMPTY:
+            return slot
+        self.drop_partial(request)
+        self._drop(request, index)
+        return None
+
+    def _drop(self, request: Tracked, index: int) -> None:
+        self._stats.dropped_saves += 1
+        request.saving, request.hole = False, index
+
+    def _orphan(self, request: Tracked, index: int) -> None:
+        """What this block is built on was evicted below HBM: where there is a disk, a later turn stores it again.
+
+        Without one the CPU tier is too small for what HBM holds, and computing again would only evict others.
+        """
+        self._stats.orphan_saves += 1
+        request.saving = False
+        if self._lookups.has_disk:
+            first = index - 1
+            while first > 0 and not self._lookups.holds(request.chain[first - 1]):
+                first -= 1
+            self._mark(request, first)
+
+    def _has_parent(self, request: Tracked, index: int) -> bool:
+        """Whether what this block is built on is stored: without it nobody could ever load the block."""
+        if index == 0:
+            return True
+        return self._lookups.holds(request.chain[index - 1])
+
+    def _complete(self, request: Tracked, index: int, slot: int, step: SaveStep) -> None:
+        """The step fills this block: from now on it is found, PENDING. The request's reference becomes the step's."""
+        request.partial = None
+        if not self._has_parent(request, index):  # evicted or deleted since the block was begun
+            self._orphan(request, index)
+            self._cpu.release(slot)
+        elif self._cpu.announce(slot, self._lookups.record(request, index), self._clock(), request.conversation):
+            step.complete.append((request.request_id, slot))
+            self._unsaved.pop(request.chain[index], None)
+        else:  # another request of this step fills the same block
+            self._cpu.release(slot)
+
+    def _mark(self, request: Tracked, index: int) -> None:
+        self._unsaved[request.chain[index]] = request.lineage.parent(request.chain, index)
+        if len(self._unsaved) > MAX_UNSAVED:
+            self._unsaved.popitem(last=False)
+
+    def lost(self, slot: int) -> None:
+        """A save has failed after its slot was announced."""
+        record = self._cpu.record(slot)
+        if record is not None:
+            self._unsaved[record.block_id] = record.parent_id
+
+    def num_usable(self, chain: Sequence[BlockId], num_hit: int, root: BlockId) -> int:
+        """Of `num_hit` blocks in HBM those before a hole that can be closed now: what follows is computed and saved."""
+        if not self._unsaved:
+            return num_hit
+        for index in range(num_hit):
+            parent = self._unsaved.get(chain[index])
+            if parent is None:
+                continue
+            if self._lookups.holds(chain[index]):
+                del self._unsaved[chain[index]]
+                continue
+            stored = index == 0 or self._lookups.holds(parent) or parent == root
+            return index if stored and self._cpu.pool.num_free >= num_hit - index else num_hit
+        return num_hit
+
+    def drop_partial(self, request: Tracked) -> None:
+        """Give back the slot of a block that will not become full."""
+        if request.partial is not None:
+            self._cpu.release(request.partial[1])
+            request.partial = None
+
+    @property
+    def num_unsaved(self) -> int:
+        return len(self._unsaved)

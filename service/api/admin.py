@@ -1,0 +1,85 @@
+"""Routes of the administrator: counters, eviction, flush, tenants. All need the administrator's key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from kvstore.service.api.context import context_of
+from kvstore.service.api.edge import json_response
+from kvstore.service.api.schema import read_body
+from kvstore.service.http.routes import Route
+
+
+class EvictBody(msgspec.Struct, kw_only=True, rename={"everything": "all"}, omit_defaults=True):
+    """What goes: everything, or what meets all the conditions given. session: {"tenant", "session_id"}."""
+
+    everything: bool = False
+    unused_for_s: float | None = None
+    session: dict[str, str] | None = None
+    model: str | None = None
+    to_bytes: int | None = None
+    dry_run: bool = False
+
+
+class Amount(msgspec.Struct):
+    blocks: int
+    bytes: int
+
+
+class EvictAnswer(msgspec.Struct):
+    """Per tier what was given up, or would be."""
+
+    dry_run: bool
+    tiers: dict[str, Amount]
+
+
+class Flushed(msgspec.Struct):
+    flushed: bool
+
+
+class Tenant(msgspec.Struct):
+    """running: its sequences in the engine, whether they compute or wait there; waiting: for the tenant's turn."""
+
+    tenant: str
+    running: int
+    waiting: int
+
+
+class Tenants(msgspec.Struct):
+    tenants: list[Tenant]
+
+
+async def stats(request: web.Request) -> web.Response:
+    engine = context_of(request).engine
+    return json_response(await engine.call(engine.engine.stats))
+
+
+async def evict(request: web.Request) -> web.Response:
+    engine, body = context_of(request).engine, await read_body(request, EvictBody)
+    return json_response(await engine.call(engine.engine.admin.handle, "evict", msgspec.to_builtins(body)))
+
+
+async def flush(request: web.Request) -> web.Response:
+    engine = context_of(request).engine
+    await engine.call(engine.engine.flush)
+    await engine.call(engine.engine.answers.flush)
+    return json_response(Flushed(True))
+
+
+async def tenants(request: web.Request) -> web.Response:
+    context = context_of(request)
+    counts = context.limits.counts()
+    names = sorted({*context.access.tenants, *counts})
+    found = [Tenant(name, *counts.get(name, (0, 0))) for name in names]
+    return json_response(Tenants(found))
+
+
+ROUTES = (
+    Route("GET", "/admin/stats", stats, "admin", "The engine's counters.", None, dict[str, Any], "admin"),
+    Route("POST", "/admin/evict", evict, "admin", "Give up cached KV.", EvictBody, EvictAnswer, "admin"),
+    Route("POST", "/admin/flush", flush, "admin", "Wait until all is on disk.", None, Flushed, "admin"),
+    Route("GET", "/admin/tenants", tenants, "admin", "Who has a key, and its requests.", None, Tenants, "admin"),
+)

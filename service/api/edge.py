@@ -1,0 +1,285 @@
+"""Routes around the answers: health, metrics, version, models, tokens of a text and texts of tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Annotated, Any
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from kvstore import __version__
+from kvstore.engine.model.files import why_no_chat
+from kvstore.engine.text.chat_template import ChatTemplate, Message
+from kvstore.service.api.context import Context, context_of, tenant_of
+from kvstore.service.api.schema import Messages, TokenId, messages_of, read_body
+from kvstore.service.http.errors import ApiError, bad_request
+from kvstore.service.http.routes import Route
+
+MAX_TOKENIZED_CHARS = 2**20
+STATS_WAIT_S = 0.5
+STUCK_S = 10.0  # longer than any step, unless the device is far too small for its model
+SILENT_S = 5.0  # without a sign of life, of which there are two a second
+FAILING_S = 60.0
+
+
+def json_response(body: Any, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+# -- health ----------------------------------------------------------------------------------------------------------
+class Health(msgspec.Struct):
+    """status: ok, degraded (it answers, but something does not work), starting, stopping or failed."""
+
+    status: str
+    reasons: list[str]
+
+
+class Ready(msgspec.Struct):
+    ready: bool
+
+
+async def health(request: web.Request) -> web.Response:
+    context = context_of(request)
+    if context.has_failed:
+        return json_response(Health("failed", ["engine_failed"]), 503)
+    if context.state != "running":
+        return json_response(Health(context.state, []), 503)
+    if _is_restarting(context):
+        return json_response(Health("degraded", ["engine_restarting"]))
+    reasons = health_reasons(await recent_stats(context), time.monotonic() < context.failing_until_s)
+    is_open = context.asking is not None and not context.asking.done()
+    if is_silent(context) or (is_open and time.monotonic() > context.asked_s + STUCK_S):
+        reasons.append("engine_not_answering")
+    return json_response(Health("degraded" if reasons else "ok", reasons))
+
+
+async def ready(request: web.Request) -> web.Response:
+    context = context_of(request)
+    is_running = context.state == "running" and not context.has_failed
+    is_ready = is_running and not _is_restarting(context) and not is_silent(context)
+    return json_response(Ready(is_ready), 200 if is_ready else 503)
+
+
+async def metrics(request: web.Request) -> web.Response:
+    context = context_of(request)
+    stats = await recent_stats(context)
+    page = context.metrics.render({} if "error" in stats or is_silent(context) else stats)
+    return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+
+
+def _is_restarting(context: Context) -> bool:
+    """Whether the engine's own process has ended and the next one is being started."""
+    return getattr(context.engine.engine, "state", "running") == "restarting"
+
+
+def is_silent(context: Context) -> bool:
+    """Whether the engine's own process has given no sign of life for long enough to doubt it."""
+    limit_s = min(SILENT_S, context.options.engine_timeout_s / 2)
+    return context.state == "running" and getattr(context.engine.engine, "silent_s", 0.0) >= limit_s
+
+
+async def recent_stats(context: Context) -> dict[str, Any]:
+    """The engine's counters; those of an earlier question where a long step keeps it from answering now."""
+    if context.asking is None or context.asking.done():
+        context.asking, context.asked_s = asyncio.create_task(_ask(context)), time.monotonic()
+    await asyncio.wait({context.asking}, timeout=STATS_WAIT_S)
+    return context.known_stats
+
+
+async def _ask(context: Context) -> None:
+    num_known = _num_failed(context.known_stats)
+    try:
+        context.known_stats = await context.engine.call(context.engine.engine.stats)
+    except Exception as error:  # whatever it is, it must not be /health that fails
+        context.known_stats = {"error": type(error).__name__}
+    if _num_failed(context.known_stats) > num_known:
+        context.failing_until_s = time.monotonic() + FAILING_S
+
+
+def _num_failed(stats: dict[str, Any]) -> int:
+    """Turns that could not be stored."""
+    return (stats.get("sessions") or {}).get("failed", 0)
+
+
+def health_reasons(stats: dict[str, Any], sessions_fail: bool) -> list[str]:
+    """What does not work, as stable codes."""
+    disk = stats.get("disk") or {}
+    found = {
+        "stats_unavailable": "error" in stats,
+        "disk_degraded": disk.get("degraded"),
+        "disk_broken": disk.get("broken"),
+        "disk_was_reset": disk.get("was_reset"),
+        "disk_file_lost": disk.get("lost"),
+        "store_lost": stats.get("lost"),
+        "sessions_file_lost": not stats.get("lost") and (stats.get("sessions") or {}).get("lost"),
+        "sessions_missing": (stats.get("sessions") or {}).get("missing"),
+        "sessions_damaged": (stats.get("sessions") or {}).get("damaged"),
+        "sessions_failing": sessions_fail,
+    }
+    return [code for code, is_so in found.items() if is_so]
+
+
+# -- what is served --------------------------------------------------------------------------------------------------
+class Version(msgspec.Struct):
+    version: str
+    model: str
+    block_size: int
+    max_model_len: int
+
+
+class Model(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct):
+    object: str
+    data: list[Model]
+
+
+async def version(request: web.Request) -> web.Response:
+    context = context_of(request)
+    engine = context.engine.engine
+    return json_response(Version(__version__, context.model_name, engine.block_size, engine.max_model_len))
+
+
+async def list_models(request: web.Request) -> web.Response:
+    return json_response(ModelList("list", [_model(context_of(request))]))
+
+
+async def show_model(request: web.Request) -> web.Response:
+    context = context_of(request)
+    check_model(context, request.match_info["id"])
+    return json_response(_model(context))
+
+
+def check_model(context: Context, name: str | None) -> None:
+    """Raises ApiError 404 unless it is this server's model, or none is named."""
+    if name is not None and name not in (context.model_name, context.engine.engine.model_name):
+        shown = name[:80]
+        raise ApiError(
+            404, f"there is no model {shown!r}; this server has {context.model_name!r}", param="model",
+            code="model_not_found",
+        )  # fmt: skip
+
+
+def _model(context: Context) -> Model:
+    return Model(context.model_name, "model", context.started_s, "kvstore", context.engine.engine.max_model_len)
+
+
+# -- tokens ----------------------------------------------------------------------------------------------------------
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """A prompt or messages; with messages, the prompt that the chat template makes of them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class Tokens(msgspec.Struct, omit_defaults=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Meta(max_length=2**20)]
+
+
+class Prompt(msgspec.Struct):
+    prompt: str
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    context, body = context_of(request), await read_body(request, TokenizeBody)
+    check_model(context, body.model)
+    engine, tokenizer = context.engine.engine, _tokenizer(context)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("prompt", "give either prompt or messages", "missing")
+    if body.messages is not None:
+        messages = messages_of(body.messages)
+        num_chars = _checked_chars([message["content"] for message in messages], "messages")
+        to_ids = partial(_chat_ids, tokenizer, messages)
+    else:
+        assert body.prompt is not None
+        num_chars = _checked_chars([body.prompt], "prompt")
+        to_ids = partial(_encode, tokenizer, body.prompt, body.add_special_tokens is not False)
+
+    def tokenized() -> web.Response:
+        ids = to_ids()
+        shown = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+        return json_response(Tokens(len(ids), engine.max_model_len, ids, shown))
+
+    async with context.limits.admit(tenant_of(request)):
+        return await context.engine.call_with_text(num_chars, tokenized)
+
+
+def _checked_chars(texts: Sequence[str], param: str) -> int:
+    num_chars = sum(map(len, texts))
+    if num_chars > MAX_TOKENIZED_CHARS:
+        raise bad_request(
+            param, f"{param} has {num_chars} characters; at most {MAX_TOKENIZED_CHARS} are tokenized at once"
+        )
+    return num_chars
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    context, body = context_of(request), await read_body(request, DetokenizeBody)
+    check_model(context, body.model)
+    tokenizer, size = _tokenizer(context), context.engine.engine.vocab_size
+    if body.tokens and max(body.tokens) >= size:
+        raise bad_request("tokens", f"token ids go from 0 to {size - 1}")
+    async with context.limits.admit(tenant_of(request)):
+        return await context.engine.call_with_text(len(body.tokens), _detokenized, tokenizer, body.tokens)
+
+
+def _detokenized(tokenizer: Any, ids: list[int]) -> web.Response:
+    """As a batch of one: unlike `decode` it lets other threads run meanwhile."""
+    (text,) = tokenizer.backend_tokenizer.decode_batch([ids], skip_special_tokens=False)
+    return json_response(Prompt(text))
+
+
+def _tokenizer(context: Context) -> Any:
+    tokenizer = context.engine.engine.tokenizer
+    if tokenizer is None:
+        raise bad_request("model", why_no_chat("the model", False), "no_tokenizer")
+    return tokenizer
+
+
+def _encode(tokenizer: Any, text: str, special: bool) -> list[int]:
+    return list(tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
+
+
+_template = lru_cache(maxsize=4)(ChatTemplate.of)
+
+
+def _chat_ids(tokenizer: Any, messages: list[Message]) -> list[int]:
+    template = _template(tokenizer)
+    if template is None:
+        raise bad_request("messages", why_no_chat("the model", True), "no_chat_template")
+    return template.prompt_ids(messages)
+
+
+ROUTES = (
+    Route("GET", "/health", health, "public", "Whether the server works.", None, Health, "server"),
+    Route("GET", "/ready", ready, "public", "Whether the model is loaded.", None, Ready, "server"),
+    Route("GET", "/metrics", metrics, "user", "Metrics in Prometheus' text format.", None, str, "server"),
+    Route("GET", "/version", version, "user", "Version, model and sizes.", None, Version, "server"),
+    Route("GET", "/v1/models", list_models, "user", "The models: one.", None, ModelList, "models"),
+    Route("GET", "/v1/models/{id:.+}", show_model, "user", "One model.", None, Model, "models"),
+    Route("POST", "/tokenize", tokenize, "user", "Token ids of a text or of messages.", TokenizeBody, Tokens, "tokens"),
+    Route("POST", "/detokenize", detokenize, "user", "Text of token ids.", DetokenizeBody, Prompt, "tokens"),
+)

@@ -1,0 +1,10 @@
+"""OpenAI's routes: chat completions, completions and responses.
+
+- `chat`: /v1/chat/completions
+- `completions`: /v1/completions
+- `generation`: from an answer of the engine to what clients get
+- `response_schema`: its bodies, answers and events
+- `responses`: /v1/responses, on the same sessions as /chat
+- `schema`: bodies and answers of both
+- `stateless`: an answer to a history that belongs to no session
+"""

@@ -1,0 +1,63 @@
+"""From an answer of the engine to what clients get: pieces with times, log probabilities, ends. Knows no route."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvstore.engine.outputs import Piece, RequestOutput, TokenLogprob
+from kvstore.service.api.context import Context
+from kvstore.service.api.openai.schema import ChatLogprobs, TokenLogprobObject, TopLogprob
+from kvstore.service.http.errors import unavailable
+
+if TYPE_CHECKING:
+    from kvstore.engine.async_engine import Answer
+
+
+class Stopwatch:
+    """Seconds between the tokens of one answer; of several choices, of all together."""
+
+    def __init__(self) -> None:
+        self.gaps_s: list[float] = []
+        self._last_s: float | None = None
+
+    def saw(self, piece: Piece) -> None:
+        now_s = time.perf_counter()
+        if piece.token_ids:
+            if self._last_s is not None:
+                self.gaps_s.append(now_s - self._last_s)
+            self._last_s = now_s
+
+    async def over(self, answer: Answer) -> AsyncIterator[Piece]:
+        """The pieces as they come."""
+        async for piece in answer:
+            self.saw(piece)
+            yield piece
+
+
+def check_ended(output: RequestOutput) -> None:
+    """Raises ApiError 503 for an answer that the server itself broke off."""
+    if any(choice.finish_reason in (None, "abort") for choice in output.choices):
+        raise unavailable("the request was ended by the server", "aborted", 1)
+
+
+def fingerprint(context: Context) -> str:
+    """What a client may compare: it changes with the weights, where they are known by a fingerprint."""
+    return "fp_" + (context.engine.engine.fingerprint.hex()[:10] or "memory")
+
+
+def token_text(tokenizer: Any, token_id: int) -> str:
+    return "" if tokenizer is None else tokenizer.decode([token_id])
+
+
+def chat_logprobs(tokenizer: Any, logprobs: Sequence[TokenLogprob], num_top: int) -> ChatLogprobs:
+    content = []
+    for one in logprobs:
+        text = token_text(tokenizer, one.token_id)
+        top = [
+            TopLogprob(shown, logprob, list(shown.encode()))
+            for shown, logprob in ((token_text(tokenizer, i), logprob) for i, logprob in one.top.items())
+        ]
+        content.append(TokenLogprobObject(text, one.logprob, list(text.encode()), top[:num_top]))
+    return ChatLogprobs(content)

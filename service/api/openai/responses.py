@@ -1,0 +1,280 @@
+"""/v1/responses: OpenAI's way to hold a conversation, on the same sessions as /chat.
+
+A response is a turn of a session. One that goes on from the last turn is the session's next; from an earlier one, or
+while another runs, it begins a fork.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.text.chat_template import Message
+from kvstore.engine.text.prompts import check_truncation
+from kvstore.errors import RequestError, SessionBusyError, SessionNotFoundError
+from kvstore.service.api.context import Context, context_of, tenant_of
+from kvstore.service.api.edge import check_model, json_response
+from kvstore.service.api.openai.response_schema import (
+    OutputText,
+    ResponseBody,
+    ResponseDeleted,
+    ResponseObject,
+    check_supported,
+    completed,
+    message_item,
+    said_of,
+)
+from kvstore.service.api.openai.stateless import StatelessTurn, open_stateless
+from kvstore.service.api.schema import read_body, sampling_params
+from kvstore.service.api.sessions import turns
+from kvstore.service.api.sessions.turns import OpenTurn, Ttl, TurnRequest, new_session_id, open_turn, request_key_of
+from kvstore.service.api.sse import EventStream
+from kvstore.service.http.errors import ApiError
+from kvstore.service.http.routes import Route
+from kvstore.sessions.store import Parent, SessionHead, SessionKey, TurnRecord
+
+if TYPE_CHECKING:
+    from kvstore.engine.engine import Engine
+
+ROUTE = "/v1/responses"
+RESPONSE_ID = re.compile(r"resp_([A-Za-z0-9_-]{1,128})_([1-9][0-9]{0,9})")
+
+AnyTurn = OpenTurn | StatelessTurn
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What a response goes on from: the turn it names, and the transcript up to there."""
+
+    parent: Parent
+    system: str
+    transcript: list[Message]
+
+
+def response_id(session_id: str, number: int | None) -> str:
+    """Without a number: of a response that is kept nowhere."""
+    return f"resp_{session_id}" if number is None else f"resp_{session_id}_{number}"
+
+
+def _unknown(name: str, param: str) -> ApiError:
+    return ApiError(404, f"there is no response {name[:160]!r}", param=param, code="response_not_found")
+
+
+def _place(name: str, param: str) -> tuple[str, int]:
+    """Session and turn that an id names. Raises ApiError 404."""
+    match = RESPONSE_ID.fullmatch(name)
+    if match is None:
+        raise _unknown(name, param)
+    return match[1], int(match[2])
+
+
+# -- making one ------------------------------------------------------------------------------------------------------
+async def create(request: web.Request) -> web.StreamResponse:
+    context, body = context_of(request), await read_body(request, ResponseBody)
+    check_model(context, body.model)
+    check_supported(body)
+    wanted, before = await _wanted(context, request, body)
+    opened = _opened(context, body, wanted, before)
+    draft = ResponseObject(
+        id="",
+        created_at=int(time.time()),
+        status="in_progress",
+        instructions=(before.system or None) if before is not None else wanted.system,
+        max_output_tokens=wanted.params.max_tokens,
+        metadata=body.metadata or {},
+        model=context.model_name,
+        previous_response_id=body.previous_response_id,
+        store=body.store is not False,
+        temperature=wanted.params.temperature,
+        top_p=wanted.params.top_p,
+        truncation=wanted.truncation,
+        user=body.user,
+    )
+    if body.stream:
+        return await _streamed(request, opened, draft)
+    async with opened as turn:
+        async for _ in turn:
+            pass
+        draft.id = response_id(turn.session_id, turn.number)
+        result = await turn.finish()
+    return json_response(completed(draft, result))
+
+
+async def _wanted(
+    context: Context, request: web.Request, body: ResponseBody
+) -> tuple[TurnRequest, Before | None]:
+    """The turn as it is if nothing went on from the one before meanwhile."""
+    truncation, reuse = body.truncation or "disabled", body.truncation_reuse or "reencode"
+    check_truncation(truncation, reuse)
+    system, said = said_of(body)
+    params = _params(context, body)
+    tenant, request_key = tenant_of(request), request_key_of(request)
+    before = None
+    if body.previous_response_id is not None:
+        place = _place(body.previous_response_id, "previous_response_id")
+        engine = context.engine.engine
+        before = await context.engine.call(_before, engine, tenant, place, body.previous_response_id)
+    goes_on = before is not None and system in (None, before.system)
+    if before is not None and goes_on:
+        system = None
+    elif before is not None:  # another system prompt: nothing of the old conversation's KV fits
+        said = [*before.transcript, *said]
+    session_id = await new_session_id(context, tenant, request_key, f"{ROUTE} {body.previous_response_id}")
+    default_s = context.options.ttl_s
+    ttl = None if goes_on or default_s is None else Ttl(default_s)
+    wanted = TurnRequest(
+        tenant, session_id, not goes_on, system, said, params, ROUTE, truncation, reuse, request_key, ttl=ttl,
+    )  # fmt: skip
+    return wanted, before if goes_on else None
+
+
+def _params(context: Context, body: ResponseBody) -> SamplingParams:
+    params = sampling_params(
+        body, context.engine.engine.sampling_defaults, max_tokens=body.max_output_tokens or body.max_tokens
+    )
+    if params.n != 1:
+        raise RequestError(f"n is {params.n}; a response has one answer", param="n")
+    return params
+
+
+def _before(engine: Engine, tenant: str, place: tuple[str, int], name: str) -> Before:
+    key = SessionKey(tenant, place[0])
+    engine.admin.expire(key)
+    state = engine.sessions.load(key, place[1])
+    if state is None:
+        raise _unknown(name, "previous_response_id")
+    system = "".join(message["content"] for message in state.head.system)
+    transcript = [message for message in state.messages if message["role"] != "system"]
+    return Before(Parent(*place), system, transcript)
+
+
+def _opened(
+    context: Context, body: ResponseBody, wanted: TurnRequest, before: Before | None
+) -> AbstractAsyncContextManager[AnyTurn]:
+    if body.store is False:
+        messages = [*before.transcript, *wanted.messages] if before is not None else list(wanted.messages)
+        system = before.system if before is not None else wanted.system
+        if system:
+            messages.insert(0, {"role": "system", "content": system})
+        return open_stateless(context, wanted, messages)
+    return open_turn(context, wanted) if before is None else _going_on(context, wanted, before.parent)
+
+
+@asynccontextmanager
+async def _going_on(context: Context, wanted: TurnRequest, after: Parent) -> AsyncIterator[OpenTurn]:
+    """The next turn of a session; where it is not the next any more, that of a fork."""
+    direct = replace(wanted, session_id=after.session_id, after_turn=after.turn)
+    fork = replace(wanted, fork_of=after)
+    async with AsyncExitStack() as stack:
+        if await _is_there(context, wanted):  # the same request came before, and went to a fork
+            yield await stack.enter_async_context(open_turn(context, fork))
+            return
+        try:
+            turn = await stack.enter_async_context(open_turn(context, direct))
+        except SessionBusyError:
+            turn = await stack.enter_async_context(open_turn(context, fork))
+        yield turn
+
+
+async def _is_there(context: Context, wanted: TurnRequest) -> bool:
+    """Whether its fork exists; only an Idempotency-Key leads to the same one again."""
+    if wanted.request_key is None:
+        return False
+    running = context.turns.find(wanted.key)
+    return running is not None or await context.engine.call(context.engine.engine.sessions.exists, wanted.key)
+
+
+# -- as a stream -----------------------------------------------------------------------------------------------------
+class _Events:
+    """OpenAI's events, numbered."""
+
+    def __init__(self, stream: EventStream) -> None:
+        self._stream = stream
+        self._number = 0
+
+    async def send(self, kind: str, **fields: Any) -> None:
+        await self._stream.send({"type": kind, "sequence_number": self._number, **fields}, kind)
+        self._number += 1
+
+
+async def _streamed(
+    request: web.Request, opened: AbstractAsyncContextManager[AnyTurn], draft: ResponseObject
+) -> web.StreamResponse:
+    async with EventStream(request, done=False) as stream, opened as turn:
+        events = _Events(stream)
+        draft.id = response_id(turn.session_id, turn.number)
+        await events.send("response.created", response=draft)
+        await events.send("response.in_progress", response=draft)
+        item = message_item(draft.id, None, "in_progress")
+        part = {"item_id": item.id, "output_index": 0, "content_index": 0}
+        await events.send("response.output_item.added", output_index=0, item=item)
+        await events.send("response.content_part.added", **part, part=OutputText(text=""))
+        async for text in turn:
+            if text:
+                await events.send("response.output_text.delta", **part, delta=text, logprobs=[])
+        response = completed(draft, await turn.finish())
+        message = response.output[0]
+        await events.send("response.output_text.done", **part, text=message.content[0].text, logprobs=[])
+        await events.send("response.content_part.done", **part, part=message.content[0])
+        await events.send("response.output_item.done", output_index=0, item=message)
+        await events.send(f"response.{response.status}", response=response)
+    return stream.response
+
+
+# -- one that is stored ----------------------------------------------------------------------------------------------
+async def show(request: web.Request) -> web.Response:
+    context, tenant, name = context_of(request), tenant_of(request), request.match_info["id"]
+    session_id, number = _place(name, "response_id")
+    head, record = await context.engine.call(_read, context.engine.engine, SessionKey(tenant, session_id), number, name)
+    return json_response(_stored(head, record))
+
+
+def _read(engine: Engine, key: SessionKey, number: int, name: str) -> tuple[SessionHead, TurnRecord]:
+    try:
+        head = turns.find_session(engine, key)
+    except SessionNotFoundError:
+        raise _unknown(name, "response_id") from None
+    record = engine.sessions.turn(key, number)
+    if record is None or not record.messages:
+        raise _unknown(name, "response_id")
+    return head, record
+
+
+def _stored(head: SessionHead, record: TurnRecord) -> ResponseObject:
+    session_id, last = head.key.session_id, record.number - 1
+    if head.parent is not None and head.parent.turn == last:
+        session_id = head.parent.session_id
+    draft = ResponseObject(
+        id=response_id(head.key.session_id, record.number),
+        created_at=int(record.created_s),
+        status="completed",
+        instructions="".join(message["content"] for message in head.system) or None,
+        model=head.model,
+        previous_response_id=response_id(session_id, last) if last else None,
+    )
+    return completed(draft, turns.result_of(head.key.session_id, record))
+
+
+async def delete(request: web.Request) -> web.Response:
+    """The whole conversation: the turns after a response quote it, and so does their KV."""
+    context, tenant, name = context_of(request), tenant_of(request), request.match_info["id"]
+    session_id, number = _place(name, "response_id")
+    key = SessionKey(tenant, session_id)
+    await context.engine.call(_read, context.engine.engine, key, number, name)
+    await turns.delete(context, key)
+    return json_response(ResponseDeleted(name, "response", True))
+
+
+_TAG = "responses"
+ROUTES = (
+    Route("POST", ROUTE, create, "user", "A response, as one turn of a session.", ResponseBody, ResponseObject, _TAG),
+    Route("GET", f"{ROUTE}/{{id}}", show, "user", "A stored response.", None, ResponseObject, _TAG),
+    Route("DELETE", f"{ROUTE}/{{id}}", delete, "user", "Delete its conversation.", None, ResponseDeleted, _TAG),
+)

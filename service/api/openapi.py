@@ -1,0 +1,129 @@
+"""/openapi.json: the description of the interface, made of the table of routes and of the types of their bodies.
+
+Describes; knows no handler's business. What a handler answers is checked against it in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from kvstore import __version__
+from kvstore.service.http.errors import ErrorBody
+from kvstore.service.http.routes import PARAMETER, Route
+
+VERSION = "3.1.0"
+REF = "#/components/schemas/{name}"
+SEGMENT = "[^{}/]+"  # what aiohttp takes for a parameter without a pattern
+
+Json = dict[str, Any]
+
+
+def describe(routes: Sequence[Route]) -> Json:
+    """An OpenAPI document of these routes."""
+    types = {type_: None for route in routes for type_ in (route.body, route.answer) if _is_json(type_)}
+    found, components = msgspec.json.schema_components([ErrorBody, *types], ref_template=REF)
+    error, *others = found
+    schemas = dict(zip(types, others, strict=True))
+    paths: Json = {}
+    for route in routes:
+        path = route.template
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, schemas, error)
+    return {
+        "openapi": VERSION,
+        "info": {
+            "title": "kvstore",
+            "version": __version__,
+            "description": "Answers of a language model, with the KV of conversations kept in tiers.",
+        },
+        "tags": [{"name": tag} for tag in dict.fromkeys(route.tag for route in routes if route.tag)],
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer", "description": "A key, if any is set."}},
+        },
+    }
+
+
+def _is_json(type_: type | None) -> bool:
+    return type_ not in (None, str)
+
+
+def _operation(route: Route, schemas: dict[type | None, Json], error: Json) -> Json:
+    found: Json = {
+        "operationId": f"{route.handler.__module__.rpartition('.')[2]}_{route.handler.__name__}",
+        "summary": route.summary,
+        "tags": [route.tag] if route.tag else [],
+        "security": [] if route.access == "public" else [{"bearer": []}],
+        "responses": _responses(route, schemas, error),
+    }
+    if parameters := list(_parameters(route.path)):
+        found["parameters"] = parameters
+    if route.body is not None:
+        found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schemas[route.body]}}}
+    return found
+
+
+def _parameters(path: str) -> Iterator[Json]:
+    for name, pattern in PARAMETER.findall(path):
+        schema = {"type": "string", "pattern": f"^(?:{pattern or SEGMENT})$"}
+        yield {"name": name, "in": "path", "required": True, "schema": schema}
+
+
+def _responses(route: Route, schemas: dict[type | None, Json], error: Json) -> Json:
+    content: Json = {}
+    if route.answer is str:
+        content["text/plain"] = {"schema": {"type": "string"}}
+    elif route.answer is not None:
+        content["application/json"] = {"schema": schemas[route.answer]}
+    if _may_stream(route.body):
+        content["text/event-stream"] = {}  # OpenAPI 3.1 has no word for the events of a stream
+    success = {"description": route.summary, **({"content": content} if content else {})}
+    found: Json = {str(route.status): success}
+    for status in sorted(_error_statuses(route)):
+        shown = {"application/json": {"schema": error}}
+        found[str(status)] = {"description": HTTPStatus(status).phrase, "content": shown}
+    if route.access == "public" and content:
+        found["503"] = {**success, "description": "Not at the moment."}  # what it says has the same shape
+    return found
+
+
+def _may_stream(body: type | None) -> bool:
+    """Whether a request may ask for its answer in pieces."""
+    is_struct = isinstance(body, type) and issubclass(body, msgspec.Struct)
+    return is_struct and any(field.name == "stream" for field in msgspec.structs.fields(body))  # type: ignore[arg-type]
+
+
+def _error_statuses(route: Route) -> set[int]:
+    """403: a browser's page of another origin. 504: it took longer than a request may."""
+    found = {403, 500, 504}
+    if route.access != "public":
+        found |= {400, 401, 503}
+    if "{" in route.path:
+        found |= {404}
+    if route.method != "GET" and route.access == "user":
+        found |= {409}  # a session that is busy, or exists
+    if route.body is not None:
+        found |= {400, 404, 408, 413, 415}
+        found |= {429} if route.access == "user" else set()
+    return found
+
+
+# -- the route -------------------------------------------------------------------------------------------------------
+async def openapi(request: web.Request) -> web.Response:
+    handlers = [route.handler for route in request.app.router.routes()]
+    routes = dict.fromkeys(found for handler in handlers if (found := getattr(handler, "route", None)) is not None)
+    return web.Response(body=_encoded(tuple(routes)), content_type="application/json")
+
+
+@lru_cache(maxsize=1)
+def _encoded(routes: tuple[Route, ...]) -> bytes:
+    return msgspec.json.encode(describe(routes))
+
+
+ROUTES = (Route("GET", "/openapi.json", openapi, "user", "This description.", None, dict[str, Any], "server"),)

@@ -1,0 +1,53 @@
+"""The chat page: static files that hold no data, served from a fixed list with a strict content policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from aiohttp import web
+
+from kvstore.service.http.errors import ApiError
+from kvstore.service.http.routes import Route
+
+WEB = Path(__file__).parent.parent / "web"
+TYPES = {
+    ".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml", ".png": "image/png",
+    ".woff2": "font/woff2",
+}  # fmt: skip
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Frame-Options": "DENY",
+    "Cache-Control": "no-cache",  # the files change with the server
+}
+
+
+def page_files() -> dict[str, Path]:
+    """What may be served, by its place below the folder; nothing else is, whatever a path says."""
+    found = (path for path in sorted(WEB.rglob("*")) if path.suffix in TYPES and path.is_file())
+    return {path.relative_to(WEB).as_posix(): path for path in found}
+
+
+async def index(request: web.Request) -> web.Response:
+    return _answer("index.html")
+
+
+async def static(request: web.Request) -> web.Response:
+    return _answer(request.match_info["name"])
+
+
+def _answer(name: str) -> web.Response:
+    path = FILES.get(name)
+    if path is None:
+        raise ApiError(404, "there is nothing at this path", code="not_found")
+    kind = TYPES[path.suffix]
+    charset = "utf-8" if kind.startswith("text/") else None
+    return web.Response(body=path.read_bytes(), content_type=kind, charset=charset, headers=HEADERS)
+
+
+FILES = page_files()
+
+ROUTES = (
+    Route("GET", "/", index, "public", "The chat page.", tag="page"),
+    Route("GET", "/web/{name:.+}", static, "public", "Its files.", tag="page"),
+)

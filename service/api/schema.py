@@ -1,0 +1,293 @@
+"""JSON bodies in: limits, types with bounds, and messages that name the field and say what to do in plain words.
+
+Knows the shapes that several routes share; those of one route stand beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from aiohttp import HttpVersion11, web
+from msgspec import Meta
+
+from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.text.chat_template import Message
+from kvstore.engine.text.prompts import check_chars
+from kvstore.service.api.context import Context, context_of
+from kvstore.service.api.sse import ReaderGone
+from kvstore.service.http.errors import NO_RETRY, ApiError, bad_request
+from kvstore.service.http.fields import check_fields
+
+T = TypeVar("T")
+
+Count = Annotated[int, Meta(ge=1, le=2**31)]
+NumChoices = Annotated[int, Meta(ge=1, le=16)]
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=2**31)]
+MinP = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+LogitBias = Annotated[dict[TokenId, Bias], Meta(max_length=1024)]
+StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+Stop = StopString | Annotated[list[StopString], Meta(max_length=16)]
+StopTokenIds = Annotated[list[TokenId], Meta(max_length=64)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31)]
+CacheSalt = Annotated[str, Meta(max_length=256)]
+
+
+class ContentPart(msgspec.Struct):
+    """A part of a message. Only {"type": "text", "text": ...} is supported."""
+
+    type: str
+    text: str | None = None
+
+
+class MessageIn(msgspec.Struct):
+    """One message of a request. role: system, developer (the same), user or assistant."""
+
+    role: str
+    content: str | Annotated[list[ContentPart], Meta(max_length=4096)]
+
+
+Messages = Annotated[list[MessageIn], Meta(min_length=1, max_length=4096)]
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class Sampling(msgspec.Struct, kw_only=True):
+    """What every route that generates accepts; null is the same as not given."""
+
+    n: NumChoices | None = None
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    seed: Seed | None = None
+    logit_bias: LogitBias | None = None
+    stop: Stop | None = None
+    stop_token_ids: StopTokenIds | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+
+
+_SAMPLED = (
+    "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "seed", "logit_bias", "stop", "stop_token_ids", "ignore_eos",
+)  # fmt: skip
+
+
+def sampling_params(body: Sampling, defaults: Mapping[str, float], **more: Any) -> SamplingParams:
+    """defaults: the model's, for what the request leaves open. more: fields of SamplingParams that the route sets
+    itself, such as max_tokens or logprobs; None is not given.
+
+    Raises RequestError, which names the field.
+    """
+    given = {name: getattr(body, name) for name in _SAMPLED} | more
+    if given["top_k"] == -1:  # how vLLM's clients say "off"
+        given["top_k"] = 0
+    return SamplingParams(**{**defaults, **{name: value for name, value in given.items() if value is not None}})
+
+
+# -- messages --------------------------------------------------------------------------------------------------------
+def messages_of(messages: Sequence[MessageIn], param: str = "messages") -> list[Message]:
+    """As the engine wants them. Raises ApiError 400 for roles and parts that are not supported."""
+    return [message_of(message, f"{param}[{index}]") for index, message in enumerate(messages)]
+
+
+def num_chars_of(messages: Sequence[Message]) -> int:
+    return sum(len(message["content"]) for message in messages)
+
+
+def check_chars_of(context: Context, texts: Sequence[str]) -> None:
+    """Raises ContextLengthError for what no window holds: before it waits for anything, and takes memory meanwhile."""
+    engine = context.engine.engine
+    if engine.tokenizer is not None:
+        check_chars(texts, engine.tokenizer, engine.max_request_tokens)
+
+
+def message_of(message: MessageIn, param: str) -> Message:
+    role = {"developer": "system"}.get(message.role, message.role)
+    if role in ("tool", "function"):
+        raise bad_request(f"{param}.role", f"messages of the role {role!r} are not supported", "unsupported_role")
+    if role not in ("system", "user", "assistant"):
+        shown = message.role[:40]
+        raise bad_request(f"{param}.role", f"{param}.role is {shown!r}; give system, developer, user or assistant")
+    return {"role": role, "content": text_of(message.content, f"{param}.content")}
+
+
+def text_of(content: str | list[ContentPart], param: str) -> str:
+    """A content as one text."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        if part.type not in ("text", "input_text", "output_text"):
+            kind, where = part.type[:40], f"{param}[{index}]"
+            raise bad_request(where, f"{where} is of the type {kind!r}; only text is supported", "unsupported_content")
+        if part.text is None:
+            raise bad_request(f"{param}[{index}].text", f"{param}[{index}].text is missing", "missing")
+        texts.append(part.text)
+    return "".join(texts)
+
+
+# -- bodies ----------------------------------------------------------------------------------------------------------
+async def read_body(request: web.Request, type_: type[T]) -> T:
+    """The request's JSON as a `type_`. Raises ApiError 400, 408, 413 or 415, and ReaderGone."""
+    _check_headers(request)
+    options, limits = context_of(request).options, context_of(request).limits
+    try:
+        async with asyncio.timeout(options.body_timeout_s), limits.body(request.content_length):
+            await _ask_for_body(request)
+            raw = await _content(request, options.max_body_bytes)
+    except TimeoutError:
+        raise ApiError(408, "the body did not arrive in time", code="body_timeout", headers=NO_RETRY) from None
+    except web.RequestPayloadError:
+        raise ApiError(400, "the body is not valid HTTP", code="bad_request") from None
+    except ConnectionError as error:
+        raise ReaderGone("the client went away") from error
+    return parse(raw, type_)
+
+
+def _check_headers(request: web.Request) -> None:
+    """A page of another origin can have a browser send a plain form, so with an Origin it has to be JSON."""
+    kind, limit = request.content_type, context_of(request).options.max_body_bytes
+    if "Origin" in request.headers and kind != "application/json" and request.can_read_body:
+        raise ApiError(415, f"the body is {kind[:80]}; send application/json", code="unsupported_media_type")
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise ApiError(415, "compressed bodies are not supported", code="unsupported_media_type")
+    if request.content_length is not None and request.content_length > limit:
+        raise _too_large(limit)
+
+
+async def _ask_for_body(request: web.Request) -> None:
+    """For clients that wait until they are asked."""
+    if request.headers.get("Expect", "").lower() == "100-continue" and request.version >= HttpVersion11:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # it is no part of the answer
+
+
+async def _content(request: web.Request, limit: int) -> bytearray:
+    """Unlike aiohttp's own `read` it leaves nothing with the request, which lives as long as its answer."""
+    content = bytearray()
+    async for chunk in request.content.iter_any():
+        content += chunk
+        if len(content) > limit:
+            raise _too_large(limit)
+    return content
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
+
+
+# Each makes a Python object, many times as large as its bytes, and nobody else is served meanwhile. Those within texts
+# are counted too, but no window holds so many.
+MAX_BRACKETS, MAX_QUOTES = 2**18, 2**21
+
+
+def parse(raw: bytes | bytearray, type_: type[T]) -> T:
+    """Raises ApiError 400 that names the field where there is one."""
+    if not raw or raw.isspace():
+        raise ApiError(400, "the body is empty; send a JSON object", code="invalid_json")
+    if raw.count(b"[") + raw.count(b"{") > MAX_BRACKETS or raw.count(b'"') > MAX_QUOTES:
+        raise ApiError(400, "the body has too many lists, objects or texts", code="too_many_values")
+    try:
+        raw.decode()  # msgspec does not look into fields that it skips
+        body = msgspec.json.decode(raw, type=type_)
+    except UnicodeDecodeError:
+        raise ApiError(400, "the body is not valid UTF-8", code="invalid_json") from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error)) from None
+    except msgspec.DecodeError as error:
+        raise _syntax_error(raw, str(error)) from None
+    check_fields(raw, type_)
+    return body
+
+
+_KINDS = {
+    "int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false", "null": "null",
+    "array": "a list", "object": "an object",
+}  # fmt: skip
+
+
+def _field_error(text: str) -> ApiError:
+    """msgspec's "Expected `int` >= 1 - at `$.n`" as "n must be a whole number of at least 1"."""
+    what, _, where = text.partition(" - at ")
+    path = where.rpartition("`$")[2].rstrip("`").lstrip(".").replace("[...]", "")
+    code = "invalid_value"
+    if match := re.match(r"Object missing required field `(\w+)`", what):
+        path, rule, code = f"{path}.{match[1]}".lstrip("."), "is missing", "missing"
+    elif match := re.match(r"Expected `([^`]+)`, got `([^`]+)`", what):
+        rule = f"is {_kinds(match[2])}; give {_kinds(match[1])}"
+    elif match := re.match(r"Expected `([^`]+)`( of length)? ([<>]=?) (\S+)", what):
+        rule = f"must be {_kinds(match[1])} {_bound(match[1], bool(match[2]), match[3], match[4])}"
+    elif "out of range" in what:
+        rule = "is a number out of range"
+    else:
+        rule = "is not valid"
+    name = ("a key of " if "`key` in" in where else "") + (path or "the body")
+    return bad_request(path or None, f"{name} {rule}", code)
+
+
+def _kinds(names: str) -> str:
+    return " or ".join(_KINDS.get(name, name) for name in names.split(" | "))
+
+
+def _bound(kind: str, is_length: bool, sign: str, number: str) -> str:
+    said = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}[sign]
+    number = number.removesuffix(".0")
+    if not is_length:
+        return f"of {said} {number}"
+    one, several = ("character", "characters") if kind == "str" else ("entry", "entries")
+    return f"of {said} {number} {one if number == '1' else several}"
+
+
+MAX_SEARCHED_BYTES = 2**20
+
+
+def _syntax_error(raw: bytes | bytearray, text: str) -> ApiError:
+    """Not JSON; where it is only for NaN or Infinity, the field is named."""
+    param = None
+    if len(raw) <= MAX_SEARCHED_BYTES and re.search(rb"NaN|Infinity", raw):
+        try:
+            param = next(_not_finite(json.loads(raw), ""), None)
+        except (ValueError, RecursionError):
+            param = None
+    if param is not None:
+        return bad_request(param, f"{param} is not a finite number")
+    place = re.search(r"\(byte [0-9]+\)", text)
+    return ApiError(400, f"the body is not valid JSON {place[0] if place else ''}".rstrip(), code="invalid_json")
+
+
+def _not_finite(value: object, path: str) -> Iterator[str]:
+    if isinstance(value, float) and not math.isfinite(value):
+        yield path
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            yield from _not_finite(one, f"{path}.{name[:64]}".lstrip("."))
+    elif isinstance(value, list):
+        for index, one in enumerate(value):
+            yield from _not_finite(one, f"{path}[{index}]")

@@ -1,0 +1,8 @@
+"""`/chat` and `/sessions`: durable conversations.
+
+- `chat`: POST /chat
+- `chat_schema`: bodies and answers of /chat and /sessions
+- `routes`: list, show, delete, fork, prefetch, pin, truncate, stop
+- `running`: the turns that run, one a session
+- `turns`: a turn of a session: whose, whether it is a retry, the answer as it comes
+"""

@@ -1,0 +1,82 @@
+"""POST /chat: one turn of a session, streamed or not. Knows nothing of what `turns` does to run it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+from msgspec import UNSET
+
+from kvstore.engine.text.prompts import check_session_id, check_truncation
+from kvstore.service.api.context import Context, context_of, tenant_of
+from kvstore.service.api.edge import check_model, json_response
+from kvstore.service.api.schema import read_body, sampling_params
+from kvstore.service.api.sessions.chat_schema import ChatAnswer, ChatBody, LastEvent, chat_answer, said_of, turn_id
+from kvstore.service.api.sessions.turns import Ttl, TurnRequest, new_session_id, open_turn, request_key_of
+from kvstore.service.api.sse import EventStream
+from kvstore.service.http.errors import bad_request
+from kvstore.service.http.routes import Route
+
+ROUTE = "/chat"
+DEFAULT_TEMPERATURE = 0.7  # where neither the request nor the model's authors name one
+
+
+async def chat(request: web.Request) -> web.StreamResponse:
+    context, body = context_of(request), await read_body(request, ChatBody)
+    check_model(context, body.model)
+    wanted = await _wanted(context, request, body)
+    if body.stream:
+        return await _streamed(request, context, wanted)
+    async with open_turn(context, wanted) as turn:
+        async for _ in turn:
+            pass
+        result = await turn.finish()
+    return json_response(chat_answer(result, wanted.is_new))
+
+
+async def _wanted(context: Context, request: web.Request, body: ChatBody) -> TurnRequest:
+    if body.cache_salt is not None:
+        raise bad_request("cache_salt", "a session has no cache_salt", "unsupported")
+    truncation, reuse = body.truncation or "auto", body.truncation_reuse or "reencode"
+    check_truncation(truncation, reuse)
+    system, said = said_of(body)
+    defaults = {"temperature": DEFAULT_TEMPERATURE, **context.engine.engine.sampling_defaults}
+    params = sampling_params(body, defaults)
+    tenant, request_key, is_new = tenant_of(request), request_key_of(request), body.session_id is None
+    if body.session_id is None:
+        session_id = await new_session_id(context, tenant, request_key, ROUTE)
+    else:
+        session_id = body.session_id
+        check_session_id(session_id)
+    return TurnRequest(
+        tenant, session_id, is_new, system, said, params, ROUTE, truncation, reuse, request_key,
+        ttl=_ttl(context, body, is_new),
+    )  # fmt: skip
+
+
+def _ttl(context: Context, body: ChatBody, is_new: bool) -> Ttl | None:
+    if not isinstance(body.ttl, type(UNSET)):
+        return Ttl(body.ttl)
+    default_s = context.options.ttl_s
+    return Ttl(default_s) if is_new and default_s is not None else None
+
+
+async def _streamed(request: web.Request, context: Context, wanted: TurnRequest) -> web.StreamResponse:
+    async with EventStream(request) as events, open_turn(context, wanted) as turn:
+        head = {
+            "id": turn_id(wanted.session_id, turn.number), "session_id": wanted.session_id, "turn": turn.number,
+        }  # fmt: skip
+        await events.send(_event(head, {"role": "assistant", "content": ""}))
+        async for text in turn:
+            if text:
+                await events.send(_event(head, {"content": text}))
+        result = await turn.finish()
+        await events.send(chat_answer(result, wanted.is_new, LastEvent))
+    return events.response
+
+
+def _event(head: dict[str, Any], delta: dict[str, str]) -> dict[str, Any]:
+    return {**head, "delta": delta, "finish_reason": None}
+
+
+ROUTES = (Route("POST", ROUTE, chat, "user", "One turn of a session.", ChatBody, ChatAnswer, "sessions"),)

@@ -1,0 +1,184 @@
+"""Routes of sessions: list, show, delete, fork, prefetch, pin, truncate, stop. Each tenant sees its own.
+
+A session of another tenant is answered like one that never was.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from kvstore.engine.text.prompts import check_session_id
+from kvstore.errors import SessionNotFoundError
+from kvstore.service.api.context import Context, context_of, tenant_of
+from kvstore.service.api.edge import json_response
+from kvstore.service.api.schema import read_body
+from kvstore.service.api.sessions import turns
+from kvstore.service.api.sessions.chat_schema import (
+    Deleted,
+    ForkBody,
+    Nothing,
+    PinBody,
+    Pinned,
+    Prefetching,
+    SessionInfo,
+    SessionList,
+    SessionOut,
+    Stopped,
+    TruncateBody,
+    Truncated,
+    messages_out,
+    read_optional_body,
+    session_fields,
+    turn_out,
+)
+from kvstore.service.http.errors import bad_request
+from kvstore.service.http.routes import Route
+from kvstore.sessions.store import SessionHead, SessionKey, TurnRecord
+
+MAX_LISTED = 1000
+DEFAULT_LISTED = 100
+
+
+def key_of(request: web.Request) -> SessionKey:
+    """Whose session, and which. Raises RequestError for what is no id."""
+    session_id = request.match_info["id"]
+    check_session_id(session_id)
+    return SessionKey(tenant_of(request), session_id)
+
+
+def _query(request: web.Request, name: str, default: int, low: int, high: int) -> int:
+    text = request.query.get(name, str(default))
+    if not re.fullmatch(r"[0-9]{1,10}", text) or not low <= int(text) <= high:
+        raise bad_request(name, f"{name} must be a whole number from {low} to {high}")
+    return int(text)
+
+
+# -- looking ---------------------------------------------------------------------------------------------------------
+async def list_sessions(request: web.Request) -> web.Response:
+    context, tenant = context_of(request), tenant_of(request)
+    limit = _query(request, "limit", DEFAULT_LISTED, 1, MAX_LISTED)
+    listed = context.engine.engine.admin.list_sessions
+    heads = await context.engine.call(listed, tenant, limit + 1, request.query.get("after") or None)
+    shown = heads[:limit]
+    data = [_info(context, head, context.turns.find(head.key) is not None) for head in shown]
+    return json_response(SessionList("list", data, len(heads) > limit, shown[-1].cursor if shown else None))
+
+
+async def show(request: web.Request) -> web.Response:
+    """The turns after `turns_after`, at most `limit` of them."""
+    context, key = context_of(request), key_of(request)
+    after = _query(request, "turns_after", 0, 0, 2**31)
+    limit = _query(request, "limit", DEFAULT_LISTED, 1, MAX_LISTED)
+    running = context.turns.find(key)
+    try:
+        head, records = await context.engine.call(_read, context, key, after, limit)
+    except SessionNotFoundError:
+        if running is None or running.answer is None:
+            raise
+        head, records = SessionHead(key, 0, time.time(), time.time(), model=context.model_name), []
+    return json_response(_shown(_info(context, head, running is not None), head, records))
+
+
+def _info(context: Context, head: SessionHead, is_running: bool) -> SessionInfo:
+    return session_fields(head, is_running, context.engine.engine.admin.pinned_until(head.key))
+
+
+def _read(context: Context, key: SessionKey, after: int, limit: int) -> tuple[SessionHead, Sequence[TurnRecord]]:
+    engine = context.engine.engine
+    head = turns.find_session(engine, key)
+    records = []
+    for number in range(after + 1, min(after + limit, head.num_turns) + 1):
+        record = engine.sessions.turn(key, number)
+        if record is None:
+            raise turns.unknown_session(key.session_id)  # deleted meanwhile
+        records.append(record)
+    return head, records
+
+
+def _shown(info: SessionInfo, head: SessionHead, records: Sequence[TurnRecord]) -> SessionOut:
+    fields = {name: getattr(info, name) for name in info.__struct_fields__}
+    system = messages_out(head.system)
+    shown = [turn_out(head.key.session_id, record) for record in records]
+    return SessionOut(
+        **fields,
+        system=system[0] if system else None,
+        messages=[message for turn in shown for message in turn.messages],
+        turns_data=shown,
+        has_more=bool(records) and records[-1].number < head.num_turns,
+    )
+
+
+# -- changing --------------------------------------------------------------------------------------------------------
+async def delete(request: web.Request) -> web.Response:
+    key = key_of(request)
+    num_blocks = await turns.delete(context_of(request), key)
+    return json_response(Deleted(key.session_id, True, num_blocks))
+
+
+async def fork(request: web.Request) -> web.Response:
+    context, key = context_of(request), key_of(request)
+    body = await read_optional_body(request, ForkBody)
+    new_key = SessionKey(key.tenant, await turns.new_session_id(context, key.tenant, None, "fork"))
+    head = await context.engine.call(turns.fork, context.engine.engine, key, body.turn, new_key)
+    return json_response(_info(context, head, False))
+
+
+async def prefetch(request: web.Request) -> web.Response:
+    context, key = context_of(request), key_of(request)
+    await read_optional_body(request, Nothing)
+    await turns.check_exists(context, key)
+    await context.engine.call(context.engine.engine.prefetch, key.session_id, key.tenant)
+    return json_response(Prefetching(key.session_id, True), 202)
+
+
+async def pin(request: web.Request) -> web.Response:
+    context, key = context_of(request), key_of(request)
+    body = await read_body(request, PinBody)
+    await context.engine.call(turns.find_session, context.engine.engine, key)
+    await context.engine.call(context.engine.engine.admin.pin, key.session_id, body.ttl, key.tenant)
+    until_s = context.engine.engine.admin.pinned_until(key)
+    return json_response(Pinned(key.session_id, until_s is not None, None if until_s is None else int(until_s)))
+
+
+async def truncate(request: web.Request) -> web.Response:
+    context, key = context_of(request), key_of(request)
+    body = await read_body(request, TruncateBody)
+    await context.engine.call(turns.find_session, context.engine.engine, key)
+    async with context.turns.claim(key):
+        record = await context.engine.call(_truncate, context, key, body.turns)
+    number, num_tokens = (None, 0) if record is None else (record.number, record.truncated_tokens)
+    return json_response(Truncated(key.session_id, number, num_tokens))
+
+
+def _truncate(context: Context, key: SessionKey, num_turns: int) -> TurnRecord | None:
+    engine = context.engine.engine
+    turns.find_session(engine, key)
+    return engine.chat(key.session_id, key.tenant).keep_last(num_turns)
+
+
+async def stop(request: web.Request) -> web.Response:
+    """The turn that runs ends now; what was said is kept."""
+    context, key = context_of(request), key_of(request)
+    await read_optional_body(request, Nothing)
+    await turns.check_exists(context, key)
+    running = context.turns.find(key)
+    if running is not None:
+        await running.stop()
+    return json_response(Stopped(key.session_id, running is not None))
+
+
+_TAG = "sessions"
+ROUTES = (
+    Route("GET", "/sessions", list_sessions, "user", "One's own sessions.", None, SessionList, _TAG),
+    Route("GET", "/sessions/{id}", show, "user", "A session with its turns.", None, SessionOut, _TAG),
+    Route("DELETE", "/sessions/{id}", delete, "user", "Delete a session and its KV.", None, Deleted, _TAG),
+    Route("POST", "/sessions/{id}/fork", fork, "user", "A new session like this.", ForkBody, SessionInfo, _TAG),
+    Route("POST", "/sessions/{id}/prefetch", prefetch, "user", "Its person types.", Nothing, Prefetching, _TAG, 202),
+    Route("POST", "/sessions/{id}/pin", pin, "user", "Keep its KV longer than others'.", PinBody, Pinned, _TAG),
+    Route("POST", "/sessions/{id}/truncate", truncate, "user", "Shorten its window.", TruncateBody, Truncated, _TAG),
+    Route("POST", "/sessions/{id}/stop", stop, "user", "End its answer, keeping it.", Nothing, Stopped, _TAG),
+)

@@ -1,0 +1,108 @@
+"""Server-sent events: one answer as a stream of JSON, with errors as events once the headers are out.
+
+Knows nothing of what the events say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+from aiohttp import web
+
+from kvstore.service.api.context import EXCHANGE
+from kvstore.service.http.errors import ApiError, api_error
+
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # a proxy must not hold events back
+}
+DONE = b"data: [DONE]\n\n"
+LAST_WORDS_S = 1.0  # for a reader to take the error event of an abandoned stream
+
+
+class ReaderGone(ConnectionError):
+    """Nobody reads any more: the connection was closed, or dropped because its reader took nothing for too long."""
+
+
+class EventStream:
+    """`async with EventStream(request) as events: await events.send(...)`; it ends with [DONE], whatever happens.
+
+    Headers go out with the first event, so that an error before it still has its status. An exception that leaves the
+    block, and the end of the request's time, become an error event; the exception goes on to be logged and counted.
+    Where the block does not end by then, `abandon` says the last words for it.
+    done: whether "data: [DONE]" closes the stream.
+    """
+
+    def __init__(self, request: web.Request, done: bool = True) -> None:
+        self._request = request
+        self._done = done
+        self._is_over = False
+        self.response = web.StreamResponse(headers=HEADERS)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the headers are out."""
+        return self.response.prepared
+
+    async def send(self, data: Any, event: str | None = None) -> None:
+        """One event. Returns when the reader has taken it, or at least the kernel. Raises ReaderGone."""
+        name = b"" if event is None else b"event: " + event.encode() + b"\n"
+        await self._write(name + b"data: " + msgspec.json.encode(data) + b"\n\n")
+
+    async def fail(self, error: Exception, event: str | None = None) -> None:
+        """The error as an event."""
+        await self.send(api_error(error).body(), event)
+
+    async def abandon(self, error: ApiError) -> None:
+        """End it with this error, if it has not ended; what is still to be sent is refused from now on."""
+        if self._is_over:
+            return
+        self._is_over = True
+        event = b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
+        with suppress(ReaderGone, TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._put(event + (DONE if self._done else b""))
+
+    async def _write(self, data: bytes) -> None:
+        if self._is_over:
+            raise ReaderGone("the stream has been ended")
+        await self._put(data)
+
+    async def _put(self, data: bytes) -> None:
+        try:
+            if not self.response.prepared:
+                exchange = self._request[EXCHANGE]
+                exchange.response, exchange.abandon = self.response, self.abandon
+                await self.response.prepare(self._request)
+            await self.response.write(data)
+            await self._request.writer.drain()
+        except ConnectionError as error:
+            raise ReaderGone("the client is gone") from error
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        told = self._told(error)
+        if error is not None and (told is None or not self.begun):
+            return  # the client is gone, or it gets an answer with a status
+        if told is not None:
+            await self.fail(told)
+        if self._done:
+            await self._write(DONE)
+        self._is_over = True
+
+    def _told(self, error: BaseException | None) -> ApiError | None:
+        if isinstance(error, asyncio.CancelledError):  # the time is over, or the client went away
+            deadline = self._request[EXCHANGE].deadline
+            return None if deadline is None else deadline.error
+        if isinstance(error, Exception) and not isinstance(error, ReaderGone):
+            return api_error(error)
+        return None

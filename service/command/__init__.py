@@ -1,0 +1,13 @@
+"""The `kvstore` command and the demonstration.
+
+Starts without torch; each command imports what it needs.
+
+- `plan/`: `kvstore plan`
+- `cli`: the `kvstore` command: its commands and exit codes
+- `flags_page`: docs/flags.md: every flag of every command in one table, made of what the help is made of
+- `progress`: how far something that takes its time has come, on stderr
+- `stats_tables`: what `kvstore stats` prints for a person
+- `store`: `kvstore stats`, `evict`, `verify`, `compact`, `sessions`
+- `store_tables`: what the other commands on a store print for a person
+- `terminal`: `kvstore chat`: streams answers, shows what each turn cost
+"""

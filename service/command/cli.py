@@ -1,0 +1,106 @@
+"""The `kvstore` command: its commands and exit codes. Loads torch only when a model is really needed.
+
+Exit codes: 0; 1 failure; 2 usage; 3 the store is in use and its owner does not answer; 4 damage found; 5 the
+server's engine stays down; 130 interrupted.
+Every failure is one line on stderr.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvstore import __version__
+from kvstore.errors import ConfigError, KVStoreError, StoreLockedError
+from kvstore.service.settings.options import COMMANDS, EPILOG, UsageError, filled, suggestion
+
+EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_IN_USE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+
+
+def main(argv: Sequence[str] | None = None, engine_factory: Callable[..., object] | None = None) -> int:
+    """Run the command and return its exit code. `engine_factory` replaces `engine.Engine` in tests."""
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv), os.environ, engine_factory)
+        sys.stdout.flush()
+        return code
+    except (UsageError, ConfigError) as error:
+        return _fail(str(error), EXIT_USAGE)
+    except StoreLockedError as error:
+        known = error.pid is None or str(error.pid) in str(error)
+        return _fail(str(error) if known else f"{error} (process {error.pid})", EXIT_IN_USE)
+    except KVStoreError as error:
+        return _fail(str(error), EXIT_FAILURE)
+    except KeyboardInterrupt:
+        return _fail("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # The reader went away (`| head`). What Python still holds for stdout must not raise again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILURE
+    except Exception as error:  # ours or a library's bug: a person at a terminal gets one line of it
+        return _fail(f"{type(error).__name__}: {error}"[:500], EXIT_FAILURE)
+
+
+def _fail(message: str, code: int) -> int:
+    print("kvstore: " + " ".join(message.split()), file=sys.stderr)
+    return code
+
+
+def _run(argv: list[str], environment: Mapping[str, str], engine_factory: Callable[..., object] | None) -> int:
+    if argv[:1] == ["help"] and len(argv) > 1:
+        argv = [argv[1], "--help"]
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return EXIT_OK if argv else EXIT_USAGE
+    if argv[0] in ("-V", "--version"):
+        print(f"kvstore {__version__}")
+        return EXIT_OK
+    if argv[0] not in COMMANDS:
+        kind = "flag" if argv[0].startswith("-") else "command"
+        known = ("--help", "--version") if kind == "flag" else COMMANDS
+        raise UsageError(f"unknown {kind} {argv[0]!r}{suggestion(argv[0], known)}")
+    if argv[0] in ("serve", "chat"):
+        return _run_engine(argv[0], argv[1:], environment, engine_factory)
+    if argv[0] == "plan":
+        from kvstore.service.command.plan.run import run_plan
+
+        return run_plan(argv[1:], environment)
+    from kvstore.service.command.store import run_store_command
+
+    return run_store_command(argv[0], argv[1:], environment)
+
+
+def _overview() -> str:
+    lines = ["usage: kvstore COMMAND [FLAGS]", "       kvstore --version", "", "commands:"]
+    lines += [f"  {name:<10}{text}; see kvstore {name} --help" for name, text in COMMANDS.items()]
+    return "\n".join([*lines, "", EPILOG])
+
+
+def _run_engine(
+    name: str, argv: list[str], environment: Mapping[str, str], engine_factory: Callable[..., object] | None
+) -> int:
+    """`serve` or `chat`."""
+    from kvstore.service.settings.config_file import as_toml, told
+    from kvstore.service.settings.engine_options import engine_arguments, engine_command, own_options, with_tiers
+
+    given = told(engine_command(name), argv, environment)
+    if given is None:
+        return EXIT_OK
+    settings = with_tiers(given.settings, keeps=name == "serve")
+    asks_for_config = settings.pop("print_config").value
+    arguments = engine_arguments(settings)
+    options: Any = filled(own_options(name), {key: setting.value for key, setting in settings.items()})
+    if asks_for_config:
+        print(as_toml(settings.values()))
+        return EXIT_OK
+    model = arguments.pop("model", None)
+    if name == "serve":
+        from kvstore.service.server import run_serve
+
+        return run_serve(model, arguments, options, engine_factory)  # type: ignore[arg-type]
+    from kvstore.service.command.terminal import run_chat
+
+    return run_chat(model, arguments, options, engine_factory)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""docs/flags.md: every flag of every command in one table, made of what the help is made of.
+
+`python -m kvstore.service.command.flags_page > docs/flags.md` writes it.
+"""
+
+from collections.abc import Iterator
+
+from kvstore.service.command.plan.run import COMMAND as PLAN
+from kvstore.service.command.store import STORE_COMMANDS
+from kvstore.service.settings.engine_options import engine_command
+from kvstore.service.settings.options import COMMANDS, CONFIG, EPILOG, Command, Option, value_of
+
+HEAD = f"""# Every flag
+
+{EPILOG}
+
+`MODEL` is no flag: it stands alone. Where a command is not named, the flag has another meaning there, or none.
+
+| flag | commands | what it is | default |
+|---|---|---|---|
+"""
+
+
+def commands() -> Iterator[Command]:
+    for name in COMMANDS:
+        if name in STORE_COMMANDS:
+            yield STORE_COMMANDS[name][1]
+        else:
+            yield PLAN if name == "plan" else engine_command(name)
+
+
+def flags_page() -> str:
+    owners: dict[tuple[str, str, str], list[str]] = {}
+    for command in commands():
+        for option in (*command.options, CONFIG):
+            owners.setdefault(_cells(option), []).append(command.name)
+    rows = [
+        f"| {shown} | {'all' if len(names) == len(COMMANDS) else ', '.join(names)} | {about} | {default} |\n"
+        for (shown, about, default), names in sorted(owners.items())
+    ]
+    return HEAD + "".join(rows)
+
+
+def _cells(option: Option) -> tuple[str, str, str]:
+    value = "" if option.is_switch or not option.flag.startswith("-") else f" {value_of(option)}"
+    help = option.help if option.mirrored else f"{option.help} (from the command line only)"
+    older = f", formerly `{option.aliases[0]}`" if option.aliases else ""
+    return f"`{option.flag}{value}`{older}", help.replace("|", "\\|"), option.shown_default
+
+
+if __name__ == "__main__":
+    print(flags_page(), end="")

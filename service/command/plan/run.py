@@ -1,0 +1,370 @@
+"""`kvstore plan`: replays traffic at several sizes of the tiers, and says which of them are worth it.
+
+Knows flags and the order of the work; kvstore.planning.replay answers, plan_source finds the traffic, plan_tables shows
+it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Set
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvstore.config import parse_size
+from kvstore.errors import ConfigError
+from kvstore.planning.replay_config import ReplayConfig, ServiceModel
+from kvstore.planning.sizing import (
+    CPU_SHARE,
+    KV_BYTES_PER_TOKEN,
+    Extent,
+    Geometry,
+    Point,
+    Sizes,
+    batch_bytes,
+    extent,
+    knee,
+    load_of,
+    sweep,
+    without_reuse,
+)
+from kvstore.planning.trace_formats import FORMATS
+from kvstore.policy.policies import POLICIES
+from kvstore.service.command.plan.source import Source, from_file, from_store, needed_kv_bytes
+from kvstore.service.command.progress import no_progress, progress
+from kvstore.service.command.store import carry_out
+from kvstore.service.command.terminal import tell_in_lines, tolerate_any_text
+from kvstore.service.settings.config_file import told
+from kvstore.service.settings.options import (
+    JSON,
+    STORE,
+    Command,
+    Option,
+    UsageError,
+    choice,
+    count,
+    default_store,
+    directory,
+    file,
+)
+
+if TYPE_CHECKING:
+    from kvstore.planning.replay_config import ReplayResult
+
+MAX_POINTS = 100
+PICTURES = (".png", ".svg")
+
+
+# -- flags -----------------------------------------------------------------------------------------------------------
+def _sizes(name: str, text: str) -> list[int]:
+    try:
+        return list(dict.fromkeys(parse_size(part, name) for part in text.split(",")))
+    except ConfigError as error:
+        raise ConfigError(f"{error}; several are separated by commas") from None
+
+
+def _kv_bytes(name: str, text: str) -> int:
+    if text.lower() in KV_BYTES_PER_TOKEN:
+        return KV_BYTES_PER_TOKEN[text.lower()]
+    try:
+        size = parse_size(text, name)
+    except ConfigError:
+        size = 0
+    if not size:
+        raise ConfigError(f"{name} is {text!r}; give a size such as 128KiB, or one of {', '.join(KV_BYTES_PER_TOKEN)}")
+    return size
+
+
+def _rate(name: str, text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,9})?", text) or not float(text):
+        raise ConfigError(f"{name} is {text!r}; give tokens a second, a number above 0")
+    return float(text)
+
+
+def _bandwidth(name: str, text: str) -> float:
+    rate = parse_size(text, name)
+    if not rate:
+        raise ConfigError(f"{name} is {text!r}; give bytes a second, such as 3GB")
+    return float(rate)
+
+
+def _picture(name: str, text: str) -> Path:
+    path = file(name, text)
+    if path.suffix.lower() not in PICTURES:
+        raise ConfigError(f"{name} is {text!r}; give a file that ends in {' or '.join(PICTURES)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{name} is {text!r}, but there is no directory {path.parent}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(f"{name} needs matplotlib: pip install kvstore[bench]")
+    return path
+
+
+SERVICE_OPTIONS = {  # the names of a service model's parts
+    "prefill_tokens_per_s": Option("--prefill-rate", _rate, None, "prompt tokens that are computed in a second"),
+    "decode_tokens_per_s": Option("--decode-rate", _rate, None, "tokens of one answer in a second"),
+    "max_batch": Option("--batch", count, None, "requests running at once"),
+    "load_bytes_per_s": Option("--load-bandwidth", _bandwidth, None, "from CPU to HBM in a second, such as 25GB"),
+    "read_bytes_per_s": Option("--read-bandwidth", _bandwidth, None, "from disk in a second"),
+    "write_bytes_per_s": Option("--write-bandwidth", _bandwidth, None, "to disk in a second"),
+}
+PLAN_OPTIONS = (
+    replace(STORE, help="replay what this store recorded while it served"),
+    Option("--trace", file, None, "replay this file instead"),
+    Option("--format", choice(*FORMATS), None, f"of the trace: {', '.join(FORMATS)}"),
+    Option("--requests", count, None, "only the last so many requests"),
+    Option("--hbm", _sizes, None, "one or several sizes, such as 16GiB,32GiB", mirrored=False),
+    Option("--cpu", _sizes, None, "one or several sizes; 0 is no such tier", mirrored=False),
+    Option("--disk", _sizes, None, "one or several sizes; 0 is no such tier", mirrored=False),
+    Option(
+        "--kv-bytes-per-token", _kv_bytes, None, f"a size, or a model: {', '.join(KV_BYTES_PER_TOKEN)}",
+        "the store's own",
+    ),
+    Option("--block-size", count, None, "tokens per block of the replay", "what fits", mirrored=False),
+    Option(
+        "--policy", choice(*POLICIES), "auto", f"what is evicted first: {', '.join(POLICIES)}",
+        aliases=("--eviction",),
+    ),
+    *SERVICE_OPTIONS.values(),
+    Option("--plot", _picture, None, "draw hit rate and TTFT into a file, .png or .svg"),
+    JSON,
+)  # fmt: skip
+EXAMPLES = """Without sizes, HBM is what serves a full batch, and disk and CPU (an eighth of it) grow in powers of two
+until the disk holds everything. Of several sizes every combination is replayed. What the service can do is taken from
+the store, as far as it has measured it, else assumed; the answer says which. Sizes and --block-size are never taken
+from the environment, where they describe an engine.
+
+examples:
+  kvstore plan                                    what the default store would have gained from other sizes
+  kvstore plan --store ~/store --cpu 4GiB,16GiB --disk 64GiB,256GiB
+  kvstore plan --trace trace.jsonl --format mooncake --kv-bytes-per-token llama-3.1-8b --plot plan.png
+  kvstore plan --requests 20000 --json | python -m json.tool"""
+COMMAND = Command("plan", {"flags": PLAN_OPTIONS}, EXAMPLES)
+
+
+# -- the question ----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is replayed, at which sizes, and what was assumed about it, a sentence each."""
+
+    source: Source
+    demand: Extent
+    geometry: Geometry
+    service: ServiceModel
+    policy: str
+    sizes: list[Sizes]
+    assumed: list[str]
+
+    def config(self, sizes: Sizes) -> ReplayConfig:
+        blocks = self.geometry.blocks(sizes)
+        return ReplayConfig(*blocks, self.geometry.block_bytes, policy=self.policy, service=self.service)
+
+    @property
+    def hbm_bytes(self) -> int:
+        return max(one.hbm for one in self.sizes)
+
+
+def _question(values: Mapping[str, Any]) -> Question:
+    """Read the trace and decide what to replay. Raises ConfigError and StoreError."""
+    block_size, num_requests = values["block_size"], values["requests"]
+    stats = None if values["trace"] is not None else carry_out(values, "stats", {}, "reading the store")
+    with _progress_of(values)("reading the traffic"):
+        if stats is None:
+            source = from_file(values["trace"], values["format"], block_size, num_requests)
+        else:
+            source = from_store(values["store"], stats, block_size, num_requests)
+        demand = extent(source.trace)
+    if values["kv_bytes_per_token"] is not None:
+        source = replace(source, kv_bytes_per_token=values["kv_bytes_per_token"])
+    given = {name: values[option.key] for name, option in SERVICE_OPTIONS.items() if values[option.key] is not None}
+    service = replace(source.service, **given)
+    block_bytes = math.ceil(needed_kv_bytes(source) * source.trace.block_size)
+    geometry = Geometry(block_bytes, max(round(block_bytes * source.disk_share), 1))
+    sizes, assumed = _chosen_sizes(values, source, demand, geometry, service)
+    for one in sizes:
+        geometry.blocks(one)  # raises ConfigError for those that cannot be
+    measured = tuple(name for name in source.measured if name not in given)
+    return Question(replace(source, measured=measured), demand, geometry, service, values["policy"], sizes, assumed)
+
+
+def _chosen_sizes(
+    values: Mapping[str, Any], source: Source, demand: Extent, geometry: Geometry, service: ServiceModel
+) -> tuple[list[Sizes], list[str]]:
+    """The sizes to replay, and what was assumed where none were given."""
+    assumed = []
+    if values["hbm"] is not None:
+        hbms = values["hbm"]
+    elif source.hbm_bytes is not None:
+        hbms, assumed = [source.hbm_bytes], ["HBM is that of the engine which owns the store"]
+    else:
+        hbms = [batch_bytes(demand, source.trace.block_size, geometry.block_bytes, service.max_batch)]
+        assumed = ["HBM is what serves a full batch"]
+    if values["cpu"] is None and values["disk"] is None:
+        working_set_bytes = demand.working_set_blocks * geometry.disk_block_bytes
+        assumed.append(f"disk up to the working set in powers of two, CPU 1/{CPU_SHARE} of it")
+        return [one for hbm in hbms for one in sweep(working_set_bytes, hbm)], assumed
+    for tier in ("cpu", "disk"):
+        if values[tier] is None:
+            assumed.append(f"no {'CPU' if tier == 'cpu' else tier} tier, as --{tier} is not given")
+    grid = itertools.product(hbms, values["cpu"] or [0], values["disk"] or [0])
+    return [Sizes(*one) for one in grid], assumed
+
+
+def _progress_of(values: Mapping[str, Any]) -> Callable[[str], Any]:
+    return no_progress if values["json"] else progress
+
+
+# -- the answer ------------------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class Answer:
+    """Results as far as there are any; no_cache: with no block used twice, ideal: with room for all of them."""
+
+    no_cache: dict[str, Any] | None = None
+    ideal: dict[str, Any] | None = None
+    points: list[dict[str, Any]] = field(default_factory=list)
+
+
+def _replay_all(question: Question, answer: Answer, on_progress: Callable[[float | None], None]) -> None:
+    from kvstore.planning.replay import replay
+
+    num_replays, num_requests = len(question.sizes) + 2, question.demand.num_requests
+    numbers = itertools.count()
+
+    def row(sizes: Sizes, config: ReplayConfig, reuses: bool = True) -> dict[str, Any]:
+        number = next(numbers)
+        trace = question.source.trace if reuses else without_reuse(question.source.trace)
+        result = replay(trace, config, lambda done: on_progress((number + done / num_requests) / num_replays))
+        return _row(sizes, result, question)
+
+    hbm_alone = Sizes(question.hbm_bytes, 0, 0)
+    simple = replace(question.config(hbm_alone), policy="lru", look_ahead=False)
+    unlimited = replace(simple, cpu_blocks=question.demand.working_set_blocks + question.demand.largest_blocks)
+    answer.no_cache = row(hbm_alone, simple, reuses=False)
+    answer.ideal = row(hbm_alone, unlimited)
+    for sizes in question.sizes:
+        answer.points.append(row(sizes, question.config(sizes)))
+
+
+def _row(sizes: Sizes, result: ReplayResult, question: Question) -> dict[str, Any]:
+    num_tokens = max(result.num_prompt_tokens, 1)
+    return {
+        "hbm_bytes": sizes.hbm,
+        "cpu_bytes": sizes.cpu,
+        "disk_bytes": sizes.disk,
+        "total_bytes": sizes.total,
+        "token_hit_rate": result.token_hit_rate,
+        "hit_rate_by_tier": {tier: tokens / num_tokens for tier, tokens in result.hits_at_arrival.items()},
+        "ttft_mean_s": result.ttft_mean_s,
+        "ttft_p90_s": result.ttft_p90_s,
+        "load": load_of(question.demand, result.token_hit_rate, question.service),
+        "dropped_share": _dropped_share(result, question.geometry.block_bytes),
+        "num_refused": result.num_refused,
+    }
+
+
+def _dropped_share(result: ReplayResult, block_bytes: int) -> float:
+    """Of the blocks that were computed and should have been saved."""
+    num_dropped = result.num_dropped_saves + result.num_dropped_writes
+    num_saved = result.bytes_moved["save"] // block_bytes
+    return num_dropped / max(num_saved + result.num_dropped_saves, 1)
+
+
+def _plan(question: Question, answer: Answer) -> dict[str, Any]:
+    """All of it, as --json prints it."""
+    demand, trace, geometry = question.demand, question.source.trace, question.geometry
+    bend = knee([Point(row["total_bytes"], row["token_hit_rate"]) for row in answer.points])
+    return {
+        "trace": {
+            "name": question.source.name,
+            "requests": demand.num_requests,
+            "conversations": demand.num_conversations,
+            "hours": demand.duration_s / 3600,
+            "prompt_tokens": demand.num_prompt_tokens,
+            "output_tokens": demand.num_output_tokens,
+            "block_size": trace.block_size,
+            "working_set_blocks": demand.working_set_blocks,
+            "working_set_bytes": demand.working_set_blocks * geometry.block_bytes,
+            "notes": list(trace.notes),
+        },
+        "assumptions": {
+            "policy": question.policy,
+            "kv_bytes_per_token": geometry.block_bytes / trace.block_size,
+            "disk_bytes_per_token": geometry.disk_block_bytes / trace.block_size,
+            "service": asdict(question.service),
+            "measured": list(question.source.measured),
+            "computed_tokens": question.source.computed_tokens,
+            "sizes": question.assumed,
+        },
+        "no_cache": answer.no_cache,
+        "ideal": answer.ideal,
+        "points": answer.points,
+        "knee": None if bend is None else best_row(answer.points, bend.capacity),
+        "is_complete": len(answer.points) == len(question.sizes),
+    }
+
+
+def best_row(rows: list[dict[str, Any]], capacity: int) -> dict[str, Any]:
+    """The best hit rate for at most so much in all, and of equal ones the cheapest."""
+    affordable = [row for row in rows if row["total_bytes"] <= capacity]
+    return max(affordable, key=lambda row: (row["token_hit_rate"], -row["total_bytes"]))
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+def run_plan(argv: list[str], environment: Mapping[str, str]) -> int:
+    """Run it and return 0. Raises UsageError and ConfigError for its flags, KVStoreError for what then fails.
+
+    KeyboardInterrupt comes out after what was done so far has been shown.
+    """
+    given = told(COMMAND, argv, environment)
+    if given is None:
+        return 0
+    values = given.values
+    _check({name for name, setting in given.settings.items() if setting.is_of_flag}, values)
+    tolerate_any_text()
+    tell_in_lines()
+    question, answer = _question(values), Answer()
+    try:
+        with _progress_of(values)("replaying") as on_progress:
+            _replay_all(question, answer, on_progress)
+    except KeyboardInterrupt:
+        if answer.points:
+            _show(_plan(question, answer), values)
+        raise
+    _show(_plan(question, answer), values)
+    return 0
+
+
+def _check(given: Set[str], values: dict[str, Any]) -> None:
+    """What single flags cannot know. given: on the command line. A store from the environment gives way to a trace."""
+    if values["trace"] is None:
+        if "format" in given:
+            raise UsageError("--format is that of a file; give --trace FILE too")
+        values["store"] = values["store"] or directory(STORE.flag, default_store())
+    elif "store" in given:
+        raise UsageError("--trace and --store are two traffics; give one of them")
+    elif values["format"] is None:
+        raise UsageError(f"--trace needs --format, one of {', '.join(FORMATS)}")
+    elif values["kv_bytes_per_token"] is None:
+        forms = f"a size or one of {', '.join(KV_BYTES_PER_TOKEN)}"
+        raise UsageError(f"--trace needs --kv-bytes-per-token, {forms}: a trace does not say how large KV is")
+    num_points = math.prod(len(values[tier] or [0]) for tier in ("hbm", "cpu", "disk"))
+    if num_points > MAX_POINTS:
+        raise UsageError(f"{num_points} combinations of sizes take too long; give {MAX_POINTS} at most")
+
+
+def _show(plan: dict[str, Any], values: Mapping[str, Any]) -> None:
+    if values["json"]:
+        print(json.dumps(plan))
+    else:
+        from kvstore.service.command.plan.tables import show_plan
+        from kvstore.service.command.store_tables import console
+
+        show_plan(plan, console())
+    if values["plot"] is not None:
+        from kvstore.service.command.plan.chart import draw
+
+        draw(plan, values["plot"])

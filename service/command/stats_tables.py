@@ -1,0 +1,186 @@
+"""What `kvstore stats` prints for a person: a row per tier, what else is to be known, and what went wrong if it did.
+
+Knows the dict of an engine's or a store's numbers. All of them are in --json; here stand those that one acts upon.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from kvstore.config import format_size
+from kvstore.service.command.store_tables import NONE, num_blocks
+from kvstore.service.command.terminal import printable
+
+Stats = Mapping[str, Any]
+WIDE = 100  # columns, from which on reads and writes are shown too
+COLUMNS = ("blocks", "used / limit", "full", "hit tokens", "hit rate", "evicted", "reads", "writes")
+NUM_NARROW = 6  # of them
+TIERS = ("hbm", "cpu", "disk")
+LOST = {"dropped_saves": "saves", "dropped_writes": "writes"}
+TROUBLES = {  # counters of the store whose place is among the failures
+    "load_failures": "loads",
+    "identity_mismatches": "blocks that were not what they should be",
+    "housekeeping_errors": "background work",
+    "policy_file_errors": "the policy's file",
+}
+
+
+def show_stats(stats: Stats, out: Console) -> None:
+    out.print(stats_view(stats, out.width))
+
+
+@contextmanager
+def live_stats(out: Console) -> Iterator[Callable[[Stats], None]]:
+    """What is yielded shows numbers in the place of those before, or elsewhere than in a terminal below them."""
+    if not out.is_terminal:
+        yield lambda stats: show_stats(stats, out)
+        return
+    from rich.live import Live  # which single answers do without
+
+    with Live(console=out, auto_refresh=False, vertical_overflow="crop") as live:
+
+        def show(stats: Stats) -> None:
+            at = Text(f"{time.strftime('%H:%M:%S')}, Ctrl-C ends", style="dim")
+            live.update(Group(stats_view(stats, out.width), at), refresh=True)
+
+        yield show
+
+
+def stats_view(stats: Stats, width: int) -> Group:
+    parts: list[Text | Table] = []
+    if stats.get("model"):
+        parts.append(Text(f"model {printable(str(stats['model']))}", style="bold"))
+    parts.append(_tier_table(stats, width))
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in (*_facts(stats), *_troubles(stats)):
+        table.add_row(Text(name), Text(value))
+    return Group(*parts, table)
+
+
+def _part(stats: Stats, name: str) -> Stats:
+    return stats.get(name) or {}
+
+
+# -- the tiers -------------------------------------------------------------------------------------------------------
+def _tier_table(stats: Stats, width: int) -> Table:
+    """Of each tier that there is; a column in which nothing stands is left out."""
+    rows = {tier: _tier_row(stats, tier) for tier in TIERS if _part(stats, tier)}
+    num_columns = len(COLUMNS) if width >= WIDE else NUM_NARROW
+    shown = [i for i in range(num_columns) if any(row[i] != NONE for row in rows.values())]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("tier", no_wrap=True)
+    for i in shown:
+        table.add_column(COLUMNS[i], justify="right", no_wrap=True)
+    for tier, row in rows.items():
+        table.add_row(tier, *(row[i] for i in shown))
+    return table
+
+
+def _tier_row(stats: Stats, tier: str) -> tuple[str, ...]:
+    """As in COLUMNS."""
+    part, store, tokens = _part(stats, tier), _part(stats, "store"), _part(stats, "tokens")
+    moved: tuple[int | None, int | None] = (None, None)
+    if tier == "disk":
+        blocks, used, limit = part.get("blocks"), part.get("bytes", 0), part.get("capacity_bytes", 0)
+        evicted = store.get("disk_evictions")
+        moved = (part.get("reads"), part.get("writes")) if store else moved  # else those of this command
+    else:
+        block_bytes, blocks = part.get("block_bytes", 0), part.get("cached_blocks", 0)
+        used, limit = blocks * block_bytes, part.get("blocks", 0) * block_bytes
+        evicted = part.get("evicted_blocks")
+        if tier == "cpu":
+            moved = (store.get("loaded"), store.get("saved"))
+    hits, num_tokens = _part(tokens, "cached_by_tier").get(tier), tokens.get("prompt_tokens", 0)
+    hit_rate = f"{hits / num_tokens:.1%}" if hits is not None and num_tokens else NONE
+    full = f"{used / limit:.0%}" if limit else NONE
+    amount = f"{format_size(used)} / {format_size(limit) if limit else NONE}"
+    return (_count(blocks), amount, full, _count(hits), hit_rate, _count(evicted), *map(_count, moved))
+
+
+def _count(value: int | None) -> str:
+    return NONE if value is None else f"{value:,}"
+
+
+# -- the rest --------------------------------------------------------------------------------------------------------
+def _facts(stats: Stats) -> list[tuple[str, str]]:
+    tokens, requests, sessions = (_part(stats, name) for name in ("tokens", "requests", "sessions"))
+    facts = []
+    if prompt_tokens := tokens.get("prompt_tokens", 0):
+        share = tokens.get("cached_tokens", 0) / prompt_tokens
+        reencoded = _part(tokens, "cached_by_tier").get("reencoded", 0)
+        extra = f", {reencoded:,} of them re-encoded" if reencoded else ""
+        facts.append(("hit rate", f"{share:.1%} of {prompt_tokens:,} prompt tokens{extra}"))
+    if requests:
+        facts.append(("requests", _counts(requests) or "none yet"))
+    facts.append(("sessions", f"{sessions.get('sessions', 0):,}, with {sessions.get('turns', 0):,} turns"))
+    for name, amount in _part(_part(stats, "disk"), "models").items():
+        shown = f"{num_blocks(amount['blocks'])}, {format_size(amount['bytes'])}"
+        facts.append((f"model {printable(name) or 'not named'}", shown))
+    if policy := _part(stats, "policy"):
+        facts.append(("policy", _policy(policy)))
+    if rates := _rates(stats):
+        facts.append(("measured", rates))
+    return facts
+
+
+def _policy(policy: Stats) -> str:
+    """What is asked for, what that means on each tier now, and what it was learned from."""
+    shown = policy["policy"]
+    if shown == "auto":
+        in_force = policy["in_force"]
+        names = set(in_force.values())
+        each = ", ".join(f"{name} on {tier}" for tier, name in in_force.items())
+        shown = f"auto, now {names.pop() if len(names) == 1 else each}"
+    returns, conversations = policy["num_returns_learned"], policy["num_conversations"]
+    return f"{shown}; {returns:,} return{'s' * (returns != 1)} learned, {conversations:,} conversations"
+
+
+def _rates(stats: Stats) -> str:
+    store, disk = _part(stats, "store"), _part(stats, "disk")
+    shown = []
+    if rate := store.get("prefill_tokens_per_s"):
+        shown.append(f"prefill {rate:,.0f} tokens/s")
+    rates = {
+        "load": store.get("load_bytes_per_s"),
+        "disk read": store.get("read_bytes_per_s") or disk.get("read_bytes_per_s"),
+        "disk write": disk.get("write_bytes_per_s"),
+    }
+    return ", ".join([*shown, *(f"{name} {format_size(rate)}/s" for name, rate in rates.items() if rate)])
+
+
+def _troubles(stats: Stats) -> list[tuple[str, str]]:
+    """Nothing where nothing went wrong."""
+    disk, store = _part(stats, "disk"), _part(stats, "store")
+    causes = {**(disk.get("failures") or {}), **(store.get("read_failures") or {})}
+    causes |= {words: store[name] for name, words in TROUBLES.items() if store.get(name)}
+    facts = []
+    if shown := _counts({printable(str(cause)): num for cause, num in causes.items()}):
+        facts.append(("failures", shown))
+    if lost := _counts({words: store.get(name) for name, words in LOST.items()}):
+        facts.append(("dropped", f"{lost}: there was no room, or the disk was too slow"))
+    for part in (stats, disk):
+        if part.get("lost"):
+            facts.append(("lost", printable(str(part["lost"]))))
+    if _part(stats, "sessions").get("lost"):
+        facts.append(("lost", "the sessions' file was removed or replaced; kvstore compact writes a removed one again"))
+    if _part(stats, "sessions").get("missing"):
+        facts.append(("missing", "sessions that this store held; kvstore verify says more"))
+    if disk.get("degraded"):
+        facts.append(("degraded", f"the disk cannot be written: {printable(str(disk['degraded']))}"))
+    if disk.get("broken"):
+        facts.append(("broken", "the disk tier's file is damaged; kvstore verify says more"))
+    return facts
+
+
+def _counts(values: Stats) -> str:
+    """Numbers that are not zero, with their names."""
+    counts = {name: value for name, value in values.items() if isinstance(value, int) and not isinstance(value, bool)}
+    return ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in counts.items() if value)

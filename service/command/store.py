@@ -1,0 +1,297 @@
+"""`kvstore stats|evict|verify|compact|sessions`: asks the store's owner, or works on the files where there is none.
+
+Knows flags and results; no file and no socket. With --json, stdout holds one JSON object and nothing else.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import msgspec
+
+from kvstore.admin.commands import MAX_SESSIONS, EvictRequest, SessionName
+from kvstore.admin.control import NoOwner, ask
+from kvstore.errors import ConfigError
+from kvstore.service.command.progress import no_progress, progress
+from kvstore.service.command.terminal import tell_in_lines, tolerate_any_text
+from kvstore.service.settings.config_file import told
+from kvstore.service.settings.options import (
+    JSON,
+    STORE,
+    Command,
+    Option,
+    UsageError,
+    count,
+    default_store,
+    directory,
+    duration_s,
+    plain_text,
+    session_id,
+    size,
+    suggestion,
+    switch,
+)
+from kvstore.sessions.record import SessionKey
+
+Run = Callable[[Mapping[str, Any], Sequence[str]], int]  # with the flags' values and arguments; returns the exit code
+EXIT_OK, EXIT_DAMAGED = 0, 4
+SILENCE_S = 10.0  # an owner that works sends a sign of life every second
+
+
+def _interval_s(name: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise ConfigError(f"{name} is {text!r}; give seconds from 0.1 to 3600")
+    return seconds
+
+
+def _limit(name: str, text: str) -> int:
+    if count(name, text) > MAX_SESSIONS:
+        raise ConfigError(f"{name} is {text}; give a whole number from 1 to {MAX_SESSIONS:,}")
+    return int(text)
+
+
+TENANT = Option("--tenant", plain_text, "", "whose session", shown="the one without a name")
+CONDITIONS = (
+    Option("--all", switch, False, "everything", mirrored=False),
+    Option("--unused-for", duration_s, None, "not used for so long: 90s, 15m, 2h, 7d", mirrored=False),
+    Option("--session", session_id, None, "only what this session alone refers to", mirrored=False),
+    Option("--model", plain_text, None, "computed by this model", mirrored=False),
+    Option("--to-size", size, None, "least recently used first, down to so much a tier: 2GiB", mirrored=False),
+)
+DRY_RUN = Option("--dry-run", switch, False, "only say how much it would be", mirrored=False)
+WATCH = Option(
+    "--watch", _interval_s, None, "show it again every so many seconds (2, if not given) until Ctrl-C", mirrored=False,
+    bare="2",
+)  # fmt: skip
+DELETE = Option("--delete", switch, False, "take out damaged blocks, and those computed after them", mirrored=False)
+LIMIT = Option("--limit", _limit, 100, "how many to list, the last used first")
+
+
+def run_store_command(name: str, argv: list[str], environment: Mapping[str, str]) -> int:
+    """Run one of them. Raises UsageError and ConfigError for its flags, KVStoreError for what then fails."""
+    run, command = STORE_COMMANDS[name]
+    given = told(command, argv, environment)
+    if given is None:
+        return EXIT_OK
+    values = given.values
+    values["store"] = values["store"] or directory(STORE.flag, default_store())
+    tolerate_any_text()
+    tell_in_lines()
+    return run(values, given.arguments)
+
+
+# -- the commands ----------------------------------------------------------------------------------------------------
+def _stats(values: Mapping[str, Any], _: Sequence[str]) -> int:
+    if values["watch"] is not None:
+        return _watch(values)
+    result = carry_out(values, "stats", {}, "reading the store")
+    if not print_json(values, result):
+        from kvstore.service.command.stats_tables import show_stats
+        from kvstore.service.command.store_tables import console
+
+        show_stats(result, console())
+    return EXIT_OK
+
+
+def _watch(values: Mapping[str, Any]) -> int:
+    """Until Ctrl-C, which is how this ends and so no failure. In a terminal the numbers stay where they are."""
+    from kvstore.service.command.stats_tables import live_stats
+    from kvstore.service.command.store_tables import console
+
+    try:
+        with live_stats(console()) as show:
+            while True:
+                result = ask_or_open(values["store"], "stats", {}, lambda fraction: None)
+                if not print_json(values, result):
+                    show(result)
+                sys.stdout.flush()
+                sleep(values["watch"])
+    except KeyboardInterrupt:
+        return EXIT_OK
+
+
+def _evict(values: Mapping[str, Any], _: Sequence[str]) -> int:
+    if all(values[one.key] is None or values[one.key] is False for one in CONDITIONS):  # 0 is a condition
+        flags = ", ".join(one.flag for one in CONDITIONS)
+        raise UsageError(f"evict needs to know what: give at least one of {flags}; conditions are combined")
+    session = None if values["session"] is None else SessionKey(values["tenant"], values["session"])
+    request = EvictRequest(
+        everything=values["all"],
+        unused_for_s=values["unused_for"],
+        session=None if session is None else SessionName.of(session),
+        model=values["model"],
+        to_bytes=values["to_size"],
+        dry_run=values["dry_run"],
+    )
+    result = carry_out(values, "evict", msgspec.to_builtins(request), "evicting")
+    if not print_json(values, result):
+        from kvstore.service.command.store_tables import console, show_evicted
+
+        show_evicted(result, console())
+    return EXIT_OK
+
+
+def _verify(values: Mapping[str, Any], _: Sequence[str]) -> int:
+    from kvstore.service.command.store_tables import console, is_sound, show_verified
+
+    result = carry_out(values, "verify", {"delete": values["delete"]}, "checking")
+    if not print_json(values, result):
+        show_verified(result, values["delete"], console())
+    return EXIT_OK if is_sound(result) else EXIT_DAMAGED
+
+
+def _compact(values: Mapping[str, Any], _: Sequence[str]) -> int:
+    result = carry_out(values, "compact", {}, "compacting")
+    if not print_json(values, result):
+        from kvstore.service.command.store_tables import console, show_compacted
+
+        show_compacted(result, console())
+    return EXIT_OK
+
+
+def _sessions(values: Mapping[str, Any], arguments: Sequence[str]) -> int:
+    verb, *rest = arguments or ("list",)
+    if verb not in SESSION_VERBS:
+        raise UsageError(f"unknown argument {verb!r}{suggestion(verb, SESSION_VERBS)}")
+    num_ids = 0 if verb in ("list", "accept-loss") else 1
+    if len(rest) != num_ids:
+        raise UsageError(f"sessions {verb} takes {'one ID' if num_ids else 'no ID'}, not {len(rest)}")
+    return SESSION_VERBS[verb](values, *rest)
+
+
+def _list_sessions(values: Mapping[str, Any]) -> int:
+    request = {"tenant": values["tenant"], "limit": values["limit"]}
+    result = carry_out(values, "sessions", request, "reading the sessions")
+    if not print_json(values, result):
+        from kvstore.service.command.store_tables import console, show_sessions
+
+        show_sessions(result["sessions"], values["tenant"], console())
+    return EXIT_OK
+
+
+def _show_session(values: Mapping[str, Any], text: str) -> int:
+    request = {"session": msgspec.to_builtins(SessionName.of(SessionKey(values["tenant"], session_id("ID", text))))}
+    result = carry_out(values, "sessions.show", request, "reading the session")
+    if not print_json(values, result):
+        from kvstore.service.command.store_tables import console, show_transcript
+
+        show_transcript(result, console())
+    return EXIT_OK
+
+
+def _delete_session(values: Mapping[str, Any], text: str) -> int:
+    name = session_id("ID", text)
+    request = {"session": msgspec.to_builtins(SessionName.of(SessionKey(values["tenant"], name)))}
+    result = carry_out(values, "sessions.delete", request, "deleting")
+    if not print_json(values, result):
+        from kvstore.service.command.store_tables import num_blocks
+
+        print(f"session {name} is deleted, with {num_blocks(result['blocks'])} that no other session refers to")
+    return EXIT_OK
+
+
+def _repair_session(values: Mapping[str, Any], text: str) -> int:
+    name = session_id("ID", text)
+    request = {"session": msgspec.to_builtins(SessionName.of(SessionKey(values["tenant"], name)))}
+    result = carry_out(values, "sessions.repair", request, "repairing")
+    if not print_json(values, result):
+        if not result["repaired"]:
+            print(f"session {name} is whole; nothing was changed")
+        else:
+            kept, aside = result["turns"], result["aside"]
+            print(
+                f"session {name} has its first {kept} turn{'s' * (kept != 1)}; {aside} more "
+                f"{'is' if aside == 1 else 'are'} set aside, and shown by `kvstore sessions show {name}`"
+            )
+    return EXIT_OK
+
+
+def _accept_loss(values: Mapping[str, Any]) -> int:
+    result = carry_out(values, "sessions.accept_loss", {}, "looking at the sessions")
+    if not print_json(values, result):
+        said = "the sessions that are missing are given up" if result["accepted"] else "no sessions are missing"
+        print(f"{said}; those that are there stay")
+    return EXIT_OK
+
+
+SESSION_VERBS: dict[str, Callable[..., int]] = {
+    "list": _list_sessions,
+    "show": _show_session,
+    "delete": _delete_session,
+    "repair": _repair_session,
+    "accept-loss": _accept_loss,
+}
+
+
+def _command(name: str, run: Run, options: tuple[Option, ...], examples: str, takes: str = "") -> tuple[Run, Command]:
+    return run, Command(name, {"flags": (STORE, JSON, *options)}, examples, takes and f"[{takes}]", takes, bool(takes))
+
+
+STORE_COMMANDS = {
+    "stats": _command(
+        "stats",
+        _stats,
+        (WATCH,),
+        "Beside a running engine, the hits are those since it started; a store that nobody has open counts none.\n\n"
+        "examples:\n  kvstore stats --store ~/store\n  kvstore stats --watch\n"
+        "  kvstore stats --json | python -m json.tool",
+    ),
+    "evict": _command(
+        "evict",
+        _evict,
+        (*CONDITIONS, TENANT, DRY_RUN),
+        "KV is a cache: what is evicted is computed again when it is needed. Blocks in use stay, and so does a block\n"
+        "that others build on. Conversations keep their transcripts. Of several conditions, all have to be met.\n\n"
+        "examples:\n  kvstore evict --unused-for 7d\n  kvstore evict --to-size 2GiB --dry-run\n"
+        "  kvstore evict --session anna\n  kvstore evict --all",
+    ),
+    "verify": _command(
+        "verify", _verify, (DELETE,),
+        "Exit code 4 when damage was found.\n\nexamples:\n  kvstore verify\n  kvstore verify --delete",
+    ),
+    "compact": _command(
+        "compact", _compact, (), "Needs the size of what is kept in free space.\n\nexamples:\n  kvstore compact"
+    ),
+    "sessions": _command(
+        "sessions",
+        _sessions,
+        (TENANT, LIMIT),
+        "examples:\n  kvstore sessions\n  kvstore sessions list --tenant acme --limit 10 --json\n"
+        "  kvstore sessions show anna\n  kvstore sessions delete anna",
+        "list | show ID | delete ID | repair ID | accept-loss",
+    ),
+}  # fmt: skip
+
+
+# -- how -------------------------------------------------------------------------------------------------------------
+def carry_out(values: Mapping[str, Any], command: str, arguments: dict[str, Any], note: str) -> Mapping[str, Any]:
+    """Through the owner's socket, or on the files of a store that nobody owns; it says so when it takes its time."""
+    with (no_progress if values["json"] else progress)(note) as on_progress:
+        return ask_or_open(values["store"], command, arguments, on_progress)
+
+
+def ask_or_open(
+    path: Path, command: str, arguments: dict[str, Any], on_progress: Callable[[float | None], None]
+) -> Mapping[str, Any]:
+    try:
+        return ask(path, command, arguments, SILENCE_S, on_progress)
+    except NoOwner:
+        pass
+    from kvstore.admin.offline import OfflineStore
+
+    with OfflineStore(path) as store:
+        return store.handle(command, arguments, on_progress)
+
+
+def print_json(values: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
+    """Print the result as JSON when that was asked for."""
+    if values["json"]:
+        print(json.dumps(result))
+    return bool(values["json"])

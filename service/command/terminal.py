@@ -1,0 +1,325 @@
+"""`kvstore chat`: one conversation in the terminal. Prints the model's output as text, never as markup.
+
+With stdin piped it takes one message per line and ends with it. Ctrl-C stops the answer, not the program.
+"""
+
+import logging
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from kvstore.engine.model.files import check_speaks
+from kvstore.engine.stats import describe_tiers
+from kvstore.errors import ConfigError, RequestError, StoreError
+from kvstore.service.settings.options import choice, count, flag, number, plain_text, session_id, ttl_flag
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvstore.engine.outputs import RequestOutput, Usage
+    from kvstore.engine.sampling_params import SamplingParams
+
+HELP = """/help  this text
+/new   start a new conversation
+/quit  leave (so does Ctrl-D)
+Ctrl-C stops an answer; at the prompt it leaves."""
+YOU, MODEL = "you> ", "model> "
+TIER_NAMES = {"hbm": "hbm", "cpu": "cpu", "disk": "disk", "reencoded": "re-encoded"}
+SESSION_CHARS = 128
+MAX_SHOWN_CHARS = 1000  # of each message of the exchange that a resumed conversation shows
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """The flags of `kvstore chat` about the conversation; the engine's own options travel apart."""
+
+    temperature: float = flag(0.0, number, "0 is greedy")
+    max_tokens: int | None = flag(
+        None, count, "tokens of one answer at most", shown="what remains of the window"
+    )
+    system: str | None = flag(None, plain_text, "system prompt")
+    session: str = flag("terminal", session_id, "id of the conversation")
+    truncation: str = flag(
+        "auto", choice("auto", "disabled"), "auto drops the oldest turns when the window is full"
+    )
+    truncation_reuse: str = flag(
+        "reencode", choice("reencode", "exact"),
+        "after a truncation, reencode keeps the KV of what stays, exact computes it again",
+    )
+    ttl_s: float | None = ttl_flag()
+
+
+def run_chat(
+    model: str | None,
+    engine_arguments: dict[str, object],
+    options: ChatOptions,
+    engine_factory: Callable[..., Any] | None = None,
+) -> int:
+    """Load the model, hold the conversation, return the exit code: 1 when a piped message failed.
+
+    Raises KVStoreError when the model cannot be loaded, ConfigError when an option is wrong.
+    """
+    params = _sampling_params(options)
+    tolerate_any_text()
+    from rich.console import Console
+
+    tell_in_lines()
+    with _loading(Console(stderr=True), model), interruptible():
+        if engine_factory is None:
+            check_speaks(model, engine_arguments, chats=True)
+        engine = (engine_factory or _engine_class())(model, **engine_arguments)
+    with engine:
+        if options.max_tokens is not None and options.max_tokens >= engine.max_model_len:
+            raise ConfigError(f"--max-tokens is {options.max_tokens}; the window has {engine.max_model_len} tokens")
+        conversation = Conversation(engine, options, params, Console(soft_wrap=True, highlight=False))
+        num_failed = conversation.run(sys.stdin.isatty())
+    return 1 if num_failed and not sys.stdin.isatty() else 0
+
+
+def tell_in_lines() -> None:
+    """What the libraries below warn of and log, a line on stderr each."""
+    warnings.showwarning = one_line_warning
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(logging.Formatter("kvstore: %(message)s"))
+
+
+def one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"kvstore: {message}", file=sys.stderr)
+
+
+def _engine_class() -> Callable[..., Any]:
+    from kvstore.engine.engine import Engine  # loads torch, hence here
+
+    return Engine
+
+
+def _sampling_params(options: ChatOptions) -> "SamplingParams":
+    from kvstore.engine.sampling_params import SamplingParams
+
+    try:
+        return SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
+    except RequestError as error:
+        raise ConfigError(str(error)) from error
+
+
+def tolerate_any_text() -> None:
+    """Bytes that are not text in the terminal's encoding become marks instead of a crash."""
+    for stream in (sys.stdin, sys.stdout):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+
+
+@contextmanager
+def _loading(console: "Console", model: str | None) -> Iterator[None]:
+    """A note on stderr while the model loads: a spinner in a terminal, else one line."""
+    note = f"loading {model or 'the built-in model'}"
+    if console.is_terminal:
+        with console.status(note):
+            yield
+    else:
+        print(f"kvstore: {note}", file=sys.stderr, flush=True)
+        yield
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C in here ends in KeyboardInterrupt: a library's import may catch it, or make another error of it."""
+    seen = False
+
+    def on_interrupt(signum: int, frame: FrameType | None) -> None:
+        nonlocal seen
+        seen = True
+        raise KeyboardInterrupt
+
+    try:
+        with _handling(on_interrupt):
+            yield
+    finally:
+        if seen:
+            raise KeyboardInterrupt
+
+
+def printable(text: str) -> str:
+    """The text without control characters, which a terminal would obey. Newlines and tabs stay."""
+    return "".join(c for c in text if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160))
+
+
+def turn_summary(output: "RequestOutput", elapsed_s: float) -> str:
+    """One line of a turn's numbers; `elapsed_s` is the time from the message to the end of the answer."""
+    usage = output.usage
+    parts = [
+        f"prompt {usage.prompt_tokens:,} tokens",
+        f"cached {usage.cached_tokens:,}{_by_tier(usage)}",
+        f"computed {usage.prompt_tokens - usage.cached_tokens:,}",
+    ]
+    if output.ttft_s is not None:
+        parts.append(f"TTFT {output.ttft_s * 1000:.0f} ms")
+        decode_s, num_decoded = elapsed_s - output.ttft_s, usage.completion_tokens - 1
+        if num_decoded > 0 and decode_s > 0:
+            parts.append(f"{num_decoded / decode_s:.0f} tok/s")
+    if output.finish_reason not in ("stop", None):
+        parts.append("stopped at the token limit" if output.finish_reason == "length" else "stopped")
+    return "[" + " · ".join(parts) + "]"
+
+
+def _by_tier(usage: "Usage") -> str:
+    """Where the cached tokens came from, the tiers that gave none left out."""
+    counts = {shown: getattr(usage.cached_tokens_details, name) for name, shown in TIER_NAMES.items()}
+    given = ", ".join(f"{name} {count:,}" for name, count in counts.items() if count)
+    return f" ({given})" if given else ""
+
+
+class Conversation:
+    """Reads messages, streams answers, and shows what each turn cost."""
+
+    def __init__(self, engine: Any, options: ChatOptions, params: "SamplingParams", console: "Console") -> None:
+        self._engine = engine
+        self._options = options
+        self._params = params
+        self._console = console
+        self._num_started = 0
+        self._start()
+
+    def _start(self) -> None:
+        """The conversation that was asked for; later, one of an id that has no turns yet."""
+        while True:
+            suffix = f"-{self._num_started + 1}" if self._num_started else ""
+            self._session = self._engine.chat(
+                self._options.session[: SESSION_CHARS - len(suffix)] + suffix,
+                system=self._options.system,
+                truncation=self._options.truncation,
+                truncation_reuse=self._options.truncation_reuse,
+            )
+            self._num_started += 1
+            if not suffix or not self._said():
+                return
+
+    def _said(self) -> list[dict[str, str]]:
+        return [message for message in self._session.messages if message["role"] != "system"]
+
+    def run(self, interactive: bool) -> int:
+        """Until the end of the input or /quit. Returns how many turns failed."""
+        engine = self._engine
+        tiers = describe_tiers(engine.stats())
+        self._dim(f"{engine.model_name}, window {engine.max_model_len:,} tokens, {tiers}; /help for commands")
+        self._show_where_it_was()
+        num_failed = 0
+        for line in _typed_lines() if interactive else _piped_lines():
+            message = line.strip()
+            if message == "/quit":
+                break
+            if message == "/help":
+                print(HELP)
+            elif message == "/new":
+                self._start()
+                self._dim("a new conversation")
+            elif message.startswith("/"):
+                self._dim(f"unknown command {message.split()[0]}; known: /help /new /quit")
+            elif message:
+                num_failed += not self._turn(message)
+        return num_failed
+
+    def _show_where_it_was(self) -> None:
+        """Of a resumed conversation: how far it is, and its last exchange."""
+        said = self._said()
+        if not said:
+            return
+        num_turns = sum(message["role"] == "user" for message in said)
+        self._dim(f"resuming {self._session.session_id} after {num_turns:,} turn{'s' * (num_turns != 1)}")
+        for message in said[-2:]:
+            text = printable(message["content"])
+            end = " [...]" if len(text) > MAX_SHOWN_CHARS else ""
+            self._dim((YOU if message["role"] == "user" else MODEL) + text[:MAX_SHOWN_CHARS] + end)
+
+    def _turn(self, message: str) -> bool:
+        """One message and its answer. False when it was refused, or could not be kept; the conversation goes on."""
+        start_s, was_said = time.perf_counter(), self._session.num_turns > 0
+        print(MODEL, end="", flush=True)
+        try:
+            stopped = self._stream(message)
+            if self._options.ttl_s is not None and not was_said and self._session.num_turns:
+                self._session.set_ttl(self._options.ttl_s)
+        except (RequestError, StoreError) as error:
+            print(flush=True)
+            print(f"kvstore: {error}", file=sys.stderr)
+            return False
+        print(flush=True)
+        output = self._session.last
+        if stopped:
+            self._dim("[stopped]")
+        elif output is not None:
+            self._dim(turn_summary(output, time.perf_counter() - start_s))
+        return True
+
+    def _stream(self, message: str) -> bool:
+        """Print the answer as it comes. True when Ctrl-C ended it."""
+        # Closed in here also when nobody reads us any more: the turn ends before the engine does.
+        with _interrupt_flag() as interrupted, closing(self._session.stream(message, self._params)) as pieces:
+            for piece in pieces:
+                print(printable(piece.text), end="", flush=True)
+                if interrupted():
+                    return True
+        return False
+
+    def _dim(self, text: str) -> None:
+        from rich.text import Text
+
+        self._console.print(Text(text, style="dim"))
+
+
+def _typed_lines() -> Iterator[str]:
+    """Lines typed at a prompt, with editing and history. Ctrl-D ends them."""
+    with suppress(ImportError):  # not every Python has it; importing it gives input() line editing
+        import readline  # noqa: F401
+    while True:
+        try:
+            yield input(YOU)
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+            raise
+
+
+def _piped_lines() -> Iterator[str]:
+    """Lines of a pipe, shown as if typed, so that the output reads as a conversation."""
+    for line in sys.stdin:
+        if line.strip():
+            print(YOU + printable(line.strip()), flush=True)
+        yield line
+
+
+@contextmanager
+def _interrupt_flag() -> Iterator[Callable[[], bool]]:
+    """Within it the first Ctrl-C only sets a flag, so that the engine's step is never torn; the second one raises."""
+    seen = False
+
+    def on_interrupt(signum: int, frame: FrameType | None) -> None:
+        nonlocal seen
+        if seen:
+            raise KeyboardInterrupt
+        seen = True
+
+    with _handling(on_interrupt):
+        yield lambda: seen
+
+
+@contextmanager
+def _handling(on_interrupt: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    try:
+        previous = signal.signal(signal.SIGINT, on_interrupt)
+    except ValueError:  # not the main thread: nobody can press Ctrl-C here
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)

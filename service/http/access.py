@@ -1,0 +1,199 @@
+"""Who may do what: keys and their tenants, and the browser's Host and Origin. Knows no handler.
+
+Keys are held and compared as digests, always over all keys, so that the time says nothing about them.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from aiohttp import web
+
+from kvstore.errors import ConfigError
+from kvstore.service.http.errors import ApiError
+from kvstore.service.http.routes import Route
+from kvstore.service.settings.serve_options import ServeOptions, check_key
+
+TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+MAX_KEY_FILE_BYTES = 2**20
+PREFLIGHT = {
+    "Access-Control-Allow-Methods": "GET, POST, DELETE",
+    "Access-Control-Allow-Headers": "Authorization, Content-Type, Idempotency-Key, X-Request-Id",
+    "Access-Control-Max-Age": "600",
+}
+SDK_HEADER = re.compile(r"(x-stainless|openai)-[a-z-]{1,40}")  # which OpenAI's client adds to its requests
+EXPOSED = "Retry-After, X-Request-Id, X-Should-Retry"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key. tenant: whose data its requests see."""
+
+    digest: bytes
+    tenant: str
+    is_admin: bool = False
+
+
+class Access:
+    """The keys of one server and its rules. Raises ConfigError for a file of keys that cannot be used."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._keys = tuple(_keys(options))
+        if len({key.digest for key in self._keys}) < len(self._keys):
+            raise ConfigError("a key is given twice; every tenant needs a key of its own, and so does --admin-key")
+        self._origins = frozenset(options.allowed_origins)
+        self._hosts: frozenset[str] | None = None  # any
+        if options.is_loopback or options.allowed_hosts:
+            own = {*LOOPBACK_NAMES, _bracketed(options.host).lower(), *options.allowed_hosts}
+            self._hosts = frozenset(own | {_without_port(_host_of(origin)) for origin in self._origins})
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether users do. The administrator's key alone locks nothing but the administrator's routes."""
+        return any(not key.is_admin for key in self._keys)
+
+    @property
+    def tenants(self) -> tuple[str, ...]:
+        """Those who have a key; "" alone where there are none."""
+        return tuple(sorted({key.tenant for key in self._keys if not key.is_admin})) or ("",)
+
+    def check(self, request: web.Request, route: Route) -> str:
+        """The tenant of a request that is let in. Raises ApiError 401 or 403."""
+        self._check_browser(request)
+        if route.access == "public":
+            return ""
+        key = self._find(request.headers.get("Authorization", ""))
+        if route.access == "admin":
+            self._check_admin(key)
+        if key is None and (self.needs_key or route.access == "admin"):
+            raise _unknown_key("Authorization" in request.headers)
+        return "" if key is None else key.tenant
+
+    def _check_admin(self, key: Key | None) -> None:
+        if not any(known.is_admin for known in self._keys):
+            raise _forbidden("the server was started without --admin-key: these routes are closed", "admin_closed")
+        if key is not None and not key.is_admin:
+            raise _forbidden("this needs the administrator's key", "admin_only")
+
+    def _find(self, header: str) -> Key | None:
+        scheme, _, text = header.partition(" ")
+        if scheme.lower() != "bearer":
+            text = ""
+        digest = _digest(text.strip())
+        found = None
+        for key in self._keys:  # all of them, whichever it is
+            if hmac.compare_digest(key.digest, digest):
+                found = key
+        return found
+
+    def _check_browser(self, request: web.Request) -> None:
+        """A web page of somebody else must not reach a server on this machine through its visitor's browser."""
+        host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
+        if self._hosts is not None and host and _without_port(host).lower() not in self._hosts:
+            raise _forbidden(
+                f"this server does not answer for the host name {host[:80]!r}; behind a proxy, start it with "
+                "--allowed-host", "host_not_allowed",
+            )  # fmt: skip
+        if origin is not None and _host_of(origin).lower() != host.lower() and not self._allows(origin):
+            raise _forbidden(
+                f"requests from pages of another origin are refused, and this one is of {origin[:80]!r}; where it is "
+                "one's own, start the server with --allowed-origin", "origin_not_allowed",
+            )  # fmt: skip
+
+    # -- pages of other origins ----------------------------------------------------------------------------------------
+    def _allows(self, origin: str) -> bool:
+        return origin.lower() in self._origins
+
+    def preflight(self, request: web.Request) -> web.Response | None:
+        """The answer to a browser that asks whether a page of an allowed origin may send what it wants to; None when
+        it is another request. It brings no key, and says nothing but what such a page may send.
+        """
+        asked = request.headers.get("Access-Control-Request-Method")
+        if request.method != "OPTIONS" or asked is None or not self._allows(request.headers.get("Origin", "")):
+            return None
+        self._check_browser(request)
+        wanted = request.headers.get("Access-Control-Request-Headers", "").lower().split(",")
+        names = [name for name in map(str.strip, wanted) if SDK_HEADER.fullmatch(name)]
+        allowed = ", ".join([PREFLIGHT["Access-Control-Allow-Headers"], *names])
+        return web.Response(status=204, headers={**PREFLIGHT, "Access-Control-Allow-Headers": allowed})
+
+    def shared_with(self, request: web.Request) -> dict[str, str]:
+        """Headers of every answer: whether the page that asked may read it."""
+        if not self._origins:
+            return {}
+        origin = request.headers.get("Origin", "")
+        shared = {"Access-Control-Allow-Origin": origin, "Access-Control-Expose-Headers": EXPOSED}
+        return {"Vary": "Origin"} | (shared if self._allows(origin) else {})
+
+
+def _unknown_key(was_given: bool) -> ApiError:
+    message = "the key is not known" if was_given else "a key is needed: send Authorization: Bearer KEY"
+    return ApiError(
+        401, message, type="authentication_error", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+    )
+
+
+def _forbidden(message: str, code: str) -> ApiError:
+    return ApiError(403, message, type="permission_error", code=code)
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _host_of(origin: str) -> str:
+    """With the port, if it has one."""
+    return origin.partition("://")[2]
+
+
+def _without_port(host: str) -> str:
+    return re.sub(r":[0-9]*\Z", "", host) if not host.endswith("]") else host
+
+
+def _keys(options: ServeOptions) -> Iterator[Key]:
+    if options.api_key is not None:
+        yield Key(_digest(options.api_key), "")
+    if options.api_key_file is not None:
+        yield from _keys_of_file(options.api_key_file)
+    if options.admin_key is not None:
+        yield Key(_digest(options.admin_key), "", is_admin=True)
+
+
+def _keys_of_file(path: Path) -> Iterator[Key]:
+    for number, line in enumerate(_read(path).splitlines(), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        where = f"--api-key-file {path}, line {number}"
+        tenant, colon, key = line.partition(":")
+        if not colon or not TENANT.fullmatch(tenant):
+            raise ConfigError(f"{where}: give tenant:key; a tenant has 1 to 64 letters, digits, '_', '.' or '-'")
+        check_key(key, where)
+        yield Key(_digest(key), tenant)
+
+
+def _read(path: Path) -> str:
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_KEY_FILE_BYTES:
+            raise ConfigError(f"--api-key-file {path} is no file of at most {MAX_KEY_FILE_BYTES} bytes")
+        if found.st_mode & (stat.S_IROTH | stat.S_IWOTH):
+            raise ConfigError(f"--api-key-file {path} can be read or written by everybody; chmod 600 it")
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(f"--api-key-file {path} cannot be read: {reason}") from error
+    if not any(line.strip() and not line.strip().startswith("#") for line in text.splitlines()):
+        raise ConfigError(f"--api-key-file {path} holds no key; give one tenant:key a line")
+    return text

@@ -1,0 +1,163 @@
+"""One TCP connection: the deadlines and the cap that aiohttp has none of its own for. Knows no route."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from dataclasses import dataclass, field
+
+import msgspec
+from aiohttp import web
+
+from kvstore.service.http.errors import ApiError, error_response, unavailable
+from kvstore.service.http.logs import log
+from kvstore.service.settings.serve_options import ServeOptions
+
+# Of the kernel, per connection. What a reader that stopped reading can hold back; and as the kernel asks for more only
+# when a third is free, the less a reader has to take within a write timeout to be seen reading.
+SEND_BUFFER_BYTES = 64 * 2**10
+LINGER_S = 2.0  # for the rest of a body that nobody wants, so that its sender reads the answer
+
+
+def new_request_id() -> str:
+    return secrets.token_hex(12)
+
+
+@dataclass(slots=True)
+class Connections:
+    """The open connections of one server."""
+
+    options: ServeOptions
+    open: set[Connection] = field(default_factory=set)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.open) >= self.options.max_connections
+
+
+class Connection(web.RequestHandler):
+    """aiohttp's protocol, with a deadline for a request's head and one for a reader that takes nothing.
+
+    A head that begins in the packet of the request before it has the time of an idle connection, which is aiohttp's.
+
+    The transport's buffer has no room of its own: writing pauses as soon as the kernel takes no more, and goes on when
+    it has taken everything.
+    """
+
+    __slots__ = ("_all", "_head_timer", "_is_refused", "_unsent", "_wire", "_write_timer")
+
+    def __init__(self, server: web.Server, connections: Connections, loop: asyncio.AbstractEventLoop) -> None:
+        options = connections.options
+        super().__init__(
+            server, loop=loop, keepalive_timeout=options.keep_alive_s, access_log=None, lingering_time=LINGER_S,
+            auto_decompress=False,
+        )  # fmt: skip
+        self._all = connections
+        self._is_refused = False
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._unsent = 0
+        self._wire: asyncio.Transport | None = None  # stays known while aiohttp closes it
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.set_write_buffer_limits(high=0)
+        self._wire = transport
+        if self._all.is_full:
+            self._refuse(transport)
+            return
+        self._all.open.add(self)
+        super().connection_made(transport)
+        self._await_head()
+
+    def _refuse(self, transport: asyncio.Transport) -> None:
+        self._is_refused = True
+        body = msgspec.json.encode(unavailable("the server has too many connections", "too_many_connections").body())
+        head = (
+            "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
+            f"X-Request-Id: {new_request_id()}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        transport.write(head.encode() + body)
+        transport.close()
+
+    def connection_lost(self, error: BaseException | None) -> None:
+        for timer in (self._head_timer, self._write_timer):
+            if timer is not None:
+                timer.cancel()
+        self._head_timer = self._write_timer = None
+        if not self._is_refused:
+            self._all.open.discard(self)
+            super().connection_lost(error)
+
+    # -- a head that does not end --------------------------------------------------------------------------------------
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        num_before = self._request_count
+        super().data_received(data)
+        if self._request_count > num_before:
+            self._stop_awaiting_head()
+        elif data and self._is_idle:
+            self._await_head()
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether what arrives now belongs to the head of the next request."""
+        return self._waiter is not None and not self._messages
+
+    def _await_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self._loop.call_later(self._all.options.header_timeout_s, self._head_is_late)
+
+    def _stop_awaiting_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self._is_idle and self._wire is not None:
+            self._wire.abort()
+
+    # -- a reader that takes nothing -----------------------------------------------------------------------------------
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _watch(self) -> None:
+        """Look again after a while whether anything was taken."""
+        if self._wire is not None:
+            self._unsent = self._wire.get_write_buffer_size()
+            self._write_timer = self._loop.call_later(self._all.options.write_timeout_s, self._look)
+
+    def _look(self) -> None:
+        self._write_timer = None
+        assert self._wire is not None
+        if self._wire.get_write_buffer_size() >= self._unsent:
+            self._wire.abort()
+        else:
+            self._watch()
+
+    # -- what is no HTTP -----------------------------------------------------------------------------------------------
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """aiohttp's own errors in our shape; what the client sent is not repeated."""
+        if status >= 500:
+            log("a connection failed", {}, logging.ERROR, exc)
+            error = ApiError(status, "internal error", type="server_error", code="internal_error")
+        else:
+            error = ApiError(status, "this is not a valid HTTP request", code="bad_request")
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer had begun")
+        response = error_response(error)
+        response.headers["X-Request-Id"] = new_request_id()
+        response.force_close()
+        return response

@@ -1,0 +1,77 @@
+"""Fields of a body that it does not have: those that would change the answer, and near misses of those it has.
+
+Everything else that is not known is ignored, as clients of other servers expect. Knows no body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+from kvstore.service.http.errors import bad_request
+
+CONSTRAINTS = {
+    "allowed_token_ids", "bad_words", "include_stop_str_in_output", "logits_processors", "lora_request",
+    "structural_tag", "structured_outputs", "truncate_prompt_tokens", "use_beam_search",
+}  # fmt: skip
+GUIDED = "guided_"  # and what follows it: json, regex, choice, grammar
+# Of other servers, and close to a name of ours without meaning it.
+NO_MISSES = {"message_id", "models", "top_a", "top_n"}
+MAX_EXAMINED = 64  # of unknown fields
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def check_fields(raw: bytes | bytearray, type_: type[Any]) -> None:
+    """Raises ApiError 400 that names the field. raw: an object that could be read as a `type_`.
+
+    REFUSED of the type: further fields that are refused, with what to do. A constraint of null, false or nothing is
+    none.
+    """
+    known = getattr(type_, "__struct_encode_fields__", ())
+    refused = getattr(type_, "REFUSED", {})
+    found = _FIELDS.decode(raw)
+    for name in islice((name for name in found if name not in known), MAX_EXAMINED):
+        if name in refused and _says_something(found[name]):
+            raise bad_request(name, f"{name}: {refused[name]}", "unsupported_parameter")
+        if (name in CONSTRAINTS or name.startswith(GUIDED)) and _says_something(found[name]):
+            raise bad_request(name[:64], f"{name[:64]} is not supported", "unsupported_parameter")
+        meant = None if name in NO_MISSES else near_miss(name, known)
+        if meant is not None:
+            raise bad_request(name[:64], f"{name[:64]}: did you mean {meant}?", "unknown_field")
+
+
+def _says_something(value: msgspec.Raw) -> bool:
+    return bool(msgspec.json.decode(value))
+
+
+def near_miss(name: str, known: Iterable[str]) -> str | None:
+    """The known name that this one was probably meant to be: one slip in a short one, two in a long one.
+
+    Other capitals and underscores are none: maxTokens was meant to be max_tokens.
+    """
+    plain = _plain(name)
+    num_slips = 1 if len(plain) < 8 else 2
+    alike = [one for one in known if len(one) > 3 and abs(len(_plain(one)) - len(plain)) <= num_slips]
+    slips, meant = min(((_distance(plain, _plain(one)), one) for one in alike), default=(num_slips + 1, ""))
+    return meant if slips <= num_slips else None
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").replace("-", "").lower()
+
+
+def _distance(one: str, other: str) -> int:
+    """Letters added, left out, replaced, or swapped with their neighbour (optimal string alignment)."""
+    before, last = [0] * (len(other) + 1), list(range(len(other) + 1))
+    for i, letter in enumerate(one, 1):
+        row = [i]
+        for j, against in enumerate(other, 1):
+            cost = min(last[j] + 1, row[-1] + 1, last[j - 1] + (letter != against))
+            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == against:
+                cost = min(cost, before[j - 2] + 1)
+            row.append(cost)
+        before, last = last, row
+    return last[-1]

@@ -1,0 +1,225 @@
+"""How much may wait and run, per tenant and in all, and how long a request may take. Knows no route, no engine.
+
+Counted are sequences: each choice of each prompt is one, so that a request counts by the work that it asks for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from kvstore.service.http.errors import NO_RETRY, ApiError, unavailable
+from kvstore.service.settings.serve_options import ServeOptions
+
+RETRY_AFTER_S = 1
+SEQUENCES_PER_REQUEST = 32  # of all that wait or run, on average: so --max-queue bounds sequences, too
+MAX_LARGE_BYTES = 2**28  # of large bodies that arrive at once; a small one never waits for them
+LARGE_BODY_BYTES = 2**20
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """A request that waits for its turn."""
+
+    turn: asyncio.Future[None]
+    num_sequences: int
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """num_requests, num_sequences: waiting or running; num_running: sequences of those that were let in.
+
+    waiters wait for that, the first to come first.
+    """
+
+    num_requests: int = 0
+    num_sequences: int = 0
+    num_running: int = 0
+    waiters: deque[_Waiter] = field(default_factory=deque)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(waiter.num_sequences for waiter in self.waiters)
+
+
+class Deadline:
+    """The time one request has. `error` is what its client is told when it is over before the answer is."""
+
+    def __init__(self, timeout: asyncio.Timeout) -> None:
+        self._timeout = timeout
+        self._ending: ApiError | None = None
+
+    def end(self, error: ApiError) -> None:
+        """The request ends now, with this error."""
+        if self._ending is None and not self._timeout.expired():
+            self._ending = error
+            self._timeout.reschedule(asyncio.get_running_loop().time())
+
+    @property
+    def error(self) -> ApiError | None:
+        """None while there is time."""
+        if not self._timeout.expired():
+            return None
+        return self._ending or ApiError(
+            504, "the request took longer than it may", type="server_error", code="request_timeout", headers=NO_RETRY
+        )
+
+
+class Limits:
+    """Counts of one server's requests. Used in its event loop only. is_shared: by several tenants."""
+
+    def __init__(self, options: ServeOptions, is_shared: bool = False) -> None:
+        self._options = options
+        self._is_shared = is_shared
+        self._max_sequences = SEQUENCES_PER_REQUEST * options.max_queue
+        self._tenants: dict[str, _Tenant] = {}
+        self._deadlines: set[Deadline] = set()
+        self.large_bodies = asyncio.Semaphore(max(2, MAX_LARGE_BYTES // options.max_body_bytes))
+        self.num_admitted = 0  # requests that wait or run, of all tenants
+        self.num_sequences = 0  # theirs
+
+    @property
+    def num_running(self) -> int:
+        return sum(tenant.num_running for tenant in self._tenants.values())
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(tenant.num_waiting for tenant in self._tenants.values())
+
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """Per tenant that has any: how many sequences run and how many wait for their tenant's turn."""
+        return {name: (tenant.num_running, tenant.num_waiting) for name, tenant in self._tenants.items()}
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not been answered yet, of whatever kind."""
+        return len(self._deadlines)
+
+    # -- turns -------------------------------------------------------------------------------------------------------
+    @asynccontextmanager
+    async def admit(self, name: str, num_sequences: int = 1) -> AsyncIterator[None]:
+        """In here runs one request of this tenant that computes so many sequences. Waits for the tenant's turn.
+
+        Raises ApiError 400 when it asks for more than fits, 503 when the server is full, 429 when the tenant has too
+        many.
+        """
+        self._check_room(self._tenants.get(name, _Tenant()), num_sequences)
+        tenant = self._tenants.setdefault(name, _Tenant())
+        self._count(tenant, 1, num_sequences)
+        try:
+            await self._enter(tenant, num_sequences)
+            try:
+                yield
+            finally:
+                self._leave(tenant, num_sequences)
+        finally:
+            self._count(tenant, -1, -num_sequences)
+            if not tenant.num_requests:
+                del self._tenants[name]
+
+    def _check_room(self, tenant: _Tenant, num_sequences: int) -> None:
+        """One of several tenants has at most half of what the others leave free: whoever comes next finds room."""
+        max_requests, share = self._options.max_queue, 2 if self._is_shared else 1
+        largest = min(self._max_sequences // share, self._options.max_concurrent_per_key or self._max_sequences)
+        if num_sequences > largest:
+            raise ApiError(
+                400,
+                f"the request asks for {num_sequences} sequences (its prompts times n), and this server takes at most "
+                f"{largest} in one request; send several smaller ones",
+                code="too_many_sequences",
+            )
+        if self.num_admitted >= max_requests or self.num_sequences + num_sequences > self._max_sequences:
+            raise unavailable("the server is full; try again", "server_overloaded", RETRY_AFTER_S)
+        most = max(1, (max_requests - self.num_admitted + tenant.num_requests) // share)
+        most_sequences = max(1, (self._max_sequences - self.num_sequences + tenant.num_sequences) // share)
+        if tenant.num_requests + 1 > most or tenant.num_sequences + num_sequences > most_sequences:
+            raise _too_many(
+                f"this key has {tenant.num_requests} requests with {tenant.num_sequences} sequences waiting or running"
+            )
+
+    def _count(self, tenant: _Tenant, num_requests: int, num_sequences: int) -> None:
+        self.num_admitted += num_requests
+        self.num_sequences += num_sequences
+        tenant.num_requests += num_requests
+        tenant.num_sequences += num_sequences
+
+    async def _enter(self, tenant: _Tenant, num_sequences: int) -> None:
+        limit = self._options.max_concurrent_per_key
+        is_full = limit and tenant.num_running + num_sequences > limit
+        if is_full or any(not waiter.turn.done() for waiter in tenant.waiters):
+            if tenant.num_waiting + num_sequences > self._options.max_queue_per_key:
+                raise _too_many(f"this key has {tenant.num_running} sequences running and {tenant.num_waiting} waiting")
+            await self._wait(tenant, num_sequences)
+        else:
+            tenant.num_running += num_sequences
+
+    async def _wait(self, tenant: _Tenant, num_sequences: int) -> None:
+        """Returns when it was let in."""
+        waiter = _Waiter(asyncio.get_running_loop().create_future(), num_sequences)
+        tenant.waiters.append(waiter)
+        try:
+            async with asyncio.timeout(self._options.queue_timeout_s):
+                await waiter.turn
+        except BaseException as error:
+            if waiter.turn.done() and not waiter.turn.cancelled():
+                self._leave(tenant, num_sequences)  # the turn came just as the waiting was given up
+            else:
+                tenant.waiters.remove(waiter)
+                self._let_in(tenant)  # who stood behind a larger one may have room
+            if isinstance(error, TimeoutError):
+                raise _too_many("the request has waited too long for others of this key") from None
+            raise
+
+    def _leave(self, tenant: _Tenant, num_sequences: int) -> None:
+        tenant.num_running -= num_sequences
+        self._let_in(tenant)
+
+    def _let_in(self, tenant: _Tenant) -> None:
+        """Those who come next, as far as there is room."""
+        for waiter in list(tenant.waiters):
+            if waiter.turn.done():
+                continue  # given up just now
+            if tenant.num_running + waiter.num_sequences > self._options.max_concurrent_per_key:
+                return
+            tenant.waiters.remove(waiter)
+            tenant.num_running += waiter.num_sequences
+            waiter.turn.set_result(None)
+
+    @asynccontextmanager
+    async def body(self, num_bytes: int | None) -> AsyncIterator[None]:
+        """In here a body of so many bytes is read; None is not known. Waits while too many large ones are."""
+        if num_bytes is not None and num_bytes <= LARGE_BODY_BYTES:
+            yield
+            return
+        async with self.large_bodies:
+            yield
+
+    # -- time --------------------------------------------------------------------------------------------------------
+    @asynccontextmanager
+    async def deadline(self) -> AsyncIterator[Deadline]:
+        """In here runs one request, with the time that it has. Raises ApiError when that is over."""
+        timeout = asyncio.timeout(self._options.request_timeout_s)
+        deadline = Deadline(timeout)
+        self._deadlines.add(deadline)
+        try:
+            async with timeout:
+                yield deadline
+        except TimeoutError:
+            if deadline.error is None:
+                raise
+            raise deadline.error from None
+        finally:
+            self._deadlines.discard(deadline)
+
+    def end_all(self, error: ApiError) -> None:
+        """Every request ends now, with this error."""
+        for deadline in list(self._deadlines):
+            deadline.end(error)
+
+
+def _too_many(message: str) -> ApiError:
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    return ApiError(429, message, type="rate_limit_error", code="rate_limit_exceeded", headers=headers)

@@ -1,0 +1,142 @@
+"""The flags that `serve` and `chat` share, made of the fields of the engine's configuration, and what they say to it.
+
+Loads no engine.
+"""
+
+from collections.abc import Mapping
+from dataclasses import Field, fields, replace
+from typing import Any
+
+from kvstore.config import CODEC_NAMES, CacheTiers
+from kvstore.engine.config import EngineConfig
+from kvstore.errors import ConfigError
+from kvstore.service.settings.options import (
+    DEFAULT,
+    DEFAULT_PATH,
+    STORE,
+    Command,
+    Option,
+    Parse,
+    Setting,
+    choice,
+    count,
+    default_store,
+    flags_of,
+    plain_text,
+    size,
+    size_or_auto,
+    switch,
+    whole,
+)
+
+DEFAULT_DISK, DEFAULT_CPU = "8GiB", "1GiB"
+# Where a flag is not called as the engine's field: vLLM's --policy has long been --scheduling-policy.
+FLAGS = {"policy": "--scheduling-policy", "eviction": "--policy", "model": "MODEL"}
+ALIASES = {"eviction": ("--eviction",)}
+SERVE_EXAMPLES = """Prefer KVSTORE_API_KEY or --api-key-file to --api-key: all users can see a command line.
+
+examples:
+  kvstore serve                                      the built-in model on http://127.0.0.1:8000
+  kvstore serve path/to/model --store ~/store --cpu 4GiB --disk 100GiB
+  kvstore serve --host 0.0.0.0 --api-key-file keys   one tenant:key a line
+  kvstore serve --print-config > kvstore.toml; kvstore serve --config kvstore.toml"""
+CHAT_EXAMPLES = """examples:
+  kvstore chat
+  kvstore chat --store ~/store --disk 20GiB --session anna    kept, and resumed the next time
+  echo "Hello" | kvstore chat Qwen/Qwen3-0.6B --max-tokens 100"""
+
+
+def _engine_option(one: "Field[Any]") -> Option:
+    about = one.metadata
+    parse: Parse = plain_text
+    if "among" in about:
+        parse = choice(*about["among"])
+    elif "low" in about:
+        parse = count if about["low"] > 0 else whole
+    elif one.type is bool:
+        parse = switch
+    flag = FLAGS.get(one.name, "--" + one.name.replace("_", "-"))
+    return Option(
+        flag, parse, one.default, about["help"], about.get("shown", ""), field=one.name,
+        aliases=ALIASES.get(one.name, ()),
+    )  # fmt: skip
+
+
+ENGINE_OPTIONS = tuple(_engine_option(one) for one in fields(EngineConfig) if "help" in one.metadata)
+PRINT_CONFIG = Option(
+    "--print-config", switch, False, "print the settings in force and where each comes from", mirrored=False
+)
+
+
+def tier_options(keeps: bool) -> tuple[Option, ...]:
+    """keeps: as of `with_tiers`."""
+    cpu = f"{DEFAULT_CPU}; 0 without a disk tier" if keeps else f"{DEFAULT_CPU} with a disk tier, else 0"
+    disk = DEFAULT_DISK if keeps else f"{DEFAULT_DISK} with --store, else 0"
+    store = DEFAULT_PATH if keeps else f"none; {DEFAULT_PATH} with --disk"
+    about = {one.name: one.metadata["help"] for one in fields(CacheTiers)}
+    options = (
+        Option("--hbm", size_or_auto, "auto", about["hbm"], field="hbm"),
+        Option("--cpu", size, None, about["cpu"], cpu, field="cpu"),
+        Option("--disk", size, None, about["disk"] + ("; 0 keeps nothing" if keeps else ""), disk, field="disk"),
+        replace(STORE, help=about["path"] + ("" if keeps else "; keeps conversations"), shown=store, field="path"),
+        Option("--codec", choice(*CODEC_NAMES), "raw", about["codec"], field="codec"),
+        Option("--disk-per-key", size, None, about["disk_per_tenant"], "no limit", field="disk_per_tenant"),
+    )
+    return options if keeps else options[:-1]  # tenants have keys, and those a server
+
+
+def own_options(name: str) -> type:
+    """What `serve` or `chat` is told beside what the engine is."""
+    if name == "serve":
+        from kvstore.service.settings.serve_options import ServeOptions
+
+        return ServeOptions
+    from kvstore.service.command.terminal import ChatOptions
+
+    return ChatOptions
+
+
+def engine_command(name: str) -> Command:
+    """`serve` or `chat`. A server keeps its conversations unless it is told not to."""
+    is_server = name == "serve"
+    groups = {
+        "model and engine": ENGINE_OPTIONS,
+        "tiers": tier_options(keeps=is_server),
+        "service" if is_server else "conversation": (*flags_of(own_options(name)), PRINT_CONFIG),
+    }
+    examples = SERVE_EXAMPLES if is_server else CHAT_EXAMPLES
+    return Command(name, groups, examples, "[MODEL]", "one MODEL at most")
+
+
+def with_tiers(settings: Mapping[str, Setting], keeps: bool) -> dict[str, Setting]:
+    """A store alone means a disk tier, and a disk tier a CPU tier before it; what is given counts.
+
+    keeps: there is a disk tier unless that is refused.
+    """
+    found = dict(settings)
+
+    def assume(name: str, written: str) -> None:
+        option = found[name].option
+        found[name] = Setting(option, option.parse(option.flag, written), written, DEFAULT)
+
+    if found["disk"].value is None:
+        assume("disk", DEFAULT_DISK if keeps or found["store"].value is not None else "0")
+    if found["cpu"].value is None:
+        assume("cpu", DEFAULT_CPU if found["disk"].value else "0")
+    if found["disk"].value and found["store"].value is None:
+        assume("store", default_store())
+    return found
+
+
+def engine_arguments(settings: Mapping[str, Setting]) -> dict[str, object]:
+    """For `Engine(**arguments)`. Raises ConfigError as the engine would, in the words of whoever gave the value."""
+    found = {one.field: settings[one.key].value for one in ENGINE_OPTIONS}
+    try:
+        EngineConfig(**found)  # type: ignore[arg-type]
+    except ConfigError as error:
+        name, _, rest = str(error).partition(" ")
+        where = next(settings[one.key].where for one in ENGINE_OPTIONS if one.field == name)
+        raise ConfigError(f"{where} {rest}") from error
+    tiers: dict[str, Any] = {one.field: settings[one.key].value for one in tier_options(True) if one.key in settings}
+    found["cache_tiers"] = CacheTiers(**tiers)
+    return {name: value for name, value in found.items() if value is not None}

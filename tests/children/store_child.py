@@ -1,0 +1,162 @@
+"""Processes for tests/engine/faults/test_store_faults.py: one that chats until it is killed, and others that end in odd
+ways.
+
+Every line of the log is synced after its turn was acknowledged: a session, the turn's number, all its token ids.
+"""
+
+import json
+import os
+import random
+import resource
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # as pytest does
+
+from kvstore.engine.model.loading import load
+from kvstore.errors import DegradedError, StoreError
+from tests.support.engines import ask, counters, greedy, open_engine, tokens
+
+SESSIONS = ("red", "green", "blue")
+
+
+def chat_until_killed(model: str, store: str, log: str, seed: int) -> None:
+    """Turns of three sessions in random order, now and then truncated, flushed, evicted or forked."""
+    rng = random.Random(seed)
+    number = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    engine = open_engine(model, Path(store), hbm=40 * 12288, cpu=60 * 12288, disk="4MiB")
+    chats = {name: engine.chat(name, system=f"You are {name}.") for name in SESSIONS}
+    print("ready", flush=True)
+    while True:
+        name = rng.choice(SESSIONS)
+        chat = chats[name]
+        text = f"Message {chat.num_turns} of {name}, " + "and more " * rng.randrange(6)
+        chat.send(text, greedy(rng.randrange(1, 30)))
+        line = json.dumps([name, chat.num_turns, chat.token_ids, chat.messages])
+        os.write(number, line.encode() + b"\n")
+        os.fsync(number)
+        event = rng.random()
+        if event < 0.05:
+            engine.flush()
+        elif event < 0.2:
+            engine.loop.pool.evict_all()
+
+
+def leave_open(model: str, store: str) -> None:
+    """An engine that nobody closes, with work in flight."""
+    engine = open_engine(model, Path(store))
+    chat = engine.chat("left", system="Be brief.")
+    chat.send("This is a message that fills a block or two, and its answer another.", greedy(40))
+    globals()["kept"] = engine
+    print(len(chat.token_ids), flush=True)
+
+
+def fork_after_opening(model: str, store: str) -> None:
+    """The child of a fork may not touch the store; the parent goes on."""
+    engine = open_engine(model, Path(store))
+    chat = engine.chat("parent")
+    chat.send("Before the fork", greedy(5))
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for verb in (
+            lambda: engine.generate([[1, 2, 3]], greedy(2)),
+            engine.flush,
+            lambda: chat.send("In the child", greedy(2)),
+            lambda: engine.sessions.load(chat._key),
+            engine.admin.verify,
+            engine.admin.compact,
+            lambda: engine.admin.delete_session("parent"),
+        ):
+            try:
+                verb()
+            except StoreError:
+                refused += 1
+        os._exit(refused)
+    _, status = os.waitpid(child, 0)
+    chat.send("After the fork", greedy(5))
+    engine.flush()
+    engine.close()
+    print(os.waitstatus_to_exitcode(status), chat.num_turns, flush=True)
+
+
+def with_limited_files(model: str, store: str, num_bytes: int) -> None:
+    """Files may not grow beyond that, until they may."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+    fill_up(model, store, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2))
+
+
+def on_a_full_disk(model: str, store: str, filler: str) -> None:
+    """There is no space until another file goes."""
+    fill_up(model, store, lambda: os.unlink(filler))
+
+
+def fill_up(model: str, store: str, make_space) -> None:
+    with open_engine(model, Path(store), cpu="16MiB", disk="1GiB") as engine:
+        degraded = False
+        for seed in range(100):
+            prompt = tokens(seed, 200)
+            assert len(ask(engine, prompt, 2).token_ids) == 2
+            try:
+                engine.flush()
+            except DegradedError:
+                degraded = True
+                break
+        assert degraded, "the disk never was full"
+        assert engine.stats()["disk"]["degraded"], engine.stats()["disk"]
+        again = ask(engine, [*prompt, 1], 2)
+        assert again.usage.cached_tokens == 192, "serving goes on"
+        ask(engine, tokens(1000, 200), 2)
+        make_space()
+        until = time.monotonic() + 60
+        while engine.stats()["disk"]["degraded"] and time.monotonic() < until:
+            time.sleep(0.05)
+        engine.flush()
+        engine.check_integrity()
+        num_written = engine.stats()["disk"]["blocks"]
+    with open_engine(model, Path(store), disk="1GiB") as engine:
+        assert engine.admin.verify()["num_ok"] == num_written
+        assert ask(engine, [*prompt, 1], 2).token_ids == again.token_ids
+        print("recovered", engine.stats()["tokens"]["cached_by_tier"]["disk"], flush=True)
+
+
+def evict_on_a_disk_that_fills_up(model: str, store: str) -> None:
+    """More than fits: the oldest go, nothing fails, and what came last is there."""
+    with open_engine(model, Path(store), cpu="2MiB", disk="1GiB") as engine:
+        for seed in range(60):
+            ask(engine, tokens(seed, 200), 2)
+            if seed % 10 == 9:
+                engine.flush()
+        assert counters(engine)["disk_evictions"] > 0 and engine.stats()["disk"]["degraded"] is None
+    with open_engine(model, Path(store), cpu="2MiB", disk="1GiB") as engine:
+        assert not engine.admin.verify()["num_corrupt"]
+        print(ask(engine, tokens(59, 200), 2).usage.cached_tokens_details.disk, flush=True)
+
+
+COMMANDS = {
+    "chat": chat_until_killed,
+    "leave": leave_open,
+    "fork": fork_after_opening,
+    "limit": with_limited_files,
+    "full": on_a_full_disk,
+    "evict": evict_on_a_disk_that_fills_up,
+}
+
+
+def nurse(model: str) -> None:
+    """Fork a child for each line of stdin, so that imports are paid once. It says its pid, we its exit status."""
+    load(model, "cpu", "auto", None)  # transformers imports what it needs when it needs it
+    for line in sys.stdin:
+        command, *arguments = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            print(os.getpid(), flush=True)
+            COMMANDS[command](*arguments)
+            return
+        _, status = os.waitpid(child, 0)
+        print("exit", os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    nurse(sys.argv[1])

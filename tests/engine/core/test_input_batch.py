@@ -1,0 +1,203 @@
+"""The persistent batch: slots, rows that join and leave in place, and the arrays of a step against a naive build."""
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvstore.engine.core.input_batch import InputBatch, StepInputs, slot_mapping
+from kvstore.engine.core.kv_cache_manager import Allocation
+from kvstore.engine.core.scheduler import NewRow, Scheduled
+
+NOTHING_NEW = Allocation(0, ())
+
+
+def row(name: str, token_ids: list[int], blocks: list[int]) -> NewRow:
+    return NewRow(SimpleNamespace(request_id=name), tuple(token_ids), tuple(blocks))
+
+
+def step(name: str, start: int, count: int, samples: int = 1, allocation: Allocation = NOTHING_NEW) -> Scheduled:
+    return Scheduled(name, start, count, samples, allocation)
+
+
+def tokens_of(name: str, count: int) -> list[int]:
+    """Every token tells whose it is and where it stands."""
+    return [1000 * (ord(name[0]) - 96) + position for position in range(count)]
+
+
+@pytest.fixture
+def batch() -> InputBatch:
+    """Requests of 4, 17 and 4 tokens in the blocks [0], [5, 6] and [11]; at most 128 blocks each."""
+    batch = InputBatch(max_num_seqs=4, max_model_len=2048, block_size=16)
+    for name, count, blocks in (("a", 4, [0]), ("b", 17, [5, 6]), ("c", 4, [11])):
+        batch.join(row(name, tokens_of(name, count), blocks))
+    return batch
+
+
+def names(batch: InputBatch) -> list[str]:
+    return [next(n for n in "abcdefgh" if batch._row_of.get(n) == i) for i in range(batch.num_rows)]
+
+
+def test_slot_mapping_of_the_worked_example(batch):
+    assert batch.block_table.shape == (4, 128)
+    inputs = batch.build((step("a", 0, 4), step("b", 0, 17), step("c", 0, 4)))
+    assert inputs.slots.tolist() == [0, 1, 2, 3, *range(80, 96), 96, 176, 177, 178, 179]
+    assert inputs.positions.tolist() == [*range(4), *range(17), *range(4)]
+    assert inputs.token_ids.tolist() == [*tokens_of("a", 4), *tokens_of("b", 17), *tokens_of("c", 4)]
+    assert inputs.query_start.tolist() == [0, 4, 21, 25]
+    assert inputs.context_lens.tolist() == [4, 17, 4]
+    assert inputs.sample_tokens.tolist() == [3, 20, 24]
+    assert inputs.sample_rows.tolist() == [0, 1, 2]
+
+
+def test_slot_mapping_alone():
+    table = np.array([[0, 0], [5, 6], [11, 0]], dtype=np.int32)
+    rows, positions = np.array([0, 1, 1, 1, 2]), np.array([3, 0, 15, 16, 3])
+    assert slot_mapping(table, rows, positions, 16).tolist() == [3, 80, 95, 96, 179]
+
+
+def test_slots_beyond_32_bits_do_not_overflow():
+    table = np.array([[2**30]], dtype=np.int32)
+    assert slot_mapping(table, np.array([0]), np.array([5]), 16).tolist() == [2**34 + 5]
+
+
+def test_single_token_requests_come_first_and_otherwise_the_order_stays(batch):
+    batch.join(row("d", tokens_of("d", 9), [20]))
+    inputs = batch.build((step("b", 0, 17), step("a", 3, 1), step("d", 2, 5, samples=0), step("c", 3, 1)))
+    assert inputs.order.tolist() == [1, 3, 0, 2]
+    assert inputs.rows.tolist() == [0, 2, 1, 3]
+    assert inputs.query_start.tolist() == [0, 1, 2, 19, 24]
+    assert inputs.token_ids.tolist() == [1003, 3003, *tokens_of("b", 17), *tokens_of("d", 9)[2:7]]
+    assert inputs.context_lens.tolist() == [4, 4, 17, 7]
+    assert (inputs.sample_tokens.tolist(), inputs.sample_rows.tolist()) == ([0, 1, 18], [0, 2, 1])
+
+
+def test_the_order_stays_among_many_requests():
+    batch = InputBatch(max_num_seqs=64, max_model_len=16, block_size=16)
+    for i in range(64):
+        batch.join(row(f"r{i}", tokens_of("a", 4), [i]))
+    inputs = batch.build(tuple(step(f"r{i}", 0, 1 + i % 3 % 2) for i in range(64)))
+    assert inputs.rows.tolist() == [*(i for i in range(64) if i % 3 != 1), *(i for i in range(64) if i % 3 == 1)]
+
+
+def test_requests_join_and_leave_in_the_same_arrays(batch):
+    arrays = (batch.token_ids, batch.num_tokens, batch.block_table)
+    assert batch.leave("a") == (0, 2)
+    assert names(batch) == ["c", "b"], "the last row moved into the hole"
+    assert batch.token_ids[0, :4].tolist() == tokens_of("c", 4)
+    assert (batch.num_tokens[:2].tolist(), batch.block_table[0, 0]) == ([4, 17], 11)
+    assert batch.leave("b") == (1, 1)
+    assert batch.join(row("d", tokens_of("d", 2), [7])) == 1
+    assert names(batch) == ["c", "d"]
+    assert all(
+        now is then for now, then in zip((batch.token_ids, batch.num_tokens, batch.block_table), arrays, strict=True)
+    )
+    with pytest.raises(KeyError):
+        batch.row("a")
+
+
+def test_a_batch_can_empty_and_fill_again(batch):
+    for name in "bca":
+        batch.leave(name)
+    assert batch.num_rows == 0
+    for name in "efgh":
+        batch.join(row(name, tokens_of(name, 3), [1]))
+    assert names(batch) == list("efgh")
+
+
+def test_append_adds_a_token_to_its_row(batch):
+    batch.append(np.array([2, 0]), np.array([77, 88]))
+    assert batch.num_tokens[:3].tolist() == [5, 17, 5]
+    assert batch.token_ids[0, :5].tolist() == [*tokens_of("a", 4), 88]
+    assert batch.token_ids[2, :5].tolist() == [*tokens_of("c", 4), 77]
+    inputs = batch.build((step("c", 4, 1), step("a", 4, 1)))
+    assert (inputs.token_ids.tolist(), inputs.slots.tolist()) == ([77, 88], [180, 4])
+
+
+def test_new_blocks_go_where_they_belong_and_copies_are_handed_on(batch):
+    scheduled = (
+        step("c", 4, 1),
+        step("b", 17, 16, allocation=Allocation(2, (30, 31))),
+        step("a", 3, 1, allocation=Allocation(0, (9,), copy=(0, 9))),
+    )
+    assert batch.apply_allocations(scheduled) == [(0, 9)]
+    assert batch.block_table[1, :4].tolist() == [5, 6, 30, 31]
+    assert (batch.block_table[0, 0], batch.block_table[2, 0]) == (9, 11)
+
+
+def test_the_last_token_of_the_window_fits():
+    batch = InputBatch(1, max_model_len=8, block_size=4)
+    batch.join(row("a", tokens_of("a", 7), [3, 1]))
+    batch.append(np.array([0]), np.array([5]))
+    assert batch.build((step("a", 7, 1),)).slots.tolist() == [7]
+    batch.append(np.array([0]), np.array([6]))  # the answer's last token, whose KV is never needed
+    assert batch.num_tokens[0] == 9
+
+
+def naive_build(rows: list[str], tokens: dict, tables: dict, scheduled: tuple, size: int) -> StepInputs:
+    """Token by token."""
+    order = [i for i, s in enumerate(scheduled) if s.num_tokens == 1]
+    order += [i for i, s in enumerate(scheduled) if s.num_tokens != 1]
+    token_ids, positions, slots, starts, lens, samples, sample_rows = [], [], [], [0], [], [], []
+    for i in order:
+        s = scheduled[i]
+        for position in range(s.num_computed_tokens, s.num_computed_tokens + s.num_tokens):
+            token_ids.append(tokens[s.request_id][position])
+            positions.append(position)
+            slots.append(tables[s.request_id][position // size] * size + position % size)
+        starts.append(len(positions))
+        lens.append(s.num_computed_tokens + s.num_tokens)
+        if s.num_samples:
+            samples.append(len(positions) - 1)
+            sample_rows.append(rows.index(s.request_id))
+    own = [rows.index(scheduled[i].request_id) for i in order]
+    return StepInputs(*map(np.array, (token_ids, positions, slots, starts, lens, own, samples, sample_rows, order)))
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32), block_size=st.sampled_from([1, 3, 16]))
+def test_built_arrays_equal_a_naive_build(seed, block_size):
+    rng = random.Random(seed)
+    window, seqs = 50, 6
+    batch = InputBatch(seqs, window, block_size)
+    rows: list[str] = []
+    tokens: dict[str, list[int]] = {}
+    tables: dict[str, list[int]] = {}
+    for i in range(40):
+        if rows and rng.random() < 0.3:
+            name = rng.choice(rows)
+            hole, last = batch.leave(name)
+            assert (hole, last) == (rows.index(name), len(rows) - 1)
+            rows[hole] = rows[last]
+            rows.pop()
+        elif len(rows) < seqs and rng.random() < 0.6:
+            name = f"r{i}"
+            tokens[name] = [rng.randrange(500) for _ in range(rng.randrange(1, window))]
+            tables[name] = [rng.randrange(1000) for _ in range(-(-len(tokens[name]) // block_size))]
+            rows.append(name)
+            assert batch.join(row(name, tokens[name], tables[name])) == len(rows) - 1
+        chosen = rng.sample(rows, rng.randrange(len(rows) + 1))
+        if not chosen:
+            continue
+        scheduled = []
+        for name in chosen:
+            start = rng.randrange(len(tokens[name]))
+            count = rng.choice([1, rng.randrange(1, len(tokens[name]) - start + 1)])
+            scheduled.append(step(name, start, count, samples=int(start + count == len(tokens[name]))))
+        built = batch.build(tuple(scheduled))
+        expected = naive_build(rows, tokens, tables, tuple(scheduled), block_size)
+        for name in StepInputs.__slots__:
+            assert getattr(built, name).tolist() == getattr(expected, name).tolist(), name
+        grown = [s.request_id for s in scheduled if s.num_samples and len(tokens[s.request_id]) < window]
+        if grown:
+            batch.append(np.array([rows.index(name) for name in grown]), np.array([7000 + i] * len(grown)))
+            for name in grown:
+                tokens[name].append(7000 + i)
+                if len(tokens[name]) > len(tables[name]) * block_size:
+                    block = rng.randrange(1000)
+                    new = Allocation(len(tables[name]), (block,))
+                    batch.apply_allocations((step(name, len(tokens[name]) - 1, 1, allocation=new),))
+                    tables[name].append(block)

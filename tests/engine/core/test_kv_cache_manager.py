@@ -1,0 +1,236 @@
+"""Blocks of requests: prefix hits, allocation all or nothing, copy on write, what stays cached after a request."""
+
+import pytest
+
+from kvstore.blocks.ids import Lineage, lineage_root
+from kvstore.blocks.pool import BlockPool
+from kvstore.engine.core.kv_cache_manager import Allocation, KVCacheManager
+from kvstore.engine.core.request import Request
+from kvstore.engine.sampling_params import SamplingParams
+
+BLOCK_SIZE = 4
+ROOTS = {tenant: lineage_root(b"secret", "model", tenant) for tenant in ("a", "b")}
+
+
+def new_request(name: str, tokens: list[int], tenant: str = "a", index: int = 0) -> Request:
+    params = SamplingParams(max_tokens=100)
+    return Request(name, tokens, params, 100, Lineage(ROOTS[tenant]), BLOCK_SIZE, seed=0, index=index)
+
+
+def compute(manager: KVCacheManager, request: Request, num_tokens: int) -> None:
+    request.num_computed_tokens += num_tokens
+    manager.cache_full_blocks(request)
+
+
+def run_prompt(manager: KVCacheManager, request: Request) -> list[int]:
+    """Admit a request with its hits and compute the rest of its prompt at once; returns the hits."""
+    hits = manager.match_prefix(request)
+    num_new = request.num_tokens - len(hits) * BLOCK_SIZE
+    assert manager.admit(request, hits, num_new)
+    compute(manager, request, num_new)
+    return hits
+
+
+@pytest.fixture
+def manager() -> KVCacheManager:
+    return KVCacheManager(BlockPool(12), BLOCK_SIZE)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
+def test_num_blocks_rounds_up(manager, num_tokens, num_blocks):
+    assert manager.num_blocks(num_tokens) == num_blocks
+
+
+def test_a_cold_prompt_has_no_hits(manager):
+    assert run_prompt(manager, new_request("r", list(range(10)))) == []
+
+
+def test_only_full_blocks_are_cached(manager):
+    request = new_request("r", list(range(10)))
+    run_prompt(manager, request)
+    assert [manager.pool.block_id(block) for block in request.block_numbers] == [*request.chain, None]
+    assert len(request.chain) == 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_hits"),
+    [
+        (list(range(12)), 2),  # a full prompt hit still computes the last token, so its block
+        (list(range(13)), 3),
+        ([*range(11), 99], 2),
+        ([*range(8), 99, 98, 97, 96, 95], 2),
+        ([0, 1, 2, 99, *range(4, 12)], 0),
+        (list(range(4)), 0),
+        (list(range(5)), 1),
+        ([7], 0),
+    ],
+)
+def test_hits_are_the_longest_known_prefix_and_leave_a_token_to_compute(manager, tokens, num_hits):
+    first = new_request("first", list(range(12)))
+    run_prompt(manager, first)
+    second = new_request("second", tokens)
+    assert run_prompt(manager, second) == first.block_numbers[:num_hits]
+    assert second.block_numbers[:num_hits] == first.block_numbers[:num_hits]
+    assert set(second.block_numbers[num_hits:]).isdisjoint(first.block_numbers)
+
+
+def test_a_forgotten_block_ends_the_hit(manager):
+    first = new_request("first", list(range(13)))
+    run_prompt(manager, first)
+    manager.free(first)
+    chain = first.chain
+    blocks = [manager.pool.lookup(block_id) for block_id in chain]
+    assert manager.pool.forget(blocks[1]) == blocks[1:]
+    assert manager.match_prefix(new_request("second", list(range(13)))) == [blocks[0]]
+
+
+def test_another_tenant_hits_nothing(manager):
+    run_prompt(manager, new_request("mine", list(range(12))))
+    assert run_prompt(manager, new_request("theirs", list(range(12)), tenant="b")) == []
+
+
+def test_blocks_of_an_ended_request_are_hit_and_its_counts_return_to_zero(manager):
+    first = new_request("first", list(range(12)))
+    run_prompt(manager, first)
+    blocks = list(first.block_numbers)
+    manager.free(first)
+    manager.pool.check_integrity()
+    assert (first.block_numbers, first.num_computed_tokens, first.num_hashed_blocks) == ([], 0, 0)
+    second = new_request("second", list(range(13)))
+    assert run_prompt(manager, second) == blocks
+    assert second.num_hashed_blocks == 3
+
+
+def test_admission_is_all_or_nothing():
+    manager = KVCacheManager(BlockPool(4), BLOCK_SIZE)
+    first = new_request("first", list(range(8)))
+    run_prompt(manager, first)
+    big = new_request("big", [*range(8), *range(50, 58)])
+    hits = manager.match_prefix(big)
+    assert len(hits) == 2
+    assert not manager.admit(big, hits, 9)
+    assert (big.block_numbers, manager.pool.num_free) == ([], 2)
+    assert [manager.pool.ref_count(block) for block in hits] == [1, 1]
+    assert manager.admit(big, hits, 8)
+    assert (len(big.block_numbers), manager.pool.num_free) == (4, 0)
+
+
+def test_free_hits_are_not_counted_as_room():
+    """The hit blocks are free, and so is exactly one more: three new blocks do not fit, though three are free."""
+    manager = KVCacheManager(BlockPool(3), BLOCK_SIZE)
+    first = new_request("first", list(range(9)))
+    run_prompt(manager, first)
+    manager.free(first)
+    assert manager.pool.num_free == 3
+    second = new_request("second", [*range(8), *range(60, 68)])
+    hits = manager.match_prefix(second)
+    assert not manager.admit(second, hits, 8)
+    assert manager.pool.num_free == 3
+    assert manager.admit(second, hits, 4)
+
+
+def test_allocate_grows_the_table_when_a_block_is_full(manager):
+    request = new_request("r", list(range(7)))
+    run_prompt(manager, request)
+    table = list(request.block_numbers)
+    request.append(7)
+    assert manager.allocate(request, 1).block_numbers == ()
+    compute(manager, request, 1)
+    request.append(8)
+    allocation = manager.allocate(request, 1)
+    assert allocation == Allocation(2, (request.block_numbers[2],))
+    assert request.block_numbers == [*table, *allocation.block_numbers]
+
+
+def test_allocate_takes_nothing_when_it_can_not_take_all():
+    manager = KVCacheManager(BlockPool(3), BLOCK_SIZE)
+    request = new_request("r", list(range(30)))
+    assert manager.admit(request, [], 4)
+    compute(manager, request, 4)
+    assert manager.allocate(request, 12) is None
+    assert (len(request.block_numbers), manager.pool.num_free) == (1, 2)
+    assert manager.allocate(request, 8) is not None
+
+
+def test_two_requests_that_compute_the_same_block_keep_one_id(manager):
+    """Both were admitted before either had computed: the second copy is not findable and goes first."""
+    one, two = new_request("one", list(range(8))), new_request("two", list(range(8)))
+    for request in (one, two):
+        assert manager.admit(request, manager.match_prefix(request), 8)
+    for request in (one, two):
+        compute(manager, request, 8)
+    assert [manager.pool.lookup(block_id) for block_id in one.chain] == one.block_numbers
+    assert [manager.pool.block_id(block) for block in two.block_numbers] == [None, None]
+    manager.free(one)
+    manager.free(two)
+    manager.pool.check_integrity()
+
+
+def family(manager: KVCacheManager, num_prompt: int, num_children: int) -> list[Request]:
+    """A request with its computed prompt and children that share its blocks; each has its own first token."""
+    tokens = list(range(num_prompt))
+    owner = new_request("owner", tokens)
+    run_prompt(manager, owner)
+    choices = [owner]
+    for i in range(1, num_children + 1):
+        child = new_request(f"child-{i}", tokens, index=i)
+        manager.share(owner, child)
+        choices.append(child)
+    for i, choice in enumerate(choices):
+        choice.append(1000 + i)
+    return choices
+
+
+def test_children_share_every_block_of_the_prompt(manager):
+    owner, *children = family(manager, 10, 2)
+    for child in children:
+        assert child.block_numbers == owner.block_numbers
+        assert (child.num_computed_tokens, child.num_hashed_blocks) == (10, 2)
+    assert [manager.pool.ref_count(block) for block in owner.block_numbers] == [3, 3, 3]
+    assert manager.pool.num_free == 12 - 3
+
+
+def test_the_partial_tail_is_copied_on_write_and_the_last_owner_writes_in_place(manager):
+    choices = family(manager, 10, 2)
+    tail, full = choices[0].block_numbers[2], choices[0].block_numbers[:2]
+    allocations = []
+    for choice in choices:
+        allocations.append(manager.allocate(choice, 1))
+        compute(manager, choice, 1)
+    privates = [allocation.block_numbers for allocation in allocations[:2]]
+    assert [a.copy for a in allocations] == [(tail, privates[0][0]), (tail, privates[1][0]), None]
+    assert [a.first_index for a in allocations[:2]] == [2, 2]
+    assert [c.block_numbers for c in choices] == [[*full, *privates[0]], [*full, *privates[1]], [*full, tail]]
+    assert [manager.pool.ref_count(c.block_numbers[2]) for c in choices] == [1, 1, 1]
+    assert [manager.pool.ref_count(block) for block in full] == [3, 3]
+    for choice in choices:
+        manager.free(choice)
+    manager.pool.check_integrity()
+
+
+def test_a_prompt_of_full_blocks_needs_no_copy(manager):
+    choices = family(manager, 8, 2)
+    allocations = [manager.allocate(choice, 1) for choice in choices]
+    assert [a.copy for a in allocations] == [None] * 3
+    assert len({a.block_numbers for a in allocations}) == 3
+
+
+def test_a_copy_that_does_not_fit_takes_nothing():
+    manager = KVCacheManager(BlockPool(3), BLOCK_SIZE)
+    owner, child = family(manager, 10, 1)
+    assert manager.allocate(owner, 1) is None
+    assert [manager.pool.ref_count(block) for block in owner.block_numbers] == [2, 2, 2]
+    manager.free(child)
+    assert manager.allocate(owner, 1).copy is None
+
+
+def test_tokens_of_the_answer_are_cached_when_their_block_is_full(manager):
+    request = new_request("r", list(range(6)))
+    run_prompt(manager, request)
+    for token in (100, 101, 102):
+        request.append(token)
+        assert manager.allocate(request, 1) is not None
+        compute(manager, request, 1)
+    assert [manager.pool.lookup(block_id) for block_id in request.chain] == request.block_numbers[:2]
+    longer = new_request("next turn", [*range(6), 100, 101, 102, 7, 7, 7])
+    assert manager.match_prefix(longer) == request.block_numbers[:2]

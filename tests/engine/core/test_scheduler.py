@@ -1,0 +1,439 @@
+"""The scheduler, driven in a house without a model that checks every step (see tests/support/house.py)."""
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvstore.engine.core.request import Status
+from tests.support.house import House, expected_answer, steps_of
+
+
+# -- the budget ------------------------------------------------------------------------------------------------------
+def test_a_prompt_is_computed_and_answered_by_the_plain_loop():
+    house, prompt = House(), list(range(10))
+    house.add("a", prompt, 6)
+    house.run()
+    house.check_answer("a", prompt, 6)
+    assert house.computed == {"a": 10 + 5}  # the last token's KV is never needed
+
+
+def test_a_long_prompt_goes_in_chunks_and_samples_only_at_its_end():
+    house, prompt = House(budget=16), list(range(50))
+    house.add("a", prompt, 2)
+    assert [steps_of(house.step())["a"] for _ in range(5)] == [
+        (0, 16, 0), (16, 16, 0), (32, 16, 0), (48, 2, 1), (50, 1, 1),
+    ]  # fmt: skip
+    house.run()
+    house.check_answer("a", prompt, 2)
+
+
+def test_decode_and_prefill_share_one_budget():
+    house = House(budget=16)
+    house.add("a", list(range(5)), 9)
+    house.step()
+    house.add("b", list(range(50, 80)), 3)
+    assert steps_of(house.step()) == {"a": (5, 1, 1), "b": (0, 15, 0)}
+    assert steps_of(house.step()) == {"a": (6, 1, 1), "b": (15, 15, 1)}
+    house.run()
+    house.check_answer("a", list(range(5)), 9)
+    house.check_answer("b", list(range(50, 80)), 3)
+
+
+def test_running_requests_go_before_waiting_ones():
+    house = House(budget=8)
+    house.add("long", list(range(24)), 2)
+    house.step()
+    house.add("short", [90, 91])
+    assert list(steps_of(house.step())) == ["long"]
+    assert steps_of(house.step()) == {"long": (16, 8, 1)}
+    assert steps_of(house.step()) == {"long": (24, 1, 1), "short": (0, 2, 1)}
+
+
+def test_a_budget_smaller_than_the_number_of_requests():
+    house = House(budget=3, seqs=8)
+    prompts = {f"r{i}": [i, i + 1] for i in range(8)}
+    for name, prompt in prompts.items():
+        house.add(name, prompt, 4)
+    house.run()
+    assert max(output.num_tokens for output in house.outputs) == 3
+    for name, prompt in prompts.items():
+        house.check_answer(name, prompt, 4)
+
+
+def test_a_budget_of_one_token():
+    house = House(budget=1, seqs=4)
+    for i in range(3):
+        house.add(f"r{i}", [i] * 6, 3, n=2)
+    house.run()
+    for i in range(3):
+        house.check_answer(f"r{i}", [i] * 6, 3, n=2)
+
+
+def test_no_more_requests_run_than_max_num_seqs():
+    house = House(seqs=2)
+    for i in range(5):
+        house.add(f"r{i}", [i] * 3, 3)
+    house.step()
+    assert (house.scheduler.num_running, house.scheduler.num_waiting) == (2, 3)
+    house.run()
+
+
+# -- order -----------------------------------------------------------------------------------------------------------
+def admission_order(policy: str) -> list[str]:
+    house = House(seqs=1, policy=policy)
+    for i, priority in enumerate([2, 0, 1, 0]):
+        house.add(f"r{i}", [i] * 3, 2, priority=priority)
+    house.run()
+    return [row.request.request_id for output in house.outputs for row in output.new_rows]
+
+
+def test_fcfs_takes_requests_as_they_came():
+    assert admission_order("fcfs") == ["r0", "r1", "r2", "r3"]
+
+
+def test_priority_takes_the_lowest_value_first_and_equals_as_they_came():
+    assert admission_order("priority") == ["r1", "r3", "r2", "r0"]
+
+
+def test_a_request_that_does_not_fit_is_not_overtaken():
+    house = House(num_blocks=6)
+    house.add("runs", [1] * 8, 6)
+    house.step()
+    house.add("big", list(range(50, 67)), 2)
+    house.add("small", [5, 6], 2)
+    assert list(steps_of(house.step())) == ["runs"]
+    house.run()
+    assert [row.request.request_id for output in house.outputs for row in output.new_rows] == ["runs", "big", "small"]
+
+
+# -- preemption ------------------------------------------------------------------------------------------------------
+def test_the_latest_is_preempted_and_hits_its_own_blocks_when_it_resumes():
+    house = House(num_blocks=8, block_size=4)
+    prompts = {"first": list(range(8)), "second": list(range(50, 62))}
+    house.add("first", prompts["first"], 14)
+    house.add("second", prompts["second"], 6)
+    while not house.scheduler.num_preemptions:
+        output = house.step()
+    assert output.left == ("second",)
+    victim = house.requests["second"]
+    assert (victim.status, victim.block_numbers, victim.num_preemptions) == (Status.WAITING, [], 1)
+    # All of its full blocks stay findable but the one that was given away.
+    assert [house.pool.lookup(i) is not None for i in victim.chain[:3]] == [True, True, True]
+    house.run()
+    joins = [row.request.request_id for output in house.outputs for row in output.new_rows]
+    assert joins == ["first", "second", "second"]
+    resumed = next(s for o in house.outputs if o.new_rows[:1] and o is not house.outputs[0] for s in o.scheduled[-1:])
+    assert resumed.request_id == "second"
+    assert resumed.num_computed_tokens > 0, "a resumed request hits what it had computed"
+    for name, num_output in (("first", 14), ("second", 6)):
+        house.check_answer(name, prompts[name], num_output)
+    assert victim.cached.total == 0, "what it hit of its own is no saved prompt token"
+
+
+def test_a_preempted_request_of_low_priority_is_not_the_latest_arrival():
+    house = House(num_blocks=8, policy="priority")
+    house.add("low", list(range(50, 62)), 6, priority=5)
+    house.add("high", list(range(8)), 14, priority=1)
+    house.run()
+    assert house.requests["low"].num_preemptions > 0
+    assert house.requests["high"].num_preemptions == 0
+    house.check_answer("low", list(range(50, 62)), 6)
+    house.check_answer("high", list(range(8)), 14)
+
+
+def test_nobody_is_admitted_in_a_step_that_preempts():
+    """It would take the room of the request that was just put back, in chunks as small as the budget leaves."""
+    house = House(num_blocks=8, budget=9)
+    for i in range(4):
+        house.add(f"r{i}", [10 * i + j for j in range(8)], 12)
+    house.run()  # `step` asserts it
+    assert house.scheduler.num_preemptions > 0
+    assert sum(len(output.new_rows) for output in house.outputs) == 4 + house.scheduler.num_preemptions
+
+
+def test_one_request_that_fills_the_whole_pool():
+    house, prompt = House(num_blocks=5, block_size=4), list(range(10))
+    house.add("a", prompt, 10)
+    house.add("b", [*prompt, 50], 9)
+    house.run()
+    house.check_answer("a", prompt, 10)
+    house.check_answer("b", [*prompt, 50], 9)
+
+
+# -- abort -----------------------------------------------------------------------------------------------------------
+def test_abort_while_waiting():
+    house = House(seqs=1)
+    house.add("a", [1, 2, 3], 5)
+    house.add("b", [4, 5, 6], 5)
+    house.step()
+    house.scheduler.finish("b", "abort")
+    house.check()
+    assert (house.scheduler.num_waiting, house.requests["b"].finish_reason) == (0, "abort")
+    house.run()
+    house.check_answer("a", [1, 2, 3], 5)
+    assert "b" not in house.answers
+
+
+def test_abort_while_running():
+    house = House()
+    house.add("a", list(range(9)), 50)
+    house.add("b", list(range(20, 29)), 5)
+    for _ in range(3):
+        house.step()
+    house.scheduler.finish("a", "abort")
+    assert house.pool.num_free == 64 - len(house.requests["b"].block_numbers)
+    assert house.step().left == ("a",)
+    house.run()
+    house.check_answer("b", list(range(20, 29)), 5)
+    assert house.answers["a"] == expected_answer(list(range(9)), 3)
+
+
+def test_abort_in_the_middle_of_a_prompt():
+    house = House(budget=4)
+    house.add("a", list(range(20)), 5)
+    house.step()
+    house.scheduler.finish("a", "abort")
+    house.run()
+    assert house.pool.num_cached == 1  # what was computed is worth keeping
+    assert house.answers == {}
+
+
+def test_abort_between_schedule_and_update():
+    house = House()
+    house.add("a", list(range(6)), 5)
+    house.step()
+    output = house.scheduler.schedule()
+    house.scheduler.finish("a", "abort")
+    assert house.scheduler.update(output, [[5]]) == []
+    assert house.requests["a"].num_output_tokens == 1
+    assert house.scheduler.schedule().left == ("a",)
+    house.pool.check_integrity()
+
+
+def test_abort_of_a_choice_that_is_not_born_yet():
+    house, prompt = House(budget=4), list(range(10))
+    house.add("a", prompt, 4, n=3)
+    house.step()
+    house.scheduler.finish("a/1", "abort")
+    assert house.scheduler.num_waiting == 0
+    house.run()
+    assert "a/1" not in house.answers
+    assert house.answers["a"] == expected_answer(prompt, 4)
+    assert house.answers["a/2"] == expected_answer(prompt, 4, 2)
+
+
+def test_abort_of_the_first_choice_before_its_prompt_is_computed_ends_all():
+    house = House(budget=4)
+    house.add("a", list(range(10)), 4, n=3)
+    house.step()
+    house.scheduler.finish("a", "abort")
+    assert house.scheduler.requests == {}
+    assert [house.requests[i].finish_reason for i in ("a", "a/1", "a/2")] == ["abort"] * 3
+    house.run()
+
+
+def test_abort_of_a_choice_that_waits_with_shared_blocks():
+    house, prompt = House(seqs=1), list(range(10))
+    house.add("a", prompt, 4, n=3)
+    house.step()
+    waiting = house.requests["a/1"]
+    assert (waiting.status, len(waiting.block_numbers)) == (Status.WAITING, 3)
+    house.scheduler.finish("a/1", "abort")
+    assert [house.pool.ref_count(block) for block in house.requests["a"].block_numbers] == [2, 2, 2]
+    house.run()
+    assert house.answers["a/2"] == expected_answer(prompt, 4, 2)
+    assert house.answers["a/1"] == expected_answer(prompt, 1, 1)
+
+
+def test_abort_of_the_first_choice_after_the_others_are_born_leaves_them():
+    house, prompt = House(), list(range(10))
+    house.add("a", prompt, 6, n=3)
+    house.step()
+    house.scheduler.finish("a", "abort")
+    house.run()
+    for i in (1, 2):
+        assert house.answers[f"a/{i}"] == expected_answer(prompt, 6, i)
+
+
+def test_abort_while_preempted():
+    house = House(num_blocks=8)
+    house.add("first", list(range(8)), 14)
+    house.add("second", list(range(50, 62)), 6)
+    while not house.scheduler.num_preemptions:
+        house.step()
+    house.scheduler.finish("second", "abort")
+    house.run()
+    house.check_answer("first", list(range(8)), 14)
+    assert house.requests["second"].finish_reason == "abort"
+
+
+def test_ending_what_has_ended_or_never_was_does_nothing():
+    house = House()
+    house.add("a", [1, 2], 2)
+    house.run()
+    house.scheduler.finish("a", "abort")
+    house.scheduler.finish("nobody", "abort")
+    house.check_idle()
+    assert house.requests["a"].finish_reason == "length"
+
+
+# -- n > 1 -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("budget", [3, 5, 64])
+@pytest.mark.parametrize("num_prompt", [1, 4, 10, 12])
+def test_the_prompt_of_n_choices_is_computed_once(num_prompt, budget):
+    house, prompt, n, num_output = House(budget=budget), list(range(num_prompt)), 5, 4
+    house.add("a", prompt, num_output, n=n)
+    house.run()
+    assert house.computed == {"a": num_prompt + n * (num_output - 1)}
+    house.check_answer("a", prompt, num_output, n=n)
+
+
+def test_choices_share_full_blocks_and_copy_the_partial_tail_but_once_each():
+    house, prompt, n = House(), list(range(10)), 4
+    house.add("a", prompt, 6, n=n)
+    house.step()
+    choices = [request for name, request in house.requests.items() if name.startswith("a")]
+    assert {tuple(choice.block_numbers) for choice in choices} == {tuple(choices[0].block_numbers)}
+    tail = choices[0].block_numbers[2]
+    house.step()
+    assert [source for source, _ in house.copies] == [tail] * (n - 1), "the last owner writes in place"
+    assert [choice.block_numbers[:2] for choice in choices] == [choices[0].block_numbers[:2]] * n
+    assert len({choice.block_numbers[2] for choice in choices}) == n
+    assert choices[-1].block_numbers[2] == tail
+    house.run()
+    assert len(house.copies) == n - 1
+    house.check_answer("a", prompt, 6, n=n)
+
+
+def test_a_prompt_of_whole_blocks_is_shared_without_a_copy():
+    house = House()
+    house.add("a", list(range(8)), 5, n=4)
+    house.run()
+    assert house.copies == []
+    house.check_answer("a", list(range(8)), 5, n=4)
+
+
+def test_choices_of_one_token_end_when_they_are_born():
+    house = House()
+    house.add("a", list(range(6)), 1, n=3)
+    house.step()
+    assert house.scheduler.requests == {}
+    house.run()
+    house.check_answer("a", list(range(6)), 1, n=3)
+
+
+def test_every_choice_reports_the_tokens_that_its_prompt_hit():
+    house = House()
+    house.add("warm", list(range(9)), 2)
+    house.run()
+    house.add("a", [*range(8), 70, 71], 3, n=3)
+    house.run()
+    assert [house.requests[i].cached.hbm for i in ("a", "a/1", "a/2")] == [8, 8, 8]
+    assert house.computed["a"] == 2 + 3 * 2
+
+
+def test_more_choices_than_the_pool_has_room_for():
+    """Six tokens of prompt in two of four blocks: choices have to give back the shared blocks and find them again."""
+    house, prompt, n = House(num_blocks=4, block_size=4, seqs=8), list(range(6)), 6
+    house.add("a", prompt, 9, n=n)
+    house.run()
+    house.check_answer("a", prompt, 9, n=n)
+
+
+def test_waiting_choices_give_back_their_blocks_for_a_request_that_runs():
+    """The older request needs the whole pool while choices of the younger one wait with a share of theirs."""
+    house = House(num_blocks=6, block_size=4, seqs=2)
+    house.add("old", list(range(8)), 16)
+    house.add("young", list(range(50, 56)), 9, n=3)
+    dropped = False
+    while house.scheduler.has_work:
+        house.step()
+        born = [house.requests[f"young/{i}"] for i in (1, 2)]
+        dropped |= any(c.status is Status.WAITING and c.num_output_tokens and not c.block_numbers for c in born)
+    assert dropped
+    assert house.requests["old"].num_preemptions == 0
+    house.check_idle()
+    house.check_answer("old", list(range(8)), 16)
+    house.check_answer("young", list(range(50, 56)), 9, n=3)
+
+
+# -- invariants ------------------------------------------------------------------------------------------------------
+def test_invariant_6_every_count_is_zero_when_idle():
+    house = House(num_blocks=8, seqs=3, budget=7)
+    for i in range(6):
+        house.add(f"r{i}", list(range(10 * i, 13 + 12 * i)), 5, n=1 + i % 3)
+    for _ in range(4):
+        house.step()
+    house.scheduler.finish("r0", "abort")
+    house.scheduler.finish("r4", "abort")
+    house.run()  # ends with check_idle
+    assert house.scheduler.num_preemptions > 0
+
+
+def test_invariant_7_what_waits_and_is_aborted_leaves_nothing_behind():
+    """A server under load takes and loses requests for days while the queue never runs empty."""
+    house = House(seqs=1, window=4000, num_blocks=2000)
+    house.add("runs", [1, 2, 3], 3000)
+    house.add("waits", [1, 2, 3], 2)
+    house.step()
+    for i in range(2000):
+        house.add(f"r{i}", [i % 90] * 3, 2, n=2)
+        house.scheduler.finish(f"r{i}", "abort")
+        assert house.scheduler.num_waiting == 1
+        assert set(house.scheduler.requests) == {"runs", "waits"}
+    house.scheduler.finish("runs", "abort")
+    house.run()
+    house.check_answer("waits", [1, 2, 3], 2)
+
+
+def test_invariant_7_the_pool_never_gives_more_than_it_has():
+    house = House(num_blocks=7, seqs=4, budget=9)
+    for i in range(12):
+        house.add(f"r{i}", [i % 3] * 9, 8, n=1 + i % 2)
+    while house.scheduler.has_work:
+        house.step()
+        used = {block for request in house.requests.values() for block in request.block_numbers}
+        assert len(used) + house.pool.num_free == 7
+    assert house.scheduler.num_preemptions > 0
+
+
+# -- at random -------------------------------------------------------------------------------------------------------
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 2**32),
+    num_blocks=st.integers(8, 24),
+    block_size=st.sampled_from([1, 2, 4]),
+    seqs=st.integers(1, 6),
+    budget=st.integers(1, 24),
+    policy=st.sampled_from(["fcfs", "priority"]),
+)
+def test_random_arrivals_and_aborts_give_what_the_plain_loop_gives(seed, num_blocks, block_size, seqs, budget, policy):
+    rng = random.Random(seed)
+    house = House(num_blocks, block_size, seqs, budget, policy=policy)
+    stems = [[rng.randrange(9) for _ in range(12)] for _ in range(2)]
+    room = num_blocks * block_size
+    asked, aborted = {}, set()
+    for i in range(rng.randrange(1, 12)):
+        for _ in range(rng.randrange(4)):
+            house.step()
+        if asked and rng.random() < 0.3:
+            victim = rng.choice(sorted(asked))
+            aborted.add(victim)
+            for name in [name for name in house.requests if name.split("/")[0] == victim]:
+                house.scheduler.finish(name, "abort")
+            house.check()
+        prompt = (rng.choice(stems)[: rng.randrange(1, 13)] + [rng.randrange(9) for _ in range(rng.randrange(6))])[
+            : room - 1
+        ]
+        num_output = rng.randrange(1, min(12, room - len(prompt)) + 1)
+        asked[f"r{i}"] = (prompt, num_output, rng.choice([1, 1, 2, 4]))
+        house.add(f"r{i}", prompt, num_output, asked[f"r{i}"][2], priority=rng.randrange(3))
+    house.run()
+    for name, (prompt, num_output, n) in asked.items():
+        for i in range(n):
+            request_id = f"{name}/{i}" if i else name
+            answer = house.answers.get(request_id, [])
+            expected = expected_answer(prompt, num_output, i)
+            assert answer == (expected[: len(answer)] if name in aborted else expected), request_id

@@ -1,0 +1,408 @@
+"""Loads, saves and forwards that fail: what they touched is computed again, nothing wrong is kept, nothing is held.
+
+Invariants 1, 6 and 8 of the design under injected failures. Small random models in float32; all answers are greedy.
+"""
+
+import threading
+
+import pytest
+
+import kvstore.memory.transfer
+import kvstore.store.tiered
+from kvstore.kernels import block_copy
+from tests.support.by_hand import by_hand
+from tests.support.engines import (
+    LLAMA_BLOCK_BYTES,
+    Plain,
+    ask,
+    cached,
+    counters,
+    evict_cpu,
+    greedy,
+    open_engine,
+    save_model,
+    settle,
+)
+from tests.support.engines import tokens as some_tokens
+
+NUM_LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("failing"), tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    plain = Plain(model)
+    yield plain
+    plain.engine.close()
+
+
+@pytest.fixture
+def engine(model, tmp_path):
+    with by_hand(open_engine(model, tmp_path / "store")) as engine:
+        yield engine
+        engine.check_integrity()
+
+
+class Failing:
+    """`BlockLoad.load_layer` that raises at one layer, `times` times."""
+
+    def __init__(self, monkeypatch, layer: int, times: int = 1_000_000) -> None:
+        self.num_failures, self.left, self.layer = 0, times, layer
+        original = block_copy.BlockLoad.load_layer
+
+        def load_layer(load, layer, key_cache, value_cache):
+            if layer == self.layer and self.left > 0:
+                self.left -= 1
+                self.num_failures += 1
+                key_cache[load._block_numbers] = 1e3  # garbage, as a load that was torn
+                raise RuntimeError("injected")
+            original(load, layer, key_cache, value_cache)
+
+        monkeypatch.setattr(block_copy.BlockLoad, "load_layer", load_layer)
+
+
+def store_and_evict(engine, prompt, count: int = 4) -> None:
+    ask(engine, prompt, count)
+    settle(engine)
+    engine.loop.pool.evict_all()
+
+
+@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+def test_invariant_1_two_requests_that_share_loading_blocks_both_recompute_when_the_load_fails(
+    engine, plain, monkeypatch, layer
+):
+    stem = some_tokens(1, 100)
+    store_and_evict(engine, stem)
+    failing = Failing(monkeypatch, layer, times=1)
+    prompts = [stem + some_tokens(2, 9), stem + some_tokens(3, 5)]
+    handles = [engine.submit(prompt, greedy(6)) for prompt in prompts]
+    engine.step()
+    assert failing.num_failures == 1
+    assert [handle.output.token_ids for handle in handles] == [[], []], "a sample of the failed step leaked"
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    assert [handle.output.token_ids for handle in handles] == [plain(prompt, 6) for prompt in prompts]
+    assert counters(engine)["load_failures"] == 6 and engine.loop.scheduler.num_failed_loads == 2
+    settle(engine)
+    for prompt in prompts:  # what was stored by them is right
+        engine.loop.pool.evict_all()
+        out = ask(engine, prompt + plain(prompt, 6), 5)
+        assert sum(cached(out)) == (len(prompt) + 6 - 1) // 16 * 16
+        assert out.token_ids == plain(prompt + plain(prompt, 6), 5)
+
+
+@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+def test_invariant_8_what_a_failed_step_saved_is_never_published(engine, plain, monkeypatch, layer):
+    """The step computes whole blocks behind the loaded ones: on garbage, under exact ids."""
+    stem, rest = some_tokens(4, 64), some_tokens(5, 60)
+    store_and_evict(engine, stem)
+    saved = engine.connector._transfer
+    original, ended = saved.end, threading.Event()
+
+    def end(succeeded=True):
+        """The save's thread is given the time to be done before anybody learns of the failure."""
+        original(succeeded)
+        wake = threading.Event()
+        wake.wait(0.2)
+        ended.set()
+
+    monkeypatch.setattr(saved, "end", end)
+    Failing(monkeypatch, layer, times=1)
+    prompt = stem + rest
+    handle = engine.submit(prompt, greedy(4))
+    engine.step()
+    monkeypatch.setattr(saved, "end", original)
+    while engine.has_work:
+        engine.step()
+    assert ended.is_set() and handle.output.token_ids == plain(prompt, 4)
+    settle(engine)
+    engine.loop.pool.evict_all()
+    again = ask(engine, [*prompt, 7], 6)
+    assert again.token_ids == plain([*prompt, 7], 6)
+    engine.loop.pool.evict_all()
+    evict_cpu(engine)
+    assert ask(engine, [*prompt, 7], 6).token_ids == plain([*prompt, 7], 6)
+
+
+def test_invariant_1_a_failure_of_one_plan_leaves_the_other_requests_right(engine, plain, monkeypatch):
+    """One loads, one hits HBM, one decodes, one computes: whoever does not refer to a failed block keeps its tokens."""
+    loading, hitting, decoding, new = (some_tokens(seed, 50) for seed in (6, 7, 8, 9))
+    store_and_evict(engine, loading)
+    ask(engine, hitting)
+    running = engine.submit(decoding, greedy(12))
+    for _ in range(4):
+        engine.step()
+    Failing(monkeypatch, 1, times=1)
+    prompts = [[*loading, 1], [*hitting, 2], new]
+    handles = [engine.submit(prompt, greedy(6)) for prompt in prompts]
+    engine.step()
+    assert [len(handle.output.token_ids) for handle in handles] == [0, 1, 1]
+    while engine.has_work:
+        engine.step()
+    assert [handle.output.token_ids for handle in handles] == [plain(prompt, 6) for prompt in prompts]
+    assert running.output.token_ids == plain(decoding, 12)
+    settle(engine)
+    engine.loop.pool.evict_all()
+    for prompt in [*prompts, decoding + plain(decoding, 12)]:
+        assert ask(engine, prompt, 6).token_ids == plain(prompt, 6)
+
+
+def test_invariant_1_a_load_that_fails_while_a_prefill_is_chunked(model, plain, tmp_path, monkeypatch):
+    stem = some_tokens(10, 96)
+    prompt = stem + some_tokens(11, 70)
+    with by_hand(open_engine(model, tmp_path / "s", max_num_batched_tokens=24, max_num_seqs=4)) as engine:
+        store_and_evict(engine, stem)
+        Failing(monkeypatch, 2, times=1)
+        handles = [engine.submit(prompt, greedy(5)), engine.submit([*prompt[:130], 3], greedy(5))]
+        while engine.has_work:
+            engine.step()
+            engine.check_integrity()
+        assert handles[0].output.token_ids == plain(prompt, 5)
+        assert handles[1].output.token_ids == plain([*prompt[:130], 3], 5)
+        settle(engine)
+        engine.loop.pool.evict_all()
+        out = ask(engine, [*prompt, 9])
+        assert cached(out)[1] == 160 and out.token_ids == plain([*prompt, 9], 4)
+
+
+def test_invariant_1_loads_that_fail_for_ever_end_in_computing(engine, plain, monkeypatch):
+    prompts = [some_tokens(seed, 70) for seed in range(20, 24)]
+    for prompt in prompts:
+        store_and_evict(engine, prompt)
+    failing = Failing(monkeypatch, 0)
+    for _ in range(3):
+        engine.loop.pool.evict_all()
+        outs = engine.generate([[*prompt, 1] for prompt in prompts], greedy(4))
+        assert [out.token_ids for out in outs] == [plain([*prompt, 1], 4) for prompt in prompts]
+        engine.check_integrity()
+    assert failing.num_failures >= 3 and counters(engine)["load_failures"] >= 12
+    monkeypatch.undo()
+    engine.loop.pool.evict_all()
+    assert sum(cached(ask(engine, [*prompts[0], 1]))) == 64, "it loads again when loads work again"
+
+
+def test_a_spliced_chain_whose_load_fails_becomes_exact_and_so_does_its_session(engine, plain, monkeypatch):
+    chat = engine.chat("session", system="Be kind.")
+    for turn in range(7):
+        chat.send(f"This is message number {turn} of a long talk.", greedy(10))
+    settle(engine)
+    engine.loop.pool.evict_all()
+    failing = Failing(monkeypatch, 1)
+    while not chat.truncated_tokens:
+        out = chat.send("And this is one more message, of a talk that is long.", greedy(10))
+    assert failing.num_failures and cached(out)[3] >= 0
+    assert chat.lineage.splice_index is None and out.token_ids == plain(out.prompt_token_ids, 10)
+    monkeypatch.undo()
+    state = engine.sessions.load(chat._key)
+    assert (state.first_reencoded, state.chain) == (None, chat.chain)
+    settle(engine)
+    engine.loop.pool.evict_all()
+    out = chat.send("Next.", greedy(5))
+    assert cached(out)[3] == 0 and cached(out)[1] > 0
+    assert out.token_ids == plain(out.prompt_token_ids, 5)
+
+
+# -- the forward ------------------------------------------------------------------------------------------------------
+def test_invariant_6_a_forward_that_raises_while_loads_and_saves_are_in_flight(engine, plain, monkeypatch):
+    """The loads of the failed step must not land in blocks that the next step computes."""
+    stem = some_tokens(30, 96)
+    store_and_evict(engine, stem)
+    attend = block_copy.BlockLoad.load_layer
+    go = threading.Event()
+
+    def slow(load, layer, key_cache, value_cache):
+        go.wait(0.1)
+        attend(load, layer, key_cache, value_cache)
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("injected: the device is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block_copy.BlockLoad, "load_layer", slow)
+        with patch.context() as inner:
+            inner.setattr(engine.loop.runner.model, "forward", broken, raising=False)
+            with pytest.raises(RuntimeError, match="device is lost"):
+                ask(engine, [*stem, 1])
+        others = [some_tokens(seed, 60) for seed in (31, 32)]
+        outs = engine.generate(others, greedy(6))
+        assert [out.token_ids for out in outs] == [plain(prompt, 6) for prompt in others]
+        go.wait(0.4)  # loads that were left behind would have landed
+        for prompt in others:
+            out = ask(engine, [*prompt, 1], 6)
+            assert cached(out)[0] == 48 and out.token_ids == plain([*prompt, 1], 6)
+    engine.check_integrity()
+    settle(engine)
+    assert engine.loop.scheduler.num_failed_loads == 0
+    for prompt in [*others, stem]:
+        engine.loop.pool.evict_all()
+        assert ask(engine, [*prompt, 2], 6).token_ids == plain([*prompt, 2], 6)
+
+
+@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+def test_invariant_8_a_forward_that_raises_in_its_middle_stores_nothing_of_its_step(engine, plain, monkeypatch, layer):
+    prompt = some_tokens(40 + layer, 90)
+    save = engine.connector.save_kv_layer
+
+    def failing(number, key, value):
+        if number == layer:
+            raise RuntimeError("injected")
+        save(number, key, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.connector, "save_kv_layer", failing)
+        with pytest.raises(RuntimeError, match="injected"):
+            ask(engine, prompt)
+    settle(engine)
+    assert counters(engine)["saved"] == 0 and engine.connector._cpu.pool.num_cached == 0
+    out = ask(engine, prompt, 6)
+    assert sum(cached(out)) == 0 and out.token_ids == plain(prompt, 6)
+    settle(engine)
+    engine.loop.pool.evict_all()
+    out = ask(engine, [*prompt, 1], 6)
+    assert cached(out)[1] == 80 and out.token_ids == plain([*prompt, 1], 6)
+
+
+def test_invariant_6_a_failed_load_of_a_failed_step_does_not_hit_the_next_step(engine, plain, monkeypatch):
+    """Block numbers of a load that failed beside its forward say nothing about the requests that have them next."""
+    stem = some_tokens(50, 96)
+    store_and_evict(engine, stem)
+    with monkeypatch.context() as patch:
+        Failing(patch, 0, times=1)
+
+        def broken(*args, **kwargs):
+            raise RuntimeError("injected")
+
+        patch.setattr(engine.loop.runner.model, "forward", broken, raising=False)
+        with pytest.raises(RuntimeError, match="injected"):
+            ask(engine, [*stem, 1])
+    prompt = some_tokens(51, 90)
+    assert ask(engine, prompt, 6).token_ids == plain(prompt, 6)
+    assert engine.loop.scheduler.num_failed_loads == 0
+
+
+# -- saves -------------------------------------------------------------------------------------------------------------
+class FailingSave:
+    """Saves that raise in the steps `numbers`, counted from its making. A step may be saved layer by layer."""
+
+    def __init__(self, monkeypatch, numbers):
+        self.num_failures, self.step = 0, -1
+
+        def failing(original):
+            def save(arena, layers, *args):
+                begins = layers[0][0] == 0
+                self.step += begins
+                if self.step in numbers:
+                    self.num_failures += begins
+                    raise RuntimeError("no memory for this copy")
+                original(arena, layers, *args)
+
+            return save
+
+        for name in ("save_layers", "save_few"):
+            monkeypatch.setattr(kvstore.memory.transfer, name, failing(getattr(kvstore.memory.transfer, name)))
+
+
+@pytest.mark.parametrize("number", [0, 1, 5, 15, 16, 17, 20])
+def test_invariant_8_a_save_that_failed_is_made_up_for_by_a_later_turn(engine, plain, monkeypatch, number):
+    """Call 0 is the prompt's step, the others are decode steps that write one token of a block each."""
+    prompt = some_tokens(60 + number, 70)
+    failing = FailingSave(monkeypatch, {number})
+    first = ask(engine, prompt, 40)
+    assert first.token_ids == plain(prompt, 40)
+    settle(engine)
+    assert failing.num_failures == 1
+    monkeypatch.undo()
+    history = prompt + first.token_ids
+    engine.loop.pool.evict_all()
+    check = ask(engine, [*history, 1], 8)
+    assert check.token_ids == plain([*history, 1], 8), "a block was stored without some of its tokens"
+    assert sum(cached(check)) < 96
+    settle(engine)
+    engine.loop.pool.evict_all()
+    out = ask(engine, [*history, 2], 8)
+    assert sum(cached(out)) == 96 and out.token_ids == plain([*history, 2], 8)
+
+
+def test_invariant_8_a_failed_save_stops_a_hit_in_hbm_until_it_is_closed(engine, plain, monkeypatch):
+    prompt = some_tokens(90, 70)
+    FailingSave(monkeypatch, {0})
+    first = ask(engine, prompt, 20)
+    settle(engine)
+    monkeypatch.undo()
+    history = prompt + first.token_ids
+    again = ask(engine, [*history, 1], 4)  # all of it is in HBM, nothing is stored
+    assert sum(cached(again)) == 0 and again.token_ids == plain([*history, 1], 4)
+    assert cached(ask(engine, [*history, 2], 4))[0] == 80
+    settle(engine)
+    engine.loop.pool.evict_all()
+    out = ask(engine, [*history, 3], 4)
+    assert cached(out)[1] == 80 and out.token_ids == plain([*history, 3], 4)
+
+
+def test_invariant_8_a_choice_that_shares_its_owners_block_leaves_no_lasting_hole(engine, plain):
+    """The second of two choices begins in a block whose first tokens another one computed."""
+    from kvstore import SamplingParams
+
+    prompt = some_tokens(95, 40)
+    params = SamplingParams(n=2, max_tokens=40, temperature=1.5, ignore_eos=True, seed=5)
+    choices = engine.generate([prompt], params)[0].choices
+    for choice in choices:
+        history = prompt + choice.token_ids
+        ask(engine, [*history, 1])
+        settle(engine)
+    engine.loop.pool.evict_all()
+    for choice in choices:
+        history = prompt + choice.token_ids
+        out = ask(engine, [*history, 2], 6)
+        assert sum(cached(out)) == 80 and out.token_ids == plain([*history, 2], 6)
+
+
+# -- reads -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("cpu", ["2MiB", 0])
+def test_invariant_1_a_stored_chain_larger_than_the_free_slots_is_loaded_as_far_as_they_go(
+    model, plain, tmp_path, monkeypatch, cpu
+):
+    """Writes that fail hold their slots: a request that cannot get enough must not wait for ever."""
+    monkeypatch.setattr(kvstore.store.tiered, "STAGING_BYTES", 0)
+    if cpu:
+        cpu = 40 * LLAMA_BLOCK_BYTES
+    with by_hand(open_engine(model, tmp_path / "s", cpu=cpu, max_num_seqs=2)) as engine:
+        prompt = some_tokens(97, 200)
+        store_and_evict(engine, prompt)
+        evict_cpu(engine)
+        pool = engine.connector._cpu.pool
+        with engine.connector._lock:  # as if what cannot be written stood there
+            held = pool.allocate(pool.num_free - 5)
+        handle = engine.submit([*prompt, 1], greedy(4))
+        for _ in range(300):
+            if handle.done:
+                break
+            engine.step()
+        done = handle.done
+        with engine.connector._lock:
+            pool.release(held)
+        engine.abort(handle)
+        assert done, "it waits for slots that nobody will give back"
+        assert handle.output.token_ids == plain([*prompt, 1], 4)
+
+
+def test_invariant_1_reads_that_fail_end_in_computing_and_are_counted(engine, plain, monkeypatch):
+    from kvstore.blocks.records import ReadResult
+    from kvstore.disk.tier import DiskTier
+
+    prompt = some_tokens(98, 100)
+    store_and_evict(engine, prompt)
+    evict_cpu(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "read", lambda *_: ReadResult.FAILED)
+        out = ask(engine, [*prompt, 1], 5)
+        assert sum(cached(out)) == 0 and out.token_ids == plain([*prompt, 1], 5)
+    assert counters(engine)["read_failures"] == {"failed": 6}
+    evict_cpu(engine)
+    engine.loop.pool.evict_all()
+    assert cached(ask(engine, [*prompt, 2]))[2] == 96, "the blocks are still on disk"

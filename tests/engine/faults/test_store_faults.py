@@ -1,0 +1,486 @@
+"""The engine on a store that fails under it: killed, full, slow, damaged, owned by two, forked, never closed.
+
+Invariants 3, 5 and 7 of the design. `--long` (or KVSTORE_LONG_TESTS=1) makes the kill loop long.
+"""
+
+import json
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import kvstore.store.tiered
+from kvstore.disk.tier import DiskTier
+from kvstore.errors import DegradedError, EngineClosedError, StoreLockedError
+from kvstore.sessions.store import SessionKey
+from tests.support.by_hand import by_hand
+from tests.support.engines import (
+    Plain,
+    ask,
+    cached,
+    counters,
+    evict_cpu,
+    greedy,
+    open_engine,
+    save_model,
+    settle,
+    tokens,
+)
+
+NUM_ROUNDS, NUM_LONG_ROUNDS = 6, 200
+CHILD = Path(__file__).parents[2] / "children/store_child.py"
+ROOT = CHILD.parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("faults"), tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    plain = Plain(model)
+    yield plain
+    plain.engine.close()
+
+
+@pytest.fixture
+def store(tmp_path):
+    return tmp_path / "store"
+
+
+class Nursery:
+    """A process that has imported everything and forks a child for each job."""
+
+    def __init__(self, model: str, *command: str) -> None:
+        self.process = subprocess.Popen(
+            [*command, sys.executable, str(CHILD), model], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=ENVIRONMENT, cwd=ROOT,
+        )  # fmt: skip
+
+    def start(self, *job: object) -> int:
+        """Returns the child's pid."""
+        self.process.stdin.write(json.dumps([str(a) if isinstance(a, Path) else a for a in job]) + "\n")
+        self.process.stdin.flush()
+        return int(self.line())
+
+    def line(self) -> str:
+        return self.process.stdout.readline().strip()
+
+    def run(self, *job: object) -> str:
+        """What a child printed that ended well."""
+        self.start(*job)
+        lines = [self.line()]
+        while lines[-1] and not lines[-1].startswith("exit "):
+            lines.append(self.line())
+        assert lines.pop() == "exit 0", "see what the child wrote to stderr"
+        return " ".join(lines)
+
+    def kill(self, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+        while self.line() != "exit -9":
+            pass
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(30)
+        self.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def nursery(model):
+    nursery = Nursery(model)
+    yield nursery
+    nursery.close()
+
+
+# -- killed ------------------------------------------------------------------------------------------------------------
+def acknowledged(log: Path) -> dict[str, list]:
+    """The last acknowledged turn of each session. The last line may be torn."""
+    found = {}
+    for line in log.read_bytes().split(b"\n")[:-1] if log.exists() else ():
+        name, *rest = json.loads(line)
+        found[name] = rest
+    return found
+
+
+def num_turns(log: Path) -> int:
+    return sum(turns for turns, _, _ in acknowledged(log).values())
+
+
+def wait_until(is_so) -> None:
+    until = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def value_pages(content: bytes) -> list[int]:
+    """Where the pages of large values begin, but for the header of each value: LMDB's own check looks at all else."""
+    starts, number = [], 2
+    while number < len(content) // 4096:
+        own, flags, num_pages = struct.unpack_from("=Q2xHI", content, number * 4096)
+        is_value = own == number and flags == 4 and number + num_pages <= len(content) // 4096
+        if is_value and len(set(content[number * 4096 : (number + 1) * 4096])) > 100:  # else it is free, or never used
+            starts += range(number * 4096, (number + num_pages) * 4096, 4096)
+        number += num_pages if is_value else 1
+    return starts
+
+
+def check_after_kill(model: str, store: Path, log: Path, plain: Plain) -> None:
+    """Every acknowledged turn is there, exactly; what is stored is sound, and gives right answers."""
+    with open_engine(model, store, hbm=40 * 12288, cpu=60 * 12288, disk="4MiB") as engine:
+        report = engine.admin.verify()
+        assert report["num_corrupt"] == report["num_orphans"] == 0 and report["is_complete"]
+        assert not report["sessions"]["problems"]
+        for name, (num_turns, token_ids, messages) in acknowledged(log).items():
+            state = engine.sessions.load(SessionKey("", name))
+            assert num_turns <= state.turn <= num_turns + 1, "an acknowledged turn is lost"
+            if state.turn == num_turns:
+                assert (state.token_ids, state.messages) == (token_ids, messages)
+            exact = state.token_ids[-200:]
+            assert ask(engine, exact, 4).token_ids == plain(exact, 4)
+            whole = state.token_ids[:250]
+            assert ask(engine, whole, 4).token_ids == plain(whole, 4)
+            if state.first_reencoded is None:
+                fork = engine.chat(name).fork(f"fork-{name}-{os.urandom(6).hex()}")
+                out = fork.send("Where were we?", greedy(3))
+                assert out.prompt_token_ids[: len(state.token_ids)] == state.token_ids or fork.truncated_tokens
+                if fork.lineage.splice_index is None:
+                    assert out.token_ids == plain(out.prompt_token_ids, 3)
+                engine.admin.delete_session(fork.session_id)
+        settle(engine)
+
+
+def test_invariant_5_kill_at_any_moment_loses_no_acknowledged_turn(nursery, model, store, plain, tmp_path, request):
+    """RocksDB's crash test: a child chats until it is killed, again and again in the same store."""
+    is_long = request.config.getoption("--long") or os.environ.get("KVSTORE_LONG_TESTS")
+    rng, log = random.Random(1), tmp_path / "log"
+    for number in range(NUM_LONG_ROUNDS if is_long else NUM_ROUNDS):
+        pid = nursery.start("chat", model, store, log, rng.randrange(1 << 30))
+        assert nursery.line() == "ready"
+        wanted = num_turns(log) + rng.randrange(8)  # by turns and not by the clock: a busy machine makes few
+        wait_until(lambda wanted=wanted: num_turns(log) >= wanted)
+        time.sleep(rng.uniform(0.02, 0.2))
+        nursery.kill(pid)
+        if number % 2:  # in between a crash is followed by the next run at once
+            check_after_kill(model, store, log, plain)
+    assert len(acknowledged(log)) == 3 and num_turns(log) > 20
+    check_after_kill(model, store, log, plain)
+
+
+# -- owners ------------------------------------------------------------------------------------------------------------
+def test_a_second_owner_is_refused_with_the_first_ones_pid(model, store):
+    with open_engine(model, store) as engine:
+        with pytest.raises(StoreLockedError) as refused:
+            open_engine(model, store)
+        assert refused.value.pid == os.getpid()
+        assert len(ask(engine, [1, 2, 3], 2).token_ids) == 2
+    with open_engine(model, store) as engine:
+        assert len(ask(engine, [1, 2, 3], 2).token_ids) == 2
+    engine.close()
+    with pytest.raises(EngineClosedError):
+        ask(engine, [1, 2, 3], 2)
+
+
+def test_a_store_is_given_back_when_the_engine_cannot_be_made(model, store, monkeypatch):
+    import kvstore.engine.engine
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kvstore.engine.engine, "ModelRunner", lambda *_: (_ for _ in ()).throw(MemoryError("injected")))
+        with pytest.raises(MemoryError):
+            open_engine(model, store)
+    with open_engine(model, store) as opened:
+        assert len(ask(opened, [1, 2, 3], 2).token_ids) == 2
+
+
+def test_an_owner_in_another_process_is_named(nursery, model, store, tmp_path):
+    pid = nursery.start("chat", model, store, tmp_path / "log", 1)
+    try:
+        assert nursery.line() == "ready"
+        with pytest.raises(StoreLockedError, match=str(pid)) as refused:
+            open_engine(model, store)
+        assert refused.value.pid == pid
+    finally:
+        nursery.kill(pid)
+
+
+def test_a_forked_child_may_not_touch_the_store(nursery, model, store):
+    assert nursery.run("fork", model, store) == "7 2"
+
+
+# -- ends --------------------------------------------------------------------------------------------------------------
+def test_an_engine_that_nobody_closes_drains_at_exit(nursery, model, store, plain):
+    num_tokens = int(nursery.run("leave", model, store))
+    with open_engine(model, store) as engine:
+        chat = engine.chat("left")
+        assert len(chat.token_ids) == num_tokens
+        out = chat.send("Go on", greedy(5))
+        assert cached(out)[2] == (num_tokens - 1) // 16 * 16 and out.token_ids == plain(out.prompt_token_ids, 5)
+
+
+def test_invariant_6_close_with_work_in_flight_keeps_what_was_finished(model, store, plain):
+    prompt = tokens(1, 150)
+    engine = by_hand(open_engine(model, store))
+    handles = [engine.submit([*prompt, number], greedy(60)) for number in range(3)]
+    for _ in range(4):
+        engine.step()
+    engine.close()
+    assert all(handle.done and handle.output.finish_reason == "abort" for handle in handles)
+    with open_engine(model, store) as engine:
+        out = ask(engine, [*prompt, 0], 6)
+        assert cached(out)[2] == 144 and out.token_ids == plain([*prompt, 0], 6)
+        assert engine.admin.verify()["num_corrupt"] == 0
+
+
+def test_a_turn_is_on_disk_within_two_seconds_without_a_flush(model, store):
+    with open_engine(model, store) as engine:
+        ask(engine, tokens(2, 100), 2)
+        wait_until(lambda: engine.stats()["disk"]["blocks"] == 6)
+
+
+# -- full --------------------------------------------------------------------------------------------------------------
+def can_mount() -> bool:
+    command = ["unshare", "-Urm", "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/mnt"]
+    try:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def small_disk(model, tmp_path):
+    """A nursery in a user namespace where 32 MiB of tmpfs are mounted, all but `free_bytes` of it taken by a file."""
+    if not can_mount():
+        pytest.skip("no tmpfs can be mounted here")
+    script = 'mount -t tmpfs -o size=32m tmpfs "$1" && head -c "$2" /dev/zero > "$1"/filler && shift 2 && exec "$@"'
+    nurseries = []
+
+    def mount(free_bytes: int) -> Nursery:
+        taken = str((32 << 20) - free_bytes)
+        nurseries.append(Nursery(model, "unshare", "-Urm", "sh", "-c", script, "sh", str(tmp_path), taken))
+        return nurseries[-1]
+
+    yield mount
+    for nursery in nurseries:
+        nursery.close()
+
+
+def test_invariant_7_a_full_file_system_makes_do_then_degrades_and_recovers(model, small_disk, tmp_path):
+    """Half the disk first: the oldest go. Then a store where not a block fits, until another file is deleted."""
+    disk = small_disk(8 << 20)
+    assert disk.run("evict", model, tmp_path / "store") == "192"
+    assert disk.run("full", model, tmp_path / "other", tmp_path / "filler") == "recovered 192"
+
+
+def test_invariant_7_files_that_may_not_grow_degrade_and_recover(nursery, model, store):
+    assert nursery.run("limit", model, store, 3 << 20) == "recovered 192"
+
+
+# -- failing and damaged -----------------------------------------------------------------------------------------------
+def test_invariant_3_flipped_bytes_are_computed_and_counted_and_never_reach_an_answer(model, store, plain):
+    prompts = [tokens(seed, 100) for seed in range(10, 22)]
+    with open_engine(model, store) as engine:
+        for prompt in prompts:
+            ask(engine, prompt, 2)
+        settle(engine)
+    data, rng = store / "blocks" / "data.mdb", random.Random(3)
+    content = bytearray(data.read_bytes())
+    for start in rng.sample(value_pages(content), 6):
+        content[start + 600 + rng.randrange(3000)] ^= 1 << rng.randrange(8)
+    data.write_bytes(content)
+    with open_engine(model, store) as engine:
+        hits = 0
+        for prompt in prompts:
+            out = ask(engine, [*prompt, 1], 4)
+            assert out.token_ids == plain([*prompt, 1], 4)
+            hits += sum(cached(out))
+        assert 0 < hits < 96 * len(prompts)
+        assert counters(engine)["read_failures"].get("corrupt", 0) > 0
+        settle(engine)
+        assert engine.admin.verify()["num_corrupt"] == 0, "what was damaged has been replaced"
+        evict_cpu(engine)
+        engine.loop.pool.evict_all()
+        for prompt in prompts:
+            assert sum(cached(ask(engine, [*prompt, 2], 2))) == 96
+
+
+def test_verify_finds_and_takes_out_what_is_damaged(model, store, plain):
+    prompt = tokens(30, 100)
+    with open_engine(model, store) as engine:
+        ask(engine, prompt, 2)
+        settle(engine)
+        chain = engine.stats()["disk"]["blocks"]
+        assert chain == 6
+    data = store / "blocks" / "data.mdb"
+    content = bytearray(data.read_bytes())
+    values = value_pages(content)
+    content[values[len(values) // 2] + 2000] ^= 4
+    data.write_bytes(content)
+    with open_engine(model, store) as engine:
+        assert engine.admin.verify()["num_corrupt"] == 1
+        assert engine.admin.verify(delete=True)["num_corrupt"] == 1
+        settle(engine)
+        assert engine.admin.verify()["num_corrupt"] == 0
+        out = ask(engine, [*prompt, 1], 4)
+        assert out.token_ids == plain([*prompt, 1], 4) and sum(cached(out)) < 96
+
+
+def test_a_data_file_of_garbage_is_set_aside_and_sessions_stay(model, store, plain):
+    with open_engine(model, store) as engine:
+        chat = engine.chat("kept")
+        chat.send("Hello there, how are you?", greedy(20))
+        token_ids = list(chat.token_ids)
+    (store / "blocks" / "data.mdb").write_bytes(random.Random(1).randbytes(1 << 20))
+    with pytest.warns(RuntimeWarning, match="moved to quarantine"):
+        engine = open_engine(model, store)
+    with engine:
+        chat = engine.chat("kept")
+        assert chat.token_ids == token_ids
+        out = chat.send("Go on", greedy(5))
+        assert cached(out) == (0, 0, 0, 0) and out.token_ids == plain(out.prompt_token_ids, 5)
+
+
+def test_invariant_1_reads_that_raise_end_in_computing(model, store, plain, monkeypatch):
+    import lmdb
+
+    prompts = [tokens(seed, 100) for seed in (40, 41)]
+    with open_engine(model, store) as engine:
+        for prompt in prompts:
+            ask(engine, prompt, 2)
+        evict_cpu(engine)
+        engine.loop.pool.evict_all()
+
+        def fail(*_):
+            raise lmdb.DiskError("injected")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskTier, "_read", fail)
+            outs = engine.generate([[*prompt, 1] for prompt in prompts], greedy(4))
+        assert [out.token_ids for out in outs] == [plain([*prompt, 1], 4) for prompt in prompts]
+        assert counters(engine)["read_failures"] == {"failed": 12}
+        settle(engine)
+
+
+def test_invariant_5_writes_that_fail_are_made_up_for(model, store, plain, monkeypatch):
+    """The nth transaction fails, for n until none does."""
+    import lmdb
+
+    fill, count = DiskTier._fill, 0
+    for number in range(1000):
+        count = 0
+
+        def failing(*args, number=number):
+            nonlocal count
+            count += 1
+            if count == number + 1:
+                raise lmdb.DiskError("injected")
+            return fill(*args)
+
+        monkeypatch.setattr(DiskTier, "_fill", failing)
+        prompt = tokens(50 + number, 60)
+        with open_engine(model, store) as engine:
+            out = ask(engine, prompt, 20)
+            wait_until(lambda engine=engine: engine.connector._store.is_idle and not engine.connector._degraded)
+            settle(engine)
+            history = prompt + out.token_ids
+        with open_engine(model, store) as engine:
+            again = ask(engine, [*history, 1], 4)
+            assert cached(again)[2] == 64 and again.token_ids == plain([*history, 1], 4)
+        if count <= number:
+            break
+    assert 0 < number < 20
+
+
+# -- slow --------------------------------------------------------------------------------------------------------------
+def test_invariant_7_a_slow_disk_never_stalls_a_step_and_drops_are_counted(model, store, plain, monkeypatch):
+    """Writes stand still while two hundred requests' worth of tokens are answered; nothing waits for them."""
+    go, write = threading.Event(), DiskTier.write
+
+    def stuck(*args, **kwargs):
+        go.wait(60)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(DiskTier, "write", stuck)
+    with open_engine(model, store, cpu=20 * 12288) as engine:
+        prompts = [tokens(seed, 100) for seed in range(60, 70)]
+        for prompt in prompts:
+            assert ask(engine, prompt, 4).token_ids == plain(prompt, 4)
+        assert not go.is_set() and counters(engine)["written"] == 0
+        assert counters(engine)["saved"] == 20 and counters(engine)["dropped_saves"] == len(prompts) - 3
+        assert engine.stats()["disk"]["queued_write_bytes"] <= 20 * 4 * 4096
+        go.set()
+        settle(engine)
+        assert counters(engine)["written"] == 20
+
+
+def test_a_disk_that_is_stuck_does_not_hold_up_the_end_for_ever(model, store, monkeypatch):
+    go, write = threading.Event(), DiskTier.write
+
+    def stuck(*args, **kwargs):
+        go.wait(30)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(kvstore.store.tiered, "DRAIN_S", 0.2)
+    monkeypatch.setattr(DiskTier, "write", stuck)
+    engine = open_engine(model, store)
+    ask(engine, tokens(80, 100), 4)
+    ended = threading.Event()
+    closing = threading.Thread(target=lambda: (engine.close(), ended.set()))
+    closing.start()
+    assert ended.wait(20), "close waits for a disk that does not answer"
+    try:
+        with pytest.raises(StoreLockedError):
+            open_engine(model, store)  # the writer still has the file
+    finally:
+        go.set()
+        closing.join()
+
+
+def test_invariant_7_a_conversation_larger_than_the_disk_does_not_stop_it(tmp_path, store):
+    """Its head is stored, its tail is not; flush returns, and others find room afterwards."""
+    long = save_model(tmp_path / "long", max_position_embeddings=2048)
+    plain, prompt, other = Plain(long), tokens(90, 1500), tokens(91, 200)
+    with open_engine(long, store, disk="1MiB", cpu="4MiB", hbm="8MiB") as engine:
+        assert ask(engine, prompt, 4).token_ids == plain(prompt, 4)
+        engine.flush()
+        num_stored = engine.stats()["disk"]["blocks"]
+        assert 20 < num_stored < 93 and counters(engine)["dropped_writes"] > 0
+        assert ask(engine, other, 4).token_ids == plain(other, 4)
+        engine.flush()
+        engine.check_integrity()
+    with open_engine(long, store, disk="1MiB", cpu="4MiB", hbm="8MiB") as engine:
+        out = ask(engine, other, 4)
+        assert cached(out)[2] == 192 and out.token_ids == plain(other, 4)
+        out = ask(engine, prompt, 4)
+        assert cached(out)[2] > 0 and out.token_ids == plain(prompt, 4)
+    plain.engine.close()
+
+
+def test_flush_says_that_the_disk_cannot_write(model, store, monkeypatch):
+    import lmdb
+
+    def fail(*_):
+        raise lmdb.DiskError("injected")
+
+    with open_engine(model, store) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskTier, "_fill", fail)
+            ask(engine, tokens(81, 60), 4)
+            with pytest.raises(DegradedError, match="cannot write"):
+                engine.flush()
+            assert engine.stats()["disk"]["degraded"] and counters(engine)["dropped_writes"] > 0
+        until = time.monotonic() + 40
+        while engine.stats()["disk"]["degraded"]:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        engine.flush()
+        assert engine.stats()["disk"]["blocks"] == 3

@@ -1,0 +1,239 @@
+"""Files of models: what cannot be served is one line with the remedy, before anything is loaded or fetched in vain."""
+
+import http.server
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvstore.engine.builtin import MODEL_DIR
+from kvstore.engine.model.files import check_speaks, find_model, template_text
+from kvstore.errors import ConfigError, ModelError, UnsupportedModelError
+from kvstore.service.command import cli
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+LLAMA = '{"model_type": "llama", "num_attention_heads": 4}'
+AWQ = '{"model_type": "llama", "quantization_config": {"quant_method": "awq", "bits": 4}}'
+GPTQ = '{"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}'
+
+BAD = [
+    ({"model.safetensors": POINTER, "config.json": LLAMA}, r"model\.safetensors is a Git LFS pointer.*`git lfs pull`"),
+    ({"model.safetensors": "x", "tokenizer.json": POINTER, "config.json": LLAMA}, r"tokenizer\.json is a Git LFS"),
+    ({"model.safetensors": "x", "config.json": AWQ}, r"is quantized \(AWQ\).*give the model it was made from"),
+    ({"model.safetensors": "x", "config.json": GPTQ}, r"is quantized \(GPTQ\).*give the model it was made from"),
+    ({"model.safetensors": "x", "config.json": LLAMA, "quantize_config.json": "{}"}, r"is quantized \(GPTQ\)"),
+    ({"model-q4_k_m.gguf": "GGUF"}, r"GGUF format.*give the model it was made from"),
+    ({"pytorch_model.bin": "x", "config.json": LLAMA}, r"weights as \*\.bin.*convert: python -c .*save_pretrained"),
+    ({"model.safetensors": "x", "config.json": '{"model_type": "mamba"}'}, r"is a mamba, which has no attention"),
+]
+
+
+def folder(path: Path, files: dict[str, str]) -> Path:
+    for name, content in files.items():
+        (path / name).write_text(content)
+    return path
+
+
+def bare_copy(path: Path, *without: str) -> Path:
+    """The built-in model without these files; a template stands in a file of its own."""
+    path.mkdir()
+    for file in MODEL_DIR.iterdir():
+        if file.name not in without:
+            (path / file.name).symlink_to(file)
+    return path
+
+
+@pytest.mark.parametrize(("files", "message"), BAD)
+def test_what_cannot_be_served_is_one_line_with_the_remedy(tmp_path, files, message):
+    with pytest.raises(ModelError, match=message) as caught:
+        find_model(folder(tmp_path, files))
+    assert "\n" not in str(caught.value) and tmp_path.name in str(caught.value)
+    assert isinstance(caught.value, UnsupportedModelError) == ("mamba" in message)
+
+
+@pytest.mark.parametrize("command", ["chat", "serve"])
+def test_commands_find_it_before_anything_is_loaded(tmp_path, capsys, monkeypatch, command):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
+    given = ["--disk", "0", *(["--port", "0"] if command == "serve" else [])]
+    (tmp_path / "m").mkdir()
+    assert cli.main([command, str(folder(tmp_path / "m", {"a.gguf": "GGUF"})), *given]) == 1
+    *_, last = capsys.readouterr().err.strip().split("\n")
+    assert last.startswith(f"kvstore: {tmp_path / 'm'} is in the GGUF format")
+
+
+def test_the_given_conversion_makes_a_model_that_is_found(tmp_path):
+    from safetensors.torch import load_file
+
+    from tests.support.engines import save_model
+
+    path = Path(save_model(tmp_path / "m"))
+    weights = load_file(path / "model.safetensors")
+    torch.save(weights, path / "pytorch_model.bin")
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ModelError) as caught:
+        find_model(path)
+    (tmp_path / "convert.py").write_text(str(caught.value).partition('python -c "')[2].removesuffix('"'))
+    runpy.run_path(str(tmp_path / "convert.py"))
+    assert find_model(path) == path
+    assert all(torch.equal(weights[name], found) for name, found in load_file(path / "model.safetensors").items())
+
+
+def test_a_gguf_file_is_no_model(tmp_path):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match=r"model\.gguf is in the GGUF format"):
+        find_model(file)
+
+
+def test_what_this_user_may_not_read():
+    """As another user where root runs the test, whom modes do not stop."""
+    root = Path(tempfile.mkdtemp())
+    mine = os.geteuid()
+    try:
+        root.chmod(0o755)
+        (root / "m").mkdir()
+        file = folder(root / "m", {"model.safetensors": "x", "config.json": LLAMA}) / "model.safetensors"
+        file.chmod(0)
+        if mine == 0:
+            os.seteuid(65534)
+        with pytest.raises(ModelError, match=r"model\.safetensors cannot be read: Permission denied"):
+            find_model(root / "m")
+        os.seteuid(mine)
+        (root / "m").chmod(0)
+        if mine == 0:
+            os.seteuid(65534)
+        for path in (root / "m", root / "m" / "inside"):
+            with pytest.raises(ModelError, match="cannot be read: Permission denied; give a directory that this user"):
+                find_model(path)
+    finally:
+        os.seteuid(mine)
+        (root / "m").chmod(0o700)
+        shutil.rmtree(root)
+
+
+def test_who_talks_needs_a_tokenizer_and_who_chats_a_template(tmp_path):
+    check_speaks(None, {}, chats=True)
+    no_template = bare_copy(tmp_path / "t", "chat_template.jinja")
+    check_speaks(no_template, {}, chats=False)
+    with pytest.raises(ModelError, match=r"has no chat template; give a file with one as --chat-template"):
+        check_speaks(no_template, {}, chats=True)
+    check_speaks(no_template, {"chat_template": str(MODEL_DIR / "chat_template.jinja")}, chats=True)
+    check_speaks(no_template, {"tokenizer": str(MODEL_DIR)}, chats=True)
+    config = json.loads((MODEL_DIR / "tokenizer_config.json").read_text())
+    (no_template / "tokenizer_config.json").unlink()
+    (no_template / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": "{{ messages }}"}))
+    check_speaks(no_template, {}, chats=True)
+    mute = bare_copy(tmp_path / "n", "tokenizer.json", "tokenizer_config.json")
+    with pytest.raises(ModelError, match=r"has no tokenizer.*--tokenizer"):
+        check_speaks(mute, {}, chats=False)
+
+
+def test_a_template_is_a_text_or_a_file(tmp_path):
+    assert template_text("{{ messages }}") == "{{ messages }}"
+    (tmp_path / "a.jinja").write_text("{% for m in messages %}{% endfor %}")
+    assert template_text(str(tmp_path / "a.jinja")).startswith("{% for")
+    with pytest.raises(ConfigError, match=r"chat template .*b\.jinja cannot be read: No such file"):
+        template_text(str(tmp_path / "b.jinja"))
+
+
+# -- the hub ---------------------------------------------------------------------------------------------------------
+class Hub(http.server.BaseHTTPRequestHandler):
+    """A hub with one repository."""
+
+    files: dict[str, bytes]
+    asked: list[str]
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        self.asked.append(path)
+        sha, headers = "a" * 40, {"X-Repo-Commit": "a" * 40}
+        if not path.startswith(("/api/models/some/model", "/some/model/")):
+            self.send_response(404)
+            headers["X-Error-Code"] = "RepoNotFound"
+            body = b"{}"
+        elif "/resolve/" in path:
+            body = self.files[path.rpartition("/")[2]]
+            headers["ETag"] = f'"{abs(hash(body)):040x}"'
+            self.send_response(200)
+        else:
+            listed = [{"type": "file", "path": name, "size": len(b), "oid": "b" * 40} for name, b in self.files.items()]
+            known = {"id": "some/model", "sha": sha, "siblings": [{"rfilename": name} for name in self.files]}
+            body = json.dumps(listed if "/tree/" in path else known).encode()
+            self.send_response(200)
+        for name, value in {**headers, "Content-Length": str(len(body)), "Content-Type": "application/json"}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub():
+    handler = type("OneHub", (Hub,), {"files": {}, "asked": []})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield handler, f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def run(tmp_path: Path, endpoint: str, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
+    environment["XDG_CONFIG_HOME"] = str(tmp_path / "none")
+    return subprocess.run(
+        [sys.executable, *command], env=environment, cwd=Path(__file__).parents[3], capture_output=True, text=True,
+        timeout=100, input="",
+    )  # fmt: skip
+
+
+FIND = """
+from kvstore.engine.model.files import find_model
+from kvstore.errors import ModelError
+for name, revision in (("some/model", None), ("no/model", None)):
+    try:
+        print(sorted(file.name for file in find_model(name, revision).iterdir()))
+    except ModelError as error:
+        print(error)
+"""
+
+
+def test_a_model_of_the_hub_is_fetched_once_it_is_known_to_be_one(tmp_path, hub):
+    handler, endpoint = hub
+    handler.files = {"config.json": LLAMA.encode(), "pytorch_model.bin": b"x", "tokenizer.json": b"{}"}
+    first, second = run(tmp_path, endpoint, "-c", FIND).stdout.splitlines()
+    assert "some/model has weights as *.bin" in first and "no/model is no directory here, and no model of" in second
+    assert not any("/resolve/" in path for path in handler.asked)  # nothing was fetched for that
+    handler.files = {"config.json": AWQ.encode(), "model.safetensors": b"x" * 100}
+    assert "some/model is quantized (AWQ)" in run(tmp_path, endpoint, "-c", FIND).stdout
+    assert not any(path.endswith(".safetensors") for path in handler.asked)
+
+
+def test_a_model_of_the_hub_is_found_again_without_network(tmp_path, hub):
+    handler, endpoint = hub
+    handler.files = {"config.json": LLAMA.encode(), "model.safetensors": b"x" * 100, "consolidated.safetensors": b"y"}
+    assert "['config.json', 'model.safetensors']" in run(tmp_path, endpoint, "-c", FIND).stdout
+    first, second = run(tmp_path, "http://127.0.0.1:9", "-c", FIND).stdout.splitlines()
+    assert first == "['config.json', 'model.safetensors']"
+    assert "no/model is no directory here and not complete in the hub's cache, and the hub cannot be reached" in second
+
+
+def test_no_network_is_one_line(tmp_path):
+    done = run(tmp_path, "http://127.0.0.1:9", "-m", "kvstore.service.command.cli", "chat", "Qwen/Qwen3-0.6B")
+    loading, error = done.stderr.splitlines()
+    assert done.returncode == 1 and loading == "kvstore: loading Qwen/Qwen3-0.6B"
+    assert error.startswith("kvstore: Qwen/Qwen3-0.6B is no directory here") and "cannot be reached" in error

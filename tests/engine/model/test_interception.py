@@ -1,0 +1,182 @@
+"""Every architecture through our attention and rotation, against the unmodified model."""
+
+import pytest
+import torch
+
+from kvstore.connector import NullConnector
+from kvstore.engine.model.interception import PositionFreeModel, run_step
+from kvstore.engine.model.probe import Recorder, intercept
+from kvstore.errors import UnsupportedModelError
+from kvstore.kernels.attention import PagedBatch
+from tests.support.models import ARCHITECTURES, make_model
+
+MAX_LEN = 256
+NUM_TOKENS = 70  # longer than every sliding window in ARCHITECTURES
+
+
+def prompt(seed: int = 1, num_tokens: int = NUM_TOKENS) -> torch.Tensor:
+    return torch.randint(160, (num_tokens,), generator=torch.Generator().manual_seed(seed))
+
+
+def expected_logits(name: str, token_ids: torch.Tensor, **changes: object) -> torch.Tensor:
+    network = make_model(name, **changes)
+    return network(input_ids=token_ids[None], use_cache=False).logits[0]
+
+
+class Sequence:
+    """One request fed to a model in chunks, its blocks deliberately out of order unless `in_order`."""
+
+    def __init__(self, model: PositionFreeModel, block_size: int = 8, in_order: bool = False) -> None:
+        count = -(-MAX_LEN // block_size)
+        order = torch.arange(count) if in_order else torch.randperm(count, generator=torch.Generator().manual_seed(3))
+        self.model, self.block_size, self.table, self.length = model, block_size, order[None], 0
+        self.caches = model.new_caches(count, block_size)
+
+    def feed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        start, self.length = self.length, self.length + len(token_ids)
+        positions = torch.arange(start, self.length)
+        slots = self.table[0][positions // self.block_size] * self.block_size + positions % self.block_size
+        batch = PagedBatch([0, len(token_ids)], [self.length], self.table, slots, self.block_size)
+        every = torch.arange(len(token_ids))
+        return self.model.forward(token_ids, positions, batch, self.caches, NullConnector(), every)
+
+
+@pytest.mark.parametrize("pack", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@torch.inference_mode()
+def test_logits_equal_the_unmodified_model(name, pack):
+    token_ids = prompt()
+    expected = expected_logits(name, token_ids)
+    model = intercept(make_model(name), MAX_LEN, pack)
+    for chunks in ([NUM_TOKENS], [7, 33, 1, 29], [NUM_TOKENS - 5, 1, 1, 1, 1, 1], [1] * NUM_TOKENS):
+        sequence = Sequence(model)
+        logits = torch.cat([sequence.feed(chunk) for chunk in token_ids.split(chunks)])
+        torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@torch.inference_mode()
+def test_what_is_packed_for_cuda_gives_the_same_logits(name, monkeypatch):
+    """On a CPU, through all of the same probe."""
+    token_ids = prompt()
+    expected = expected_logits(name, token_ids)
+    monkeypatch.setattr("kvstore.engine.model.probe._is_on_cpu", lambda _: False)
+    sequence = Sequence(intercept(make_model(name), MAX_LEN, pack=True))
+    logits = torch.cat([sequence.feed(chunk) for chunk in token_ids.split([40, 29, 1])])
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Gemma3", "Cohere", "Glm4", "GptOss", "GPTNeoX"])
+@torch.inference_mode()
+def test_bf16_logits_are_as_close_as_bf16_allows(name):
+    token_ids = prompt()
+    expected = expected_logits(name, token_ids).float()
+    own = make_model(name, dtype=torch.bfloat16)
+    error_of_bf16 = (own(input_ids=token_ids[None], use_cache=False).logits[0].float() - expected).norm()
+    sequence = Sequence(intercept(make_model(name, dtype=torch.bfloat16), MAX_LEN))
+    logits = torch.cat([sequence.feed(chunk) for chunk in token_ids.split([40, 29, 1])])
+    assert (logits.float() - expected).norm() < 1.5 * error_of_bf16
+
+
+@pytest.mark.parametrize("name", ["Llama", "Phi", "Cohere", "Gemma3", "GptOss", "SmolLM3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@torch.inference_mode()
+def test_our_rotation_is_the_models_bit_for_bit(name, dtype):
+    """The probe has compared them at load, with torch.equal; here at every position, on other tokens."""
+    network = make_model(name, dtype=dtype)
+    model = intercept(network, MAX_LEN)
+    token_ids, positions = prompt(5, MAX_LEN), torch.arange(MAX_LEN)
+    plain, shown = Recorder(), Recorder()
+    run_step(network, token_ids, positions, plain, positions[:1])
+    taps = [m.forward for m in network.modules() if type(m).__name__.endswith("RotaryEmbedding")]
+    for tap in taps:
+        tap.revealed = "all"
+    run_step(network, token_ids, positions, shown, positions[:1])
+    for layer, rotation in enumerate(model.rotations):
+        key = plain.keys[layer] if rotation is None else rotation.at(positions).apply(plain.keys[layer])
+        assert torch.equal(key, shown.keys[layer])
+        assert rotation is None or not torch.equal(key, plain.keys[layer])
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        {"rope_type": "longrope", "long_factor": [4.0] * 8, "short_factor": [1.0] * 8,
+         "original_max_position_embeddings": 64, "factor": 4.0},
+        {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 64},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)  # fmt: skip
+@torch.inference_mode()
+def test_rope_types_have_the_frequencies_of_the_whole_window(rope):
+    """Logits equal the unmodified model's on a prompt that fills the window, and a prefix has the same keys."""
+    changes = {"rope_parameters": {**rope, "rope_theta": 10000.0}}
+    token_ids = prompt(2, MAX_LEN)
+    expected = expected_logits("Llama", token_ids, **changes)
+    model = intercept(make_model("Llama", **changes), MAX_LEN)
+    for chunks in ([MAX_LEN], [30, 100, 126]):
+        sequence = Sequence(model)
+        logits = torch.cat([sequence.feed(chunk) for chunk in token_ids.split(chunks)])
+        torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-3)
+
+
+@torch.inference_mode()
+def test_logits_are_computed_where_a_token_is_sampled_only():
+    network = make_model()
+    model = intercept(network, MAX_LEN)
+    seen = []
+    network.lm_head.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    batch = PagedBatch([0, 9], [9], torch.arange(2)[None], torch.arange(9), 8)
+    arguments = (prompt()[:9], torch.arange(9), batch, model.new_caches(2, 8), NullConnector())
+    logits = model.forward(*arguments, torch.tensor([2, 8]))
+    assert seen == [2] and logits.shape == (2, 160)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("GPT2", "no rotary"),
+        ("OPT", "no rotary"),
+        ("Mamba", "no rotary"),
+        ("Bloom", "no rotary"),
+        ("Llama4Text", "rotary module"),
+        ("DeepseekV3", "cannot be served"),
+    ],
+)
+def test_other_models_are_refused_with_the_reason(name, reason):
+    with pytest.raises(UnsupportedModelError, match=reason):
+        intercept(make_model(name), MAX_LEN)
+
+
+def test_a_model_whose_keys_are_changed_after_rotation_is_refused():
+    network = make_model("Llama")
+    attention = network.model.layers[1].self_attn
+    original = attention.forward
+
+    def forward(*args, **kwargs):
+        cos, sin = kwargs["position_embeddings"]
+        return original(*args, **{**kwargs, "position_embeddings": (cos * 2 - 1, sin)})
+
+    attention.forward = forward
+    with pytest.raises(UnsupportedModelError, match=r"layer 1"):
+        intercept(network, MAX_LEN)
+
+
+def test_a_model_whose_attention_adds_something_is_refused():
+    """Whatever the reason: when the logits through our attention differ, the model is not served."""
+    network = make_model("Llama")
+    original = type(network.config)._attn_implementation.fget
+    layer = network.model.layers[2]
+    plain = layer.forward
+
+    def forward(hidden_states, **kwargs):
+        extra = 0.5 if original(network.config) == "eager" else 0.0
+        return plain(hidden_states, **kwargs) + extra
+
+    layer.forward = forward
+    with pytest.raises(UnsupportedModelError, match="logits differ"):
+        intercept(network, MAX_LEN)

@@ -1,0 +1,119 @@
+"""The size of the block pool: given, or found."""
+
+import warnings
+from collections import Counter
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from kvstore.config import MAX_SAVE_BYTES
+from kvstore.engine.config import SchedulerConfig
+from kvstore.engine.model.memory import CPU_FRACTION, CPU_WINDOWS, CUDA_WINDOWS, _maximal_step, num_hbm_blocks
+from kvstore.engine.model.probe import intercept
+from kvstore.engine.model.step.graphs import GRAPH_BYTES, PREFILL_SIZES, Form, StepGraphs, bytes_for_graphs, graph_sizes
+from kvstore.errors import ConfigError
+from tests.support import fake_cuda
+from tests.support.models import make_model
+
+CONFIG = SchedulerConfig(max_model_len=256, block_size=16, max_num_seqs=4)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return intercept(make_model(), 256)
+
+
+def test_a_given_size_is_kept_to(model):
+    block_bytes = 16 * model.spec.kv_bytes_per_token
+    assert model.spec.kv_bytes_per_token == 3 * 2 * 2 * 16 * 4
+    assert num_hbm_blocks(model, CONFIG, 40 * block_bytes + block_bytes - 1) == 40
+
+
+def test_a_pool_below_the_window_warns_and_one_below_a_block_is_refused(model):
+    block_bytes = 16 * model.spec.kv_bytes_per_token
+    with pytest.warns(UserWarning, match="holds 48 tokens, fewer than max_model_len 256"):
+        assert num_hbm_blocks(model, CONFIG, 3 * block_bytes) == 3
+    with pytest.raises(ConfigError, match="one block of this model needs"):
+        num_hbm_blocks(model, CONFIG, block_bytes - 1)
+
+
+def test_auto_is_bounded_by_memory_and_by_use(model, monkeypatch):
+    full = CPU_WINDOWS * 4 * 256 // 16
+    assert num_hbm_blocks(model, CONFIG, "auto") == full
+    available = 100 * 16 * model.spec.kv_bytes_per_token
+
+    class Memory:
+        def __init__(self) -> None:
+            self.available = available
+
+    monkeypatch.setattr(psutil, "virtual_memory", Memory)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert num_hbm_blocks(model, CONFIG, "auto") == int(100 * CPU_FRACTION)
+
+
+@pytest.mark.parametrize(("max_tokens", "max_seqs"), [(100, 4), (700, 64), (8, 64), (255, 1)])
+def test_the_maximal_step_has_all_the_tokens_and_samples_of_one(model, max_tokens, max_seqs):
+    """What sizes the pool on CUDA, here for its shapes."""
+    seen = {}
+    forward = model.forward
+
+    def spy(token_ids, positions, batch, caches, connector, samples):
+        seen.update(tokens=len(token_ids), lens=batch.context_lens, samples=len(samples))
+        return forward(token_ids, positions, batch, caches, connector, samples)
+
+    model.forward = spy
+    try:
+        _maximal_step(model, SchedulerConfig(256, max_num_batched_tokens=max_tokens, max_num_seqs=max_seqs))
+    finally:
+        del model.forward
+    assert seen["tokens"] == sum(seen["lens"]) == max_tokens and max(seen["lens"]) <= 255
+    assert seen["samples"] == min(max_tokens, max_seqs)
+
+
+def test_auto_on_cuda_leaves_room_for_graphs_and_for_what_is_not_saved_yet(monkeypatch):
+    device = torch.device("cuda")
+    model = SimpleNamespace(device=device, spec=SimpleNamespace(kv_bytes_per_token=1 << 10))
+    monkeypatch.setattr("kvstore.engine.model.memory.CUDA_WINDOWS", 1 << 40)
+    monkeypatch.setattr("kvstore.engine.model.memory._cuda_bytes", lambda *_: 4 << 30)
+    monkeypatch.setattr("kvstore.engine.model.memory.bytes_for_graphs", lambda *_: 1 << 30)
+    found = [num_hbm_blocks(model, CONFIG, "auto", *flags) for flags in ((False, False), (True, False), (True, True))]
+    assert found == [(4 << 30) >> 14, (3 << 30) >> 14, ((3 << 30) - MAX_SAVE_BYTES) >> 14]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_auto_on_cuda_takes_no_more_than_a_small_model_can_use(monkeypatch):
+    """A card of 140 GB would hold ten million blocks of the built-in model, and Python keeps books on each."""
+    config = SchedulerConfig(max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64)
+    with fake_cuda.device(monkeypatch):
+        model = intercept(make_model().to(fake_cuda.DEVICE), 256)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (139 << 30, 140 << 30))
+        assert num_hbm_blocks(model, config, "auto") == CUDA_WINDOWS * 4 * 256 // 16
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (3 << 20, 7 << 20))
+        assert num_hbm_blocks(model, config, "auto") < CUDA_WINDOWS * 4 * 256 // 16
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_what_graphs_take_is_found_by_the_largest_of_each_kind(monkeypatch):
+    run_once, seen = StepGraphs.run_once, Counter()
+    monkeypatch.setattr(StepGraphs, "run_once", lambda graphs, form: seen.update([form]) or run_once(graphs, form))
+    with fake_cuda.device(monkeypatch):
+        model = intercept(make_model().to(fake_cuda.DEVICE), 256)
+        foreseen = bytes_for_graphs(model, CONFIG)
+    assert seen == {Form(4, 4): 2, Form(128, 1): 2}
+    assert foreseen > (len(graph_sizes(4)) + len(PREFILL_SIZES)) * GRAPH_BYTES
+
+
+@pytest.mark.gpu
+def test_auto_on_cuda_leaves_room_for_the_largest_step(monkeypatch):
+    network = make_model().to("cuda")
+    model = intercept(network, 256)
+    monkeypatch.setattr("kvstore.engine.model.memory.CUDA_WINDOWS", 1 << 40)
+    blocks = num_hbm_blocks(model, CONFIG, "auto")
+    caches = model.new_caches(blocks, 16)
+    free, total = torch.cuda.mem_get_info()
+    assert blocks > 0 and free > 0.02 * total and len(caches) == model.spec.num_layers
+    del caches
+    torch.cuda.empty_cache()  # else nothing is left for processes that later tests start

@@ -1,0 +1,367 @@
+"""Packed models must compute what the unpacked ones do, on every architecture, and leave other models alone."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.llama import modeling_llama
+
+from kvstore.engine.model import packing
+from kvstore.engine.model.packing import (
+    FusedRMSNorm,
+    PackedLinear,
+    ProjectionSlice,
+    TorchRMSNorm,
+    pack_for_cpu,
+    pack_for_cuda,
+    skip_rotation,
+)
+
+COMMON = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SMALL_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ARCHITECTURES = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {},
+    "Mistral": {},
+    "Phi3": {},
+    "Gemma2": {},
+    "Gemma3Text": {},
+    "Cohere": {},
+    "Glm4": {},
+    "GPTNeoX": {},
+    "Olmo2": {},
+    "StableLm": {},
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": SMALL_MOE,
+}
+# Per layer: joined q/k/v, RMS norms; and norms after the last layer.
+EXPECTED = {
+    "Llama": (1, 2, 1),
+    "Qwen2": (1, 2, 1),
+    "Qwen3": (1, 4, 1),
+    "Mistral": (1, 2, 1),
+    "Phi3": (0, 2, 1),
+    "Gemma2": (1, 4, 1),
+    "Gemma3Text": (1, 6, 1),
+    "GPTNeoX": (0, 0, 0),
+    "Olmo2": (1, 4, 1),
+    "Mixtral": (1, 2, 1),
+    "Qwen3Moe": (1, 4, 1),
+}
+
+
+def tiny(architecture: str, dtype: torch.dtype = torch.float32, **overrides: object) -> nn.Module:
+    config_class = getattr(
+        transformers, f"{architecture.removesuffix('Text')}{'Text' * ('Text' in architecture)}Config"
+    )
+    config = config_class(**(COMMON | ARCHITECTURES[architecture] | overrides))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in sorted(model.named_parameters()):
+        noise = torch.randn(parameter.shape, generator=generator) * (0.2 if parameter.dim() == 1 else 0.1)
+        parameter.data.add_(noise.to(dtype)) if "norm" in name else parameter.data.copy_(noise)
+    return model.requires_grad_(False)
+
+
+def logits(model: nn.Module, num_tokens: int = 9) -> torch.Tensor:
+    ids = torch.arange(num_tokens, device=model.device)[None] * 37 % 317 + 3
+    return model(input_ids=ids, use_cache=False).logits.float()
+
+
+class Unrotated(nn.Module):
+    """What the engine puts in the place of a rotary module: cos = 1, sin = 0 of the right shapes."""
+
+    def __init__(self, rotary: nn.Module) -> None:
+        super().__init__()
+        self.rotary = rotary
+
+    def forward(self, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = self.rotary(*args, **kwargs)
+        return torch.ones_like(cos), torch.zeros_like(sin)
+
+
+def without_positions(model: nn.Module) -> nn.Module:
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__.endswith("RotaryEmbedding"):
+                setattr(parent, name, Unrotated(child))
+    return model
+
+
+def attentions(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+
+
+@pytest.fixture(autouse=True)
+def _pack_small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "MIN_FLOAT32_ELEMENTS", 0)
+    monkeypatch.setattr(packing, "MIN_BFLOAT16_ELEMENTS", 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_packed_logits_equal_unpacked(architecture: str, dtype: torch.dtype) -> None:
+    model = tiny(architecture, dtype)
+    expected = {n: logits(model, n) for n in (1, 9, 40)}
+    state = torch.get_rng_state()
+    report = pack_for_cpu(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    tolerance = 2e-5 if dtype is torch.float32 else 0.04
+    for n, reference in expected.items():
+        actual = logits(model, n)
+        assert not actual.requires_grad
+        assert (actual - reference).abs().max() <= tolerance * reference.abs().max()
+    if architecture in EXPECTED:
+        qkv, norms, last = EXPECTED[architecture]
+        assert report.num_norms == 2 * norms + last
+        if packing._packs(dtype):
+            assert report.num_qkv == 2 * qkv
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_packed_for_cuda_equal_unpacked(architecture: str, dtype: torch.dtype, device: str) -> None:
+    model = without_positions(tiny(architecture, dtype)).to(device)
+    expected = {n: logits(model, n) for n in (1, 9, 40)}
+    linears = sum(type(module) is nn.Linear for module in model.modules())
+    report = pack_for_cuda(model)
+    assert all(skip_rotation(module) for module in attentions(model))
+    tolerance = 2e-5 if dtype is torch.float32 else 0.04
+    is_routed = "num_experts_per_tok" in ARCHITECTURES[architecture] and dtype is not torch.float32
+    for n, reference in expected.items():
+        actual = logits(model, n)
+        assert not actual.requires_grad
+        errors = (actual - reference).abs().amax(-1)  # rounded otherwise, a token may go to another expert
+        assert (errors.median() if is_routed else errors.max()) <= tolerance * reference.abs().max()
+    modules = list(model.modules())
+    assert report.num_qkv * 3 == report.num_linears == sum(isinstance(module, ProjectionSlice) for module in modules)
+    assert report.num_linears + report.num_linears_left == linears
+    assert report.num_norms == sum(isinstance(module, TorchRMSNorm) for module in modules)
+    if architecture in EXPECTED:
+        qkv, norms, last = EXPECTED[architecture]
+        assert (report.num_qkv, report.num_norms) == (2 * qkv, 2 * norms + last)
+    again = pack_for_cuda(model)
+    assert (again.num_linears, again.num_qkv, again.num_norms) == (0, 0, 0)
+
+
+def test_packed_for_cuda_a_norm_is_one_call_where_its_scale_has_the_dtype_of_the_input() -> None:
+    """Llama's weight is its scale; Gemma's is 1 + weight, which bfloat16 would round for every token alike."""
+    for architecture, dtype in (("Llama", torch.bfloat16), ("Gemma2", torch.float32)):
+        model = tiny(architecture, torch.bfloat16)
+        pack_for_cuda(model)
+        norms = [module for module in model.modules() if isinstance(module, TorchRMSNorm)]
+        assert norms and {norm._scale.dtype for norm in norms} == {dtype}
+
+
+@pytest.mark.gpu
+def test_a_norm_packed_for_cuda_is_one_kernel() -> None:
+    model = tiny("Llama", torch.bfloat16).to("cuda")
+    pack_for_cuda(model)
+    names: list[str] = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names.append(function.__name__)
+            return function(*args, **(kwargs or {}))
+
+    x = torch.randn(1, 5, 64, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad(), Names():
+        model.model.norm(x)
+    assert [name for name in names if "view" not in name and "detach" not in name] == ["_fused_rms_norm.default"]
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Phi3", "Gemma2", "GPTNeoX", "Mixtral"])
+def test_report_counts_are_true(architecture: str) -> None:
+    model = tiny(architecture)
+    linears = sum(type(module) is nn.Linear for module in model.modules())
+    report = pack_for_cpu(model)
+    modules = list(model.modules())
+    slices = [module for module in modules if isinstance(module, ProjectionSlice)]
+    assert report.num_linears + report.num_linears_left == linears
+    assert report.num_linears_left == sum(type(module) is nn.Linear for module in modules)
+    assert report.num_linears == sum(isinstance(module, PackedLinear) for module in modules) + len(slices)
+    assert report.num_qkv * 3 == len(slices)
+    assert report.num_norms == sum(isinstance(module, FusedRMSNorm) for module in modules)
+    again = pack_for_cpu(model)
+    assert (again.num_linears, again.num_qkv, again.num_norms) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_head_tied_to_the_embedding(tied: bool) -> None:
+    model = tiny("Llama", tie_word_embeddings=tied)
+    expected, embedding = logits(model), model.get_input_embeddings().weight.clone()
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+    head = weakref.ref(model.lm_head.weight)
+    pack_for_cpu(model)
+    gc.collect()
+    assert (head() is not None) == tied
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(model.get_input_embeddings().weight, embedding)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_biases(dtype: torch.dtype) -> None:
+    model = tiny("Llama", dtype, attention_bias=True, mlp_bias=True)
+    expected = logits(model)
+    biases = [(module.k_proj.bias, module.k_proj.weight) for module in attentions(model)]
+    assert pack_for_cpu(model).num_qkv == 2
+    assert (logits(model) - expected).abs().max() <= (2e-5 if dtype is torch.float32 else 0.03) * expected.abs().max()
+    for module, (bias, weight) in zip(attentions(model), biases, strict=True):
+        assert torch.equal(module.k_proj.bias, bias) and torch.equal(module.k_proj.weight, weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 8, 64, 300])
+def test_packed_linear_of_any_number_of_rows(num_rows: int, dtype: torch.dtype) -> None:
+    if not packing._packs(dtype):
+        pytest.skip(f"no packed product for {dtype} here")
+    linear = nn.Linear(80, 48).to(dtype).requires_grad_(False)
+    packed = PackedLinear(linear.weight, linear.bias)
+    x = torch.randn(1, num_rows, 160, dtype=dtype)[..., ::2]
+    for rows in (x, x.contiguous(), x[0]):
+        torch.testing.assert_close(
+            packed(rows), linear(rows), rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-2
+        )
+    assert torch.equal(packed.weight, linear.weight)
+
+
+def test_a_row_depends_on_itself_only() -> None:
+    model = tiny("Llama")
+    pack_for_cpu(model)
+    mlp, row = model.model.layers[0].mlp, torch.randn(1, 1, 64)
+    others = torch.randn(1, 7, 64)
+    torch.testing.assert_close(mlp(torch.cat((others, row), 1))[:, -1:], mlp(row), rtol=1e-5, atol=1e-6)
+
+
+def test_shared_projection_keeps_nothing_and_serves_any_order() -> None:
+    model = tiny("Llama")
+    attention = attentions(model)[0]
+    q, k, v = (getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj"))
+    pack_for_cpu(model)
+    x, other = torch.randn(1, 5, 64), torch.randn(1, 5, 64)
+    torch.testing.assert_close(attention.q_proj(x), q(x))
+    torch.testing.assert_close(attention.k_proj(other), k(other))
+    torch.testing.assert_close(attention.v_proj(x), v(x))
+    torch.testing.assert_close(attention.k_proj(x), k(x))
+    shared = attention.q_proj.shared
+    assert shared._source is None and not shared._pending
+    torch.testing.assert_close(attention.v_proj(x), v(x))
+    assert shared._source is None and not shared._pending
+
+
+def test_norm_that_computes_something_else_stays() -> None:
+    class OddRMSNorm(modeling_llama.LlamaRMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden_states) + 0.01
+
+    norm = OddRMSNorm(64).requires_grad_(False)
+    assert pack_for_cpu(nn.Sequential(norm)).num_norms == 0
+
+
+def test_nothing_to_pack_with_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_packs", lambda dtype: False)
+    model = tiny("Qwen2")
+    expected = logits(model)
+    report = pack_for_cpu(model)
+    assert report.num_linears == report.num_qkv == 0 and report.num_linears_left == 15
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_missing_operators_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("mkldnn_reorder_linear_weight: not on this CPU")
+
+    monkeypatch.setattr(packing.PackedLinear, "__init__", refuse)
+    packing._packs.cache_clear()
+    assert not packing._packs(torch.float32)
+    packing._packs.cache_clear()
+
+
+def test_small_float32_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    report = pack_for_cpu(tiny("Llama"))
+    assert report.num_linears == 0 and report.num_norms == 5
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_skip_rotation(architecture: str) -> None:
+    plain = without_positions(tiny(architecture))
+    skipping = without_positions(tiny(architecture))
+    expected = logits(plain)
+    rotations = 0
+    for module in attentions(skipping):
+        original = type(module).forward
+        assert skip_rotation(module) and skip_rotation(module)
+        assert type(module).forward is original and "forward" in module.__dict__
+        rotations += 1
+    assert rotations == 2
+    torch.testing.assert_close(logits(skipping), expected, rtol=1e-5, atol=1e-6)
+    pack_for_cpu(skipping)
+    torch.testing.assert_close(logits(skipping), expected, rtol=1e-4, atol=1e-4)
+    rotated = tiny(architecture)
+    assert torch.equal(logits(rotated), logits(copy.deepcopy(rotated))) and not torch.equal(logits(rotated), expected)
+
+
+def test_skip_rotation_is_local_to_the_instance() -> None:
+    model = tiny("Llama")
+    expected = logits(model)
+    other = tiny("Llama")
+    function = modeling_llama.apply_rotary_pos_emb
+    assert skip_rotation(attentions(other)[0])
+    assert modeling_llama.apply_rotary_pos_emb is function
+    assert torch.equal(logits(model), expected) and not torch.equal(logits(other), expected)
+
+
+def test_skip_rotation_refuses() -> None:
+    attention = attentions(tiny("Llama"))[0]
+    assert not skip_rotation(nn.Linear(2, 2))
+    attention.forward = lambda *args, **kwargs: None
+    assert not skip_rotation(attention)
+
+
+def _apply_scaled_rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> object:
+    return q * 2, k
+
+
+def test_skip_rotation_refuses_what_is_not_the_identity() -> None:
+    class Scaled(nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor) -> object:
+            return _apply_scaled_rotary(q, k, torch.ones(1), torch.zeros(1))
+
+    assert not skip_rotation(Scaled())
+
+
+def test_skip_rotation_through_a_decorator() -> None:
+    from transformers.utils.deprecation import deprecate_kwarg
+
+    class Decorated(modeling_llama.LlamaAttention):
+        pass
+
+    forward = modeling_llama.LlamaAttention.forward
+    Decorated.forward = deprecate_kwarg("old", version="99.0")(forward)
+    model = without_positions(tiny("Llama"))
+    expected = logits(model)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Decorated
+        assert skip_rotation(layer.self_attn)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,237 @@
+"""kill -9 on either side of the border: nobody waits for ever, nothing outlives its parent, no stored turn is lost."""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvstore import AsyncEngine, CacheTiers, Engine, SamplingParams
+from kvstore.engine.lifetime import open_waiting_for_lock
+from kvstore.engine.process.life import socket_folder
+from kvstore.engine.process.remote import RemoteEngine
+from kvstore.engine.process.wire_calls import MAX_CALLS
+from kvstore.errors import EngineDiedError, StoreLockedError
+from kvstore.sessions.store import SessionKey
+from tests.support.engines import save_model
+
+HERE = Path(__file__).parents[2]
+TEN = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+PROMPT = list(range(3, 40))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("chat"), tokenizer=True)
+
+
+def tiers(path: Path) -> CacheTiers:
+    return CacheTiers(hbm="2MiB", cpu="2MiB", disk="32MiB", path=path)
+
+
+def until(condition, what: str) -> None:
+    for _ in range(18000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"waited three minutes for {what}")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def killed_in_the_middle(engine: RemoteEngine, front: AsyncEngine) -> list[object]:
+    """Streams and a turn run when the process is killed: what each of them got."""
+    chat = engine.chat("talk")
+    answer = await front.start_turn(chat, [{"role": "user", "content": "and then?"}], LONG)
+    first = asyncio.Event()
+
+    async def read(prompt):
+        async for _ in front.stream(prompt, LONG):
+            first.set()
+
+    async def turn():
+        async with answer:
+            async for _ in answer:
+                first.set()
+
+    tasks = [asyncio.create_task(read(PROMPT[:n])) for n in range(5, 13)] + [asyncio.create_task(turn())]
+    await first.wait()
+    os.kill(engine.pid, signal.SIGSTOP)
+    tasks.append(asyncio.create_task(front.call(engine.flush)))  # a call on its way, as a commit could be
+    calls = engine._link._life._calls
+    while calls.qsize() == MAX_CALLS:
+        await asyncio.sleep(0.001)
+    os.kill(engine.pid, signal.SIGKILL)
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_a_process_that_cannot_be_understood_is_ended_and_started_again(model, tmp_path, monkeypatch, caplog):
+    with RemoteEngine(model, tiers(tmp_path / "store"), device="cpu") as engine:
+
+        def fails(message):
+            raise ValueError("no such message")
+
+        monkeypatch.setattr("kvstore.engine.process.life.decode_updates", fails)
+        handle = engine.submit(PROMPT, TEN)
+        with pytest.raises(EngineDiedError):
+            list(engine.stream(handle))
+        assert "cannot be understood" in caplog.text
+        monkeypatch.undo()
+        until(lambda: engine.state == "running", "the restart")
+        assert len(engine.generate([PROMPT], TEN)[0].token_ids) == 10
+
+
+def test_a_killed_process_is_started_again_as_often_as_it_may(model, tmp_path, caplog):
+    async def scenario():
+        engine = RemoteEngine(model, tiers(tmp_path / "store"), device="cpu", max_restarts=2)
+        front = AsyncEngine(engine)
+        old = engine.chat("talk")
+        outs = [old.send(f"message {number}", TEN) for number in range(3)]
+        engine.admin.pin("talk", 600)
+        assert engine.admin.pinned_until(SessionKey("", "talk")) is not None
+        errors = await killed_in_the_middle(engine, front)
+        assert [type(error) for error in errors] == [EngineDiedError] * 10 and not old.is_busy
+        with pytest.raises(EngineDiedError, match="again"):  # at once, while it is being started
+            await front.generate(PROMPT, TEN)
+        await front.call(until, lambda: engine.state == "running", "the restart")
+
+        chat = engine.chat("talk")
+        assert chat is not old and chat.num_turns == 3
+        assert engine.admin.pinned_until(SessionKey("", "talk")) is None  # the new process knows nothing of it
+        assert chat.messages[-1]["content"] == outs[-1].text
+        out = chat.send("what was that?", TEN)
+        known = outs[-1].prompt_token_ids + outs[-1].token_ids
+        assert out.prompt_token_ids[: len(known)] == known
+        assert engine.stats()["process"]["restarts"] == 1
+        engine.flush()
+        assert len((await front.generate(PROMPT, TEN)).token_ids) == 10
+
+        os.kill(engine.pid, signal.SIGKILL)
+        await front.call(until, lambda: engine._link.num_restarts == 2, "the second restart")
+        await front.call(until, lambda: engine.state == "running", "its end")
+        errors = await killed_in_the_middle(engine, front)
+        assert [type(error) for error in errors] == [EngineDiedError] * 10
+        assert engine.state == "failed" and engine.closed and engine.pid is None
+        for wanted in (engine.stats, engine.check_open, lambda: engine.chat("talk"), lambda: engine.root("other")):
+            with pytest.raises(EngineDiedError, match="stays down"):
+                wanted()
+        await front.close()
+        assert engine.state == "failed" and not engine._link._folder.path.exists()
+
+    asyncio.run(asyncio.wait_for(scenario(), 300))
+    following = ("is started again in 0 s, 1 of 2 an hour", "is started again in 1 s, 2 of 2", "is not started again")
+    assert len(caplog.messages) == 3
+    for said, wanted in zip(caplog.messages, following, strict=True):
+        assert f"(signal 9); it {wanted}" in said
+    with Engine(model, tiers(tmp_path / "store"), device="cpu") as engine:
+        assert engine.chat("talk").num_turns == 4 and engine.sessions.check().problems == ()
+
+
+def test_a_restart_that_fails_is_tried_again(model, tmp_path, caplog):
+    """As where memory or descriptors are short for a while: here its weights are gone for a while."""
+    weights = Path(shutil.copytree(model, tmp_path / "model")) / "model.safetensors"
+    with RemoteEngine(tmp_path / "model", device="cpu") as engine:
+        weights.rename(tmp_path / "elsewhere")
+        os.kill(engine.pid, signal.SIGKILL)
+        until(lambda: "could not be started" in caplog.text, "a restart that fails")
+        (tmp_path / "elsewhere").rename(weights)
+        until(lambda: engine.state == "running", "one that succeeds")
+        assert len(engine.generate([PROMPT], TEN)[0].token_ids) == 10
+
+
+def test_who_streams_in_the_loop_hears_of_the_end_and_of_the_next_process(model, tmp_path):
+    async def scenario():
+        engine = RemoteEngine(model, tiers(tmp_path / "store"), device="cpu")
+        front = AsyncEngine(engine, in_loop=True)
+        answers = [await front.start(PROMPT[:n], LONG) for n in range(5, 9)]
+        for answer in answers:
+            await anext(answer)
+        os.kill(engine.pid, signal.SIGKILL)
+        for answer in answers:
+            with pytest.raises(EngineDiedError):
+                async for _ in answer:
+                    pass
+        with pytest.raises(EngineDiedError, match="again"):
+            await front.generate(PROMPT, TEN)
+        await front.call(until, lambda: engine.state == "running", "the restart")
+        assert len((await front.generate(PROMPT, TEN)).token_ids) == 10
+        running = asyncio.create_task(front.generate(PROMPT, LONG))
+        while not engine.has_work:
+            await asyncio.sleep(0.001)
+        await front.close()
+        assert (await running).finish_reason == "abort" and not any(port.waiting for port in front._ports.values())
+        return engine
+
+    engine = asyncio.run(asyncio.wait_for(scenario(), 300))
+    assert engine.state == "closed" and engine.pid is None
+
+
+def test_a_killed_parent_takes_the_process_with_it(model, tmp_path, monkeypatch):
+    """Its folder for sockets stays, and goes with the next start."""
+    path, places = tmp_path / "store", tmp_path / "temporary"
+    places.mkdir()
+    monkeypatch.setenv("TMPDIR", str(places))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    command = [sys.executable, str(HERE / "children/remote_child.py"), model, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE.parent) as parent:
+        assert parent.stdout is not None
+        core = int(parent.stdout.readline())
+        acknowledged = [int(parent.stdout.readline()) for _ in range(3)]
+        assert is_running(core)
+        parent.kill()
+        acknowledged += [int(line) for line in parent.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
+        parent.wait()
+        until(lambda: not is_running(core), "the end of the engine's process")
+    [left] = places.iterdir()
+    folder = socket_folder()
+    assert list(places.iterdir()) == [folder.path] and folder.path != left
+    folder.remove()
+    with Engine(model, tiers(path), device="cpu") as engine:
+        state = engine.sessions.load(SessionKey("", "killed"))
+        assert state.turn >= acknowledged[-1] == len(acknowledged)
+        assert engine.chat("killed").send("go on", TEN).usage.prompt_tokens > 0
+
+
+def test_a_new_process_waits_for_a_lock_that_is_given_up(model, tmp_path):
+    holder = Engine(model, tiers(tmp_path / "store"), device="cpu")
+    holder.chat("known").send("Hello", TEN)
+    closing = threading.Timer(0.1, holder.close)
+    try:
+        closing.start()
+        with RemoteEngine(model, tiers(tmp_path / "store"), device="cpu") as engine:
+            assert engine.chat("known").num_turns == 1
+    finally:
+        closing.join()
+        holder.close()
+
+
+def test_a_lock_is_waited_for_and_then_reported():
+    tries = []
+
+    def locked(until_try):
+        def opened():
+            tries.append(None)
+            if len(tries) < until_try:
+                raise StoreLockedError("locked by 42", 42)
+            return "opened"
+
+        return opened
+
+    assert open_waiting_for_lock(locked(3), timeout_s=60) == "opened" and len(tries) == 3
+    with pytest.raises(StoreLockedError) as told:
+        open_waiting_for_lock(locked(10**9), timeout_s=0.0)
+    assert told.value.pid == 42 and len(tries) == 4
+    with pytest.raises(ZeroDivisionError):
+        open_waiting_for_lock(lambda: 1 // 0)

@@ -1,0 +1,430 @@
+"""An engine whose core runs in a process of its own: the same answers, sessions and errors as in one process."""
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvstore import AsyncEngine, CacheTiers, Engine, SamplingParams
+from kvstore.engine import async_engine
+from kvstore.engine.process import remote
+from kvstore.engine.process.channel import Channel
+from kvstore.engine.process.core import Core
+from kvstore.engine.process.link import READ
+from kvstore.engine.process.pulse import Heart
+from kvstore.engine.process.remote import RemoteEngine
+from kvstore.engine.process.wire import End, Submit, decode_updates, encode, error_of, params_to_wire
+from kvstore.errors import (
+    ConfigError,
+    ContextLengthError,
+    EngineClosedError,
+    EngineOverloadedError,
+    ModelError,
+    RequestError,
+    SessionBusyError,
+    SessionExistsError,
+    SessionNotFoundError,
+    StoreError,
+)
+from kvstore.sessions.store import SessionKey
+from tests.engine.sessions.test_chat import (  # the same conversations, with this module's `engine`  # noqa: F401
+    model,
+    test_a_message_that_alone_exceeds_the_window_is_refused_and_costs_nothing,
+    test_an_answer_cut_by_a_stop_string_continues_from_its_text,
+    test_an_end_token_is_not_doubled,
+    test_bad_messages_are_refused_before_anything_runs,
+    test_ids_are_those_of_the_template_when_answers_are_tokenized_as_usual,
+    test_leaving_a_stream_keeps_what_was_said,
+    test_one_turn_at_a_time,
+    test_sessions_are_found_again_per_tenant,
+    test_text_that_spells_a_control_token_stays_text,
+    test_the_second_turn_computes_only_what_is_new,
+    test_truncation_drops_whole_turns_and_keeps_the_system_prompt,
+    test_truncation_makes_room_for_the_answer_that_is_asked_for,
+)
+from tests.support.by_hand import held
+from tests.support.engines import save_model
+
+TIERS = {"hbm": "2MiB", "cpu": "2MiB", "disk": "32MiB"}
+TEN = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+PROMPT = list(range(3, 40))
+
+
+@pytest.fixture(scope="module")
+def engine(model, tmp_path_factory):  # noqa: F811
+    tiers = CacheTiers(**TIERS, path=tmp_path_factory.mktemp("remote") / "store")
+    with RemoteEngine(model, tiers, seed=1, device="cpu", load="always") as engine:
+        yield engine
+        assert not engine.has_work and engine.stats()["requests"]["running"] == 0
+    assert engine.state == "closed"
+
+
+@pytest.fixture(scope="module")
+def here(model, tmp_path_factory):  # noqa: F811
+    tiers = CacheTiers(**TIERS, path=tmp_path_factory.mktemp("here") / "store")
+    with Engine(model, tiers, seed=1, device="cpu", load="always") as engine:
+        yield engine
+
+
+def text_of(engine) -> str:
+    return engine.generate([PROMPT], TEN)[0].text
+
+
+def plain(choice) -> tuple:
+    return choice.text, choice.token_ids, choice.finish_reason, choice.stop_reason, choice.logprobs is None
+
+
+PARAMETERS = {
+    "greedy": {"temperature": 0},
+    "seeded": {"seed": 5, "top_k": 20},
+    "three choices": {"n": 3, "seed": 7, "logprobs": 2},
+    "penalties": {"temperature": 0, "presence_penalty": 1.5, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
+    "least tokens": {"temperature": 0, "min_tokens": 6, "logit_bias": {2: 50.0}},
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_answers_are_those_of_an_engine_in_this_process(engine, here, name):
+    params = SamplingParams(max_tokens=12, **PARAMETERS[name])
+    prompts = [PROMPT[:n][::-1] for n in (5, 20, 37)]  # no hits: they would hang on who comes first
+    salt = f"salt of {name}"
+    for there, known in zip(
+        engine.generate(prompts, params, "anna", salt), here.generate(prompts, params, "anna", salt), strict=True
+    ):
+        assert [plain(choice) for choice in there.choices] == [plain(choice) for choice in known.choices]
+        assert there.usage == known.usage
+        for mine, yours in zip(there.choices, known.choices, strict=True):
+            assert [entry.token_id for entry in mine.logprobs or ()] == mine.token_ids[: len(mine.logprobs or ())]
+            for one, other in zip(mine.logprobs or (), yours.logprobs or (), strict=True):
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-3) and len(one.top) == len(other.top)
+        times = there.timings
+        assert times.queue_s + times.load_s + times.prefill_s == pytest.approx(there.ttft_s) and times.decode_s >= 0
+
+
+@pytest.mark.parametrize(("first", "last"), [(2, 3), (1, 9), (7, 12)])
+@pytest.mark.parametrize("n", [1, 3])
+def test_stop_strings_end_an_answer_where_they_do_in_one_process(engine, here, first, last, n):
+    """They are found here, while the engine goes on for a token or two, which nobody sees."""
+    stop = text_of(here)[first:last]
+    params = SamplingParams(temperature=0, n=n, max_tokens=60, ignore_eos=True, stop=[stop, "\0 never"])
+    before = engine.stats()["requests"]
+    handles = [one.submit(list(PROMPT), params, "", f"stop {first} {n}") for one in (engine, here)]
+    pieces = [list(one.stream(handle)) for one, handle in zip((engine, here), handles, strict=True)]
+    by_choice = [[piece for index in range(n) for piece in some if piece.index == index] for some in pieces]
+    there, known = (handle.output for handle in handles)
+    assert by_choice[0] == by_choice[1] and there.choices == known.choices and there.usage == known.usage
+    assert there.choices[0].stop_reason == stop and stop not in there.text
+    assert len(handles[0].chain) == len(handles[1].chain)
+    now = engine.stats()["requests"]
+    assert (now["aborted"], now["finished"]) == (before["aborted"], before["finished"] + 1)
+
+
+def test_many_streams_at_once_answer_as_alone(engine, here):
+    prompts = [[i % 150 + 3] * (5 + i % 30) for i in range(64)]
+    known = [out.token_ids for out in here.generate(prompts, TEN)]
+
+    async def scenario():
+        async def read(prompt):
+            return [token for piece in [p async for p in front.stream(prompt, TEN)] for token in piece.token_ids]
+
+        return await asyncio.gather(*(read(prompt) for prompt in prompts))
+
+    front = AsyncEngine(engine)
+    assert asyncio.run(scenario()) == known and is_unread(front)
+
+
+def is_unread(front: AsyncEngine) -> bool:
+    return not any(port.waiting for port in front._ports.values())
+
+
+def test_the_loop_takes_in_by_itself_what_the_process_says(model, here, monkeypatch):  # noqa: F811
+    """Without a thread: ids, long ones and texts, an answer that is left and one that is stopped, an error, the end."""
+    prompts = [[i % 150 + 3] * (5 + i % 30) for i in range(32)]
+    known = [out.token_ids for out in here.generate(prompts, TEN)]
+    [text] = here.generate(["Hello there"], TEN)
+
+    async def scenario():
+        engine = RemoteEngine(model, {"hbm": "2MiB"}, device="cpu")
+        front = AsyncEngine(engine, in_loop=True)
+        outs = await asyncio.gather(*(front.generate(prompt, TEN) for prompt in prompts))
+        said = await front.generate("Hello there", TEN)
+        monkeypatch.setattr(async_engine, "MAX_IDS_AT_ONCE", 10)
+        again = await asyncio.gather(*(front.generate(prompt, TEN) for prompt in prompts))
+        async with await front.start(PROMPT, LONG) as left:
+            await anext(left)
+        async with await front.start(PROMPT, LONG) as stopped:
+            await anext(stopped)
+            await stopped.stop()
+            assert [piece.finish_reason async for piece in stopped][-1] == "abort"
+        with pytest.raises(RequestError, match="token ids"):
+            await front.start([10**6], TEN)
+        assert left.output.finish_reason == "abort" and is_unread(front)
+        assert not [thread for thread in threading.enumerate() if thread is engine._link.reader and thread.name == READ]
+        await front.close()
+        with pytest.raises(EngineClosedError):
+            await front.start(PROMPT, TEN)
+        return outs, said, again
+
+    outs, said, again = asyncio.run(scenario())
+    assert [out.token_ids for out in outs] == [out.token_ids for out in again] == known
+    assert (said.text, said.token_ids) == (text.text, text.token_ids)
+
+
+def test_requests_wait_for_a_process_that_does_not_read(engine, here):
+    """More than the kernel holds back for it: the rest goes out once there is room, and nothing is lost."""
+    prompts = [[i % 150 + 3, i // 150 + 3, 9] for i in range(1500)]
+    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    os.kill(engine.pid, signal.SIGSTOP)
+    try:
+        handles = [engine.submit(prompt, one) for prompt in prompts]
+        assert engine._link._life._channel.num_unsent > 0
+    finally:
+        os.kill(engine.pid, signal.SIGCONT)
+    for handle in handles:
+        list(engine.stream(handle))
+    assert engine._link._life._channel.num_unsent == 0
+    sample = range(0, 1500, 97)
+    known = here.generate([prompts[i] for i in sample], one)
+    assert [handles[i].output.token_ids for i in sample] == [out.token_ids for out in known]
+
+
+def test_turns_under_asyncio(engine):
+    """A turn that is left is not stored, one that is stopped is, and the session is free again after each."""
+
+    async def turn(front, chat, how):
+        answer = await front.start_turn(chat, [{"role": "user", "content": "Hello there"}], LONG, idempotency_key=how)
+        async with answer:
+            async for _ in answer:
+                if how == "left":
+                    break
+                if how == "stopped":
+                    await answer.stop()
+        return answer
+
+    async def scenario(front):
+        chat = await front.call(engine.chat, "asyncio")
+        left = await turn(front, chat, "left")
+        stopped = await turn(front, chat, "stopped")
+        whole = await turn(front, chat, "whole")
+        return chat, left, stopped, whole
+
+    chat, left, stopped, whole = asyncio.run(scenario(AsyncEngine(engine)))
+    assert left.turn is None and stopped.output.finish_reason == "abort" and whole.output.finish_reason == "length"
+    assert [stopped.turn.number, whole.turn.number] == [1, 2] and not chat.is_busy
+    assert engine.sessions.turn_of_request(chat._key, "whole") == whole.turn
+    assert len(stopped.turn.token_ids) < len(whole.turn.token_ids) or stopped.output.token_ids
+
+
+def test_a_truncated_session_keeps_its_kv_and_its_answers(engine, here):
+    """The splice is made there, its chain comes back and goes with the next prompt."""
+    for one in (engine, here):
+        chat = one.chat("long", system="Be kind.")
+        outs = [chat.send(f"This is message number {turn} of a long talk.", TEN) for turn in range(12)]
+        assert chat.truncated_tokens > 0 and max(out.usage.cached_tokens_details.reencoded for out in outs) > 0
+        if one is engine:
+            known = [out.token_ids for out in outs]
+    assert [out.token_ids for out in outs] == known
+
+
+def test_forks_and_lists(engine):
+    chat = engine.chat("trunk", "forks")
+    for text in ("one", "two", "three"):
+        chat.send(text, TEN)
+    fork = chat.fork("branch", 2)
+    assert (fork.num_turns, fork.messages) == (2, chat.messages[:4])
+    assert fork.token_ids == chat.token_ids[: len(fork.token_ids)]
+    heads = engine.admin.list_sessions("forks")
+    assert {head.key.session_id for head in heads} == {"trunk", "branch"} and heads[0].parent.turn == 2
+    with pytest.raises(SessionExistsError):
+        chat.fork("branch")
+    engine.prefetch("branch", "forks")
+    engine.admin.pin("branch", 10, "forks")
+    assert 0 < engine.admin.pinned_until(SessionKey("forks", "branch")) - time.time() <= 10
+    assert engine.admin.pinned_until(SessionKey("forks", "trunk")) is None
+
+
+def test_errors_arrive_as_they_are(engine):
+    with pytest.raises(ContextLengthError) as told:
+        engine.generate([[1] * 300], TEN)
+    assert (told.value.requested_tokens, told.value.limit_tokens) == (300, 256)
+    with pytest.raises(SessionNotFoundError, match="no session 'nobody'") as unknown:
+        engine.prefetch("nobody")
+    assert unknown.value.param == "session_id"
+    with pytest.raises(SessionNotFoundError):
+        engine.admin.delete_session("nobody")
+    with pytest.raises(RequestError, match="cursor"):
+        engine.admin.list_sessions("", 10, "no cursor")
+    with pytest.raises(RequestError, match="surrogate"):
+        engine.root("half \ud83d")
+    assert engine.generate([PROMPT], TEN, cache_salt="half \ud83d")[0].usage.completion_tokens == 10
+
+
+def test_a_deletion_ends_the_turn_that_runs(engine):
+    chat = engine.chat("doomed")
+    chat.send("Something that nobody else has said in here, so that its blocks are its own", TEN)
+    stream = chat.stream("two", LONG)
+    next(stream)
+    assert engine.admin.delete_session("doomed") > 0
+    with pytest.raises(StoreError, match="deleted"):
+        list(stream)
+    assert engine.sessions.head(chat._key) is None and engine.chat("doomed").num_turns == 0
+
+
+def test_a_session_deleted_behind_the_fronts_back_begins_anew(engine):
+    chat = engine.chat("behind")
+    chat.send("one", TEN)
+    engine.sessions.delete(chat._key).wait()
+    assert engine.chat("behind").num_turns == 0
+
+
+def test_a_session_whose_time_is_over_goes_unless_its_turn_runs(engine):
+    chat = engine.chat("brief")
+    chat.send("one", TEN)
+    stream = chat.stream("two", TEN)
+    next(stream)
+    chat.set_ttl(0.0)
+    engine.admin._last_expiry_s = 0.0
+    engine.admin.expire(chat._key)
+    list(stream)
+    assert chat.num_turns == 2
+    engine.admin.expire(chat._key)
+    assert engine.sessions.head(chat._key) is None
+
+
+def test_administration(engine):
+    engine.generate([PROMPT], TEN, cache_salt="kept")
+    engine.flush()
+    assert engine.generate([PROMPT], TEN, cache_salt="kept")[0].usage.cached_tokens == 32
+    assert engine.admin.verify()["sessions"]["problems"] in ((), [])
+    assert engine.admin.handle("evict", {"all": True})["tiers"]["hbm"]["blocks"] > 0
+    assert engine.generate([PROMPT], TEN, cache_salt="kept")[0].usage.cached_tokens == 0
+    engine.answers.put([b"k" * 16], [1, 2, 3])
+    assert engine.answers.find([[b"k" * 16], [b"x" * 16]]) == [[1, 2, 3], None]
+    assert engine.stats()["process"]["state"] == "running"
+
+
+def test_more_requests_than_are_taken_are_refused(engine, monkeypatch):
+    monkeypatch.setattr(remote, "MAX_REQUESTS", 2)
+    handles = [engine.submit(list(PROMPT), LONG) for _ in range(2)]
+    with pytest.raises(EngineOverloadedError):
+        engine.submit(list(PROMPT), TEN)
+    for handle in handles:
+        engine.abort(handle)
+        assert handle.done and handle.output.finish_reason == "abort" and handle.lineage is not None
+    assert len(engine.generate([PROMPT], TEN)[0].token_ids) == 10
+
+
+def test_threads_may_generate_at_once(engine, here):
+    known, found = [out.token_ids for out in here.generate([[i + 9] * 20 for i in range(6)], TEN)], {}
+
+    def ask(i):
+        found[i] = engine.generate([[i + 9] * 20], TEN)[0].token_ids
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(6)] == known
+
+
+def test_nothing_of_the_configuration_is_in_the_list_of_processes(engine):
+    shown = Path(f"/proc/{engine.pid}/cmdline").read_bytes()
+    assert b"core_process" in shown and b"store" not in shown
+    folder = engine._link._folder.path
+    assert folder.stat().st_mode & 0o777 == 0o700 and folder.stat().st_uid == os.getuid()
+
+
+def test_what_cannot_be_opened_says_why_and_leaves_nothing(model, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    with pytest.raises(ConfigError, match="block_size"):
+        RemoteEngine(model, block_size=0)
+    with pytest.raises(ModelError, match="not a directory"):
+        RemoteEngine(str(tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match="made for 256 tokens"):  # said by the process
+        RemoteEngine(model, device="cpu", max_model_len=100_000)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_closing_ends_what_runs_and_refuses_what_comes(tmp_path):
+    """With a model that has no tokenizer: it takes ids."""
+
+    async def scenario():
+        engine = RemoteEngine(save_model(tmp_path / "bare"), device="cpu")
+        front = AsyncEngine(engine)
+        out = await front.generate(PROMPT, TEN)
+        assert (out.text, len(out.token_ids)) == ("", 10)
+        with pytest.raises(RequestError, match="no tokenizer"):
+            engine.chat("a")
+        task = asyncio.create_task(front.generate(PROMPT, LONG))
+        while not engine.has_work:
+            await asyncio.sleep(0.001)
+        await front.close()
+        assert (await task).finish_reason == "abort"
+        with pytest.raises(EngineClosedError):
+            await front.generate(PROMPT, TEN)
+        with pytest.raises(EngineClosedError):
+            engine.flush()
+        engine.close()
+        return engine
+
+    engine = asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert engine.state == "closed" and engine.pid is None and not engine._link._folder.path.exists()
+
+
+def test_an_update_that_cannot_be_taken_in_ends_its_request_alone(engine, here, monkeypatch, caplog):
+    apply, broken = engine._link.outputs.apply, []
+
+    def fails_for_the_first(update):
+        broken.append(update.request_id)
+        if update.request_id == broken[0]:
+            raise ValueError("a defect")
+        return apply(update)
+
+    monkeypatch.setattr(engine._link.outputs, "apply", fails_for_the_first)
+    first, second = (engine.submit(PROMPT, TEN) for _ in range(2))
+    with pytest.raises(ValueError, match="a defect"):
+        list(engine.stream(first))
+    list(engine.stream(second))
+    assert "could not be taken in" in caplog.text
+    assert second.error is None and second.output.text == text_of(here)
+
+
+def test_two_turns_at_once_are_refused_here(engine):
+    chat = engine.chat("busy")
+    stream = chat.stream("one", TEN)
+    next(stream)
+    with pytest.raises(SessionBusyError):
+        chat.send("two", TEN)
+    list(stream)
+    assert chat.num_turns == 1
+
+
+def test_a_step_that_fails_there_is_told_to_every_request_and_the_engine_goes_on(here, capfd, monkeypatch):
+    front, there = map(Channel, socket.socketpair())
+    core = Core(here, there, Heart(os.pipe()[1], 60.0))
+    for number, params in enumerate([TEN, LONG]):
+        front.send(encode(Submit(f"r{number}", list(PROMPT), params_to_wire(params), b"", b"", 0, None)))
+    front.send(encode(Submit("wrong", [10**6], params_to_wire(TEN), b"", b"", 0, None)))
+    front.send(encode(End("unknown", None, "abort")))
+    with monkeypatch.context() as patch:
+        patch.setattr(here.loop.runner, "execute", lambda _: (_ for _ in ()).throw(RuntimeError("injected")))
+        with held(here):  # both are in the same step
+            core.take_in()
+        told = []
+        while len(told) < 3 and front.poll(30_000):
+            told += [update for message in front.receive() for update in decode_updates(message).updates]
+    failures = {update.request_id: error_of(update.ended.failure) for update in told}
+    assert type(failures["wrong"]) is RequestError and not core._running and not core._ids
+    assert [str(failures[f"r{number}"]) for number in (0, 1)] == ["the engine failed: RuntimeError: injected"] * 2
+    assert capfd.readouterr().err.count("injected") == 1
+    front.close()
+    there.close()
+    assert len(here.generate([PROMPT], TEN)[0].token_ids) == 10

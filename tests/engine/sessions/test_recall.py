@@ -1,0 +1,492 @@
+"""Histories as text against what sessions would have sent: the same ids, whoever asks; and what is reused of them."""
+
+import random
+import threading
+
+import pytest
+
+from kvstore import Engine, SamplingParams
+from kvstore.blocks.ids import Lineage
+from kvstore.engine.outputs import CachedTokensDetails, Choice, RequestOutput, Usage
+from kvstore.engine.sessions.recall import Recall
+from kvstore.engine.sessions.recall_ids import Keys
+from kvstore.engine.sessions.recall_lines import Conversation, Lines, Names
+from kvstore.errors import RequestError
+from kvstore.sessions.store import owner_tag
+from tests.engine.text.test_chat_template import CHATML, LLAMA3, MISTRAL, THINKING, make
+from tests.support.engines import counters, greedy, open_engine, save_model, settle
+
+TEXTS = [
+    "Hello, my name is Anna.", "What is my name?\n\n", "  spaces on both sides  ", "Schöne Grüße, 日本語 🎉",
+    "<|end|> and <|user|>", "a", "Go on.", "Tell me about the sea, and how far it is from here.",
+    "kvstorecontent1end", "…\n- one\n- two",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def builtin():
+    with Engine(device="cpu", seed=3) as engine:
+        yield engine
+        engine.check_integrity()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("recall"), tokenizer=True, max_position_embeddings=1024)
+
+
+@pytest.fixture
+def stored(model, tmp_path):
+    with open_engine(model, tmp_path / "store") as engine:
+        yield engine
+        engine.check_integrity()
+
+
+def text_of(engine: Engine, token_ids) -> str:
+    """Without control tokens: an answer may hold some that its text does not show."""
+    return engine.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def no_controls(engine: Engine) -> dict[int, float]:
+    """A bias against every token that a text does not show."""
+    return dict.fromkeys(engine.tokenizer.added_tokens_decoder, -100.0)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+class Client:
+    """Stateless: sends all it has, and keeps what it was told."""
+
+    def __init__(self, engine: Engine, recall: Recall, system="", tenant="", salt="", reuse="exact"):
+        self.engine, self.recall, self.tenant, self.salt, self.reuse = engine, recall, tenant, salt, reuse
+        self.messages = [{"role": "system", "content": system}] if system else []
+
+    def send(self, text: str, params: SamplingParams | None = None, choice: int = 0):
+        params = params or greedy(10)
+        self.messages.append(user(text))
+        self.turn = self.recall.next_turn(self.tenant, self.salt, self.messages, params, self.reuse)
+        spliced = None if self.turn.lineage.splice_index is None else (self.turn.chain, self.turn.lineage)
+        handle = self.engine.submit(self.turn.prompt, params, self.tenant, self.salt, spliced=spliced)
+        list(self.engine.stream(handle))
+        self.lineage = handle.lineage or self.turn.lineage
+        self.recall.note(
+            self.tenant, self.salt, self.messages, handle.output, self.turn.chain, self.lineage, self.turn.turn_starts
+        )
+        self.messages.append(assistant(handle.output.choices[choice].text))
+        return handle.output
+
+    def drop(self, num_turns: int) -> None:
+        first = int(self.messages[0]["role"] == "system")
+        del self.messages[first : first + 2 * num_turns]
+
+
+def params_of(random_: random.Random, free: str) -> SamplingParams:
+    """Sampled, to the length or to a stop string of letters that are common."""
+    stop = [random_.choice("aeiou ") + random_.choice(["", "n", "t"])] if random_.random() < 0.4 else []
+    return SamplingParams(
+        temperature=random_.choice([0.0, 1.0, 1.5]), max_tokens=random_.randint(1, 25), stop=stop,
+        seed=random_.randrange(1000), ignore_eos=random_.random() < 0.5,
+    )  # fmt: skip
+
+
+# -- the same ids as a session ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("system", ["", "Be brief.", "Never say <|end|>, äh."])
+def test_the_ids_of_a_session_that_had_the_same_conversation(builtin, system):
+    random_ = random.Random(f"ids {system}")
+    template, num_odd = builtin._template, 0
+    for number in range(6):
+        tenant = f"t{number}{system}"
+        recall, chat = Recall(builtin), builtin.chat(f"chat-{number}", tenant, system=system or None)
+        messages = [{"role": "system", "content": system}] if system else []
+        for _ in range(5):
+            text, params = random_.choice(TEXTS), params_of(random_, "")
+            messages.append(user(text))
+            turns = [one.next_turn(tenant, "", messages, params) for one in (recall, Recall(builtin))]
+            known = chat.token_ids
+            out = chat.send(text, params)
+            num_odd += out.prompt_token_ids != template.prompt_ids(messages)
+            for turn in turns:
+                assert turn.prompt == out.prompt_token_ids and turn.prompt[: len(known)] == known
+                assert turn.turn_starts == chat._window.turn_starts
+                assert turn.lineage == Lineage(builtin.root(tenant)) and list(turn.chain) == []
+            recall.note(tenant, "", messages, out, turns[0].chain, turns[0].lineage, turns[0].turn_starts)
+            messages.append(assistant(out.text))
+    assert num_odd > 5  # else the text alone would have done
+
+
+def test_every_choice_is_known_and_a_client_may_go_back_to_another(builtin):
+    recall = Recall(builtin)
+    client = Client(builtin, recall, tenant="choices")
+    out = client.send("Say something", SamplingParams(n=3, max_tokens=12, temperature=1.3, seed=2))
+    assert len({choice.text for choice in out.choices}) == 3
+    for choice in out.choices:
+        messages = [user("Say something"), assistant(choice.text), user("And then?")]
+        said = choice.token_ids[:-1] if choice.finish_reason == "stop" else choice.token_ids
+        for one in (recall, Recall(builtin)):
+            turn = one.next_turn("choices", "", messages, greedy(4))
+            assert turn.prompt[: len(out.prompt_token_ids) + len(said)] == out.prompt_token_ids + said
+
+
+def test_an_answer_is_known_by_its_text_when_what_was_before_it_changed(builtin):
+    recall, params = Recall(builtin), SamplingParams(max_tokens=20, temperature=1.5, logit_bias=no_controls(builtin))
+    num_odd = 0
+    for number in range(5):
+        client = Client(builtin, recall, "Be brief.", tenant="edited")
+        outs = [client.send(text, params) for text in TEXTS[number : number + 3]]
+        kept = [*client.messages[3:], user("x")]
+        edited = [*client.messages[:1], user("Something else"), assistant("Never said."), *kept]
+        for messages in (edited, kept):
+            prompt = recall.next_turn("edited", "", messages, greedy(4)).prompt
+            for out in outs[1:]:
+                said = "".join(chr(i) for i in out.token_ids)
+                assert said in "".join(chr(i) for i in prompt)
+            plain = builtin._template.prompt_ids(messages)
+            assert text_of(builtin, prompt) == text_of(builtin, plain)
+            num_odd += prompt != plain
+    assert num_odd > 3
+
+
+def test_what_an_answers_text_does_not_show_stays_in_its_conversation(builtin):
+    end = builtin.tokenizer.eos_token_id
+    client = Client(builtin, Recall(builtin), tenant="silent")
+    out, params = client.send("Hello", greedy(6)), greedy(4)
+    out.choices[0].token_ids[2:2] = [end]
+    client.recall.note("seen", "", [user("Hello")], out)
+    for one in (client.recall, Recall(builtin)):
+        known = one.next_turn("seen", "", [*client.messages, user("x")], params).prompt
+        assert known[: len(out.prompt_token_ids) + 7] == out.prompt_token_ids + out.token_ids
+        messages = [user("Something else"), client.messages[1], user("x")]
+        assert one.next_turn("seen", "", messages, params).prompt == builtin._template.prompt_ids(messages)
+
+
+def test_a_history_that_nobody_knows_is_what_the_template_makes_of_it(builtin):
+    recall = Recall(builtin)
+    for messages in (
+        [user("hi")], [user("hi"), assistant("hello")], [user("a"), assistant("b"), user("c"), user("d")],
+        [{"role": "system", "content": "s"}], [{"role": "tool", "content": "42"}, user("q")],
+        [assistant("b"), user("c")],
+    ):  # fmt: skip
+        turn = recall.next_turn("nobody", "", messages, greedy(4))
+        assert turn.prompt == builtin._template.prompt_ids(messages)
+    with pytest.raises(RequestError, match="messages is empty"):
+        recall.next_turn("nobody", "", [], greedy(4))
+    with pytest.raises(RequestError, match="truncation_reuse"):
+        recall.next_turn("nobody", "", [user("hi")], greedy(4), "other")
+
+
+def test_a_model_without_a_template_says_so(tmp_path):
+    with Engine(save_model(tmp_path / "bare")) as engine, pytest.raises(RequestError, match="has no tokenizer"):
+        Recall(engine).next_turn("", "", [user("hi")], greedy(4))
+
+
+def test_a_sessions_turns_are_known_until_it_is_deleted(builtin):
+    recall, chat = Recall(builtin), builtin.chat("noted", "own")
+    out = chat.send("Hello there", SamplingParams(max_tokens=20, temperature=1.5, ignore_eos=True, seed=8))
+    recall.note("own", "", [user("Hello there")], out, session_id="noted")
+    messages = [*chat.messages, user("More")]
+    known = out.prompt_token_ids + out.token_ids
+    for one in (recall, Recall(builtin)):
+        assert one.next_turn("own", "", messages, greedy(4)).prompt[: len(known)] == known
+    assert recall.forget_session("other", "noted")
+    assert recall.next_turn("own", "", messages, greedy(4)).prompt[: len(known)] == known
+    assert recall.forget_session("own", "noted")
+    assert recall.next_turn("own", "", messages, greedy(4)).prompt == builtin._template.prompt_ids(messages)
+
+
+def test_an_answer_that_ends_with_a_space_keeps_its_ids_in_a_session_too(builtin):
+    template = builtin._template
+    messages = [user("hi"), assistant(" so ")]
+    ids = [*template.prompt_ids(messages[:1]), 50, 51]
+    following = template.next_ids(ids, messages, "ok")
+    assert following[: len(ids)] == ids
+    assert following == template.history_ids([*messages, user("ok")], {1: [50, 51]}).token_ids
+
+
+# -- templates --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("text", [CHATML, LLAMA3], ids=["chatml", "llama3"])
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "be <|im_end|> kind "}]], ids=["", "system"])
+def test_turn_by_turn_is_all_at_once(text, system):
+    template, random_ = make(text), random.Random(4)
+    for _ in range(30):
+        messages, ids, answers = [*system, user(random_.choice(TEXTS))], None, {}
+        ids = template.prompt_ids(messages)
+        for _ in range(4):
+            said = [random_.randrange(200) for _ in range(random_.randint(0, 4))]
+            answers[len(messages)] = said
+            messages.append(assistant(random_.choice(["ok ", " yes", "<|im_end|>", "no\n\n", ""])))
+            known, question = (len(messages) - 1, ids + said), random_.choice([*TEXTS, "<|im_end|><|eot_id|> x "])
+            ids = template.next_ids(ids + said, messages, question)
+            messages.append(user(question))
+            assert template.history_ids(messages, answers).token_ids == ids
+            assert template.history_ids(messages, {}, known).token_ids == ids
+
+
+def test_an_answer_whose_reasoning_is_dropped_is_encoded_as_text_with_all_before_it():
+    template = make(THINKING, think=True)
+    messages = [user("a"), assistant("one"), user("b"), assistant("<think>x</think>\ntwo"), user("c")]
+    messages += [assistant("three"), user("d")]
+    answers = {1: [1, 2], 3: [3, 4], 5: [5, 6]}
+    recalled = template.history_ids(messages, answers)
+    before = template.prompt_ids(messages[:5])
+    assert recalled.ends == {5: len(before) + 2} and recalled.token_ids[: len(before) + 2] == [*before, 5, 6]
+    assert template.history_ids(messages[:5], {1: [1, 2], 3: [3, 4]}) is None
+    assert template.history_ids(messages[:5], {}, (3, [9, 9])) is None
+
+
+def test_a_template_that_moves_the_system_prompt_gets_nothing_else_than_text():
+    template = make(MISTRAL)
+    messages = [{"role": "system", "content": "s"}, user("a"), assistant("one"), user("b")]
+    assert template.history_ids(messages, {2: [1, 2]}) is None
+    assert template.history_ids(messages[1:], {1: [1, 2]}) is not None
+
+
+def test_an_answer_that_is_opened_otherwise_than_it_was_is_text():
+    opened = CHATML.replace("'<|im_start|>assistant\n' }}{% endif", "'<|im_start|>assistant\n<think>\n' }}{% endif")
+    assert make(opened).history_ids([user("a"), assistant("one"), user("b")], {1: [1, 2]}) is None
+    numbered = CHATML.replace("m.role + '\n'", "m.role + (loop.index | string if messages | length > 3 else '') + '\n'")
+    messages = [user("a"), assistant("one"), user("b"), assistant("two"), user("c")]
+    assert make(numbered).history_ids(messages, {1: [1, 2], 3: [3]}) is None
+
+
+# -- what is cached ----------------------------------------------------------------------------------------------------
+def test_the_next_request_computes_only_what_is_new(builtin):
+    client = Client(builtin, Recall(builtin), "Be brief.", tenant="cached")
+    params = SamplingParams(max_tokens=30, temperature=1.2, ignore_eos=True, seed=5)
+    known: list[int] = []
+    for text in TEXTS[:5]:
+        out = client.send(text, params)
+        assert out.prompt_token_ids[: len(known)] == known
+        assert out.usage.cached_tokens >= max(len(known) - 1, 0) // 16 * 16
+        known = out.prompt_token_ids + out.token_ids
+    again = Client(builtin, client.recall, tenant="cached", salt="salty")
+    stranger = Client(builtin, client.recall, tenant="stranger")
+    for other in (again, stranger):
+        other.messages = list(client.messages)
+        out = other.send("And now?", params)
+        assert out.usage.cached_tokens == 0 and out.prompt_token_ids[: len(known)] != known
+        assert out.prompt_token_ids == builtin._template.prompt_ids(other.messages[:-1])
+    salted = again.send("More?", params)
+    assert salted.usage.cached_tokens >= (len(out.prompt_token_ids) - 1) // 16 * 16
+
+
+def test_after_a_restart_the_answers_lead_to_what_is_on_disk(model, tmp_path):
+    params = SamplingParams(max_tokens=40, temperature=1.0, ignore_eos=True, seed=5)
+    with open_engine(model, tmp_path / "store") as engine:
+        client = Client(engine, Recall(engine), "Be brief.")
+        for text in TEXTS[:3]:
+            out = client.send(text, params)
+        known = out.prompt_token_ids + out.token_ids
+        settle(engine)
+        engine.flush()
+        engine.answers.flush()
+    files = b"".join(path.read_bytes() for path in (tmp_path / "store" / "answers").iterdir())
+    assert not any(message["content"].encode() in files for message in client.messages)
+    with open_engine(model, tmp_path / "store") as engine:
+        client.engine, client.recall = engine, Recall(engine)
+        out = client.send("Do you remember?", params)
+        assert out.prompt_token_ids[: len(known)] == known
+        assert out.usage.cached_tokens_details.disk >= (len(known) - 1) // 16 * 16
+
+
+# -- dropped turns -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("system", ["", "Be brief."])
+def test_a_client_that_drops_its_oldest_turns_gets_a_splice(stored, system):
+    client = Client(stored, Recall(stored), system, reuse="reencode")
+    for number in range(8):
+        client.send(f"This is message number {number} of a long talk.", greedy(20))
+    settle(stored)
+    for num_dropped in (2, 1):
+        client.drop(num_dropped)
+        out = client.send("What did I say first?", greedy(20))
+        assert client.turn.lineage.splice_index is not None and client.lineage == client.turn.lineage
+        assert out.usage.cached_tokens_details.reencoded > 0
+        plain = stored._template.prompt_ids(client.messages[:-1])
+        assert text_of(stored, out.prompt_token_ids) == text_of(stored, plain)
+        settle(stored)
+        following = client.send("And then?", greedy(20))
+        known = out.prompt_token_ids + out.token_ids
+        assert client.turn.lineage == client.lineage and client.lineage.splice_index is not None
+        assert following.prompt_token_ids[: len(known)] == known
+        assert following.usage.cached_tokens >= (len(known) - 1) // 16 * 16
+        settle(stored)
+    exact = Client(stored, client.recall)
+    exact.messages = list(client.messages)
+    out = exact.send("Exactly?", greedy(20))
+    assert exact.turn.lineage == Lineage(stored.root("")) and out.usage.cached_tokens_details.reencoded == 0
+    assert counters(stored)["spliced"] > 0
+
+
+def test_only_whole_turns_of_an_own_conversation_are_spliced(stored):
+    client = Client(stored, Recall(stored), "Be brief.", reuse="reencode")
+    for number in range(5):
+        client.send(f"This is message number {number} of a long talk.", greedy(20))
+    settle(stored)
+    kept = client.messages[3:]
+    system = client.messages[:1]
+    for name, tenant, messages in (
+        ("another system prompt", "", [{"role": "system", "content": "Be long."}, *kept]),
+        ("begins with an answer", "", [*system, *kept[1:]]),
+        ("one message changed", "", [*system, user("?"), *kept[1:]]),
+        ("another tenant", "other", [*system, *kept]),
+    ):
+        turn = client.recall.next_turn(tenant, "", [*messages, user("So?")], greedy(4), "reencode")
+        assert turn.lineage == Lineage(stored.root(tenant)), name
+    messages = [*system, *kept, user("So?")]
+    assert client.recall.next_turn("", "", messages, greedy(4)).lineage.splice_index is None
+    assert client.recall.next_turn("", "salt", messages, greedy(4), "reencode").lineage.splice_index is None
+    assert client.recall.next_turn("", "", messages, greedy(2000), "reencode").lineage.splice_index is None
+    assert client.recall.next_turn("", "", messages, greedy(4), "reencode").lineage.splice_index is not None
+    # Another conversation began with the first of the kept turns: what is longer is still the better source.
+    said = Choice(kept[1]["content"], stored._template.encode_answer(kept[1]["content"]), "length")
+    prompt = stored._template.prompt_ids([*system, kept[0]])
+    usage = Usage(len(prompt), len(said.token_ids), CachedTokensDetails())
+    client.recall.note("", "", [*system, kept[0]], RequestOutput("other", prompt, [said], usage, None))
+    assert client.recall.next_turn("", "", messages, greedy(4), "reencode").lineage.splice_index is not None
+
+
+def test_whatever_a_client_does_the_model_reads_what_the_template_says(stored):
+    """Drops, edits, goes back, repeats, changes its mind on reuse; the service forgets. Nobody else's KV is used."""
+    template, bias = stored._template, no_controls(stored)
+    num_spliced = num_odd = 0
+    for seed in range(4):
+        random_, recall = random.Random(seed), Recall(stored)
+        clients = [Client(stored, recall, random_.choice(["", "Be brief."]), f"tenant-{n % 2}") for n in range(3)]
+        for step in range(30):
+            client = random_.choice(clients)
+            client.reuse = random_.choice(["exact", "reencode", "reencode", "reencode"])
+            action = random_.random()
+            if action < 0.25 and client.messages:
+                settle(stored)  # what is spliced must have landed
+                client.drop(1)
+            elif action < 0.28:
+                del client.messages[random_.randrange(len(client.messages) + 1) :]
+            elif action < 0.31 and client.messages:
+                client.messages[-1] = {**client.messages[-1], "content": random_.choice(TEXTS)}
+            elif action < 0.34:
+                other = random_.choice(clients)
+                client.messages = list(other.messages)
+            elif action < 0.37:
+                client.recall = Recall(stored)
+            seeded = SamplingParams(max_tokens=random_.randint(8, 24), logit_bias=bias, seed=100 * seed + step)
+            out = client.send(random_.choice(TEXTS), seeded)
+            plain = template.prompt_ids(client.messages[:-1])
+            assert stored.tokenizer.decode(out.prompt_token_ids) == stored.tokenizer.decode(plain)
+            num_odd += out.prompt_token_ids != plain
+            num_spliced += client.lineage.splice_index is not None
+            assert client.lineage.root == stored.root(client.tenant)
+            assert client.reuse == "reencode" or client.lineage.splice_index is None
+            if sum(len(message["content"]) for message in client.messages) > 900:
+                client.drop(3)
+    assert num_spliced > 3 and num_odd > 50
+
+
+# -- memory and threads ------------------------------------------------------------------------------------------------
+def names(number: int, before: int = -1) -> Names:
+    return Names(b"h%d" % number, b"h%d" % before, b"e%d" % number)
+
+
+def test_conversations_are_shared_and_bounded():
+    lines, lineage = Lines(10_000), Lineage(b"r" * 32)
+    for number in range(40):  # one conversation that grows is kept once
+        ids = list(range(100 * (number + 1)))
+        lines.add(names(number, number - 1), Conversation([b"m"] * (2 * number + 2), ids, (), lineage, [(0, 0)]))
+    assert len(lines._lines) == 1 and lines.num_tokens < 10_000
+    for number in range(40):
+        found = lines.find([b"unknown", b"h%d" % number])
+        assert list(found.token_ids) == list(range(100 * (number + 1))) and len(found.messages) == 2 * number + 2
+    lines.add(names(100, 20), Conversation([b"m"] * 44, list(range(2101)), (), lineage, [(0, 0)]))  # goes back
+    assert len(lines._lines) == 1 and lines.find([b"h39"]) is None  # two are too many: the older one went
+    for number in range(200, 260):
+        lines.add(names(number), Conversation([b"m"] * 2, [number] * 500, (), lineage, [], b"o%d" % (number % 2)))
+        assert lines.num_tokens <= 10_000
+    assert lines.find([b"h200"]) is None and list(lines.find([b"h259"]).token_ids) == [259] * 500
+    lines.forget_owner(b"o1")
+    assert lines.find([b"h259"]) is None and lines.find([b"h258"]) is not None
+    lines.forget_owner(b"o0")
+    assert (lines.num_tokens, lines._lines, lines._by_history, lines._by_end) == (0, {}, {}, {})
+
+
+@pytest.mark.parametrize("other", ["ids", "lineage", "owner", "turns"])
+def test_a_conversation_grows_only_as_what_it_was(other):
+    lines, lineage = Lines(10_000), Lineage(b"r" * 32)
+    first = Conversation([b"a", b"b"], [1, 2, 3], (), lineage, [(0, 1)])
+    lines.add(names(1), first)
+    longer = {"ids": [1, 2, 3, 4, 5], "lineage": lineage, "owner": b"", "turns": [(0, 1), (2, 4)]}
+    longer |= {
+        "ids": {"ids": [1, 9, 3, 4, 5]}, "lineage": {"lineage": Lineage(b"r" * 32, 0, b"p" * 32, 1)},
+        "owner": {"owner": b"o" * 16}, "turns": {"turns": [(0, 2), (2, 4)]},
+    }[other]  # fmt: skip
+    ids, turns, messages = longer["ids"], longer["turns"], [b"a", b"b", b"c", b"d"]
+    second = Conversation(messages, ids, (), longer["lineage"], turns, longer["owner"])
+    lines.add(names(2, 1), second)
+    for name, expected in ((b"h1", first), (b"h2", second)):
+        found = lines.find([name])
+        assert (list(found.token_ids), found.lineage, found.owner) == (
+            expected.token_ids, expected.lineage, expected.owner,
+        )  # fmt: skip
+        assert (list(found.messages), list(found.turns)) == (expected.messages, expected.turns)
+    found = lines.find_longer(b"e2", [b"a"], [b"c", b"d"])
+    assert (found is None) == (other == "owner")
+
+
+def test_a_forgotten_conversation_is_still_known_by_its_answers(builtin):
+    client = Client(builtin, Recall(builtin, max_tokens=1), tenant="small")
+    params = SamplingParams(max_tokens=20, temperature=1.3, ignore_eos=True, seed=1)
+    known: list[int] = []
+    for text in TEXTS[:4]:
+        out = client.send(text, params)
+        assert out.prompt_token_ids[: len(known)] == known
+        known = out.prompt_token_ids + out.token_ids
+    assert client.recall._lines.num_tokens == 0
+
+
+def test_digests_tell_owners_and_messages_apart():
+    keys = [Keys(root * 32, salt) for root in (b"a", b"b") for salt in ("", "x")]
+    lists = [
+        [user("a"), user("b")], [user("ab")], [user("a"), assistant("b")], [user("b"), user("a")],
+        [user("a"), user("")], [{"role": "use", "content": "ra"}, user("b")],
+    ]  # fmt: skip
+    histories = [one.of(messages).histories[-1] for one in keys for messages in lists]
+    assert len(set(histories)) == len(histories)
+    assert len({one.text("a") for one in keys}) == len(keys) and len({one.lineage.root for one in keys}) == 4
+    for messages in lists:
+        before, last = keys[0].of(messages), keys[0].of(messages[:-1])
+        start = last.histories[-1] if last.histories else b""
+        assert keys[0].after(start, messages[-1]) == (before.messages[-1], before.histories[-1])
+
+
+def test_many_clients_at_a_time(builtin):
+    recall, wrong = Recall(builtin, max_tokens=1500), []
+    template = builtin._template
+    out = Client(builtin, recall, tenant="thread").send("Hello", SamplingParams(max_tokens=8, temperature=1.2, seed=4))
+
+    def work(number: int) -> None:
+        messages = [user(f"Hello {number}")]
+        for _ in range(15):
+            turn = recall.next_turn("thread", "", messages, greedy(4))
+            out_ = type(out)("r", turn.prompt, out.choices, out.usage, None)
+            recall.note("thread", "", messages, out_, turn.chain, turn.lineage, turn.turn_starts)
+            messages += [assistant(out.text), user(f"Go on {number}")]
+            following = recall.next_turn("thread", "", messages, greedy(4)).prompt
+            if following[: len(turn.prompt)] != turn.prompt or following == template.prompt_ids(messages):
+                wrong.append(number)
+
+    if template.encode_answer(out.text) == out.token_ids:
+        out.choices[0].token_ids[:] = [i for letter in out.text for i in template.encode_answer(letter)]
+        out.choices[0].finish_reason = "length"
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == [] and recall._lines.num_tokens <= 1500
+
+
+def test_the_tag_of_a_session_is_its_tenants():
+    assert len({owner_tag("a", "b"), owner_tag("b", "a"), owner_tag("", "ab"), owner_tag("ab", "")}) == 4

@@ -1,0 +1,210 @@
+"""The asyncio engine: many requests in one loop, streams, cancellation, errors, close."""
+
+import asyncio
+import threading
+
+import pytest
+
+from kvstore import AsyncEngine, Engine, SamplingParams
+from kvstore.errors import ContextLengthError, EngineClosedError, KVStoreError
+from tests.support.engines import Greedy, save_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=10)
+PROMPT = list(range(3, 40))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def greedy():
+    return Greedy()
+
+
+def run(model, scenario, **options):
+    """Run `scenario(async_engine)` to its end; afterwards nothing may be held."""
+
+    async def whole():
+        engine = AsyncEngine(Engine(model, **options))
+        try:
+            result = await scenario(engine)
+            for _ in range(200):
+                if not engine.engine.has_work:
+                    break
+                await asyncio.sleep(0.01)
+            engine.engine.check_integrity()
+            assert not engine.engine.has_work and not any(port.waiting for port in engine._ports.values())
+            return result
+        finally:
+            await engine.close()
+
+    return asyncio.run(asyncio.wait_for(whole(), 60))
+
+
+def test_many_requests_at_once_answer_as_alone(model, greedy):
+    async def scenario(engine):
+        return await asyncio.gather(*(engine.generate(PROMPT[:n], GREEDY) for n in range(5, 30)))
+
+    outs = run(model, scenario, max_num_seqs=8)
+    assert [out.token_ids for out in outs] == [greedy(PROMPT[:n], 10) for n in range(5, 30)]
+
+
+def test_a_stream_brings_every_token_once(model, greedy):
+    async def scenario(engine):
+        return [piece async for piece in engine.stream(PROMPT, GREEDY)]
+
+    pieces = run(model, scenario)
+    assert [t for piece in pieces for t in piece.token_ids] == greedy(PROMPT, 10)
+    assert [piece.finish_reason for piece in pieces] == [None] * 9 + ["length"]
+
+
+def test_cancelling_aborts_the_request_and_leaves_the_others(model, greedy):
+    async def scenario(engine):
+        long = SamplingParams(temperature=0, max_tokens=200)
+        doomed = [asyncio.create_task(engine.generate([i + 1] * 20, long)) for i in range(3)]
+        other = asyncio.create_task(engine.generate(PROMPT, GREEDY))
+        while not any(engine.engine.stats()["step"]["num_steps"] > 2 for _ in range(1)):
+            await asyncio.sleep(0.001)
+        for task in doomed:
+            task.cancel()
+        ended = await asyncio.gather(*doomed, return_exceptions=True)
+        assert all(isinstance(error, asyncio.CancelledError) for error in ended)
+        return await other
+
+    assert run(model, scenario).token_ids == greedy(PROMPT, 10)
+
+
+def test_leaving_a_stream_early_aborts_it(model):
+    async def scenario(engine):
+        stream = engine.stream(PROMPT, SamplingParams(temperature=0, max_tokens=200))
+        async for _ in stream:
+            break
+        await stream.aclose()
+        return engine.engine.stats()["requests"]["running"]
+
+    assert run(model, scenario) == 0
+
+
+def test_cancelling_while_submitting_leaves_nothing(model):
+    async def scenario(engine):
+        submit, submitted, may = engine.engine.submit, [], threading.Event()
+        engine.engine.submit = lambda *args: may.wait() and (submitted.append(submit(*args)) or submitted[-1])
+        long = SamplingParams(temperature=0, max_tokens=200)
+        task = asyncio.create_task(engine.generate(tuple(PROMPT), long))  # in a thread, as it is no list
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        may.set()
+        for _ in range(500):
+            if submitted and submitted[0].done:
+                return submitted[0].output.finish_reason
+            await asyncio.sleep(0.01)
+        raise AssertionError("the request that nobody reads is still running")
+
+    assert run(model, scenario) == "abort"
+
+
+def test_bad_requests_raise_to_their_caller_only(model, greedy):
+    async def scenario(engine):
+        with pytest.raises(ContextLengthError):
+            await engine.generate([1] * 300, GREEDY)
+        return await engine.generate(PROMPT, GREEDY)
+
+    assert run(model, scenario).token_ids == greedy(PROMPT, 10)
+
+
+def test_a_failing_step_reaches_every_caller_and_the_engine_goes_on(model, greedy):
+    async def scenario(engine):
+        runner = engine.engine.loop.runner
+        forward = runner.model.forward
+        failed = asyncio.Event()
+
+        def broken(*_):
+            raise RuntimeError("injected")
+
+        runner.model.forward = broken
+        ended = await asyncio.gather(
+            engine.generate(PROMPT, GREEDY), engine.generate(PROMPT[:9], GREEDY), return_exceptions=True
+        )
+        assert [str(error) for error in ended] == ["injected"] * 2 and not failed.is_set()
+        runner.model.forward = forward
+        return await engine.generate(PROMPT, GREEDY)
+
+    assert run(model, scenario).token_ids == greedy(PROMPT, 10)
+
+
+def test_close_ends_what_runs_and_refuses_what_comes(model):
+    async def scenario():
+        engine = AsyncEngine(Engine(model))
+        task = asyncio.create_task(engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=200)))
+        while not engine.engine.has_work:
+            await asyncio.sleep(0.001)
+        await engine.close()
+        out = await task
+        assert out.finish_reason == "abort"
+        with pytest.raises(EngineClosedError):
+            await engine.generate(PROMPT, GREEDY)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_conversations_of_the_engine_go_on_beside(tmp_path):
+    """The thread that owns the engine steps for everybody, so nobody's tokens are lost."""
+    chat_model = save_model(tmp_path / "chat", tokenizer=True)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+
+    async def scenario(engine):
+        def talk(i):
+            return engine.engine.chat(f"c{i}").send("Hello there", params).text
+
+        requests = [engine.generate([i + 5] * 9, params) for i in range(6)]
+        talks = [asyncio.to_thread(talk, i) for i in range(3)]
+        outs = await asyncio.gather(*requests, *talks)
+        assert all(len(out.token_ids) == 30 for out in outs[:6])
+        return set(outs[6:])
+
+    assert len(run(chat_model, scenario)) == 1
+
+
+def test_when_the_thread_dies_nobody_waits_for_ever(model):
+    class Panic(BaseException):
+        pass
+
+    async def scenario():
+        engine = AsyncEngine(Engine(model))
+
+        def broken(*_):
+            raise Panic
+
+        engine.engine.loop.runner.execute = broken
+        thread_errors = []
+        previous, threading.excepthook = threading.excepthook, thread_errors.append
+        try:
+            ended = await asyncio.gather(
+                *(engine.generate(PROMPT[:n], GREEDY) for n in (5, 9)), return_exceptions=True
+            )
+            assert all(isinstance(error, KVStoreError) for error in ended)
+            with pytest.raises(EngineClosedError):
+                await engine.generate(PROMPT, GREEDY)
+            engine.engine.loop._thread.join()
+        finally:
+            threading.excepthook = previous
+        assert [entry.exc_type for entry in thread_errors] == [Panic]
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_closing_the_engine_itself_ends_its_callers(model):
+    async def scenario():
+        engine = AsyncEngine(Engine(model))
+        task = asyncio.create_task(engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=200)))
+        while not engine.engine.has_work:
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(engine.engine.close)
+        assert (await task).finish_reason == "abort"
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))

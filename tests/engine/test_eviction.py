@@ -1,0 +1,213 @@
+"""What an engine evicts first: policies, pins, waiting requests, in HBM and below. Small models, real stores."""
+
+import pytest
+
+from kvstore import CacheTiers, Engine, SamplingParams
+from kvstore.blocks.ids import extend_chain
+from kvstore.errors import ConfigError, RequestError
+from kvstore.policy.conversation import Answer
+from tests.support.by_hand import by_hand
+from tests.support.engines import (
+    LLAMA_BLOCK_BYTES,
+    ask,
+    cached,
+    counters,
+    greedy,
+    open_engine,
+    save_model,
+    settle,
+    tokens,
+)
+
+BLOCKS = 24  # in HBM
+PROMPT = 16 * 6 + 1  # six full blocks and the token that is always computed
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("eviction"), tokenizer=True)
+
+
+@pytest.fixture
+def hbm_only(model):
+    engines = []
+
+    def opened(**options) -> Engine:
+        tiers = CacheTiers(hbm=BLOCKS * LLAMA_BLOCK_BYTES)
+        engines.append(by_hand(Engine(model, tiers, device="cpu", max_model_len=256, **options)))
+        return engines[-1]
+
+    yield opened
+    for engine in engines:
+        engine.check_integrity()
+        engine.close()
+
+
+def text_of(engine: Engine, token_id: int) -> str:
+    return engine.tokenizer.decode([token_id])
+
+
+def chain_of(engine: Engine, token_ids: list[int]) -> list[bytes]:
+    chain: list[bytes] = []
+    extend_chain(chain, engine.connector.lineage_root("", ""), token_ids, 16)
+    return chain
+
+
+def in_hbm(engine, seed: int) -> int:
+    """How many tokens of this prompt would be hit, without asking for it."""
+    found = [engine.loop.pool.lookup(block_id) is not None for block_id in chain_of(engine, tokens(seed, PROMPT))]
+    return 16 * (found.index(False) if False in found else len(found))
+
+
+@pytest.mark.parametrize("eviction", ["newest", "", None])
+def test_an_unknown_policy_is_refused(model, eviction):
+    with pytest.raises(ConfigError, match=r"eviction is .*auto, fifo, lru, return"):
+        Engine(model, device="cpu", eviction=eviction)
+
+
+def test_the_tail_of_a_conversation_goes_before_its_head(hbm_only):
+    engine = hbm_only(eviction="lru")
+    for seed in range(4):
+        ask(engine, tokens(seed, PROMPT), 1)
+    assert 0 < in_hbm(engine, 0) < 96, "its head is still a hit"
+    assert [in_hbm(engine, seed) for seed in (1, 2, 3)] == [96, 96, 96]
+
+
+def test_lru_and_fifo_differ_in_what_a_return_is_worth(hbm_only):
+    kept = {}
+    for eviction in ("lru", "fifo"):
+        engine = hbm_only(eviction=eviction)
+        for seed in (0, 1, 0, 2, 3, 4):
+            ask(engine, tokens(seed, PROMPT), 1)
+        kept[eviction] = [in_hbm(engine, seed) for seed in (0, 1)]
+    assert kept["lru"][0] > kept["lru"][1] and kept["fifo"][0] < kept["fifo"][1]
+
+
+def test_what_a_waiting_request_needs_goes_last(hbm_only):
+    engine = hbm_only(eviction="lru", max_num_seqs=1)
+    for seed in range(4):
+        ask(engine, tokens(seed, PROMPT), 1)
+    assert in_hbm(engine, 1) == 96
+    handles = [engine.submit(tokens(seed, PROMPT), greedy(1)) for seed in (7, 8, 1)]  # 7 and 8 are new and need room
+    while not all(handle.done for handle in handles):
+        engine.step()
+    assert cached(handles[2].output) == (96, 0, 0, 0)
+
+
+def test_a_request_that_goes_away_protects_nothing(hbm_only):
+    engine = hbm_only(eviction="fifo", max_num_seqs=1)  # its arrival is no reason to keep it
+    for seed in range(4):
+        ask(engine, tokens(seed, PROMPT), 1)
+    handles = [engine.submit(tokens(seed, PROMPT), greedy(1)) for seed in (7, 0, 8)]
+    engine.abort(handles[1])
+    while not all(handle.done for handle in handles):
+        engine.step()
+    assert in_hbm(engine, 0) == 0
+
+
+@pytest.fixture
+def store(model, tmp_path):
+    engine = open_engine(model, tmp_path / "store", hbm=40 * LLAMA_BLOCK_BYTES, eviction="lru")
+    yield engine
+    settle(engine)
+    engine.close()
+
+
+def test_a_pinned_session_outlives_others_until_its_pin_ends(store):
+    chat = store.chat("kept")
+    chat.send("Keep this for me, please, since I will be back before long.", greedy(60))
+    store.admin.pin("kept", 3600)
+    for seed in range(20):
+        ask(store, tokens(seed, PROMPT), 1)
+    assert all(store.loop.pool.lookup(block_id) is not None for block_id in chat.chain)
+    store.admin.pin("kept", 0)
+    for seed in range(20, 40):
+        ask(store, tokens(seed, PROMPT), 1)
+    assert store.loop.pool.lookup(chat.chain[-1]) is None
+
+
+def test_pins_never_wedge_the_pool(store):
+    for number in range(8):
+        store.chat(f"p{number}").send("This one is pinned, as all the others are, and there are many.", greedy(60))
+        store.admin.pin(f"p{number}", 3600)
+    output = ask(store, tokens(1, 16 * 12), 8)
+    assert len(output.token_ids) == 8
+
+
+@pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), "60", True, 1e9])
+def test_a_pin_needs_a_time(store, seconds):
+    store.chat("s").send("Hello", greedy(2))
+    with pytest.raises(RequestError, match="seconds"):
+        store.admin.pin("s", seconds)
+
+
+def test_a_pin_needs_a_session(store):
+    with pytest.raises(RequestError, match="no session"):
+        store.admin.pin("nobody", 1)
+
+
+def test_a_session_about_to_expire_goes_first(store):
+    chat = store.chat("short")
+    chat.send("This will not be needed for long, and then it may as well go.", greedy(60))
+    for seed in range(2):
+        ask(store, tokens(seed, PROMPT), 1)
+    chat.send("And once more.", greedy(20))  # used last
+    chat.set_ttl(0.0)
+    for seed in range(2, 7):
+        ask(store, tokens(seed, PROMPT), 1)
+    assert store.loop.pool.lookup(chat.chain[-1]) is None and in_hbm(store, 1) == 96
+
+
+def test_what_was_learned_survives_a_restart(model, tmp_path):
+    with open_engine(model, tmp_path / "store") as engine:
+        chat = engine.chat("s")
+        for _ in range(4):
+            chat.send("Again and again, so that something is learned of it.", greedy(20))
+        learned = engine.stats()["policy"]["num_returns_learned"]
+        assert learned >= 3
+    with open_engine(model, tmp_path / "store") as engine:
+        assert engine.stats()["policy"]["num_returns_learned"] >= learned
+        assert counters(engine)["housekeeping_errors"] == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"version": 99}', b"\xff\xfe" * 100, b'{"version": NaN}'])
+def test_bad_state_of_the_policy_costs_what_was_learned_and_nothing_else(model, tmp_path, content):
+    with open_engine(model, tmp_path / "store") as engine:
+        ask(engine, tokens(1, PROMPT), 1)
+    (tmp_path / "store" / "policy.json").write_bytes(content)
+    with open_engine(model, tmp_path / "store") as engine:
+        assert sum(cached(ask(engine, tokens(1, PROMPT), 1))) == 96
+        assert engine.stats()["policy"]["num_returns_learned"] <= 1
+
+
+def test_conversations_are_recognised_after_a_restart(model, tmp_path):
+    with open_engine(model, tmp_path / "store") as engine:
+        ask(engine, tokens(1, PROMPT), 1)
+    with open_engine(model, tmp_path / "store") as engine:
+        engine.flush()
+        assert engine.stats()["policy"]["num_conversations"] >= 1
+        ask(engine, [*tokens(1, PROMPT), *tokens(2, 40)], 1)
+        assert engine.stats()["policy"]["num_returns_learned"] >= 1
+
+
+@pytest.mark.parametrize("disk", [0, 1 << 24], ids=["hbm only", "a store"])
+def test_how_an_answer_ended_is_known_of_its_conversation(model, disk, tmp_path):
+    hbm = BLOCKS * LLAMA_BLOCK_BYTES
+    tiers = CacheTiers(hbm=hbm, cpu=hbm if disk else 0, disk=disk, path=tmp_path)
+    with by_hand(Engine(model, tiers, device="cpu", max_model_len=256)) as engine:
+        engine._call_token_ids = frozenset({7})
+        endings = [
+            SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logit_bias={9: 100}),
+            SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logit_bias={7: 100}),
+            SamplingParams(
+                temperature=0, max_tokens=9, ignore_eos=True, logit_bias={9: 100}, stop=[text_of(engine, 9)]
+            ),
+        ]
+        found = []
+        for seed, params in enumerate(endings):
+            handle = engine.submit(tokens(seed, PROMPT), params)
+            while not handle.done:
+                engine.step()
+            conversation = engine.connector._steering.find(chain_of(engine, tokens(seed, PROMPT)))
+            found.append(conversation.answer)
+    assert found == [Answer(5), Answer(3, calls_tool=True), Answer(1, calls_tool=True)]

@@ -1,0 +1,114 @@
+"""Sampling parameters: bounds are part of the allowed range, and every wrong value names its field."""
+
+import dataclasses
+import math
+
+import pytest
+
+from kvstore.engine.sampling_params import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    SEED_LIMIT,
+    SamplingParams,
+)
+from kvstore.errors import RequestError
+
+ALLOWED = {
+    "n": [1, MAX_CHOICES],
+    "max_tokens": [None, 1, 2**31],
+    "min_tokens": [0, 5],
+    "temperature": [0, 0.0, 1, 1.5, 100],
+    "top_k": [0, 1, 2**31],
+    "top_p": [1e-9, 0.5, 1],
+    "min_p": [0, 1],
+    "repetition_penalty": [1e-9, 1, 100],
+    "presence_penalty": [-2, 0, 2],
+    "frequency_penalty": [-2, 0.5, 2],
+    "seed": [None, 0, -SEED_LIMIT, SEED_LIMIT - 1],
+    "logit_bias": [{}, {0: -100, 5: 100.0}, dict.fromkeys(range(MAX_LOGIT_BIAS), 1)],
+    "stop": [(), [], "a", ["a", "b" * MAX_STOP_CHARACTERS], ["x"] * MAX_STOP_STRINGS],
+    "stop_token_ids": [(), [0, 7], (2**31,)],
+    "ignore_eos": [True, False],
+    "logprobs": [None, 0, MAX_LOGPROBS],
+    "detokenize": [True, False],
+}
+REFUSED = {
+    "n": [0, MAX_CHOICES + 1, 1.0, True, "1", None],
+    "max_tokens": [0, -1, 1.5, 2**31 + 1, "5", True],
+    "min_tokens": [-1, 0.5, None],
+    "temperature": [-0.1, 100.1, 10**400, math.nan, math.inf, "hot", None, True],
+    "top_k": [-1, 1.5, 2**31 + 1],
+    "top_p": [0, -0.5, 1.1, math.nan],
+    "min_p": [-0.1, 1.1, math.nan],
+    "repetition_penalty": [0, -1, 101, math.inf],
+    "presence_penalty": [-2.1, 2.1, math.nan],
+    "frequency_penalty": [-2.1, 2.1, math.nan],
+    "seed": [10**400, SEED_LIMIT, -SEED_LIMIT - 1, 0.5, "x", True],
+    "logit_bias": [{-1: 0}, {0: 101}, {0: math.nan}, {0.5: 1}, {"0": 1}, dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1)],
+    "stop": ["", [""], ["x" * (MAX_STOP_CHARACTERS + 1)], ["x"] * (MAX_STOP_STRINGS + 1), [5]],
+    "stop_token_ids": [[-1], [0.5], ["7"], [True]],
+    "logprobs": [-1, MAX_LOGPROBS + 1, 0.5, True],
+}
+
+
+def cases(table: dict) -> list:
+    return [pytest.param(name, value, id=f"{name}={value!r:.30}") for name in table for value in table[name]]
+
+
+def test_every_field_has_its_bounds_tested():
+    assert set(ALLOWED) == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+@pytest.mark.parametrize(("name", "value"), cases(ALLOWED))
+def test_allowed(name, value):
+    params = SamplingParams(**{name: value})
+    if not name.startswith("stop"):
+        assert getattr(params, name) == value
+
+
+def test_stop_strings_need_text():
+    with pytest.raises(RequestError, match="detokenize") as error:
+        SamplingParams(stop="end", detokenize=False)
+    assert error.value.param == "stop"
+
+
+@pytest.mark.parametrize(("name", "value"), cases(REFUSED))
+def test_refused_with_the_name_of_the_field(name, value):
+    with pytest.raises(RequestError) as error:
+        SamplingParams(**{name: value})
+    assert error.value.param == name
+    assert name in str(error.value) or name == "stop"
+
+
+def test_more_tokens_at_least_than_at_most_is_refused():
+    with pytest.raises(RequestError, match="min_tokens is 6, more than max_tokens 5"):
+        SamplingParams(min_tokens=6, max_tokens=5)
+    assert SamplingParams(min_tokens=5, max_tokens=5).min_tokens == 5
+
+
+def test_a_message_names_value_and_bounds():
+    with pytest.raises(RequestError, match="temperature is 200; give a number from 0 to 100"):
+        SamplingParams(temperature=200)
+    with pytest.raises(RequestError, match="top_p is 0; give a number above 0 to 1"):
+        SamplingParams(top_p=0)
+    with pytest.raises(RequestError, match=r"n is 1\.5; give a whole number from 1"):
+        SamplingParams(n=1.5)
+
+
+def test_stops_become_tuples():
+    assert SamplingParams(stop="end").stop == ("end",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    assert SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
+
+
+def test_greedy_is_temperature_zero():
+    assert SamplingParams(temperature=0).greedy
+    assert not SamplingParams(temperature=0.01).greedy
+
+
+def test_parameters_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SamplingParams().n = 2

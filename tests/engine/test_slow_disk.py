@@ -1,0 +1,264 @@
+"""A prompt's head is computed while its tail is read from a slow disk: tokens, usage and counts stay right.
+
+Real engines on a small random model in float32. Reads end when the test lets them; rates are given, not measured.
+"""
+
+import threading
+import time
+
+import pytest
+
+from kvstore import CacheTiers, Engine
+from kvstore.blocks.records import ReadResult
+from kvstore.kernels import block_copy
+from tests.support.by_hand import by_hand
+from tests.support.engines import Plain, ask, cached, counters, greedy, save_model, settle
+from tests.support.engines import tokens as some_tokens
+
+SIZE, NUM_BLOCKS = 16, 40
+PROMPT = some_tokens(1, NUM_BLOCKS * SIZE + 5)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("slow"), max_position_embeddings=1024)
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    plain = Plain(model)
+    yield plain
+    plain.engine.close()
+
+
+class Gate:
+    """Reads of a disk tier that wait until they are let through. failing: ids whose reads fail."""
+
+    def __init__(self, disk) -> None:
+        self._read, self._free, self.failing, self.is_open = disk.read, threading.Semaphore(0), set(), False
+        disk.read = self.read
+
+    def read(self, expected, into):
+        if not self.is_open:
+            self._free.acquire()
+        if expected.block_id in self.failing:
+            return ReadResult.FAILED
+        return self._read(expected, into)
+
+    def open(self) -> None:
+        self.is_open = True
+        self.let(1000)
+
+    def let(self, count: int) -> None:
+        self._free.release(count)
+
+
+class Slow:
+    """An engine whose disk is as fast as computing, by what its planner believes, with PROMPT on disk alone."""
+
+    def __init__(self, model, path, cpu, block_s: float = 0.01) -> None:
+        tiers = CacheTiers(hbm="2MiB", cpu=cpu, disk="32MiB", path=path)
+        self.engine = by_hand(Engine(model, tiers, device="cpu", load="auto"))
+        planner = self.planner = self.engine.connector._planner
+        ask(self.engine, PROMPT)
+        settle(self.engine)
+        self.forget()
+        self.believe(block_s, block_s)
+        for measured in ("loaded", "read", "computed"):
+            setattr(planner, measured, lambda *_: None)
+        self.gate = Gate(self.engine.connector._disk_tier)
+        self.num_computed = 0
+        execute = self.engine.loop.runner.execute
+
+        def counted(output):
+            self.num_computed += sum(s.num_tokens for s in output.scheduled if s.num_tokens > 1)
+            return execute(output)
+
+        self.engine.loop.runner.execute = counted
+
+    def believe(self, read_s: float, compute_s: float) -> None:
+        planner, cls = self.planner, type(self.planner)
+        for _ in range(20):
+            cls.computed(planner, 1600, 100 * compute_s)
+            cls.loaded(planner, planner.block_bytes, 1e-6)
+        for _ in range(200):
+            cls.read(planner, planner.block_bytes, read_s)
+
+    def forget(self) -> None:
+        with self.engine.connector._lock:
+            self.engine.loop.pool.evict_all()
+            self.engine.connector._cpu.pool.evict_all()
+
+    def wait(self, num_read: int) -> None:
+        """Until so many blocks were read."""
+        end = time.monotonic() + 10
+        while counters(self.engine)["read"] < num_read:
+            assert time.monotonic() < end
+            self.engine.connector.wait_for_progress(0.01)
+
+    def submit(self, count: int = 6):
+        return self.engine.submit(list(PROMPT), greedy(count))
+
+    def finish(self, handle) -> None:
+        """Reads come a few at a time, between the steps."""
+        while not handle.done:
+            self.gate.let(4)
+            self.engine.step()
+            if not handle.done:
+                self.engine.check_integrity()
+        self.gate.open()
+
+    def request(self):
+        (request,) = self.engine.loop.scheduler._tenants.running()
+        return request
+
+
+@pytest.fixture(params=["2MiB", 0], ids=["cpu", "staging"])
+def slow(model, tmp_path, request):
+    made = Slow(model, tmp_path / "store", request.param)
+    with made.engine:
+        yield made
+        made.gate.open()
+        settle(made.engine)
+
+
+def check_usage(slow: Slow, output) -> None:
+    """Every token of the prompt was computed or came from a tier, and none counts for both."""
+    assert sum(cached(output)) + slow.num_computed == len(PROMPT)
+
+
+def test_invariant_1_the_head_is_computed_while_the_tail_is_read(slow, plain):
+    handle = slow.submit()
+    slow.engine.step()
+    assert 0 < slow.request().num_computed_tokens < len(PROMPT) // 2 and slow.request().ask_at is not None
+    slow.finish(handle)
+    assert handle.output.token_ids == plain(PROMPT, 6)
+    hbm, cpu, disk, _ = cached(handle.output)
+    assert (hbm, cpu) == (0, 0) and disk > 0
+    check_usage(slow, handle.output)
+    assert counters(slow.engine)["split_prefills"] == 1
+
+
+def test_others_run_while_it_waits_for_the_tail(slow, plain):
+    handle = slow.submit()
+    slow.engine.step()
+    other = ask(slow.engine, some_tokens(2, 50), 5)
+    assert other.token_ids == plain(some_tokens(2, 50), 5)
+    slow.finish(handle)
+    assert handle.output.token_ids == plain(PROMPT, 6)
+
+
+def test_when_no_read_ever_ends_everything_is_computed(slow, plain):
+    handle = slow.submit()
+    while not handle.done:
+        slow.engine.step()
+    assert handle.output.token_ids == plain(PROMPT, 6) and sum(cached(handle.output)) == 0
+    check_usage(slow, handle.output)
+
+
+def test_invariant_1_a_read_in_the_middle_of_the_tail_fails(slow, plain):
+    chain = slow.submit(1)
+    while not chain.done:
+        slow.gate.let(4)
+        slow.engine.step()
+    slow.forget()
+    slow.num_computed = 0
+    slow.gate.failing.add(chain.chain[NUM_BLOCKS - 5])
+    handle = slow.submit()
+    slow.finish(handle)
+    assert handle.output.token_ids == plain(PROMPT, 6)
+    check_usage(slow, handle.output)
+    assert counters(slow.engine)["read_failures"] == {"failed": 1}
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_invariant_1_the_load_in_the_middle_of_a_prefill_fails(slow, plain, monkeypatch, layer):
+    original, failures = block_copy.BlockLoad.load_layer, []
+
+    def load_layer(load, this, key_cache, value_cache):
+        if this == layer and not failures:
+            failures.append(this)
+            key_cache[load._block_numbers] = 1e3
+            raise RuntimeError("injected")
+        original(load, this, key_cache, value_cache)
+
+    monkeypatch.setattr(block_copy.BlockLoad, "load_layer", load_layer)
+    handle = slow.submit()
+    slow.finish(handle)
+    assert failures and handle.output.token_ids == plain(PROMPT, 6)
+    assert sum(cached(handle.output)) == 0, "what it computed itself and found again is not cached"
+    assert slow.engine.loop.scheduler.num_failed_loads == 1
+
+
+def test_invariant_1_preempted_in_the_middle(slow, plain):
+    handle = slow.submit()
+    slow.engine.step()
+    num_before = slow.request().num_computed_tokens
+    slow.engine.loop.scheduler._preempt(slow.request())
+    slow.engine.check_integrity()
+    slow.finish(handle)
+    assert handle.output.token_ids == plain(PROMPT, 6)
+    check_usage(slow, handle.output)
+    assert sum(cached(handle.output)) <= len(PROMPT) - num_before
+
+
+def test_invariant_6_aborted_in_the_middle(slow):
+    handle = slow.submit()
+    slow.engine.step()
+    slow.engine.abort(handle)
+    assert counters(slow.engine)["cancelled_reads"] > 0
+    slow.gate.let(2)  # those that ran already
+    settle(slow.engine)
+    assert counters(slow.engine)["read"] <= 2 and slow.engine.stats()["disk"]["reads_in_flight"] == 0
+
+
+def test_two_requests_of_one_prompt_are_right_both(slow, plain):
+    handles = [slow.submit(), slow.submit(4)]
+    while not all(handle.done for handle in handles):
+        slow.gate.let(4)
+        slow.engine.step()
+    assert [h.output.token_ids for h in handles] == [plain(PROMPT, 6), plain(PROMPT, 4)]
+
+
+def test_a_cancelled_request_in_the_queue_leaves_the_disk_to_others(model, tmp_path):
+    slow = Slow(model, tmp_path / "store", "2MiB")
+    with slow.engine:
+        slow.believe(1e-6, 1.0)
+        handle = slow.submit()
+        slow.engine.abort(handle)
+        assert counters(slow.engine)["cancelled_reads"] >= NUM_BLOCKS - 2
+        slow.gate.open()
+        settle(slow.engine)
+        assert counters(slow.engine)["read"] <= 2
+
+
+def test_all_who_wait_are_not_looked_at_for_each_of_many_that_come_before_a_step(model, tmp_path):
+    slow = Slow(model, tmp_path / "store", "2MiB")
+    with slow.engine:
+        looked, look_ahead = [], slow.engine.connector._store._prefetcher._look_ahead
+        to_prefetch = look_ahead.to_prefetch
+        look_ahead.to_prefetch = lambda: looked.append(len(look_ahead)) or to_prefetch()
+        handles = [slow.submit(2) for _ in range(400)]
+        assert 0 < sum(looked) < 16 * len(handles)
+        for handle in handles:
+            slow.engine.abort(handle)
+        slow.gate.open()
+        settle(slow.engine)
+
+
+def test_a_hint_reads_ahead_and_what_it_read_is_kept_for_a_while(model, tmp_path, plain):
+    slow = Slow(model, tmp_path / "store", "2MiB")
+    with slow.engine:
+        slow.gate.open()
+        connector = slow.engine.connector
+        handle = slow.submit(1)
+        slow.finish(handle)
+        settle(slow.engine)
+        slow.forget()
+        num_read = counters(slow.engine)["read"]
+        connector.prefetch(handle.chain, PROMPT, handle.lineage, "")
+        slow.wait(num_read + NUM_BLOCKS)
+        conversation = connector._steering.find(handle.chain)
+        assert conversation.pinned_until_s > time.time() + 20
+        out = ask(slow.engine, PROMPT, 6)
+        assert cached(out) == (0, NUM_BLOCKS * SIZE, 0, 0) and out.token_ids == plain(PROMPT, 6)

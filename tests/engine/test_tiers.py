@@ -1,0 +1,469 @@
+"""The invariants of the tiers, on small random models with stores in temporary directories.
+
+Greedy and float32 where tokens are compared; an engine without tiers is what they are compared with.
+"""
+
+import functools
+import random
+import threading
+
+import pytest
+import torch
+
+import kvstore.memory.transfer
+import kvstore.store.tiered
+from kvstore import Engine
+from kvstore.blocks.ids import BlockId, Lineage, extend_chain
+from kvstore.connector import Evict
+from tests.support.by_hand import by_hand
+from tests.support.engines import (
+    LLAMA_BLOCK_BYTES,
+    Plain,
+    ask,
+    cached,
+    check_closed,
+    counters,
+    evict_cpu,
+    greedy,
+    open_engine,
+    save_model,
+    settle,
+    tokens,
+)
+from tests.support.models import make_model
+
+# Rotation in halves, interleaved, partial; per layer type; not in every layer; sliding windows; sinks.
+NAMES = ["Llama", "Qwen3", "Mistral", "Gemma3", "SmolLM3", "Glm4", "GPTNeoX", "GptOss", "Cohere2"]
+ROPES = {
+    "default": {},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 64},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "longrope": {"rope_type": "longrope", "long_factor": [4.0] * 8, "short_factor": [1.0] * 8, "factor": 4.0,
+                 "original_max_position_embeddings": 64},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folder of a tiny model of an architecture, made once."""
+    return functools.cache(lambda name: save_model(tmp_path_factory.mktemp(name), name))
+
+
+@pytest.fixture(scope="module")
+def llama(models):
+    return models("Llama")
+
+
+@pytest.fixture(scope="module")
+def plain(llama):
+    plain = Plain(llama)
+    yield plain
+    plain.engine.close()
+
+
+@pytest.fixture
+def store(tmp_path):
+    return tmp_path / "store"
+
+
+def chain_of(engine: Engine, token_ids, tenant: str = "", salt: str = "") -> list[BlockId]:
+    chain: list[BlockId] = []
+    extend_chain(chain, engine.connector.lineage_root(tenant, salt), token_ids, engine.block_size)
+    return chain
+
+
+def hbm_blocks(engine: Engine, chain: list[BlockId]) -> list[torch.Tensor]:
+    """Rotated keys and values of every layer of these blocks, as they lie in HBM."""
+    numbers = [engine.loop.pool.lookup(block_id) for block_id in chain]
+    assert None not in numbers
+    return [cache[numbers].clone() for layer in engine.loop.runner.caches for cache in layer]
+
+
+# -- invariant 1 -------------------------------------------------------------------------------------------------------
+def conversation(engine: Engine, plain: Plain, before_turn=lambda engine: engine, num_turns: int = 4) -> list[int]:
+    """Turns of growing history; returns how many tokens of each were cached. `before_turn` may bring another engine."""
+    history, hits = tokens(1, 40), []
+    for turn in range(num_turns):
+        engine = before_turn(engine)
+        out = ask(engine, history, 12)
+        assert out.token_ids == plain(history, 12), f"turn {turn}"
+        hits.append(sum(cached(out)))
+        history = history + out.token_ids + tokens(100 + turn, 9)
+        engine.check_integrity()
+    return hits
+
+
+WARM = [0, 48, 64, 80]  # of the history all but its last token, in whole blocks; it grows by 21 each turn
+
+
+def test_invariant_1_same_tokens_cold_and_warm(llama, plain, store):
+    with open_engine(llama, store) as engine:
+        assert conversation(engine, plain) == WARM
+        assert conversation(engine, plain) == [32, 48, 80, 96]
+
+
+def test_invariant_1_same_tokens_with_hbm_evicted(llama, plain, store):
+    def evict(engine):
+        engine.connector.check_integrity(idle=True)
+        engine.loop.pool.evict_all()
+        return engine
+
+    with open_engine(llama, store) as engine:
+        assert conversation(engine, plain, evict) == WARM
+        assert counters(engine)["loaded"] == sum(WARM) // 16
+
+
+def test_invariant_1_same_tokens_with_hbm_and_cpu_evicted(llama, plain, store):
+    def evict(engine):
+        evict_cpu(engine)
+        engine.loop.pool.evict_all()
+        return engine
+
+    with open_engine(llama, store) as engine:
+        assert conversation(engine, plain, evict) == WARM
+        assert counters(engine)["read"] == counters(engine)["loaded"] == sum(WARM) // 16
+
+
+def test_invariant_1_same_tokens_with_everything_evicted(llama, plain, store):
+    def evict(engine):
+        settle(engine)
+        engine.admin.evict(Evict(everything=True))
+        settle(engine)
+        assert check_closed(engine, set()) == 0
+        return engine
+
+    with open_engine(llama, store) as engine:
+        assert conversation(engine, plain, evict) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_invariant_1_same_tokens_after_restarts(models, store, name):
+    plain = Plain(models(name))
+    engines = [open_engine(models(name), store)]
+
+    def restart(engine):
+        engine.close()
+        engines.append(open_engine(models(name), store))
+        return engines[-1]
+
+    assert conversation(engines[0], plain, restart) == WARM
+    engines[-1].close()
+    plain.engine.close()
+
+
+@pytest.mark.parametrize("cpu, disk", [(0, "32MiB"), ("2MiB", 0), (6 * LLAMA_BLOCK_BYTES, "32MiB")], ids=str)
+def test_invariant_1_same_tokens_under_preemption_and_mixed_batches(llama, plain, store, cpu, disk):
+    """A pool of about two requests, eight requests that share stems, and a CPU tier that may be smaller than one."""
+    rng = random.Random(5)
+    stems = [tokens(seed, 70) for seed in (11, 12, 13)]
+    with pytest.warns(UserWarning, match="fewer than max_model_len"):
+        engine = open_engine(
+            llama, store, hbm=14 * LLAMA_BLOCK_BYTES, cpu=cpu, disk=disk, max_num_batched_tokens=40, max_num_seqs=5
+        )
+    with by_hand(engine):
+        for _ in range(4):
+            prompts = [rng.choice(stems)[: rng.randrange(20, 70)] + tokens(rng.random(), 3) for _ in range(8)]
+            counts = [rng.randrange(1, 50) for _ in prompts]
+            handles = []
+            for prompt, count in zip(prompts, counts, strict=True):
+                handles.append(engine.submit(prompt, greedy(count)))
+                for _ in range(rng.randrange(4)):
+                    engine.step()
+                    engine.loop.scheduler.check_integrity()
+            if rng.random() < 0.5:
+                engine.abort(rng.choice(handles))
+            while engine.has_work:
+                engine.step()
+            for prompt, count, handle in zip(prompts, counts, handles, strict=True):
+                got = handle.output.token_ids
+                assert got == plain(prompt, count)[: len(got)]
+            settle(engine)
+        assert engine.loop.scheduler.num_preemptions > 0
+        check_closed(engine, {engine.root("")})
+
+
+def test_a_preempted_request_resumes_by_loading(llama, plain, store):
+    with pytest.warns(UserWarning, match="fewer than max_model_len"):
+        engine = open_engine(llama, store, hbm=14 * LLAMA_BLOCK_BYTES)
+    with engine:
+        prompts = [tokens(seed, 64) for seed in (21, 22, 23)]
+        outs = engine.generate(prompts, greedy(60))
+        assert [out.token_ids for out in outs] == [plain(prompt, 60) for prompt in prompts]
+        assert engine.loop.scheduler.num_preemptions > 0 and counters(engine)["loaded"] > 0
+        engine.check_integrity()
+
+
+def test_invariant_1_many_random_requests_beside_evictions(llama, plain, store):
+    """Tiers are emptied at random between steps; whatever is found then, the tokens are the same."""
+    rng = random.Random(77)
+    stems = [tokens(seed, 60) for seed in range(31, 34)]
+    with open_engine(llama, store, cpu=30 * LLAMA_BLOCK_BYTES, max_num_batched_tokens=48, max_num_seqs=4) as engine:
+        by_hand(engine)
+        handles = []
+        for _ in range(40):
+            prompt = [*rng.choice(stems)[: rng.randrange(8, 60)], rng.randrange(3)]
+            handles.append((prompt, engine.submit(prompt, greedy(12))))
+            for _ in range(rng.randrange(5)):
+                engine.step()
+                event = rng.random()
+                if event < 0.15:
+                    engine.loop.pool.evict_all()
+                elif event < 0.3:
+                    with engine.connector._lock:
+                        engine.connector._cpu.pool.evict_all()
+                elif event < 0.35:
+                    engine.admin.evict(Evict(everything=True))
+                elif event < 0.45:
+                    engine.admin.evict(Evict(to_bytes=rng.randrange(20) * LLAMA_BLOCK_BYTES))
+        while engine.has_work:
+            engine.step()
+        for prompt, handle in handles:
+            assert handle.output.token_ids == plain(prompt, 12)
+        settle(engine)
+        check_closed(engine, {engine.root("")})
+
+
+# -- invariant 2 -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("codec", ["raw", "zstd", "split-zstd"])
+def test_invariant_2_blocks_are_bit_identical_after_a_trip_through_every_tier(llama, store, dtype, codec):
+    prompt = tokens(41, 100)
+    with open_engine(llama, store, codec=codec, dtype=dtype) as engine:
+        out = ask(engine, prompt, 20)
+        chain = chain_of(engine, (prompt + out.token_ids)[:-1])
+        computed = hbm_blocks(engine, chain)
+        settle(engine)
+        engine.loop.pool.evict_all()
+        assert cached(ask(engine, [*prompt, *out.token_ids, 1])) == (0, 112, 0, 0)
+        assert all(map(torch.equal, hbm_blocks(engine, chain), computed)), "HBM -> CPU -> HBM"
+        evict_cpu(engine)
+        engine.loop.pool.evict_all()
+        assert cached(ask(engine, [*prompt, *out.token_ids, 2])) == (0, 0, 112, 0)
+        assert all(map(torch.equal, hbm_blocks(engine, chain), computed)), "HBM -> CPU -> disk -> CPU -> HBM"
+    with open_engine(llama, store, dtype=dtype) as engine:
+        assert cached(ask(engine, [*prompt, *out.token_ids, 3])) == (0, 0, 112, 0)
+        assert all(map(torch.equal, hbm_blocks(engine, chain), computed)), "after a restart"
+
+
+@pytest.mark.parametrize("name", [*NAMES[1:], *(f"rope {rope}" for rope in ROPES)])
+def test_invariant_2_for_every_rotation_and_a_splice_rotates_at_the_new_position(tmp_path, name):
+    """At its old position a block comes back bit for bit; spliced, it is its raw keys rotated where they are now."""
+    architecture, _, rope = name.partition(" ")
+    if rope:
+        architecture = "Llama"
+        changes = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"} | ROPES[rope]}
+    else:
+        changes = {}
+    model = save_model(tmp_path / "model", architecture, **changes)
+    prompt = tokens(42, 150)
+    with by_hand(open_engine(model, tmp_path / "store", dtype="bfloat16")) as engine:
+        ask(engine, prompt)
+        settle(engine)
+        chain = chain_of(engine, prompt)
+        computed = hbm_blocks(engine, chain)
+        engine.loop.pool.evict_all()
+        assert cached(ask(engine, [*prompt, 1])) == (0, 144, 0, 0)
+        assert all(map(torch.equal, hbm_blocks(engine, chain), computed))
+        arena, cpu = engine.connector._arena.tensor, engine.connector._cpu
+        raw = torch.cat([arena[cpu.find(block_id)] for block_id in chain], dim=2)  # [layers, 2, tokens, heads, dim]
+        spans = [(0, 21), (60, 144)]
+        kept = [i for start, end in spans for i in range(start, end)]
+        root = Lineage(engine.root(""))
+        spliced, lineage = engine.connector.splice(chain, prompt[:144], root, spans, "")
+        assert (lineage.splice_index, lineage.splice_end) == (1, len(kept) // 16) == (1, len(spliced))
+        handle = engine.submit([prompt[i] for i in kept] + [1, 2, 3], greedy(3), spliced=(spliced, lineage))
+        while engine.has_work:
+            engine.step()
+        assert cached(handle.output) == (16, 0, 0, 16 * (len(spliced) - 1))
+        found = hbm_blocks(engine, spliced)
+        count = 16 * len(spliced)
+        for layer, rotation in enumerate(engine.connector._arena.layout.rotations):
+            key = raw[layer, 0, kept[:count]]
+            expected = key if rotation is None else rotation.at(torch.arange(count)).apply(key)
+            assert torch.equal(found[2 * layer].flatten(0, 1), expected)
+            assert torch.equal(found[2 * layer + 1].flatten(0, 1), raw[layer, 1, kept[:count]])
+        engine.check_integrity()
+
+
+# -- invariant 4 -------------------------------------------------------------------------------------------------------
+def test_invariant_4_another_identity_never_hits_and_all_live_together(tmp_path, store):
+    """Model, dtype, block size, RoPE setting, tenant, salt: each finds its own KV again, and nobody else's."""
+    rope = {"rope_parameters": {"rope_theta": 20000.0, "rope_type": "default"}}
+    base, other = save_model(tmp_path / "a"), save_model(tmp_path / "b", seed=1)
+    third = save_model(tmp_path / "c", **rope)
+    variants = [(base, {}), (other, {}), (third, {}), (base, {"dtype": "bfloat16"}), (base, {"block_size": 8})]
+    owners = [{}, {"tenant": "t"}, {"cache_salt": "t"}, {"tenant": "t", "cache_salt": "t"}]
+    prompt, answers = tokens(51, 50), []
+    for model, options in variants:
+        with open_engine(model, store, **options) as engine:
+            outs = [ask(engine, prompt, 8, **owner) for owner in owners]
+            assert [out.usage.cached_tokens for out in outs] == [0, 0, 0, 0], (model, options)
+            assert all(out.token_ids == outs[0].token_ids for out in outs)
+            answers.append(outs[0].token_ids)
+    for (model, options), answer in zip(variants, answers, strict=True):
+        with open_engine(model, store, **options) as engine:
+            for owner in owners:
+                out = ask(engine, prompt, 8, **owner)
+                assert cached(out) == (0, 0, 48, 0) and out.token_ids == answer
+
+
+def test_invariant_4_weights_changed_in_place_never_hit(tmp_path, store):
+    folder = tmp_path / "model"
+    path, prompt = save_model(folder), tokens(52, 50)
+    with open_engine(path, store) as engine:
+        before = ask(engine, prompt, 8).token_ids
+    make_model(seed=9).save_pretrained(folder)
+    with open_engine(path, store) as engine:
+        out = ask(engine, prompt, 8)
+        assert out.usage.cached_tokens == 0 and out.token_ids != before
+    make_model(seed=0).save_pretrained(folder)
+    with open_engine(path, store) as engine:
+        out = ask(engine, prompt, 8)
+        assert cached(out)[2] == 48 and out.token_ids == before
+
+
+# -- invariants 7 and 8 ------------------------------------------------------------------------------------------------
+def check_made_up_for(engine: Engine, plain: Plain, history: list[int], num_before: int) -> None:
+    """After a drop: a turn stops before the hole, computes and saves it; the turn after it hits everything."""
+    num_blocks = (len(history) - 1) // 16
+    out = ask(engine, [*history, 1], 4)
+    assert out.token_ids == plain([*history, 1], 4) and sum(cached(out)) == num_before
+    settle(engine)
+    engine.loop.pool.evict_all()
+    out = ask(engine, [*history, 2], 4)
+    assert out.token_ids == plain([*history, 2], 4) and sum(cached(out)) == 16 * num_blocks
+    settle(engine)
+
+
+def test_invariant_8_a_full_save_queue_drops_and_leaves_no_lasting_hole(llama, plain, store, monkeypatch):
+    history = tokens(61, 40)
+    with open_engine(llama, store) as engine:
+        ask(engine, history, 4)
+        settle(engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(kvstore.memory.transfer.Transfer, "can_save", False)
+            history = history + tokens(62, 60)
+            out = ask(engine, history, 30)
+            assert out.token_ids == plain(history, 30)
+            assert counters(engine)["dropped_saves"] == 1 and counters(engine)["saved"] == 2
+            history = history + out.token_ids
+        settle(engine)
+        check_made_up_for(engine, plain, history, 32)
+        assert engine.stats()["store"]["unsaved"] == 0
+
+
+def test_choices_that_share_a_block_are_not_dropped_for_want_of_room(llama, plain, store):
+    prompt = tokens(65, 40)
+    with open_engine(llama, store) as engine:
+        (out,) = engine.generate([prompt], greedy(30, n=4, temperature=1.0, seed=3))
+        settle(engine)
+        assert len({tuple(choice.token_ids) for choice in out.choices}) == 4
+        assert counters(engine)["dropped_saves"] == 0 and counters(engine)["saved"] == 2 + 2
+        for choice in out.choices[1:]:  # begun within a block of the first one's: saved by the turn that follows
+            check_made_up_for(engine, plain, [*prompt, *choice.token_ids], 32)
+
+
+def test_invariant_8_a_full_cpu_tier_drops_and_leaves_no_lasting_hole(llama, plain, store, monkeypatch):
+    """A disk so slow that every slot is dirty."""
+    go, write = threading.Event(), kvstore.store.tiered.DiskTier.write
+
+    def slow(*args):
+        go.wait(60)
+        return write(*args)
+
+    with open_engine(llama, store, cpu=8 * LLAMA_BLOCK_BYTES) as engine:
+        monkeypatch.setattr(kvstore.store.tiered.DiskTier, "write", slow)
+        first, history = tokens(63, 84), tokens(64, 70)
+        ask(engine, first)
+        out = ask(engine, history, 30)
+        assert out.token_ids == plain(history, 30)
+        assert counters(engine)["dropped_saves"] == 1 and counters(engine)["saved"] == 8
+        go.set()
+        settle(engine)
+        check_made_up_for(engine, plain, history + out.token_ids, 48)
+
+
+@pytest.mark.parametrize("disk", ["32MiB", 0])
+def test_invariant_7_a_tiny_cpu_tier_gives_no_wrong_answers_and_stays_its_size(llama, plain, store, disk):
+    with open_engine(llama, store, cpu=9 * LLAMA_BLOCK_BYTES, disk=disk) as engine:
+        histories = [tokens(seed, 30) for seed in range(70, 75)]
+        for turn in range(4):
+            for number, history in enumerate(histories):
+                out = ask(engine, history, 10)
+                assert out.token_ids == plain(history, 10)
+                histories[number] = history + out.token_ids + tokens((turn, number).__hash__(), 12)
+                if turn == 2:
+                    engine.loop.pool.evict_all()
+            check_closed(engine, {engine.root("")})
+        assert engine.stats()["cpu"]["blocks"] == 9 and engine.stats()["cpu"]["cached_blocks"] <= 9
+        settle(engine)
+        assert check_closed(engine, {engine.root("")}) > 0
+
+
+def test_invariant_7_a_tiny_disk_evicts_tails_and_stays_its_size(llama, plain, store):
+    """Twenty conversations where the file has room for few: what stays is usable, and nothing is wrong."""
+    disk = 2 << 20
+    with open_engine(llama, store, cpu=40 * LLAMA_BLOCK_BYTES, disk=disk) as engine:
+        histories = [tokens(seed, 100) for seed in range(80, 100)]
+        for turn in range(3):
+            for number, history in enumerate(histories):
+                out = ask(engine, history, 6)
+                assert out.token_ids == plain(history, 6)
+                histories[number] = [*history, *out.token_ids, turn]
+                if number % 4 == 0:
+                    engine.loop.pool.evict_all()
+                    settle(engine)
+                    check_closed(engine, {engine.root("")})
+        settle(engine)
+        assert counters(engine)["disk_evictions"] > 0
+        assert (store / "blocks" / "data.mdb").stat().st_size <= disk
+        assert check_closed(engine, {engine.root("")}) > 0
+        out = ask(engine, [*histories[-1], 1], 4)
+        assert sum(cached(out)) >= 96, "what was used last is there"
+    with open_engine(llama, store, cpu=40 * LLAMA_BLOCK_BYTES, disk=disk) as engine:
+        assert check_closed(engine, {engine.root("")}) > 0
+        for history in histories:
+            assert ask(engine, [*history, 1], 4).token_ids == plain([*history, 1], 4)
+
+
+@pytest.mark.parametrize("disk", [0, 2 << 20, "32MiB"])
+@pytest.mark.parametrize("cpu", [0, 12 * LLAMA_BLOCK_BYTES, 60 * LLAMA_BLOCK_BYTES])
+def test_invariant_8_what_is_stored_is_closed_under_parents(llama, plain, store, monkeypatch, cpu, disk):
+    """Random requests, aborts, evictions of every kind, failing saves; checked whenever nothing is in flight."""
+    if not cpu and not disk:
+        return
+    rng = random.Random(f"{cpu} {disk}")
+    save = kvstore.memory.transfer.save_layers
+
+    def unreliable(*args):
+        if rng.random() < 0.05:
+            raise MemoryError("injected")
+        save(*args)
+
+    monkeypatch.setattr(kvstore.memory.transfer, "save_layers", unreliable)
+    stems = [tokens(seed, 120) for seed in range(110, 116)]
+    with open_engine(llama, store, cpu=cpu, disk=disk, max_num_batched_tokens=64, max_num_seqs=6) as engine:
+        by_hand(engine)
+        for _ in range(7):
+            handles = []
+            for _ in range(rng.randrange(1, 7)):
+                prompt = [*rng.choice(stems)[: rng.randrange(10, 120)], rng.randrange(3)]
+                handles.append((prompt, engine.submit(prompt, greedy(20))))
+                for _ in range(rng.randrange(4)):
+                    engine.step()
+                if rng.random() < 0.1:
+                    engine.abort(rng.choice(handles)[1])
+                if rng.random() < 0.1:
+                    engine.admin.evict(Evict(to_bytes=rng.randrange(10) * LLAMA_BLOCK_BYTES))
+                if rng.random() < 0.2:
+                    engine.loop.pool.evict_all()
+            while engine.has_work:
+                engine.step()
+            for prompt, handle in handles:
+                got = handle.output.token_ids
+                assert got == plain(prompt, 20)[: len(got)]
+            settle(engine)
+            check_closed(engine, {engine.root("")})

@@ -1,0 +1,171 @@
+"""Chat templates as models really have them: prefixes, trimming, reasoning, control tokens that users spell."""
+
+import pytest
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from kvstore.engine.text.chat_template import ChatTemplate
+from kvstore.errors import RequestError
+
+LLAMA3 = (
+    "{{ '<|begin_of_text|>' }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' "
+    "+ (m.content | trim) + '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+THINKING = (
+    "{% for m in messages %}{% if m.role == 'assistant' and '</think>' in m.content %}"
+    "{{ '<|im_start|>assistant\n' + m.content.split('</think>')[-1].lstrip('\n') + '<|im_end|>\n' }}{% else %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{% if messages[0].role == 'system' %}{% set s = messages[0].content %}{% set ms = messages[1:] %}{% else %}"
+    "{% set s = '' %}{% set ms = messages %}{% endif %}{{ '<s>' }}{% for m in ms %}{% if m.role == 'user' %}"
+    "{{ '[INST]' + (s + '\n\n' if loop.last and s else '') + m.content + '[/INST]' }}{% else %}"
+    "{{ m.content + '</s>' }}{% endif %}{% endfor %}"
+)
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+NO_SYSTEM += CHATML
+CONTROLS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>",
+            "[INST]", "[/INST]", "<s>", "</s>"]  # fmt: skip
+
+
+def byte_level() -> Tokenizer:
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(letters))}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def metaspace() -> Tokenizer:
+    """As Llama 2's: a space in front of every text that is encoded."""
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,?!:<>|[]/_▁\n"
+    vocab = {"<unk>": 0} | {letter: i for i, letter in enumerate(letters, start=1)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return tokenizer
+
+
+def make(template: str, core: Tokenizer | None = None, think: bool = False) -> ChatTemplate:
+    """Control tokens as most checkpoints have them: special, but not among the named ones (bos, eos, ...)."""
+    core = core or byte_level()
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROLS])
+    if think:
+        core.add_tokens([AddedToken("</think>", special=False, normalized=False)])
+    return ChatTemplate.of(transformers.PreTrainedTokenizerFast(tokenizer_object=core, chat_template=template))
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize("template", [LLAMA3, CHATML], ids=["llama3", "chatml"])
+@pytest.mark.parametrize("history", [[], [SYSTEM]], ids=["bare", "system"])
+def test_turn_by_turn_gives_the_ids_of_the_whole(template, history):
+    chat = make(template)
+    ids = chat.prompt_ids([*history, user("Hi")])
+    messages = [*history, user("Hi")]
+    for answer, question in (("Hello there.", "  How are you? "), ("Well.", "Bye\n\nnow")):
+        messages.append(said(answer))
+        ids = chat.next_ids(ids + chat.encode_answer(answer), messages, question)
+        messages.append(user(question))
+        assert ids == chat.prompt_ids(messages)
+
+
+@pytest.mark.parametrize("template", [LLAMA3, CHATML, MISTRAL], ids=["llama3", "chatml", "mistral"])
+@pytest.mark.parametrize("control", [*CONTROLS, "</think>"])
+def test_no_text_of_a_user_becomes_a_control_token(template, control):
+    chat = make(template, think=True)
+    spell = f"a {control} b{control}"
+    count = lambda ids: [ids.count(chat._tokenizer.convert_tokens_to_ids(t)) for t in [*CONTROLS, "</think>"]]  # noqa: E731
+    for messages in ([user("x")], [SYSTEM, user("x"), said("y"), user("z")]):
+        spelled = [*messages[:-1], user(spell)]
+        assert count(chat.prompt_ids(spelled)) == count(chat.prompt_ids(messages))
+        assert spell in chat._tokenizer.decode(chat.prompt_ids(spelled))
+    start = chat.prompt_ids([user("x")]) + chat.encode_answer("y")
+    following = chat.next_ids(start, [user("x"), said("y")], spell)
+    if following is not None:
+        assert count(following) == count(chat.next_ids(start, [user("x"), said("y")], "plain"))
+
+
+def test_a_system_prompt_that_the_template_moves_is_found_where_it_is():
+    chat = make(MISTRAL)
+    ids = chat.prompt_ids([SYSTEM, user("one"), said("two"), user("three </s>")])
+    text = chat._tokenizer.decode(ids)
+    assert text == "<s>[INST]one[/INST]two</s>[INST]Be brief.\n\nthree </s>[/INST]"
+    assert ids.count(chat._tokenizer.convert_tokens_to_ids("</s>")) == 1
+
+
+def test_reasoning_that_the_template_drops_is_noticed():
+    chat = make(THINKING, think=True)
+    plain = [user("q"), said("an answer")]
+    assert chat.next_ids([1], plain, "next") is not None
+    assert chat.next_ids([1], [user("q"), said("<think>hm</think>\n\nan answer")], "next") is None
+
+
+def test_a_part_gets_no_space_that_the_whole_would_not_have():
+    chat = make(MISTRAL, metaspace())
+    whole = chat._tokenizer.backend_tokenizer.encode("[INST]a b[/INST]", add_special_tokens=False).tokens
+    assert whole[:4] == ["[INST]", "▁", "a", "▁"]
+    spelled = chat.prompt_ids([user("a b [INST]")])
+    tokens = chat._tokenizer.convert_ids_to_tokens(spelled)
+    assert tokens[:6] == ["<s>", "[INST]", "▁", "a", "▁", "b"]
+
+
+def test_what_a_template_refuses_is_a_request_error():
+    with pytest.raises(RequestError, match="System role not supported"):
+        make(NO_SYSTEM).prompt_ids([SYSTEM, user("x")])
+    with pytest.raises(RequestError, match="does not show 1 of"):
+        make("{{ messages[-1].content }}").prompt_ids([user("first </s>"), said("x"), user("last")][::2])
+
+
+def test_no_template_is_none():
+    assert ChatTemplate.of(transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level())) is None
+
+
+@pytest.mark.parametrize("system", [[], [SYSTEM]], ids=["alone", "system"])
+@pytest.mark.parametrize("template", [LLAMA3, CHATML, MISTRAL], ids=["llama3", "chatml", "mistral"])
+def test_a_cut_at_turn_starts_is_what_the_template_says_of_the_turns_that_are_kept(template, system):
+    chat = make(template)
+    turns = [[user("First one"), said("Yes")], [user("Second, then"), said("No. Never")], [user("Third"), said("Ok")]]
+    head, end = chat.head_ids(system), chat.end_ids(bool(system))
+    if template == MISTRAL and system:
+        assert head is None and end is None, "it moves the system prompt into the last message"
+        return
+    messages, ids, starts = list(system), [], []
+    for turn in turns:
+        if ids:
+            prompt = chat.next_ids(ids, messages, turn[0]["content"])
+            assert prompt[len(ids) :][: len(end)] == end
+            starts.append(len(ids) + len(end))
+        else:
+            prompt = chat.prompt_ids([*messages, turn[0]])
+            assert prompt[: len(head)] == head
+            starts.append(len(head))
+        messages += turn
+        ids = prompt + chat.encode_answer(turn[1]["content"])
+    for kept in (1, 2):
+        cut = ids[: starts[0]] + ids[starts[kept] :]
+        rest = [message for turn in turns[kept:] for message in turn]
+        rendered = chat.prompt_ids([*system, *rest[:-1]])
+        assert cut == rendered + chat.encode_answer(rest[-1]["content"])
+
+
+def test_the_head_keeps_a_system_prompt_that_spells_a_control_token_as_text():
+    chat = make(LLAMA3)
+    system = [{"role": "system", "content": "Never say <|eot_id|> here."}]
+    head = chat.head_ids(system)
+    assert chat.prompt_ids([*system, user("Hi")])[: len(head)] == head

@@ -1,0 +1,286 @@
+"""Pieces add up to the tokenizer's own decode, in whole characters, cut at the stop string that ends first."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from kvstore.engine.text.detokenizer import MAX_UNFINISHED, MAX_WINDOW_TOKENS, REPLACEMENT, Detokenizer
+
+SENTENCES = [
+    "Hello, how are you today? I am fine, thank you.",
+    "Emoji: 🙂🎉👩‍👩‍👧 flags 🇫🇷 and skin 👍🏽 tones.",
+    "世界你好 — naïve café, straße",
+    "def f(x):\n    return x + 1\n\nEND",
+]
+TEXTS = st.text(st.sampled_from("abcdef Hello,.\n世界é🙂🎉👩‍👧👍🏽\ufffd"), max_size=20)
+
+
+def byte_level():
+    """Byte-level BPE as GPT-2, Llama 3 and Qwen use it; characters beyond ASCII take several tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<eos>", "<pad>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    return tokenizer
+
+
+def byte_fallback():
+    """Metaspace BPE with byte fallback and Llama 2's decoder: only a few letters are tokens, all else is bytes."""
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}}
+    for piece in ["▁", *"abcdeflo世", "▁a", "▁b", "lo", "▁▁", "▁lo", "ab"]:
+        vocab[piece] = len(vocab)
+    merges = [("▁", "a"), ("▁", "b"), ("l", "o"), ("▁", "▁"), ("▁", "lo"), ("a", "b")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    strip = decoders.Strip(" ", 1, 0)
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+    tokenizer.decoder = decoders.Sequence(parts)
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer
+
+
+BYTE_LEVEL, BYTE_FALLBACK = byte_level(), byte_fallback()
+BOTH = pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte_level", "byte_fallback"])
+
+
+def byte_ids(tokenizer, data):
+    """Ids of single bytes, in the vocabulary of either tokenizer."""
+    if tokenizer is BYTE_FALLBACK:
+        return [3 + byte for byte in data]
+    # GPT-2's table: printable bytes stand for themselves, the others are moved behind 256, in order.
+    kept = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    moved = [byte for byte in range(256) if byte not in kept]
+    return [tokenizer.token_to_id(chr(byte if byte in kept else 256 + moved.index(byte))) for byte in data]
+
+
+def pieces_of(detokenizer, token_ids):
+    return [detokenizer.append([token_id]) for token_id in token_ids] + [detokenizer.finish()]
+
+
+def cut_at_stop(text, stop):
+    """Reference: read character by character, cut when one is complete, the longest of those."""
+    for end in range(1, len(text) + 1):
+        met = [s for s in stop if text[:end].endswith(s)]
+        if met:
+            longest = max(met, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+# --- pieces add up ---
+
+
+@BOTH
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(text=TEXTS)
+def test_pieces_of_real_text_add_up_and_hold_whole_characters(tokenizer, text):
+    ids = tokenizer.encode(text).ids
+    detokenizer = Detokenizer(tokenizer)
+    pieces = pieces_of(detokenizer, ids)
+    assert "".join(pieces) == detokenizer.text == tokenizer.decode(ids)
+    assert detokenizer.text.count(REPLACEMENT) == text.count(REPLACEMENT)
+    assert detokenizer.num_tokens == len(ids)
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(ids=st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() + 5), max_size=60), skip=st.booleans())
+def test_pieces_of_any_byte_level_ids_add_up(ids, skip):
+    detokenizer = Detokenizer(BYTE_LEVEL, skip_special_tokens=skip)
+    assert "".join(pieces_of(detokenizer, ids)) == BYTE_LEVEL.decode(ids, skip_special_tokens=skip)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(data=st.binary(max_size=80))
+def test_pieces_of_any_bytes_one_by_one_add_up(data):
+    ids = byte_ids(BYTE_LEVEL, data)
+    assert "".join(pieces_of(Detokenizer(BYTE_LEVEL), ids)) == BYTE_LEVEL.decode(ids)
+
+
+WELL_FORMED = st.lists(
+    st.one_of(
+        st.sampled_from([[0], [1], [2], [5000], *([t] for t in range(259, BYTE_FALLBACK.get_vocab_size()))]),
+        st.sampled_from(" a\né世🙂\ufffd").map(lambda char: byte_ids(BYTE_FALLBACK, char.encode())),
+    ),
+    max_size=30,
+).map(lambda parts: [token_id for part in parts for token_id in part])
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(ids=WELL_FORMED, end=st.sampled_from(["", "e4", "e4b8", "f09f99"]), skip=st.booleans())
+def test_pieces_of_byte_fallback_ids_add_up(ids, end, skip):
+    detokenizer = Detokenizer(BYTE_FALLBACK, skip_special_tokens=skip)
+    released = "".join(detokenizer.append([token_id]) for token_id in ids)
+    expected = BYTE_FALLBACK.decode(ids, skip_special_tokens=skip)
+    # Decoding an unfinished character together with whole ones makes all of them U+FFFD; ours stay whole.
+    cut = bytes.fromhex(end)
+    assert detokenizer.append(byte_ids(BYTE_FALLBACK, cut)) == ""
+    assert released + detokenizer.finish() == expected + REPLACEMENT * len(cut) == detokenizer.text
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(ids=st.lists(st.integers(0, BYTE_FALLBACK.get_vocab_size() - 1), max_size=60))
+def test_any_byte_fallback_ids_keep_all_that_is_not_a_byte(ids):
+    detokenizer = Detokenizer(BYTE_FALLBACK)
+    text = "".join(pieces_of(detokenizer, ids))
+    plain = [char for char in BYTE_FALLBACK.decode([t for t in ids if t >= 259]) if char != " "]
+    rest = iter(text)
+    assert all(char in rest for char in plain)
+
+
+@BOTH
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(prompt=TEXTS.filter(lambda text: not text.endswith(REPLACEMENT)), answer=TEXTS)
+def test_the_first_token_is_decoded_in_the_context_of_the_prompt(tokenizer, prompt, answer):
+    prompt_ids, ids = tokenizer.encode("x" + prompt).ids, tokenizer.encode(answer).ids
+    detokenizer = Detokenizer(tokenizer, prompt_token_ids=prompt_ids)
+    text = "".join(pieces_of(detokenizer, ids))
+    assert text == tokenizer.decode(prompt_ids + ids)[len(tokenizer.decode(prompt_ids)) :]
+
+
+def test_leading_space():
+    ids = BYTE_FALLBACK.encode("a lo").ids
+    assert pieces_of(Detokenizer(BYTE_FALLBACK), ids) == ["a", " lo", ""]
+    assert pieces_of(Detokenizer(BYTE_FALLBACK, prompt_token_ids=ids), ids) == [" a", " lo", ""]
+    assert pieces_of(Detokenizer(BYTE_FALLBACK, prompt_token_ids=[1, 2]), ids) == ["a", " lo", ""]
+    only_bytes = byte_ids(BYTE_FALLBACK, "é é ".encode()) + ids
+    assert Detokenizer(BYTE_FALLBACK).append(only_bytes) == "é é  a lo"
+
+
+# --- whole characters, and no waiting for ever ---
+
+
+def test_an_emoji_of_several_tokens_comes_at_once():
+    assert pieces_of(Detokenizer(BYTE_FALLBACK), byte_ids(BYTE_FALLBACK, "🙂世".encode())) == [
+        "",
+        "",
+        "",
+        "🙂",
+        "",
+        "",
+        "世",
+        "",
+    ]
+
+
+@BOTH
+def test_an_unfinished_character_is_released_at_the_end_as_the_tokenizer_has_it(tokenizer):
+    ids = tokenizer.encode("🥨").ids[:-1]
+    detokenizer = Detokenizer(tokenizer)
+    assert detokenizer.append(ids) == ""
+    assert detokenizer.finish() == detokenizer.text == tokenizer.decode(ids) != ""
+    assert detokenizer.finish() == ""
+
+
+@pytest.mark.parametrize("byte", [0xE4, 0xFF, 0xBF])
+@BOTH
+def test_bytes_that_never_complete_are_not_waited_for(tokenizer, byte):
+    token_id = byte_ids(tokenizer, [byte])[0]
+    detokenizer = Detokenizer(tokenizer)
+    for count in range(1, 200):
+        detokenizer.append([token_id])
+        assert len(detokenizer.text) >= count - MAX_UNFINISHED
+        assert len(detokenizer._decoder._window) <= MAX_WINDOW_TOKENS
+    detokenizer.append(tokenizer.encode("🙂 a").ids)
+    detokenizer.finish()
+    assert detokenizer.text.startswith(REPLACEMENT * 199)
+    assert detokenizer.text.endswith(" a")
+
+
+def test_tokens_that_begin_and_end_within_characters():
+    """A token of the last bytes of one emoji and the first of the next: the text never ends with a whole one."""
+    tokenizer = Tokenizer(models.BPE(vocab={"ð": 0, "ŁĻĤð": 1, "a": 2}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    ids = [0] + [1] * 100
+    detokenizer = Detokenizer(tokenizer)
+    pieces = pieces_of(detokenizer, ids)
+    assert "".join(pieces) == tokenizer.decode(ids) == "\U0001f642" * 100 + REPLACEMENT
+    assert pieces == ["", *["\U0001f642"] * 100, REPLACEMENT]
+
+
+@BOTH
+def test_silent_tokens_are_counted_and_do_not_pile_up(tokenizer):
+    detokenizer = Detokenizer(tokenizer)
+    special = tokenizer.token_to_id("<eos>" if tokenizer is BYTE_LEVEL else "</s>")
+    assert detokenizer.append([special, 99_999] * 500) == ""
+    assert detokenizer.num_tokens == 1000
+    assert len(detokenizer._decoder._window) == 0
+    assert detokenizer.append(tokenizer.encode("a").ids) == "a"
+
+
+def test_special_tokens_are_shown_when_asked():
+    ids = BYTE_LEVEL.encode("Hello<eos>").ids
+    assert Detokenizer(BYTE_LEVEL).append(ids) == "Hello"
+    assert Detokenizer(BYTE_LEVEL, skip_special_tokens=False).append(ids) == "Hello<eos>"
+
+
+def test_without_a_tokenizer_there_is_no_text():
+    detokenizer = Detokenizer(None, stop=["a"])
+    assert detokenizer.append([1, 2, 3]) == detokenizer.finish() == detokenizer.text == ""
+    assert detokenizer.num_tokens == 3
+    assert detokenizer.stop_string is None
+
+
+# --- stop strings ---
+
+
+STOPS = st.lists(st.text(st.sampled_from("abl o世🙂"), min_size=1, max_size=4), max_size=3)
+
+
+@BOTH
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(
+    text=st.text(st.sampled_from("abl o世🙂"), max_size=25), stop=STOPS, sizes=st.lists(st.integers(1, 5), min_size=1)
+)
+def test_text_is_cut_at_the_stop_string_that_ends_first(tokenizer, text, stop, sizes):
+    ids = tokenizer.encode(text).ids
+    expected, met = cut_at_stop(tokenizer.decode(ids), stop)
+    detokenizer = Detokenizer(tokenizer, stop)
+    begin = turn = 0
+    while begin < len(ids):
+        detokenizer.append(ids[begin : begin + sizes[turn % len(sizes)]])
+        assert expected.startswith(detokenizer.text)
+        begin, turn = begin + sizes[turn % len(sizes)], turn + 1
+    detokenizer.finish()
+    assert (detokenizer.text, detokenizer.stop_string) == (expected, met)
+    if met is None:
+        assert detokenizer.num_tokens == len(ids)
+    else:
+        consumed = detokenizer.num_tokens
+        assert cut_at_stop(tokenizer.decode(ids[:consumed]), stop)[1] is not None
+        alone = Detokenizer(tokenizer, stop)
+        alone.append(ids[: consumed - 1])
+        assert alone.stop_string is None
+
+
+def test_held_text_is_released_when_it_turns_out_not_to_be_a_stop_string():
+    a, b, lo = (BYTE_FALLBACK.token_to_id(piece) for piece in ("a", "b", "lo"))
+    detokenizer = Detokenizer(BYTE_FALLBACK, stop=["blob"])
+    assert [detokenizer.append([t]) for t in (a, b, lo, a, b, lo)] == ["a", "", "", "bloa", "", ""]
+    assert detokenizer.finish() == "blo"
+    detokenizer = Detokenizer(BYTE_FALLBACK, stop=["blob"])
+    assert [detokenizer.append([t]) for t in (a, b, lo, b, a)] == ["a", "", "", "", ""]
+    assert (detokenizer.text, detokenizer.stop_string, detokenizer.num_tokens) == ("a", "blob", 4)
+    assert detokenizer.finish() == ""
+
+
+def test_a_stop_string_within_many_tokens_tells_how_many_were_used():
+    ids = BYTE_FALLBACK.encode("ab a lo").ids
+    detokenizer = Detokenizer(BYTE_FALLBACK, stop=[" a"])
+    assert detokenizer.append(ids) == "ab"
+    assert detokenizer.append([ids[0]]) == ""
+    used = detokenizer.num_tokens
+    assert BYTE_FALLBACK.decode(ids[:used]) == "ab a"
+
+
+def test_a_stop_string_that_is_complete_only_with_the_unfinished_character():
+    detokenizer = Detokenizer(BYTE_FALLBACK, stop=[REPLACEMENT])
+    assert detokenizer.append([BYTE_FALLBACK.token_to_id("a"), *byte_ids(BYTE_FALLBACK, [0xE4])]) == "a"
+    assert detokenizer.finish() == ""
+    assert detokenizer.stop_string == REPLACEMENT

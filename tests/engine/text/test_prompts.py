@@ -1,0 +1,135 @@
+"""Checks of what callers hand in: every wrong prompt is a RequestError, and lengths come with both numbers."""
+
+import numpy as np
+import pytest
+
+from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.text.prompts import check_fits, check_session_id, checked_prompts, prompt_ids
+from kvstore.errors import ContextLengthError, RequestError
+
+GREEDY = SamplingParams(temperature=0)
+
+
+class Letters:
+    """A tokenizer: a letter is its place in the alphabet, and a text begins with 0."""
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [0, *(ord(letter) - 96 for letter in text)]}
+
+
+@pytest.mark.parametrize("name", ["a", "A-z_9", "x" * 128, "-", "0"])
+def test_session_ids(name):
+    check_session_id(name)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 129, "a b", "a/b", "../a", "a\n", "ä", "a\x00", None, 5, b"a", "٣"])
+def test_wrong_session_ids(name):
+    with pytest.raises(RequestError, match="1 to 128 letters") as error:
+        check_session_id(name)
+    assert error.value.param == "session_id"
+
+
+def test_one_text_is_a_list_of_one_prompt():
+    assert checked_prompts("hello", None) == (["hello"], [SamplingParams()])
+
+
+def test_one_set_of_parameters_serves_all_prompts():
+    assert checked_prompts(["a", [1, 2]], GREEDY) == (["a", [1, 2]], [GREEDY, GREEDY])
+    assert checked_prompts((), GREEDY) == ([], [])
+
+
+def test_each_prompt_may_have_its_own_parameters():
+    other = SamplingParams(max_tokens=3)
+    assert checked_prompts(["a", "b"], (GREEDY, other)) == (["a", "b"], [GREEDY, other])
+    with pytest.raises(RequestError, match="2 prompts, but 1 sampling parameters"):
+        checked_prompts(["a", "b"], [GREEDY])
+
+
+@pytest.mark.parametrize("prompts", [[1, 2, 3], (7,), np.array([1, 2]), range(3)], ids=str)
+def test_a_bare_list_of_ids_is_told_how_to_be_a_prompt(prompts):
+    with pytest.raises(RequestError, match=r"give a list of prompts, such as \[\[1, 2, 3\]\]"):
+        checked_prompts(prompts, None)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, 1.5], ids=str)
+def test_what_is_no_list_of_prompts_is_refused(prompts):
+    with pytest.raises(RequestError, match="prompts is"):
+        checked_prompts(prompts, None)
+
+
+def test_texts_go_through_the_tokenizer_with_its_special_tokens():
+    assert prompt_ids("abc", Letters(), 27) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[3, 1, 2], (3, 1, 2), np.array([3, 1, 2]), iter([3, 1, 2]), [np.int32(3), np.uint8(1), 2]],
+    ids=["list", "tuple", "array", "iterator", "scalars"],  # the same in every process
+)
+def test_ids_of_any_whole_number_type_become_plain_ints(prompt):
+    ids = prompt_ids(prompt, None, 4)
+    assert ids == [3, 1, 2]
+    assert {type(token_id) for token_id in ids} == {int}
+
+
+@pytest.mark.parametrize("prompt", [[4], [0, -1], [1.0], [True], ["1"], [None], [[1]], [2**70]], ids=str)
+def test_ids_outside_the_models_vocabulary_are_refused(prompt):
+    with pytest.raises(RequestError, match="whole numbers from 0 to 3") as error:
+        prompt_ids(prompt, None, 4)
+    assert error.value.param == "prompt"
+
+
+@pytest.mark.parametrize("prompt", [[], ()], ids=str)
+def test_an_empty_prompt_is_refused(prompt):
+    with pytest.raises(RequestError, match="prompt is empty"):
+        prompt_ids(prompt, Letters(), 4)
+
+
+@pytest.mark.parametrize("prompt", [None, 5, 2.5, object()], ids=["None", "int", "float", "object"])
+def test_what_is_neither_text_nor_ids_is_refused(prompt):
+    with pytest.raises(RequestError, match="a prompt is a text or a list of token ids"):
+        prompt_ids(prompt, Letters(), 4)
+
+
+def test_a_text_without_a_tokenizer_is_refused():
+    with pytest.raises(RequestError, match="no tokenizer; give prompts as token ids"):
+        prompt_ids("abc", None, 4)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "abc\udfff"])
+def test_half_a_surrogate_pair_is_refused_before_the_tokenizer_meets_it(text):
+    """JSON can bring it, and the tokenizers refuse it with a TypeError of their own."""
+    with pytest.raises(RequestError, match="not valid Unicode"):
+        prompt_ids(text, Letters(), 4)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "window", "pool", "expected"),
+    [
+        (10, None, 64, 1000, 54),  # what remains
+        (10, 54, 64, 1000, 54),  # exactly full
+        (63, None, 64, 1000, 1),
+        (63, 1, 64, 1000, 1),
+        (10, None, 64, 32, 22),  # a pool smaller than the window
+        (10, 22, 64, 32, 22),
+        (10, 5, 64, 64, 5),
+    ],
+)
+def test_what_fits(num_prompt, max_tokens, window, pool, expected):
+    assert check_fits(num_prompt, SamplingParams(max_tokens=max_tokens), window, pool) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "window", "pool", "message", "numbers"),
+    [
+        (64, None, 64, 1000, "the prompt has 64 tokens, but the context window has 64", (64, 64)),
+        (100, 1, 64, 1000, "the prompt has 100 tokens, but the context window has 64", (100, 64)),
+        (10, 55, 64, 1000, "has 10 tokens and max_tokens is 55, 65 together, but the context window has 64", (65, 64)),
+        (32, None, 64, 32, "the prompt has 32 tokens, but the HBM pool holds 32", (32, 32)),
+        (10, 23, 64, 32, "33 together, but the HBM pool holds 32", (33, 32)),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_both_numbers(num_prompt, max_tokens, window, pool, message, numbers):
+    with pytest.raises(ContextLengthError, match=message) as error:
+        check_fits(num_prompt, SamplingParams(max_tokens=max_tokens), window, pool)
+    assert (error.value.requested_tokens, error.value.limit_tokens) == numbers

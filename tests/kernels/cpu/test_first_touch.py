@@ -1,0 +1,94 @@
+"""Memory that is touched ahead of its use keeps what is in it, and its thread ends with its owner."""
+
+import gc
+import mmap
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from kvstore.blocks.records import Save, TransferPlan
+from kvstore.kernels.cpu import first_touch
+from kvstore.kernels.cpu.first_touch import FirstTouch
+from kvstore.memory.arena import Arena
+from kvstore.memory.layout import KVLayout
+from kvstore.memory.transfer import Transfer
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "kvstore-touch"]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(threads())
+    monkeypatch.setattr(first_touch, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(first_touch, "AHEAD_BYTES", 64 << 10)
+    monkeypatch.setattr(first_touch, "_PIECE_BYTES", 16 << 10)
+    yield
+    gc.collect()
+    assert len(threads()) == before
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_contents_stay_and_every_row_may_be_reached() -> None:
+    tensor = torch.zeros(1000, 33, dtype=torch.int32)
+    tensor[:, 1:] = torch.arange(1000, dtype=torch.int32)[:, None]
+    touch = FirstTouch(tensor)
+    for row in range(1000):
+        touch.reach(row)
+        tensor[row, 0] = row
+    del touch
+    assert torch.equal(tensor[:, 0], torch.arange(1000, dtype=torch.int32))
+    assert torch.equal(tensor[:, 5], tensor[:, 0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are counted by Linux's /proc")
+def test_memory_is_there_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_touch, "AHEAD_BYTES", 64 << 20)
+    monkeypatch.setattr(first_touch, "_PIECE_BYTES", 4 << 20)
+    memory = mmap.mmap(-1, 256 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    before, tensor = resident_bytes(), torch.frombuffer(memory, dtype=torch.uint8).view(256, 1 << 20)
+    touch = FirstTouch(tensor)
+    deadline = time.monotonic() + 20
+    while resident_bytes() - before < 60 << 20 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    found = resident_bytes() - before
+    assert 60 << 20 <= found <= 160 << 20, "about what is asked for, not all"
+    del touch
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are counted by Linux's /proc")
+def test_saves_have_the_memory_behind_them_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_touch, "AHEAD_BYTES", 16 << 20)
+    before = resident_bytes()
+    arena = Arena(KVLayout(2, 8, 128, 64, torch.float32, (None, None)), num_slots=80, pin=False)  # of 1 MiB
+    transfer = Transfer(arena)
+    for slot in range(0, 40, 8):
+        transfer.begin(TransferPlan(saves=(Save(0, 0, 64, slot, 0),)), (0,))
+    deadline = time.monotonic() + 20
+    while resident_bytes() - before < 38 << 20 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert 38 << 20 <= resident_bytes() - before <= 70 << 20, "behind the last save, and not all"
+    arena.close()
+
+
+def test_little_memory_gets_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_touch, "_LEAST_BYTES", 1 << 20)
+    before = len(threads())
+    touch = FirstTouch(torch.zeros(10, 10))
+    touch.reach(9)
+    assert len(threads()) == before
+
+
+def test_the_tensors_outlive_their_thread() -> None:
+    for _ in range(20):
+        touch = FirstTouch(torch.zeros(4096, 4096, dtype=torch.uint8))
+        touch.reach(3000)
+        del touch

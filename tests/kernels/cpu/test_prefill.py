@@ -1,0 +1,155 @@
+"""Attention of a prefill by tiles against its twin in float32, over pages of which those of nobody hold NaN."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.kernels import attention_torch, reference
+from kvstore.kernels.cpu import layer as layer_native
+from kvstore.kernels.cpu import prefill as prefill_native
+from kvstore.kernels.cpu.prefill import prefill
+from kvstore.kernels.paged_batch import PagedBatch, Scoring
+
+TOLERANCE = 0.02  # weights and values are bfloat16 and the values about 1
+
+needs_tiles = pytest.mark.skipif(not layer_native.has_tiles(), reason="no tiles (AMX) here")
+
+
+class Job:
+    """Requests of several tokens each, with so many before them, over shuffled pages."""
+
+    def __init__(self, counts, befores, heads=(6, 2, 64), block_size=16, window=None, scale=1.0, seed=0):
+        group_heads, num_kv_heads, head_dim = heads
+        generator = torch.Generator().manual_seed(seed)
+        contexts = [count + before for count, before in zip(counts, befores, strict=True)]
+        widths = [-(-context // block_size) for context in contexts]
+        numbers = torch.randperm(sum(widths) + 3, generator=generator)
+        self.table = torch.full((len(counts), max(widths) + 1), -7)
+        shape = (len(numbers), block_size, num_kv_heads, head_dim)
+        self.caches = [torch.full(shape, float("nan")).bfloat16() for _ in range(2)]
+        for i, own in enumerate(numbers[: sum(widths)].split(widths)):
+            self.table[i, : len(own)] = own
+            places = (own[:, None] * block_size + torch.arange(block_size)).flatten()[: contexts[i]]
+            for cache in self.caches:
+                rows = torch.randn(len(places), num_kv_heads, head_dim, generator=generator)
+                cache.flatten(0, 1)[places] = rows.bfloat16()
+        starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
+        joined = torch.randn(starts[-1], group_heads + 2 * num_kv_heads, head_dim, generator=generator).bfloat16()
+        self.query, self.key, self.value = joined.split([group_heads, num_kv_heads, num_kv_heads], 1)
+        slots = torch.zeros(starts[-1], dtype=torch.int64)
+        self.batch = PagedBatch(starts, contexts, self.table, slots, block_size)
+        self.scoring = Scoring(scale * head_dim**-0.5, window)
+
+    def expected(self):
+        caches = [cache.float() for cache in self.caches]
+        starts, contexts = self.batch.query_start, self.batch.context_lens
+        scoring = self.scoring
+        return reference.paged_attention(
+            self.query.float(), *caches, starts, contexts, self.table, scoring.scale, scoring.window
+        )
+
+    def check(self):
+        out = torch.full(self.query.shape, 7.0).bfloat16()
+        before = self.query.clone()
+        for i, (start, end) in enumerate(zip(self.batch.query_start, self.batch.query_start[1:], strict=False)):
+            assert prefill(self.query[start:end], *self.caches, self.batch, i, self.scoring, out[start:end])
+        assert torch.equal(self.query, before)
+        torch.testing.assert_close(out.float(), self.expected(), atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@needs_tiles
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("group", [1, 3, 7, 8])
+def test_heads_of_every_shape(group, head_dim):
+    Job([45], [290], (2 * group, 2, head_dim)).check()
+
+
+@needs_tiles
+@pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 130, 300])
+@pytest.mark.parametrize("before", [0, 1, 240, 255, 256, 257, 600])
+def test_any_number_of_tokens_and_of_those_before(count, before):
+    Job([count], [before]).check()
+
+
+@needs_tiles
+@pytest.mark.parametrize("window", [1, 2, 16, 33, 255, 256, 257, 400, 5000])
+@pytest.mark.parametrize("before", [0, 300, 700])
+def test_a_window_hides_what_is_before_it(window, before):
+    Job([100], [before], (4, 2, 32), window=window).check()
+
+
+@needs_tiles
+def test_scores_far_apart_and_growing():
+    Job([70], [400], scale=30.0).check()
+    job = Job([70], [600])
+    for cache in job.caches[:1]:  # the later a key, the larger: what was summed before is made small again and again
+        cache.flatten(0, 1)[:] *= torch.linspace(0.1, 4, len(cache.flatten(0, 1)))[:, None, None].bfloat16()
+    job.check()
+
+
+@needs_tiles
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_any_number_of_threads(threads):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        Job([200, 50], [300, 10], (8, 1, 64)).check()
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_tiles
+@settings(max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(2, 90), st.integers(0, 400)), min_size=1, max_size=3),
+    st.tuples(st.integers(1, 5), st.integers(1, 3), st.sampled_from([32, 64, 128])),
+    st.sampled_from([1, 4, 16, 48]),
+    st.integers(0, 300),
+)
+def test_any_job(sizes, heads, block_size, window):
+    group, num_kv_heads, head_dim = heads
+    counts, befores = zip(*sizes, strict=True)
+    Job(counts, befores, (group * num_kv_heads, num_kv_heads, head_dim), block_size, window or None).check()
+
+
+@needs_tiles
+def test_attention_of_a_step_uses_it_where_it_can(monkeypatch):
+    job, asked = Job([1, 40, 9], [70, 100, 0]), []
+
+    def noted(*args):
+        asked.append(args[4])
+        return prefill(*args)
+
+    monkeypatch.setattr(attention_torch, "prefill", noted)
+    arguments = (job.query, job.key, job.value, *job.caches, job.batch, job.scoring)
+    found = attention_torch.paged_attention(*arguments)
+    assert asked == [1, 2]
+    kept = slice(1, 41)  # torch, for the first, needs finite pages; the last has other keys than those in its pages
+    torch.testing.assert_close(found.float()[kept], job.expected()[kept], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@needs_tiles
+def test_what_c_does_not_know_is_left_to_torch():
+    job = Job([20], [50])
+    out = torch.full(job.query.shape, 7.0).bfloat16()
+    capped = Scoring(0.1, softcap=5.0)
+    assert not prefill(job.query, *job.caches, job.batch, 0, capped, out)
+    assert not prefill(job.query.float(), *job.caches, job.batch, 0, job.scoring, out)
+    assert not prefill(
+        job.query[..., :48], *(c[..., :48] for c in job.caches), job.batch, 0, job.scoring, out[..., :48]
+    )
+    whole, job.batch.block_table = job.batch.block_table, job.table[:, :2]
+    assert not prefill(job.query, *job.caches, job.batch, 0, job.scoring, out)
+    job.batch.block_table = whole
+    for bad in (-1, len(job.caches[0])):
+        job.table[0, 2] = bad
+        assert not prefill(job.query, *job.caches, job.batch, 0, job.scoring, out)
+    assert bool((out == 7).all())
+
+
+def test_without_tiles_torch_computes_it(monkeypatch):
+    monkeypatch.setattr(prefill_native, "_library", lambda: None)
+    job = Job([20], [50])
+    found = attention_torch.paged_attention(job.query, job.key, job.value, *job.caches, job.batch, job.scoring)
+    torch.testing.assert_close(found.float(), job.expected(), atol=TOLERANCE, rtol=TOLERANCE)

@@ -1,0 +1,226 @@
+"""Two computing threads get one of two processors each; other threads keep both; beside other work one computes."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvstore.kernels.cpu import native
+from kvstore.kernels.cpu.threads import FEW_ROWS, Team, Threads, bind_threads
+
+BOUND = """
+import json, os, threading, torch
+from kvstore.kernels.cpu.threads import bind_threads
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+wait, started = threading.Event(), threading.Event()
+other = threading.Thread(target=lambda: (started.set(), wait.wait()), daemon=True)
+other.start(); started.wait()
+torch.set_num_threads(int(os.environ["THREADS"]))
+a = torch.ones(400, 400) @ torch.ones(400, 400)
+done = bind_threads()
+b = torch.ones(400, 400) @ torch.ones(400, 400)
+at = {int(task): sorted(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")}
+print(json.dumps([done, at[os.getpid()], at[other.native_id], [cpus for cpus in at.values() if len(cpus) == 1]]))
+assert torch.equal(a, b)
+"""
+
+needs_processors = pytest.mark.skipif(
+    native.library() is None or not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2,
+    reason="needs a compiler and two processors",
+)
+
+
+def bound(num_threads, **environment):
+    env = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    env |= {"THREADS": str(num_threads), **environment}
+    done = subprocess.run([sys.executable, "-c", BOUND], env=env, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+@needs_processors
+def test_two_threads_get_a_processor_each():
+    cpus = sorted(os.sched_getaffinity(0))[:2]
+    done, caller, other, alone = bound(2)
+    assert done and caller == cpus[:1] and other == cpus
+    assert sorted(alone) == [[cpu] for cpu in cpus]
+
+
+@needs_processors
+@pytest.mark.parametrize("environment", [{}, {"OMP_PROC_BIND": "false"}])
+def test_nothing_is_bound_where_it_is_not_ours_to_choose(environment):
+    cpus = sorted(os.sched_getaffinity(0))[:2]
+    done, caller, _, alone = bound(2 if environment else 3, **environment)
+    assert not done and caller == cpus and not alone
+
+
+def test_without_a_compiler_nothing_is_bound(monkeypatch):
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert not bind_threads({})
+    assert torch.get_num_threads() >= 1
+
+
+class Clock:
+    """Steps of an eighth of a second each, in which threads have waited for so much of the time."""
+
+    def __init__(self, waiting):
+        self.now = self.waited = 0.0
+        self.waiting, self.used, self.roamed = waiting, [], []
+        self.team = Team(self, lambda: self.now)
+
+    def waited_s(self):
+        return self.waited
+
+    def use(self, count):
+        self.used.append(count)
+
+    def roam(self, may_roam):
+        if self.roamed[-1:] != [may_roam]:
+            self.roamed.append(may_roam)
+
+    def step(self, num_rows):
+        used = len(self.used)
+        with self.team.step(num_rows):
+            self.now += 0.125
+            alone = len(self.used) > used
+            self.waited += 0.0 if alone else 0.125 * self.waiting
+        return alone
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    return Clock(0.5)
+
+
+def test_beside_other_work_one_thread_takes_steps_of_few_rows(clock):
+    alone = [clock.step(1) for _ in range(8)]
+    assert not alone[0] and all(alone[1:]) and clock.team.is_crowded
+    assert clock.used[:2] == [1, 2], "all threads are there again between the steps"
+    assert clock.roamed == [False, True]
+    assert not clock.step(FEW_ROWS + 1), "a prompt is computed by all of them"
+
+
+def test_all_threads_are_tried_again_and_less_often_in_vain(clock):
+    tries = [i for i in range(400) if not clock.step(1)]
+    gaps = [b - a for a, b in itertools.pairwise(tries) if b - a > 1]
+    assert gaps[:4] == [9, 17, 33, 65] and set(gaps[3:]) == {65}
+    clock.waiting = 0.1
+    assert not all(clock.step(1) for _ in range(100))
+    assert not any(clock.step(1) for _ in range(100)) and not clock.team.is_crowded
+
+
+def test_where_nothing_is_counted_all_threads_compute(clock):
+    clock.waited_s = lambda: None
+    assert not any(clock.step(1) for _ in range(100)) and clock.used == []
+
+
+def test_more_threads_than_two_decode_beside_other_work_as_ever(clock, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert not any(clock.step(1) for _ in range(100)) and not clock.team.is_crowded
+
+
+def crowded_team():
+    """One that would let a thread decode alone for the next second of a clock that stands still."""
+    team = Team(Threads(), lambda: 0.0)
+    team._alone_until = 1.0
+    return team
+
+
+def test_all_threads_are_there_again_after_a_step_that_failed():
+    def fail():
+        torch.set_num_threads(2)
+        with pytest.raises(RuntimeError, match="failed"), crowded_team().step(1):
+            assert torch.get_num_threads() == (2 if native.library() is None else 1)
+            raise RuntimeError("failed")
+        return torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(1) as fresh:
+            assert fresh.submit(fail).result() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_processors
+def test_a_thread_that_we_have_not_bound_stays_where_its_owner_put_it():
+    """Not even where the one that stepped before it roamed, or has ended."""
+    cpus = sorted(os.sched_getaffinity(0))
+    team = crowded_team()
+
+    def step(num_rows, cpu):
+        team._threads.waited_s()  # looks at the threads that help this one
+        os.sched_setaffinity(0, {cpu})
+        with team.step(num_rows):
+            inside = os.sched_getaffinity(0)
+        return inside, os.sched_getaffinity(0), threading.get_native_id()
+
+    for num_rows, cpu in ((1, cpus[0]), (FEW_ROWS + 1, cpus[1]), (1, cpus[1])):
+        with ThreadPoolExecutor(1) as fresh:
+            inside, after, native_id = fresh.submit(step, num_rows, cpu).result()
+        assert inside == after == {cpu}
+        while Path(f"/proc/self/task/{native_id}").exists():
+            time.sleep(0.001)
+
+
+@needs_processors
+def test_a_bound_thread_roams_until_its_user_moves_it():
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+
+    def places():
+        os.sched_setaffinity(0, {first, second})
+        torch.set_num_threads(2)
+        assert bind_threads({})
+        team = crowded_team()
+        for num_rows in (1, FEW_ROWS + 1, 1):
+            with team.step(num_rows):
+                yield os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {second})
+        with team.step(FEW_ROWS + 1):
+            yield os.sched_getaffinity(0)
+
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(1) as fresh:
+            found = fresh.submit(lambda: list(places())).result()
+    finally:
+        torch.set_num_threads(before)
+    assert found == [{first, second}, {first}, {first, second}, {second}]
+
+
+@needs_processors
+def test_busy_processes_on_our_processors_are_noticed():
+    done = subprocess.run([sys.executable, "-c", CROWDED], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [True, 1, 2, 2, 1], "crowded, alone, then all; free to roam, then bound"
+
+
+CROWDED = """
+import json, os, subprocess, sys, time, torch
+from kvstore.kernels.cpu.threads import PATIENCE_S, Team, bind_threads
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+torch.set_num_threads(2)
+busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+try:
+    bind_threads()
+    team, x, until, seen = Team(), torch.ones(300, 300), time.monotonic() + 60, []
+    while not (team.is_crowded and seen[-1] == 1) and time.monotonic() < until:
+        with team.step(1):
+            seen.append(torch.get_num_threads())
+            for _ in range(20):
+                x @ x
+    at = len(os.sched_getaffinity(0))
+    time.sleep(PATIENCE_S[0])
+    with team.step(1):
+        print(json.dumps([team.is_crowded, seen[-1], torch.get_num_threads(), at, len(os.sched_getaffinity(0))]))
+finally:
+    for one in busy:
+        one.kill()
+"""

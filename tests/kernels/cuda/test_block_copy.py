@@ -1,0 +1,218 @@
+"""Blocks between the pinned arena and a device's paged cache: by kernels and by copies, the bits of the twins.
+
+Without a CUDA device the kernels run in Triton's interpreter, and the copies on a CPU: their operations know no device.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.kernels import block_copy, reference
+from kvstore.kernels.block_copy import BlockLoad, save_to_arena
+from kvstore.memory.arena import Arena
+from kvstore.memory.layout import KVLayout
+from kvstore.rope.rotary import Style
+from tests.support.rotations import KINDS, kinds, moved, rotation
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NUM_SLOTS, NUM_BLOCKS, NUM_LAYERS = 11, 13, 3
+WAYS = ["kernel", "copy", "copy, block by block"]
+
+
+class Memory:
+    """An arena, full of values of their own, and caches full of 5. shape: block_size, num_kv_heads, head_dim."""
+
+    def __init__(self, shape, dtype, device, seed=0) -> None:
+        layout = KVLayout(NUM_LAYERS, shape[1], shape[2], shape[0], dtype, (None,) * NUM_LAYERS)
+        self.arena = Arena(layout, NUM_SLOTS, pin=device == "cuda")
+        generator = torch.Generator().manual_seed(seed)
+        self.arena.tensor.copy_(torch.randn(self.arena.tensor.shape, generator=generator).to(dtype))
+        self.device = device
+        self.shape = (NUM_BLOCKS, *shape)
+
+    def caches(self) -> tuple[torch.Tensor, torch.Tensor]:
+        key_cache, value_cache = (torch.full(self.shape, 5.0, dtype=self.arena.layout.dtype) for _ in range(2))
+        return key_cache.to(self.device), value_cache.to(self.device)
+
+    def check_load(self, way, rotations, slots, blocks, positions) -> None:
+        """Every layer, every element of the caches, on the CPU's own arithmetic."""
+        on_device = {id(r): r and moved(r, self.device) for r in rotations}
+        load = BlockLoad(self.arena.tensor, slots, blocks, positions, [on_device[id(r)] for r in rotations])
+        numbers = [torch.tensor(n, dtype=torch.int64) for n in (slots, blocks, positions)]
+        loaded = [self.caches() for _ in rotations]
+        if way == "kernel":
+            load.load_by_kernel(0, loaded[:2])  # several layers in one call, and one by itself
+            load.load_by_kernel(2, loaded[2:])
+        for layer, (turn, caches) in enumerate(zip(rotations, loaded, strict=True)):
+            twins = [cache.cpu() for cache in self.caches()]
+            if way != "kernel":
+                load.load_by_copy(layer, *caches)
+            reference.load_blocks(self.arena.tensor, layer, numbers[0], *twins, *numbers[1:], turn)
+            for cache, wanted in zip(caches, twins, strict=True):
+                assert torch.equal(cache.cpu().view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_load_gives_the_bits_of_the_twin(dtype, name, way, kernel_device, monkeypatch):
+    if way == "copy, block by block":
+        monkeypatch.setattr(block_copy, "STAGING_BYTES", 1)
+    memory = Memory((16, 2, 32), dtype, kernel_device)
+    memory.check_load(way, kinds(dtype)[name], [9, 0, 4, 10, 3], [12, 1, 0, 7, 3], [160, 0, 16, 57, 3])
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 20), (7, 3, 48), (16, 8, 128), (5, 2, 8)], ids=str)
+@pytest.mark.parametrize("num_blocks", [0, 1, 6])
+def test_a_kernel_loads_any_shape(shape, num_blocks, kernel_device):
+    memory = Memory(shape, torch.bfloat16, kernel_device)
+    slots, blocks = [9, 0, 4, 10, 3, 7][:num_blocks], [2, 12, 0, 1, 8, 6][:num_blocks]
+    rotations = [kinds(torch.bfloat16, shape[2])[name][0] for name in ("half", "partial upcast", "none")]
+    memory.check_load("kernel", rotations, slots, blocks, [16 * i for i in range(num_blocks)])
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(1, NUM_SLOTS),
+    st.tuples(st.integers(1, 9), st.integers(1, 3), st.integers(1, 12)),
+    st.sampled_from(DTYPES),
+    st.sampled_from(list(Style)),
+    st.booleans(),
+    st.integers(1, 12),
+    st.randoms(use_true_random=False),
+)
+def test_any_load(kernel_device, num_blocks, shape, dtype, style, upcast, half, random):
+    block_size, num_kv_heads, half_dim = shape
+    memory = Memory((block_size, num_kv_heads, 2 * half_dim), dtype, kernel_device)
+    slots, blocks = random.sample(range(NUM_SLOTS), num_blocks), random.sample(range(NUM_BLOCKS), num_blocks)
+    turns = [rotation(dtype, style, upcast, 2 * min(half, half_dim), base) for base in (10000.0, 500.0)]
+    positions = [random.randrange(200) for _ in slots]
+    memory.check_load("kernel", [turns[0], None, turns[1]], slots, blocks, positions)
+
+
+class Saving:
+    """Raw keys and values of 40 tokens in layers 2 and 0, with given strides; values follow from keys."""
+
+    def __init__(self, memory, strides, seed=0) -> None:
+        _, _, num_kv_heads, head_dim = memory.shape
+        size, generator = num_kv_heads * head_dim, torch.Generator().manual_seed(seed)
+        width = 2 * size + {"packed": 64, "odd": 3}.get(strides, 0)
+        self.memory = memory
+        self.layers = []
+        for layer in (2, 0):
+            product = torch.randn(40, width, generator=generator).to(memory.arena.layout.dtype).to(memory.device)
+            product[:, size : 2 * size] = product[:, :size] * -0.5 + 3
+            pair = [part.unflatten(1, (num_kv_heads, head_dim)) for part in product[:, : 2 * size].split(size, dim=1)]
+            if strides == "transposed" or (strides == "mixed" and layer == 0):
+                pair = [part.transpose(0, 1).contiguous().transpose(0, 1) for part in pair]
+            if strides == "scattered":  # elements of a head apart
+                pair = [part.transpose(1, 2).contiguous().transpose(1, 2) for part in pair]
+            self.layers.append((layer, *pair))
+
+    def check(self, rows, slots) -> None:
+        """rows: list or None; slots: of as many tokens, or of the first of all."""
+        arena = self.memory.arena.tensor
+        twin = arena.clone()
+        places = torch.tensor(slots, dtype=torch.int64)
+        for layer, *pair in self.layers:
+            key, value = (t[: len(slots)].cpu() if rows is None else t[rows].cpu() for t in pair)
+            reference.save_tokens(twin, layer, key, value, places)
+        save_by_kernel(
+            arena,
+            self.layers,
+            None if rows is None else torch.tensor(rows, dtype=torch.int64).to(self.memory.device),
+            places.to(self.memory.device),
+        )
+        assert torch.equal(arena, twin)
+
+
+def save_by_kernel(arena, layers, rows, slots):
+    """On a device through the door that is used; in the interpreter that door would take the twin."""
+    from kvstore.kernels.cuda import kv as kv_triton
+
+    if slots.is_cuda:
+        save_to_arena(arena, layers, rows, slots)
+        torch.cuda.synchronize()
+    else:
+        kv_triton.save(arena, layers, rows, slots)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("strides", ["contiguous", "packed", "transposed", "odd", "mixed", "scattered"])
+def test_a_save_gives_the_bits_of_the_twin(dtype, strides, kernel_device):
+    saving = Saving(Memory((16, 2, 32), dtype, kernel_device), strides)
+    places = torch.randperm(NUM_SLOTS * 16, generator=torch.Generator().manual_seed(3)).tolist()
+    for num_tokens in (0, 1, 5, 40):
+        saving.check(None, places[:num_tokens])
+    saving.check([3, 4, 5, 6], places[40:44])
+    saving.check([39, 0, 17], [places[50], -1, places[51]])
+
+
+@settings(max_examples=25)
+@given(
+    st.tuples(st.integers(1, 9), st.integers(1, 3), st.integers(1, 24)),
+    st.sampled_from(DTYPES),
+    st.sampled_from(["packed", "transposed", "odd", "mixed"]),
+    st.integers(0, 9),
+    st.randoms(use_true_random=False),
+)
+def test_any_save(kernel_device, shape, dtype, strides, num_tokens, random):
+    saving = Saving(Memory(shape, dtype, kernel_device), strides)
+    places = random.sample(range(NUM_SLOTS * shape[0]), num_tokens)
+    saving.check(random.sample(range(40), num_tokens), [-1 if random.random() < 0.2 else place for place in places])
+
+
+def test_what_was_saved_is_loaded(kernel_device):
+    """Save by kernel, load by kernel at another position: what the model writes when it computes there."""
+    memory, turn = Memory((16, 2, 32), torch.bfloat16, kernel_device), kinds(torch.bfloat16)["half"][0]
+    saving = Saving(memory, "packed")
+    save_by_kernel(memory.arena.tensor, saving.layers, None, torch.arange(7 * 16, 9 * 16, device=kernel_device))
+    on_device = moved(turn, kernel_device)
+    load = BlockLoad(memory.arena.tensor, [7, 8], [4, 2], [101, 117], [on_device, None, on_device])
+    for layer, key, value in saving.layers:
+        caches = memory.caches()
+        load.load_by_kernel(layer, [caches])
+        wanted = turn.at(torch.arange(101, 133)).apply(key[:32].cpu())
+        assert torch.equal(caches[0][[4, 2]].flatten(0, 1).cpu(), wanted)
+        assert torch.equal(caches[1][[4, 2]].flatten(0, 1).cpu(), value[:32].cpu())
+
+
+def test_the_same_buffers_are_described_once(kernel_device):
+    """A graph's buffers are saved after each replay; their addresses travel to the device the first time only."""
+    from kvstore.kernels.cuda import kv as kv_triton
+
+    saving = Saving(Memory((16, 2, 32), torch.bfloat16, kernel_device), "packed")
+    saving.check(None, [5])
+    before = kv_triton._numbers_on.cache_info()
+    saving.check(None, [6])
+    after = kv_triton._numbers_on.cache_info()
+    assert (after.hits, after.misses) == (before.hits + 1, before.misses)
+
+
+@pytest.mark.parametrize("rows", [None, [3, 4, 5]])
+def test_on_a_cpu_the_door_saves_as_the_twin(rows):
+    saving = Saving(Memory((16, 2, 32), torch.bfloat16, "cpu"), "packed")
+    arena, slots = saving.memory.arena.tensor, torch.tensor([17, -1, 0])
+    twin = arena.clone()
+    part = [(layer, *(t[:3] if rows is None else t[rows] for t in pair)) for layer, *pair in saving.layers]
+    for layer, *pair in part:
+        reference.save_tokens(twin, layer, *pair, slots)
+    layers = part if rows is None else saving.layers
+    save_to_arena(arena, layers, None if rows is None else torch.tensor(rows), slots)
+    assert torch.equal(arena, twin)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", KINDS)
+def test_load_layers_on_a_device(name):
+    """Through the door that transfers use."""
+    memory = Memory((16, 2, 32), torch.bfloat16, "cuda")
+    rotations = kinds(torch.bfloat16, device="cuda")[name]
+    load = BlockLoad(memory.arena.tensor, [9, 0], [12, 1], [160, 3], rotations)
+    for layer, turn in enumerate(kinds(torch.bfloat16)[name]):
+        caches, twins = memory.caches(), [cache.cpu() for cache in memory.caches()]
+        load.load_layers(layer, [caches])
+        numbers = (torch.tensor([12, 1]), torch.tensor([160, 3]))
+        reference.load_blocks(memory.arena.tensor, layer, torch.tensor([9, 0]), *twins, *numbers, turn)
+        assert all(torch.equal(cache.cpu(), wanted) for cache, wanted in zip(caches, twins, strict=True))

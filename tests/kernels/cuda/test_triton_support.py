@@ -1,0 +1,65 @@
+"""What is brought to a device, and how; and whether kernels are launched there."""
+
+import importlib.util
+import logging
+from unittest import mock
+
+import pytest
+import torch
+
+from kvstore.kernels.cuda.triton_support import has_triton
+from kvstore.kernels.device import to_device
+
+CUDA = torch.device("cuda", 0)
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+
+
+def test_numbers_go_to_cuda_from_pinned_memory_without_a_wait():
+    numbers = mock.Mock(device=torch.device("cpu"))
+    moved = to_device(numbers, CUDA)
+    assert moved is numbers.pin_memory.return_value.to.return_value
+    numbers.pin_memory.return_value.to.assert_called_once_with(CUDA, non_blocking=True)
+
+
+def test_what_is_on_the_device_is_not_pinned_again():
+    """That raises. The saves of a step come in groups, and their places are on the device from the first one on."""
+    numbers = mock.Mock(device=CUDA)
+    assert to_device(numbers, CUDA) is numbers.to.return_value
+    numbers.pin_memory.assert_not_called()
+
+
+def test_on_a_cpu_nothing_is_copied():
+    numbers = torch.arange(3)
+    assert to_device(numbers, torch.device("cpu")) is numbers
+
+
+@pytest.fixture
+def nothing_is_remembered():
+    has_triton.cache_clear()
+    yield
+    has_triton.cache_clear()
+
+
+@needs_triton
+@pytest.mark.usefixtures("nothing_is_remembered")
+def test_triton_that_launches_nothing_is_left_alone_and_said_so(monkeypatch, caplog):
+    zeros = torch.zeros
+
+    def fails(*_):
+        raise RuntimeError("Failed to find C compiler.\nmore")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device, **kwargs: zeros(*shape, **kwargs))
+    monkeypatch.setattr("kvstore.kernels.cuda.kv.write", fails)
+    with caplog.at_level(logging.WARNING):
+        assert not has_triton()
+    assert "Failed to find C compiler." in caplog.text and "more" not in caplog.text
+    has_triton.cache_clear()
+    monkeypatch.setattr("kvstore.kernels.cuda.kv.write", lambda *_: None)
+    assert has_triton()
+
+
+@pytest.mark.usefixtures("nothing_is_remembered")
+def test_without_the_package_there_is_none(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not has_triton()

@@ -1,0 +1,124 @@
+"""Paged attention against its torch twin, over every kind of batch."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.kernels import reference
+from kvstore.kernels.attention import PagedBatch, Scoring, paged_attention
+from kvstore.kernels.paged_batch import VIEW_TOKENS
+from kvstore.kernels.write_kv import write_kv
+
+HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
+
+
+class Case:
+    """A mixed batch of requests, (context_len, num_new_tokens) each, with random content."""
+
+    def __init__(self, requests, block_size=4, dtype=torch.float32, in_order=False, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        counts = [-(-context // block_size) for context, _ in requests]
+        blocks = torch.arange(sum(counts)) if in_order else torch.randperm(sum(counts), generator=generator)
+        self.table = torch.zeros(len(requests), max(counts), dtype=torch.int64)
+        for row, own in enumerate(blocks.split(counts)):
+            self.table[row, : len(own)] = own
+        self.query_start = [0, *torch.tensor([new for _, new in requests]).cumsum(0).tolist()]
+        self.contexts = [context for context, _ in requests]
+        shape = (sum(counts), block_size, KV_HEADS, HEAD_DIM)
+        self.key_cache = torch.randn(shape, generator=generator).to(dtype)
+        self.value_cache = torch.randn(shape, generator=generator).to(dtype)
+        self.query = torch.randn(self.query_start[-1], HEADS, HEAD_DIM, generator=generator).to(dtype)
+        slots = []
+        for row, (context, new) in enumerate(requests):
+            positions = torch.arange(context - new, context)
+            slots.append(self.table[row, positions // block_size] * block_size + positions % block_size)
+        self.slots = torch.cat(slots)
+        self.key = self.key_cache.flatten(0, 1)[self.slots]
+        self.value = self.value_cache.flatten(0, 1)[self.slots]
+        self.batch = PagedBatch(self.query_start, self.contexts, self.table, self.slots, block_size)
+
+    def check(self, scoring=None, tolerance=1e-5):
+        scoring = scoring or Scoring(HEAD_DIM**-0.5)
+        got = paged_attention(
+            self.query, self.key, self.value, self.key_cache, self.value_cache, self.batch, scoring
+        )
+        expected = reference.paged_attention(
+            self.query, self.key_cache, self.value_cache, self.query_start, self.contexts, self.table,
+            scoring.scale, scoring.window, scoring.softcap, scoring.sinks,
+        )  # fmt: skip
+        torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+
+
+SCORINGS = {
+    "plain": Scoring(0.25),
+    "window": Scoring(0.25, window=5),
+    "softcap": Scoring(0.25, softcap=2.0),
+    "sinks": Scoring(0.25, sinks=torch.linspace(-1, 2, HEADS)),
+    "all": Scoring(0.25, window=9, softcap=3.0, sinks=torch.linspace(-1, 2, HEADS)),
+}
+
+
+@pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
+@pytest.mark.parametrize("in_order", [True, False])
+def test_mixed_batch_equals_reference(scoring, in_order):
+    Case([(1, 1), (30, 1), (9, 1), (17, 17), (40, 13), (5, 2)], in_order=in_order).check(scoring)
+
+
+@pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
+def test_long_prefill_goes_in_pieces(scoring):
+    Case([(300, 300), (700, 290)]).check(scoring)
+
+
+def test_a_long_run_of_blocks_is_read_in_place():
+    case = Case([(VIEW_TOKENS + 3, 1), (VIEW_TOKENS + 60, 1), (20, 1)], in_order=True)
+    groups = case.batch.decode_groups(None, torch.float32)
+    assert [group.run is not None for group in groups] == [True, True, True]
+    case.check()
+    scattered = Case([(VIEW_TOKENS + 3, 1), (VIEW_TOKENS + 60, 1)])
+    assert [group.size for group in scattered.batch.decode_groups(None, torch.float32)] == [2]
+    scattered.check()
+
+
+def test_requests_of_very_different_length_are_not_padded_to_the_longest():
+    case = Case([(400, 1), (390, 1), (20, 1), (18, 1), (3, 1)])
+    assert sorted(group.size for group in case.batch.decode_groups(None, torch.float32)) == [1, 2, 2]
+    case.check()
+
+
+@pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
+def test_bf16_is_as_close_as_bf16_allows(scoring):
+    Case([(60, 1), (33, 1), (200, 200), (50, 20)], dtype=torch.bfloat16).check(scoring, tolerance=3e-2)
+
+
+def test_another_requests_nan_stays_its_own():
+    case = Case([(3, 1), (9, 1)])
+    bad = case.table[1, : -(-9 // 4)]
+    case.key_cache[bad], case.value_cache[bad] = float("nan"), float("nan")
+    out = paged_attention(
+        case.query, case.key, case.value, case.key_cache, case.value_cache, case.batch, Scoring(0.25)
+    )
+    assert out[0].isfinite().all() and out[1].isnan().all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)).map(lambda p: (max(p), min(p))), min_size=1, max_size=6),
+    st.sampled_from(sorted(SCORINGS)),
+    st.integers(1, 8),
+    st.integers(0, 1000),
+)
+def test_any_batch_equals_reference(requests, scoring, block_size, seed):
+    requests = sorted(requests, key=lambda request: request[1] > 1)
+    Case(requests, block_size, seed=seed).check(SCORINGS[scoring])
+
+
+def test_write_kv_fills_exactly_its_slots():
+    cache = torch.zeros(3, 4, KV_HEADS, HEAD_DIM)
+    values = torch.zeros_like(cache)
+    slots = torch.tensor([7, 0, 11])
+    key = torch.arange(1.0, 4)[:, None, None].expand(3, KV_HEADS, HEAD_DIM)
+    write_kv(key, -key, cache, values, slots)
+    flat = cache.flatten(0, 1)[:, 0, 0].tolist()
+    assert flat == [2, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 3]
+    assert torch.equal(values, -cache)

@@ -1,0 +1,188 @@
+"""Blocks between arena and paged cache on a CPU: bit-identical to what computing at the position writes, no more."""
+
+import pytest
+import torch
+
+from kvstore.engine.model.probe import Recorder, intercept, run_step
+from kvstore.kernels import block_copy, reference
+from kvstore.kernels.block_copy import BlockLoad, save_few, save_layers
+from kvstore.kernels.cpu import native
+from kvstore.kernels.write_kv import write_kv
+from tests.support.models import make_model
+from tests.support.rotations import KINDS, kinds
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NUM_SLOTS, NUM_BLOCKS, NUM_LAYERS, HEADS, HEAD_DIM = 11, 13, 3, 2, 32
+
+
+PLACES = {  # arena slots, HBM blocks: runs or not
+    "runs": ([2, 3, 4, 5, 6], [4, 5, 6, 7, 8]),
+    "slots permuted": ([9, 0, 4, 10, 3], [4, 5, 6, 7, 8]),
+    "blocks permuted": ([2, 3, 4, 5, 6], [12, 1, 0, 7, 3]),
+    "both permuted": ([9, 0, 4, 10, 3], [12, 1, 0, 7, 3]),
+}
+
+
+def raw_keys(num_tokens: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(num_tokens, HEADS, HEAD_DIM, generator=generator).to(dtype) for _ in range(NUM_LAYERS)]
+
+
+def values_of(key: torch.Tensor) -> torch.Tensor:
+    return key * -0.5 + 3
+
+
+def new_arena(block_size: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full((NUM_SLOTS, NUM_LAYERS, 2, block_size, HEADS, HEAD_DIM), 7.0, dtype=dtype)
+
+
+def new_caches(block_size: int, dtype: torch.dtype, device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tensor]]:
+    shape = (NUM_BLOCKS, block_size, HEADS, HEAD_DIM)
+    return [tuple(torch.full(shape, 5.0, dtype=dtype, device=device) for _ in range(2)) for _ in range(NUM_LAYERS)]
+
+
+def token_slots(blocks: list[int], block_size: int) -> torch.Tensor:
+    return (torch.tensor(blocks)[:, None] * block_size + torch.arange(block_size)).flatten()
+
+
+def computed(keys, rotations, blocks, block_size, positions):
+    """Caches as the model's forward writes them."""
+    caches = new_caches(block_size, keys[0].dtype)
+    at = token_slots(positions, 1)[:, None] + torch.arange(block_size)
+    for key, turn, (key_cache, value_cache) in zip(keys, rotations, caches, strict=True):
+        rotated = key if turn is None else turn.at(at.flatten()).apply(key)
+        write_kv(rotated, values_of(key), key_cache, value_cache, token_slots(blocks, block_size))
+    return caches
+
+
+def assert_same(caches, expected):
+    for pair, wanted in zip(caches, expected, strict=True):
+        for cache, want in zip(pair, wanted, strict=True):
+            assert torch.equal(cache.cpu().view(torch.uint8), want.view(torch.uint8))  # the sign of zero included
+
+
+def saved(keys, slots, block_size) -> torch.Tensor:
+    arena = new_arena(block_size, keys[0].dtype)
+    places = token_slots(slots, block_size)
+    save_layers(arena, [(layer, key, values_of(key)) for layer, key in enumerate(keys)], None, places)
+    return arena
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("block_size", [1, 16, 7])
+@torch.inference_mode()
+def test_what_comes_back_is_what_was_computed(dtype, name, block_size, monkeypatch):
+    """At its old position and at a new one, into runs and into scattered blocks, in one chunk and in many."""
+    rotations, keys = kinds(dtype)[name], raw_keys(5 * block_size, dtype)
+    for slots, blocks in PLACES.values():
+        arena = saved(keys, slots, block_size)
+        for first in (0, 3 * block_size, 101):
+            positions = [first + i * block_size for i in range(5)]
+            expected = computed(keys, rotations, blocks, block_size, positions)
+            for chunk_bytes in (None, 1 << 19, 2 * block_size * HEADS * HEAD_DIM * dtype.itemsize):
+                caches = new_caches(block_size, dtype)
+                load = BlockLoad(arena, slots, blocks, positions, rotations)
+                with monkeypatch.context() as patch:
+                    if chunk_bytes is not None:  # torch operations, which go by chunks
+                        patch.setattr(native, "library", lambda: None)
+                        patch.setattr(block_copy, "CHUNK_BYTES", chunk_bytes)
+                    for layer, pair in enumerate(caches):
+                        load.load_layer(layer, *pair)
+                assert_same(caches, expected)  # blocks that were not loaded included
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", KINDS)
+def test_the_twins_agree(dtype, name):
+    rotations, keys, block_size = kinds(dtype)[name], raw_keys(80, dtype), 16
+    slots, blocks = (torch.tensor(numbers) for numbers in PLACES["both permuted"])
+    positions = torch.tensor([160, 0, 16, 57, 3])
+    arena, twin = new_arena(block_size, dtype), new_arena(block_size, dtype)
+    caches, twins = new_caches(block_size, dtype), new_caches(block_size, dtype)
+    for layer, key in enumerate(keys):
+        raw, places = (layer, key, values_of(key)), token_slots(slots.tolist(), block_size)
+        save_layers(arena, [raw], None, places)
+        reference.save_tokens(twin, *raw, places)
+    load = BlockLoad(arena, slots, blocks, positions, rotations)
+    for layer in range(len(keys)):
+        load.load_layer(layer, *caches[layer])
+        reference.load_blocks(twin, layer, slots, *twins[layer], blocks, positions, rotations[layer])
+    assert torch.equal(arena, twin)
+    assert_same(caches, twins)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 5, 64, 65, 150])
+@pytest.mark.parametrize("strides", ["contiguous", "packed", "transposed", "odd"])
+def test_saves_take_views_and_parts_of_a_step(dtype, num_tokens, strides):
+    """Several layers at once, one at a time and the twin give the same arena; other tokens keep their bytes."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    width = {"packed": 2 * HEADS * HEAD_DIM + 64, "odd": 2 * HEADS * HEAD_DIM + 3}.get(strides, 2 * HEADS * HEAD_DIM)
+    layers = []
+    for layer in (2, 0):
+        product = torch.randn(170, width, generator=generator).to(dtype)
+        pair = [product[:, i * HEADS * HEAD_DIM :][:, : HEADS * HEAD_DIM].view(170, HEADS, HEAD_DIM) for i in (0, 1)]
+        if strides == "transposed":
+            pair = [part.transpose(0, 1).contiguous().transpose(0, 1) for part in pair]
+        layers.append((layer, *pair))
+    places = torch.randperm(NUM_SLOTS * 16, generator=generator)[:num_tokens]
+    for rows in (None, torch.arange(3, 3 + num_tokens), torch.randperm(170, generator=generator)[:num_tokens]):
+        part = [(layer, *(t[:num_tokens] if rows is None else t for t in pair)) for layer, *pair in layers]
+        arena, one, twin = (new_arena(16, dtype) for _ in range(3))
+        save_layers(arena, part, rows, places)
+        for layer, key, value in part:
+            key, value = (key, value) if rows is None else (key[rows], value[rows])
+            save_layers(one, [(layer, key, value)], None, places)
+            reference.save_tokens(twin, layer, key, value, places)
+        assert torch.equal(arena, twin) and torch.equal(one, twin)
+        untouched = torch.ones(NUM_SLOTS * 16, dtype=torch.bool).index_fill(0, places, False)
+        assert (arena[:, 0].transpose(1, 2).flatten(0, 1)[untouched] == 7).all()
+        assert (arena[:, 1] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_few_tokens_go_where_save_layers_puts_them(dtype):
+    layers = [(layer, *torch.randn(2, 9, HEADS, HEAD_DIM).to(dtype)) for layer in range(5)]
+    few, many = (torch.zeros(6, 5, 2, 16, HEADS, HEAD_DIM, dtype=dtype) for _ in range(2))
+    slots = [5 * 16 + 3, 2 * 16, 2 * 16 + 15, 0]
+    save_few(few, layers, slice(3, 7), slots)
+    save_layers(many, layers, torch.arange(3, 7), torch.tensor(slots))
+    assert torch.equal(few, many) and few.count_nonzero() == 4 * 5 * 2 * HEADS * HEAD_DIM
+
+
+def test_nothing_to_load_is_nothing():
+    caches = new_caches(16, torch.float32)
+    load = BlockLoad(new_arena(16, torch.float32), [], [], [], kinds(torch.float32)["half"])
+    load.load_layer(0, *caches[0])
+    assert_same(caches, new_caches(16, torch.float32))
+
+
+def test_nothing_to_save_is_nothing():
+    arena = new_arena(16, torch.float32)
+    save_layers(arena, [], None, torch.tensor([3]))
+    save_layers(arena, [(0, *torch.randn(2, 4, HEADS, HEAD_DIM))], torch.tensor([]).long(), torch.tensor([]).long())
+    assert (arena == 7).all()
+
+
+@pytest.mark.parametrize("name", ["Llama", "Phi", "Cohere", "Gemma3", "GptOss", "SmolLM3", "Glm4"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@torch.inference_mode()
+def test_keys_of_real_architectures(name, dtype):
+    """Raw keys of a model's forward, through the arena, rotated by what the probe found."""
+    model = intercept(make_model(name, dtype=dtype), 64)
+    recorder, positions = Recorder(), torch.arange(48)
+    token_ids = torch.randint(160, (48,), generator=torch.Generator().manual_seed(1))
+    run_step(model.network, token_ids, positions, recorder, positions[:1])
+    spec = model.spec
+    arena = torch.zeros(4, spec.num_layers, 2, 16, spec.num_kv_heads, spec.head_dim, dtype=dtype)
+    layers = [(layer, recorder.keys[layer], recorder.values[layer]) for layer in range(spec.num_layers)]
+    save_layers(arena, layers, None, token_slots([3, 0, 2], 16))
+    caches, expected = model.new_caches(5, 16), model.new_caches(5, 16)
+    load = BlockLoad(arena, [3, 0, 2], [1, 4, 2], [0, 16, 32], model.rotations)
+    for (layer, key, value), pair, wanted in zip(layers, caches, expected, strict=True):
+        load.load_layer(layer, *pair)
+        turn = model.rotations[layer]
+        rotated = key if turn is None else turn.at(positions).apply(key)
+        write_kv(rotated, value, *wanted, token_slots([1, 4, 2], 16))
+    assert_same(caches, expected)

@@ -1,0 +1,269 @@
+"""The commands on a small real store that nobody owns."""
+
+import shutil
+import struct
+
+import pytest
+
+from kvstore.admin.offline import OfflineStore, stored_capacity
+from kvstore.blocks.records import BlockRecord, ReadResult
+from kvstore.disk.directory import StoreDirectory, read_lock_info
+from kvstore.disk.tier import DiskTier
+from kvstore.errors import ConfigError, DegradedError, StoreError, StoreLockedError
+from kvstore.sessions.store import SessionKey, open_sessions
+from tests.support.store.small_store import (
+    CAPACITY_BYTES,
+    MODELS,
+    NUM_LONE,
+    NUM_OWN,
+    NUM_SHARED,
+    SmallStore,
+    block_ids,
+    damage,
+    make_store,
+    payload,
+)
+
+ANNA = {"session": {"tenant": "", "session_id": "anna"}}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return make_store(tmp_path_factory.mktemp("made") / "store")
+
+
+@pytest.fixture
+def store(made, tmp_path):
+    """A copy that the test may change."""
+    shutil.copytree(made.path, tmp_path / "store")
+    return SmallStore(tmp_path / "store", made.shared, made.anna, made.bert, made.lone)
+
+
+def handle(store, command, arguments=None, on_progress=None):
+    with OfflineStore(store.path) as opened:
+        return opened.handle(command, arguments or {}, on_progress)
+
+
+def stored(opened):
+    return {entry.block_id for batch in opened.disk.scan() for entry in batch}
+
+
+def evict(store, **arguments):
+    found = handle(store, "evict", arguments)
+    assert found["dry_run"] is arguments.get("dry_run", False)
+    return found["tiers"]["disk"]
+
+
+def test_stats(store):
+    found = handle(store, "stats")
+    disk, sessions = found["disk"], found["sessions"]
+    assert (disk["blocks"], disk["capacity_bytes"]) == (store.num_blocks, CAPACITY_BYTES)
+    assert {name: part["blocks"] for name, part in disk["models"].items()} == {
+        MODELS[0]: NUM_SHARED + 2 * NUM_OWN,
+        MODELS[1]: NUM_LONE,
+    }
+    assert (sessions["sessions"], sessions["turns"]) == (2, 2)
+    assert [found[name] for name in ("model", "hbm", "cpu", "store", "requests", "tokens")] == [None] * 6
+
+
+def test_a_store_is_opened_with_the_capacity_it_had(store):
+    assert stored_capacity(store.path / "blocks" / "data.mdb") == CAPACITY_BYTES
+    before = block_ids(store)
+    handle(store, "stats")
+    assert block_ids(store) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gone"),
+    [
+        ({"all": True}, "shared anna bert lone"),
+        ({"unused_for_s": 9 * 86400.0}, "lone"),
+        ({"unused_for_s": 11 * 86400.0}, ""),
+        ({"unused_for_s": 0, "model": MODELS[0]}, "shared anna bert"),
+        ({"model": MODELS[1]}, "lone"),
+        ({"model": "green-model"}, ""),
+        (ANNA, "anna"),
+        ({**ANNA, "model": MODELS[1]}, ""),
+        ({"to_bytes": 0}, "shared anna bert lone"),
+        ({"to_bytes": 10**9}, ""),
+    ],
+)
+def test_evict(store, arguments, gone):
+    expected = {block_id for name in gone.split() for block_id in getattr(store, name)}
+    with OfflineStore(store.path) as opened:
+        before = stored(opened)
+        would = opened.handle("evict", {**arguments, "dry_run": True})
+        assert would["dry_run"] is True and stored(opened) == before
+        done = opened.handle("evict", arguments)
+        assert done == {"dry_run": False, "tiers": would["tiers"]}
+        found = done["tiers"]["disk"]
+        assert found["blocks"] == len(expected) and found["bytes"] >= 8192 * len(expected)
+        assert before - stored(opened) == expected
+        assert opened.handle("verify", {})["num_heads"] == len({"shared", "lone"} - set(gone.split()))  # no hole
+        assert opened.handle("stats", {})["sessions"]["sessions"] == 2
+
+
+def test_evict_to_a_size_takes_what_was_used_least(store):
+    size = evict(store, all=True, dry_run=True)["bytes"]
+    block = size // store.num_blocks
+    assert evict(store, to_bytes=size - 2 * block)["blocks"] == 2
+    assert set(store.lone[:2]) <= block_ids(store) and not set(store.lone[2:]) & block_ids(store)
+
+
+def test_evict_of_an_unknown_session(store):
+    with pytest.raises(StoreError, match="no session 'nobody'"):
+        evict(store, session={"tenant": "", "session_id": "nobody"})
+    with pytest.raises(StoreError, match="no session 'anna' of tenant 'other'"):
+        evict(store, session={"tenant": "other", "session_id": "anna"})
+
+
+def test_wrong_commands_and_arguments(store):
+    with OfflineStore(store.path) as opened:
+        with pytest.raises(ConfigError):
+            opened.handle("quit", {})
+        for command in ("stats", "compact", "verify", "evict", "sessions", "sessions.delete"):
+            needed = ANNA if command == "sessions.delete" else {}
+            with pytest.raises(ConfigError, match=f"{command}: .* unknown field `x`"):
+                opened.handle(command, {"x": 1, **needed})
+
+
+def test_verify_finds_damage_and_takes_out_what_it_makes_useless(store):
+    report = handle(store, "verify")
+    assert (report["num_ok"], report["bad_ids"], report["set_aside"]) == (store.num_blocks, [], [])
+    assert report["sessions"]["problems"] == ()
+    damage(store, store.shared[1])
+    fractions = []
+    report = handle(store, "verify", {"delete": False}, fractions.append)
+    assert report["bad_ids"] == [store.shared[1].hex()] and report["num_deleted"] == 0
+    assert all(0 <= fraction <= 1 for fraction in fractions)
+    assert len(block_ids(store)) == store.num_blocks
+    report = handle(store, "verify", {"delete": True})
+    assert report["num_deleted"] == NUM_SHARED - 1 + 2 * NUM_OWN
+    assert block_ids(store) == {store.shared[0], *store.lone}
+    assert handle(store, "verify")["bad_ids"] == []
+
+
+def test_verify_says_when_a_whole_file_was_set_aside(store):
+    for part in ("blocks", "sessions"):
+        data_file = store.path / part / "data.mdb"
+        data_file.write_bytes(b"text" * 10_000)
+    with pytest.warns(RuntimeWarning, match="is damaged"):
+        report = handle(store, "verify")
+    assert [place.split("/")[1] for place in report["set_aside"]] in (["blocks", "sessions"], ["sessions", "blocks"])
+    assert (report["num_ok"], report["sessions"]["num_sessions"]) == (0, 0)
+    assert handle(store, "verify")["set_aside"] == []
+
+
+def test_what_a_command_leaves_is_still_right(store):
+    evict(store, **ANNA)
+    handle(store, "compact")
+    with StoreDirectory.open(store.path) as directory:
+        disk = DiskTier(directory, CAPACITY_BYTES)
+        for batch in list(disk.scan()):
+            for entry in batch:
+                tokens = {b: [9] * 16 for b in store.lone} | {b: [1] * 16 for b in store.shared}
+                tokens |= {b: [3] * 16 for b in store.bert}
+                packed = struct.pack("<16I", *tokens[entry.block_id])
+                record = BlockRecord(entry.block_id, entry.parent_id, packed, b"f" * 32, "", entry.model)
+                into = bytearray(len(payload(entry.block_id)))
+                assert disk.read(record, memoryview(into)) is ReadResult.OK
+                assert into == payload(entry.block_id)
+        disk.close()
+
+
+def test_compact_gives_space_back(store):
+    evict(store, all=True)
+    found = handle(store, "compact")
+    assert found["after_bytes"] < found["before_bytes"]
+    assert (store.path / "blocks" / "data.mdb").stat().st_size == found["after_bytes"]
+
+
+def test_sessions(store):
+    listed = handle(store, "sessions", {"tenant": "", "limit": 10})["sessions"]
+    assert [(one["id"], one["turns"], one["title"], one["model"]) for one in listed] == [
+        ("bert", 1, "I am bert", MODELS[0]),
+        ("anna", 1, "I am anna", MODELS[0]),
+    ]
+    assert [one["id"] for one in handle(store, "sessions", {"limit": 1})["sessions"]] == ["bert"]
+    assert handle(store, "sessions", {"tenant": "other"})["sessions"] == []
+
+
+def test_the_transcript_of_a_session(store):
+    found = handle(store, "sessions.show", ANNA)
+    assert found["session"] == next(one for one in handle(store, "sessions")["sessions"] if one["id"] == "anna")
+    assert found["messages"] == [
+        {"role": "user", "content": "I am anna"},
+        {"role": "assistant", "content": "hello anna"},
+    ]
+    with pytest.raises(StoreError, match="no session 'nobody'"):
+        handle(store, "sessions.show", {"session": {"session_id": "nobody"}})
+    with pytest.raises(ConfigError, match=r"sessions.show: .* missing required field `session`"):
+        handle(store, "sessions.show")
+
+
+def test_deleting_a_session_takes_its_own_blocks(store):
+    assert handle(store, "sessions.delete", ANNA) == {"deleted": True, "blocks": NUM_OWN}
+    assert block_ids(store) == {*store.shared, *store.bert, *store.lone}
+    assert [one["id"] for one in handle(store, "sessions")["sessions"]] == ["bert"]
+    assert handle(store, "stats")["sessions"]["pending_deletions"] == 0
+    with pytest.raises(StoreError, match="no session 'anna'"):
+        handle(store, "sessions.delete", ANNA)
+
+
+def test_a_deletion_that_was_cut_off_is_carried_through(store):
+    with StoreDirectory.open(store.path) as directory:
+        sessions = open_sessions(directory)
+        sessions.delete(SessionKey("", "bert")).wait()
+        sessions.close()
+    assert set(store.bert) <= block_ids(store)
+    handle(store, "sessions.delete", ANNA)
+    assert block_ids(store) == set(store.lone)
+
+
+def test_no_store_is_made(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    for name in ("missing", "empty", "file"):
+        with pytest.raises(StoreError, match="there is no store at"):
+            OfflineStore(tmp_path / name)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["empty", "file"]
+
+
+def test_an_empty_store_has_zeros_and_stays_as_it_is(tmp_path):
+    StoreDirectory.open(tmp_path / "store").close()
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    with OfflineStore(tmp_path / "store") as store:
+        assert store.handle("stats", {})["disk"]["blocks"] == 0
+        assert store.handle("stats", {})["sessions"]["sessions"] == 0
+        assert store.handle("evict", {"all": True})["tiers"]["disk"] == {"blocks": 0, "bytes": 0}
+        assert store.handle("verify", {}) == {"set_aside": []}
+        assert store.handle("compact", {})["after_bytes"] == 0
+        assert store.handle("sessions", {}) == {"sessions": []}
+        for command in ("sessions.show", "sessions.delete"):
+            with pytest.raises(StoreError, match="no session"):
+                store.handle(command, ANNA)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+def test_an_owned_store_is_locked_and_a_closed_one_is_free(store):
+    with StoreDirectory.open(store.path), pytest.raises(StoreLockedError):
+        OfflineStore(store.path)
+    opened = OfflineStore(store.path)
+    assert read_lock_info(store.path) is not None
+    opened.close()
+    opened.close()
+    assert read_lock_info(store.path) is None
+
+
+def test_a_disk_that_cannot_be_written(store, monkeypatch):
+    def full(*_):
+        return type("Outcome", (), {"error": "i/o error"})
+
+    monkeypatch.setattr(DiskTier, "write", full)
+    with pytest.raises(DegradedError, match="i/o error"):
+        evict(store, all=True)
+
+
+def test_a_data_file_without_sense_has_a_small_capacity(tmp_path):
+    (tmp_path / "data.mdb").write_bytes(b"no")
+    assert stored_capacity(tmp_path / "data.mdb") == stored_capacity(tmp_path / "missing") == 64 << 20

@@ -1,0 +1,287 @@
+"""The forest of cached blocks: tails first, shared blocks as their most valuable conversation, nothing that is held."""
+
+import random
+
+import pytest
+
+from kvstore.blocks.forest import MAX_ENDS, EvictionTree
+from kvstore.policy.conversation import Conversation
+
+
+class ByValue:
+    """An order by a value that the test gives: the smallest goes first."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, float] = {}
+        self.members: set[Conversation] = set()
+
+    def add(self, conversation):
+        self.members.add(conversation)
+
+    def discard(self, conversation):
+        self.members.discard(conversation)
+
+    def __contains__(self, conversation):
+        return conversation in self.members
+
+    def value(self, conversation):
+        return self.values.get(conversation.number, conversation.number), conversation.use
+
+    def first(self):
+        return min(self.members, key=self.value, default=None)
+
+
+def talk(number: int, use: int = 0) -> Conversation:
+    return Conversation(number, number, 0.0, 0.0, use)
+
+
+@pytest.fixture
+def order():
+    return ByValue()
+
+
+@pytest.fixture
+def held():
+    return set()
+
+
+@pytest.fixture
+def tree(order, held):
+    return EvictionTree(order, held.__contains__)
+
+
+def grow(tree, names, conversation, parent=None):
+    for name in names.split():
+        tree.add(name, parent, conversation)
+        parent = name
+
+
+def drained(tree) -> list[str]:
+    found = []
+    while (key := tree.next()) is not None:
+        tree.remove(key)
+        tree.check_integrity()
+        found.append(key)
+    return found
+
+
+def test_the_tail_of_the_least_valuable_conversation_goes_first(tree):
+    grow(tree, "a0 a1 a2", talk(2))
+    grow(tree, "b0 b1", talk(1))
+    assert drained(tree) == ["b1", "b0", "a2", "a1", "a0"]
+
+
+def test_what_is_nobodys_goes_before_all_conversations(tree):
+    grow(tree, "a0 a1", talk(1))
+    grow(tree, "n0 n1", None)
+    grow(tree, "m0", None)
+    assert drained(tree) == ["n1", "n0", "m0", "a1", "a0"]
+
+
+def test_a_shared_block_goes_with_the_most_valuable_of_its_conversations(tree, order):
+    a, b = talk(1), talk(2)
+    grow(tree, "s0 s1 a0", a)
+    grow(tree, "b0", b, parent="s1")
+    tree.claim(b, ["s0", "s1", "b0"])
+    grow(tree, "c0", talk(3))
+    order.values = {1: 9.0}  # a is worth most
+    assert drained(tree) == ["b0", "c0", "a0", "s1", "s0"]
+
+
+def test_who_came_back_to_a_shared_head_keeps_it_when_the_others_are_gone(tree, order):
+    a, b = talk(1), talk(5)
+    grow(tree, "s0 s1", a)
+    tree.claim(b, ["s0", "s1"])  # a new conversation hits the head and computes nothing yet
+    grow(tree, "c0", talk(3))
+    assert drained(tree) == ["c0", "s1", "s0"]
+
+
+def test_a_value_that_rises_counts_after_a_claim(tree, order):
+    a, b = talk(1), talk(2)
+    grow(tree, "s0 a0", a)
+    grow(tree, "b0", b, parent="s0")
+    grow(tree, "c0", talk(3))
+    tree.remove(tree.next())  # a0; a now ends at s0
+    order.values = {1: 10.0}
+    assert drained(tree) == ["b0", "c0", "s0"]
+
+
+def test_an_answer_that_was_left_for_another_branch_keeps_its_place(tree):
+    a = talk(2)
+    grow(tree, "a0 a1 a2", a)
+    grow(tree, "x2", a, parent="a1")  # the last message was edited
+    grow(tree, "b0", talk(1))
+    found = drained(tree)
+    assert found[0] == "b0" and found[-2:] == ["a1", "a0"] and set(found[1:3]) == {"a2", "x2"}
+
+
+def test_choices_that_grow_in_turn_do_not_multiply(tree):
+    a = talk(1)
+    tree.add("p", None, a)
+    left, right = "p", "p"
+    for i in range(50):
+        tree.add(f"l{i}", left, a)
+        tree.add(f"r{i}", right, a)
+        left, right = f"l{i}", f"r{i}"
+    assert len(tree._end_of) == 2
+    tree.check_integrity()
+
+
+def test_a_held_block_and_what_it_builds_on_stay(tree, held):
+    grow(tree, "a0 a1 a2", talk(1))
+    grow(tree, "b0 b1", talk(2))
+    held.add("a2")
+    tree.hold("a2")
+    assert drained(tree) == ["b1", "b0"]
+    held.clear()
+    tree.rest("a2")
+    assert drained(tree) == ["a2", "a1", "a0"]
+
+
+def test_pinned_blocks_are_passed_over_and_come_back(tree):
+    grow(tree, "a0 a1 a2", talk(1))
+    grow(tree, "b0 b1", talk(2))
+    grow(tree, "n0", None)
+    pinned = {"a1", "n0"}
+    assert tree.take(100, lambda _: 10, pinned.__contains__) == ["a2", "b1", "b0"]
+    tree.check_integrity()
+    assert tree.take(11, lambda _: 10, lambda _: False) == ["n0", "a1"]
+    tree.check_integrity()
+
+
+def test_a_parent_may_come_after_its_children_and_go_before_them(tree):
+    a = talk(1)
+    tree.add("a1", "a0", a)
+    tree.add("a0", "root", a)
+    tree.check_integrity()
+    tree.remove("a0")
+    tree.check_integrity()
+    assert tree.has_children("a0") and tree.next() == "a1"
+    tree.add("a0", "root", None)
+    assert drained(tree) == ["a1", "a0"]
+
+
+def test_from_tails_climbs_while_no_other_child_is_left(tree):
+    grow(tree, "s0 s1 a0 a1", talk(1))
+    grow(tree, "b0", talk(2), parent="s1")
+    assert list(tree.from_tails(["a1", "b0"], lambda _: True)) == ["a1", "a0", "b0", "s1", "s0"]
+    assert list(tree.from_tails(["a1", "b0"], lambda key: key != "a0")) == ["a1", "b0"]
+
+
+def test_descendants_end_in_a_forged_loop(tree):
+    tree.add("a", "b", None)
+    tree.add("b", "a", None)
+    assert sorted(tree.descendants("a")) == ["a", "b"]
+    assert tree.next() is None
+    tree.remove("a")
+    tree.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_changes(seed):
+    """What goes next is an unheld leaf, and no other unheld leaf is worth less."""
+    rng, order, held = random.Random(seed), ByValue(), set()
+    tree = EvictionTree(order, held.__contains__)
+    talks, num = [talk(n) for n in range(6)], 0
+
+    def path(key):
+        found = [key]
+        while (parent := tree.parent(found[-1])) in tree:
+            found.append(parent)
+        return found[::-1]
+
+    def worth(key):
+        return max((order.value(one) for one in tree.conversations(key)), default=(-1.0, 0))
+
+    for _ in range(400):
+        keys, action = sorted(tree._keys), rng.random()
+        if action < 0.45:
+            num += 1
+            parent = rng.choice(keys) if keys and rng.random() < 0.85 else None
+            tree.add(num, parent, rng.choice([*talks, None]))
+        elif action < 0.6 and keys:
+            tree.claim(rng.choice(talks), path(rng.choice(keys)))
+        elif action < 0.7 and keys:
+            key = rng.choice(keys)
+            if key in held:
+                held.discard(key)
+                tree.rest(key)
+            else:
+                held.add(key)
+                tree.hold(key)
+        elif action < 0.75:
+            order.values[rng.randrange(6)] = rng.random() * 10
+        else:
+            free = [key for key in keys if key not in held and not tree.has_children(key)]
+            expected = min((worth(key) for key in free), default=None)
+            key = tree.next()
+            assert (key is None) == (expected is None)
+            if key is not None:
+                assert key in free and worth(key) == expected
+                tree.remove(key)
+        tree.check_integrity()
+    held.clear()
+    for key in sorted(tree._keys):
+        tree.rest(key)
+    left = len(tree._keys)
+    assert len(drained(tree)) == left
+    assert not tree._keys and not tree._end_of and not order.members
+
+
+def test_very_many_conversations_behind_one_head_take_no_room(tree, order):
+    for number in range(1, 400):
+        person = talk(number, use=number)
+        if "s" not in tree:
+            tree.add("s", None, person)
+        tree.add(number, "s", person)
+        tree.remove(number)
+        order.values[number] = -number  # worth less and less, but of use later and later
+    tree.check_integrity()
+    assert tree.has_children("s") is False and len(tree._end_of) == MAX_ENDS
+    assert {one.number for one in tree.conversations("s")} == set(range(400 - MAX_ENDS, 400))
+
+
+def test_of_too_many_claims_wanted_and_pinned_ones_stay(tree):
+    tree.add("s", None, None)
+    for number in range(1, 100):
+        person = talk(number, use=number)
+        person.wanted = (0, 0) if number == 3 else None
+        person.pinned_until_s = 9.0 if number == 5 else 0.0
+        tree.claim(person, ["s"])
+    assert {one.number for one in tree.conversations("s")} >= {3, 5}
+
+
+def test_the_branch_that_goes_on_has_the_value_of_its_conversation(tree, order):
+    """Two answers to one prompt; the person goes on with the first one."""
+    a = talk(7, use=1)
+    grow(tree, "p l0 l1", a)
+    grow(tree, "r0 r1", a, parent="p")
+    grow(tree, "b0", talk(8, use=2))
+    order.value = lambda one: (one.use, 0)
+    a.use = 3
+    tree.claim(a, ["p", "l0", "l1"])
+    grow(tree, "l2", a, parent="l1")
+    tree.check_integrity()
+    assert drained(tree) == ["r1", "r0", "b0", "l2", "l1", "l0", "p"]
+
+
+def test_a_copy_keeps_no_pin(tree):
+    a = talk(1)
+    a.pinned_until_s = 100.0
+    grow(tree, "p l", a)
+    grow(tree, "r", a, parent="p")
+    (copy,) = tree.conversations("l")
+    assert copy is not a and copy.pinned_until_s == 0.0 and copy.branch < 0
+
+
+def test_a_linked_head_goes_after_its_splice(tree):
+    a = talk(1)
+    grow(tree, "h0 h1 old", a)
+    tree.add("x0", "made by a splice", a)
+    tree.add("x1", "x0", a)
+    tree.link("x0", "h1")
+    tree.link("x0", "h1")
+    tree.link("x0", "unknown")
+    tree.check_integrity()
+    found = drained(tree)
+    assert found.index("x1") < found.index("x0") < found.index("h1") < found.index("h0")

@@ -1,0 +1,221 @@
+"""The threads between CPU and disk: batches, order of writes and deletes, reads, tasks, the end."""
+
+import threading
+from dataclasses import dataclass
+
+import pytest
+
+from kvstore.blocks.records import BlockRecord, ReadResult
+from kvstore.disk.io_queue import (
+    AS_HINT,
+    AT_ONCE,
+    IoQueue,
+    Read,
+    ReadDone,
+    Task,
+    TaskDone,
+    Write,
+    WriteDone,
+    rank_of_request,
+)
+
+
+def record(number: int) -> BlockRecord:
+    return BlockRecord(bytes([number]) * 32, b"p" * 32, b"t" * 64, b"f" * 32)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    stored_bytes: tuple[int, ...]
+    error: str | None = None
+
+
+class FakeDisk:
+    """Blocks in a dict. `gate`: closed, it holds every transaction and read."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, bytes] = {}
+        self.batches: list[tuple[list[bytes], list[bytes]]] = []
+        self.touched: dict[bytes, float] = {}
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: str | None = None
+
+    def write(self, puts, deletes, touched):
+        self.gate.wait()
+        self.batches.append(([r.block_id for r, _ in puts], list(deletes)))
+        if self.error is not None:
+            return Outcome((), self.error)
+        self.blocks |= {r.block_id: bytes(view) for r, view in puts}
+        for block_id in deletes:
+            self.blocks.pop(block_id, None)
+        self.touched |= touched
+        return Outcome(tuple(view.nbytes for _, view in puts))
+
+    def read(self, expected, into):
+        self.gate.wait()
+        if expected.block_id not in self.blocks:
+            return ReadResult.MISSING
+        into[:] = self.blocks[expected.block_id]
+        return ReadResult.OK
+
+
+def block(number: int) -> memoryview:
+    return memoryview(bytearray([number] * 100))
+
+
+@pytest.fixture
+def made():
+    disk, woken = FakeDisk(), threading.Semaphore(0)
+    queue = IoQueue(disk, woken.release, num_readers=2, batch_wait_s=0.01, batch_bytes=300)
+    yield disk, queue, woken
+    disk.gate.set()
+    assert queue.close(5.0)
+
+
+def collect(queue: IoQueue, woken: threading.Semaphore, count: int) -> list:
+    done = []
+    while len(done) < count:
+        assert woken.acquire(timeout=5)
+        done += queue.completed()
+    return done
+
+
+def test_writes_are_batched_by_bytes_and_all_arrive(made):
+    disk, queue, woken = made
+    disk.gate.clear()
+    for number in range(8):
+        queue.submit_write(Write(number, record(number), block(number)))
+    disk.gate.set()
+    while len(disk.blocks) < 8:
+        assert woken.acquire(timeout=5)
+    assert max(len(puts) for puts, _ in disk.batches) <= 3
+    assert disk.blocks == {record(n).block_id: bytes(block(n)) for n in range(8)}
+    done = [d for d in queue.completed() if isinstance(d, WriteDone)]
+    assert sorted(w.slot for d in done for w in d.writes) == list(range(8)) and queue.is_idle
+
+
+def test_a_delete_does_not_overtake_the_write_of_its_block(made):
+    disk, queue, woken = made
+    disk.gate.clear()
+    for number in range(5):
+        queue.submit_write(Write(number, record(number), block(number)))
+    queue.submit_deletes([record(4).block_id])
+    disk.gate.set()
+    while not queue.is_idle:
+        woken.acquire(timeout=1)
+        queue.completed()
+    assert set(disk.blocks) == {record(n).block_id for n in range(4)}
+
+
+def test_a_block_that_is_written_again_is_not_deleted(made):
+    disk, queue, woken = made
+    disk.gate.clear()
+    queue.submit_write(Write(0, record(0), block(0)))
+    queue.submit_deletes([record(1).block_id])
+    queue.submit_write(Write(1, record(1), block(1)))
+    disk.gate.set()
+    while not queue.is_idle:
+        woken.acquire(timeout=1)
+        queue.completed()
+    assert record(1).block_id in disk.blocks
+
+
+def test_a_failed_transaction_says_why_and_gives_its_writes_back(made):
+    disk, queue, woken = made
+    disk.error = "no space"
+    queue.submit_write(Write(7, record(7), block(7)))
+    (done,) = collect(queue, woken, 1)
+    assert done.error == "no space" and [w.slot for w in done.writes] == [7]
+
+
+def test_reads_land_in_the_memory_they_were_given(made):
+    disk, queue, woken = made
+    disk.blocks[record(3).block_id] = bytes(block(3))
+    there, missing = block(0), block(0)
+    queue.submit_read(Read(1, record(3), there))
+    queue.submit_read(Read(2, record(9), missing))
+    done = {d.read.slot: d.result for d in collect(queue, woken, 2) if isinstance(d, ReadDone)}
+    assert done == {1: ReadResult.OK, 2: ReadResult.MISSING}
+    assert bytes(there) == bytes(block(3)) and bytes(missing) == bytes(block(0))
+
+
+def test_a_task_that_raises_has_failed_and_the_threads_go_on(made):
+    _, queue, woken = made
+    ran = []
+    queue.submit_read(Task(1, lambda: ran.append(1)))
+    queue.submit_read(Task(2, lambda: 1 // 0))
+    queue.submit_read(Task(3, lambda: ran.append(3)))
+    done = {d.key: d.succeeded for d in collect(queue, woken, 3) if isinstance(d, TaskDone)}
+    assert done == {1: True, 2: False, 3: True} and sorted(ran) == [1, 3]
+
+
+def test_close_writes_what_is_queued_and_a_stuck_disk_is_reported():
+    disk = FakeDisk()
+    queue = IoQueue(disk, lambda: None, num_readers=1, batch_wait_s=60.0)
+    queue.submit_write(Write(0, record(0), block(0)))
+    assert queue.close(5.0) and len(disk.blocks) == 1
+    disk.gate.clear()
+    stuck = IoQueue(disk, lambda: None, num_readers=1, batch_wait_s=0.0)
+    stuck.submit_write(Write(1, record(1), block(1)))
+    assert not stuck.close(0.2)
+    disk.gate.set()
+    assert stuck.close(5.0)
+
+
+def held(queue: IoQueue, disk: FakeDisk, slots: list[int]) -> None:
+    """Both readers are busy with these."""
+    disk.gate.clear()
+    for slot in slots:
+        queue.submit_read(Read(slot, record(slot), block(0)))
+    while queue._num_active < len(slots):
+        pass
+
+
+def test_reads_go_by_rank_and_then_in_their_order(made):
+    disk, queue, woken = made
+    held(queue, disk, [101, 102])
+    order: list[int] = []
+    read = disk.read
+    disk.read = lambda expected, into: (order.append(expected.block_id[0]), read(expected, into))[1]
+    for slot, rank in ((1, AS_HINT), (2, rank_of_request((0, 7))), (3, rank_of_request((0, 2))), (4, AS_HINT)):
+        queue.submit_read(Read(slot, record(slot), block(0)), rank)
+    queue.submit_read(Read(5, record(5), block(0)), rank_of_request((0, 2)))
+    queue.rank_read(4, AT_ONCE)
+    queue.rank_read(99, AT_ONCE)  # it has ended
+    disk.gate.set()
+    collect(queue, woken, 7)
+    assert [number for number in order if number < 100][:1] == [4] and order.index(3) < order.index(2) < order.index(1)
+
+
+def test_a_read_that_is_queued_can_be_cancelled_and_one_that_runs_cannot(made):
+    disk, queue, woken = made
+    held(queue, disk, [101, 102])
+    queue.submit_read(Read(1, record(1), block(0)))
+    queue.submit_read(Read(2, record(2), block(0)))
+    assert queue.cancel_read(1) and not queue.cancel_read(1) and not queue.cancel_read(101)
+    assert queue.stalled_s > 0
+    disk.gate.set()
+    assert {done.read.slot for done in collect(queue, woken, 3)} == {2, 101, 102}
+    assert queue.is_idle and queue.stalled_s == 0
+
+
+def test_who_waits_is_woken_when_the_last_read_of_its_rank_has_ended(made):
+    disk, queue, woken = made
+    held(queue, disk, [101, 102])
+    queue.submit_read(Read(1, record(1), block(0)), AS_HINT)
+    hint_gate = threading.Event()
+    read = disk.read
+    disk.read = lambda expected, into: (expected.block_id[0] == 1 and hint_gate.wait(), read(expected, into))[1]
+    disk.gate.set()
+    assert woken.acquire(timeout=5), "a hint is still to be read"
+    hint_gate.set()
+    while not queue.is_idle:
+        queue.completed()
+
+
+def test_how_many_readers_were_at_work_is_told(made):
+    disk, queue, woken = made
+    held(queue, disk, [1, 2])
+    disk.gate.set()
+    assert {1.0, 1.5, 2.0} >= {done.num_active for done in collect(queue, woken, 2)}

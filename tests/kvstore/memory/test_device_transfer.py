@@ -1,0 +1,483 @@
+"""Transfers in queues of a device: what waits for what, what fails with what, and what is kept for how long."""
+
+import gc
+import itertools
+import threading
+import weakref
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+import kvstore.memory.device_transfer
+from kvstore.blocks.records import Load, Save, TransferPlan
+from kvstore.kernels import reference
+from kvstore.memory.arena import Arena
+from kvstore.memory.device_transfer import DeviceTransfer
+from kvstore.memory.layout import KVLayout
+from kvstore.memory.streams import CudaStreams, Queue
+from kvstore.rope.rotary import Rotation, Style
+from kvstore.store.tiered import TieredConnector
+from tests.support.engines import Plain, ask, cached, counters, open_engine, save_model, settle
+from tests.support.engines import tokens as some_tokens
+from tests.support.simulated_streams import SimulatedStreams
+
+NUM_LAYERS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM = 3, 4, 2, 8
+NUM_SLOTS, NUM_BLOCKS = 8, 6
+LOADS = (Load(4, 1, 8, b""), Load(2, 5, 0, b""))
+SAVES = (Save(0, 0, 4, 3, 0), Save(1, 1, 2, 6, 1))  # rows 0 .. 3 and 7, 8 of the step
+
+
+def make_rotation(seed: int) -> Rotation:
+    generator = torch.Generator().manual_seed(seed)
+    angles = torch.rand(64, HEAD_DIM // 2, generator=generator)
+    return Rotation(angles.cos(), angles.sin(), Style.HALF)
+
+
+class Tape:
+    """Streams that do everything at once and write down what they were asked for. Events are reached when told."""
+
+    def __init__(self):
+        self.log, self.events, self.holds = [], [], False
+
+    def record(self, place):
+        event = SimpleNamespace(name=f"{place.value} {len(self.events)}", place=place, is_reached=not self.holds)
+        event.query = lambda: event.is_reached
+        event.synchronize = lambda: setattr(event, "is_reached", True)
+        event.seconds_until = lambda end: 0.25
+        self.events.append(event)
+        self.log.append(f"record {place.value}")
+        return event
+
+    def wait(self, place, event):
+        self.log.append(f"{place.value} waits for {event.place.value}")
+
+    def launch(self, place, work):
+        self.log.append(f"launch {place.value}")
+        work()
+
+
+class Part:
+    """A `DeviceTransfer` over a small arena and HBM. Whatever is loaded or saved follows from a seed."""
+
+    def __init__(self, streams):
+        generator = torch.Generator().manual_seed(7)
+        rotations = (make_rotation(1), None, make_rotation(2))
+        layout = KVLayout(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.float32, rotations)
+        self.streams, self.arena = streams, Arena(layout, NUM_SLOTS, pin=False)
+        shape = (NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
+        self.caches = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(NUM_LAYERS)]
+        self.num_progress = 0
+        self.progressed = threading.Condition()
+        self.transfer = DeviceTransfer(self.arena, streams, self._progress)
+        self.transfer.register(self.caches)
+        assert not any(cache.any() for pair in self.caches for cache in pair) and not self.arena.tensor.any()
+        self.arena.tensor.copy_(torch.rand(self.arena.tensor.shape, generator=generator))
+        self.step = [tuple(torch.rand(9, NUM_KV_HEADS, HEAD_DIM, generator=generator) for _ in "kv") for _ in "012"]
+        self.expected = self._expected_caches(), self._expected_arena()
+
+    def _progress(self):
+        with self.progressed:
+            self.num_progress += 1
+            self.progressed.notify_all()
+
+    def _expected_caches(self):
+        found = [(key.clone(), value.clone()) for key, value in self.caches]
+        slots, numbers, positions = (torch.tensor(one) for one in ([1, 5], [4, 2], [8, 0]))
+        for layer, pair in enumerate(found):
+            rotation = self.arena.layout.rotations[layer]
+            reference.load_blocks(self.arena.tensor, layer, slots, *pair, numbers, positions, rotation)
+        return found
+
+    def _expected_arena(self):
+        found = self.arena.tensor.clone()
+        rows, slots = torch.tensor([0, 1, 2, 3, 7, 8]), torch.tensor([12, 13, 14, 15, 25, 26])
+        for layer, (key, value) in enumerate(self.step):
+            reference.save_tokens(found, layer, key[rows], value[rows], slots)
+        return found
+
+    def begin(self, loads=LOADS, saves=SAVES, ticket=1):
+        self.transfer.begin(TransferPlan(loads, saves, ticket), (0, 6))
+
+    def forward(self, layers=range(NUM_LAYERS)):
+        for layer in layers:
+            self.transfer.save_layer(layer, *self.step[layer])
+            self.transfer.wait_for_layer(layer)
+
+    def outcome(self):
+        """By kind of what has ended: whether it has succeeded."""
+        return {("load" if done.is_load else "save"): done.succeeded for done in self.transfer.completed()}
+
+    def settled(self, count=2):
+        """The outcomes once so many have come; whoever waits is woken for each."""
+        found = {}
+        with self.progressed:
+            assert self.progressed.wait_for(lambda: found.update(self.outcome()) or len(found) == count, 30)
+        return found
+
+    def check_caches(self):
+        for pair, expected in zip(self.caches, self.expected[0], strict=True):
+            assert all(torch.equal(*both) for both in zip(pair, expected, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def one_layer_ahead(monkeypatch):
+    """So that of three layers the last is launched in the middle of the forward."""
+    monkeypatch.setattr(kvstore.memory.device_transfer, "LAYERS_AHEAD", 1)
+
+
+@pytest.fixture
+def tape():
+    part = Part(Tape())
+    part.streams.log.clear()
+    part.streams.events.clear()
+    yield part
+    part.transfer.close()
+
+
+@pytest.fixture
+def part():
+    streams = SimulatedStreams(3)
+    part = Part(streams)
+    yield part
+    part.transfer.close()
+    streams.close()
+
+
+# -- what waits for what -----------------------------------------------------------------------------------------------
+def test_every_wait_of_a_step_stands_where_it_must(tape):
+    tape.begin()
+    load = ["launch load", "record load"]
+    assert tape.streams.log == ["record compute", "load waits for compute", "record load", *load]
+    tape.streams.log.clear()
+    tape.forward()
+    waits = ["compute waits for load"]
+    assert tape.streams.log == [*load, *waits, *load, *waits, *waits], "a small step is saved when it has ended"
+    tape.streams.log.clear()
+    tape.transfer.end()
+    save = ["record compute", "save waits for compute", "launch save", "record save"]
+    assert tape.streams.log == [*save, "record save", "record load", "compute waits for load"]
+
+
+def test_the_first_layers_are_loaded_by_one_launch_before_the_forward(tape, monkeypatch):
+    """All layers before it would cost a long model's first token a millisecond; the rest go in between."""
+    monkeypatch.setattr(kvstore.memory.device_transfer, "LAYERS_AHEAD", 2)
+    tape.begin(saves=())
+    assert tape.streams.log.count("launch load") == 1
+    tape.transfer.wait_for_layer(0)
+    assert tape.streams.log[-3:] == ["launch load", "record load", "compute waits for load"]
+    tape.forward()
+    tape.transfer.end()
+    assert tape.streams.log.count("launch load") == 2
+    tape.check_caches()
+
+
+@pytest.mark.parametrize("num_layers", range(NUM_LAYERS + 1))
+def test_what_a_forward_did_not_ask_for_is_loaded_at_its_end(part, num_layers):
+    """Its HBM blocks are in the map as if they held it."""
+    part.begin(saves=())
+    part.forward(range(num_layers))
+    part.transfer.end()
+    assert part.settled(1) == {"load": True}
+    part.check_caches()
+
+
+def test_a_large_step_is_saved_layer_by_layer(tape, monkeypatch):
+    monkeypatch.setattr(kvstore.memory.device_transfer, "GROUP_BYTES", 1)
+    tape.begin(loads=())
+    tape.forward()
+    save = ["record compute", "save waits for compute", "launch save", "record save"]
+    assert tape.streams.log == save * 3
+    fence = tape.transfer.end()
+    assert torch.equal(tape.arena.tensor, tape.expected[1])
+    tape.streams.log.clear()
+    fence.order()
+    assert tape.streams.log == ["compute waits for save"]
+
+
+def test_a_step_without_saves_has_no_fence(tape):
+    tape.begin(saves=())
+    tape.forward()
+    assert tape.transfer.end() is None
+    assert tape.outcome() == {"load": True}
+    assert tape.transfer.end() is None and tape.outcome() == {}
+
+
+def test_what_is_moved_is_what_the_twins_move(part):
+    part.begin()
+    part.forward()
+    part.transfer.end()
+    assert part.settled() == {"load": True, "save": True}
+    part.check_caches()
+    assert torch.equal(part.arena.tensor, part.expected[1])
+
+
+def test_a_load_takes_so_many_times_as_long_as_its_first_layer(tape):
+    """What is launched later may have waited for the host: it says nothing of how fast the bus is."""
+    tape.begin(saves=())
+    tape.transfer.end()
+    (done,) = tape.transfer.completed()
+    assert (done.seconds, done.num_bytes) == (3 * 0.25, 2 * tape.arena.layout.block_bytes)
+    assert tape.transfer.load_seconds.as_dict()["sum"] == 0.75
+
+
+# -- what is kept for how long -----------------------------------------------------------------------------------------
+def test_tensors_are_kept_until_their_save_has_ended_and_no_longer(tape):
+    tape.streams.holds = True
+    tape.begin()
+    tape.forward()
+    kept = [weakref.ref(tensor) for pair in tape.step for tensor in pair]
+    tape.step = []
+    tape.transfer._streams.launch = lambda place, work: None  # the device has not begun
+    tape.transfer.end()
+    *_, saved, _, _ = tape.streams.events
+    gc.collect()
+    tape.transfer.completed()
+    assert all(ref() is not None for ref in kept)
+    saved.is_reached = True
+    tape.transfer.completed()
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 6
+
+
+def test_nothing_is_ready_before_its_last_event(tape):
+    tape.streams.holds = True
+    tape.begin()
+    tape.forward()
+    with mock.patch.object(kvstore.memory.device_transfer, "_synchronize"):
+        tape.transfer.end()
+        *before, last = [event for event in tape.streams.events if event.place is Queue.SAVE]
+        for event in before:
+            event.is_reached = True
+        assert tape.outcome() == {}
+        last.is_reached = True
+        assert tape.outcome() == {"save": True}
+        for event in tape.streams.events:
+            event.is_reached = True
+        assert tape.outcome() == {"load": True}
+
+
+def test_beyond_the_limit_the_computation_waits_for_the_oldest_save(tape, monkeypatch):
+    """Of one step, too: the host is through with it before the device has begun."""
+    size = 2 * 9 * NUM_KV_HEADS * HEAD_DIM * 4
+    monkeypatch.setattr(kvstore.memory.device_transfer, "GROUP_BYTES", 1)
+    monkeypatch.setattr(kvstore.memory.device_transfer, "MAX_SAVE_BYTES", 2 * size)
+    tape.streams.holds = True
+    tape.begin(loads=())
+    tape.forward()
+    first = weakref.ref(tape.step.pop(0)[0])
+    gc.collect()
+    assert tape.streams.log.count("compute waits for save") == 1 and first() is None
+    assert tape.transfer._num_held_bytes == 2 * size
+
+
+def test_saves_are_given_up_while_too_much_that_exists_waits(tape, monkeypatch):
+    monkeypatch.setattr(kvstore.memory.device_transfer, "GROUP_BYTES", 1)
+    monkeypatch.setattr(kvstore.memory.device_transfer, "MAX_SAVE_BYTES", 1 << 12)
+    tape.streams.holds = True
+    assert tape.transfer.can_save
+    tape.begin(loads=())
+    tape.forward()
+    assert tape.transfer.can_save, "nothing of it has been computed yet"
+    for event in tape.streams.events:
+        event.is_reached = event.place is Queue.COMPUTE
+    assert not tape.transfer.can_save
+    for event in tape.streams.events:
+        event.is_reached = True
+    tape.transfer.completed()
+    assert tape.transfer.can_save
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+def failing(streams, place, number):
+    """The launch of this number in this queue raises."""
+    counter = itertools.count()
+
+    def fail(queue):
+        if queue is place and next(counter) == number:
+            raise MemoryError("injected")
+
+    streams.fail_launch = fail
+
+
+@pytest.mark.parametrize("number", range(NUM_LAYERS))
+def test_a_load_that_cannot_be_launched_fails_at_the_end_of_its_step(part, number):
+    failing(part.streams, Queue.LOAD, number)
+    part.begin()
+    part.forward()
+    part.transfer.end()
+    found = part.outcome()
+    assert found.pop("load") is False, "known when the step has ended"
+    part.begin(loads=LOADS, saves=(), ticket=2)
+    part.forward()
+    part.transfer.end()
+    assert part.settled(1 if found else 2) | found == {"load": True, "save": True}
+    part.check_caches()
+
+
+@pytest.mark.parametrize("number", range(NUM_LAYERS))
+def test_a_save_that_cannot_be_launched_fails_alone(part, number, monkeypatch):
+    monkeypatch.setattr(kvstore.memory.device_transfer, "GROUP_BYTES", 1)
+    failing(part.streams, Queue.SAVE, number)
+    part.begin()
+    part.forward()
+    part.transfer.end()
+    assert part.settled() == {"load": True, "save": False}
+    part.check_caches()
+    part.begin(loads=(), ticket=2)
+    part.forward()
+    part.transfer.end()
+    assert part.settled(1) == {"save": True}
+    assert torch.equal(part.arena.tensor, part.expected[1])
+
+
+@pytest.mark.parametrize("num_layers", range(NUM_LAYERS + 1))
+def test_a_forward_that_raised_leaves_nothing_behind(part, num_layers, monkeypatch):
+    """Its HBM blocks and its slots are given to others at once."""
+    monkeypatch.setattr(kvstore.memory.device_transfer, "GROUP_BYTES", 1)
+    part.begin()
+    part.forward(range(num_layers))
+    part.transfer.end(succeeded=False)
+    for key_cache, _ in part.caches:
+        key_cache.fill_(5.0)
+    part.arena.tensor.fill_(6.0)
+    assert part.outcome() == {"load": True, "save": False}
+    part.streams.synchronize()
+    assert all(bool((key_cache == 5.0).all()) for key_cache, _ in part.caches)
+    assert bool((part.arena.tensor == 6.0).all())
+
+
+@pytest.mark.parametrize("number", range(NUM_LAYERS))
+def test_a_beginning_that_was_interrupted_leaves_nothing_behind(part, number):
+    calls, launch = itertools.count(), part.streams.launch
+
+    def interrupted(place, work):
+        if next(calls) == number:
+            raise KeyboardInterrupt
+        launch(place, work)
+
+    part.streams.launch = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        part.begin()
+        part.forward()
+    part.transfer.end(succeeded=False)
+    before = [key_cache.clone() for key_cache, _ in part.caches]
+    part.streams.synchronize()
+    assert all(torch.equal(*both) for both in zip(before, (key for key, _ in part.caches), strict=True))
+    assert part.outcome() == {"load": False} | ({"save": False} if number else {})
+
+
+@pytest.mark.parametrize("place", [Queue.LOAD, Queue.SAVE, Queue.COMPUTE])
+def test_a_device_that_fails_ends_everything(part, place):
+    def fail():
+        raise RuntimeError("injected")
+
+    part.begin()
+    part.forward(range(1))
+    part.streams.launch(place, fail)
+    part.transfer.save_layer(1, *part.step[1])
+    with pytest.raises(RuntimeError, match="device has failed"):
+        part.streams.synchronize()
+    part.transfer.end()
+    assert part.outcome() == {"load": False, "save": False}
+    assert part.transfer.can_save and not part.transfer._held
+    with pytest.raises(RuntimeError, match="device has failed"):
+        part.streams.launch(place, fail)
+    part.begin(ticket=2)
+    part.transfer.end(succeeded=False)
+    assert part.outcome() == {"load": False, "save": False}
+
+
+def test_whoever_waits_is_woken_when_the_device_fails(part):
+    go = threading.Event()
+
+    def fail():
+        go.wait(30)
+        raise RuntimeError("injected")
+
+    part.streams.launch(Queue.SAVE, fail)
+    part.begin()
+    part.forward()
+    part.transfer.end()
+    go.set()
+    assert part.settled()["save"] is False
+
+
+def test_close_waits_for_what_is_in_flight(part):
+    for ticket in range(5):
+        part.begin(ticket=ticket)
+        part.forward()
+        part.transfer.end()
+    part.begin(ticket=5)
+    part.transfer.close()
+    ended = [(done.ticket, done.is_load, done.succeeded) for done in part.transfer.completed()]
+    expected = [(ticket, is_load, True) for ticket in range(5) for is_load in (False, True)]
+    assert sorted(ended) == [*expected, (5, False, False), (5, True, True)]
+    assert not part.transfer._watcher.is_alive()
+
+
+# -- under the engine --------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("device"))
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    plain = Plain(model)
+    yield plain
+    plain.engine.close()
+
+
+@pytest.fixture
+def slow_device():
+    """Engines of this test move their blocks in slow queues beside the model."""
+    streams = SimulatedStreams(5, computes_here=True)
+    with mock.patch.object(
+        TieredConnector, "_make_transfer", lambda self, device: DeviceTransfer(self._arena, streams, self._wake)
+    ):
+        yield streams
+    streams.close()
+
+
+def test_the_engine_answers_the_same_from_every_tier(model, plain, slow_device, tmp_path):
+    histories = [some_tokens(seed, 90) for seed in range(4)]
+    for turn in range(3):
+        with open_engine(model, tmp_path / "store", cpu="200kB", max_num_batched_tokens=48) as engine:
+            for number, history in enumerate(histories):
+                out = ask(engine, history, 20)
+                assert out.token_ids == plain(history, 20)
+                assert turn == 0 or sum(cached(out)) >= 96
+                histories[number] = [*history, *out.token_ids, turn, number]
+                engine.loop.pool.evict_all()
+                settle(engine)
+            assert counters(engine)["load_failures"] == 0 and (turn == 0 or counters(engine)["loaded"] > 20)
+
+
+def test_the_engine_computes_what_could_not_be_loaded(model, plain, slow_device, tmp_path):
+    history = some_tokens(9, 100)
+    with open_engine(model, tmp_path / "store") as engine:
+        ask(engine, history)
+        settle(engine)
+        for number in range(NUM_LAYERS):
+            engine.loop.pool.evict_all()
+            failing(slow_device, Queue.LOAD, number)
+            assert ask(engine, [*history, number], 6).token_ids == plain([*history, number], 6)
+        assert counters(engine)["load_failures"] == 18
+        settle(engine)
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+@pytest.mark.gpu
+def test_streams_of_cuda_keep_the_order_that_is_asked_for():
+    streams = CudaStreams(torch.device("cuda"))
+    tensor = torch.zeros(1 << 20, device="cuda")
+    start = streams.record(Queue.SAVE)
+    streams.launch(Queue.SAVE, lambda: (torch.cuda._sleep(100_000_000), tensor.fill_(1.0)))
+    end = streams.record(Queue.SAVE)
+    assert not end.query()
+    streams.wait(Queue.COMPUTE, end)
+    assert float(tensor.sum()) == 1 << 20
+    end.synchronize()
+    assert end.query() and start.seconds_until(end) > 0.01

@@ -1,0 +1,167 @@
+"""The CPU tier: states of slots, linked blocks, and that what stays is usable from its beginning."""
+
+import random
+
+import pytest
+
+from kvstore.blocks.records import BlockRecord
+from kvstore.memory.tier import CpuTier, SlotState
+
+
+def record(name: str, parent: str = "root") -> BlockRecord:
+    return BlockRecord(name.encode().ljust(32), parent.encode().ljust(32), b"tokens", b"f" * 32)
+
+
+def put(tier: CpuTier, name: str, parent: str = "root") -> int:
+    slot = tier.reserve()
+    assert slot is not None and tier.announce(slot, record(name, parent), 1.0)
+    tier.publish(slot)
+    return slot
+
+
+def names(tier: CpuTier) -> set[str]:
+    return {tier.record(slot).block_id.decode().strip() for slot in tier.blocks()}
+
+
+def test_a_slot_is_found_while_its_bytes_are_on_their_way():
+    tier = CpuTier(4)
+    slot = tier.reserve()
+    assert tier.state(slot) is SlotState.EMPTY and tier.find(record("a").block_id) is None
+    assert tier.announce(slot, record("a"), 1.0)
+    assert tier.find(record("a").block_id) == slot and tier.state(slot) is SlotState.PENDING
+    tier.publish(slot)
+    assert tier.state(slot) is SlotState.READY
+    other = tier.reserve()
+    assert not tier.announce(other, record("a"), 1.0), "another slot has that block"
+    tier.release(slot)
+    tier.release(other)
+    tier.check_integrity()
+
+
+def test_a_chain_is_evicted_from_its_tail_though_its_head_is_older():
+    tier = CpuTier(3)
+    slots = [put(tier, "a"), put(tier, "b", "a"), put(tier, "c", "b")]
+    for slot in slots:
+        tier.release(slot)
+    assert tier.reserve() == slots[2] and names(tier) == {"a", "b"}
+    assert tier.reserve() == slots[1] and names(tier) == {"a"}
+    assert tier.reserve() == slots[0] and names(tier) == set()
+    assert tier.reserve() is None
+
+
+def test_a_parent_stays_while_its_child_is_held():
+    tier = CpuTier(2)
+    parent, child = put(tier, "a"), put(tier, "b", "a")
+    tier.release(parent)
+    assert tier.reserve() is None
+    tier.release(child)
+    assert tier.reserve() == child
+
+
+def test_the_chain_that_was_used_last_goes_last():
+    tier = CpuTier(4)
+    for name in ("a", "c"):
+        head, tail = put(tier, name), put(tier, name + "2", name)
+        tier.release(head)
+        tier.release(tail)
+    tier.touch([record("a").block_id, record("a2").block_id], 2.0)
+    tier.reserve()
+    tier.reserve()
+    assert names(tier) == {"a", "a2"}
+
+
+def test_a_failed_block_takes_with_it_what_hangs_below():
+    tier = CpuTier(4)
+    slots = [put(tier, "a"), put(tier, "b", "a"), put(tier, "c", "b"), put(tier, "d", "a")]
+    assert sorted(tier.fail(slots[1])) == sorted(slots[1:3])
+    assert names(tier) == {"a", "d"}
+    for slot in slots:
+        tier.release(slot)
+    tier.check_integrity()
+
+
+def test_a_staging_area_forgets_what_nobody_holds():
+    tier = CpuTier(2, keep=False)
+    parent, child = put(tier, "a"), put(tier, "b", "a")
+    tier.acquire(child)
+    tier.release(parent)
+    tier.release(child)
+    assert names(tier) == {"b"}, "its parent is on disk"
+    tier.release(child)
+    assert names(tier) == set() and tier.pool.num_free == 2
+
+
+def test_what_was_held_and_has_no_name_is_erased_once():
+    erased: list[list[int]] = []
+    tier = CpuTier(3, erase=lambda slots: erased.append(list(slots)))
+    named, partial = put(tier, "a"), tier.reserve()
+    tier.release(named)
+    tier.release(partial)
+    tier.forget(record("a").block_id)
+    tier.erase_stale()
+    tier.erase_stale()
+    assert sorted(erased[0]) == sorted([named, partial]) and not any(erased[1:])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_at_random_what_stays_is_closed_under_parents(seed):
+    rng = random.Random(seed)
+    tier, held, count = CpuTier(12), [], 0
+    for _ in range(300):
+        action = rng.random()
+        if action < 0.55:
+            slot = tier.reserve()
+            if slot is not None:
+                parent = rng.choice([*sorted(names(tier)), "root"])
+                count += 1
+                if parent != "root" and rng.random() < 0.3:
+                    tier.acquire(tier.find(record(parent).block_id))
+                    held.append(tier.find(record(parent).block_id))
+                assert tier.announce(slot, record(f"n{count}", parent), count)
+                tier.publish(slot)
+                held.append(slot)
+        elif action < 0.9 and held:
+            tier.release(held.pop(rng.randrange(len(held))))
+        elif names(tier):
+            tier.forget(record(rng.choice(sorted(names(tier)))).block_id)
+        there = {tier.record(slot).block_id for slot in tier.blocks()}
+        missing = {tier.record(s).parent_id for s in tier.blocks()} - there - {record("x").parent_id}
+        assert not missing
+        tier.check_integrity(idle=False)
+    for slot in held:
+        tier.release(slot)
+    tier.check_integrity()
+
+
+def test_what_was_erased_leaves_no_tokens_behind():
+    erased = []
+    tier = CpuTier(3, erase=lambda slots: erased.append(list(slots)))
+    slot = put(tier, "a")
+    tier.release(slot)
+    tier.forget(tier.record(slot).block_id)
+    tier.erase_stale()
+    assert slot in erased[-1] and tier.record(slot) is None and tier.conversation(slot) is None
+
+
+def test_what_is_given_up_for_another_reason_than_room_is_counted_once():
+    tier = CpuTier(4)
+    slots = [put(tier, "a"), put(tier, "b", "a")]
+    pending = tier.reserve()
+    tier.announce(pending, record("c", "b"), 1.0)
+    tier.fail(slots[0])
+    tier.fail(slots[1])
+    tier.forget(record("b").block_id)
+    assert tier.num_removed == 2, "what had not landed was never there"
+    for slot in (*slots, pending):
+        tier.release(slot)
+    assert tier.as_dict(10) == {
+        "blocks": 4, "staging_blocks": 0, "cached_blocks": 0, "free_blocks": 4, "evicted_blocks": 0,
+        "removed_blocks": 2, "block_bytes": 10,
+    }  # fmt: skip
+
+
+def test_a_staging_area_keeps_nothing_that_could_be_given_up():
+    tier = CpuTier(2, keep=False)
+    tier.release(put(tier, "a"))
+    found = tier.as_dict(10)
+    assert (found["blocks"], found["staging_blocks"], found["removed_blocks"]) == (0, 2, 0)

@@ -1,0 +1,305 @@
+"""The eviction order: each policy against a naive sort, pins, wants, expiry, growing older, another thread."""
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from kvstore.policy.categories import NUM_CATEGORIES
+from kvstore.policy.conversation import Conversation
+from kvstore.policy.policies import FIXED_POLICIES, EvictionOrder
+from kvstore.policy.return_model import NUM_BUCKETS, RankTable, ReturnModel, bucket_of
+
+
+class Clock:
+    def __init__(self, now_s: float = 1000.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def conversation(number: int, used_s: float = 0.0, use: int = 0, category: int = 0) -> Conversation:
+    return Conversation(number, number, used_s, used_s, use=use, category=category)
+
+
+def order_of(policy: str, clock: Clock, model: ReturnModel | None = None) -> EvictionOrder:
+    return EvictionOrder(policy, model or ReturnModel(), clock)
+
+
+def drained(order: EvictionOrder) -> list[int]:
+    """The numbers of all, in order; the order is empty after that."""
+    found = []
+    while (one := order.first()) is not None:
+        found.append(one.number)
+        order.discard(one)
+    return found
+
+
+def set_ranks(model: ReturnModel, rank: Callable[[int, int], float]) -> None:
+    """Publish ranks of our own."""
+    rows = [[rank(category, bucket) for bucket in range(NUM_BUCKETS)] for category in range(NUM_CATEGORIES)]
+    model.table = RankTable(model.version + 1, rows)
+
+
+# -- each policy --
+def test_fifo_goes_by_age_of_the_conversation(clock):
+    order = order_of("fifo", clock)
+    for number, use in [(3, 1), (1, 3), (2, 2)]:
+        order.add(conversation(number, use=use))
+    assert drained(order) == [1, 2, 3]
+
+
+def test_lru_goes_by_use_and_those_never_used_by_their_time(clock):
+    order = order_of("lru", clock)
+    for number, used_s, use in [(1, 900.0, 7), (2, 901.0, 5), (3, 500.0, 0), (4, 400.0, 0)]:
+        order.add(conversation(number, used_s, use))
+    assert drained(order) == [4, 3, 2, 1]
+
+
+def test_return_with_nothing_learned_is_lru_up_to_half_an_octave(clock):
+    order = order_of("return", clock)
+    for number, age_s in [(1, 10.0), (2, 1000.0), (3, 100.0), (4, 0.0)]:
+        order.add(conversation(number, clock.now_s - age_s, category=number))
+    assert drained(order) == [2, 3, 1, 4]
+
+
+def test_return_goes_by_rank_of_the_shelf_and_then_by_age(clock):
+    model = ReturnModel()
+    set_ranks(model, lambda category, bucket: {1: 5.0, 2: 1.0, 3: 3.0}.get(category, 9.0))
+    order = order_of("return", clock, model)
+    for number, category, age_s in [(1, 1, 5.0), (2, 2, 50.0), (3, 2, 51.0), (4, 3, 500.0), (5, 1, 5.1)]:
+        order.add(conversation(number, clock.now_s - age_s, category=category))
+    assert drained(order) == [3, 2, 4, 5, 1]
+
+
+def test_new_ranks_count_at_once(clock):
+    model = ReturnModel()
+    set_ranks(model, lambda category, bucket: float(category))
+    order = order_of("return", clock, model)
+    first, second = conversation(1, category=1), conversation(2, category=2)
+    order.add(first)
+    order.add(second)
+    assert order.first() is first
+    set_ranks(model, lambda category, bucket: -float(category))
+    assert order.first() is second
+
+
+def test_growing_older_changes_the_order(clock):
+    """Rank is low from 8 s to 16 s of age only."""
+    model = ReturnModel()
+    set_ranks(model, lambda category, bucket: 0.0 if bucket_of(8.0) <= bucket < bucket_of(16.0) else 1.0)
+    order = order_of("return", clock, model)
+    old, young = conversation(1, clock.now_s - 10.0), conversation(2, clock.now_s - 1.0)
+    order.add(young)
+    order.add(old)
+    assert order.first() is old
+    clock.now_s += 5.9
+    assert order.first() is old
+    clock.now_s += 0.2  # the old one is past 16 s, the young one is 7.1 s old: equal ranks, the older goes
+    assert order.first() is old
+    clock.now_s += 1.0
+    assert order.first() is young
+    clock.now_s += 10.0
+    assert order.first() is old
+
+
+def test_one_that_is_added_later_grows_older_too(clock):
+    """The answer was found before it came, and nothing but time happens after that."""
+    model = ReturnModel()
+    set_ranks(model, lambda category, bucket: 0.0 if bucket == bucket_of(3.0) else 1.0)
+    order = order_of("return", clock, model)
+    old = conversation(1, clock.now_s - 500.0)
+    order.add(old)
+    assert order.first() is old
+    young = conversation(2, clock.now_s)
+    order.add(young)
+    assert order.first() is old
+    clock.now_s += 3.0
+    assert order.first() is young
+
+
+def test_copies_of_a_conversation_are_told_apart(clock):
+    for policy in FIXED_POLICIES:
+        order = order_of(policy, clock)
+        one, copy = conversation(1), conversation(1)
+        copy.branch = 1
+        order.add(one)
+        order.add(copy)
+        assert {order.first(), len(order)} == {one, 2}
+        order.discard(one)
+        assert order.first() is copy
+
+
+# -- expired, pinned, wanted --
+def test_expired_then_ordinary_then_pinned_then_wanted(clock):
+    order = order_of("lru", clock)
+    members = {number: conversation(number, use=number) for number in range(1, 11)}
+    members[1].wanted, members[2].wanted, members[3].wanted = (0, 5), (0, 9), (1, 0)
+    members[4].pinned_until_s, members[5].pinned_until_s = 2000.0, 1500.0
+    members[9].expires_s, members[10].expires_s = 999.0, 1000.0
+    members[8].expires_s = 1001.0
+    members[7].pinned_until_s = 1000.0  # it has just ended
+    for one in members.values():
+        order.add(one)
+    assert drained(order) == [9, 10, 6, 7, 8, 5, 4, 3, 2, 1]
+
+
+def test_time_ends_pins_and_begins_expiry(clock):
+    order = order_of("lru", clock)
+    pinned, expiring, plain = conversation(1, use=1), conversation(2, use=3), conversation(3, use=2)
+    pinned.pinned_until_s, expiring.expires_s = 1010.0, 1020.0
+    for one in (pinned, expiring, plain):
+        order.add(one)
+    seen = []
+    for now_s in (1000.0, 1009.9, 1010.0, 1019.9, 1020.0):
+        clock.now_s = now_s
+        seen.append(order.first().number)
+    assert seen == [3, 3, 1, 1, 2]
+
+
+def test_an_expiry_breaks_a_pin_and_not_a_want(clock):
+    order = order_of("lru", clock)
+    pinned, wanted, plain = conversation(1, use=2), conversation(2, use=3), conversation(3, use=1)
+    pinned.pinned_until_s, pinned.expires_s = 5000.0, 1010.0
+    wanted.wanted, wanted.expires_s = (0, 0), 1005.0
+    for one in (pinned, wanted, plain):
+        order.add(one)
+    assert order.first() is plain
+    clock.now_s = 1010.0
+    assert drained(order) == [1, 3, 2], "a request that waits needs it, expired or not"
+
+
+def test_nothing_changes_before_a_refresh_and_all_after_it(clock):
+    order = order_of("lru", clock)
+    first, second = conversation(1, use=1), conversation(2, use=2)
+    order.add(first)
+    order.add(second)
+    assert order.first() is first
+    first.use = 3
+    assert order.first() is first
+    order.refresh(first)
+    assert order.first() is second
+    second.wanted = (0, 1)
+    order.refresh(second)
+    assert order.first() is first
+    first.pinned_until_s = 9999.0
+    order.refresh(first)
+    assert order.first() is first, "a pin is less than a want"
+    second.wanted = None
+    order.refresh(second)
+    assert order.first() is second
+
+
+def test_adding_twice_and_discarding_strangers_change_nothing(clock):
+    order = order_of("fifo", clock)
+    one, stranger = conversation(1), conversation(2)
+    order.discard(one)
+    order.add(one)
+    order.add(one)
+    order.refresh(stranger)
+    order.discard(stranger)
+    assert (len(order), one in order, stranger in order, order.first()) == (1, True, False, one)
+    order.discard(one)
+    assert (len(order), one in order, order.first()) == (0, False, None)
+    order.add(one)
+    order.discard(one)
+    assert order.first() is None, "it was discarded before anybody looked"
+
+
+def test_it_never_reads_a_key_twice(clock):
+    """Attributes change in the other thread while a conversation is in here; it must still be found and taken out."""
+    for policy in FIXED_POLICIES:
+        model = ReturnModel()
+        order = order_of(policy, clock, model)
+        members = [conversation(number, 900.0 + number, number, number) for number in range(8)]
+        for one in members:
+            one.expires_s = 2000.0 + one.number
+            one.pinned_until_s = 1000.0 + one.number
+            order.add(one)
+        order.first()
+        for one in members:
+            one.used_s, one.use, one.category, one.wanted = 5.0, 99, 3, (1, 1)
+            one.expires_s = one.pinned_until_s = 1.0
+        assert sorted(drained(order)) == list(range(8))
+
+
+# -- against a naive sort --
+def naive(members: set[Conversation], policy: str, model: ReturnModel, now_s: float) -> Conversation | None:
+    def by_policy(one: Conversation) -> tuple:
+        if policy == "fifo":
+            return (one.number,)
+        if policy == "lru":
+            return one.use, one.used_s, one.number
+        return model.table.ranks[one.category][bucket_of(now_s - one.used_s)], one.used_s, one.use, one.number
+
+    def key(one: Conversation) -> tuple:
+        if one.wanted is not None:
+            return 3, -one.wanted[0], -one.wanted[1], one.number
+        if one.expires_s <= now_s:
+            return 0, one.expires_s, one.number
+        if one.pinned_until_s > now_s:
+            return 2, one.pinned_until_s, one.number
+        return 1, *by_policy(one)
+
+    return min(members, key=key, default=None)
+
+
+def change(rng: random.Random, one: Conversation, now_s: float, use: int) -> None:
+    kind = rng.randrange(6)
+    if kind <= 2:
+        one.used_s, one.use, one.category = now_s, use, rng.randrange(NUM_CATEGORIES)
+    elif kind == 3:
+        one.wanted = rng.choice([None, (rng.randrange(2), rng.randrange(50))])
+    elif kind == 4:
+        one.pinned_until_s = rng.choice([0.0, now_s + rng.expovariate(0.05)])
+    else:
+        one.expires_s = rng.choice([math.inf, now_s + rng.expovariate(0.01)])
+
+
+def random_ranks(rng: random.Random) -> Callable[[int, int], float]:
+    """Few different values, so that there are ties, going up and down over the ages."""
+    table = {(c, b): rng.randrange(6) / 4 for c in range(NUM_CATEGORIES) for b in range(NUM_BUCKETS)}
+    return lambda category, bucket: table[category, bucket]
+
+
+@pytest.mark.parametrize("policy", [*FIXED_POLICIES, "auto"])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_order_against_a_naive_sort(policy, seed, clock):
+    rng = random.Random(seed)
+    model = ReturnModel()
+    order = EvictionOrder(policy, model, clock)
+    everybody = [conversation(i, 1000 - rng.expovariate(0.01), 0, rng.randrange(5)) for i in range(60)]
+    members: set[Conversation] = set()
+    looks = 0
+    for use in range(1, 4000):
+        one, kind = rng.choice(everybody), rng.random()
+        if kind < 0.2:
+            order.add(one)
+            if one not in members:
+                members.add(one)
+        elif kind < 0.3:
+            order.discard(one)
+            members.discard(one)
+        elif kind < 0.5:
+            change(rng, one, clock.now_s, use)
+            order.refresh(one)
+        elif kind < 0.6:
+            clock.now_s += rng.choice([0.01, 0.3, 5.0, 60.0]) * rng.random()
+        elif kind < 0.61:
+            set_ranks(model, random_ranks(rng))
+        else:
+            assert order.first() is naive(members, order.policy_in_force, model, clock.now_s)
+            assert len(order) == len(members)
+            looks += 1
+    assert looks > 1000
+
+
+def test_auto_is_return(clock):
+    assert EvictionOrder("auto", ReturnModel(), clock).policy_in_force == "return"

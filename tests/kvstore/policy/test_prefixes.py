@@ -1,0 +1,131 @@
+"""Prefixes: what first prompts have in common, where that ends on a tier, and what the learner hears of it."""
+
+import random
+from itertools import count
+
+import pytest
+
+from kvstore.blocks.forest import EvictionTree
+from kvstore.policy import prefixes as module
+from kvstore.policy.conversation import Conversation, Prefix
+from kvstore.policy.policies import EvictionOrder
+from kvstore.policy.prefixes import Prefixes
+from kvstore.policy.return_model import ReturnLearner, ReturnModel
+from kvstore.policy.steering import Steering
+
+
+class Registry:
+    """Newcomers, one a second."""
+
+    def __init__(self, num_blocks: int = 100) -> None:
+        self.model = ReturnModel()
+        self.prefixes = Prefixes(ReturnLearner(self.model), num_blocks)
+        self._numbers = count(1)
+        self.now_s = 0.0
+
+    def _make(self, now_s: float) -> Conversation:
+        return Conversation(next(self._numbers), 0, now_s, now_s)
+
+    def comes(self, chain) -> Conversation:
+        self.now_s += 1
+        newcomer = self._make(self.now_s)
+        newcomer.use = newcomer.number
+        self.prefixes.begin(newcomer, chain, self._make)
+        return newcomer
+
+
+def path(prefix: Prefix | None) -> list[tuple[object, int, int]]:
+    """End, length and uses, from the longest one on."""
+    found = []
+    while prefix is not None:
+        found.append((prefix.end, prefix.num_blocks, prefix.entry.turn))
+        prefix = prefix.parent
+    return found
+
+
+def test_a_first_prompt_is_a_prefix_that_nobody_shares_yet():
+    known = Registry()
+    assert path(known.comes("abc").prefix) == [("c", 3, 1)]
+    assert path(known.comes("xyz").prefix) == [("z", 3, 1)]
+    assert known.model.num_returns == 0
+
+
+def test_what_the_second_one_has_in_common_is_the_prefix_from_then_on():
+    known = Registry()
+    first = known.comes("abcd")
+    second = known.comes("abxy")
+    assert path(second.prefix) == [("y", 4, 1), ("b", 2, 2)]
+    assert path(first.prefix) == [("b", 2, 2)], "the rest of the first was not shared"
+    assert known.model.num_returns == 1
+    third = known.comes("ab")
+    assert path(third.prefix) == [("b", 2, 3)] and third.prefix.entry.gap_s == 1.0
+
+
+def test_prefixes_of_prefixes_are_of_use_together():
+    known = Registry()
+    known.comes("abcd")
+    known.comes("abxy")
+    deeper = known.comes("abxz")
+    assert path(deeper.prefix) == [("z", 4, 1), ("x", 3, 2), ("b", 2, 3)]
+    shorter = known.comes("aq")
+    assert path(shorter.prefix) == [("q", 2, 1), ("a", 1, 4)], "whoever used the longer one used this one"
+    assert path(deeper.prefix)[1:] == [("x", 3, 2), ("b", 2, 3), ("a", 1, 4)]
+    assert path(known.comes("abcdef").prefix) == [("f", 6, 1), ("d", 4, 2), ("b", 2, 4), ("a", 1, 5)]
+
+
+def test_the_oldest_are_forgotten(monkeypatch):
+    monkeypatch.setattr(module, "MAX_PREFIXES", 2)
+    monkeypatch.setattr(module, "MAX_SAMPLED", 8)
+    known = Registry(num_blocks=2)
+    for chain in ("abcd", "efgh", "ijkl"):
+        known.comes(chain)
+    assert len(known.prefixes) == 2 and len(known.prefixes._owners) == 8
+    assert path(known.comes("abx").prefix) == [("x", 3, 1)], "nobody knows of the first one any more"
+    assert known.model.num_returns == 0
+
+
+def test_of_a_large_store_a_sample_of_blocks_is_enough():
+    known = Registry(num_blocks=1 << 20)
+    rng = random.Random(1)
+    documents = [[rng.getrandbits(60) for _ in range(600)] for _ in range(5)]
+    for number in range(40):
+        known.comes([*documents[number % 5], rng.getrandbits(60)])
+    assert len(known.prefixes._owners) < 5 * 600 / 8
+    assert known.model.num_returns >= 35
+    newcomer = known.comes([*documents[0], 7])
+    end, num_blocks, uses = path(newcomer.prefix)[-1]
+    assert uses == 9 and 400 < num_blocks <= 600 and end == documents[0][num_blocks - 1]
+
+
+def test_a_prefix_ends_at_its_last_block_of_a_tier_and_keeps_it():
+    known, now = Registry(), [0.0]
+    order = EvictionOrder("return", known.model, lambda: now[0])
+    tree: EvictionTree[str] = EvictionTree(order)
+    first, second = known.comes("abc"), None
+    for parent, key in zip((None, *"ab"), "abc", strict=True):
+        tree.add(key, parent, first)
+    tree.settle(first.prefix, {"a": "a", "b": "b", "c": "c"}.get)
+    assert set(tree.conversations("c")) == {first, first.prefix.entry}
+    second = known.comes("abx")
+    tree.claim(second, ["a", "b"])
+    tree.settle(second.prefix, {"a": "a", "b": "b", "c": "c"}.get)
+    shared = second.prefix.parent.entry
+    assert set(tree.conversations("b")) == {second, shared} and set(tree.conversations("c")) == {first}
+    tree.check_integrity()
+    model_of = {first.category: 1.0, second.category: 2.0, shared.category: 9.0}
+    known.model.table = type(known.model.table)(
+        9, [[model_of.get(c, 0.5)] * 51 for c in range(len(known.model.ranks()))]
+    )
+    gone = []
+    while (key := tree.next()) is not None:
+        gone.append((key, set(tree.conversations(key))))
+        tree.remove(key)
+    assert [key for key, _ in gone] == ["c", "b", "a"]
+    assert gone[-1][1] == {shared}, "what is shared counts as much as the most valuable of those that end there"
+
+
+@pytest.mark.parametrize("policy", ["fifo", "lru"])
+def test_only_return_asks_for_prefixes(policy):
+    steering = Steering(policy, lambda: 0.0, {"cpu": 10})
+    assert steering.arrive(["a", "b"]).prefix is None
+    assert steering.as_dict()["num_prefixes"] == 0

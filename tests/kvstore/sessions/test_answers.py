@@ -1,0 +1,267 @@
+"""Answers on disk: found at once and after a restart, the oldest gone when full, and never an error for a request."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from kvstore.disk.directory import StoreDirectory
+from kvstore.disk.env import open_environment
+from kvstore.errors import StoreError
+from kvstore.sessions import answers as answer_store
+from kvstore.sessions.answer_tables import Answer, AnswerTables, decode, encode
+from kvstore.sessions.answers import AnswerStore, open_answers, owner_tag
+
+ROOT = Path(__file__).parents[3]
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def ids_of(number: int, count: int = 20) -> tuple[int, ...]:
+    """Values that only this answer has."""
+    return tuple(number * 1000 + index for index in range(count))
+
+
+@pytest.fixture
+def directory(tmp_path):
+    with StoreDirectory.open(tmp_path / "store") as directory:
+        yield directory
+
+
+@pytest.fixture(params=["memory", "disk"])
+def store(request, directory):
+    store = open_answers(None if request.param == "memory" else directory)
+    yield store
+    store.close()
+
+
+def test_an_answer_is_found_at_once_and_when_it_is_on_disk(store):
+    store.put([key(1), key(2)], ids_of(1))
+    expected = [ids_of(1), ids_of(1), None, None]
+    groups = [[key(1)], [key(9), key(2)], [key(3)], []]
+    assert store.find(groups) == expected
+    store.flush()
+    assert store.find(groups) == expected and store.stats()["answers"] == 1
+
+
+def test_the_first_key_of_a_group_wins_wherever_its_answer_is(store):
+    store.put([key(1)], ids_of(1))
+    store.flush()
+    store.put([key(2)], ids_of(2))
+    assert store.find([[key(1), key(2)], [key(2), key(1)]]) == [ids_of(1), ids_of(2)]
+
+
+def test_the_newest_answer_has_a_key(store):
+    for number in range(5):
+        store.put([key(number), key(99)], ids_of(number))
+        if number % 2:
+            store.flush()
+        assert store.find([[key(99)], [key(number)]]) == [ids_of(number)] * 2
+    store.put([key(50)], ())
+    assert store.find([[key(50), key(99)]]) == [()]
+
+
+def test_like_a_dict_whatever_the_order(store):
+    random_ = random.Random(5)
+    of_key: dict[bytes, list[int]] = {}  # numbers of the answers that had it, the newest last
+    whose: dict[int, str] = {}
+    for number in range(300):
+        keys = [key(random_.randrange(60)) for _ in range(random_.randint(1, 2))]
+        whose[number] = random_.choice(["", "", "a", "b"])
+        owner = (owner_tag("t", whose[number]),) if whose[number] else ()
+        store.put(keys, ids_of(number, random_.randint(1, 8)), *owner)
+        for one in keys:
+            of_key.setdefault(one, []).append(number)
+        if random_.random() < 0.02:
+            store.flush()
+        if random_.random() < 0.02:
+            gone = random_.choice(["a", "b"])
+            assert store.forget_owner(owner_tag("t", gone))
+            whose.update({n: "gone" for n, name in whose.items() if name == gone})
+        probe = [key(random_.randrange(60)) for _ in range(4)]
+        for one, ids in zip(probe, store.find([[one] for one in probe]), strict=True):
+            had = of_key.get(one, [])
+            if had and whose[had[-1]] != "gone":
+                assert ids is not None and ids[0] // 1000 == had[-1]
+            elif ids is not None:  # an older one that had the key before
+                assert ids[0] // 1000 in had and whose[ids[0] // 1000] != "gone"
+    assert store.stats()["damaged"] == store.stats()["failed"] == store.stats()["dropped"] == 0
+
+
+def test_answers_outlive_the_store(directory):
+    first = open_answers(directory)
+    first.put([key(1)], ids_of(1))
+    first.put([key(2)], ids_of(2), owner_tag("t", "s"))
+    first.close()
+    first.close()
+    assert first.find([[key(1)]]) == [None]
+    second = open_answers(directory)
+    second.put([key(3)], ids_of(3))
+    assert second.find([[key(1)], [key(2)], [key(3)]]) == [ids_of(1), ids_of(2), ids_of(3)]
+    assert second.forget_owner(owner_tag("t", "s"))
+    second.close()
+    third = open_answers(directory)
+    assert third.find([[key(1)], [key(2)], [key(3)]]) == [ids_of(1), None, ids_of(3)]
+    third.close()
+
+
+CHILD = """
+import sys, time
+from kvstore.sessions.answers import open_answers
+from kvstore.disk.directory import StoreDirectory
+store = open_answers(StoreDirectory.open(sys.argv[1]))
+for number in range(50):
+    store.put([number.to_bytes(16, "big")], [number * 1000 + index for index in range(20)])
+store.flush()
+print("written", flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_was_written_survives_a_kill(tmp_path):
+    path = str(tmp_path / "store")
+    child = subprocess.Popen([sys.executable, "-c", CHILD, path], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stdout.readline() == "written\n"
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    with StoreDirectory.open(path) as directory:
+        store = open_answers(directory)
+        assert store.find([[key(n)] for n in range(50)]) == [ids_of(n) for n in range(50)]
+        store.close()
+
+
+def test_a_full_file_drops_the_oldest(directory):
+    small = AnswerStore(lambda: open_environment(directory.path / "answers", 1 << 20, max_dbs=3))
+    for number in range(400):
+        small.put([key(number), key(10_000 + number % 7)], ids_of(number, 1000))
+        if number % 20 == 0:
+            small.flush()
+    small.flush()
+    found = [ids is not None for ids in small.find([[key(n)] for n in range(400)])]
+    assert found.index(True) > 0 and all(found[found.index(True) :]) and sum(found) > 50
+    stats = small.stats()
+    assert (stats["answers"], stats["evicted"]) == (sum(found), 400 - sum(found))
+    assert stats["failed"] == stats["dropped"] == 0 and stats["committed"] == 400
+    small.close()
+    assert os.path.getsize(directory.path / "answers" / "data.mdb") <= 1 << 20
+
+
+def test_memory_is_bounded(monkeypatch):
+    monkeypatch.setattr(answer_store, "MEMORY_TOKENS", 10_000)
+    store = open_answers(None)
+    for number in range(200):
+        store.put([key(number)], ids_of(number, 100))
+    found = [ids is not None for ids in store.find([[key(n)] for n in range(200)])]
+    assert found == [False] * (200 - sum(found)) + [True] * sum(found) and sum(found) == 10_000 // 250
+    assert store.stats()["evicted"] == 200 - sum(found)
+    store.put([key(1)], range(answer_store.MAX_ANSWER_TOKENS + 1))
+    assert store.find([[key(1)]]) == [None] and store.stats()["dropped"] == 1
+    store.close()
+
+
+def test_every_flipped_byte_of_a_record_is_noticed():
+    answer, number = Answer((key(1), key(2)), bytes(range(40)), owner_tag("t", "s")), key(7)[-8:]
+    value = encode(number, answer)
+    assert decode(number, value) == answer and decode(key(8)[-8:], value) is None
+    for index in range(len(value)):
+        damaged = bytearray(value)
+        damaged[index] ^= 1
+        assert decode(number, bytes(damaged)) is None
+        assert decode(number, value[:index]) is None
+
+
+def test_a_damaged_record_is_a_miss(directory):
+    store = open_answers(directory)
+    for number in range(3):
+        store.put([key(number)], ids_of(number), owner_tag("t", "s"))
+    store.flush()
+    tables = store._tables
+    with tables.env.begin(write=True) as txn:
+        value = bytearray(txn.get(key(1)[-8:], db=tables._answers))
+        value[-1] ^= 1
+        txn.put(key(1)[-8:], bytes(value), db=tables._answers)
+    assert store.find([[key(0)], [key(1)], [key(2)]]) == [ids_of(0), None, ids_of(2)]
+    assert store.stats()["damaged"] == 1 and store.stats()["failed"] == 0
+    store.put([key(5)], ids_of(5), b"")
+    assert store.forget_owner(owner_tag("t", "s")) and store.stats()["answers"] == 1
+    with tables.env.begin() as txn:  # nothing is left of whose they were
+        assert txn.stat(tables._owned)["entries"] == 0
+    store.close()
+
+
+def test_a_disk_that_fails_costs_no_request_anything(directory, monkeypatch):
+    store = open_answers(directory)
+    store.put([key(1)], ids_of(1), owner_tag("t", "s"))
+    store.flush()
+
+    def failing(*_, **__):
+        raise lmdb.DiskError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AnswerTables, "write", failing)
+        store.put([key(2)], ids_of(2))
+        store.flush()
+        assert store.find([[key(1)], [key(2)]]) == [ids_of(1), ids_of(2)]
+        assert not store.forget_owner(owner_tag("t", "s"))
+        assert store.find([[key(1)], [key(2)]]) == [None, ids_of(2)]  # not on disk's word
+        patch.setattr(AnswerTables, "find", failing)
+        assert store.find([[key(1)], [key(3)]]) == [None, None]
+        assert store.stats()["failed"] == 3 and store.stats()["dropped"] == 1
+    store.put([key(3)], ids_of(3))
+    store.flush()
+    assert store.find([[key(1)], [key(2)], [key(3)]]) == [None, ids_of(2), ids_of(3)]
+    assert store._failed == []  # the deletion was made up for
+    store.close()
+
+
+def test_a_file_that_cannot_be_opened_leaves_memory():
+    def refused():
+        raise StoreError("injected")
+
+    store = AnswerStore(refused)
+    store.put([key(1)], ids_of(1))
+    store.flush()
+    assert store.find([[key(1)]]) == [ids_of(1)] and store.stats()["failed"] == 1
+    store.close()
+
+
+def test_a_file_of_something_else_is_no_answer(directory):
+    with open_environment(directory.path / "answers", 1 << 20, max_dbs=3).begin(write=True) as txn:
+        txn.put(b"something", b"else")
+    store = None
+    try:
+        store = open_answers(directory)  # still open elsewhere in this process: refused, so in memory
+        assert store.stats()["failed"] == 1 and store.find([[key(1)]]) == [None]
+    finally:
+        if store is not None:
+            store.close()
+
+
+def test_many_threads(store):
+    errors = []
+
+    def work(name: int) -> None:
+        for number in range(name * 1000, name * 1000 + 60):
+            store.put([key(number)], ids_of(number), owner_tag("t", str(name)))
+            if store.find([[key(number)]]) != [ids_of(number)]:
+                errors.append(number)
+        if name == 3 and not store.forget_owner(owner_tag("t", "3")):
+            errors.append(name)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    store.flush()
+    assert errors == [] and store.stats()["answers"] == 180
+    assert store.find([[key(3001)], [key(2059)]]) == [None, ids_of(2059)]

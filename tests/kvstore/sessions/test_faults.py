@@ -1,0 +1,439 @@
+"""Sessions on a disk that fails, under kills and flipped bits: nothing acknowledged is lost, nothing wrong told."""
+
+import errno
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from kvstore.errors import DegradedError, StoreError
+from kvstore.sessions import record as session_record
+from kvstore.sessions import tables as session_tables
+from kvstore.sessions.store import SessionKey, SessionStore, open_plain_environment
+from tests.children.session_child import SESSIONS, TENANT, Clock, content, disk_store, expected, make_turn, talk
+
+CHILD = Path(__file__).parents[2] / "children/session_child.py"
+SYSTEM = [{"role": "system", "content": "be brief"}]
+KEY = SessionKey(TENANT, "red")
+
+
+class Faulty:
+    """An LMDB environment whose nth operation fails, each once more under `repeat`; counts commits on the way."""
+
+    def __init__(self, env, plan) -> None:
+        self._env, self._plan = env, plan
+
+    def begin(self, write=False):
+        self._plan.step(write)
+        return FaultyTxn(self._env.begin(write=write), self._plan, write)
+
+    def set_mapsize(self, size):
+        self._plan.step(True)
+        self._env.set_mapsize(size)
+
+    def open_db(self, name, txn):
+        return self._env.open_db(name, txn=txn._txn)
+
+    def __getattr__(self, name):
+        return getattr(self._env, name)
+
+
+class FaultyTxn:
+    def __init__(self, txn, plan, write) -> None:
+        self._txn, self._plan, self._write = txn, plan, write
+
+    def __enter__(self):
+        self._txn.__enter__()
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if kind is None and self._write:
+            try:
+                self._plan.step(True)
+            except BaseException as fault:
+                self._txn.__exit__(type(fault), fault, None)
+                raise
+            self._plan.num_commits += self._plan.armed
+        return self._txn.__exit__(kind, error, trace)
+
+    def __getattr__(self, name):
+        if name in ("get", "put", "delete", "cursor"):
+            self._plan.step(self._write)
+        return getattr(self._txn, name)
+
+
+class Plan:
+    """Raises `fault` at the nth write operation, and `times` - 1 times after it. Reads pass."""
+
+    def __init__(self, fault=None, nth=0, times=1) -> None:
+        self.fault, self.nth, self.times = fault, nth, times
+        self.armed, self.count, self.num_fired, self.num_commits = False, 0, 0, 0
+        self.entered, self.go = threading.Event(), threading.Event()
+        self.go.set()
+
+    def step(self, write: bool) -> None:
+        if not self.armed or not write:
+            return
+        self.entered.set()
+        self.go.wait()
+        self.count += 1
+        if self.fault is not None and self.nth <= self.count < self.nth + self.times:
+            self.num_fired += 1
+            raise self.fault()
+
+
+def faulty_store(path: Path, plan: Plan) -> SessionStore:
+    return SessionStore(lambda: Faulty(open_plain_environment(path / "sessions", 1 << 20), plan), Clock())
+
+
+def test_what_waits_is_committed_in_one_transaction(tmp_path):
+    plan = Plan()
+    store = faulty_store(tmp_path, plan)
+    plan.armed = True
+    plan.go.clear()
+    first = store.create(SessionKey(TENANT, "first"))
+    plan.entered.wait()  # the thread stands in the first group's transaction
+    keys = [SessionKey(TENANT, f"s{i % 10}") for i in range(50)]
+    tickets = [store.commit_turn(key, make_turn(key.session_id, i // 10 + 1)) for i, key in enumerate(keys)]
+    conflict = store.commit_turn(keys[3], make_turn("s3", 3))
+    assert not first.done
+    with pytest.raises(StoreError, match="not durable after 0"):
+        tickets[0].wait(0)
+    plan.go.set()
+    assert [ticket.wait().num_turns for ticket in tickets] == [i // 10 + 1 for i in range(50)]
+    with pytest.raises(StoreError, match="another writer"):
+        conflict.wait()
+    assert (plan.num_commits, store.stats()["commits"], store.stats()["largest_group"]) == (2, 2, 51)
+    assert (store.stats()["committed"], store.stats()["refused"]) == (51, 1)
+    assert store.check().problems == ()
+    store.close()
+
+
+def test_a_full_queue_makes_the_caller_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvstore.sessions.store.MAX_QUEUE", 3)
+    plan = Plan()
+    store = faulty_store(tmp_path, plan)
+    plan.armed = True
+    plan.go.clear()
+    store.create(SessionKey(TENANT, "first"))
+    plan.entered.wait()
+    reached = []
+
+    def write() -> None:
+        for i in range(4):
+            store.create(SessionKey(TENANT, f"s{i}"))
+            reached.append(i)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    while len(reached) < 3:
+        time.sleep(0.001)
+    assert (reached, store.stats()["queued"], thread.is_alive()) == ([0, 1, 2], 3, True)
+    plan.go.set()
+    thread.join()
+    store.close()
+    assert plan.num_commits >= 2
+
+
+FAULTS = {
+    "EIO": lambda: lmdb.DiskError("mdb_txn_commit: Input/output error"),
+    "ENOSPC": lambda: OSError(errno.ENOSPC, "No space left on device"),
+    "map full": lambda: lmdb.MapFullError("mdb_put"),
+    "memory": MemoryError,
+    "panic": lambda: lmdb.PanicError("mdb_txn_begin"),
+}
+
+
+@pytest.mark.parametrize("times", [1, 10**6])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_at_any_operation_loses_nothing_acknowledged(tmp_path, fault, times):
+    """Each n: a fresh store, a few changes that wait together, the nth operation fails. Until n is past the last."""
+    key, new, gone = (SessionKey(TENANT, name) for name in ("red", "new", "gone"))
+    nth, fired = 0, True
+    while fired:
+        nth += 1 if times == 1 else 9
+        plan = Plan(FAULTS[fault], nth, times)
+        path = tmp_path / str(nth)
+        store = faulty_store(path, plan)
+        talk(store, key, 1)
+        talk(store, gone, 1)
+        plan.armed = True
+        tickets = [
+            store.commit_turn(key, make_turn("red", 2)), store.commit_turn(key, make_turn("red", 3)),
+            store.fork(key, 1, new), store.delete(gone), store.set_ttl(key, 5),
+        ]  # fmt: skip
+        done = []
+        for ticket in tickets:
+            try:
+                ticket.wait(30)
+                done.append(True)
+            except StoreError:
+                done.append(False)
+        fired, plan.armed = plan.num_fired > 0, False
+        assert all(done) or fired
+        assert all(done) or times > 1 or fault not in ("map full", "panic"), "these are remedied, not reported"
+        for reopened in (False, True):
+            if reopened:
+                store.close()
+                store = disk_store(path)
+            state = store.load(key)
+            assert content(state) == expected([make_turn("red", n) for n in range(1, 2 + done[0] + done[1])])
+            assert (store.exists(new), not store.exists(gone), state.head.ttl_s == 5) == tuple(done[2:])
+            assert len(store.pending_deletions()) == done[3]
+            assert store.check().problems == ()
+        assert talk(store, key, 4), "and it goes on"
+        store.close()
+
+
+def test_the_map_grows_when_it_is_full(tmp_path):
+    store = disk_store(tmp_path, map_size=1 << 17)
+    turns = []
+    for number in range(1, 40):
+        turns.append(make_turn("red", number, messages=[{"role": "user", "content": f"{number}" * 40_000}]))
+        store.commit_turn(KEY, turns[-1]).wait()
+    assert store.stats()["grown"] >= 4
+    assert content(store.load(KEY)) == expected(turns)
+    store.close()
+    store = disk_store(tmp_path, map_size=1 << 17)
+    assert content(store.load(KEY)) == expected(turns)
+    talk(store, KEY, 41)
+    store.close()
+
+
+def test_a_disk_that_is_full_is_reported_and_gets_well_again(tmp_path):
+    plan = Plan(FAULTS["ENOSPC"], 1, 10**6)
+    store = faulty_store(tmp_path, plan)
+    turns = talk(store, KEY, 2)
+    plan.armed = True
+    with pytest.raises(DegradedError, match="free space"):
+        store.commit_turn(KEY, make_turn("red", 3)).wait()
+    assert content(store.load(KEY)) == expected(turns)
+    plan.armed = False
+    assert content(store.load(KEY)) == expected(turns)
+    assert talk(store, KEY, 3)
+    assert store.stats()["failed"] == 1
+    store.close()
+
+
+def test_a_file_that_may_not_grow_is_what_a_full_disk_is(tmp_path):
+    """The real thing: LMDB's own writes fail, in the middle of a commit."""
+    store = disk_store(tmp_path)
+    turns = talk(store, KEY, 2)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, limits[1]))
+    try:
+        with pytest.raises(DegradedError, match="disk failed"):
+            for number in range(3, 1000):
+                store.commit_turn(KEY, make_turn("red", number)).wait()
+                turns.append(make_turn("red", number))
+        assert content(store.load(KEY)) == expected(turns)
+        with pytest.raises(DegradedError, match="disk failed"):
+            store.commit_turn(KEY, make_turn("red", len(turns) + 1, token_ids=range(10**5))).wait()
+        assert content(store.load(KEY)) == expected(turns)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    turns = talk(store, KEY, len(turns) + 1)
+    assert content(store.load(KEY)) == expected(turns)
+    assert store.check().problems == ()
+    store.close()
+
+
+@pytest.mark.parametrize("step", ["copy", "fsync", "replace", "open", "refused"])
+def test_a_compaction_that_fails_changes_nothing(tmp_path, monkeypatch, step):
+    plan = Plan()
+    opened = []
+
+    def open_it():
+        opened.append(step)
+        if step == "open" and len(opened) == 2:
+            raise lmdb.DiskError("mdb_env_open")
+        if step == "refused" and len(opened) == 2:
+            raise StoreError("another process took it")
+        return Faulty(open_plain_environment(tmp_path / "sessions"), plan)
+
+    store = SessionStore(open_it, Clock())
+    turns = talk(store, KEY, 3)
+
+    def fail(*_arguments, **_options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        if step == "copy":
+            patched.setattr("kvstore.sessions.storage.lmdb.open", fail)
+        elif step not in ("open", "refused"):
+            patched.setattr(f"kvstore.sessions.storage.os.{step}", fail)
+        with pytest.raises(DegradedError):
+            store.compact()
+        assert content(store.load(KEY)) == expected(turns)
+    talk(store, KEY, 4)
+    store.compact()
+    assert [path.name for path in tmp_path.iterdir()] == ["sessions"]
+    assert content(store.load(KEY)) == expected([*turns, make_turn("red", 4)])
+    store.close()
+
+
+def test_deletions_are_resumed_and_files_are_private(tmp_path):
+    store = disk_store(tmp_path)
+    turns = talk(store, KEY, 3)
+    tombstone = store.delete(KEY).wait()
+    talk(store, SessionKey(TENANT, "green"), 1)
+    store.close()
+    (tmp_path / "sessions.compact").mkdir()  # left behind by a compaction that was cut off
+    (tmp_path / "sessions.compact" / "data.mdb").write_text("deleted text")
+    store = disk_store(tmp_path)
+    assert store.pending_deletions() == [tombstone]
+    assert set(tombstone.block_ids) == {b for turn in turns for b in turn.chain}
+    assert not (tmp_path / "sessions.compact").exists()
+    paths = [*tmp_path.iterdir(), *(tmp_path / "sessions").iterdir()]
+    modes = {path.name: path.stat().st_mode & 0o777 for path in paths}
+    assert modes == {"sessions": 0o700, "data.mdb": 0o600, "lock.mdb": 0o600}
+    store.close()
+
+
+def test_the_plain_environment_syncs_everything(tmp_path):
+    env = open_plain_environment(tmp_path / "a" / "sessions")
+    flags = env.flags()
+    assert (flags["sync"], flags["metasync"], flags["writemap"], flags["map_async"]) == (True, True, False, False)
+    with pytest.raises(StoreError, match="cannot be opened"):
+        SessionStore(lambda: open_plain_environment(tmp_path / "a" / "sessions"))
+    env.close()
+
+
+def test_compaction_leaves_no_deleted_text_and_all_else(tmp_path):
+    store = disk_store(tmp_path)
+    secret, other = SessionKey(TENANT, "secret"), SessionKey(TENANT, "green")
+    said = [{"role": "user", "content": "my pin is 4711 " * 300}]
+    store.commit_turn(secret, make_turn("secret", 1, messages=said)).wait()
+    turns = talk(store, other, 30)
+    tombstone = store.delete(secret).wait()
+    file = tmp_path / "sessions" / "data.mdb"
+    assert b"my pin" in file.read_bytes(), "LMDB leaves it in a free page"
+    before = file.stat().st_size
+    store.compact()
+    assert b"my pin" not in file.read_bytes()
+    assert file.stat().st_size < before
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert content(store.load(other)) == expected(turns)
+    assert store.pending_deletions() == [tombstone]
+    assert talk(store, other, 31)
+    store.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["sessions"]
+
+
+def test_compaction_between_readers_and_writers(tmp_path):
+    store = disk_store(tmp_path)
+    talk(store, KEY, 3)
+    stop, wrong = threading.Event(), []
+
+    def read() -> None:
+        while not stop.is_set():
+            if content(store.load(KEY, 3)) != expected([make_turn("red", n) for n in (1, 2, 3)]):
+                wrong.append("other content")
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for number in range(4, 12):
+        store.commit_turn(KEY, make_turn("red", number))
+        store.compact()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert (wrong, store.head(KEY).num_turns) == ([], 11)
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["turn", "head", "tombstone"])
+def test_hostile_records_with_a_right_checksum_are_damaged(kind):
+    """Cut, lengthened, or with any byte changed: another value or StoreError, and no other exception."""
+    head = session_tables.draft_head(KEY, 5.0, SYSTEM, b"f" * 32, "model", 3.0)
+    payload, decode = {
+        "turn": (session_record.encode_turn(make_turn("red", 5), "it"), session_record.decode_turn),
+        "head": (session_record.encode_head(head), session_record.decode_head),
+        "tombstone": (
+            session_record.encode_tombstone(session_record.Tombstone(1, KEY, (b"b" * 32,))),
+            session_record.decode_tombstone,
+        ),
+    }[kind]
+    for end in range(len(payload)):
+        with pytest.raises(StoreError, match="damaged"):
+            decode(payload[:end], "it")
+    with pytest.raises(StoreError, match="after its end"):
+        decode(payload + b"\0", "it")
+    for at in range(len(payload)):
+        for byte in (0, 255, payload[at] ^ 1):
+            try:
+                decode(payload[:at] + bytes([byte]) + payload[at + 1 :], "it")
+            except StoreError as error:
+                assert "damaged" in str(error)
+
+
+def child(*arguments: object) -> subprocess.Popen:
+    command = [sys.executable, str(CHILD), *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_killed_at_any_moment_every_acknowledged_turn_is_there(tmp_path):
+    """15 lives of a process that is killed at random; the log of its acknowledgements is what must be there."""
+    rng = random.Random(11)
+    log = tmp_path / "log"
+    for _ in range(15):
+        size = log.stat().st_size if log.exists() else 0
+        process = child("commit", tmp_path / "sessions", log)
+        while not log.exists() or log.stat().st_size == size:  # it works
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.005)
+        time.sleep(rng.random() / 5)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        acknowledged = dict.fromkeys(SESSIONS, 0)
+        for line in log.read_text().splitlines():
+            session_id, number = line.split()
+            assert int(number) >= acknowledged[session_id]
+            acknowledged[session_id] = int(number)
+        store = disk_store(tmp_path)
+        for session_id, number in acknowledged.items():
+            head = store.head(SessionKey(TENANT, session_id))
+            stored = head.num_turns if head else 0
+            assert number <= stored <= number + 1
+            if head is not None:
+                turns = [make_turn(session_id, n) for n in range(1, stored + 1)]
+                assert content(store.load(head.key)) == expected(turns)
+                assert store.turn(head.key, stored) == turns[-1]
+                with log.open("a") as file:  # the child goes on from what is stored
+                    file.write(f"{session_id} {stored}\n")
+        assert store.check().problems == ()
+        store.close()
+
+
+def test_flipped_bits_in_the_file_give_no_wrong_answer(tmp_path):
+    """In a process of its own: LMDB may crash on a broken page (whoever opens the file verifies its structure)."""
+    rng = random.Random(5)
+    store = disk_store(tmp_path)
+    for session_id in SESSIONS:
+        talk(store, SessionKey(TENANT, session_id), 12)
+    store.close()
+    file = tmp_path / "sessions" / "data.mdb"
+    whole = file.read_bytes()
+    (tmp_path / "turns").write_text("12")
+    seen = ""
+    for _ in range(12):
+        data = bytearray(whole)
+        for _ in range(rng.choice((1, 20))):
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        file.write_bytes(data)
+        process = child("read", tmp_path / "sessions", tmp_path / "turns")
+        out, err = process.communicate(timeout=60)
+        assert process.returncode != 3, "wrong data"
+        if process.returncode == 1:
+            assert err.strip().splitlines()[-1].startswith("kvstore.errors."), err
+        seen += out
+    assert "whole" in seen
+    assert "reported" in seen

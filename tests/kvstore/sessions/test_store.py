@@ -1,0 +1,430 @@
+"""Sessions: what is stored comes back, on disk and in memory alike; and a random machine against plain dicts."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvstore.errors import RequestError, StoreError
+from kvstore.sessions import record as session_record
+from kvstore.sessions import tables as session_tables
+from kvstore.sessions.store import MemorySessionStore, Parent, SessionKey, TurnRecord
+from tests.children.session_child import TENANT, Clock, block_id, content, disk_store, expected, make_turn, talk
+
+SYSTEM = [{"role": "system", "content": "be brief"}]
+KEY = SessionKey(TENANT, "red")
+
+
+@pytest.fixture(params=["disk", "memory"])
+def store(request, tmp_path):
+    store = disk_store(tmp_path) if request.param == "disk" else MemorySessionStore(clock=Clock())
+    yield store
+    assert store.check().problems == ()
+    store.close()
+
+
+def test_every_turn_comes_back_and_so_does_the_state_after_it(store):
+    store.create(KEY, SYSTEM, b"f" * 32, "a model", ttl_s=50).wait()
+    assert content(store.load(KEY)) == (SYSTEM, [], [], None, 0, 0)
+    turns = talk(store, KEY, 12)  # turns 5 and 10 rebase
+    for number, turn in enumerate(turns, start=1):
+        assert store.turn(KEY, number) == turn
+        assert content(store.load(KEY, number)) == expected(turns[:number], SYSTEM)
+        assert store.turn_of_request(KEY, f"request {number}") == turn
+    assert content(store.load(KEY)) == content(store.load(KEY, 12))
+    head = store.load(KEY).head
+    assert (head.num_turns, head.title[:18], head.system) == (12, "question 1 of red ", tuple(SYSTEM))
+    assert (head.fingerprint, head.model, head.parent) == (b"f" * 32, "a model", None)
+    assert head.num_tokens == len(store.load(KEY).token_ids)
+    assert head.expires_s == head.updated_s + 50
+    assert store.blocks_of(KEY) == {block_id for turn in turns for block_id in turn.chain}
+    assert [store.load(KEY, turn) for turn in (-1, 13)] == [None, None]
+    assert [store.turn(KEY, 0), store.turn(KEY, 13), store.turn_of_request(KEY, "other")] == [None, None, None]
+
+
+def test_what_is_not_there_is_none(store):
+    assert (store.load(KEY), store.head(KEY), store.exists(KEY), store.turn(KEY, 1)) == (None, None, False, None)
+    assert (store.blocks_of(KEY), store.turn_of_request(KEY, "x"), store.delete(KEY).wait()) == (set(), None, None)
+    assert store.list(TENANT) == []
+    with pytest.raises(StoreError, match="no session red"):
+        store.set_ttl(KEY, 1).wait()
+    with pytest.raises(StoreError, match="has 0 turns, so turn 2"):
+        store.commit_turn(KEY, make_turn("red", 2)).wait()
+    for bad in ("", "../x", "a" * 129, "ü", "a\n"):
+        with pytest.raises(RequestError, match="session id"):
+            SessionKey("", bad)
+
+
+def test_any_text_is_a_tenant_or_a_message(store):
+    odd = ["\ud800", "a\0b", "é𝄞", "x" * 100_000, ""]
+    for i, text in enumerate(odd):
+        turn = TurnRecord(1, [{"role": "user", "content": text, text: "n"}], [2**32 - 1], [], idempotency_key=text)
+        store.commit_turn(SessionKey(text, "s"), turn).wait()
+        assert store.turn(SessionKey(text, "s"), 1) == turn, i
+        assert store.turn_of_request(SessionKey(text, "s"), text) == turn
+        assert [head.key.tenant for head in store.list(text)] == [text]
+
+
+def test_a_first_turn_may_bring_the_system_prompt(store):
+    first = make_turn("red", 1, messages=[*SYSTEM, *make_turn("red", 1).messages])
+    store.commit_turn(KEY, first).wait()
+    assert store.head(KEY).system == tuple(SYSTEM)
+    assert store.load(KEY).messages == list(first.messages)
+    assert store.load(KEY, 0).messages == SYSTEM
+    other = SessionKey(TENANT, "other")
+    store.create(other, [{"role": "system", "content": "be long"}]).wait()
+    with pytest.raises(StoreError, match="another system prompt"):
+        store.commit_turn(other, first).wait()
+
+
+@pytest.mark.parametrize("change", [
+    {"chain": [b"short"]}, {"token_ids": [-1]}, {"token_ids": [2**32]}, {"messages": [{"role": None}]}, {"base": "no"},
+    {"usage": {"n": 2**63}}, {"created_s": float("nan")}, {"first_reencoded": "1"},
+])  # fmt: skip
+def test_what_cannot_be_stored_is_refused_at_once(store, change):
+    with pytest.raises(StoreError, match=r"turn .* of session red cannot be stored"):
+        store.commit_turn(KEY, make_turn("red", 1, **change))
+    with pytest.raises(StoreError, match="fingerprint has 3 bytes"):
+        store.create(KEY, fingerprint=b"abc").wait()
+    assert not store.exists(KEY)
+
+
+@pytest.mark.parametrize("last", [0, 3, 5, 7, None])
+def test_a_fork_shares_the_past_and_goes_on_alone(store, last):
+    new = SessionKey(TENANT, "fork")
+    store.create(KEY, SYSTEM, model="m").wait()
+    turns = talk(store, KEY, 7)
+    head = store.fork(KEY, last, new).wait()
+    shared = turns[: 7 if last is None else last]
+    assert content(store.load(new)) == expected(shared, SYSTEM)
+    assert (head.parent, head.model) == (Parent("red", len(shared)), "m")
+    assert store.blocks_of(new) == {block_id for turn in shared for block_id in turn.chain}
+    assert store.turn_of_request(new, "request 1") is None
+    more = talk(store, new, len(shared) + 2)[len(shared) :]
+    assert content(store.load(new)) == expected(shared + more, SYSTEM)
+    assert content(store.load(KEY)) == expected(turns, SYSTEM)
+
+
+def test_forks_that_cannot_be(store):
+    talk(store, KEY, 2)
+    new = SessionKey(TENANT, "new")
+    cases = [
+        (SessionKey(TENANT, "none"), None, new, "no session none"), (KEY, 3, new, "cannot be forked at turn 3"),
+        (KEY, -1, new, "cannot be forked"), (KEY, 1, KEY, "exists already"),
+        (KEY, 1, SessionKey("other", "new"), "another tenant"),
+    ]  # fmt: skip
+    for source, turn, target, words in cases:
+        with pytest.raises(StoreError, match=words):
+            store.fork(source, turn, target).wait()
+    assert store.stats()["sessions"] == 1
+
+
+def test_deletion_names_the_blocks_that_nobody_else_has(store):
+    new = SessionKey(TENANT, "fork")
+    turns = talk(store, KEY, 6)
+    store.fork(KEY, 2, new).wait()
+    mine = {b for turn in turns[2:] for b in turn.chain}  # also those before the rebase of turn 5
+    assert (store.unshared_blocks_of(KEY), store.unshared_blocks_of(new)) == (mine, set())
+    first = store.delete(KEY).wait()
+    assert store.unshared_blocks_of(KEY) == set()
+    assert (set(first.block_ids), first.key) == (mine, KEY)
+    assert content(store.load(new)) == expected(turns[:2])
+    second = store.delete(new).wait()
+    assert set(second.block_ids) == {b for turn in turns[:2] for b in turn.chain}
+    assert store.pending_deletions() == [first, second]
+    store.finish_deletion(first.number).wait()
+    assert store.pending_deletions() == [second]
+    assert [store.stats()[name] for name in ("sessions", "turns", "refs")] == [0, 0, 0]
+    assert (store.list(TENANT), store.expired(1e12)) == ([], [])
+
+
+def test_a_session_created_again_is_another_one(store):
+    old = store.create(KEY).wait()
+    store.delete(KEY).wait()
+    with pytest.raises(StoreError, match="deleted meanwhile"):
+        store.commit_turn(KEY, make_turn("red", 1), session_number=old.number).wait()
+    assert not store.exists(KEY)
+    new = store.create(KEY).wait()
+    assert new.number != old.number
+    with pytest.raises(StoreError, match="deleted meanwhile"):
+        store.commit_turn(KEY, make_turn("red", 1), session_number=old.number).wait()
+    assert store.commit_turn(KEY, make_turn("red", 1), session_number=new.number).wait().num_turns == 1
+
+
+def test_the_list_is_by_last_update_and_comes_in_pages(store):
+    keys = [SessionKey(TENANT, f"s{i}") for i in range(7)]
+    for key in keys:
+        store.create(key).wait()
+    store.create(SessionKey("other", "s1")).wait()
+    talk(store, keys[2], 1)
+    order = [keys[i] for i in (2, 6, 5, 4, 3, 1, 0)]
+    assert [head.key for head in store.list(TENANT)] == order
+    pages, after = [], None
+    while page := store.list(TENANT, 3, after):
+        pages.append([head.key for head in page])
+        after = page[-1].cursor
+        store.delete(page[-1].key).wait()  # a cursor outlives its session
+    assert pages == [order[:3], order[3:6], order[6:]]
+    assert [head.key for head in store.list("other")] == [SessionKey("other", "s1")]
+    for cursor in ("", "zz", "00" * 15, "00" * 17):
+        with pytest.raises(RequestError, match="cursor"):
+            store.list(TENANT, 3, cursor)
+
+
+def test_sessions_expire_after_their_last_turn(store):
+    short, long = SessionKey(TENANT, "short"), SessionKey(TENANT, "long")
+    for key, ttl_s in ((KEY, None), (long, 1000), (short, 10)):
+        store.create(key, ttl_s=ttl_s).wait()
+    at = {key: store.head(key).expires_s for key in (short, long)}
+    assert store.expired(at[short] - 0.5) == []
+    assert store.expired(at[short]) == [short]
+    assert store.expired(1e9) == [short, long]
+    assert store.expired(1e9, limit=1) == [short]
+    talk(store, short, 1)
+    assert store.expired(at[short]) == []
+    assert store.set_ttl(long, None).wait().expires_s is None
+    store.delete(short).wait()
+    assert store.expired(1e9) == []
+
+
+def test_of_two_writers_one_wins(store):
+    talk(store, KEY, 1)
+    mine, theirs = make_turn("red", 2, finish_reason="mine"), make_turn("red", 2, finish_reason="theirs")
+    tickets = [store.commit_turn(KEY, mine), store.commit_turn(KEY, theirs)]
+    assert tickets[0].wait().num_turns == 2
+    with pytest.raises(StoreError, match="another writer came first"):
+        tickets[1].wait()
+    assert store.turn(KEY, 2) == mine
+    with pytest.raises(StoreError, match="idempotency key"):
+        store.commit_turn(KEY, make_turn("red", 3, idempotency_key="request 1")).wait()
+
+
+def test_a_closed_store_says_so(tmp_path):
+    for store in (disk_store(tmp_path), MemorySessionStore()):
+        tickets = [store.commit_turn(KEY, make_turn("red", n)) for n in range(1, 30)]
+        store.close()
+        assert [ticket.wait(0).num_turns for ticket in tickets] == list(range(1, 30)), "close drains"
+        store.close()
+        for call in (lambda s=store: s.load(KEY), lambda s=store: s.delete(KEY)):
+            with pytest.raises(StoreError, match="is closed"):
+                call()
+
+
+def test_a_forked_child_is_refused(store):
+    store.create(KEY).wait()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            store.load(KEY)
+        except StoreError as error:
+            code = 0 if "forked" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert store.exists(KEY)
+
+
+def test_memory_drops_what_was_used_longest_ago():
+    store = MemorySessionStore(max_sessions=3)
+    keys = [SessionKey(TENANT, f"s{i}") for i in range(5)]
+    for key in keys[:3]:
+        talk(store, key, 2)
+    store.load(keys[0])
+    talk(store, keys[3], 1)
+    assert [store.exists(key) for key in keys] == [True, False, True, True, False]
+    store.delete(keys[2]).wait()
+    talk(store, keys[4], 1)
+    assert [store.exists(key) for key in keys] == [True, False, False, True, True]
+    assert (store.stats()["dropped"], store.check().problems) == (1, ())
+    store.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bug_in_the_thread_leaves_nobody_waiting(monkeypatch):
+    store = MemorySessionStore()
+    monkeypatch.setattr(session_tables, "create", lambda view, draft: 1 // 0)
+    with pytest.raises(StoreError, match="internal error: ZeroDivisionError"):
+        store.create(KEY).wait(10)
+    with pytest.raises(StoreError, match="internal error"):
+        store.delete(KEY)
+    store.close()
+
+
+def test_a_flipped_bit_in_a_record_is_reported(store):
+    talk(store, KEY, 3)
+    talk(store, SessionKey(TENANT, "green"), 2)
+    with store._storage.write() as view:
+        place, value = list(view.scan(session_tables.TURNS))[1]
+        view.put(session_tables.TURNS, place, value[:50] + bytes([value[50] ^ 4]) + value[51:])
+    reads = [
+        lambda: store.load(KEY), lambda: store.blocks_of(KEY), lambda: store.turn(KEY, 2),
+        lambda: store.turn_of_request(KEY, "request 2"), lambda: store.fork(KEY, 2, SessionKey(TENANT, "new")).wait(),
+    ]  # fmt: skip
+    for read in reads:
+        with pytest.raises(StoreError, match=r"session red is damaged .*checksum"):
+            read()
+    assert content(store.load(KEY, 1)) == expected([make_turn("red", 1)])
+    assert store.load(SessionKey(TENANT, "green")) is not None
+    assert any("session red is damaged" in problem for problem in store.check().problems)
+    blocks = {b for n in (1, 2, 3) for b in make_turn("red", n).chain}
+    assert set(store.delete(KEY).wait().block_ids) == blocks, "a damaged session can be deleted"
+
+
+def test_damaged_counters_and_tombstones_stop_nobody(store):
+    first = store.create(KEY).wait()
+    lost, kept = (store.delete(store.create(SessionKey(TENANT, name)).wait().key).wait() for name in ("lost", "kept"))
+    with store._storage.write() as view:
+        for place, value in list(view.scan(session_tables.COUNTERS)):
+            view.put(session_tables.COUNTERS, place, value[:-1])
+        view.put(session_tables.TOMBSTONES, session_tables.be64(lost.number), b"")
+    assert store.create(SessionKey(TENANT, "green")).wait().number > first.number + 2
+    assert store.delete(SessionKey(TENANT, "green")).wait().number > kept.number
+    assert store.pending_deletions()[0] == kept
+    assert [problem[:21] for problem in store.check().problems] == ["deletion 1 is damaged"]
+    store.finish_deletion(lost.number).wait()
+
+
+@pytest.mark.parametrize("table", [session_tables.NAMES, session_tables.HEADS, session_tables.TURNS])
+@pytest.mark.parametrize("sealed", [False, True], ids=["moved", "sealed again"])
+@pytest.mark.parametrize("kind", ["disk", "memory"])
+def test_a_record_in_anothers_place_is_damaged(tmp_path, kind, table, sealed):
+    """Also by somebody who can compute the checksum: a session never shows another's text."""
+    store = disk_store(tmp_path) if kind == "disk" else MemorySessionStore(clock=Clock())
+    foreign = SessionKey("foreign", "green")
+    talk(store, foreign, 2)
+    talk(store, KEY, 2)
+    with store._storage.write() as view:
+        places = sorted(view.scan(table))
+        if table == session_tables.NAMES:
+            number = session_tables.find(view, foreign)
+            theirs = next(value for place, value in places if place.endswith(b"green"))
+            mine, payload = next(place for place, _ in places if place.endswith(b"red")), number.to_bytes(8, "little")
+        else:
+            theirs, mine = places[0][1], places[-1][0]
+            payload = theirs[1:-16]
+        view.put(table, mine, session_record.seal(table, mine, payload) if sealed else theirs)
+    with pytest.raises(StoreError, match=r"session red is damaged"):
+        store.load(KEY)
+    with pytest.raises(StoreError, match=r"session red is damaged"):
+        store.commit_turn(KEY, make_turn("red", 3)).wait() if table != session_tables.TURNS else store.turn(KEY, 2)
+    assert all(head.key.tenant == TENANT for head in store.list(TENANT))
+    assert content(store.load(foreign)) == expected([make_turn("green", n) for n in (1, 2)])
+    assert store.check().problems != ()
+    store.close()
+
+
+def test_a_false_place_in_the_list_shows_nothing(store):
+    """Or one flipped bit in a key would show a session to another tenant."""
+    talk(store, KEY, 1)
+    store.set_ttl(KEY, 10).wait()
+    number = session_tables.be64(store.head(KEY).number)
+    false = [
+        (session_tables.ORDER, session_record.digest("other") + b"\1" * 8 + number),
+        (session_tables.ORDER, session_record.digest("other") + b"\1" * 8 + b"\7" * 8),
+        (session_tables.EXPIRY, bytes(8) + number),
+    ]
+    with store._storage.write() as view:
+        for table, place in false:
+            view.put(table, place, b"")
+    assert (store.list("other"), store.expired(0), store.stats()["damaged"]) == ([], [], 1)
+    assert [problem[:20] for problem in store.check().problems] == ["2 entries in 'order'", "1 entries in 'expiry"]
+    with store._storage.write() as view:
+        for table, place in false:
+            view.delete(table, place)
+
+
+def test_a_seal_holds_for_one_place():
+    value = session_record.seal("turns", b"key", b"payload")
+    assert session_record.unseal("turns", b"key", value, "it") == b"payload"
+    wrong = [("heads", b"key", value), ("turns", b"kez", value), ("turns", b"key", b""), ("turn", b"skey", value)]
+    for table, key, sealed in wrong:
+        with pytest.raises(StoreError, match="it is damaged"):
+            session_record.unseal(table, key, sealed, "it")
+    newer = bytes([2]) + value[1:-16]
+    with pytest.raises(StoreError, match="version 2, not 1"):
+        session_record.unseal("turns", b"key", newer + session_record._checksum("turns", b"key", newer), "it")
+
+
+class Machine(RuleBasedStateMachine):
+    """A store against dicts: what each session's turns are, and which deletions are pending."""
+
+    ids = st.sampled_from(["a", "b", "c"])
+
+    @initialize(memory=st.booleans())
+    def start(self, memory):
+        self.memory = memory
+        self.env_dir = Path(tempfile.mkdtemp())
+        self.store = MemorySessionStore(clock=Clock()) if memory else disk_store(self.env_dir)
+        self.turns: dict[str, list[TurnRecord]] = {}
+        self.pending: dict[int, set[bytes]] = {}
+
+    @rule(name=ids, rebase=st.booleans(), share=st.integers(0, 3))
+    def commit(self, name, rebase, share):
+        number = len(self.turns.get(name, ())) + 1
+        base, chain = "rebase" if rebase else "append", [block_id(f"{i}") for i in range(share)]
+        turn = make_turn(name, number, base=base, chain=chain)
+        self.store.commit_turn(SessionKey(TENANT, name), turn).wait()
+        self.turns.setdefault(name, []).append(turn)
+
+    @rule(name=ids, new=ids, turn=st.integers(0, 4))
+    def fork(self, name, new, turn):
+        ticket = self.store.fork(SessionKey(TENANT, name), turn, SessionKey(TENANT, new))
+        if name in self.turns and new not in self.turns and turn <= len(self.turns[name]):
+            ticket.wait()
+            self.turns[new] = list(self.turns[name][:turn])
+        else:
+            with pytest.raises(StoreError):
+                ticket.wait()
+
+    @rule(name=ids)
+    def delete(self, name):
+        tombstone = self.store.delete(SessionKey(TENANT, name)).wait()
+        turns = self.turns.pop(name, None)
+        assert (tombstone is None) == (turns is None)
+        if tombstone:
+            others = {b for rest in self.turns.values() for turn in rest for b in turn.chain}
+            self.pending[tombstone.number] = {b for turn in turns for b in turn.chain} - others
+            assert set(tombstone.block_ids) == self.pending[tombstone.number]
+
+    @rule(data=st.data())
+    def finish(self, data):
+        if self.pending:
+            number = data.draw(st.sampled_from(sorted(self.pending)))
+            self.store.finish_deletion(number).wait()
+            del self.pending[number]
+
+    @rule(compact=st.booleans())
+    def reopen(self, compact):
+        if compact:
+            self.store.compact()
+        elif not self.memory:
+            self.store.close()
+            self.store = disk_store(self.env_dir)
+
+    @invariant()
+    def same(self):
+        if not hasattr(self, "store"):
+            return
+        for name in ("a", "b", "c"):
+            state = self.store.load(SessionKey(TENANT, name))
+            assert (state is None) == (name not in self.turns)
+            if state is not None:
+                assert content(state) == expected(self.turns[name])
+        assert {head.key.session_id for head in self.store.list(TENANT)} == set(self.turns)
+        assert {t.number: set(t.block_ids) for t in self.store.pending_deletions()} == self.pending
+        assert self.store.check().problems == ()
+
+    def teardown(self):
+        if hasattr(self, "store"):
+            self.store.close()
+            shutil.rmtree(self.env_dir)
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=25, stateful_step_count=20, suppress_health_check=list(HealthCheck))

@@ -1,0 +1,420 @@
+"""What the store does when something unforeseen goes wrong: errors in threads, a step cut off, a slow index."""
+
+import os
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+import kvstore.disk.io_queue
+import kvstore.store.tiered
+from kvstore.blocks.records import Evict, ReadResult
+from kvstore.connector import NullConnector
+from kvstore.disk.format import WriteError
+from kvstore.disk.io_queue import IoQueue, Read, Task, Write
+from kvstore.disk.tier import DiskTier, WriteOutcome
+from kvstore.errors import StoreError
+from kvstore.store.saving import SaveStep
+from kvstore.store.store import _Step
+from tests.kvstore.disk.test_io_queue import FakeDisk, block, record
+from tests.support.engines import (
+    ask,
+    cached,
+    check_closed,
+    counters,
+    evict_cpu,
+    open_engine,
+    save_model,
+    settle,
+    tokens,
+)
+
+BLOCKS = 6  # of a prompt of 100 tokens
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"), max_position_embeddings=256)
+
+
+@pytest.fixture
+def engine(model, tmp_path):
+    with open_engine(model, tmp_path / "store") as engine:
+        yield engine
+
+
+def wait_until(condition, seconds: float = 20.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def chain_of(engine, prompt) -> list[bytes]:
+    """Ids of the blocks of this prompt on disk, head first."""
+    parents = {e.block_id: e.parent_id for batch in engine.connector._disk_tier.scan() for e in batch}
+    chain = [block_id for block_id, parent in parents.items() if parent not in parents]
+    while len(chain) < len(parents):
+        chain.append(next(block_id for block_id, parent in parents.items() if parent == chain[-1]))
+    assert len(chain) == len(prompt) // 16
+    return chain
+
+
+# -- threads of the I/O queue ------------------------------------------------------------------------------------------
+def test_whatever_the_disk_raises_is_an_outcome():
+    class Raising(FakeDisk):
+        def write(self, *_):
+            raise KeyError("unforeseen")
+
+        def read(self, *_):
+            raise ValueError("unforeseen")
+
+    def task():
+        raise NotImplementedError
+
+    queue, done = IoQueue(Raising(), lambda: None, num_readers=1, batch_wait_s=0.0), []
+    for _ in range(2):  # the threads are still there the second time
+        queue.submit_write(Write(0, record(0), block(0)))
+        queue.submit_read(Read(1, record(1), block(1)))
+        queue.submit_read(Task(2, task))
+        wait_until(lambda: done.extend(queue.completed()) or queue.is_idle)
+    assert sorted(type(one).__name__ for one in done) == sorted(2 * ["ReadDone", "TaskDone", "WriteDone"])
+    assert {getattr(one, "error", None) for one in done} == {None, "KeyError: 'unforeseen'"}
+    assert {getattr(one, "result", ReadResult.FAILED) for one in done} == {ReadResult.FAILED}
+    assert not any(getattr(one, "succeeded", False) for one in done)
+    assert queue.close(5.0)
+
+
+def test_times_of_last_use_alone_are_written_at_the_end_in_a_hurry_and_after_a_while(monkeypatch):
+    disk = FakeDisk()
+    queue = IoQueue(disk, lambda: None, num_readers=0, batch_wait_s=0.0)
+    queue.submit_touched({b"a": 1.0})
+    time.sleep(0.1)
+    assert not disk.touched
+    queue.hurry()
+    wait_until(lambda: disk.touched == {b"a": 1.0})
+    disk.error = "none of it"
+    queue.submit_touched({b"b": 2.0})
+    queue.hurry()
+    wait_until(lambda: len(disk.batches) == 2 and queue._touched)  # kept for the next time
+    disk.error = None
+    monkeypatch.setattr(kvstore.disk.io_queue, "TOUCHED_WAIT_S", 0.05)
+    queue.submit_touched({b"c": 3.0})
+    wait_until(lambda: disk.touched == {b"a": 1.0, b"b": 2.0, b"c": 3.0})
+    monkeypatch.setattr(kvstore.disk.io_queue, "TOUCHED_WAIT_S", 60.0)
+    queue.submit_touched({b"d": 4.0})
+    assert queue.close(5.0) and disk.touched[b"d"] == 4.0 and not queue.completed()
+
+
+def test_use_in_a_session_that_writes_nothing_is_remembered(model, tmp_path):
+    def last_use(engine) -> float:
+        return max(e.last_access_s for batch in engine.connector._disk_tier.scan() for e in batch)
+
+    with open_engine(model, tmp_path / "store") as engine:
+        ask(engine, tokens(1, 100))
+    with open_engine(model, tmp_path / "store") as engine:
+        before = last_use(engine)
+        wait_until(lambda: engine.stats()["disk"]["index_loaded"])
+        time.sleep(0.2)
+        assert cached(ask(engine, tokens(1, 100), 2))[2] == 96
+    with open_engine(model, tmp_path / "store") as engine:
+        assert last_use(engine) > before + 0.1
+
+
+def test_an_unforeseen_error_of_a_reader_ends_in_computing(engine, monkeypatch):
+    expected = ask(engine, tokens(2, 100)).token_ids
+    evict_cpu(engine)
+    engine.loop.pool.evict_all()
+
+    def fail(*_):
+        raise ValueError("unforeseen")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "_read", fail)
+        assert ask(engine, tokens(2, 100)).token_ids == expected
+    assert counters(engine)["read_failures"]["failed"] > 0
+    settle(engine)
+
+
+# -- identity ----------------------------------------------------------------------------------------------------------
+def test_a_sound_block_of_another_identity_stays(engine, monkeypatch):
+    """A reader that expects something else, of whatever fault, must not take from others what is theirs."""
+    expected = ask(engine, tokens(3, 100)).token_ids
+    evict_cpu(engine)
+    engine.loop.pool.evict_all()
+    read = DiskTier.read
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "read", lambda d, r, into: read(d, replace(r, fingerprint=b"x" * 32), into))
+        assert ask(engine, tokens(3, 100)).token_ids == expected
+    assert set(counters(engine)["read_failures"]) == {"mismatch"}
+    evict_cpu(engine)
+    engine.loop.pool.evict_all()
+    assert engine.stats()["disk"]["blocks"] == BLOCKS and cached(ask(engine, tokens(3, 100)))[2] == 96
+
+
+# -- housekeeping and a damaged file -----------------------------------------------------------------------------------
+def test_the_housekeeper_survives_an_error_which_is_counted(engine, monkeypatch):
+    def fail():
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.connector._store.disk, "pump", fail)
+        wait_until(lambda: counters(engine)["housekeeping_errors"] >= 2)
+    assert engine.connector._housekeeper.is_alive()
+    ask(engine, tokens(4, 100))
+    wait_until(lambda: engine.stats()["disk"]["blocks"] == BLOCKS)
+
+
+def test_an_error_while_collecting_loses_only_that_outcome(engine, monkeypatch):
+    store, seen = engine.connector._store, []
+    monkeypatch.setattr(store, "_collect", lambda one: seen.append(one) or 1 // len(seen[1:]))
+    with engine.connector._lock:
+        store._ended += [1, 2, 3]
+        with pytest.raises(ZeroDivisionError):
+            store.poll()
+        store.poll()
+    assert seen == [1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore:.*is damaged")
+def test_a_damaged_file_that_cannot_be_put_aside_is_tried_again_later(engine, monkeypatch):
+    expected = ask(engine, tokens(5, 100)).token_ids
+    settle(engine)
+    disk, tries = engine.connector._disk_tier, []
+
+    def refuse(*_):
+        tries.append(time.monotonic())
+        raise OSError("read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore.disk.check.quarantine", refuse)
+        disk.broken = True
+        wait_until(lambda: len(tries) == 2)
+        assert tries[1] - tries[0] > 0.4 and disk.broken and "put aside" in engine.stats()["disk"]["degraded"]
+        assert counters(engine)["housekeeping_errors"] == 0 and engine.connector._housekeeper.is_alive()
+        engine.loop.pool.evict_all()
+        assert ask(engine, tokens(5, 100)).token_ids == expected
+    wait_until(lambda: not disk.broken)
+    settle(engine)
+    assert engine.stats()["disk"]["blocks"] == BLOCKS == check_closed(engine, [parent_of_chain(engine)])
+
+
+def parent_of_chain(engine) -> bytes:
+    parents = {e.block_id: e.parent_id for batch in engine.connector._disk_tier.scan() for e in batch}
+    (root,) = set(parents.values()) - set(parents)
+    return root
+
+
+@pytest.mark.filterwarnings("ignore:.*is damaged")
+def test_after_a_damaged_file_parents_are_written_before_their_children(engine):
+    for seed in (6, 7):
+        ask(engine, tokens(seed, 100))
+    settle(engine)
+    connector = engine.connector
+    with connector._lock:
+        connector._store.disk._dirty.clear()
+        for slot in connector._cpu.blocks()[::2]:  # another order than that of the slots
+            connector._cpu.touch([connector._cpu.record(slot).block_id], time.time())
+        order = [connector._cpu.record(slot) for slot in connector._store.disk._cpu.parents_first()]
+    ids = [one.block_id for one in order]
+    assert len(ids) == 2 * BLOCKS and len(set(ids)) == len(ids)
+    assert all(ids.index(one.parent_id) < ids.index(one.block_id) for one in order if one.parent_id in ids)
+
+
+# -- steps that are cut off --------------------------------------------------------------------------------------------
+def test_a_step_that_is_cut_off_after_it_was_planned_holds_nothing(engine, monkeypatch):
+    """Between the store's plan and the moment when the engine has it."""
+    plan = kvstore.store.tiered.TieredConnector.build_connector_meta
+
+    def cut_off(connector, spans):
+        plan(connector, spans)
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kvstore.store.tiered.TieredConnector, "build_connector_meta", cut_off)
+        with pytest.raises(MemoryError):
+            ask(engine, tokens(8, 100))
+    assert not engine.connector._store._steps
+    with engine.connector._lock:
+        assert not engine.connector._cpu.blocks(), "blocks that will never come"
+
+
+def test_a_step_that_has_begun_is_not_dropped_by_the_failure_of_another(engine):
+    store = engine.connector._store
+    with engine.connector._lock:
+        store._steps[1001] = step = _Step((), SaveStep([], [], []))
+        store.begun(1001)
+        store.drop_unbegun()
+        assert store._steps == {1001: step}
+        del store._steps[1001]
+
+
+# -- forgetting --------------------------------------------------------------------------------------------------------
+def test_forget_names_what_went_and_waits_for_nothing_else(engine):
+    ask(engine, tokens(9, 100))
+    settle(engine)
+    chain = chain_of(engine, tokens(9, 100))
+    with engine.connector._lock:
+        engine.connector._store.disk._deleting[b"?" * 32] = 0  # of an eviction that does not end
+    started = time.monotonic()
+    assert engine.connector.forget(chain[2:3], timeout_s=20.0) == (frozenset(chain[2:]), True)
+    assert time.monotonic() - started < 5
+    with engine.connector._lock:
+        del engine.connector._store.disk._deleting[b"?" * 32]
+    assert chain_of(engine, range(32)) == chain[:2]
+    assert NullConnector().forget(chain) == (frozenset(chain), True)
+
+
+def test_forget_does_not_wait_for_a_disk_that_cannot_write_and_is_made_up_for(engine, monkeypatch):
+    ask(engine, tokens(10, 100))
+    settle(engine)
+    chain, tries = chain_of(engine, tokens(10, 100)), []
+
+    def fail(*_, **__):
+        tries.append(time.monotonic())
+        return WriteOutcome(error=WriteError.IO)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "write", fail)
+        started = time.monotonic()
+        assert engine.connector.forget(chain, timeout_s=20.0) == (frozenset(chain), False)
+        assert time.monotonic() - started < 5
+        wait_until(lambda: len(tries) == 2)
+        assert tries[1] - tries[0] > 0.4, "a deletion that failed is not tried again at once"
+    wait_until(lambda: engine.connector.forget(chain, timeout_s=20.0) == (frozenset(chain), True))
+    settle(engine)
+    assert engine.stats()["disk"]["blocks"] == 0
+
+
+# -- the index ---------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def stored(model, tmp_path):
+    """A store with one chain."""
+    with open_engine(model, tmp_path / "store") as engine:
+        ask(engine, tokens(11, 100))
+        settle(engine)
+        return tmp_path / "store", chain_of(engine, tokens(11, 100))
+
+
+def slow_scan(monkeypatch, change=lambda batches: batches) -> threading.Event:
+    go, scan = threading.Event(), DiskTier.scan
+
+    def slow(disk):
+        batches = list(scan(disk))
+        if threading.current_thread().name == "kvstore-index":
+            go.wait(20)
+        yield from change(batches)
+
+    monkeypatch.setattr(DiskTier, "scan", slow)
+    return go
+
+
+def test_a_deletion_before_the_index_is_loaded_holds_nobody_up_and_takes_what_is_below(model, stored, monkeypatch):
+    path, chain = stored
+    go, found = slow_scan(monkeypatch), []
+    with open_engine(model, path) as engine:
+        forgetting = threading.Thread(target=lambda: found.append(engine.connector.forget(chain[1:2], 20.0)))
+        forgetting.start()
+        evicting = threading.Thread(target=lambda: found.append(engine.connector.evict(Evict(dry_run=True))))
+        evicting.start()
+        wait_until(lambda: counters(engine)["forgotten"] == 1)
+        assert cached(ask(engine, tokens(11, 40)))[2] == 16, "steps go on, and the block is gone"
+        go.set()
+        forgetting.join()
+        evicting.join()
+        assert (frozenset(chain[1:]), True) in found and len(found) == 2
+        settle(engine)
+        assert chain[0] in {e.block_id for batch in engine.connector._disk_tier.scan() for e in batch}
+
+
+def test_an_index_that_cannot_be_loaded_is_empty_and_counted(model, stored, monkeypatch):
+    def fail(_):
+        raise ValueError("unforeseen")
+
+    slow_scan(monkeypatch, fail).set()
+    with open_engine(model, stored[0]) as engine:
+        wait_until(lambda: engine.stats()["disk"]["index_loaded"])
+        assert counters(engine)["housekeeping_errors"] == 1
+        ask(engine, tokens(12, 100))
+        settle(engine)
+        disk = engine.connector._store.disk
+        assert not disk._journal and not disk._early_touches
+
+
+@pytest.mark.filterwarnings("ignore:.*is damaged")
+def test_an_index_of_a_file_that_was_put_aside_is_dropped(model, stored, monkeypatch):
+    go = slow_scan(monkeypatch)
+    with open_engine(model, stored[0]) as engine:
+        engine.connector._disk_tier.broken = True
+        wait_until(lambda: not engine.connector._disk_tier.broken)
+        go.set()
+        settle(engine)
+        time.sleep(0.5)
+        assert engine.stats()["disk"]["blocks"] == 0
+        assert cached(ask(engine, tokens(11, 100)))[2] == 0
+
+
+# -- forks and ends ----------------------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_every_verb_refuses_a_forked_child_before_it_takes_a_lock(engine):
+    connector, go = engine.connector, threading.Event()
+    held = threading.Event()
+
+    def hold():
+        with connector._lock:
+            held.set()
+            go.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(20)
+    calls = (
+        connector.stats, connector.get_finished, connector.flush, lambda: connector.wait_for_progress(0.0),
+        lambda: connector.get_num_usable_blocks("", 0), lambda: connector.get_num_new_matched_tokens("", 0, 0),
+        lambda: connector.update_state_after_alloc("", (), 0, 0), lambda: connector.request_finished("", ()),
+        lambda: connector.step_failed(None), lambda: connector.check_integrity(False), connector.verify,
+        lambda: connector.forget(()), lambda: connector.evict(Evict()), lambda: connector.build_connector_meta(()),
+        connector.compact, lambda: connector.pin((), 1.0),
+    )  # fmt: skip
+    if (child := os.fork()) == 0:
+        num_refused = 0
+        try:
+            for call in calls:
+                try:
+                    call()
+                except StoreError as error:
+                    num_refused += "forked" in str(error)
+            connector.close()
+        finally:
+            os._exit(num_refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(calls)
+    go.set()
+    thread.join()
+
+
+def test_flush_ends_when_the_store_is_closed(model, tmp_path, monkeypatch):
+    go, write, raised = threading.Event(), DiskTier.write, []
+
+    def stuck(*args, **kwargs):
+        go.wait(20)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(kvstore.store.tiered, "DRAIN_S", 0.2)
+    monkeypatch.setattr(DiskTier, "write", stuck)
+    engine = open_engine(model, tmp_path / "store")
+    ask(engine, tokens(13, 100))
+
+    def flush():
+        try:
+            engine.connector.flush()
+        except StoreError as error:
+            raised.append(str(error))
+
+    flushing = threading.Thread(target=flush)
+    flushing.start()
+    time.sleep(0.1)
+    engine.close()
+    flushing.join(10)
+    go.set()
+    assert len(raised) == 1 and "closed" in raised[0]

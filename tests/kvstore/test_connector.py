@@ -1,0 +1,157 @@
+"""The seam: the connector of no store keeps every verb and does nothing; and what the scheduler makes of the answers
+of one that has a store."""
+
+import dataclasses
+import inspect
+
+import pytest
+
+from kvstore.blocks.ids import BLOCK_ID_BYTES, Lineage
+from kvstore.connector import KVConnector, Lookup, Match, NullConnector, StepSpan, TransferPlan
+from kvstore.engine.core.request import Request, Status
+from kvstore.engine.outputs import CachedTokensDetails
+from kvstore.engine.sampling_params import SamplingParams
+from tests.support.house import ROOT, FakeStore, House, history_keys, steps_of
+
+VERBS = [name for name, value in vars(KVConnector).items() if callable(value) and not name.startswith("_")]
+
+
+def parameters(owner: type, verb: str) -> list[tuple[str, object]]:
+    return [(p.name, p.kind) for p in inspect.signature(getattr(owner, verb)).parameters.values()]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_null_connector_has_every_verb_with_the_same_arguments(verb):
+    assert parameters(NullConnector, verb) == parameters(KVConnector, verb)
+
+
+def test_the_null_connector_has_no_verb_of_its_own():
+    own = [name for name, value in vars(NullConnector).items() if callable(value) and not name.startswith("_")]
+    assert own == VERBS
+
+
+def test_every_lookup_is_a_miss():
+    connector = NullConnector()
+    assert connector.on_new_request("r", [b"id"], list(range(16)), Lineage(ROOT), "", 0, (0, 0)).tiers == []
+    assert connector.get_num_usable_blocks("r", 3) == 3
+    assert connector.get_num_new_matched_tokens("r", 0, 63) == Match(Lookup.MISS, 0)
+    assert connector.build_connector_meta([StepSpan("r", 0, 16)]) is None
+    assert connector.get_finished() == ()
+    assert connector.splice([b"id"], list(range(16)), Lineage(ROOT), [(0, 16)], "") is None
+    assert set(connector.stats()) == {"policy"}
+
+
+def test_roots_are_one_per_owner_and_another_in_every_store():
+    connector, other = NullConnector(), NullConnector()
+    owners = [("", ""), ("a", ""), ("", "a"), ("a", "b"), ("ab", "")]
+    roots = [connector.lineage_root(*owner) for owner in owners]
+    assert len({*roots, *(other.lineage_root(*owner) for owner in owners)}) == 2 * len(owners)
+    assert roots == [connector.lineage_root(*owner) for owner in owners]
+    assert {len(root) for root in roots} == {BLOCK_ID_BYTES}
+
+
+def test_a_hit_or_a_load_that_was_never_reported_is_a_bug():
+    connector = NullConnector()
+    with pytest.raises(AssertionError, match="never reports a hit"):
+        connector.update_state_after_alloc("r", [1], 0, 16)
+    with pytest.raises(AssertionError, match="never plans a transfer"):
+        connector.start_load_kv(TransferPlan(), [0])
+
+
+def test_what_crosses_the_seam_is_frozen():
+    for value in (Match(Lookup.HIT, 16), TransferPlan(())):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(value, dataclasses.fields(value)[0].name, None)
+        assert not hasattr(value, "__dict__")
+
+
+# -- the connector's scheduler side ----------------------------------------------------------------------------------
+def stored(prompt: list[int], num_blocks: int, block_size: int = 4) -> dict[bytes, list[int]]:
+    request = Request("stored", prompt, SamplingParams(), 1, Lineage(ROOT), block_size, seed=0)
+    keys = history_keys(prompt)
+    return {request.chain[i]: keys[i * block_size : (i + 1) * block_size] for i in range(num_blocks)}
+
+
+def test_a_request_whose_blocks_are_on_their_way_does_not_hold_up_those_behind():
+    store = FakeStore()
+    house, prompt = House(store=store, seqs=2), list(range(13))
+    blocks = stored(prompt, 2)
+    store.pending = set(blocks)
+    house.add("slow", prompt, 3)
+    house.add("b", list(range(40, 50)), 3)
+    house.add("c", list(range(60, 70)), 3)
+    assert list(steps_of(house.step())) == ["b", "c"]
+    assert house.scheduler.num_waiting == 1
+    house.add("d", list(range(80, 84)), 3)
+    for _ in range(3):
+        house.step()
+    assert house.requests["slow"].status is Status.WAITING
+    store.pending, store.loadable = set(), blocks
+    assert steps_of(house.step())["slow"] == (8, 5, 1)
+    house.run()
+    for name, tokens in (("slow", prompt), ("b", list(range(40, 50))), ("c", list(range(60, 70)))):
+        house.check_answer(name, tokens)
+
+
+def test_a_pending_request_can_be_aborted():
+    store = FakeStore()
+    house, prompt = House(store=store), list(range(13))
+    store.pending = set(stored(prompt, 1))
+    house.add("slow", prompt, 3)
+    assert house.step().scheduled == ()
+    house.scheduler.finish("slow", "abort")
+    house.run()
+
+
+@pytest.mark.parametrize("num_stored", [1, 2, 3])
+def test_stored_blocks_are_loaded_and_the_rest_is_computed(num_stored):
+    store = FakeStore()
+    house, prompt = House(store=store), list(range(13))
+    store.loadable = stored(prompt, num_stored)
+    house.add("a", prompt, 3)
+    output = house.step()
+    assert steps_of(output) == {"a": (4 * num_stored, 13 - 4 * num_stored, 1)}
+    request = house.requests["a"]
+    loads = [(load.block_number, load.block_id, load.position) for load in output.plan.loads]
+    assert loads == [(request.block_numbers[i], request.chain[i], 0) for i in range(num_stored)]
+    assert request.cached == CachedTokensDetails(cpu=4 * num_stored)
+    house.run()
+    house.check_answer("a", prompt)
+    assert house.computed == {"a": 13 - 4 * num_stored + 2}
+
+
+def test_stored_blocks_continue_a_hit_in_hbm():
+    store = FakeStore()
+    house, prompt = House(store=store, budget=8), list(range(30))
+    house.add("warm", prompt[:9], 1)
+    house.run()
+    store.loadable = stored(prompt, 5)
+    house.add("a", prompt, 3)
+    output = house.step()
+    assert steps_of(output) == {"a": (20, 8, 0)}
+    assert [load.block_id for load in output.plan.loads] == house.requests["a"].chain[2:5]
+    assert house.requests["a"].cached == CachedTokensDetails(hbm=8, cpu=12)
+    house.run()
+    house.check_answer("a", prompt)
+
+
+def test_a_stored_prompt_still_computes_its_last_token():
+    store = FakeStore()
+    house, prompt = House(store=store), list(range(12))
+    store.loadable = stored(prompt, 3)
+    house.add("a", prompt, 3)
+    assert steps_of(house.step()) == {"a": (8, 4, 1)}
+    house.run()
+    house.check_answer("a", prompt)
+
+
+def test_the_connector_hears_of_every_request_once_and_of_its_end():
+    store = FakeStore()
+    house = House(store=store)
+    house.add("a", list(range(9)), 3)
+    house.add("b", list(range(20, 29)), 30)
+    house.step()
+    house.scheduler.finish("b", "abort")
+    house.run()
+    assert [call for call in store.calls if call[1] == "a"] == [("new", "a", 2), ("finished", "a", 3)]
+    assert [call for call in store.calls if call[1] == "b"] == [("new", "b", 2), ("finished", "b", 3)]

@@ -1,0 +1,53 @@
+"""Counters of a store: the histogram, and that each thing that happens is counted where it happens."""
+
+import pytest
+
+from kvstore.stats import Histogram, StoreStats
+from tests.support.engines import ask, counters, evict_cpu, open_engine, save_model, settle, tokens
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def test_a_value_is_counted_in_the_first_bucket_that_holds_it():
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 7.0):
+        histogram.observe(value)
+    assert histogram.as_dict() == {"bounds": [1.0, 2.0], "counts": [2, 1, 1], "sum": 10.0}
+
+
+def test_what_was_shown_does_not_change_later():
+    stats, histogram = StoreStats(), Histogram((1.0,))
+    shown, buckets = stats.as_dict(), histogram.as_dict()
+    stats.read_failures["corrupt"] = 1
+    histogram.observe(0.5)
+    assert shown["read_failures"] == {} and buckets["counts"] == [0, 0]
+
+
+def test_loads_take_time_and_removals_are_no_evictions(model, tmp_path):
+    with open_engine(model, tmp_path / "store") as engine:
+        prompt = tokens(1, 100)
+        ask(engine, prompt)
+        engine.loop.pool.evict_all()
+        evict_cpu(engine)
+        ask(engine, prompt)
+        settle(engine)
+        stats = engine.stats()
+        num_loads, num_reads = sum(stats["load_seconds"]["counts"]), sum(stats["disk"]["read_seconds"]["counts"])
+        assert num_loads >= 1 and num_reads == counters(engine)["read"] == 6
+        session = tokens(2, 40)
+        ask(engine, session)
+        settle(engine)
+        before = engine.stats()
+        blocks = [record for record in engine.connector._cpu.blocks() if record is not None]
+        ids = [engine.connector._cpu.record(slot).block_id for slot in blocks]
+        assert engine.admin.forget(ids)
+        settle(engine)
+        after = engine.stats()
+    for tier in ("hbm", "cpu"):
+        assert after[tier]["removed_blocks"] - before[tier]["removed_blocks"] == len(ids), tier
+        assert after[tier]["evicted_blocks"] == before[tier]["evicted_blocks"], tier
+    removed = after["store"]["disk_removals"] - before["store"]["disk_removals"]
+    assert (removed, after["store"]["disk_evictions"]) == (len(ids), 0)

@@ -1,0 +1,229 @@
+"""The `openai` package as a client: what it sends is understood, and what it gets it takes for OpenAI's."""
+
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import openai
+import pytest
+
+from tests.support.service.serving import KEY, serving
+
+MODEL = "kvstore-builtin"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(api_key=KEY, max_concurrent_per_key=8, max_queue_per_key=8) as one:
+        yield one
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=60) as one:
+        yield one
+    server.wait_until_idle()
+
+
+def said(text):
+    return [{"role": "user", "content": text}]
+
+
+def ask(client, messages, **more):
+    return client.chat.completions.create(model=MODEL, messages=messages, **{"max_tokens": 24, **more})
+
+
+def test_models_are_listed_and_found(client):
+    (model,) = client.models.list().data
+    assert (model.id, model.object) == (MODEL, "model") and model.max_model_len == 1024
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+def test_an_answer_has_openais_shape(client):
+    answer = ask(client, said("Hello"))
+    (choice,) = answer.choices
+    assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-") and answer.model == MODEL
+    assert choice.message.role == "assistant" and choice.message.content and choice.finish_reason == "stop"
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_history_in_text_finds_every_full_block_of_what_was_computed(client, temperature):
+    messages, before = said(f"My name is Ada, at {temperature}."), 0
+    for question in ("What is my name?", "And my favourite tea?", "What do you know?"):
+        answer = ask(client, messages, temperature=temperature, seed=1)
+        cached = answer.usage.prompt_tokens_details.cached_tokens
+        assert cached == before // 16 * 16
+        details = answer.usage.prompt_tokens_details.cached_tokens_details
+        assert sum(details.values()) == cached
+        # The last token said was never computed, unless it was an end token, which is not part of the history.
+        before = answer.usage.total_tokens - 1
+        messages += [{"role": "assistant", "content": answer.choices[0].message.content}, *said(question)]
+
+
+def test_a_stream_adds_up_to_the_answer(client):
+    whole = ask(client, said("My name is Tom."))
+    chunks = list(ask(client, said("My name is Tom."), stream=True, stream_options={"include_usage": True}))
+    *parts, usage = chunks
+    assert parts[0].choices[0].delta.role == "assistant" and parts[0].choices[0].delta.content == ""
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == whole.choices[0].message.content
+    assert [part.choices[0].finish_reason for part in parts] == [None] * (len(parts) - 1) + ["stop"]
+    assert usage.choices == [] and usage.usage.completion_tokens == whole.usage.completion_tokens
+    assert {chunk.id for chunk in chunks} == {usage.id} and all(part.usage is None for part in parts)
+
+
+def test_without_include_usage_no_chunk_is_empty(client):
+    assert all(chunk.choices for chunk in ask(client, said("Hello"), stream=True))
+
+
+def test_several_choices_in_one_stream(client):
+    texts = {0: "", 1: "", 2: ""}
+    ends = {}
+    for chunk in ask(client, said("Tell me"), n=3, temperature=1, seed=5, stream=True):
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+        if choice.finish_reason:
+            ends[choice.index] = choice.finish_reason
+    whole = ask(client, said("Tell me"), n=3, temperature=1, seed=5)
+    assert [choice.message.content for choice in whole.choices] == list(texts.values())
+    assert set(ends) == {0, 1, 2}
+
+
+def test_log_probabilities(client):
+    answer = ask(client, said("Hello"), logprobs=True, top_logprobs=3)
+    content = answer.choices[0].logprobs.content
+    assert len(content) == answer.usage.completion_tokens
+    assert all(len(one.top_logprobs) == 3 and one.logprob <= 0 for one in content)
+    assert all(bytes(one.bytes).decode() == one.token for one in content)
+    streamed = list(ask(client, said("Hello"), logprobs=True, top_logprobs=3, stream=True))
+    tokens = [one.token for chunk in streamed if chunk.choices[0].logprobs
+              for one in chunk.choices[0].logprobs.content]  # fmt: skip
+    assert tokens == [one.token for one in content]
+
+
+def test_stop_strings_seeds_and_limits(client):
+    whole = ask(client, said("My name is Ada.")).choices[0].message.content
+    word = whole.split()[2]
+    cut = ask(client, said("My name is Ada."), stop=[word]).choices[0]
+    assert cut.message.content == whole[: whole.index(word)] and cut.finish_reason == "stop"
+    short = ask(client, said("Hello"), max_tokens=2).choices[0]
+    assert short.finish_reason == "length"
+    also = client.chat.completions.create(model=MODEL, messages=said("Hello"), max_completion_tokens=2)
+    assert also.choices[0] == short
+    twice = {ask(client, said("Hi"), temperature=1.5, seed=9).choices[0].message.content for _ in range(2)}
+    assert len(twice) == 1
+
+
+def test_fields_that_nobody_knows_are_ignored_and_a_salt_separates(client):
+    ask(client, said("A sentence that is long enough to fill a block of sixteen tokens, or two of them."))
+    again = said("A sentence that is long enough to fill a block of sixteen tokens, or two of them.")
+    assert ask(client, again, extra_body={"no_such_field": {"a": [1]}}).usage.prompt_tokens_details.cached_tokens > 0
+    assert ask(client, again, extra_body={"cache_salt": "x"}).usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_completions_of_texts_and_of_ids(client):
+    made = client.completions.create(model=MODEL, prompt=["Hello", "My name"], max_tokens=4, n=2, echo=True)
+    assert [choice.index for choice in made.choices] == [0, 1, 2, 3]
+    assert all(choice.text.startswith(("Hello", "My name")) for choice in made.choices)
+    assert made.usage.completion_tokens == 16
+    ids = httpx.post(f"{client.base_url}".replace("/v1/", "/tokenize"), json={"prompt": "Hello"},
+                     headers={"Authorization": f"Bearer {KEY}"}).json()["tokens"]  # fmt: skip
+    of_ids = client.completions.create(model=MODEL, prompt=ids, max_tokens=4)
+    assert of_ids.choices[0].text == made.choices[0].text.removeprefix("Hello")
+    streamed = list(client.completions.create(model=MODEL, prompt=["Hello", "My name"], max_tokens=4, stream=True,
+                                              stream_options={"include_usage": True}))  # fmt: skip
+    texts = ["", ""]
+    for chunk in streamed[:-1]:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert ["Hello" + texts[0], "My name" + texts[1]] == [made.choices[0].text, made.choices[2].text]
+    assert streamed[-1].usage.completion_tokens == 8
+
+
+def test_completions_with_log_probabilities(client):
+    made = client.completions.create(model=MODEL, prompt="Hello", max_tokens=4, logprobs=2).choices[0]
+    assert len(made.logprobs.tokens) == 4 and "".join(made.logprobs.tokens) == made.text
+    assert all(len(top) == 2 for top in made.logprobs.top_logprobs)
+    assert made.logprobs.text_offset == [made.text.index(token) if i == 0 else len("".join(made.logprobs.tokens[:i]))
+                                         for i, token in enumerate(made.logprobs.tokens)]  # fmt: skip
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+def test_errors_are_the_sdks_own_classes(client, server):
+    with pytest.raises(openai.NotFoundError) as wrong:
+        client.chat.completions.create(model="another", messages=said("Hello"))
+    assert wrong.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as wrong:
+        ask(client, said("Hello"), max_tokens=10_000)
+    assert wrong.value.code == "context_length_exceeded" and "1024" in wrong.value.message
+    stranger = openai.OpenAI(base_url=f"{server.url}/v1", api_key="no-such-key", max_retries=0)
+    with stranger, pytest.raises(openai.AuthenticationError) as wrong:
+        stranger.models.list()
+    assert wrong.value.code == "invalid_api_key"
+
+
+def test_a_client_that_does_not_wait_leaves_nothing_running(client):
+    with pytest.raises(openai.APITimeoutError):
+        ask(client.with_options(timeout=0.05), said("Hello"), max_tokens=900, extra_body={"ignore_eos": True})
+
+
+def test_leaving_a_stream_ends_its_request(client, server):
+    stream = ask(client, said("Hello"), max_tokens=900, extra_body={"ignore_eos": True}, stream=True)
+    next(stream)
+    stream.close()
+    server.wait_until_idle()
+
+
+@pytest.mark.parametrize(("status", "num_tries"), [(429, 3), (503, 3), (500, 3), (400, 1), (409, 1)])
+def test_it_tries_again_when_our_errors_say_that_this_helps(status, num_tries):
+    """What the SDK does with answers such as ours; the 409 carries x-should-retry: false."""
+    seen = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            seen.append(self.path)
+            body = b'{"error": {"message": "no", "type": "t", "param": null, "code": "c"}}'
+            self.send_response(status)
+            for name, value in (("Content-Length", str(len(body))), ("Retry-After", "0.01")):
+                self.send_header(name, value)
+            if status == 409:
+                self.send_header("x-should-retry", "false")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    fake = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=fake.serve_forever)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{fake.server_address[1]}"
+        with openai.OpenAI(base_url=url, api_key=KEY, max_retries=2) as one, pytest.raises(openai.APIStatusError):
+            one.models.list()
+    finally:
+        fake.shutdown()
+        fake.server_close()
+        thread.join()
+    assert len(seen) == num_tries
+
+
+def test_a_full_key_is_refused_with_a_time_to_come_back(server):
+    """More requests than may run and wait: the rest gets 429, and none of them hangs."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=60) as one:
+        refused = []
+
+        def talk():
+            try:
+                ask(one, said("Hello"), max_tokens=200, extra_body={"ignore_eos": True})
+            except openai.RateLimitError as error:
+                refused.append(error)
+
+        threads = [threading.Thread(target=talk) for _ in range(24)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert refused and all(error.code == "rate_limit_exceeded" for error in refused)
+    assert all(int(error.response.headers["retry-after"]) >= 1 for error in refused)
+    server.wait_until_idle()

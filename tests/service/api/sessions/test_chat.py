@@ -1,0 +1,417 @@
+"""POST /chat: turns that are durable when they are answered, retries, refusals, answers that are left or stopped."""
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvstore.sessions.store import SessionKey
+from tests.support.by_hand import held
+from tests.support.service.serving import serving
+from tests.support.service.talking import LONG, SHORT, Stream, chat, num_turns, tenants
+
+TIERS = {"hbm": "8MiB", "cpu": "16MiB", "disk": "64MiB"}
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    with tenants(tmp_path_factory.mktemp("keys")) as servers:
+        yield servers
+
+
+@pytest.fixture
+def server(both):
+    yield both[0]
+    both[0].wait_until_idle()
+
+
+def keys_of(value):
+    """The shape of an answer: names of all fields, at every depth."""
+    return {name: keys_of(one) for name, one in value.items()} if isinstance(value, dict) else None
+
+
+TIERS_SHAPE = dict.fromkeys(("hbm", "cpu", "disk", "reencoded"))
+ANSWER_SHAPE = {
+    "id": None, "session_id": None, "turn": None, "message": {"role": None, "content": None}, "finish_reason": None,
+    "usage": {
+        "prompt_tokens": None, "completion_tokens": None, "total_tokens": None,
+        "prompt_tokens_details": {"cached_tokens": None, "cached_tokens_details": TIERS_SHAPE},
+    },
+    "timings": dict.fromkeys(("queue_s", "load_s", "prefill_s", "ttft_s", "decode_s")), "truncated_tokens": None,
+}  # fmt: skip
+
+
+def test_two_turns_of_a_session(server):
+    first = chat(server, "Hello, my name is Anna and I like long walks by the sea.")
+    assert keys_of(first) == ANSWER_SHAPE
+    assert (first["turn"], first["finish_reason"], first["truncated_tokens"]) == (1, "length", 0)
+    assert first["usage"]["completion_tokens"] == SHORT["max_tokens"]
+    assert all(seconds is not None for seconds in first["timings"].values())
+    second = chat(server, "What is my name?", first["session_id"])
+    assert (second["session_id"], second["turn"]) == (first["session_id"], 2)
+    known = first["usage"]["total_tokens"]
+    cached = second["usage"]["prompt_tokens_details"]
+    assert cached["cached_tokens"] == cached["cached_tokens_details"]["hbm"] == (known - 1) // 16 * 16 > 0
+
+
+def test_a_stream_says_the_same_as_the_whole(server):
+    whole = chat(server, "Who are you?", max_tokens=12)
+    events = Stream(server, "/chat", {"message": "Who are you?", **SHORT, "max_tokens": 12}).rest()
+    first, *middle, last, done = events
+    assert done == "[DONE]" and first["delta"] == {"role": "assistant", "content": ""}
+    named = {name: first[name] for name in ("id", "session_id", "turn")}
+    assert named["turn"] == 1 and named["session_id"] != whole["session_id"]
+    assert all({**event, "delta": None} == {**named, "delta": None, "finish_reason": None} for event in middle)
+    assert len(middle) > 3
+    assert "".join(event["delta"]["content"] for event in middle) == whole["message"]["content"]
+    assert last.pop("delta") == {} and keys_of(last) == ANSWER_SHAPE
+    assert last["message"] == whole["message"] and {name: last[name] for name in named} == named
+
+
+def test_the_model_s_defaults_count_where_the_request_names_nothing(server):
+    assert server.engine.sampling_defaults == {"temperature": 0.0}
+    texts = {chat(server, "Tell me about the sea.", temperature=None)["message"]["content"] for _ in range(3)}
+    assert len(texts) == 1
+
+
+def test_a_history_may_begin_a_session(server):
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "My name is Anna."},
+        {"role": "assistant", "content": "Hello Anna."},
+        {"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "my name?"}]},
+    ]
+    first = server.post("/chat", {"messages": messages, **SHORT}).json()
+    shown = server.get(f"/sessions/{first['session_id']}").json()
+    assert shown["system"] == messages[0]
+    said = [message["content"] for message in shown["messages"]]
+    assert said[:3] == ["My name is Anna.", "Hello Anna.", "What is my name?"]
+    assert chat(server, "And now?", first["session_id"], system="Be brief.")["turn"] == 2
+
+
+BAD = [
+    ({}, "message", "missing"),
+    ({"message": "a", "messages": [{"role": "user", "content": "b"}]}, "message", "missing"),
+    ({"messages": []}, "messages", "invalid_value"),
+    ({"message": None}, "message", "missing"),
+    ({"message": {"role": "user"}}, "message.content", "missing"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages.content", None),
+    ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role", "invalid_value"),
+    ({"message": {"role": "user", "content": [{"type": "image_url"}]}}, "message.content[0]", "unsupported_content"),
+    ({"messages": [{"role": "assistant", "content": "a"}]}, "messages", "invalid_value"),
+    ({"messages": [{"role": "system", "content": "a"}]}, "messages", "invalid_value"),
+    ({"message": "a", "session_id": ""}, "session_id", "invalid_value"),
+    ({"message": "a", "session_id": "../../etc/passwd"}, "session_id", "invalid_value"),
+    ({"message": "a", "session_id": "é"}, "session_id", "invalid_value"),
+    ({"message": "a", "session_id": "x" * 10240}, "session_id", "invalid_value"),
+    ({"message": "a", "session_id": 5}, "session_id", "invalid_value"),
+    ({"message": "a", "system": "x", "messages": None, "truncation": "never"}, "truncation", "invalid_value"),
+    ({"message": "a", "truncation_reuse": "splice"}, "truncation_reuse", "invalid_value"),
+    ({"message": "a", "ttl": 0}, "ttl", "invalid_value"),
+    ({"message": "a", "ttl": -1}, "ttl", "invalid_value"),
+    ({"message": "a", "ttl": 1e12}, "ttl", "invalid_value"),
+    ({"message": "a", "temperature": -0.1}, "temperature", "invalid_value"),
+    ({"message": "a", "max_tokens": 0}, "max_tokens", "invalid_value"),
+    ({"message": "a", "n": 2}, "n", "invalid_value"),
+    ({"message": "a", "cache_salt": "x"}, "cache_salt", "unsupported"),
+    ({"message": "a", "max_tokens": 2**31}, "messages", "context_length_exceeded"),
+    ({"message": "word " * 5000, "truncation": "disabled"}, "messages", "context_length_exceeded"),
+    (
+        {"system": "x", "messages": [{"role": "system", "content": "y"}, {"role": "user", "content": "a"}]},
+        "system", "invalid_value",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "param", "code"), BAD)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_wrong_is_named(server, body, param, code, stream):
+    before = server.get("/sessions?limit=1000").json()["data"]
+    reply = server.post("/chat", {**body, "stream": stream})
+    assert reply.status == 400, reply.body
+    error = reply.error
+    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    if code is not None:
+        assert (error["param"], error["code"]) == (param, code), error
+    assert server.get("/sessions?limit=1000").json()["data"] == before
+
+
+def test_what_a_later_turn_may_not_bring(server):
+    session_id = chat(server, "Hello", system="Be brief.")["session_id"]
+    history = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+    for body, param, code in (
+        ({"messages": history}, "messages", "invalid_value"),
+        ({"message": "a", "system": "Be long."}, "system", "system_mismatch"),
+        ({"message": "a", "system": ""}, "system", "system_mismatch"),
+    ):
+        reply = server.post("/chat", {"session_id": session_id, **SHORT, **body})
+        assert (reply.status, reply.error["param"], reply.error["code"]) == (400, param, code)
+    assert server.post("/chat", {"session_id": session_id, "message": "a", "model": "other"}).status == 404
+    assert num_turns(server, session_id) == 1
+
+
+def test_a_session_that_is_unknown_or_another_s_is_404(both):
+    alice, bob = both
+    session_id = chat(alice, "Hello")["session_id"]
+    foreign = bob.post("/chat", {"session_id": session_id, "message": "a"})
+    unknown = bob.post("/chat", {"session_id": "x" * len(session_id), "message": "a"})
+    assert (foreign.status, unknown.status) == (404, 404)
+    assert foreign.body == unknown.body.replace(b"x" * len(session_id), session_id.encode())
+    assert foreign.error["code"] == "session_not_found"
+    assert num_turns(alice, session_id) == 1
+
+
+# -- one writer ------------------------------------------------------------------------------------------------------
+def test_a_second_turn_at_once_is_refused(server):
+    session_id = chat(server, "Hello")["session_id"]
+    running = Stream(server, "/chat", {"session_id": session_id, "message": "Count.", **LONG})
+    running.next(), running.next()
+    refused = server.post("/chat", {"session_id": session_id, "message": "And I?"})
+    assert (refused.status, refused.error["code"]) == (409, "session_busy")
+    assert refused.headers["x-should-retry"] == "false"
+    assert server.post(f"/sessions/{session_id}/truncate", {"turns": 0}).status == 409
+    assert server.get(f"/sessions/{session_id}").json()["running"] is True
+    server.post(f"/sessions/{session_id}/stop")
+    running.rest()
+    assert num_turns(server, session_id) == 2
+
+
+def test_of_many_turns_at_once_each_is_answered_or_refused(server):
+    session_id = chat(server, "Hello")["session_id"]
+    body = {"session_id": session_id, "message": "Count.", **SHORT}
+    with ThreadPoolExecutor(8) as pool:
+        found = sorted(reply.status for reply in pool.map(lambda _: server.post("/chat", body), range(8)))
+    assert set(found) <= {200, 409} and found[0] == 200
+    assert num_turns(server, session_id) == 1 + found.count(200)
+
+
+# -- retries ---------------------------------------------------------------------------------------------------------
+def test_the_same_key_gives_the_stored_answer(server):
+    body = {"message": "Hello there", **SHORT, "temperature": 1.0}
+    key = {"Idempotency-Key": "one request"}
+    first, again = (server.request("POST", "/chat", body, key).json() for _ in range(2))
+    assert again == first
+    *events, done = Stream(server, "/chat", body, **key).rest()
+    assert done == "[DONE]" and {**events[-1], "delta": None} == {**first, "delta": None}
+    assert "".join(event["delta"].get("content", "") for event in events) == first["message"]["content"]
+    later = {**body, "session_id": first["session_id"], "message": "More"}
+    second = server.request("POST", "/chat", later, key | {"Idempotency-Key": "two"}).json()
+    assert second["turn"] == 2
+    chat(server, "Even more", first["session_id"])
+    assert server.request("POST", "/chat", later, {"Idempotency-Key": "two"}).json() == second
+    assert server.request("POST", "/chat", body, key).json() == first
+    assert num_turns(server, first["session_id"]) == 3
+
+
+def test_another_message_under_the_same_key_is_refused(server):
+    key = {"Idempotency-Key": "of one message"}
+    first = server.request("POST", "/chat", {"message": "Hello", "system": "Be brief.", **SHORT}, key).json()
+    wrong = ({"message": "Bye", "system": "Be brief."}, {"message": "Hello"}, {"message": "Hello", "system": "No."})
+    for body in wrong:
+        reply = server.request("POST", "/chat", {**body, **SHORT}, key)
+        assert (reply.status, reply.error["code"]) == (400, "idempotency_mismatch")
+    assert num_turns(server, first["session_id"]) == 1
+
+
+@pytest.mark.parametrize("key", ["", "x" * 256, "café", "a\tb"])
+def test_a_key_that_is_none_is_refused(server, key):
+    reply = server.request("POST", "/chat", {"message": "a"}, {"Idempotency-Key": key})
+    assert (reply.status, reply.error["param"]) == (400, "Idempotency-Key")
+
+
+def test_keys_of_two_tenants_are_two(both):
+    key = {"Idempotency-Key": "the same of both"}
+    one, other = (server.request("POST", "/chat", {"message": "Hello", **SHORT}, key).json() for server in both)
+    assert one["session_id"] != other["session_id"]
+    assert both[1].get(f"/sessions/{one['session_id']}").status == 404
+
+
+def test_a_retry_waits_for_the_first_one(server):
+    body, key = {"message": "Count.", **LONG, "max_tokens": 60}, {"Idempotency-Key": "at once"}
+    running = Stream(server, "/chat", body, **key)
+    session_id = running.next()["session_id"]
+    with ThreadPoolExecutor(3) as pool:
+        retries = [pool.submit(server.request, "POST", "/chat", body, key) for _ in range(3)]
+        last = running.rest()[-2]
+        answers = [retry.result().json() for retry in retries]
+    del last["delta"]
+    assert answers == [last] * 3
+    assert num_turns(server, session_id) == 1
+
+
+def test_a_retry_of_one_that_failed_runs_itself(server):
+    body, key = {"message": "Count.", **LONG}, {"Idempotency-Key": "left"}
+    running = Stream(server, "/chat", body, **key)
+    session_id = running.next()["session_id"]
+    with ThreadPoolExecutor(1) as pool:
+        retry = pool.submit(server.request, "POST", "/chat", body, key)
+        running.next()
+        running.leave()
+        answer = retry.result().json()
+    assert answer["session_id"] == session_id and answer["turn"] == 1
+    assert answer["usage"]["completion_tokens"] == LONG["max_tokens"]
+    assert num_turns(server, session_id) == 1
+
+
+# -- ends ------------------------------------------------------------------------------------------------------------
+def test_stop_keeps_what_was_said(server):
+    running = Stream(server, "/chat", {"message": "Count.", **LONG})
+    session_id = running.next()["session_id"]
+    said = [running.next()["delta"]["content"] for _ in range(3)]
+    assert server.get(f"/sessions/{session_id}").json()["turns"] == 0  # its first turn is just making it
+    assert server.post(f"/sessions/{session_id}/stop").json() == {"id": session_id, "stopped": True}
+    *_, last, done = running.rest()
+    assert done == "[DONE]" and last["finish_reason"] == "abort"
+    assert last["message"]["content"].startswith("".join(said))
+    assert last["usage"]["completion_tokens"] < LONG["max_tokens"]
+    kept = server.get(f"/sessions/{session_id}").json()["messages"][-1]
+    assert kept == last["message"]
+    assert chat(server, "Go on", session_id)["turn"] == 2
+
+
+def test_a_stop_that_comes_before_the_turn_has_begun_counts(server):
+    key = SessionKey("alice", chat(server, "Hello")["session_id"])
+    turns = server.context.turns
+    with ThreadPoolExecutor(1) as pool:
+        with held(server.engine):  # nothing can begin
+            answer = pool.submit(server.post, "/chat", {"session_id": key.session_id, "message": "Count.", **LONG})
+            server.wait_until(lambda: turns.find(key) is not None, "it has its session")
+            assert turns.find(key).answer is None
+            server.run(turns.find(key).stop())
+        result = answer.result().json()
+    assert result["finish_reason"] == "abort" and result["usage"]["completion_tokens"] < LONG["max_tokens"]
+    assert num_turns(server, key.session_id) == (result["turn"] or 1)
+
+
+def test_a_turn_that_ends_in_the_queue_leaves_nothing():
+    with serving(engine={"max_num_seqs": 1}) as server:
+        running = Stream(server, "/chat", {"message": "Count.", **LONG})
+        running.next(), running.next()
+        waiting = Stream(server, "/chat", {"message": "Count.", **LONG})
+        session_id = waiting.next()["session_id"]
+        assert server.post(f"/sessions/{session_id}/stop").json()["stopped"]
+        last, done = waiting.rest()
+        assert done == "[DONE]" and last["finish_reason"] == "abort"
+        assert (last["turn"], last["session_id"], last["message"]["content"]) == (None, None, "")
+        assert server.get(f"/sessions/{session_id}").status == 404
+        left = Stream(server, "/chat", {"message": "Count.", **LONG})
+        left.next()
+        left.leave()
+        server.wait_until(lambda: server.context.limits.num_admitted == 1, "the one that left is gone")
+        running.leave()
+        server.wait_until_idle()
+        assert server.get("/sessions").json()["data"] == []
+
+
+@pytest.mark.parametrize("num_events", [1, 5])
+def test_a_client_that_leaves_ends_its_turn(server, num_events):
+    session_id = chat(server, "Hello")["session_id"]
+    running = Stream(server, "/chat", {"session_id": session_id, "message": "Count.", **LONG})
+    for _ in range(num_events):
+        running.next()
+    running.leave()
+    server.wait_until_idle()
+    assert num_turns(server, session_id) == 1
+    assert chat(server, "Count.", session_id)["turn"] == 2
+
+
+def test_a_client_that_leaves_while_it_waits_for_the_whole(server):
+    session_id = chat(server, "Hello")["session_id"]
+    raw = server.connect()
+    body = json.dumps({"session_id": session_id, "message": "Count.", **LONG}).encode()
+    raw.sendall(
+        b"POST /chat HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        + f"Authorization: Bearer {server.key}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    )  # fmt: skip
+    server.wait_until(lambda: server.engine.has_work, "it runs")
+    raw.close()
+    server.wait_until_idle()
+    assert num_turns(server, session_id) == 1
+
+
+def test_deleting_ends_the_turn_that_runs(server):
+    session_id = chat(server, "Hello")["session_id"]
+    running = Stream(server, "/chat", {"session_id": session_id, "message": "Count.", **LONG})
+    running.next(), running.next()
+    assert server.request("DELETE", f"/sessions/{session_id}").status == 200
+    *_, error, done = running.rest()
+    assert done == "[DONE]" and error["error"]["code"] == "session_not_found"
+    assert server.get(f"/sessions/{session_id}").status == 404
+
+
+def test_the_request_s_time_ends_the_turn():
+    with serving(request_timeout_s=0.5) as server:
+        reply = server.post("/chat", {"message": "Count.", "max_tokens": 900, "ignore_eos": True})
+        assert (reply.status, reply.error["code"]) == (504, "request_timeout")
+        *_, error, done = Stream(server, "/chat", {"message": "Count.", "max_tokens": 900, "ignore_eos": True}).rest()
+        assert done == "[DONE]" and error["error"]["code"] == "request_timeout"
+        server.wait_until_idle()
+        assert server.get("/sessions").json()["data"] == []
+
+
+# -- windows and times -----------------------------------------------------------------------------------------------
+def test_a_full_window_drops_the_oldest_turns_and_says_so():
+    with serving(engine={"max_model_len": 128}) as server:
+        first = chat(server, "Hello there, my name is Anna.", max_tokens=20)
+        session_id, dropped = first["session_id"], 0
+        for number in range(2, 7):
+            turn = chat(server, "Tell me something about the sea.", session_id, max_tokens=20)
+            assert turn["turn"] == number
+            dropped += turn["truncated_tokens"]
+        assert dropped > 0
+        shown = server.get(f"/sessions/{session_id}").json()
+        assert sum(turn["truncated_tokens"] for turn in shown["turns_data"]) == dropped
+        assert len(shown["messages"]) == 12
+        body = {"session_id": session_id, "message": "More.", "max_tokens": 60, "truncation": "disabled"}
+        reply = server.post("/chat", body)
+        assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+        assert num_turns(server, session_id) == 6
+
+
+def test_ttl_is_the_session_s(server):
+    now = time.time()
+    kept = chat(server, "Hello", ttl=3600)["session_id"]
+    expires = server.get(f"/sessions/{kept}").json()["expires_at"]
+    assert now + 3590 < expires < time.time() + 3610
+    chat(server, "Hello", kept)
+    assert server.get(f"/sessions/{kept}").json()["expires_at"] >= expires
+    chat(server, "Hello", kept, ttl=None)
+    assert server.get(f"/sessions/{kept}").json()["expires_at"] is None
+    short = chat(server, "Hello", ttl=1e-6)["session_id"]
+    assert server.get(f"/sessions/{short}").status == 404
+    assert server.post("/chat", {"session_id": short, "message": "a"}).status == 404
+
+
+def test_new_sessions_get_the_server_s_ttl():
+    with serving(ttl_s=3600.0) as server:
+        assert server.get(f"/sessions/{chat(server, 'Hello')['session_id']}").json()["expires_at"] is not None
+        assert server.get(f"/sessions/{chat(server, 'Hello', ttl=None)['session_id']}").json()["expires_at"] is None
+
+
+def test_an_answered_turn_survives_the_server(tmp_path):
+    engine = {"cache_tiers": {**TIERS, "path": tmp_path / "store"}, "load": "always"}
+    key = {"Idempotency-Key": "before the restart"}
+    body = {"message": "Hello, my name is Anna and I like long walks by the sea.", **SHORT}
+    with serving(engine=engine) as server:
+        first = server.request("POST", "/chat", body, key).json()
+        server.engine.flush()
+    with serving(engine=engine) as server:
+        assert server.request("POST", "/chat", body, key).json() == first
+        second = chat(server, "What is my name?", first["session_id"])
+        known = first["usage"]["total_tokens"]
+        details = second["usage"]["prompt_tokens_details"]["cached_tokens_details"]
+        assert second["turn"] == 2 and details["disk"] == (known - 1) // 16 * 16
+        server.wait_until_idle()
+
+
+def test_requests_beyond_the_limit_of_a_key_are_429(tmp_path):
+    with tenants(tmp_path, max_concurrent_per_key=1) as (alice, bob):
+        running = Stream(alice, "/chat", {"message": "Count.", **LONG})
+        running.next()
+        reply = alice.post("/chat", {"message": "a"})
+        assert (reply.status, reply.error["code"]) == (429, "rate_limit_exceeded") and "retry-after" in reply.headers
+        chat(bob, "Hello")
+        running.leave()
+        alice.wait_until_idle()
+        chat(alice, "Hello")

@@ -1,0 +1,316 @@
+"""The routes of sessions: lists and pages, forks, truncation, pins, deletion; and that nobody sees another's."""
+
+import json
+import time
+
+import pytest
+
+from kvstore.sessions.store import SessionKey
+from tests.support.service.serving import serving
+from tests.support.service.talking import LONG, SHORT, Stream, chat, num_turns, tenants
+
+TIERS = {"hbm": "8MiB", "cpu": "16MiB", "disk": "64MiB"}
+TALK = ["Hello there, my name is Anna.", "I like long walks by the sea.", "What is my name?", "And what do I like?"]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    with tenants(tmp_path_factory.mktemp("keys")) as servers:
+        yield servers
+
+
+@pytest.fixture
+def server(both):
+    yield both[0]
+    both[0].wait_until_idle()
+
+
+def talk(server, *texts, **body):
+    """A session with these turns."""
+    session_id = None
+    for text in texts or TALK:
+        session_id = chat(server, text, session_id, **body)["session_id"]
+    return session_id
+
+
+def test_the_list_has_pages_the_last_used_first(both):
+    _, server = both
+    made = [talk(server, f"Session {number}") for number in range(5)]
+    chat(server, "Again", made[1])
+    expected = [made[1], made[4], made[3], made[2], made[0]]
+    page = server.get("/sessions?limit=2").json()
+    assert page["object"] == "list" and page["has_more"] is True
+    listed = [one["id"] for one in page["data"]]
+    while page["has_more"]:
+        page = server.get(f"/sessions?limit=2&after={page['last_id']}").json()
+        listed += [one["id"] for one in page["data"]]
+    assert listed == expected
+    first = server.get("/sessions").json()["data"][0]
+    assert first == {
+        "id": made[1], "title": "Session 1", "turns": 2, "created_at": first["created_at"],
+        "updated_at": first["updated_at"], "tokens": first["tokens"], "model": "kvstore-builtin", "expires_at": None,
+        "parent": None, "running": False, "pinned_until": None,
+    }  # fmt: skip
+    assert first["created_at"] <= first["updated_at"] and first["tokens"] > 10
+    assert server.get(f"/sessions?after={page['last_id']}").json() == {
+        "object": "list", "data": [], "has_more": False, "last_id": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [("limit=0", "limit"), ("limit=1001", "limit"), ("limit=x", "limit"), ("after=x", "after"), ("after=%00", "after")],
+)
+def test_bad_pages_are_named(server, query, param):
+    reply = server.get(f"/sessions?{query}")
+    assert (reply.status, reply.error["param"], reply.error["code"]) == (400, param, "invalid_value")
+
+
+def test_a_session_is_shown_in_pages_of_turns(server):
+    session_id = talk(server, system="Be brief.")
+    whole = server.get(f"/sessions/{session_id}").json()
+    assert whole["system"] == {"role": "system", "content": "Be brief."} and whole["has_more"] is False
+    assert [message["content"] for message in whole["messages"][::2]] == TALK
+    assert [turn["turn"] for turn in whole["turns_data"]] == [1, 2, 3, 4]
+    assert [message for turn in whole["turns_data"] for message in turn["messages"]] == whole["messages"]
+    page = server.get(f"/sessions/{session_id}?turns_after=1&limit=2").json()
+    assert page["turns_data"] == whole["turns_data"][1:3] and page["messages"] == whole["messages"][2:6]
+    assert page["has_more"] is True
+    assert server.get(f"/sessions/{session_id}?turns_after=2&limit=2").json()["has_more"] is False
+    assert server.get(f"/sessions/{session_id}?turns_after=9").json()["turns_data"] == []
+    for query in ("turns_after=-1", "limit=0", "limit=1e3"):
+        assert server.get(f"/sessions/{session_id}?{query}").error["param"] == query.split("=")[0]
+
+
+def test_a_stored_turn_says_what_its_answer_said(server):
+    answer = chat(server, "Hello")
+    (stored,) = server.get(f"/sessions/{answer['session_id']}").json()["turns_data"]
+    assert {name: stored[name] for name in ("turn", "finish_reason", "usage", "timings", "truncated_tokens")} == {
+        name: answer[name] for name in ("turn", "finish_reason", "usage", "timings", "truncated_tokens")
+    }
+    assert stored["messages"] == [{"role": "user", "content": "Hello"}, answer["message"]]
+
+
+# -- whose -----------------------------------------------------------------------------------------------------------
+ROUTES_OF_ONE = [
+    ("GET", "", None), ("DELETE", "", None), ("POST", "/fork", {"turn": 1}), ("POST", "/fork", {}),
+    ("POST", "/prefetch", {}), ("POST", "/pin", {"ttl": 60}), ("POST", "/truncate", {"turns": 1}),
+    ("POST", "/stop", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "path", "body"), ROUTES_OF_ONE)
+def test_another_s_session_is_answered_like_one_that_never_was(both, method, path, body):
+    for owner, other in (both, both[::-1]):
+        session_id = talk(owner, *TALK[:2])
+        before = owner.get(f"/sessions/{session_id}").json()
+        unknown_id = "".join("0" if letter != "0" else "1" for letter in session_id)
+        foreign = other.request(method, f"/sessions/{session_id}{path}", body)
+        unknown = other.request(method, f"/sessions/{unknown_id}{path}", body)
+        assert (foreign.status, unknown.status) == (404, 404)
+        assert foreign.error["code"] == "session_not_found"
+        assert foreign.body == unknown.body.replace(unknown_id.encode(), session_id.encode())
+        named = {"date", "x-request-id"}
+        assert foreign.headers.keys() == unknown.headers.keys()
+        assert all(foreign.headers[name] == unknown.headers[name] for name in foreign.headers.keys() - named)
+        assert session_id not in other.get("/sessions?limit=1000").body.decode()
+        assert owner.get(f"/sessions/{session_id}").json() == before
+
+
+@pytest.mark.parametrize(("method", "path", "body"), ROUTES_OF_ONE)
+@pytest.mark.parametrize("session_id", ["..%2F..%2Fetc%2Fpasswd", "%C3%A9", "a" * 129, "a.b", "%20", "a%00"])
+def test_what_is_no_id_is_400(server, method, path, body, session_id):
+    reply = server.request(method, f"/sessions/{session_id}{path}", body)
+    assert (reply.status, reply.error["param"], reply.error["code"]) == (400, "session_id", "invalid_value")
+
+
+def test_a_running_first_turn_is_its_owner_s_only(both):
+    alice, bob = both
+    running = Stream(alice, "/chat", {"message": "Count.", **LONG})
+    session_id = running.next()["session_id"]
+    running.next()
+    assert bob.post(f"/sessions/{session_id}/stop").status == 404
+    assert bob.get(f"/sessions/{session_id}").status == 404
+    assert bob.post("/chat", {"session_id": session_id, "message": "a"}).status == 404
+    assert alice.get(f"/sessions/{session_id}").json()["running"] is True
+    assert alice.post("/chat", {"session_id": session_id, "message": "a"}).status == 409
+    assert alice.request("DELETE", f"/sessions/{session_id}").json()["blocks"] == 0
+    assert running.rest()[-2]["error"]["code"] == "session_not_found"
+    alice.wait_until_idle()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("fork", {"turn": 0}, "turn"), ("fork", {"turn": 9}, "turn"), ("fork", {"turn": "1"}, "turn"),
+        ("pin", {}, "ttl"), ("pin", {"ttl": -1}, "ttl"), ("pin", {"ttl": 1e9}, "ttl"),
+        ("truncate", {}, "turns"), ("truncate", {"turns": -1}, "turns"), ("truncate", {"turns": 1.5}, "turns"),
+    ],
+)  # fmt: skip
+def test_bad_bodies_are_named(server, path, body, param):
+    session_id = talk(server, "Hello")
+    reply = server.post(f"/sessions/{session_id}/{path}", body)
+    assert (reply.status, reply.error["param"]) == (400, param)
+    assert server.request("POST", f"/sessions/{session_id}/{path}", b"{").status == 400
+    assert server.request("GET", f"/sessions/{session_id}/{path}").status == 405
+
+
+# -- what they do ----------------------------------------------------------------------------------------------------
+def test_deleting_takes_everything(server):
+    session_id = talk(server)
+    key = SessionKey("alice", session_id)
+    block_ids = server.engine.sessions.unshared_blocks_of(key)
+    deleted = server.request("DELETE", f"/sessions/{session_id}").json()
+    assert deleted == {"id": session_id, "deleted": True, "blocks": len(block_ids)} and block_ids
+    assert all(server.engine.loop.pool.lookup(block_id) is None for block_id in block_ids)
+    assert server.get(f"/sessions/{session_id}").status == 404
+    assert server.request("DELETE", f"/sessions/{session_id}").status == 404
+    assert server.post("/chat", {"session_id": session_id, "message": "a"}).status == 404
+
+
+def test_a_deleted_session_s_answers_are_forgotten(server):
+    """A stateless client that quotes an answer gets its ids, until the session is deleted."""
+    messages = [{"role": "user", "content": "Hello, who are you? I have never said this before."}]
+    first = server.post("/chat", {"messages": messages, **SHORT, "max_tokens": 40}).json()
+    history = [*messages, first["message"], {"role": "user", "content": "And you?"}]
+    known = server.engine.answers.stats()["answers"]
+    reply = server.post("/v1/chat/completions", {"messages": history, "max_tokens": 1}).json()
+    num_tokens = first["usage"]["total_tokens"]
+    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == (num_tokens - 1) // 16 * 16
+    server.request("DELETE", f"/sessions/{first['session_id']}")
+    assert server.engine.answers.stats()["answers"] == known  # one more of the stateless client, one less
+
+
+def test_a_fork_goes_its_own_way(server):
+    session_id = talk(server)
+    fork = server.post(f"/sessions/{session_id}/fork", {"turn": 2}).json()
+    assert fork["turns"] == 2 and fork["id"] != session_id
+    assert fork["parent"] == {"session_id": session_id, "turn": 2}
+    shown = server.get(f"/sessions/{fork['id']}").json()
+    original = server.get(f"/sessions/{session_id}").json()
+    assert shown["messages"] == original["messages"][:4]
+    turn = chat(server, "Something else", fork["id"])
+    assert turn["turn"] == 3 and turn["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert server.get(f"/sessions/{session_id}").json() == original
+    bare = server.request("POST", f"/sessions/{session_id}/fork")  # without a body: all turns
+    assert bare.status == 200 and bare.json()["turns"] == 4
+    server.request("DELETE", f"/sessions/{session_id}")
+    assert num_turns(server, fork["id"]) == 3
+    assert chat(server, "More", fork["id"])["turn"] == 4
+
+
+def shown_pins(server, session_id) -> list[int | None]:
+    """Of the list, and of the session itself."""
+    listed = next(one for one in server.get("/sessions").json()["data"] if one["id"] == session_id)
+    return [listed["pinned_until"], server.get(f"/sessions/{session_id}").json()["pinned_until"]]
+
+
+def test_prefetch_and_pin(server):
+    session_id = talk(server)
+    reply = server.request("POST", f"/sessions/{session_id}/prefetch")
+    assert (reply.status, reply.json()) == (202, {"id": session_id, "prefetching": True})
+    pinned = server.post(f"/sessions/{session_id}/pin", {"ttl": 60}).json()
+    assert pinned == {"id": session_id, "pinned": True, "pinned_until": pinned["pinned_until"]}
+    assert 30 < pinned["pinned_until"] - time.time() <= 60
+    assert shown_pins(server, session_id) == [pinned["pinned_until"]] * 2
+    fork = server.post(f"/sessions/{session_id}/fork").json()
+    assert fork["pinned_until"] is None and shown_pins(server, fork["id"]) == [None] * 2
+    ended = server.post(f"/sessions/{session_id}/pin", {"ttl": 0}).json()
+    assert ended == {"id": session_id, "pinned": False, "pinned_until": None}
+    assert shown_pins(server, session_id) == [None] * 2
+
+
+def test_stop_where_nothing_runs(server):
+    session_id = talk(server, "Hello")
+    assert server.request("POST", f"/sessions/{session_id}/stop").json() == {"id": session_id, "stopped": False}
+
+
+# -- truncation ------------------------------------------------------------------------------------------------------
+def test_truncation_takes_the_oldest_turns_out_of_the_window(server):
+    session_id = talk(server)
+    before = server.get(f"/sessions/{session_id}").json()
+    answer = server.post(f"/sessions/{session_id}/truncate", {"turns": 2}).json()
+    assert answer["id"] == session_id and answer["turn"] == 5 and answer["truncated_tokens"] > 10
+    after = server.get(f"/sessions/{session_id}").json()
+    assert after["messages"] == before["messages"] and after["turns"] == 5
+    assert after["tokens"] == before["tokens"] - answer["truncated_tokens"]
+    entry = after["turns_data"][-1]
+    assert entry["messages"] == [] and entry["finish_reason"] == "truncated"
+    assert entry["truncated_tokens"] == answer["truncated_tokens"]
+    turn = chat(server, "Go on", session_id)
+    assert turn["turn"] == 6 and turn["truncated_tokens"] == 0
+    assert turn["usage"]["prompt_tokens"] < before["tokens"]
+    again = server.post(f"/sessions/{session_id}/truncate", {"turns": 3}).json()
+    assert again == {"id": session_id, "turn": None, "truncated_tokens": 0}
+
+
+def test_the_prompt_after_a_truncation_is_that_of_the_kept_turns_alone(server):
+    session_id = talk(server, *TALK[:3], system="Be brief.")
+    kept = server.get(f"/sessions/{session_id}").json()["messages"][2:]
+    server.post(f"/sessions/{session_id}/truncate", {"turns": 2})
+    turn = chat(server, TALK[3], session_id)
+    messages = [{"role": "system", "content": "Be brief."}, *kept, {"role": "user", "content": TALK[3]}]
+    assert turn["usage"]["prompt_tokens"] == chat_tokens(server, messages)
+
+
+def test_everything_can_be_taken_out(server):
+    session_id = talk(server, *TALK[:2], system="Be brief.")
+    answer = server.post(f"/sessions/{session_id}/truncate", {"turns": 0}).json()
+    assert answer["turn"] == 3 and answer["truncated_tokens"] > 10
+    turn = chat(server, TALK[2], session_id)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": TALK[2]}]
+    assert turn["usage"]["prompt_tokens"] == chat_tokens(server, messages)
+    assert chat(server, TALK[3], session_id)["turn"] == 5
+
+
+def chat_tokens(server, messages):
+    """Tokens of a prompt; those of the session's answers, which were cut off, are as many by the way they are made."""
+    return server.post("/tokenize", {"messages": messages}).json()["count"]
+
+
+def test_a_truncation_survives_the_server_with_its_kv(tmp_path):
+    engine = {"cache_tiers": {**TIERS, "path": tmp_path / "store"}, "load": "always"}
+    long = [f"{text} Please remember that, it matters a lot to me and to all of my friends." for text in TALK]
+    with serving(engine=engine) as server:
+        session_id = talk(server, *long)
+        server.engine.flush()
+        answer = server.post(f"/sessions/{session_id}/truncate", {"turns": 2}).json()
+        assert answer["truncated_tokens"] > 20
+        server.engine.flush()
+    with serving(engine=engine) as server:
+        shown = server.get(f"/sessions/{session_id}").json()
+        assert shown["turns"] == 5 and len(shown["messages"]) == 8
+        turn = chat(server, "Go on", session_id)
+        details = turn["usage"]["prompt_tokens_details"]["cached_tokens_details"]
+        assert details["reencoded"] > 0, details
+        assert turn["usage"]["prompt_tokens"] < shown["tokens"] + 40
+        server.wait_until_idle()
+        assert server.engine.sessions.check().problems == ()
+
+
+def test_a_deletion_survives_the_server(tmp_path):
+    engine = {"cache_tiers": {**TIERS, "path": tmp_path / "store"}, "load": "always"}
+    with serving(engine=engine) as server:
+        gone, kept = talk(server), talk(server, "Hello")
+        assert server.request("DELETE", f"/sessions/{gone}").status == 200
+    with serving(engine=engine) as server:
+        assert [one["id"] for one in server.get("/sessions").json()["data"]] == [kept]
+        assert server.get(f"/sessions/{gone}").status == 404
+
+
+def test_the_page_s_origin_alone_may_call(server):
+    session_id = talk(server, "Hello")
+    reply = server.request("POST", f"/sessions/{session_id}/stop", None, {"Origin": "http://evil.example"})
+    assert reply.status == 403
+    assert json.loads(reply.body)["error"]["code"] == "origin_not_allowed"
+
+
+def test_an_unknown_session_is_unknown_to_a_full_server_too():
+    with serving(max_queue=1) as full:
+        stream = Stream(full, "/chat", {"message": "Hello", **LONG})
+        session_id = stream.next()["session_id"]
+        assert full.post("/chat", {"message": "Hi"}).error["code"] == "server_overloaded"
+        assert full.post("/chat", {"message": "Hi", "session_id": session_id}).error["code"] == "server_overloaded"
+        reply = full.post("/chat", {"message": "Hi", "session_id": "nobody"})
+        assert (reply.status, reply.error["code"]) == (404, "session_not_found")
+        stream.rest()

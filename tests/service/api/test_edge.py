@@ -1,0 +1,244 @@
+"""Health, version, models, tokens, the page's files and the administrator's routes, on a running server."""
+
+import threading
+
+import pytest
+
+from kvstore.engine.builtin import MODEL_DIR
+from kvstore.engine.text.chat_template import ChatTemplate
+from kvstore.errors import DegradedError
+from kvstore.service.api.edge import health_reasons
+from kvstore.service.api.page import FILES
+from tests.support.by_hand import held
+from tests.support.service.serving import ADMIN_KEY, KEY, serving
+
+ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    path = tmp_path_factory.mktemp("store") / "kv"
+    tiers = {"hbm": "4MiB", "cpu": "4MiB", "disk": "64MiB", "path": path}
+    options = {"api_key": KEY, "admin_key": ADMIN_KEY, "served_model_name": "our/model"}
+    with serving(engine={"cache_tiers": tiers}, **options) as found:
+        yield found
+
+
+# -- health ----------------------------------------------------------------------------------------------------------
+def test_a_server_that_works_is_healthy_and_ready(server):
+    assert server.get("/health").json() == {"status": "ok", "reasons": []}
+    assert server.get("/ready").json() == {"ready": True}
+    assert server.request("HEAD", "/health").status == 200
+
+
+@pytest.mark.parametrize(
+    ("stats", "reasons"),
+    [
+        ({}, []),
+        ({"disk": None, "sessions": None}, []),
+        ({"disk": {"degraded": None, "broken": False}}, []),
+        ({"disk": {"degraded": "full", "broken": False}}, ["disk_degraded"]),
+        ({"disk": {"degraded": None, "broken": True}}, ["disk_broken"]),
+        ({"disk": {"was_reset": True}}, ["disk_was_reset"]),
+        ({"error": "OSError"}, ["stats_unavailable"]),
+    ],
+)
+def test_what_does_not_work_is_named(stats, reasons):
+    assert health_reasons(stats, False) == reasons
+    assert health_reasons(stats, True) == [*reasons, "sessions_failing"]
+
+
+def test_a_degraded_disk_is_told_and_serving_goes_on(server, monkeypatch):
+    known = server.engine.stats
+
+    def degraded():
+        return {**known(), "disk": {"degraded": "no space left"}}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.engine, "stats", degraded)
+        reply = server.get("/health")
+    assert (reply.status, reply.json()) == (200, {"status": "degraded", "reasons": ["disk_degraded"]})
+    assert server.get("/health").json()["status"] == "ok"
+
+
+def test_sessions_that_cannot_be_stored_are_told_for_a_while(server, monkeypatch):
+    known = server.engine.stats
+    with monkeypatch.context() as patch:
+        patch.setattr(server.engine, "stats", lambda: {**known(), "sessions": {"failed": 3}})
+        assert server.get("/health").json() == {"status": "degraded", "reasons": ["sessions_failing"]}
+    assert server.get("/health").json()["status"] == "degraded"
+    server.context.failing_until_s = 0.0
+    assert server.get("/health").json()["status"] == "ok"
+
+
+def test_health_does_not_wait_for_a_long_step(server):
+    server.get("/health")
+    release = threading.Event()
+
+    def hold():
+        with held(server.engine):
+            release.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        for _ in range(2):
+            assert server.get("/health").json() == {"status": "ok", "reasons": []}
+        assert server.get("/ready").status == 200
+    finally:
+        release.set()
+        thread.join()
+
+
+def test_an_engine_that_does_not_answer_is_told(server, monkeypatch):
+    monkeypatch.setattr("kvstore.service.api.edge.STUCK_S", 0.0)
+    with held(server.engine):
+        assert server.get("/health").json() == {"status": "degraded", "reasons": ["engine_not_answering"]}
+    server.wait_until(lambda: server.context.asking.done())
+    assert server.get("/health").json()["status"] == "ok"
+
+
+def test_numbers_that_cannot_be_had_are_told(server, monkeypatch):
+    def fails():
+        raise OSError("gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.engine, "stats", fails)
+        assert server.get("/health").json() == {"status": "degraded", "reasons": ["stats_unavailable"]}
+
+
+# -- what is served --------------------------------------------------------------------------------------------------
+def test_version(server):
+    found = server.get("/version").json()
+    assert found["model"] == "our/model" and found["block_size"] == 16 and found["version"]
+
+
+def test_models(server):
+    found = server.get("/v1/models").json()
+    (model,) = found["data"]
+    assert found["object"] == "list"
+    assert (model["id"], model["object"], model["max_model_len"]) == ("our/model", "model", 1024)
+    assert server.get("/v1/models/our/model").json() == model
+    assert server.get("/v1/models/our%2Fmodel").json() == model
+    reply = server.get("/v1/models/gpt-4o")
+    assert (reply.status, reply.error["code"], reply.error["param"]) == (404, "model_not_found", "model")
+
+
+# -- tokens ----------------------------------------------------------------------------------------------------------
+def test_tokens_there_and_back(server):
+    found = server.post("/tokenize", {"model": "our/model", "prompt": "Hello, world"}).json()
+    assert found["count"] == len(found["tokens"]) and found["max_model_len"] == 1024
+    assert found["tokens"] == server.engine.tokenizer("Hello, world")["input_ids"]
+    assert server.post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": "Hello, world"}
+
+
+def test_tokens_of_messages_are_those_of_the_prompt(server):
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello <|end|>"}]
+    found = server.post("/tokenize", {"messages": messages, "return_token_strs": True}).json()
+    assert found["tokens"] == ChatTemplate.of(server.engine.tokenizer).prompt_ids(messages)
+    assert found["token_strs"] == server.engine.tokenizer.convert_ids_to_tokens(found["tokens"])
+    assert found["token_strs"].count("<|end|>") == 2  # those of the template: what a person wrote stays text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "tool", "content": "b"}]}, "messages[0].role"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [10**6]}, "tokens"),
+        ("/detokenize", {"tokens": "abc"}, "tokens"),
+    ],
+)
+def test_what_cannot_be_tokenized_is_named(server, path, body, param):
+    reply = server.post(path, body)
+    assert (reply.status, reply.error["param"]) == (400, param)
+
+
+def test_a_model_without_a_template_completes_and_does_not_chat(tmp_path):
+    for file in MODEL_DIR.iterdir():
+        if file.name != "chat_template.jinja":
+            (tmp_path / file.name).symlink_to(file)
+    with serving(str(tmp_path)) as server:
+        done = server.post("/v1/completions", {"prompt": "Hello", "max_tokens": 2})
+        assert done.status == 200 and done.json()["usage"]["completion_tokens"] == 2
+        messages = [{"role": "user", "content": "Hello"}]
+        for path, body in (
+            ("/chat", {"message": "Hello"}),
+            ("/v1/chat/completions", {"messages": messages}),
+            ("/v1/responses", {"input": "Hello"}),
+            ("/tokenize", {"messages": messages}),
+        ):
+            refused = server.post(path, body)
+            assert refused.status == 400, path
+            assert "has no chat template; give a file with one as --chat-template" in refused.error["message"]
+        template = (MODEL_DIR / "chat_template.jinja").read_text()
+    with serving(str(tmp_path), engine={"chat_template": template}) as server:
+        assert server.post("/chat", {"message": "Hello", "max_tokens": 2}).status == 200
+
+
+def test_another_model_is_not_there(server):
+    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
+        assert server.post(path, {**body, "model": "gpt-4o"}).error["code"] == "model_not_found"
+
+
+# -- the page --------------------------------------------------------------------------------------------------------
+def test_the_pages_files_are_served_with_a_strict_policy(server):
+    assert "index.html" in FILES
+    for path in ("/", *(f"/web/{name}" for name in FILES)):
+        reply = server.request("GET", path, headers={"Authorization": None})
+        assert reply.status == 200 and reply.body
+        assert reply.headers["content-security-policy"].startswith("default-src 'self'")
+        assert reply.headers["x-content-type-options"] == "nosniff"
+    assert server.get("/").headers["content-type"] == "text/html; charset=utf-8"
+
+
+@pytest.mark.parametrize("name", ["..%2fapp.py", "..%2F..%2Fetc%2Fpasswd", "app.py", "%00", "index.html%00", "x.js"])
+def test_nothing_else_is(server, name):
+    assert server.get(f"/web/{name}").status in (400, 404)
+
+
+# -- the administrator -----------------------------------------------------------------------------------------------
+def admin(server, method, path, body=None):
+    return server.request(method, path, body, ADMIN)
+
+
+def test_counters(server):
+    found = admin(server, "GET", "/admin/stats").json()
+    assert {"hbm", "cpu", "disk", "requests", "sessions"} <= set(found)
+
+
+def test_tenants(server):
+    assert admin(server, "GET", "/admin/tenants").json() == {"tenants": [{"tenant": "", "running": 0, "waiting": 0}]}
+
+
+def test_eviction_takes_the_fields_of_the_command(server):
+    found = admin(server, "POST", "/admin/evict", {"all": True, "dry_run": True}).json()
+    assert found["dry_run"] is True and set(found["tiers"]) == {"hbm", "cpu", "disk"}
+    for body, said in (
+        ({}, "no condition"),
+        ({"all": "yes"}, "all is a text"),
+        ({"unused_for_s": -1}, "unused_for_s"),
+        ({"session": {"session_id": "../x"}}, "session_id"),
+        ({"session": {}}, "session_id"),
+    ):
+        reply = admin(server, "POST", "/admin/evict", body)
+        assert reply.status == 400 and said in reply.error["message"]
+    reply = admin(server, "POST", "/admin/evict", {"session": {"session_id": "unknown"}})
+    assert (reply.status, reply.error["code"]) == (404, "session_not_found")
+
+
+def test_flush_waits_for_the_disk_or_says_that_it_cannot(server, monkeypatch):
+    assert admin(server, "POST", "/admin/flush").json() == {"flushed": True}
+
+    def fails():
+        raise DegradedError("/a/path/of/ours cannot be written")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.engine, "flush", fails)
+        reply = admin(server, "POST", "/admin/flush")
+    assert (reply.status, reply.error["code"]) == (503, "store_degraded")
+    assert "/a/path" not in reply.body.decode()

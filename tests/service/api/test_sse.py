@@ -1,0 +1,222 @@
+"""Streams of events: their bytes, errors before and after the headers, deadlines, and clients that go away."""
+
+import asyncio
+import socket
+import threading
+
+import pytest
+
+from kvstore.errors import ContextLengthError
+from kvstore.service.api.sse import EventStream
+from kvstore.service.http.errors import ApiError
+from kvstore.service.http.routes import Route
+from tests.support.service.serving import raw_request, read_to_end, serving
+
+BIG = "x" * 10_000
+ends: list[str] = []  # how the handlers below ended
+begun = threading.Event()
+
+
+def stream(path):
+    """A route of a handler that is given its events."""
+
+    def route_of(function):
+        async def handle(request):
+            begun.clear()
+            try:
+                async with EventStream(request, done=path != "/bare") as events:
+                    await function(events)
+            except BaseException as error:
+                ends.append(type(error).__name__)
+                raise
+            ends.append("ok")
+            return events.response
+
+        return Route("GET", path, handle, "user", "")
+
+    return route_of
+
+
+@stream("/good")
+async def good(events):
+    assert not events.begun
+    await events.send({"text": "é\n\n😀"})
+    assert events.begun
+    await events.send({"n": 1}, event="response.created")
+
+
+@stream("/bare")
+async def bare(events):
+    await events.send({"n": 1})
+
+
+@stream("/nothing")
+async def nothing(events):
+    pass
+
+
+@stream("/early")
+async def early(events):
+    raise ContextLengthError("the prompt has 9 tokens, but the window has 8", 9, 8)
+
+
+@stream("/late")
+async def late(events):
+    await events.send({"n": 1})
+    raise ApiError(503, "no more", type="server_error", code="stopped")
+
+
+@stream("/bug")
+async def bug(events):
+    await events.send({"n": 1})
+    raise RuntimeError("secret")
+
+
+@stream("/told")
+async def told(events):
+    await events.fail(ContextLengthError("too long", 9, 8), event="error")
+
+
+@stream("/silent")
+async def silent(events):
+    await asyncio.Event().wait()
+
+
+@stream("/stuck")
+async def stuck(events):
+    await events.send({"n": 1})
+    begun.set()
+    await asyncio.Event().wait()
+
+
+@stream("/endless")
+async def endless(events):
+    while True:
+        await events.send({"text": BIG})
+
+
+ROUTES = (good, bare, nothing, early, late, bug, told, silent, stuck, endless)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(routes=ROUTES, request_timeout_s=60.0) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    ends.clear()
+
+
+def test_the_bytes_of_a_stream(server):
+    reply = server.get("/good")
+    assert reply.status == 200
+    assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert reply.headers["cache-control"] == "no-cache"
+    assert reply.headers["x-accel-buffering"] == "no"
+    assert reply.headers["x-request-id"]
+    said = 'data: {"text":"é\\n\\n😀"}\n\nevent: response.created\ndata: {"n":1}\n\ndata: [DONE]\n\n'
+    assert reply.body.decode() == said
+    assert reply.events() == [{"text": "é\n\n😀"}, {"n": 1}, "[DONE]"]
+
+
+def test_a_stream_without_its_last_line(server):
+    assert server.get("/bare").events() == [{"n": 1}]
+
+
+def test_a_stream_of_nothing(server):
+    assert server.get("/nothing").events() == ["[DONE]"]
+
+
+def test_an_error_before_the_first_event_has_its_status(server):
+    reply = server.get("/early")
+    assert (reply.status, reply.headers["content-type"]) == (400, "application/json")
+    assert (reply.error["code"], reply.error["param"]) == ("context_length_exceeded", "messages")
+
+
+def test_an_error_after_it_is_an_event(server):
+    reply = server.get("/late")
+    assert reply.status == 200
+    first, error, last = reply.events()
+    assert (first, last) == ({"n": 1}, "[DONE]")
+    assert error == {"error": {"message": "no more", "type": "server_error", "param": None, "code": "stopped"}}
+    assert ends == ["ApiError"]
+
+
+def test_nothing_of_a_bug_is_told(server):
+    _, error, last = server.get("/bug").events()
+    assert error["error"]["code"] == "internal_error" and last == "[DONE]"
+    assert b"secret" not in server.get("/bug").body
+
+
+def test_an_error_can_be_told_under_a_name(server):
+    assert server.get("/told").body.startswith(b'event: error\ndata: {"error":{"message":"too long"')
+
+
+def test_the_connection_serves_the_next_request_after_a_stream(server):
+    raw = server.connect()
+    raw.sendall(raw_request("GET", "/late") + raw_request("GET", "/good", Connection="close"))
+    assert read_to_end(raw).count(b"data: [DONE]") == 2
+    raw.close()
+
+
+def end(server):
+    """As if the time of all requests were over."""
+    server.wait_until(lambda: server.context.limits.num_open == 1)
+
+    async def now():
+        server.context.limits.end_all(ApiError(504, "too long", type="server_error", code="request_timeout"))
+
+    server.run(now())
+
+
+@pytest.mark.parametrize("path", ["/silent", "/stuck"])
+def test_a_deadline_is_a_status_or_an_event(server, path):
+    raw = server.connect()
+    raw.sendall(raw_request("GET", path, Connection="close"))
+    if path == "/stuck":
+        assert begun.wait(30)
+    end(server)
+    answer = read_to_end(raw)
+    raw.close()
+    assert b'"code":"request_timeout"' in answer
+    assert answer.startswith(b"HTTP/1.1 504" if path == "/silent" else b"HTTP/1.1 200")
+    assert (b"data: [DONE]\n\n" in answer) == (path == "/stuck")
+    assert ends == ["CancelledError"]
+    server.wait_until_idle()
+
+
+@pytest.mark.parametrize("path", ["/silent", "/stuck", "/endless"])
+def test_a_client_that_goes_away_ends_its_handler(server, path):
+    raw = server.connect()
+    raw.sendall(raw_request("GET", path))
+    server.wait_until(lambda: server.context.limits.num_open == 1)
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")  # closed with a reset
+    raw.close()
+    server.wait_until(lambda: len(ends) == 1)
+    assert ends[0] in ("CancelledError", "ReaderGone")
+    server.wait_until_idle()
+
+
+def test_a_reader_that_stops_reading_is_dropped_and_holds_little():
+    with serving(routes=ROUTES, write_timeout_s=0.3) as server:
+        raw = server.connect(receive_bytes=4096)
+        raw.sendall(raw_request("GET", "/endless"))
+        server.wait_until(lambda: len(ends) == 1, "the handler has ended")
+        assert ends[0] in ("CancelledError", "ReaderGone")
+        server.wait_until_idle()
+        server.wait_until(lambda: not server.server.connections.open, "the connection is gone")
+        assert len(read_to_end(raw)) < 4 * 2**20
+        raw.close()
+
+
+def test_a_slow_reader_that_does_read_is_not():
+    with serving(routes=ROUTES, write_timeout_s=2.5) as server:
+        with server.connect(receive_bytes=4096) as raw:
+            raw.sendall(raw_request("GET", "/endless"))
+            for _ in range(30):  # longer than the timeout in all
+                assert sum(len(raw.recv(4096)) for _ in range(32))
+                threading.Event().wait(0.1)
+            assert ends == []
+        server.wait_until(lambda: len(ends) == 1)

@@ -1,0 +1,449 @@
+"""`kvstore plan` from end to end: files and stores, tables, JSON, pictures, and what may be wrong."""
+
+import itertools
+import json
+import os
+import re
+import shutil
+import sys
+
+import pytest
+from rich.console import Console
+
+from kvstore.planning.replay_config import ServiceModel
+from kvstore.service.command import cli, progress
+from kvstore.service.command.plan import chart as plan_chart
+from kvstore.service.command.plan import run as plan
+from kvstore.service.command.plan import tables as plan_tables
+from kvstore.service.command.plan.source import Source
+from kvstore.store.history import FILE, OLDER_FILE
+from tests.support.store.small_store import BLOCK_SIZE, PAYLOAD_BYTES, make_store
+
+KV_BYTES = 1000
+STATS = {  # of an owner that has measured some of its rates
+    "hbm": {"blocks": 300, "block_bytes": 16 * KV_BYTES, "block_size": 16},
+    "store": {"prefill_tokens_per_s": 5000.0, "load_bytes_per_s": None},
+    "tokens": {"prompt_tokens": 9000, "cached_tokens": 500},
+    "disk": {"blocks": 100, "bytes": 100 * 16 * KV_BYTES // 2, "read_bytes_per_s": 4e8, "write_bytes_per_s": 2e8},
+}
+
+
+def turns(num_sessions=30, num_turns=4, gap_s=50.0):
+    """Lines of a trace of sessions whose turns come one after the other, mixed."""
+    found = []
+    for turn in range(num_turns):
+        for session in range(num_sessions):
+            time_s = turn * gap_s + session
+            found.append((time_s, {"session": f"s{session}", "timestamp": time_s, "new_tokens": 300 + 10 * session,
+                                   "output_length": 40}))  # fmt: skip
+    return "".join(json.dumps(line) + "\n" for _, line in sorted(found, key=lambda pair: pair[0]))
+
+
+def history_lines(num_sessions=10, num_turns=3, start_s=0.0):
+    found = []
+    for turn in range(num_turns):
+        for session in range(num_sessions):
+            found.append({
+                "session": f"s{session}", "timestamp": start_s + 100 * turn + session,
+                "input_length": 100 + 150 * turn, "output_length": 50, "tip": f"{session}-{turn}",
+            })  # fmt: skip
+    return "".join(json.dumps(line) + "\n" for line in found)
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(turns())
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return make_store(tmp_path_factory.mktemp("made") / "store").path
+
+
+@pytest.fixture
+def store(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "store")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Runs the command; gives (exit code, stdout, stderr)."""
+    for name in [name for name in os.environ if name.startswith("KVSTORE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    monkeypatch.setattr(progress, "SHOWN_AFTER_S", 3600.0)  # also on a busy machine
+
+    def call(*argv):
+        code = cli.main(["plan", *map(str, argv)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def replay_trace(run, trace):
+    """Runs it on the trace of sessions, at a few sizes."""
+
+    def call(*argv):
+        return run("--trace", trace, "--format", "sessions", "--kv-bytes-per-token", KV_BYTES, *argv)
+
+    return call
+
+
+# -- a file ----------------------------------------------------------------------------------------------------------
+def test_json_of_a_grid(replay_trace):
+    code, out, err = replay_trace("--hbm", "8MB", "--cpu", "0,4MB", "--disk", "16MB,80MB", "--json")
+    assert (code, err, out.count("\n")) == (0, "", 1)
+    found = json.loads(out)
+    assert found.keys() == {"trace", "assumptions", "no_cache", "ideal", "points", "knee", "is_complete"}
+    assert found["trace"]["requests"] == 120 and found["trace"]["conversations"] == 30
+    assert found["trace"]["block_size"] == 128 and found["is_complete"]
+    sizes = [(row["hbm_bytes"], row["cpu_bytes"], row["disk_bytes"]) for row in found["points"]]
+    assert sizes == [(8 * 10**6, cpu * 10**6, disk * 10**6) for cpu in (0, 4) for disk in (16, 80)]
+    for row in found["points"]:
+        assert row["total_bytes"] == row["hbm_bytes"] + row["cpu_bytes"] + row["disk_bytes"]
+        assert row["token_hit_rate"] == pytest.approx(sum(row["hit_rate_by_tier"].values()))
+        assert 0 <= row["token_hit_rate"] <= found["ideal"]["token_hit_rate"] + 0.01 < 1
+        assert row["ttft_mean_s"] <= found["no_cache"]["ttft_mean_s"]
+    assert found["no_cache"]["token_hit_rate"] == 0
+    assert found["points"][1]["token_hit_rate"] > found["points"][0]["token_hit_rate"]
+
+
+def test_without_sizes_the_disk_grows_until_it_holds_everything(replay_trace):
+    code, out, _ = replay_trace("--batch", "2", "--json")
+    found = json.loads(out)
+    disks = [row["disk_bytes"] for row in found["points"]]
+    assert code == 0 and disks[0] == 0 and len(disks) > 3
+    assert all(b == 2 * a for a, b in itertools.pairwise(disks[1:]))
+    assert disks[-1] >= found["trace"]["working_set_bytes"] > disks[-2]
+    assert found["points"][-1]["token_hit_rate"] == pytest.approx(found["ideal"]["token_hit_rate"], abs=0.01)
+    assert "disk up to the working set" in " ".join(found["assumptions"]["sizes"])
+
+
+def test_what_a_person_sees(replay_trace):
+    code, out, err = replay_trace("--batch", "2", "--prefill-rate", "1000")
+    assert (code, err) == (0, "")
+    assert re.search(
+        r"trace.jsonl: 120 requests, 30 conversations, [0-9.]+ minutes, [0-9,]+ prompt and 4,800 output", out
+    )
+    assert "working set" in out and "HBM is what serves a full batch" in out
+    assert "prefill 1,000 tokens/s" in out and "measured" not in out
+    for word in ("HBM", "CPU", "disk", "hit rate", "TTFT", "P90", "no cache", "unlimited", "knee"):
+        assert word in out
+    assert "┤" in out and "●" in out and "└" in out
+    assert re.search(r"reach(es)? [0-9.]+% of [0-9.]+% possible", out) and "without a cache" in out
+    assert max(map(len, out.splitlines())) <= 160
+
+
+def test_more_work_than_can_be_done_is_told(replay_trace):
+    _, out, _ = replay_trace("--hbm", "8MB", "--prefill-rate", "10")
+    assert "note: more is asked of the service than it can do everywhere" in out
+    _, out, _ = replay_trace("--hbm", "8MB", "--write-bandwidth", "10KB", "--cpu", "1MB", "--disk", "20MB")
+    assert "of what was computed was not saved" in out
+    _, out, _ = replay_trace("--hbm", "1MB")
+    assert "requests did not fit in the smallest HBM and were refused" in out
+
+
+def test_only_the_last_requests(replay_trace):
+    _, out, _ = replay_trace("--requests", "40", "--hbm", "8MB", "--json")
+    assert json.loads(out)["trace"]["requests"] == 40
+
+
+def test_the_name_of_a_model_stands_for_its_size(run, trace):
+    _, out, _ = run(
+        "--trace", trace, "--format", "sessions", "--kv-bytes-per-token", "Llama-3.1-8B", "--hbm", "1GB", "--json"
+    )
+    assert json.loads(out)["assumptions"]["kv_bytes_per_token"] == 131_072
+
+
+def test_sizes_of_an_engine_in_the_environment_are_not_those_of_a_plan(replay_trace, monkeypatch):
+    for name, value in {"HBM": "auto", "CPU": "1GiB", "DISK": "1GiB", "BLOCK_SIZE": "16", "PATH": "/nowhere"}.items():
+        monkeypatch.setenv("KVSTORE_" + name, value)
+    monkeypatch.setenv("KVSTORE_POLICY", "lru")
+    _, out, _ = replay_trace("--batch", "2", "--json")
+    found = json.loads(out)
+    assert found["trace"]["block_size"] == 128 and len(found["points"]) > 3
+    assert found["assumptions"]["policy"] == "lru"
+
+
+# -- a store ---------------------------------------------------------------------------------------------------------
+def test_the_history_of_a_store(run, store):
+    (store / OLDER_FILE).write_text(history_lines())
+    (store / FILE).write_text(history_lines(start_s=1000.0) + '{"session": "cut of')
+    code, out, err = run("--store", store, "--hbm", "40MB", "--disk", "40MB", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["trace"]["requests"] == 60 and found["trace"]["block_size"] == 16
+    assert found["assumptions"]["kv_bytes_per_token"] == PAYLOAD_BYTES / BLOCK_SIZE
+    assert found["assumptions"]["disk_bytes_per_token"] > PAYLOAD_BYTES / BLOCK_SIZE  # headers, and whole pages
+    assert found["ideal"]["token_hit_rate"] > 0.2
+    code, out, _ = run("--store", store, "--requests", "10", "--hbm", "40MB", "--json")
+    assert json.loads(out)["trace"]["requests"] == 10
+
+
+def test_what_the_owner_has_measured_counts_until_a_flag_says_otherwise(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "carry_out", lambda *_: STATS)
+    (tmp_path / FILE).write_text(history_lines())
+    code, out, err = run("--store", tmp_path, "--read-bandwidth", "1GB", "--json")
+    assert (code, err) == (0, "")
+    assumptions = json.loads(out)["assumptions"]
+    assert assumptions["measured"] == ["prefill_tokens_per_s", "write_bytes_per_s"]
+    rates, default = assumptions["service"], ServiceModel()
+    assert (rates["prefill_tokens_per_s"], rates["write_bytes_per_s"], rates["read_bytes_per_s"]) == (5000, 2e8, 1e9)
+    assert rates["load_bytes_per_s"] == default.load_bytes_per_s
+    assert (assumptions["kv_bytes_per_token"], assumptions["disk_bytes_per_token"]) == (KV_BYTES, KV_BYTES / 2)
+    assert {row["hbm_bytes"] for row in json.loads(out)["points"]} == {300 * 16 * KV_BYTES}
+    _, out, _ = run("--store", tmp_path)
+    out = " ".join(out.split())
+    prefill = "prefill 5,000 tokens/s (from 8,500 computed tokens)"
+    assert f"measured by the store: {prefill}, read 0.4 GB/s, write 0.2 GB/s" in out
+    assert "HBM is that of the engine which owns the store" in out and "500 B on disk" in out
+
+
+@pytest.mark.parametrize(("cached", "source"), [(400, "from 100 computed tokens"), (500, "by an earlier engine")])
+def test_a_small_store_is_planned_with_what_it_measured_and_from_how_much(run, tmp_path, monkeypatch, cached, source):
+    small = STATS | {"tokens": {"prompt_tokens": 500, "cached_tokens": cached}}
+    monkeypatch.setattr(plan, "carry_out", lambda *_: small)
+    (tmp_path / FILE).write_text(history_lines())
+    assert json.loads(run("--store", tmp_path, "--json")[1])["assumptions"]["service"]["prefill_tokens_per_s"] == 5000
+    shown = " ".join(run("--store", tmp_path)[1].split())
+    assert f"measured by the store: prefill 5,000 tokens/s ({source})" in shown
+
+
+def test_an_engine_that_has_hardly_begun_has_measured_nothing(run, tmp_path, monkeypatch):
+    young = STATS | {"store": {}, "disk": {"blocks": 3, "bytes": 1 << 20}}
+    monkeypatch.setattr(plan, "carry_out", lambda *_: young)
+    (tmp_path / FILE).write_text(history_lines())
+    assumptions = json.loads(run("--store", tmp_path, "--json")[1])["assumptions"]
+    assert assumptions["measured"] == [] and assumptions["disk_bytes_per_token"] == KV_BYTES
+
+
+def test_long_prompts_are_replayed_in_larger_blocks(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "carry_out", lambda *_: STATS)
+    lines = [{"session": "s", "timestamp": t, "input_length": 3000 * (t + 1), "output_length": 9} for t in range(3)]
+    (tmp_path / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for flags, expected in (((), 128), (("--block-size", "32"), 32)):
+        _, out, _ = run("--store", tmp_path, "--hbm", "1GB", "--json", *flags)
+        assert json.loads(out)["trace"]["block_size"] == expected
+
+
+def test_a_store_without_history_says_how_it_comes_about(run, store):
+    code, out, err = run("--store", store)
+    assert (code, out) == (1, "") and err.count("\n") == 1
+    assert "has no history yet; it records one while an engine serves with a disk tier" in err
+
+
+def test_no_store_at_all(run, tmp_path):
+    code, out, err = run("--store", tmp_path / "gone")
+    assert (code, out) == (1, "") and "there is no store at" in err and err.count("\n") == 1
+
+
+def test_a_store_that_cannot_say_how_large_its_kv_is(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "carry_out", lambda *_: {"disk": {"models": {}}})
+    (tmp_path / FILE).write_text(history_lines())
+    code, _, err = run("--store", tmp_path)
+    assert code == 2 and "give --kv-bytes-per-token, a size or one of" in err
+    assert run("--store", tmp_path, "--kv-bytes-per-token", "1KB", "--hbm", "10MB")[0] == 0
+
+
+# -- what may be wrong -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--polciy", "lru"], "unknown flag '--polciy'; did you mean '--policy'?"),
+        (["here"], "unexpected argument 'here'; plan has flags only"),
+        (["--policy", "belady"], "--policy is 'belady'; give one of auto, fifo, lru, return"),
+        (["--format", "mooncake"], "--format is that of a file"),
+        (["--trace", "TRACE"], "--trace needs --format, one of mooncake, sessions"),
+        (["--trace", "TRACE", "--format", "sessions"], "--trace needs --kv-bytes-per-token, a size or one of llama"),
+        (["--trace", "TRACE", "--store", "x"], "--trace and --store are two traffics"),
+        (["--trace", "gone", "--format", "sessions", "--kv-bytes-per-token", "1"], "the trace gone cannot be read"),
+        (["--trace", "TRACE", "--format", "mooncake", "--kv-bytes-per-token", "1"], "line 1"),
+        (["--hbm", "3 M tokens"], "--hbm is '3 M tokens'; give a number of bytes"),
+        (["--disk", "1GB,,2GB"], "--disk is ''; give"),
+        (["--hbm", "1,2,3,4,5,6,7,8,9,10,11", "--cpu", "1,2,3,4,5,6,7,8,9,10"], "110 combinations of sizes"),
+        (["--kv-bytes-per-token", "gpt-9"], "--kv-bytes-per-token is 'gpt-9'; give a size such as 128KiB, or one of"),
+        (["--kv-bytes-per-token", "0"], "--kv-bytes-per-token is '0'"),
+        (["--prefill-rate", "0"], "--prefill-rate is '0'; give tokens a second"),
+        (["--read-bandwidth", "0"], "--read-bandwidth is '0'; give bytes a second"),
+        (["--batch", "0"], "--batch is '0'; give a whole number from 1"),
+        (["--plot", "plan.pdf"], "give a file that ends in .png or .svg"),
+        (["--plot", "gone/plan.png"], "but there is no directory gone"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_2(run, trace, argv, words):
+    code, out, err = run(*[str(trace) if word == "TRACE" else word for word in argv])
+    assert (code, out) == (2, "")
+    assert words in err and err.startswith("kvstore: ") and err.count("\n") == 1
+
+
+def test_hbm_that_holds_no_block(replay_trace):
+    code, out, err = replay_trace("--hbm", "1KB")
+    assert (code, out) == (2, "") and "HBM of 1,000 bytes holds less than one block of 128,000 bytes" in err
+
+
+def test_a_defect_in_the_replay_is_one_line(replay_trace, monkeypatch):
+    def fail(*_):
+        raise AssertionError("requests were left over")
+
+    monkeypatch.setattr("kvstore.planning.replay.replay", fail)
+    code, out, err = replay_trace("--hbm", "8MB")
+    assert (code, out, err) == (1, "", "kvstore: AssertionError: requests were left over\n")
+
+
+# -- Ctrl-C ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("as_json", [True, False])
+def test_an_interrupt_shows_what_is_done(replay_trace, monkeypatch, as_json):
+    from kvstore.planning.replay import replay
+
+    calls = []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return replay(*arguments)
+
+    monkeypatch.setattr("kvstore.planning.replay.replay", interrupted)
+    code, out, err = replay_trace("--hbm", "8MB", "--disk", "8MB,16MB,32MB", *(["--json"] if as_json else []))
+    assert (code, err) == (130, "kvstore: interrupted\n")
+    if as_json:
+        assert not json.loads(out)["is_complete"] and len(json.loads(out)["points"]) == 1
+    else:
+        assert "note: interrupted: not all sizes were replayed" in out and "7.6 MiB" in out
+
+
+def test_an_interrupt_before_anything_is_done(replay_trace, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvstore.planning.replay.replay", interrupted)
+    assert replay_trace("--hbm", "8MB") == (130, "", "kvstore: interrupted\n")
+
+
+# -- pictures --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_a_picture(replay_trace, tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    code, out, err = replay_trace("--batch", "2", "--plot", tmp_path / f"plan{suffix}")
+    assert (code, err) == (0, "") and "hit rate" in out
+    assert (tmp_path / f"plan{suffix}").read_bytes()[:5] in (b"\x89PNG\r", b"<?xml")
+
+
+def test_a_picture_that_cannot_be_written(replay_trace, tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "plan.png").mkdir()
+    code, out, err = replay_trace("--hbm", "8MB", "--plot", tmp_path / "plan.png")
+    assert code == 1 and "hit rate" in out and "plan.png cannot be written" in err and err.count("\n") == 1
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(replay_trace, monkeypatch, tmp_path):
+    monkeypatch.setattr("kvstore.service.command.plan.run.importlib.util.find_spec", lambda name: None)
+    code, out, err = replay_trace("--plot", tmp_path / "plan.png")
+    assert (code, out) == (2, "")
+    assert err == "kvstore: --plot needs matplotlib: pip install kvstore[bench]\n"
+
+
+def test_matplotlib_is_loaded_for_pictures_only(replay_trace, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert replay_trace("--hbm", "8MB")[0] == 0
+    assert not [name for name in sys.modules if name.split(".")[0] == "matplotlib"]
+
+
+# -- the chart and the advice, on made-up plans ----------------------------------------------------------------------
+def row(total, rate, cpu=0, disk=None, hbm=0, ttft_s=1.0):
+    gib = 1 << 30
+    disk = total - cpu - hbm if disk is None else disk
+    shares = {"hbm": rate, "cpu": 0.0, "disk": 0.0}
+    return {
+        "hbm_bytes": hbm * gib, "cpu_bytes": cpu * gib, "disk_bytes": disk * gib, "total_bytes": total * gib,
+        "token_hit_rate": rate, "hit_rate_by_tier": shares, "ttft_mean_s": ttft_s, "ttft_p90_s": 2 * ttft_s,
+        "load": 0.5, "dropped_share": 0.0, "num_refused": 0,
+    }  # fmt: skip
+
+
+def made_up(*rows, knee=None, ideal=0.8):
+    return {"points": list(rows), "knee": knee, "ideal": row(0, ideal), "no_cache": row(0, 0.0, ttft_s=3.0)}
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+def test_the_chart_keeps_to_its_width(width):
+    rows = [row(1 << i, rate) for i, rate in enumerate((0.1, 0.4, 0.6, 0.7, 0.7))]
+    lines = plan_chart.chart(made_up(*rows, knee=rows[2]), width)
+    assert max(map(len, lines), default=0) <= width
+    if width < 33:
+        assert lines == []
+        return
+    text = "\n".join(lines)
+    picture = "".join(line for line in lines if "┤" in line)
+    assert picture.count("●") == 4 and picture.count("◆") == 1
+    assert "16 GiB" in text and "80% ┤" in text and "0% ┤" in text
+
+
+def test_a_plain_chart_is_ascii():
+    rows = [row(1 << i, rate) for i, rate in enumerate((0.1, 0.4, 0.6))]
+    text = "\n".join(plan_chart.chart(made_up(*rows, knee=rows[1]), 80, plain=True))
+    assert text.isascii() and "o" in text and "#" in text
+
+
+def test_no_chart_of_one_capacity():
+    assert plan_chart.chart(made_up(row(4, 0.3), row(4, 0.5)), 80) == []
+
+
+def test_a_higher_point_stands_higher():
+    rows = [row(1 << i, rate) for i, rate in enumerate((0.1, 0.4, 0.79))]
+    lines = plan_chart.chart(made_up(*rows), 60)[:-1]
+    heights = {line.index("●"): -number for number, line in enumerate(lines) if "●" in line}
+    assert [heights[place] for place in sorted(heights)] == sorted(heights.values()) and len(heights) == 3
+
+
+def test_the_advice_at_a_knee():
+    rows = [row(total, rate, cpu=total // 8) for total, rate in ((8, 0.3), (16, 0.71), (32, 0.72), (64, 0.73))]
+    first, second = plan_tables.advice(made_up(*rows, knee=rows[1]))
+    assert first == "CPU 2 GiB and disk 14 GiB reach 71.0% of 80.0% possible; twice as much adds 1.0 point."
+    assert second == "The mean TTFT is 1.00 s there, and 3.00 s without a cache."
+    rows[2]["token_hit_rate"] = 0.71
+    assert "twice as much adds nothing." in plan_tables.advice(made_up(*rows, knee=rows[1]))[0]
+
+
+@pytest.mark.parametrize(
+    ("rates", "words"),
+    [
+        ((0.5,), "disk 1 GiB reaches 50.0% of 80.0% possible; a knee needs three capacities or more."),
+        ((0.5, 0.5), "No knee: more brings nothing; disk 1 GiB reaches 50.0%"),
+        ((0.5, 0.501, 0.502), "No knee: more brings nothing; disk 1 GiB reaches 50.0%"),
+        ((0.2, 0.4, 0.6), "disk 4 GiB reaches 60.0% of 80.0% possible, and still more would bring more."),
+        ((0.2, 0.5, 0.79), "disk 4 GiB reaches 79.0% of 80.0% possible, which is all there is."),
+    ],
+)
+def test_the_advice_without_a_knee(rates, words):
+    assert words in plan_tables.advice(made_up(*[row(1 << i, rate) for i, rate in enumerate(rates)]))[0]
+
+
+def test_names_from_files_are_printed_as_text():
+    out = Console(record=True, width=120, file=open(os.devnull, "w"))  # noqa: SIM115
+    with out.file:
+        found = made_up(row(4, 0.3)) | {"is_complete": True}
+        found["trace"] = {
+            "name": "[bold]\x1b[31mx", "requests": 1, "conversations": 1, "hours": 50.0, "prompt_tokens": 1,
+            "output_tokens": 1, "block_size": 1, "working_set_blocks": 1, "working_set_bytes": 1, "notes": ["odd"],
+        }  # fmt: skip
+        found["assumptions"] = {
+            "policy": "lru", "kv_bytes_per_token": 1.0, "disk_bytes_per_token": 1.0, "measured": [], "sizes": [],
+            "computed_tokens": 0,
+            "service": dict.fromkeys(plan_tables.RATES, 1),
+        }  # fmt: skip
+        plan_tables.show_plan(found, out)
+        text = out.export_text()
+    assert "[bold][31mx: 1 request, 1 conversation, 2.1 days" in text and "note: odd" in text
+
+
+def test_a_source_knows_nothing_by_itself():
+    source = Source(trace=None, name="x")
+    assert source.kv_bytes_per_token is None and source.measured == () and source.service == ServiceModel()

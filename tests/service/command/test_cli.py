@@ -1,0 +1,486 @@
+"""The command line, against a fake engine: no model is loaded here."""
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from kvstore.disk.directory import StoreDirectory
+from kvstore.engine.outputs import CachedTokensDetails, Choice, Piece, RequestOutput, Usage
+from kvstore.errors import ContextLengthError, DegradedError, ModelError
+from kvstore.service.command import cli, terminal
+from kvstore.service.command.flags_page import commands, flags_page
+
+ROOT = Path(__file__).parents[3]
+
+
+class FakeSession:
+    """Answers with the message in capitals, two pieces a word; its prompt grows by ten tokens a turn."""
+
+    def __init__(self, session_id, system, messages=()):
+        self.session_id = session_id
+        self.system = system
+        self.messages = list(messages)
+        self.last = None
+        self.num_turns = sum(message["role"] == "user" for message in self.messages)
+        self.closed_early = False
+        self.ttls = []
+
+    def set_ttl(self, ttl_s):
+        assert self.num_turns
+        self.ttls.append(ttl_s)
+
+    def stream(self, text, params):
+        if text == "too long":
+            raise ContextLengthError("the prompt has 2,000 tokens, the window 1,024", 2000, 1024)
+        if text == "disk full":
+            raise DegradedError("not stored, the session store's disk failed")
+        words = text.upper().split(" ")
+        try:
+            for index, word in enumerate(words):
+                yield Piece(0, word + " " * (index < len(words) - 1), (index,))
+                if text == "slow answer":
+                    os.kill(os.getpid(), signal.SIGINT)
+        except GeneratorExit:
+            self.closed_early = True
+            raise
+        self.num_turns += 1
+        self.last = make_output(10 * self.num_turns, 10 * (self.num_turns - 1), text.upper())
+
+
+def make_output(num_prompt, num_cached, text, ttft_s=0.0125):
+    usage = Usage(num_prompt, 3, CachedTokensDetails(hbm=num_cached))
+    choice = Choice(text=text, token_ids=[1, 2, 3], finish_reason="stop")
+    return RequestOutput("request", list(range(num_prompt)), [choice], usage, ttft_s)
+
+
+class FakeEngine:
+    made: ClassVar[list] = []
+    stored: ClassVar[dict] = {}  # messages of sessions from before
+
+    def __init__(self, model, **arguments):
+        if model == "missing":
+            raise ModelError("no model at 'missing': no such directory;\n give a local directory or a hub id")
+        self.model, self.arguments = model, arguments
+        self.sessions, self.salts = {}, []
+        self.model_name, self.max_model_len = model or "builtin", 1024
+        FakeEngine.made.append(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.closed = True
+
+    def stats(self):
+        return {"hbm": {"blocks": 3, "block_bytes": 2**20, "is_auto": True}}
+
+    def chat(self, session_id, tenant="", system=None, truncation="auto", truncation_reuse="reencode"):
+        self.sessions[session_id] = FakeSession(session_id, system, self.stored.get(session_id, ()))
+        self.truncation = (truncation, truncation_reuse)
+        return self.sessions[session_id]
+
+    def generate(self, prompts, params, tenant="", cache_salt=""):
+        self.salts.append(cache_salt)
+        return [make_output(len(prompt), 0, "x", ttft_s=0.05) for prompt in prompts]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Runs the command with the lines on stdin; gives (exit code, stdout, stderr)."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    for name in [name for name in os.environ if name.startswith("KVSTORE_")]:
+        monkeypatch.delenv(name)
+    FakeEngine.made.clear()
+    monkeypatch.setattr(FakeEngine, "stored", {})
+
+    def call(*argv, lines=()):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
+        code = cli.main(list(argv), FakeEngine)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_python_that_strips_docstrings_is_one_line():
+    command = [sys.executable, "-m", "kvstore.service.command.cli", "chat", "--disk", "0"]
+    environment = {**os.environ, "PYTHONOPTIMIZE": "2"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, input="", capture_output=True, text=True, timeout=100)
+    _, error = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "") and "PYTHONOPTIMIZE=2 (-OO)" in error
+
+
+def test_what_auto_has_taken_is_said(run):
+    assert run("chat", lines=[])[1].splitlines()[0] == (
+        "builtin, window 1,024 tokens, hbm 3.0 MiB (auto); /help for commands"
+    )
+
+
+class Closed(io.StringIO):
+    """A pipe whose reader goes away at the first piece of an answer."""
+
+    def write(self, text):
+        if "HELLO" in text:
+            raise BrokenPipeError
+        return super().write(text)
+
+
+def test_a_turn_ends_before_the_engine_when_nobody_reads_any_more(monkeypatch, tmp_path):
+    """Else the turn is ended when its stream is collected: after the engine, with a traceback."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello there\n"))
+    monkeypatch.setattr(sys, "stdout", Closed())
+    ended_first = []
+
+    class Watched(FakeEngine):
+        def __exit__(self, *exc):
+            ended_first.append(self.sessions["s"].closed_early)
+
+    with suppress(BrokenPipeError):
+        terminal.run_chat(None, {}, terminal.ChatOptions(0.0, None, None, "s"), Watched)
+    assert ended_first == [True]
+
+
+def test_help_lists_only_the_commands_that_exist(run):
+    code, out, err = run("--help")
+    assert (code, err) == (0, "")
+    assert re.findall(r"(?m)^  ([a-z]+) ", out) == list(cli.COMMANDS)
+
+
+@pytest.mark.parametrize("command", list(commands()), ids=lambda command: command.name)
+def test_help_of_a_command_shows_every_flag_and_examples(run, command):
+    code, out, _ = run(command.name, "--help")
+    assert run("help", command.name)[1] == out
+    takes = f"{command.takes} " if command.takes else ""
+    assert code == 0 and f"usage: kvstore {command.name} {takes}[FLAGS]" in out
+    assert f"examples:\n  kvstore {command.name}" in out
+    for option in command.options:
+        assert option.flag in out
+        assert not any(alias in out for alias in option.aliases)
+
+
+def test_the_page_of_all_flags_is_current():
+    found = (ROOT / "docs" / "flags.md").read_text()
+    assert found == flags_page(), "write it anew: python -m kvstore.service.command.flags_page > docs/flags.md"
+    for command in commands():
+        assert all(f"| `{option.flag}" in found for option in command.options)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["chta"], "'chta'; did you mean 'chat'?"),
+        (["evcit"], "did you mean 'evict'?"),
+        (["chat", "--max-num-s", "3"], "did you mean '--max-num-seqs'?"),
+        (["serve", "--hlep"], "did you mean '--help'?"),
+        (["serve", "--zzz"], "unknown flag '--zzz'"),
+        (["serve", "--port", "99999"], "--port is '99999'"),
+        (["serve", "--scheduling-policy", "lru"], "--scheduling-policy is 'lru'; give one of fcfs, priority"),
+        (["chat", "--policy", "fcfs"], "--policy is 'fcfs'; give one of auto, fifo, lru, return"),
+        (["chat", "--eviction", "x"], "--policy is 'x'"),
+        (["chat", "--load", "never"], "--load is 'never'; give one of auto, always"),
+        (["chat", "--ttl", "7"], "--ttl is '7'; give a number with a unit, such as 90s, 15m, 2h, 7d or 2w, or \"none"),
+        (["chat", "--ttl", "0s"], "give a time above 0"),
+        (["chat", "--block-size", "999"], "--block-size is 999; give a whole number from 1 to 256"),
+        (["chat", "--tokenizer", " "], "--tokenizer is ' '"),
+        (["--versoin"], "did you mean '--version'?"),
+        (["chat", "--max-modl-len", "3"], "did you mean '--max-model-len'?"),
+        (["chat", "--zzz=1"], "unknown flag '--zzz'"),
+        (["chat", "a", "b"], "'b'"),
+        (["chat", "--block-size"], "--block-size"),
+        (["chat", "--block-size", "0"], "--block-size is '0'; give a whole number from 1"),
+        (["chat", "--seed", "x"], "--seed is 'x'"),
+        (["chat", "--hbm", "lots"], '512MiB", "1.5GiB" or "2GB", or "auto"'),
+        (["chat", "--hbm", "0"], "hbm is 0"),
+        (["chat", "--dtype", "int3"], "auto, float32, bfloat16, float16"),
+        (["chat", "--device", "tpu"], "auto, cpu, cuda"),
+        (["chat", "--session", "a b"], "--session is 'a b'"),
+        (["chat", "--temperature", "nan"], "temperature is nan"),
+        (["chat", "--temperature", "hot"], "--temperature is 'hot'; give a number"),
+        (
+            ["chat", "--disk", "auto"],
+            "--disk is 'auto'; give a number of bytes, or a number with a unit such as \"512MiB\"",
+        ),
+        (["chat", "--cpu", "-1"], "--cpu"),
+        (["chat", "--truncation", "on"], "--truncation is 'on'; give one of auto, disabled"),
+        (["chat", "--truncation-reuse", "no"], "--truncation-reuse is 'no'; give one of reencode, exact"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_2(run, argv, words):
+    code, out, err = run(*argv)
+    assert (code, out) == (2, "")
+    assert words in err and err.startswith("kvstore: ") and err.count("\n") == 1
+    assert FakeEngine.made == []
+
+
+def test_flags_reach_the_engine_and_win_over_the_environment(run, monkeypatch):
+    monkeypatch.setenv("KVSTORE_BLOCK_SIZE", "32")
+    monkeypatch.setenv("KVSTORE_MAX_MODEL_LEN", "512")
+    monkeypatch.setenv("KVSTORE_SYSTEM", "be brief")
+    code, _, _ = run("chat", "some/model", "--max-model-len", "256", "--hbm=1.5GiB", "--seed", "-1")
+    made = FakeEngine.made[0]
+    assert code == 0 and made.model == "some/model" and made.closed
+    tiers = made.arguments.pop("cache_tiers")
+    assert (tiers.hbm, tiers.cpu, tiers.disk) == (1536 * 1024**2, 0, 0)
+    assert made.arguments == {
+        "max_model_len": 256,
+        "block_size": 32,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 2048,
+        "dtype": "auto",
+        "device": "auto",
+        "eviction": "auto",
+        "seed": -1,
+        "policy": "fcfs",
+        "load": "auto",
+        "enforce_eager": False,
+    }
+    assert made.sessions["terminal"].system == "be brief"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], (0, 0, None)),
+        (["--store", "/s"], (1 << 30, 8 << 30, "/s")),
+        (["--store", "/s", "--disk", "2GiB"], (1 << 30, 2 << 30, "/s")),
+        (["--store", "/s", "--disk", "0"], (0, 0, "/s")),
+        (["--store", "/s", "--cpu", "0"], (0, 8 << 30, "/s")),
+        (["--disk", "1e9", "--cpu", "64MiB"], (64 << 20, 10**9, "HOME/.local/share/kvstore")),
+        (["--cpu", "64MiB"], (64 << 20, 0, None)),
+    ],
+)
+def test_tiers_from_flags(run, flags, expected):
+    assert run("chat", *flags)[0] == 0
+    tiers = FakeEngine.made[0].arguments["cache_tiers"]
+    path = None if tiers.path is None else str(tiers.path).replace(os.path.expanduser("~"), "HOME")
+    assert (tiers.cpu, tiers.disk, path) == expected
+
+
+def test_truncation_flags_reach_the_session(run):
+    run("chat")
+    assert FakeEngine.made[0].truncation == ("auto", "reencode")
+    run("chat", "--truncation", "disabled", "--truncation-reuse=exact")
+    assert FakeEngine.made[1].truncation == ("disabled", "exact")
+
+
+def test_a_wrong_environment_value_names_the_variable(run, monkeypatch):
+    monkeypatch.setenv("KVSTORE_MAX_NUM_SEQS", "many")
+    code, _, err = run("chat")
+    assert code == 2 and "KVSTORE_MAX_NUM_SEQS is 'many'" in err
+    monkeypatch.setenv("KVSTORE_MAX_NUM_SEQS", "5000")  # which the engine's configuration refuses
+    code, _, err = run("chat")
+    assert code == 2 and "KVSTORE_MAX_NUM_SEQS is 5000; give a whole number from 1 to 4096" in err
+
+
+def test_a_model_that_does_not_load_is_one_line_and_exit_1(run):
+    code, _, err = run("chat", "missing")
+    assert code == 1
+    assert err.splitlines()[-1].startswith("kvstore: no model at 'missing'") and "Traceback" not in err
+
+
+def test_piped_chat_streams_and_shows_what_each_turn_cost(run):
+    code, out, err = run("chat", lines=["hello there", "", "[red]again[/red] \x1b[31m"])
+    assert code == 0 and "loading the built-in model" in err
+    assert "model> HELLO THERE\n[prompt 10 tokens · cached 0 · computed 10 · TTFT 12 ms" in out
+    assert "model> [RED]AGAIN[/RED] [31M\n[prompt 20 tokens · cached 10 (hbm 10) · computed 10 · TTFT 12 ms" in out
+    assert "\x1b" not in out
+
+
+def test_chat_commands(run):
+    code, out, _ = run("chat", "--session", "s", lines=["/help", "a", "/new", "b", "/nwe", "/quit", "never"])
+    assert code == 0 and "/new   start a new conversation" in out
+    assert "unknown command /nwe" in out and "NEVER" not in out
+    assert {name: session.num_turns for name, session in FakeEngine.made[0].sessions.items()} == {"s": 1, "s-2": 1}
+
+
+def exchange(number):
+    return [{"role": "user", "content": f"question {number}"}, {"role": "assistant", "content": f"answer\x1b {number}"}]
+
+
+def test_a_resumed_conversation_shows_where_it_was(run):
+    system = {"role": "system", "content": "be brief"}
+    FakeEngine.stored = {"s": [system, *exchange(1), *exchange(2)], "t": [system], "u": exchange("x" * 2000)}
+    _, out, _ = run("chat", "--session", "s", lines=["hello"])
+    assert "resuming s after 2 turns\nyou> question 2\nmodel> answer 2\n" in out
+    assert "question 1" not in out and "be brief" not in out
+    assert out.index("resuming") < out.index("HELLO")
+    assert "resuming" not in run("chat", "--session", "t")[1]
+    _, out, _ = run("chat", "--session", "u")
+    assert "after 1 turn\n" in out and "x [...]\n" in out and len(out) < 2500
+
+
+def test_a_new_conversation_takes_an_id_without_turns(run):
+    FakeEngine.stored = {"s-2": exchange(1), "s-3": exchange(2)}
+    _, out, _ = run("chat", "--session", "s", lines=["a", "/new", "b"])
+    sessions = FakeEngine.made[0].sessions
+    assert {name: session.num_turns for name, session in sessions.items()} == {"s": 1, "s-2": 1, "s-3": 1, "s-4": 1}
+    assert "resuming" not in out
+    run("chat", "--session", "s" * 128, lines=["/new"])
+    assert list(FakeEngine.made[1].sessions) == ["s" * 128, "s" * 126 + "-2"]
+
+
+def test_a_turn_that_cannot_be_kept_does_not_end_the_chat(run):
+    code, out, err = run("chat", lines=["disk full", "fine"])
+    assert code == 1 and "kvstore: not stored" in err and "FINE" in out
+
+
+def test_a_refused_message_does_not_end_the_chat(run):
+    code, out, err = run("chat", lines=["too long", "fine"])
+    assert code == 1 and "2,000 tokens" in err and "FINE" in out
+
+
+def test_ctrl_c_stops_the_answer_only(run):
+    code, out, _ = run("chat", lines=["slow answer", "next"])
+    assert code == 0 and "SLOW" in out and "[stopped]" in out and "NEXT" in out
+    assert FakeEngine.made[0].sessions["terminal"].closed_early
+
+
+@pytest.mark.parametrize("becomes", [None, RuntimeError("while importing"), ModelError("cannot load")])
+def test_ctrl_c_while_loading_is_130_whatever_a_library_makes_of_it(run, capsys, becomes):
+    def engine(*arguments, **_):
+        with suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGINT)
+        if becomes is not None:
+            raise becomes
+        return FakeEngine(*arguments)
+
+    before = signal.getsignal(signal.SIGINT)
+    assert cli.main(["chat"], engine) == 130
+    assert capsys.readouterr().err.endswith("kvstore: interrupted\n")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_elsewhere_is_130(run, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(terminal, "run_chat", interrupted)
+    code, _, err = run("chat")
+    assert (code, err) == (130, "kvstore: interrupted\n")
+
+
+def test_summary_of_a_turn_without_first_token():
+    output = make_output(1, 0, "", ttft_s=None)
+    assert terminal.turn_summary(output, 1.0) == "[prompt 1 tokens · cached 0 · computed 1]"
+
+
+def test_summary_names_the_tiers_that_gave_something():
+    output = make_output(3000, 0, "")
+    output.usage = Usage(3000, 3, CachedTokensDetails(disk=1024))
+    assert "cached 1,024 (disk 1,024) · computed 1,976" in terminal.turn_summary(output, 1.0)
+    output.usage = Usage(3000, 3, CachedTokensDetails(hbm=1, cpu=20, disk=300, reencoded=1000))
+    assert "cached 1,321 (hbm 1, cpu 20, disk 300, re-encoded 1,000)" in terminal.turn_summary(output, 1.0)
+
+
+def command(*argv, **kwargs):
+    return subprocess.run(
+        [sys.executable, "-m", "kvstore.service.command.cli", *argv],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        **kwargs,
+    )
+
+
+def test_version():
+    done = command("--version")
+    assert done.returncode == 0 and re.match(r"kvstore \S", done.stdout)
+
+
+def test_the_reader_may_go_away():
+    script = f"{sys.executable} -m kvstore.service.command.cli chat --help | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stderr == "" and done.stdout.strip() in ("0", "1")
+
+
+HEAVY = ("torch", "transformers", "numpy", "aiohttp", "msgspec", "zmq", "prometheus_client", "jinja2")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--help"], ["serve", "--help"], ["chat", "--print-config"], ["serve", "--print-config"], ["stats"], ["sessions"]],
+)
+def test_start_up_loads_nothing_that_takes_long(tmp_path, argv):
+    if argv[0] in ("stats", "sessions"):
+        StoreDirectory.open(tmp_path / "store").close()
+        argv = [*argv, "--store", str(tmp_path / "store")]
+    code = (
+        "import sys; from kvstore.service.command.cli import main; code = main(sys.argv[2:]); "
+        "found = set(sys.modules) & set(sys.argv[1].split()); "
+        "print(code, *sorted(found), file=sys.stderr)"
+    )
+    environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        [sys.executable, "-c", code, " ".join(HEAVY), *argv],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stderr == "0\n"
+
+
+# -- serve -----------------------------------------------------------------------------------------------------------
+def test_serve_is_told_everything(run, monkeypatch, tmp_path):
+    calls = []
+
+    def run_serve(*arguments):
+        calls.append(arguments)
+        return 7
+
+    monkeypatch.setattr("kvstore.service.server.run_serve", run_serve)
+    monkeypatch.setenv("KVSTORE_API_KEY", "a-key-of-some-length")
+    flags = ["--port", "9000", "--ttl", "2h", "--scheduling-policy", "priority", "--policy", "lru", "--load", "always"]
+    flags += ["--revision", "v1", "--tokenizer", "t", "--enforce-eager", "--codec", "zstd", "--disk-per-key", "1GiB"]
+    code, _, err = run("serve", "a/model", "--store", str(tmp_path), *flags)
+    assert (code, err) == (7, "")
+    model, arguments, options, factory = calls[0]
+    assert (model, factory) == ("a/model", FakeEngine)
+    assert (options.port, options.ttl_s, options.api_key) == (9000, 7200.0, "a-key-of-some-length")
+    expected = {"policy": "priority", "eviction": "lru", "load": "always", "revision": "v1", "tokenizer": "t"}
+    expected["enforce_eager"] = True
+    assert {name: arguments[name] for name in expected} == expected
+    tiers = arguments["cache_tiers"]
+    assert (tiers.disk, tiers.path, tiers.codec, tiers.disk_per_tenant) == (8 << 30, tmp_path, "zstd", 1 << 30)
+
+
+def test_a_public_address_without_a_key_is_refused_before_anything_is_loaded(run):
+    code, out, err = run("serve", "--host", "0.0.0.0", "--print-config")
+    assert (code, out) == (2, "") and "--host is 0.0.0.0" in err and err.count("\n") == 1
+
+
+# -- older names -----------------------------------------------------------------------------------------------------
+def test_older_names_of_flags_and_variables_work(run, monkeypatch):
+    assert run("chat", "--path", "/s", "--eviction", "lru")[0] == 0
+    arguments = FakeEngine.made[0].arguments
+    assert (str(arguments["cache_tiers"].path), arguments["eviction"]) == ("/s", "lru")
+    monkeypatch.setenv("KVSTORE_PATH", "/t")
+    monkeypatch.setenv("KVSTORE_EVICTION", "fifo")
+    run("chat")
+    arguments = FakeEngine.made[1].arguments
+    assert (str(arguments["cache_tiers"].path), arguments["eviction"]) == ("/t", "fifo")
+    monkeypatch.setenv("KVSTORE_STORE", "/u")
+    monkeypatch.setenv("KVSTORE_POLICY", "return")
+    run("chat")
+    arguments = FakeEngine.made[2].arguments
+    assert (str(arguments["cache_tiers"].path), arguments["eviction"]) == ("/u", "return")
+
+
+def test_new_conversations_get_a_time_to_live_and_resumed_ones_keep_theirs(run):
+    FakeEngine.stored = {"old": exchange(1)}
+    run("chat", "--session", "new", "--ttl", "7d", lines=["a", "b", "/new", "c"])
+    sessions = FakeEngine.made[0].sessions
+    assert (sessions["new"].ttls, sessions["new-2"].ttls) == ([604_800.0], [604_800.0])
+    run("chat", "--session", "old", "--ttl", "7d", lines=["a"])
+    assert FakeEngine.made[1].sessions["old"].ttls == []
+    run("chat", "--session", "new", lines=["a"])
+    assert FakeEngine.made[2].sessions["new"].ttls == []

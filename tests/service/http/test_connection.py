@@ -1,0 +1,226 @@
+"""Connections from clients that are slow, many, silent or speak no HTTP; on raw sockets, with short limits."""
+
+import asyncio
+import threading
+
+import pytest
+from aiohttp import web
+
+from kvstore.service.http.routes import Route
+from tests.support.service.serving import KEY, raw_request, read_answer, read_to_end, serving
+
+PAUSE_S = 1.0  # longer than the limit of a head below
+BODY = b'{"prompt": "hello"}'
+
+
+@pytest.fixture(scope="module")
+def server():
+    limits = {"header_timeout_s": 0.7, "body_timeout_s": 0.7, "max_body_bytes": 100_000, "max_connections": 8}
+    with serving(api_key=KEY, **limits) as found:
+        yield found
+
+
+def head(text: str) -> bytes:
+    return text.replace("\n", "\r\n").encode()
+
+
+@pytest.mark.parametrize("sent", [b"", b"G", b"GET /health HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nHost: local"])
+def test_a_head_that_does_not_end_is_not_waited_for(server, sent):
+    with server.connect() as raw:
+        raw.sendall(sent)
+        assert read_to_end(raw) == b""
+
+
+def test_a_head_that_comes_in_drops_is_not_either(server):
+    with server.connect() as raw:
+        dropping = threading.Event()
+
+        def drop():
+            while not dropping.wait(0.02):
+                try:
+                    raw.sendall(b"x")
+                except OSError:
+                    return
+
+        raw.sendall(b"GET /")
+        thread = threading.Thread(target=drop)
+        thread.start()
+        assert read_to_end(raw) == b""
+        dropping.set()
+        thread.join()
+
+
+def test_the_second_head_of_a_connection_has_a_deadline_too(server):
+    with server.connect() as raw:
+        raw.sendall(raw_request("GET", "/health"))
+        assert read_answer(raw).status == 200
+        raw.sendall(b"GET /ready HT")
+        assert read_to_end(raw) == b""
+
+
+def test_a_connection_may_rest_between_requests(server):
+    with server.connect() as raw:
+        raw.sendall(raw_request("GET", "/health"))
+        assert read_answer(raw).status == 200
+        threading.Event().wait(PAUSE_S)
+        raw.sendall(raw_request("GET", "/ready", Connection="close"))
+        assert read_to_end(raw).startswith(b"HTTP/1.1 200")
+
+
+def test_an_idle_connection_is_closed_in_the_end():
+    with serving(keep_alive_s=0.7) as server, server.connect() as raw:
+        raw.sendall(raw_request("GET", "/ready"))
+        assert read_to_end(raw).startswith(b"HTTP/1.1 200")
+
+
+def test_a_body_that_does_not_end_is_not_waited_for(server):
+    with server.connect() as raw:
+        raw.sendall(head(f"POST /tokenize HTTP/1.1\nHost: localhost\nAuthorization: Bearer {KEY}\n"))
+        raw.sendall(head("Content-Length: 100\n\n") + BODY)
+        reply = read_answer(raw)
+    assert (reply.status, reply.error["code"]) == (408, "body_timeout")
+    server.wait_until_idle()
+
+
+@pytest.mark.parametrize("length", [100_001, 10**12])
+def test_a_body_that_says_it_is_too_large_is_not_read(server, length):
+    with server.connect() as raw:
+        raw.sendall(head(f"POST /tokenize HTTP/1.1\nHost: localhost\nAuthorization: Bearer {KEY}\n"))
+        raw.sendall(head(f"Content-Length: {length}\n\n"))
+        reply = read_answer(raw)
+    assert (reply.status, reply.error["code"]) == (413, "body_too_large")
+
+
+def test_a_body_that_grows_too_large_is_not_read_on(server):
+    with server.connect() as raw:
+        raw.sendall(head(f"POST /tokenize HTTP/1.1\nHost: localhost\nAuthorization: Bearer {KEY}\n"))
+        raw.sendall(head("Transfer-Encoding: chunked\n\n") + b"1ADB0\r\n" + b" " * 0x1ADB0 + b"\r\n")
+        reply = read_answer(raw)
+    assert (reply.status, reply.error["code"]) == (413, "body_too_large")
+
+
+def test_a_body_of_just_the_limit_is_read(server):
+    body = BODY[:-1] + b" " * (100_000 - len(BODY)) + b"}"
+    assert len(body) == 100_000
+    assert server.post("/tokenize", body).status == 200
+
+
+def test_a_body_that_ends_too_early_leaves_nothing(server):
+    for text in ("Content-Length: 100\n\n{", "Transfer-Encoding: chunked\n\n5\n{"):
+        with server.connect() as raw:
+            raw.sendall(head(f"POST /tokenize HTTP/1.1\nHost: localhost\nAuthorization: Bearer {KEY}\n{text}"))
+    server.wait_until(lambda: not server.server.connections.open)
+    server.wait_until_idle()
+
+
+def test_chunks_that_are_none(server):
+    with server.connect() as raw:
+        raw.sendall(head(f"POST /tokenize HTTP/1.1\nHost: localhost\nAuthorization: Bearer {KEY}\n"))
+        raw.sendall(head("Transfer-Encoding: chunked\n\nxyz\n"))
+        assert read_answer(raw).status == 400
+    server.wait_until_idle()
+
+
+def test_a_body_nobody_read_is_not_taken_for_a_request(server):
+    with server.connect() as raw:
+        raw.sendall(head("POST /tokenize HTTP/1.1\nHost: localhost\nContent-Length: 999\n\n"))
+        raw.sendall(raw_request("GET", "/health"))
+        reply = read_answer(raw)
+        assert (reply.status, reply.headers["connection"]) == (401, "close")
+        assert read_to_end(raw) == b""
+
+
+def test_compressed_bodies_are_refused_unread(server):
+    reply = server.post("/tokenize", b"\x1f\x8b", **{"Content-Encoding": "gzip"})
+    assert (reply.status, reply.error["code"]) == (415, "unsupported_media_type")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # a TLS client
+        b"hello\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nA" + b"a" * 100_000 + b": b\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"".join(b"A%d: b\r\n" % i for i in range(1000)) + b"\r\n",
+    ],
+)
+def test_what_is_no_http_gets_an_error_in_our_shape(server, sent):
+    with server.connect() as raw:
+        raw.sendall(sent)
+        reply = read_answer(raw)
+        assert read_to_end(raw) == b""
+    assert (reply.status, reply.error["code"]) == (400, "bad_request")
+    assert reply.headers["server"] == "kvstore" and reply.headers["x-request-id"]
+
+
+def test_the_number_of_connections_is_capped(server):
+    server.wait_until(lambda: not server.server.connections.open)
+    kept = [server.connect() for _ in range(8)]
+    try:
+        for raw in kept:
+            raw.sendall(raw_request("GET", "/ready"))
+            assert read_answer(raw).status == 200
+        with server.connect() as raw:
+            reply = read_answer(raw)
+        assert (reply.status, reply.error["code"]) == (503, "too_many_connections")
+        kept.pop().close()
+        server.wait_until(lambda: len(server.server.connections.open) == 7)
+        assert server.get("/ready").status == 200
+    finally:
+        for raw in kept:
+            raw.close()
+
+
+def test_an_answer_that_nobody_reads_is_not_kept():
+    async def large(request):
+        return web.Response(body=b"x" * (16 * 2**20))
+
+    routes = (Route("GET", "/large", large, "user", ""),)
+    with serving(routes=routes, write_timeout_s=0.2) as server, server.connect(receive_bytes=4096) as raw:
+        raw.sendall(raw_request("GET", "/large"))
+        server.wait_until(lambda: server.context.limits.num_open == 0 and bool(server.server.connections.open))
+        server.wait_until(lambda: not server.server.connections.open)
+        assert len(read_to_end(raw)) < 4 * 2**20
+
+
+def test_who_waits_to_be_asked_for_the_body_is_asked_when_let_in(server):
+    asks = f"POST /tokenize HTTP/1.1\nHost: localhost\nExpect: 100-continue\nContent-Length: {len(BODY)}\n"
+    with server.connect() as raw:
+        raw.sendall(head(f"{asks}Authorization: Bearer {KEY}\n\n"))
+        assert raw.recv(4096) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        raw.sendall(BODY)
+        assert read_answer(raw).status == 200
+    with server.connect() as raw:
+        raw.sendall(head(f"{asks}\n"))
+        assert raw.recv(4096).startswith(b"HTTP/1.1 401")
+    with server.connect() as raw:
+        raw.sendall(raw_request("GET", "/health", Expect="a-pony"))
+        assert read_answer(raw).status == 200
+
+
+def test_few_large_bodies_arrive_at_once_and_small_ones_do_not_wait():
+    with serving(body_timeout_s=1.5) as server, server.connect() as raw:
+        large = server.context.limits.large_bodies = asyncio.Semaphore(1)
+        raw.sendall(head(f"POST /tokenize HTTP/1.1\nHost: localhost\nContent-Length: {2**20 + 1}\n\n"))
+        server.wait_until(large.locked)
+        assert server.post("/tokenize", BODY).status == 200
+        reply = read_answer(raw)
+        assert (reply.status, reply.error["code"]) == (408, "body_timeout")
+        server.wait_until(lambda: not large.locked())
+        assert server.post("/tokenize", b" " * 2**20 + BODY).status == 200
+
+
+@pytest.mark.parametrize("line", ["GET /health HTTP/0.9", "GET /health", "GET /no HTTP/0.9", "GET /health HTTP/2.0"])
+def test_other_versions_of_http_are_refused(server, line):
+    with server.connect() as raw:
+        raw.sendall(f"{line}\r\nHost: localhost\r\n\r\n".encode())
+        answer = raw.recv(4096)
+        assert b" 400 " in answer.partition(b"\r\n")[0] and b'"bad_request"' in answer, answer
+    for version in ("1.0", "1.1"):
+        with server.connect() as raw:
+            raw.sendall(f"GET /health HTTP/{version}\r\nHost: localhost\r\n\r\n".encode())
+            assert read_answer(raw).status == 200

@@ -1,0 +1,128 @@
+"""Fields that a body does not have: constraints and near misses are refused by name, all others ignored as before."""
+
+import json
+
+import pytest
+
+from kvstore.service.api.edge import DetokenizeBody, TokenizeBody
+from kvstore.service.api.openai.response_schema import ResponseBody
+from kvstore.service.api.openai.schema import ChatCompletionBody, CompletionBody
+from kvstore.service.api.schema import parse
+from kvstore.service.api.sessions.chat_schema import ChatBody, ForkBody
+from kvstore.service.http.errors import ApiError
+from kvstore.service.http.fields import MAX_EXAMINED, NO_MISSES, near_miss
+from tests.support.service.serving import serving
+
+SAID = [{"role": "user", "content": "Hello"}]
+BODIES = {
+    "/chat": {"message": "Hello", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": SAID, "max_tokens": 2},
+    "/v1/completions": {"prompt": "Hello", "max_tokens": 2},
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 2},
+}
+CONSTRAINTS = {
+    "structured_outputs": {"regex": "a+"}, "guided_json": {"type": "object"},
+    "guided_regex": "a+", "guided_choice": ["a"],
+    "bad_words": ["a"], "include_stop_str_in_output": True, "use_beam_search": True,
+    "lora_request": {"lora_name": "a"}, "truncate_prompt_tokens": 8, "allowed_token_ids": [5],
+}  # fmt: skip
+
+# What clients send: the openai package, vLLM's benchmarks, guidellm, aiperf, and settings of other servers.
+SENT = """
+message_id     audio background best_of cache_prompt context_management conversation documents dry_base echo extra_body
+    format frequency_penalty function_call functions id include include_reasoning input instructions
+    kv_transfer_params length_penalty lora_path max_completion_tokens max_new_tokens max_output_tokens
+    max_prompt_tokens max_tool_calls max_tokens metadata min_length min_new_tokens mirostat modalities models
+    moderation name num_ctx nvext parallel_tool_calls plugins prediction prefix prompt_cache_key
+    prompt_cache_retention prompt_logprobs provider random_seed reasoning reasoning_effort repeat_penalty
+    request_id return_token_ids return_tokens_as_token_ids route safe_prompt safety_identifier seed
+    service_tier session_id skip_special_tokens spaces_between_special_tokens stop_sequences store
+    stream_reasoning suffix system tags tenant text tfs thinking timeout title top_a top_n trace transforms
+    truncate truncation typical_p usage user verbosity vllm_xargs watermark web_search_options x
+""".split()
+KINDS = (ChatCompletionBody, CompletionBody, ResponseBody, ChatBody, TokenizeBody, DetokenizeBody)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving() as found:
+        yield found
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_constraints_that_are_not_kept_are_refused_by_name(server, path):
+    for name, value in CONSTRAINTS.items():
+        reply = server.post(path, {**BODIES[path], name: value})
+        assert (reply.status, reply.error["param"]) == (400, name), reply.body
+        assert name in reply.error["message"] and reply.error["code"] == "unsupported_parameter"
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_constraints_that_say_nothing_are_none(server, path):
+    nothing = [None, False, [], {}, ""]
+    body = {name: nothing[i % len(nothing)] for i, name in enumerate(CONSTRAINTS)}
+    assert server.post(path, {**BODIES[path], **body}).status == 200
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("name", "meant"), [("temprature", "temperature"), ("topk", "top_k"), ("Stop", "stop"), ("strem", "stream")]
+)
+def test_a_near_miss_is_told_what_it_was_meant_to_be(server, path, name, meant):
+    reply = server.post(path, {**BODIES[path], name: 1})
+    assert (reply.status, reply.error["param"], reply.error["code"]) == (400, name, "unknown_field")
+    assert reply.error["message"] == f"{name}: did you mean {meant}?"
+
+
+def test_an_answer_that_was_to_be_short_is_not_made_long(server):
+    reply = server.post("/v1/completions", {"prompt": "Hello", "max_tokns": 2})
+    assert reply.status == 400 and reply.error["message"] == "max_tokns: did you mean max_tokens?"
+
+
+def test_what_clients_of_other_servers_send_is_still_accepted(server):
+    for path, body in BODIES.items():
+        kind = dict(zip(BODIES, (ChatBody, ChatCompletionBody, CompletionBody, ResponseBody), strict=True))[path]
+        ignored = {name: 1 for name in SENT if name not in kind.__struct_encode_fields__}
+        reply = server.post(path, {**body, **ignored})
+        assert reply.status == 200, reply.body
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_name_in_use_is_a_near_miss(kind):
+    known = kind.__struct_encode_fields__
+    ours = {name for one in KINDS for name in one.__struct_encode_fields__} - {"message"}
+    assert [name for name in {*SENT, *ours} - {*known, *NO_MISSES} if near_miss(name, known)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("max_token", "max_tokens"), ("maxTokens", "max_tokens"), ("tempratur", "temperature"),
+        ("messgaes", "messages"),
+        ("max_tokens_", "max_tokens"), ("n_", None), ("note", None), ("to", None), ("max", None),
+        ("tokens", None), ("", None),
+    ],
+)  # fmt: skip
+def test_one_slip_in_a_short_name_and_two_in_a_long_one(name, meant):
+    assert near_miss(name, ChatCompletionBody.__struct_encode_fields__) == meant
+
+
+def test_a_fork_is_not_given_an_id(server):
+    session = server.post("/chat", BODIES["/chat"]).json()["session_id"]
+    num_sessions = len(server.get("/sessions").json()["data"])
+    reply = server.post(f"/sessions/{session}/fork", {"turn": 1, "session_id": "mine"})
+    assert (reply.status, reply.error["param"]) == (400, "session_id") and "session_id" in reply.error["message"]
+    reply = server.post(f"/sessions/{session}/fork", {"turns": 1})
+    assert reply.error["message"] == "turns: did you mean turn?"
+    assert server.post(f"/sessions/{session}/fork", {"turn": 1, "session_id": None}).status == 200
+    assert len(server.get("/sessions").json()["data"]) == num_sessions + 1
+
+
+def test_many_unknown_fields_cost_little():
+    body = {"turn": 1, **{f"trun{i:x}": i for i in range(MAX_EXAMINED)}, "trun": 2}
+    assert parse(json.dumps(body).encode(), ForkBody).turn == 1  # the last was not looked at
+    with pytest.raises(ApiError):
+        parse(json.dumps({"turn": 1, "trun": 2}).encode(), ForkBody)
+    with pytest.raises(ApiError) as caught:
+        parse(json.dumps({"turn": 1, "turn" + "_" * 10**6: 2}).encode(), ForkBody)
+    assert len(caught.value.message) < 200

@@ -1,0 +1,230 @@
+"""Where values come from: flag, environment, file, default; what a file may say; and printing it all as such a file."""
+
+import os
+import tomllib
+
+import pytest
+
+from kvstore.errors import ConfigError
+from kvstore.service.command import cli
+from kvstore.service.settings.config_file import as_toml, effective, read_config
+from kvstore.service.settings.options import (
+    JSON,
+    STORE,
+    Command,
+    Option,
+    count,
+    flags_of,
+    parse_arguments,
+    plain_text,
+    size,
+    switch,
+)
+from kvstore.service.settings.serve_options import ServeOptions
+
+SEED = Option("--seed", count, 1, "a number")
+POLICY = Option("--policy", plain_text, "auto", "a text", aliases=("--eviction",))
+KEY = Option("--api-key", plain_text, None, "a secret", secret=True)
+SIZE = Option("--hbm", size, None, "a size")
+OPTIONS = (SEED, POLICY, KEY, SIZE, STORE)
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """No settings but those of the test; gives the directory of the default file."""
+    for name in [name for name in os.environ if name.startswith("KVSTORE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    folder = tmp_path / "home" / ".config" / "kvstore"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def write(path, text):
+    path.write_text(text)
+    return str(path)
+
+
+def option_values(command, options, given, environment):
+    return {name: one.value for name, one in effective(command, options, given, environment).items()}
+
+
+def values(given=(), environment=(), command="serve"):
+    return option_values(command, OPTIONS, {"config": None, **dict(given)}, dict(environment))
+
+
+def test_the_order_is_flag_environment_section_file_default(home):
+    assert values()["seed"] == 1
+    file = {"config": write(home / "any.toml", "seed = 2\n")}
+    assert values(file)["seed"] == 2
+    file = {"config": write(home / "any.toml", "seed = 2\n[serve]\nseed = 3\n[chat]\nseed = 4\n")}
+    assert values(file)["seed"] == 3
+    assert values(file, command="chat")["seed"] == 4
+    assert values(file, command="stats")["seed"] == 2
+    assert values(file, {"KVSTORE_SEED": "5"})["seed"] == 5
+    assert values({**file, "seed": "6"}, {"KVSTORE_SEED": "5"})["seed"] == 6
+    assert values(file, {"KVSTORE_SEED": ""})["seed"] == 3  # an empty variable is as good as none
+
+
+def test_which_file_it_is(home):
+    write(home / "config.toml", "seed = 2\n")
+    assert values()["seed"] == 2
+    other = write(home / "other.toml", "seed = 3\n")
+    assert values({}, {"KVSTORE_CONFIG": other})["seed"] == 3
+    named = write(home / "named.toml", "seed = 4\n")
+    assert values({"config": named}, {"KVSTORE_CONFIG": other})["seed"] == 4
+    elsewhere = home / "xdg" / "kvstore"
+    elsewhere.mkdir(parents=True)
+    write(elsewhere / "config.toml", "seed = 5\n")
+    assert values({}, {"XDG_CONFIG_HOME": str(home / "xdg")})["seed"] == 5
+    assert values({"config": "/dev/null"})["seed"] == 1
+
+
+def test_older_names_work_and_the_newer_ones_win(home):
+    assert values({}, {"KVSTORE_EVICTION": "lru"})["policy"] == "lru"
+    assert values({}, {"KVSTORE_EVICTION": "lru", "KVSTORE_POLICY": "fifo"})["policy"] == "fifo"
+    assert str(values({}, {"KVSTORE_PATH": "/a"})["store"]) == "/a"
+    assert str(values({}, {"KVSTORE_PATH": "/a", "KVSTORE_STORE": "/b"})["store"]) == "/b"
+    file = {"config": write(home / "any.toml", 'path = "/c"\neviction = "lru"\n')}
+    assert (str(values(file)["store"]), values(file)["policy"]) == ("/c", "lru")
+    file = {"config": write(home / "any.toml", 'path = "/c"\nstore = "/d"\n')}
+    assert str(values(file)["store"]) == "/d"
+
+
+def test_what_may_be_given_again_is_a_list_in_a_file_and_a_text_with_commas_elsewhere(home):
+    option = next(option for option in flags_of(ServeOptions) if option.flag == "--allowed-host")
+    command = Command("serve", {"flags": (option,)}, "")
+
+    def found(*argv, environment=(), file=""):
+        given = parse_arguments(command, [*argv, "--config", write(home / "any.toml", file)])
+        return effective("serve", (option,), given, dict(environment))["allowed_host"]
+
+    assert found().value == ()
+    assert found("--allowed-host", "a", "--allowed-host", "b,c").value == ("a", "b", "c")
+    assert found(environment={"KVSTORE_ALLOWED_HOST": "a,b"}).value == ("a", "b")
+    for text in ('["a", "b"]', '"a,b"', '["a,b"]'):
+        one = found(file=f"allowed_host = {text}\n")
+        assert one.value == ("a", "b")
+        assert found(file=as_toml([one])).value == ("a", "b")
+    for text in ("[1]", "5", '[["a"]]', "[]"):
+        with pytest.raises(ConfigError, match=f"allowed_host in {home}/any"):
+            found(file=f"allowed_host = {text}\n")
+
+
+def test_keys_may_have_dashes_and_values_the_forms_of_flags(home):
+    file = {"config": write(home / "any.toml", 'api-key = "x"\nhbm = 1e9\nseed = "7"\n')}
+    assert (values(file)["api_key"], values(file)["hbm"], values(file)["seed"]) == ("x", 10**9, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("sed = 1", "'sed' in FILE is unknown; did you mean 'seed'?"),
+        ("[serve]\nprot = 1", "'prot' in FILE under [serve] is unknown; did you mean 'port'?"),
+        ("[chat]\nport = 1", "'port' in FILE under [chat] is unknown to chat; put it under [serve]"),
+        ("[serv]\nport = 1", "[serv] in FILE is unknown; did you mean 'serve'?"),
+        ("print_config = true", "'print_config' in FILE is unknown"),
+        ("all = true", "'all' in FILE is unknown"),
+        ("api_key = 'a'\napi-key = 'b'", "'api-key' in FILE stands there twice"),
+        ("seed = ", "FILE is no valid TOML"),
+        ("seed = true", "seed in FILE is true; give a number"),
+        ("seed = 1.5", "seed in FILE is '1.5'; give a whole number from 1"),
+        ("seed = [1]", "seed in FILE is [1]; give one value"),
+        ("[serve]\nseed = 'x'", "seed in FILE under [serve] is 'x'; give a whole number from 1"),
+        ("policy = 5", "policy in FILE is 5; give a text in quotes"),
+        ("store = 5", "store in FILE is 5; give a text in quotes"),
+        ("hbm = -1", "hbm in FILE is '-1'; give a number of bytes"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said_with_its_place(home, text, words):
+    path = write(home / "wrong.toml", text)
+    with pytest.raises(ConfigError) as caught:
+        values({"config": path})
+    assert words.replace("FILE", path) in str(caught.value)
+
+
+def test_a_switch_in_a_file_is_a_bool(home):
+    flag = Option("--allow-no-key", switch, False, "a switch")
+    for text, expected in (("true", True), ("false", False), ("'yes'", True)):
+        given = {"config": write(home / "any.toml", f"allow_no_key = {text}\n")}
+        assert option_values("serve", (flag,), given, {}) == {"allow_no_key": expected}
+    given = {"config": write(home / "any.toml", "allow_no_key = 1\n")}
+    with pytest.raises(ConfigError, match="is 1; give true or false"):
+        option_values("serve", (flag,), given, {})
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_a_file_that_cannot_be_read(tmp_path, content):
+    path = tmp_path / "x.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match="cannot be read" if content is None else "no valid TOML"):
+        read_config(path)
+
+
+def test_what_deletes_is_not_taken_from_a_file_or_the_environment(home):
+    doomed = Option("--hbm", size, None, "a size", mirrored=False)
+    given = {"config": write(home / "any.toml", "hbm = 5\n")}
+    assert option_values("serve", (doomed,), given, {"KVSTORE_HBM": "6"}) == {"hbm": None}
+    assert option_values("serve", (doomed,), {**given, "hbm": "7"}, {}) == {"hbm": 7}
+
+
+def test_the_printed_settings_are_a_file_that_says_the_same(home):
+    given = {"config": write(home / "any.toml", 'hbm = "10GB"\n'), "policy": 'a "quoted"\\ \x7f\ttext\né'}
+    first = effective("serve", OPTIONS, given, {"KVSTORE_SEED": "5", "KVSTORE_API_KEY": "hunter22hunter22"})
+    text = as_toml(first.values())
+    assert "hunter22" not in text
+    assert "seed = 5" not in text and 'seed = "5"  # environment KVSTORE_SEED' in text
+    assert f'hbm = "10GB"  # file {home}/any.toml' in text and "# flag --policy" in text
+    assert "# store: not set" in text and "# api_key =" in text
+    again = effective("serve", OPTIONS, {"config": write(home / "printed.toml", text)}, {})
+    expected = {name: one.value for name, one in first.items()} | {"api_key": None}
+    assert {name: one.value for name, one in again.items()} == expected
+    assert again["seed"].origin == f"file {home}/printed.toml"
+
+
+# -- in the commands -------------------------------------------------------------------------------------------------
+def printed(capsys, *argv):
+    assert cli.main([*argv, "--print-config"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+@pytest.mark.parametrize("command", ["serve", "chat"])
+def test_print_config_loads_nothing_and_can_be_read_again(home, capsys, command, monkeypatch):
+    monkeypatch.setenv("KVSTORE_API_KEY", "hunter22hunter22")
+    out = printed(capsys, command, "some/model", "--store", "/s", "--block-size", "32", "--ttl", "7d")
+    assert "hunter22" not in out
+    found = tomllib.loads(out)
+    assert (found["model"], found["store"], found["block_size"], found["ttl"]) == ("some/model", "/s", "32", "7d")
+    assert '# cpu = "1GiB"  # default' in out and '# disk = "8GiB"  # default' in out  # what follows from a store
+    assert not {"cpu", "disk", "port", "hbm"} & set(found)
+    assert "print_config" not in found and "config" not in found
+    again = printed(capsys, command, "--config", write(home / "printed.toml", out))
+    assert tomllib.loads(again) == found
+
+
+def test_what_a_server_prints_hands_on_to_chat_what_was_set_and_no_default(home, capsys):
+    out = printed(capsys, "serve", "--block-size", "32", "--port", "9000")
+    assert '# store = "' in out
+    chat = printed(capsys, "chat", "--config", write(home / "printed.toml", out))
+    assert "# store: not set" in chat and 'block_size = "32"' in chat
+    assert '# disk = "0"  # default' in chat
+
+
+def test_a_store_in_a_file_is_that_of_every_command(home, tmp_path, capsys):
+    write(home / "config.toml", f'store = "{tmp_path}/none"\n[serve]\nport = 1\n')
+    for argv in (["stats"], ["sessions"], ["evict", "--all"], ["verify"], ["compact"], ["plan"]):
+        assert cli.main(argv) == 1
+        assert f"there is no store at {tmp_path}/none" in capsys.readouterr().err
+
+
+def test_a_wrong_file_is_one_line_and_exit_2(home, capsys):
+    write(home / "config.toml", "prot = 1\n")
+    for command in ("serve", "chat", "stats", "plan"):
+        assert cli.main([command]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == "" and captured.err.count("\n") == 1 and "did you mean 'port'?" in captured.err
+    assert option_values("stats", (JSON,), {"config": "/dev/null"}, {}) == {"json": False}

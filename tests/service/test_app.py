@@ -1,0 +1,360 @@
+"""Around every route: who is let in, request ids, errors as JSON, counts, and a state in which nothing is served."""
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from kvstore import errors as kv
+from kvstore.service.api import page
+from kvstore.service.api.context import EXCHANGE, context_of, tenant_of
+from kvstore.service.api.edge import json_response
+from kvstore.service.app import ROUTES
+from kvstore.service.http.access import EXPOSED
+from kvstore.service.http.errors import ApiError, api_error
+from kvstore.service.http.logs import LOGGER
+from kvstore.service.http.routes import Route
+from tests.support.service.serving import ADMIN_KEY, KEY, raw_request, read_to_end, serving
+
+OPEN_TO_ALL = {"/health", "/ready", *(route.path for route in page.ROUTES)}
+counted: list[tuple] = []
+logged: list[dict] = []
+
+
+async def who(request):
+    return json_response({"tenant": tenant_of(request), "request_id": request[EXCHANGE].request_id})
+
+
+async def bug(request):
+    raise RuntimeError("secret /a/path")
+
+
+async def waits(request):
+    async with context_of(request).limits.admit(tenant_of(request)):
+        await asyncio.Event().wait()
+
+
+async def no_response(request):
+    return None
+
+
+OWN = (
+    Route("GET", "/who", who, "user", ""),
+    Route("GET", "/bug", bug, "user", ""),
+    Route("GET", "/waits", waits, "user", ""),
+    Route("GET", "/none", no_response, "user", ""),
+)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(routes=(*ROUTES, *OWN), api_key=KEY, admin_key=ADMIN_KEY) as found:
+        yield found
+
+
+@pytest.fixture
+def counts(server, monkeypatch):
+    """What is counted and logged, for this test."""
+    counted.clear()
+    logged.clear()
+
+    def ended(route, method, status, seconds):
+        counted.append((route, method, status))
+
+    monkeypatch.setattr(server.context.metrics, "request_ended", ended)
+    monkeypatch.setattr(LOGGER, "log", lambda level, message, extra, exc_info: logged.append(extra["fields"]))
+
+
+def filled(path: str) -> str:
+    return re.sub(r"\{[^}]*\}", "x", path)
+
+
+def anonymous(server, route, **headers):
+    return server.request(
+        route.method, filled(route.path), b"{}" if route.method in ("POST", "PUT", "PATCH") else None,
+        {"Authorization": None, **headers},
+    )  # fmt: skip
+
+
+# -- every route -----------------------------------------------------------------------------------------------------
+def test_every_route_declares_what_it_is():
+    places = [(route.method, route.path) for route in ROUTES]
+    assert len(set(places)) == len(places)
+    for route in ROUTES:
+        assert route.access in ("public", "user", "admin"), route
+        assert route.summary and route.method in ("GET", "POST", "DELETE", "PUT", "PATCH"), route
+        assert (route.access == "admin") == route.path.startswith("/admin/"), route
+    assert {route.path for route in ROUTES if route.access == "public"} == OPEN_TO_ALL
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
+def test_only_public_routes_answer_without_a_key(server, route):
+    reply = anonymous(server, route)
+    if route.access == "public":
+        assert reply.status in (200, 404), "a page's file of that name need not be there"
+        return
+    assert reply.status == 401
+    assert reply.headers["www-authenticate"] == "Bearer"
+    assert (reply.error["type"], reply.error["code"]) == ("authentication_error", "invalid_api_key")
+    assert anonymous(server, route, Authorization="Bearer some-other-key").status == 401
+
+
+@pytest.mark.parametrize("route", [r for r in ROUTES if r.access == "admin"], ids=lambda r: r.path)
+def test_admin_routes_refuse_a_users_key(server, route):
+    reply = anonymous(server, route, Authorization=f"Bearer {KEY}")
+    assert (reply.status, reply.error["code"]) == (403, "admin_only")
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
+def test_no_route_answers_a_foreign_page(server, route):
+    headers = {"Origin": "http://evil.example", "Authorization": f"Bearer {ADMIN_KEY}"}
+    assert anonymous(server, route, **headers).error["code"] == "origin_not_allowed"
+    assert anonymous(server, route, Host="evil.example").error["code"] == "host_not_allowed"
+
+
+# -- pages of an allowed origin --------------------------------------------------------------------------------------
+APP = "https://app.example"
+ASKED = {"Access-Control-Request-Method": "POST", "Authorization": None}
+SENT = "authorization, content-type, idempotency-key, x-stainless-retry-count, x-other, openai-beta"
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """A server that has allowed one origin."""
+    with serving(api_key=KEY, admin_key=ADMIN_KEY, allowed_origins=(APP,)) as running:
+        yield running
+
+
+def cors(reply) -> dict[str, str]:
+    return {name: value for name, value in reply.headers.items() if name.startswith("access-control-")}
+
+
+@pytest.mark.parametrize("path", sorted({route.path for route in ROUTES}))
+def test_a_browser_that_asks_first_is_told_what_an_allowed_page_may_send(shared, path):
+    headers = {**ASKED, "Origin": APP, "Access-Control-Request-Headers": SENT}
+    reply = shared.request("OPTIONS", filled(path), None, headers)
+    assert (reply.status, reply.body) == (204, b"")
+    assert reply.headers["vary"] == "Origin"
+    assert cors(reply) == {
+        "access-control-allow-origin": APP,
+        "access-control-allow-methods": "GET, POST, DELETE",
+        "access-control-allow-headers": "Authorization, Content-Type, Idempotency-Key, X-Request-Id, "
+        "x-stainless-retry-count, openai-beta",
+        "access-control-expose-headers": "Retry-After, X-Request-Id, X-Should-Retry",
+        "access-control-max-age": "600",
+    }
+
+
+@pytest.mark.parametrize("origin", ["http://app.example", "https://app.example.evil", "null", "*", None])
+def test_nobody_else_is_told_anything(server, shared, origin):
+    for one in (server, shared):
+        asked = one.request("OPTIONS", "/chat", None, {**ASKED, "Origin": origin})
+        assert (asked.status, cors(asked)) == (405, {})
+        assert cors(one.request("GET", "/v1/models", None, {"Origin": origin})) == {}
+    reply = shared.request("OPTIONS", "/chat", None, {**ASKED, "Origin": APP, "Host": "evil.example"})
+    assert (reply.status, reply.error["code"]) == (403, "host_not_allowed")
+
+
+def test_an_allowed_page_can_read_its_answers_and_its_errors(shared):
+    for path, key, status in (("/v1/models", KEY, 200), ("/v1/models", "wrong-as-it-is", 401), ("/nowhere", KEY, 404)):
+        reply = shared.request("GET", path, None, {"Origin": APP, "Authorization": f"Bearer {key}"})
+        assert reply.status == status
+        assert cors(reply) == {"access-control-allow-origin": APP, "access-control-expose-headers": EXPOSED}
+        assert reply.headers["vary"] == "Origin"
+    stream = shared.post("/chat", {"message": "Hi", "stream": True, "max_tokens": 2}, Origin=APP)
+    assert stream.events()[-1] == "[DONE]" and stream.headers["access-control-allow-origin"] == APP
+    assert shared.get("/v1/models").headers["vary"] == "Origin"
+
+
+@pytest.mark.parametrize("route", [r for r in ROUTES if r.body is not None], ids=lambda r: f"{r.method} {r.path}")
+@pytest.mark.parametrize("body", [b"{", b"[]", b"\xff", b"null", b'{"a":' + b"[" * 100_000])
+def test_every_body_that_is_no_object_is_refused(server, route, body):
+    key = ADMIN_KEY if route.access == "admin" else KEY
+    reply = server.request(route.method, filled(route.path), body, {"Authorization": f"Bearer {key}"})
+    assert reply.status == 400, reply.body
+    assert reply.error["type"] == "invalid_request_error" and reply.error["message"]
+
+
+@pytest.mark.parametrize("route", [r for r in ROUTES if r.body is not None], ids=lambda r: f"{r.method} {r.path}")
+def test_a_body_that_is_not_there_is_no_bug(server, route):
+    key = ADMIN_KEY if route.access == "admin" else KEY
+    reply = server.request(route.method, filled(route.path), b"", {"Authorization": f"Bearer {key}"})
+    assert reply.status in (400, 404), reply.body
+
+
+def test_raw_bytes_in_a_key_are_no_key(server):
+    with server.connect() as raw:
+        raw.sendall(b"GET /who HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer \xff\xfe\xed\xa0\x80\r\n")
+        raw.sendall(b"Connection: close\r\n\r\n")
+        assert read_to_end(raw).startswith(b"HTTP/1.1 401")
+
+
+def test_a_form_of_a_page_is_refused_and_a_plain_client_is_not(server):
+    body = json.dumps({"prompt": "hello"}).encode()
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    assert server.post("/tokenize", body, **form).status == 200
+    own = f"http://127.0.0.1:{server.server.port}"
+    reply = server.post("/tokenize", body, **form, Origin=own)
+    assert (reply.status, reply.error["code"]) == (415, "unsupported_media_type")
+    assert server.post("/tokenize", body, Origin=own).status == 200
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+def test_unknown_paths_and_methods(server):
+    reply = server.get("/nothing/here")
+    assert (reply.status, reply.error["code"]) == (404, "not_found")
+    reply = server.post("/health")
+    assert (reply.status, reply.error["code"], reply.headers["allow"]) == (405, "method_not_allowed", "GET, HEAD")
+    assert server.get("/tokenize").headers["allow"] == "POST"
+
+
+def test_nothing_of_a_bug_is_told(server, counts):
+    reply = server.get("/bug")
+    assert (reply.status, reply.error["code"]) == (500, "internal_error")
+    assert b"secret" not in reply.body
+    assert counted == [("/bug", "GET", 500)]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (ApiError(418, "x", code="c"), 418, "c"),
+        (kv.RequestError("x", param="p"), 400, "invalid_value"),
+        (kv.ContextLengthError("x", 2, 1), 400, "context_length_exceeded"),
+        (kv.SessionBusyError("x"), 409, "session_busy"),
+        (kv.SessionExistsError("x"), 409, "session_exists"),
+        (kv.SessionNotFoundError("x"), 404, "session_not_found"),
+        (kv.ConfigError("x"), 400, "invalid_value"),
+        (kv.EngineClosedError("/a/path"), 503, "engine_closed"),
+        (kv.DegradedError("/a/path"), 503, "store_degraded"),
+        (kv.StoreError("/a/path"), 503, "store_error"),
+        (kv.ModelError("/a/path"), 500, "internal_error"),
+        (OSError("/a/path"), 500, "internal_error"),
+        (TimeoutError("/a/path"), 500, "internal_error"),
+    ],
+)
+def test_exceptions_and_what_clients_are_told(error, status, code):
+    told = api_error(error)
+    assert (told.status, told.code) == (status, code)
+    assert "/a/path" not in told.message
+    assert (told.type == "server_error") == (status >= 500)
+    assert (told.headers.get("x-should-retry") == "false") == (status == 409)
+
+
+# -- request ids, the log, counts ------------------------------------------------------------------------------------
+def test_a_request_id_is_taken_or_made(server):
+    reply = server.get("/who", **{"X-Request-Id": "abc.DEF_1-2"})
+    assert reply.headers["x-request-id"] == "abc.DEF_1-2" == reply.json()["request_id"]
+    assert reply.json()["tenant"] == ""
+    made = set()
+    for sent in ("", "a" * 65, "a b", "é", "<script>"):
+        reply = server.request("GET", "/nothing", headers={"X-Request-Id": sent.encode()})
+        made.add(reply.headers["x-request-id"])
+    assert len(made) == 5 and all(re.fullmatch("[0-9a-f]{24}", one) for one in made)
+
+
+def test_every_request_is_counted_and_logged_once_by_its_pattern(server, counts):
+    server.get("/who", **{"X-Request-Id": "r1"})
+    server.get("/v1/models/some-name")
+    server.get("/nothing/secret")
+    server.request("GET", "/who", headers={"Authorization": "Bearer secret-secret"})
+    server.wait_until(lambda: len(logged) == 4)
+    assert counted == [
+        ("/who", "GET", 200), ("/v1/models/{id}", "GET", 404), ("unknown", "GET", 404), ("/who", "GET", 401)
+    ]  # fmt: skip
+    assert [(line["status"], line["code"]) for line in logged] == [
+        (200, None), (404, "model_not_found"), (404, "not_found"), (401, "invalid_api_key")
+    ]  # fmt: skip
+    assert logged[0]["request_id"] == "r1" and logged[0]["seconds"] > 0
+    assert "secret" not in str(logged) and "some-name" not in str(logged)
+
+
+def test_a_client_that_goes_away_is_counted_and_leaves_nothing(server, counts):
+    with server.connect() as raw:
+        raw.sendall(raw_request("GET", "/waits", Authorization=f"Bearer {KEY}"))
+        server.wait_until(lambda: server.context.limits.num_admitted == 1)
+    server.wait_until(lambda: bool(counted))
+    assert counted == [("/waits", "GET", 499)]
+    server.wait_until_idle()
+
+
+def test_a_handler_without_an_answer_is_an_internal_error(server):
+    assert server.get("/none").error["code"] == "internal_error"
+
+
+def test_refusals_are_counted(server, monkeypatch):
+    reasons = []
+    monkeypatch.setattr(server.context.metrics, "refused", reasons.append)
+    server.request("GET", "/who", headers={"Authorization": None})
+    server.get("/admin/stats")
+    server.get("/nothing")
+    assert reasons == ["invalid_api_key", "admin_only"]
+
+
+# -- states ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("state", "code"), [("starting", "starting"), ("stopping", "stopping"), ("failed", "engine_failed")]
+)
+def test_only_public_routes_answer_while_nothing_can_be_served(server, monkeypatch, state, code):
+    monkeypatch.setattr(server.context, "state", state)
+    for route in ROUTES:
+        key = ADMIN_KEY if route.access == "admin" else KEY
+        reply = anonymous(server, route, Authorization=f"Bearer {key}")
+        if route.path in ("/health", "/ready"):
+            assert reply.status == 503
+        elif route.access != "public":
+            assert (reply.status, reply.error["code"]) == (503, code)
+    assert server.get("/health").json()["status"] == state
+    assert server.get("/ready").json() == {"ready": False}
+    assert server.get("/who", Authorization="Bearer wrong-wrong").status == 401
+
+
+def test_an_engine_that_ends_by_itself_is_a_failure():
+    with serving(routes=(*ROUTES, *OWN)) as server:
+        assert server.get("/who").status == 200
+        server.engine.close()
+        assert server.get("/health").json() == {"status": "failed", "reasons": ["engine_failed"]}
+        assert server.get("/ready").status == 503
+        assert server.get("/who").error["code"] == "engine_failed"
+
+
+def test_limits_hold_over_http_and_are_given_back(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("anna:key-of-anna\nbert:key-of-bert\n")
+    keys.chmod(0o600)
+    limits = {"max_concurrent_per_key": 1, "max_queue": 2, "api_key_file": keys}
+    with serving(routes=OWN, **limits) as server, server.connect() as anna, server.connect() as bert:
+        found = server.context.limits
+        for raw, key, number in ((anna, "key-of-anna", 1), (bert, "key-of-bert", 2)):
+            if number == 2:
+                reply = server.get("/waits", Authorization="Bearer key-of-anna")
+                assert (reply.status, reply.error["type"]) == (429, "rate_limit_error")
+                assert reply.headers["retry-after"] == "1"
+            raw.sendall(raw_request("GET", "/waits", Authorization=f"Bearer {key}"))
+            server.wait_until(lambda number=number: found.num_running == number)
+        reply = server.get("/waits", Authorization="Bearer key-of-bert")
+        assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (503, "server_overloaded", "1")
+        assert server.get("/who", Authorization="Bearer key-of-anna").json()["tenant"] == "anna"
+        anna.close()
+        bert.close()
+        server.wait_until_idle()
+
+
+def test_a_request_has_its_time_over_http():
+    with serving(routes=OWN, request_timeout_s=0.05) as server:
+        reply = server.get("/waits")
+        assert (reply.status, reply.error["code"]) == (504, "request_timeout")
+        assert reply.headers["x-should-retry"] == "false"
+        server.wait_until_idle()
+
+
+def test_no_handler_reads_a_body_by_itself():
+    """All of them are to go through the limits of `read_body`."""
+    found = [
+        path.name
+        for path in sorted(Path(page.__file__).parents[1].rglob("*.py"), key=lambda path: path.name)
+        if re.search(r"request\.(json|text|read|post|content)\b", path.read_text())
+    ]
+    assert found == ["app.py", "schema.py"]

@@ -1,0 +1,110 @@
+"""An engine's process that is stopped: every route answers within its deadline, and the process is replaced."""
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvstore.engine.process.remote import RemoteEngine
+from kvstore.service.app import ROUTES
+from tests.support.engines import save_model
+from tests.support.service.serving import ADMIN_KEY, KEY, Reply, Serving, serving
+from tests.support.service.talking import SHORT, Stream
+
+TIMEOUT_S = 2.0
+ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
+SAID = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+BODIES = {
+    "/chat": {"message": "Hello", **SHORT},
+    "/v1/chat/completions": SAID,
+    "/v1/completions": {"prompt": "Hello", "max_tokens": 4},
+    "/v1/responses": {"input": "Hello"},
+    "/tokenize": {"prompt": "Hello"},
+    "/detokenize": {"tokens": [5, 6]},
+    "/sessions/{id}/pin": {"ttl": 5},
+    "/sessions/{id}/truncate": {"turns": 1},
+    "/admin/evict": {"all": True},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("chat"), tokenizer=True)
+
+
+def ask(server: Serving, route, session_id: str) -> tuple[str, Reply]:
+    """What a client of this route gets."""
+    path = route.path.replace("{id:.+}", "{id}")
+    body = BODIES.get(path, {}) if route.method == "POST" else None
+    named = f"resp_{session_id}_1" if "responses" in path else session_id
+    reply = server.request(route.method, path.replace("{id}", named), body, ADMIN if route.access == "admin" else None)
+    return f"{route.method} {path}", reply
+
+
+def chat_once(server: Serving, message: str) -> dict:
+    """A turn that is answered in time, which on a busy machine may need some tries."""
+    for _ in range(30):
+        reply = server.post("/chat", {"message": message, **SHORT})
+        if reply.status != 504:
+            break
+    assert reply.status == 200, reply.body
+    return reply.json()
+
+
+def test_every_route_answers_within_its_deadline_and_all_is_well_once_the_engine_goes_on(model, tmp_path):
+    """Also what waits for the engine to say that it has let go: a stream, a turn and a call that began before."""
+
+    def opened():
+        tiers = {"hbm": "2MiB", "cpu": "2MiB", "disk": "32MiB", "path": tmp_path / "store"}
+        return RemoteEngine(model, tiers, device="cpu", silence_s=600.0)
+
+    with serving(engine_factory=opened, request_timeout_s=TIMEOUT_S, api_key=KEY, admin_key=ADMIN_KEY) as server:
+        known = chat_once(server, "Hello")["session_id"]
+        long = {"message": "Hello", "max_tokens": 200, "ignore_eos": True}
+        stream = Stream(server, "/chat", long)
+        assert "session_id" in stream.next()
+        os.kill(server.engine.pid, signal.SIGSTOP)
+        try:
+            with ThreadPoolExecutor(64) as clients:
+                asked = [clients.submit(ask, server, route, known) for route in ROUTES]
+                streamed = clients.submit(stream.rest)
+                begun = Stream(server, "/v1/chat/completions", SAID)  # while all others ask
+                found = dict(one.result() for one in asked)
+                *_, error, done = streamed.result()
+            assert (error["error"]["code"], done) == ("request_timeout", "[DONE]")
+            begun.leave()
+            assert begun.status == 504
+            late = {name: reply for name, reply in found.items() if reply.status == 504}
+            assert {reply.error["code"] for reply in late.values()} == {"request_timeout"}
+            waits = {"POST /chat", "POST /v1/completions", "POST /v1/responses", "GET /sessions", "GET /sessions/{id}",
+                     "DELETE /sessions/{id}", "POST /admin/flush", "GET /admin/stats"}  # fmt: skip
+            assert waits <= late.keys()
+            answered = {name for name, reply in found.items() if reply.status == 200}
+            assert {"GET /metrics", "GET /v1/models", "GET /health", "POST /tokenize", "GET /"} <= answered
+            assert all(reply.status in (200, 400, 404, 503, 504) for reply in found.values()), found
+            server.wait_until(lambda: server.engine.silent_s > 5.0, "the silence is noticed")
+            assert server.get("/health").json() == {"status": "degraded", "reasons": ["engine_not_answering"]}
+            assert server.get("/ready").status == 503
+            assert b"kvstore:engine_up 0.0" in server.get("/metrics").body
+        finally:
+            os.kill(server.engine.pid, signal.SIGCONT)
+        server.wait_until_idle()
+        assert server.get("/ready").status == 200 and server.engine.pid is not None
+        assert chat_once(server, "Hello again")["turn"] == 1
+
+
+def test_a_process_that_hangs_is_killed_and_replaced(model):
+    with serving(engine_factory=lambda: RemoteEngine(model, device="cpu", silence_s=3.0)) as server:
+        stopped, body = server.engine.pid, {"message": "Hello", **SHORT}
+        assert server.post("/chat", body).status == 200
+        os.kill(stopped, signal.SIGSTOP)
+        reply = server.post("/chat", body)
+        assert (reply.status, reply.error["code"]) == (503, "engine_died")
+        deadline = time.monotonic() + 300
+        while server.get("/ready").status != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert server.engine.pid != stopped and server.engine.stats()["process"]["restarts"] >= 1
+        assert server.post("/chat", body).status == 200

@@ -1,0 +1,188 @@
+"""The page and OpenAI's routes behind a real nginx on the same host, and pages of other origins that were allowed."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.service.browser import Tabs, chromium
+from tests.support.service.server_process import wait_until
+from tests.support.service.serving import Serving, serving
+
+NAME = "chat.localhost"  # a browser takes every such name for this machine
+KEY = "key-of-the-proxy-test"
+CONFIGURATION = """
+daemon off; pid {folder}/pid; error_log stderr;
+events {{}}
+http {{
+    access_log off;
+    client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/fastcgi;
+    uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
+    upstream kvstore {{ server 127.0.0.1:{target}; }}
+    server {{ listen 127.0.0.1:{plain}; location / {{ {common} proxy_pass http://127.0.0.1:{target}; }} }}
+    server {{ listen 127.0.0.1:{other}; location / {{ default_type text/html; return 200 "<title>other</title>"; }} }}
+    server {{ listen 127.0.0.1:{named}; location / {{ {common} proxy_pass http://kvstore; }} }}
+    server {{
+        listen 127.0.0.1:{same};
+        location / {{ {common} proxy_pass http://127.0.0.1:{target}; proxy_set_header Host $host; }}
+    }}
+}}
+"""
+COMMON = "proxy_http_version 1.1; proxy_buffering off; proxy_read_timeout 600s; client_max_body_size 32m;"
+# Whose Host is sent: nginx's own, its upstream's name, the browser's without port; and a page that is not the server's.
+KINDS = ("plain", "named", "same", "other")
+
+
+def free_ports() -> dict[str, int]:
+    """One for each of KINDS."""
+    found = {kind: socket.create_server(("127.0.0.1", 0)) for kind in KINDS}
+    try:
+        return {kind: one.getsockname()[1] for kind, one in found.items()}
+    finally:
+        for one in found.values():
+            one.close()
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextmanager
+def nginx(folder: Path, target: int, ports: dict[str, int]) -> Iterator[None]:
+    """A proxy in front of a server on port `target`, with each of KINDS on its port. Skips where there is none."""
+    program = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
+    if program is None:
+        pytest.skip("needs nginx")
+    text = CONFIGURATION.format(folder=folder, target=target, common=COMMON, **ports)
+    (folder / "nginx.conf").write_text(text)
+    command = [program, "-c", str(folder / "nginx.conf"), "-p", str(folder), "-e", "stderr"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        wait_until(lambda: process.poll() is not None or all(map(is_open, ports.values())), "nginx listens")
+        assert process.poll() is None, (folder / "log").read_text()
+        yield
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def ports() -> dict[str, int]:
+    return free_ports()
+
+
+@pytest.fixture(scope="module")
+def server(ports: dict[str, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """With what docs/security.md says to give for the two usual configurations; the upstream's name is not allowed."""
+    origins = tuple(f"http://{NAME}:{ports[kind]}" for kind in ("plain", "same", "other"))
+    folder = tmp_path_factory.mktemp("nginx")
+    with serving(api_key=KEY, allowed_origins=origins) as running, nginx(folder, running.server.port, ports):
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture
+def tabs(browser: Any) -> Iterator[Tabs]:
+    opened = Tabs(browser)
+    yield opened
+    opened.close()
+
+
+def through(server: Serving, port: int) -> Serving:
+    """The same server, asked through the proxy."""
+    proxied = Serving(server.server, server.loop, server.key)
+    proxied.hosts = ("127.0.0.1", port)
+    return proxied
+
+
+@pytest.mark.parametrize("kind", ["plain", "same"])
+def test_the_page_works_behind_a_proxy(server: Serving, ports: dict[str, int], tabs: Tabs, kind: str) -> None:
+    page = tabs.open(f"http://{NAME}:{ports[kind]}")
+    page.fill("#key", KEY)
+    page.press("#key", "Enter")
+    page.locator("#key-dialog").wait_for(state="hidden")
+    page.fill("#message", "Hello")
+    page.press("#message", "Enter")
+    page.locator(".turn .meter").wait_for()
+    page.locator("#sessions li:first-child .pin").click()
+    page.locator('.pin[aria-pressed="true"]').first.wait_for()
+    assert [error for error in tabs.errors if "401" not in error] == []
+
+
+def test_names_that_were_not_allowed_stay_refused_behind_it(server: Serving, ports: dict[str, int]) -> None:
+    """A visitor's browser may be led here by a name that somebody else owns, whoever stands between."""
+    reply = through(server, ports["named"]).get("/v1/models")
+    assert (reply.status, reply.error["code"]) == (403, "host_not_allowed")
+    assert "'kvstore'" in reply.error["message"] and "--allowed-host" in reply.error["message"]
+    assert through(server, ports["same"]).get("/v1/models", Host="evil.example").error["code"] == "host_not_allowed"
+    origin = {"Origin": "http://evil.example"}
+    assert through(server, ports["plain"]).post("/chat", {}, **origin).error["code"] == "origin_not_allowed"
+
+
+def test_the_name_of_an_upstream_can_be_allowed(tmp_path: Path) -> None:
+    ports = free_ports()
+    with serving(allowed_hosts=("kvstore",)) as running, nginx(tmp_path, running.server.port, ports):
+        assert through(running, ports["named"]).get("/v1/models").status == 200
+
+
+def test_an_answer_comes_through_while_it_is_made(
+    server: Serving, ports: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, seen = server.engine.loop.runner.execute, threading.Event()
+    held_from = server.engine.stats()["step"]["num_steps"] + 4
+
+    def until_seen(output: Any) -> Any:
+        """A few steps, and then none until the client has the first of them."""
+        if server.engine.loop.runner.times.num_steps >= held_from:
+            seen.wait(30)
+        return step(output)
+
+    monkeypatch.setattr(server.engine.loop.runner, "execute", until_seen)
+    connection = http.client.HTTPConnection("127.0.0.1", ports["plain"], timeout=20)
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    body = {"message": "Hello", "stream": True, "ignore_eos": True, "max_tokens": 20}
+    connection.request("POST", "/chat", json.dumps(body), headers)
+    reply = connection.getresponse()
+    assert reply.readline().startswith(b"data: ")
+    seen.set()
+    assert reply.read().endswith(b"data: [DONE]\n\n")
+    connection.close()
+
+
+# -- pages of other origins ------------------------------------------------------------------------------------------
+CALL = """async ([url, key]) => {
+  const headers = { Authorization: `Bearer ${key}`, "Content-Type": "application/json", "Idempotency-Key": url };
+  try {
+    const sent = await fetch(url, { method: "POST", headers, body: JSON.stringify({ message: "Hi", max_tokens: 2 }) });
+    return [sent.status, sent.headers.get("x-request-id") !== null];
+  } catch (error) {
+    return error.name;
+  }
+}"""
+
+
+def test_a_page_of_an_allowed_origin_may_call_and_no_other(server: Serving, ports: dict[str, int], tabs: Tabs) -> None:
+    page = tabs.open(f"http://{NAME}:{ports['other']}")
+    assert page.evaluate(CALL, [f"{server.url}/chat", KEY]) == [200, True]
+    assert page.evaluate(CALL, [f"{server.url}/chat", "another-key"]) == [401, True]  # it can read why
+    page.goto(f"http://evil.localhost:{ports['other']}")
+    before = server.get("/sessions").json()["data"]
+    assert page.evaluate(CALL, [f"{server.url}/chat", KEY]) == "TypeError"
+    assert server.get("/sessions").json()["data"] == before

@@ -1,0 +1,248 @@
+"""Start and end of the server: the port, loading, signals, running streams, exit codes."""
+
+import asyncio
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+from kvstore.engine.stats import describe_tiers
+from kvstore.errors import ConfigError, KVStoreError, ModelError
+from kvstore.service.api.sse import EventStream
+from kvstore.service.http.routes import Route
+from kvstore.service.server import Server, run_serve
+from kvstore.service.settings.serve_options import ServeOptions
+from tests.support.service.serving import raw_request, read_answer, serving
+
+ROOT = Path(__file__).parents[2]
+release = threading.Event()
+
+
+async def stream(request):
+    """Two events; the second comes when the test says so."""
+    async with EventStream(request) as events:
+        await events.send({"n": 1})
+        while not release.is_set():
+            await asyncio.sleep(0.01)
+        await events.send({"n": 2})
+    return events.response
+
+
+async def silent(request):
+    await asyncio.Event().wait()
+
+
+ROUTES = (Route("GET", "/stream", stream, "user", ""), Route("GET", "/silent", silent, "user", ""))
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    release.clear()
+
+
+class FakeEngine:
+    """What an AsyncEngine asks of an engine that does nothing."""
+
+    model_name, max_model_len, block_size, tokenizer, has_work, closed = "fake", 64, 16, None, False, False
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def check_integrity(self) -> None:
+        pass
+
+    def stats(self) -> dict:
+        return {"hbm": {"blocks": 4, "block_bytes": 1024}}
+
+
+# -- running streams -------------------------------------------------------------------------------------------------
+def open_stream(server) -> socket.socket:
+    raw = server.connect()
+    raw.sendall(raw_request("GET", "/stream", Connection="close"))
+    return raw
+
+
+def stopping(server) -> threading.Thread:
+    """Begin to close the server, as a signal would."""
+    thread = threading.Thread(target=lambda: server.run(server.server.close()))
+    thread.start()
+    server.wait_until(lambda: server.context.state == "stopping")
+    return thread
+
+
+def test_a_running_stream_may_finish_while_nothing_new_begins():
+    with serving(engine_factory=FakeEngine, routes=ROUTES, shutdown_timeout_s=60.0) as server:
+        with open_stream(server) as raw:
+            server.wait_until(lambda: server.context.limits.num_open == 1)
+            thread = stopping(server)
+            reply = server.get("/silent")
+            assert (reply.status, reply.error["code"]) == (503, "stopping")
+            release.set()
+            assert read_answer(raw).events() == [{"n": 1}, {"n": 2}, "[DONE]"]
+        thread.join(30)
+        assert server.engine.is_closed
+
+
+def test_a_stream_that_does_not_finish_gets_an_error():
+    with serving(engine_factory=FakeEngine, routes=ROUTES, shutdown_timeout_s=0.05) as server:
+        with open_stream(server) as raw, server.connect() as other:
+            server.wait_until(lambda: server.context.limits.num_open == 1)
+            other.sendall(raw_request("GET", "/silent"))
+            server.wait_until(lambda: server.context.limits.num_open == 2)
+            thread = stopping(server)
+            first, error, last = read_answer(raw).events()
+            reply = read_answer(other)
+        thread.join(30)
+    assert (first, error["error"]["code"], last) == ({"n": 1}, "stopping", "[DONE]")
+    assert (reply.status, reply.error["code"]) == (503, "stopping")
+
+
+def test_a_reader_that_takes_nothing_does_not_keep_the_server():
+    with serving(engine_factory=FakeEngine, routes=ROUTES, shutdown_timeout_s=0.05) as server:
+        raw = open_stream(server)
+        server.wait_until(lambda: server.context.limits.num_open == 1)
+        stopping(server).join(30)
+        raw.close()
+    assert server.engine.is_closed
+
+
+# -- the port and the model ------------------------------------------------------------------------------------------
+def test_a_port_in_use_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(KVStoreError, match=f"port {port} on 127.0.0.1 is in use"):
+            asyncio.run(Server(ServeOptions(port=port)).listen())
+
+
+def test_a_host_that_is_not_this_machine_is_named():
+    options = ServeOptions(host="192.0.2.1", port=0, allow_no_key=True)
+    with pytest.raises(KVStoreError, match=r"192\.0\.2\.1"):
+        asyncio.run(Server(options).listen())
+
+
+def test_the_port_answers_while_the_model_loads():
+    loading = threading.Event()
+
+    async def scenario():
+        server = Server(ServeOptions(port=0), ROUTES)
+        await server.listen()
+
+        def slow():
+            loading.wait(30)
+            return FakeEngine()
+
+        task = asyncio.create_task(server.load(slow))
+        raw = await asyncio.to_thread(connected, server.port, "/silent")
+        loading.set()
+        await task
+        assert server.context.state == "running"
+        assert server.description()["tiers"] == "hbm 4.0 KiB"
+        await server.close()
+        return raw
+
+    reply = asyncio.run(scenario())
+    assert (reply.status, reply.error["code"]) == (503, "starting")
+
+
+def connected(port: int, path: str):
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as raw:
+        raw.sendall(raw_request("GET", path))
+        return read_answer(raw)
+
+
+def test_a_model_that_cannot_be_loaded_ends_it():
+    def fails():
+        raise ModelError("no weights there")
+
+    with pytest.raises(ModelError, match="no weights"), serving(engine_factory=fails):
+        pass
+
+
+def test_options_are_checked_before_anything_is_opened(tmp_path):
+    def never(*_, **__):
+        raise AssertionError("the engine was opened")
+
+    with pytest.raises(ConfigError, match="api-key-file"):
+        run_serve(None, {}, ServeOptions(api_key_file=tmp_path / "none"), never)
+
+
+def test_tiers_in_words():
+    stats = {
+        "hbm": {"blocks": 2**10, "block_bytes": 2**20}, "cpu": {"blocks": 0, "block_bytes": 2**20},
+        "disk": {"capacity_bytes": 3 * 2**30},
+    }  # fmt: skip
+    assert describe_tiers(stats) == "hbm 1.0 GiB, disk 3.0 GiB"
+    stats["hbm"]["is_auto"] = True
+    assert describe_tiers(stats) == "hbm 1.0 GiB (auto), disk 3.0 GiB"
+
+
+# -- the process -----------------------------------------------------------------------------------------------------
+SERVES = """
+import sys
+sys.path[:0] = ["tests", "."]
+from tests.service.test_server import FakeEngine, ROUTES
+from kvstore.service import server
+from kvstore.service.settings.serve_options import ServeOptions
+known = server.Server.__init__
+server.Server.__init__ = lambda self, options: known(self, options, ROUTES)
+for log_format in ("text", "json", "text"):
+    options = ServeOptions(port=0, shutdown_timeout_s=60.0, log_format=log_format)
+    code = server.run_serve(None, {}, options, lambda model, **_: FakeEngine())
+    print("code", code, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def process():
+    """A process that serves three times, one after the other, and prints each exit code."""
+    command = [sys.executable, "-c", SERVES]
+    found = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    yield found
+    found.kill()
+    found.communicate()
+
+
+def line_with(process, word: str) -> str:
+    while word not in (line := process.stderr.readline()):
+        assert line, f"it ended before it said {word}"
+    return line
+
+
+@contextmanager
+def streaming(process):
+    """While a stream of the server that gets ready next runs; that server's first line."""
+    ready = line_with(process, "ready")
+    port = re.search(r"127\.0\.0\.1:(\d+)", ready)[1]
+    with urlopen(f"http://127.0.0.1:{port}/stream", timeout=30) as reply:
+        assert reply.readline() == b'data: {"n":1}\n'
+        yield ready
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_ends_it_in_order(process, number, code):
+    with streaming(process) as ready:
+        assert "fake" in ready and "hbm 4.0 KiB" in ready and "none" in ready
+        process.send_signal(number)
+        line_with(process, "stopping")
+        assert process.poll() is None, "a stream runs"
+    assert process.stdout.readline() == f"code {code}\n"
+
+
+def test_a_second_signal_ends_it_at_once(process):
+    with streaming(process):
+        process.send_signal(signal.SIGINT)
+        line_with(process, "stopping")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM

@@ -1,0 +1,300 @@
+"""Mixed traffic for a while, right and wrong, with clients that leave or do not read: afterwards nothing is left of it.
+
+`--long` makes it minutes. Each client draws what it does from a seed; only how they interleave is chance.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvstore.engine.process.remote import RemoteEngine
+from kvstore.engine.process.wire_calls import MAX_CALLS
+from tests.support.service.serving import ADMIN_KEY, Reply, Serving, raw_request, read_to_end
+from tests.support.service.talking import Stream, tenants
+
+NUM_CLIENTS = 6
+SECONDS, LONG_SECONDS = 3.0, 300.0  # of each of the two parts
+DISK_BYTES = 8 * 2**20
+TIERS = {"hbm": "4MiB", "cpu": "4MiB", "disk": DISK_BYTES}
+GROWTH_BYTES = 100 * 2**20
+ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
+WORDS = "the sea a long walk in the evening with an old friend who likes to talk about ships and their people".split()
+WRONG = [
+    ("/chat", b"{"), ("/chat", b""), ("/chat", b"[]"), ("/chat", b"[" * 50_000), ("/chat", b'{"message": "\xff"}'),
+    ("/chat", {"message": 5}), ("/chat", {"message": "a", "temperature": -1}), ("/chat", {"message": "a", "n": 3}),
+    ("/chat", {"message": "a", "session_id": "../x"}), ("/chat", {"message": "a", "session_id": "0" * 32}),
+    ("/chat", {"message": "word " * 3000, "truncation": "disabled"}), ("/chat", b'{"temperature": 1e999}'),
+    ("/v1/chat/completions", {"messages": []}), ("/v1/chat/completions", {"messages": [{"role": "king"}]}),
+    ("/v1/chat/completions", {"model": "other", "messages": [{"role": "user", "content": "a"}]}),
+    ("/v1/completions", {"prompt": [10**9]}), ("/v1/completions", {"prompt": "a", "max_tokens": 2**63}),
+    ("/v1/responses", {"input": "a", "previous_response_id": "resp_x_1"}), ("/nowhere", {}), ("/sessions", {}),
+]  # fmt: skip
+
+
+class Client:
+    """One person with a few sessions, who does something else each time."""
+
+    def __init__(self, server: Serving, seed: int) -> None:
+        self._server = server
+        self._rng = random.Random(seed)
+        self._sessions: list[str] = []
+        self._responses: list[str] = []
+        self._history: list[dict[str, str]] = []
+        self.statuses: Counter[tuple[str, int]] = Counter()
+        self._actions = {
+            self.talk: 6, self.talk_in_a_stream: 6, self.quote: 4, self.respond: 3, self.complete: 2, self.retry: 2,
+            self.say_nonsense: 4, self.leave: 5, self.leave_before_the_answer: 3, self.read_slowly: 1, self.flood: 1,
+            self.look: 3, self.fork: 2, self.truncate: 2, self.delete: 3, self.stop: 2, self.prefetch: 1,
+        }  # fmt: skip
+
+    def run(self, until_s: float) -> None:
+        while time.monotonic() < until_s:
+            (action,) = self._rng.choices(list(self._actions), list(self._actions.values()))
+            action()
+
+    # -- what all actions use ----------------------------------------------------------------------------------------
+    def _text(self) -> str:
+        return " ".join(self._rng.choices(WORDS, k=self._rng.choice((3, 10, 60))))
+
+    def _sampled(self) -> dict:
+        num_tokens, temperature = self._rng.choice((1, 5, 30)), self._rng.choice((0, 1.5))
+        return {"max_tokens": num_tokens, "temperature": temperature, "ignore_eos": True}
+
+    def _session(self) -> str | None:
+        return self._rng.choice(self._sessions) if self._sessions else None
+
+    def _body(self) -> dict:
+        session_id = self._session() if self._rng.random() < 0.7 else None
+        named = {} if session_id is None else {"session_id": session_id}
+        return {"message": self._text(), **self._sampled(), **named}
+
+    def _expect(self, name: str, reply: Reply, *statuses: int) -> bool:
+        """Whether it succeeded. 429 and 503 are the server's right."""
+        self.statuses[name, reply.status] += 1
+        assert reply.status in (*statuses, 429, 503), (name, reply.status, reply.body[:500])
+        return reply.status in (200, 202)
+
+    def _keep(self, session_id: str) -> None:
+        if session_id not in self._sessions:
+            self._sessions.append(session_id)
+
+    # -- turns -------------------------------------------------------------------------------------------------------
+    def talk(self) -> None:
+        reply = self._server.post("/chat", self._body())
+        if self._expect("talk", reply, 200, 409):
+            self._keep(reply.json()["session_id"])
+
+    def talk_in_a_stream(self) -> None:
+        stream = Stream(self._server, "/chat", self._body())
+        events = stream.rest()
+        self.statuses["stream", stream.status] += 1
+        if stream.status == 200:
+            assert events[-1] == "[DONE]" and "error" not in events[-2], events[-2]
+            self._keep(events[-2]["session_id"])
+
+    def quote(self) -> None:
+        if len(self._history) > 8:
+            del self._history[: self._rng.choice((2, 4, len(self._history)))]
+        asked = [*self._history, {"role": "user", "content": self._text()}]
+        body = {"messages": asked, "truncation_reuse": self._rng.choice(("exact", "reencode")), **self._sampled()}
+        reply = self._server.post("/v1/chat/completions", body)
+        if self._expect("quote", reply, 200, 400):
+            self._history = [*asked, reply.json()["choices"][0]["message"]]
+        else:
+            self._history = []
+
+    def respond(self) -> None:
+        body = {"input": self._text(), "max_output_tokens": 16, "truncation": "auto"}
+        if self._responses and self._rng.random() < 0.7:
+            body["previous_response_id"] = self._rng.choice(self._responses)
+        if self._rng.random() < 0.2:
+            body["store"] = False
+        reply = self._server.post("/v1/responses", body)
+        if self._expect("respond", reply, 200, 404) and body.get("store") is None:
+            self._responses = [*self._responses[-3:], reply.json()["id"]]
+
+    def complete(self) -> None:
+        prompts = [self._text() for _ in range(self._rng.randrange(1, 4))]
+        salt, n = self._rng.choice((None, "s")), self._rng.randrange(1, 4)
+        body = {"prompt": prompts, "n": n, "cache_salt": salt, **self._sampled()}
+        reply = self._server.post("/v1/completions", body)
+        if self._expect("complete", reply, 200):
+            assert len(reply.json()["choices"]) == len(prompts) * n
+
+    def retry(self) -> None:
+        body, key = self._body(), {"Idempotency-Key": f"{self._rng.getrandbits(64)}"}
+        replies = [self._server.request("POST", "/chat", body, key) for _ in range(2)]
+        succeeded = [self._expect("retry", reply, 200, 409) for reply in replies]
+        if all(succeeded):
+            assert replies[0].json() == replies[1].json()
+            self._keep(replies[0].json()["session_id"])
+
+    # -- trouble -----------------------------------------------------------------------------------------------------
+    def say_nonsense(self) -> None:
+        path, body = self._rng.choice(WRONG)
+        reply = self._server.request("POST", path, body)
+        self._expect("nonsense", reply, 400, 404, 405)
+        assert set(reply.error) == {"message", "type", "param", "code"}
+
+    def leave(self) -> None:
+        """In the middle of a stream; the turn is not stored."""
+        stream = Stream(self._server, self._rng.choice(("/chat", "/v1/responses")), {**self._body(), "input": "a"})
+        for _ in range(self._rng.randrange(4)):
+            stream.next()
+        stream.leave()
+        self.statuses["leave", stream.status] += 1
+
+    def _raw(self, body: dict, path: str = "/chat") -> bytes:
+        key = f"Bearer {self._server.key}"
+        return raw_request("POST", path, json.dumps(body).encode(), Authorization=key, Connection="close")
+
+    def leave_before_the_answer(self) -> None:
+        """Perhaps before the end of its own request."""
+        request = self._raw({**self._body(), "max_tokens": 200})
+        with self._server.connect() as raw:
+            raw.sendall(request[: self._rng.choice((1, 20, len(request) - 1, len(request)))])
+            if self._rng.random() < 0.3:
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset instead of an end
+
+    def read_slowly(self) -> None:
+        """Longer than the server waits for a reader."""
+        body = {"prompt": self._text(), "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 4, "temperature": 1}
+        with self._server.connect(receive_bytes=2048) as raw:
+            raw.sendall(self._raw(body, "/v1/completions"))
+            time.sleep(0.6)
+            with suppress(ConnectionError):
+                read_to_end(raw)
+
+    def flood(self) -> None:
+        """Many at once, of which some are refused."""
+        opened = [self._server.connect() for _ in range(12)]
+        for raw in opened:
+            raw.sendall(self._raw({"message": "Hello", "max_tokens": 2}))
+        for raw in opened[::2]:
+            raw.recv(1)
+        for raw in opened:
+            raw.close()
+
+    # -- sessions ----------------------------------------------------------------------------------------------------
+    def look(self) -> None:
+        for path in ("/health", "/sessions", "/metrics", f"/sessions/{self._session() or 'none'}"):
+            self._expect("look", self._server.get(path), 200, 404)
+
+    def fork(self) -> None:
+        if (session_id := self._session()) is not None:
+            reply = self._server.post(f"/sessions/{session_id}/fork", {})
+            if self._expect("fork", reply, 200, 404):
+                self._keep(reply.json()["id"])
+
+    def truncate(self) -> None:
+        if (session_id := self._session()) is not None:
+            reply = self._server.post(f"/sessions/{session_id}/truncate", {"turns": self._rng.randrange(3)})
+            self._expect("truncate", reply, 200, 404, 409)
+
+    def prefetch(self) -> None:
+        if (session_id := self._session()) is not None:
+            self._expect("prefetch", self._server.post(f"/sessions/{session_id}/prefetch"), 202, 404)
+
+    def stop(self) -> None:
+        stream = Stream(self._server, "/chat", {**self._body(), "max_tokens": 300})
+        if isinstance(event := stream.next(), dict) and "session_id" in event:
+            self._expect("stop", self._server.post(f"/sessions/{event['session_id']}/stop"), 200, 404)
+        stream.rest()
+        self.statuses["stopped", stream.status] += 1
+
+    def delete(self) -> None:
+        if len(self._sessions) > 2:
+            session_id = self._sessions.pop(self._rng.randrange(len(self._sessions)))
+            self._expect("delete", self._server.request("DELETE", f"/sessions/{session_id}"), 200)
+            assert self._server.get(f"/sessions/{session_id}").status == 404
+
+    def delete_all(self) -> None:
+        for one in self._server.get("/sessions?limit=1000").json()["data"]:
+            self._expect("delete", self._server.request("DELETE", f"/sessions/{one['id']}"), 200, 404)
+
+
+def run_all(clients: list[Client], seconds: float) -> None:
+    failures: list[BaseException] = []
+
+    def run(client: Client) -> None:
+        try:
+            client.run(time.monotonic() + seconds)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(client,), name="soak") for client in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds + 120)
+        assert not thread.is_alive(), "a client hangs"
+    if failures:
+        raise failures[0]
+
+
+class Held:
+    """What this process and its children hold while nothing runs; pools grow to their size when they need to."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        children = psutil.Process().children(recursive=True)
+        own = [thread for thread in threading.enumerate() if not thread.name.startswith(("engine-call", "asyncio_"))]
+        self.num_threads = len(own) + sum(child.num_threads() for child in children)
+        self.num_descriptors = sum(process.num_fds() for process in (psutil.Process(), *children))
+        self.memory_bytes = sum(process.memory_info().rss for process in (psutil.Process(), *children))
+
+
+def check_idle(servers: list[Serving], store: Path) -> None:
+    """No count is above zero, and all is well."""
+    server = servers[0]
+    server.wait_until_idle()
+    server.wait_until(lambda: not server.server.connections.open, "all connections are closed")
+    stats = server.request("GET", "/admin/stats", None, ADMIN).json()
+    assert stats["requests"]["running"] == stats["requests"]["waiting"] == 0
+    assert server.get("/health").json() == {"status": "ok", "reasons": []}
+    assert all(not one["running"] for each in servers for one in each.get("/sessions?limit=1000").json()["data"])
+    tenants_now = server.request("GET", "/admin/tenants", None, ADMIN).json()["tenants"]
+    assert all((one["running"], one["waiting"]) == (0, 0) for one in tenants_now)
+    server.engine.flush()
+    assert (store / "blocks" / "data.mdb").stat().st_size <= DISK_BYTES
+
+
+@pytest.mark.parametrize("kind", ["in this process", "in its own process"])
+def test_nothing_is_left_of_mixed_traffic(tmp_path, request, kind):
+    """The second part of it costs no more memory, descriptors or threads than the first."""
+    is_long, is_remote = request.config.getoption("--long"), kind == "in its own process"
+    if is_remote and not is_long:
+        pytest.skip("needs --long")
+    seconds, store = LONG_SECONDS if is_long else SECONDS, tmp_path / "store"
+    engine = {"cache_tiers": {**TIERS, "path": store}, "max_num_seqs": 8}
+    factory = (lambda: RemoteEngine(device="cpu", **engine)) if is_remote else None
+    limits = {"max_concurrent_per_key": 12, "max_queue_per_key": 12, "write_timeout_s": 0.3, "admin_key": ADMIN_KEY}
+    with tenants(tmp_path, engine=engine, engine_factory=factory, **limits) as servers:
+        clients = [Client(servers[number % 2], number) for number in range(NUM_CLIENTS)]
+        run_all(clients, seconds)
+        check_idle(list(servers), store)
+        before = Held()
+        run_all(clients, seconds)
+        check_idle(list(servers), store)
+        after = Held()
+        assert after.num_threads <= before.num_threads + 2
+        assert after.num_descriptors <= before.num_descriptors + (4 * MAX_CALLS if is_remote else 4)
+        assert after.memory_bytes <= before.memory_bytes + GROWTH_BYTES
+        for client in clients:
+            client.delete_all()
+        check_idle(list(servers), store)
+        assert servers[0].engine.sessions.stats()["sessions"] == 0
+        assert servers[0].engine.admin.verify()["num_corrupt"] == 0
+        known = sum((client.statuses for client in clients), Counter())
+        assert sum(known.values()) > 50 and known["talk", 200] and known["stream", 200], known

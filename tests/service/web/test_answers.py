@@ -1,0 +1,260 @@
+"""Answers in the chat page: imported histories, Markdown as it should look, and Markdown that means harm."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.service.api.page import WEB
+from tests.support.service.browser import PHONE, Tabs, chromium
+from tests.support.service.serving import Serving, serving
+
+VENDOR = WEB / "vendor"
+FENCE = "```"
+RICH = f"""## Steps
+
+Some **bold** words, `inline code`, <b>no HTML</b> and a [link](https://example.org/a?b=c).
+A second line.
+
+1. first
+   - nested
+2. second
+
+- [x] done
+
+| Tier | Size |
+|:-----|-----:|
+| HBM  | 80 GiB |
+| disk | {"w" * 90} |
+
+{FENCE}python
+def a(b: int) -> None:  # {"long " * 30}
+    print("<b>")
+{FENCE}
+
+> quoted
+
+The end, after ![a picture](https://example.org/a.png).
+"""
+HOSTILE = f"""<script>window.ran = 1</script> <img src=x onerror="window.ran = 2">
+[a](javascript:window.ran=3) [b](data:text/html,<script>window.ran=4</script>) [c]( JaVaScRiPt:alert(1))
+[d](//evil.example) [e](/admin/stats) [f](&#106;avascript:window.ran=5) <javascript:window.ran=6>
+[h](https://ok.example "x\\" onclick=\\"y")
+
+<style>body {{ display: none }}</style>
+
+<form action="/admin/flush"><input name="key"></form>
+
+<iframe src="x"></iframe> <svg onload="window.ran=7"><math><mtext><a href="javascript:x">
+
+![i](https://evil.example/i.png) ![j](data:image/svg+xml;base64,AA) ![" onerror="window.ran=8](x)
+
+{FENCE}x" onmouseover="window.ran=9
+</code></pre><script>window.ran = 10</script>
+{FENCE}
+
+| <img src=x onerror=window.ran=11> | <b style="color:red">b</b> |
+|---|---|
+| x | [l](javascript:window.ran=13) |
+"""
+ELEMENTS = "script, img, style, form, input, iframe, svg:not(button svg), math, [style], [onclick], [onerror], [onload]"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def server(browser: Any) -> Iterator[Serving]:
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture
+def tabs(browser: Any) -> Iterator[Tabs]:
+    """At the end no console may have complained, of a broken content policy for example."""
+    opened = Tabs(browser)
+    yield opened
+    opened.close()
+    assert opened.errors == []
+
+
+def imported(server: Serving, *said: str) -> str:
+    """The address of a session that began with a history: a person and a model in turns, a person at the end."""
+    roles = ("user", "assistant")
+    history = [{"role": roles[number % 2], "content": text} for number, text in enumerate(said)]
+    reply = server.post("/chat", {"messages": history, "system": "Be kind.", "max_tokens": 4})
+    assert reply.status == 200, reply.body
+    return f"{server.url}/#{reply.json()['session_id']}"
+
+
+def opened(tabs: Tabs, url: str, **size: Any) -> Any:
+    page = tabs.open(url, **size)
+    page.locator(".meter").wait_for()
+    return page
+
+
+# -- imported histories ----------------------------------------------------------------------------------------------
+def test_a_history_that_was_brought_along_is_shown_message_by_message(server: Serving, tabs: Tabs) -> None:
+    said = ("My name is Ada.", "Hello Ada.", "I like tea.", "So do I.", "What is my name?")
+    page = opened(tabs, imported(server, *said))
+    assert page.locator(".system").inner_text().endswith("Be kind.")
+    assert page.locator(".question .text").all_inner_texts() == ["My name is Ada.", "I like tea.", "What is my name?"]
+    answers = page.locator(".answer .text").all_inner_texts()
+    assert answers[:2] == ["Hello Ada.", "So do I."] and len(answers) == 3 and answers[2].strip()
+    assert page.locator(".turn .meter").count() == 1
+    assert page.get_by_role("button", name="Fork").count() == 1
+    page.fill("#message", "And what do I like?")
+    page.press("#message", "Enter")
+    page.locator(".turn:nth-of-type(5) .meter").wait_for()
+    assert page.locator(".question .text").last.inner_text() == "And what do I like?"
+
+
+# -- Markdown --------------------------------------------------------------------------------------------------------
+def test_an_answer_s_markdown_is_rendered(server: Serving, tabs: Tabs) -> None:
+    page = opened(tabs, imported(server, "Show me.", RICH, "Thanks."))
+    answer = page.locator(".turn .answer .text").first
+    assert answer.locator("h4").inner_text() == "Steps"
+    assert answer.locator("ol > li").count() == 2 and answer.locator("ol ul li").inner_text() == "nested"
+    assert answer.locator("th").all_inner_texts() == ["Tier", "Size"]
+    assert answer.locator("td").nth(1).evaluate("cell => getComputedStyle(cell).textAlign") == "right"
+    assert answer.locator("pre code").inner_text().startswith("def a(b: int) -> None:")
+    assert answer.locator(".code-head span").inner_text() == "python"
+    assert "<b>no HTML</b>" in answer.inner_text() and "☑ done" in answer.inner_text()
+    link = answer.locator("a").first
+    assert (link.get_attribute("href"), link.get_attribute("target")) == ("https://example.org/a?b=c", "_blank")
+    assert "noopener" in link.get_attribute("rel")
+    assert answer.locator("a").last.inner_text() == "a picture"  # which nobody fetches
+    assert answer.locator("blockquote").inner_text() == "quoted"
+
+
+def test_wide_code_and_tables_scroll_by_themselves(server: Serving, tabs: Tabs) -> None:
+    page = opened(tabs, imported(server, "Show me.", RICH, "Thanks."), size=PHONE)
+    for part in (".code pre", ".table"):
+        assert page.locator(part).first.evaluate("e => e.scrollWidth > e.clientWidth"), part
+    assert page.locator("#scroller").evaluate("s => s.scrollWidth <= s.clientWidth")
+
+
+def test_code_and_answers_are_copied_as_they_were_written(server: Serving, tabs: Tabs) -> None:
+    page = opened(tabs, imported(server, "Show me.", RICH, "Thanks."))
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    turn = page.locator(".turn").first
+    turn.locator(".code").get_by_role("button", name="Copy").click()
+    turn.locator(".code button", has_text="Copied").wait_for()
+    code = page.evaluate("navigator.clipboard.readText()")
+    assert code.startswith("def a(b") and code.endswith('print("<b>")\n')
+    turn.locator(".tools").get_by_role("button", name="Copy").click()
+    turn.locator(".tools button", has_text="Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == RICH
+
+
+def check_harmless(page: Any) -> None:
+    assert page.evaluate("window.ran === undefined")
+    assert page.locator("#log .answer").locator(ELEMENTS).count() == 0
+    addresses = [link.get_attribute("href") for link in page.locator("#log a[href]").all()]
+    assert addresses and all(address.startswith("https://") for address in addresses), addresses
+    for link in page.locator("#log a[href]").all():
+        assert link.get_attribute("target") == "_blank" and "noopener" in link.get_attribute("rel")
+    attributes = "[...document.querySelectorAll('#log .answer .text *')].flatMap(e => e.getAttributeNames())"
+    known = {"href", "rel", "target", "title", "class", "align", "type", "aria-hidden"}
+    assert set(page.evaluate(attributes)) <= known
+
+
+def test_markdown_that_means_harm_does_none(server: Serving, tabs: Tabs) -> None:
+    page = opened(tabs, imported(server, "Hello", HOSTILE, "Thanks."))
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    check_harmless(page)
+    assert "<script>window.ran = 1</script>" in page.locator(".answer .text").first.inner_text()
+    assert all(url.startswith(server.url) for url in asked)
+
+
+def test_nor_while_it_streams(server: Serving, tabs: Tabs) -> None:
+    page = tabs.open(server.url)
+    pieces = [HOSTILE[start : start + 7] for start in range(0, len(HOSTILE), 7)]
+    events = [{"session_id": "s", "turn": 1, "delta": {"content": piece}} for piece in pieces]
+    failure = {"error": {"message": "the engine is gone", "type": "server_error", "code": "engine_failed"}}
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in [*events, failure]) + "data: [DONE]\n\n"
+    page.route("**/chat", lambda route: route.fulfill(headers={"Content-Type": "text/event-stream"}, body=body))
+    page.fill("#message", "Go")
+    page.press("#message", "Enter")
+    page.locator(".turn.failed").wait_for()
+    check_harmless(page)
+    page.evaluate(STREAM, [pieces, 1])  # each of its beginnings drawn, too
+    check_harmless(page)
+
+
+# -- while it streams ------------------------------------------------------------------------------------------------
+# Draws pieces into a new element, `each` of them between two frames. Gives what was seen.
+STREAM = """async ([pieces, each]) => {
+  const { LiveMarkdown } = await import("/web/markdown.js");
+  const element = document.createElement("div");
+  element.className = "text";
+  document.querySelector("#log .answer, #log").append(element);
+  let numDraws = 0, numNodes = 0;
+  new MutationObserver((changes) => {
+    for (const change of changes) numNodes += change.addedNodes.length;
+  }).observe(element, { childList: true });
+  let seen = null;
+  const live = new LiveMarkdown(element, () => { numDraws += 1; seen?.(); });
+  let first = null;
+  for (let from = 0; from < pieces.length; from += each) {
+    const drawn = new Promise((resolve) => (seen = resolve));
+    for (const piece of pieces.slice(from, from + each)) live.add(piece);
+    await drawn;
+    if (live.numDone > 0) first ??= element.firstElementChild;
+  }
+  const drawn = element.innerHTML;
+  const isFirstKept = first === null || first === element.firstElementChild;
+  live.set(pieces.join(""));
+  const whole = document.createElement("div");
+  new LiveMarkdown(whole).set(pieces.join(""));
+  return { numDraws, numNodes, isFirstKept, drawn, ended: element.innerHTML, whole: whole.innerHTML };
+}"""
+
+
+@pytest.mark.parametrize("size", [1, 3, 50])
+def test_a_text_that_came_in_pieces_looks_as_if_it_had_come_at_once(server: Serving, tabs: Tabs, size: int) -> None:
+    page = tabs.open(server.url)
+    pieces = [RICH[start : start + size] for start in range(0, len(RICH), size)]
+    found = page.evaluate(STREAM, [pieces, max(1, 8 // size)])
+    assert found["ended"] == found["whole"]
+    assert found["drawn"].strip() == found["whole"].strip()  # before the end, too: nothing jumps
+    assert found["isFirstKept"]
+
+
+def test_a_long_answer_is_drawn_block_by_block_and_once_a_frame(server: Serving, tabs: Tabs) -> None:
+    page = tabs.open(server.url)
+    pieces = [f"Paragraph {number} of them.\n\n" for number in range(80)]
+    found = page.evaluate(STREAM, [pieces, 1])
+    assert found["isFirstKept"]
+    assert found["numNodes"] < 6 * len(pieces)  # with the whole text drawn each time it would be 40 times as many
+    assert page.evaluate(STREAM, [pieces, len(pieces)])["numDraws"] == 1
+
+
+# -- what others wrote -----------------------------------------------------------------------------------------------
+def test_libraries_are_those_of_the_manifest_with_their_licences() -> None:
+    manifest = json.loads((VENDOR / "manifest.json").read_text())
+    assert {path.name for path in VENDOR.glob("*.js")} == set(manifest)
+    for name, one in manifest.items():
+        content = (VENDOR / name).read_bytes()
+        assert sha256(content).hexdigest() == one["sha256"], f"{name} is not {one['package']} {one['version']}"
+        assert f"{one['version']}".encode() in content[:400]
+        licence = (VENDOR / one["licence_file"]).read_text()
+        assert {"MIT": "Permission is hereby granted", "Apache-2.0": "Apache License"}[one["licence"]] in licence
+
+
+def test_every_file_of_the_page_is_in_the_package() -> None:
+    root = WEB.parent
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["kvstore.service"]
+    packed = {path for pattern in patterns for path in root.glob(pattern)}
+    assert {path for path in Path(WEB).rglob("*") if path.is_file()} <= packed

@@ -1,0 +1,252 @@
+"""What must hold in a simulated engine and store at any time, and what when nothing runs. Knows their private parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from kvstore.blocks.forest import EvictionTree
+from kvstore.blocks.ids import BlockId
+from kvstore.memory.tier import SlotState
+
+if TYPE_CHECKING:
+    from tests.simulation.run import Simulation
+
+
+SHARE_OF_VICTIMS = 0.02  # that are looked at
+
+
+# -- the order of eviction ---------------------------------------------------------------------------------------------
+def watch_order(sim: Simulation, tree: EvictionTree, name_of: Callable[[Any], BlockId | None]) -> None:
+    """Now and then compare what goes next with everything that could."""
+    original = tree.next
+
+    def watched() -> Hashable | None:
+        key = original()
+        if key is not None and sim.orders_rng.random() < SHARE_OF_VICTIMS:
+            check_victim(tree, key, sim.clock.now_s)
+            count_wanted(sim, tree, key, name_of)
+        return key
+
+    tree.next = watched  # type: ignore[method-assign]
+
+
+def count_wanted(sim: Simulation, tree: EvictionTree, victim: Hashable, name_of: Callable) -> None:
+    """How often something goes that is in the chain of a request which waits, beside something that is in none."""
+    wanted = {block_id for tenant in sim.scheduler._tenants.waiting() for r in tenant.waiting for block_id in r.chain}
+    if not wanted:
+        return
+    sim.counts["victims while somebody waits"] += 1
+    if name_of(victim) in wanted:
+        others = [key for key in may_go(tree) if name_of(key) not in wanted]
+        sim.counts["victims that somebody waits for, beside others"] += bool(others)
+
+
+def may_go(tree: EvictionTree) -> list[Hashable]:
+    """Leaves that nobody holds, and that were not put aside."""
+    return [
+        key
+        for key in tree._keys
+        if key not in tree._children
+        and not tree._is_held(key)
+        and (key in tree._nobodys or any(one in tree._order for one in tree.conversations(key)))
+    ]
+
+
+def check_victim(tree: EvictionTree, victim: Hashable, now_s: float) -> None:
+    """No cached child, nobody who holds it, and nothing of lower value that may go."""
+    assert victim not in tree._children, "a parent is evicted before its child"
+    assert not tree._is_held(victim), "a block in use is evicted"
+    value = value_of(tree, victim, now_s)
+    for key in may_go(tree):
+        other = value_of(tree, key, now_s)
+        assert value <= other, f"evicted is what is worth {value}, beside {other}"
+
+
+def value_of(tree: EvictionTree, key: Hashable, now_s: float) -> tuple[int, ...]:
+    """0 nobody's, 1 expired, 2 ordinary, 3 pinned, 4 waiting or running; of those that wait, the later the less."""
+    values: list[tuple[int, ...]] = [(0,)]
+    for one in tree.conversations(key):
+        if one.wanted is not None or one.num_running:
+            values.append((4, *(-part for part in one.wanted or (0, 0))))
+        elif one.expires_s <= now_s:
+            values.append((1,))
+        else:
+            values.append((3,) if one.pinned_until_s > now_s else (2,))
+    return max(values)
+
+
+# -- always ------------------------------------------------------------------------------------------------------------
+def check_always(sim: Simulation) -> None:
+    """Counts, contents, closure and bounds, whatever is going on."""
+    sim.scheduler.check_integrity()
+    sim.store.check_integrity(idle=False)
+    sim.pool.check_content()
+    for slot in sim.cpu.blocks():
+        if sim.cpu.state(slot) is SlotState.READY:
+            sim.cpu.check_content(slot)
+    held = held_slots(sim)
+    for slot in range(sim.cpu.pool.num_blocks):
+        assert sim.cpu.pool.ref_count(slot) >= held.get(slot, 0), f"slot {slot} is held by fewer than use it"
+    check_bounds(sim)
+    check_closed(sim)
+    check_reads(sim)
+
+
+def held_slots(sim: Simulation) -> dict[int, int]:
+    """How many references to each slot are known to the requests."""
+    held: dict[int, int] = {}
+    for request in sim.store.lookups.requests.values():
+        for slot in request.slots.values():
+            held[slot] = held.get(slot, 0) + 1
+        if request.partial is not None:
+            held[request.partial[1]] = held.get(request.partial[1], 0) + 1
+    return held
+
+
+def check_bounds(sim: Simulation) -> None:
+    """Invariant 7: queues are no longer than the arena has slots, records are of requests that there are."""
+    num_slots, io = sim.cpu.pool.num_blocks, sim.connector._io
+    assert len(io._jobs) <= num_slots + len(sim.store._splicer._jobs), f"{len(io._jobs)} reads are queued"
+    assert len(io._writes) <= num_slots, f"{len(io._writes)} writes are queued"
+    assert sim.store.lookups.requests.keys() <= sim.scheduler.requests.keys(), "the store tracks a request that ended"
+    assert len(sim.store._steps) <= 32, f"{len(sim.store._steps)} steps are in flight"
+    if (disk := sim.store.disk) is not None:
+        assert len(disk._dirty) + len(disk._queued) <= num_slots, "more is dirty than there is"
+        assert disk._queued_bytes <= sim.config.max_queued_bytes + 4096, f"{disk._queued_bytes} bytes are queued"
+        assert disk._queued_bytes >= 0
+        assert len(disk.reads) <= num_slots
+
+
+def on_disk(sim: Simulation) -> dict[BlockId, BlockId]:
+    """Blocks of the index and their parents; what is being deleted is not there."""
+    disk = sim.store.disk
+    if disk is None or disk._index is None:
+        return {}
+    return {key: entry.parent_id for key, entry in disk._index._entries.items() if key not in disk._deleting}
+
+
+def check_closed(sim: Simulation) -> None:
+    """Invariant 8: what CPU and disk hold together is closed under parents."""
+    disk = sim.store.disk
+    if disk is not None:
+        if disk._index is None or disk._disk.broken:  # what hangs below lost blocks is not known
+            return
+        disk._index.check_integrity()
+    stored = on_disk(sim)
+    records = [sim.cpu.record(slot) for slot in sim.cpu.blocks()]
+    in_cpu = {record.block_id: record.parent_id for record in records if record is not None}
+    for where, blocks in (("cpu", in_cpu), ("disk", stored)):
+        for block_id, parent_id in blocks.items():
+            is_there = parent_id in sim.book.roots or parent_id in in_cpu or parent_id in stored
+            assert is_there, f"a block on {where} lost its parent: {sim.describe(block_id)}"
+
+
+def check_reads(sim: Simulation) -> None:
+    """Every read that was submitted has ended, was cancelled, or is on its way."""
+    stats, disk = sim.store.stats, sim.store.disk
+    if disk is None:
+        return
+    ended = stats.read + sum(stats.read_failures.values()) + stats.cancelled_reads
+    known = ended + len(disk.reads)
+    submitted = sim.connector._io.num_reads_submitted
+    assert known == submitted, f"{submitted} reads: {ended} ended and {len(disk.reads)} are known"
+
+
+# -- when nothing runs -------------------------------------------------------------------------------------------------
+def check_idle(sim: Simulation, is_thorough: bool) -> None:
+    """Invariant 6, and counters against what was seen to happen since the store was opened."""
+    assert not sim.scheduler.requests and not sim.runner.rows.keys() - set(sim.scheduler._left)
+    assert sim.pool.num_in_use == 0, f"{sim.pool.num_in_use} HBM blocks are held while nothing runs"
+    assert sim.cpu.pool.num_in_use == 0, f"{sim.cpu.pool.num_in_use} CPU slots are held while nothing runs"
+    assert not sim.arena.busy, f"while idle: {dict(sim.arena.busy)}"
+    assert not sim.store.lookups.requests
+    assert all(one.wanted is None for one in conversations(sim)), "nobody waits, and something is wanted"
+    assert all(one.num_open == 0 for one in conversations(sim)), "no request, and a conversation has one"
+    check_counters(sim)
+    if is_thorough:
+        check_always(sim)
+        sim.store.check_integrity(idle=True)
+        check_disk(sim)
+        check_forgotten(sim)
+
+
+def in_flight(sim: Simulation) -> str:
+    """What keeps the store from being idle."""
+    store, disk = sim.store, sim.store.disk
+    found = [f"steps {list(store._steps)}", f"ended {len(store._ended)}", f"splices {store._splicer._jobs}"]
+    found += [f"hints {list(store._prefetcher._hints)}"]
+    if disk is not None:
+        found += [f"dirty {len(disk._dirty)}", f"deleting {len(disk._deleting)}", f"undeleted {len(disk._undeleted)}"]
+        found += [f"reads {len(disk.reads)}", f"degraded {disk.degraded}", f"index {disk.index_loaded}"]
+        found += [f"queue is idle: {sim.connector._io.is_idle}"]
+    return ", ".join(found)
+
+
+def conversations(sim: Simulation) -> Iterable:
+    return list(sim.connector._steering._conversations._tips_of)
+
+
+def check_counters(sim: Simulation) -> None:
+    stats, seen = sim.store.stats, sim.counts_of_store
+    assert stats.saved == seen["published by save"], f"saved {stats.saved}, seen {seen['published by save']}"
+    assert stats.spliced == seen["published by splice"], f"spliced {stats.spliced} {seen['published by splice']}"
+    landed, failed = seen["loads landed"], seen["loads failed"]
+    assert stats.loaded == landed, f"loaded {stats.loaded}, landed {landed}"
+    assert stats.load_failures == failed, f"load failures {stats.load_failures}, seen {failed}"
+    assert stats.loaded_tokens == seen["loads taken"] * sim.config.block_size, "tokens of loads"
+    assert seen["loads planned"] == landed + failed
+    assert seen["loads taken"] >= seen["loads planned"]
+    assert stats.prefetch_wasted <= stats.prefetched
+    assert stats.prefetched <= sim.connector._io.num_reads_submitted
+    assert stats.read >= seen["published by read"], "published is only what was read"
+    assert stats.identity_mismatches == 0, "a block of another history was found under an id"
+    if not sim.config.cpu_slots or not sim.config.disk_blocks:
+        assert sim.store.disk is not None or stats.written == stats.read == 0
+
+
+def check_disk(sim: Simulation) -> None:
+    """The index is what is on disk, and what the tier counts as written is or was there."""
+    disk = sim.store.disk
+    if disk is None or disk._index is None or disk.degraded is not None or disk._disk.broken:
+        return
+    values = sim.platter.values
+    assert disk._index._entries.keys() == values.keys(), "the index and the disk disagree"
+    assert sim.store.stats.written == sim.counts_of_store["blocks written"], "written blocks are miscounted"
+    assert not disk._queued_of, "bytes of tenants are counted as queued while idle"
+    if sim.limit_bytes is not None:
+        most = max(disk._index._tenant_bytes.values(), default=0)
+        assert most <= sim.limit_bytes, f"{most} bytes of a tenant that may have {sim.limit_bytes}"
+    assert disk._queued_bytes == 0 and not disk._dirty and not disk._dirty_parents and not disk._queued
+    for block_id, (_, _, value) in values.items():
+        assert value == sim.book.blocks[block_id]
+
+
+def check_forgotten(sim: Simulation) -> None:
+    """What was deleted is nowhere below HBM, and not in the arena's bytes either."""
+    if not sim.forgotten:
+        return
+    disk = sim.store.disk
+    if disk is not None and (disk.degraded is not None or disk._disk.broken):
+        return
+    contents = {sim.book.blocks[block_id] for block_id in sim.forgotten}
+    contents = {content for content in contents if sim.book.num_names[content] == 1}
+    for slot in range(sim.cpu.pool.num_blocks):
+        assert sim.arena.content(slot) not in contents, f"slot {slot} still holds what was deleted"
+    found = sim.forgotten.intersection(sim.platter.values)
+    assert not found or disk is None, f"{len(found)} deleted blocks are still on disk"
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+def check_arrival(sim: Simulation, tiers: list[str], chain: list[BlockId], num_hbm: int) -> None:
+    """A tier that is said to have a block has it."""
+    for index, tier in enumerate(tiers):
+        block_id = chain[index]
+        if index < num_hbm:
+            assert tier == "hbm"
+        elif tier == "cpu":
+            assert sim.config.cpu_slots and sim.cpu.find(block_id) is not None, "a hit in the CPU tier that is none"
+        else:
+            assert tier == "disk" and sim.store.disk is not None
+            in_flight = sim.cpu.find(block_id) is not None
+            assert in_flight or block_id in sim.platter.values, "a hit on disk that is none"

@@ -1,0 +1,409 @@
+"""What of a simulated store fails and takes long: disk, I/O queue and transfers, which are events of the virtual clock.
+
+Everything that they move is compared with what it should be.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvstore.blocks.ids import BlockId
+from kvstore.blocks.records import BlockRecord, ReadResult, TransferPlan, Transferred
+from kvstore.disk.format import WriteError
+from kvstore.disk.index import IndexEntry
+from kvstore.disk.io_queue import NUM_READERS, WAKE_EVERY, IoQueue, Rank, Read, ReadDone, Task, TaskDone, WriteDone
+from kvstore.disk.tier import WATERMARK, WriteOutcome
+from kvstore.errors import StoreError
+from kvstore.memory.tier import CpuTier, SlotState
+from tests.simulation.parts import GARBAGE, START_S, TOKEN_BYTES, Arena, Book, Clock, WatchedPool
+
+PAGE_BYTES = 16
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """How often something goes wrong: a share of the operations, or of the time (phases)."""
+
+    slow_reads: float = 0.0  # phases, in which a read takes a hundred times as long
+    hung_reads: float = 0.0
+    failed_reads: float = 0.0
+    rotten: float = 0.0  # blocks on disk that become corrupt, or go missing, as they are written
+    failed_writes: float = 0.0  # phases
+    broken_disk: float = 0.0  # of the transactions
+    failed_loads: float = 0.0  # of the steps with loads
+    failed_saves: float = 0.0
+    full_queue: float = 0.0  # phases, in which nothing can be saved
+    failed_steps: float = 0.0
+    crashes_per_day: float = 0.0
+    restarts_per_day: float = 0.0
+
+    @property
+    def are_none(self) -> bool:
+        return self == Faults(crashes_per_day=self.crashes_per_day, restarts_per_day=self.restarts_per_day)
+
+
+class Weather:
+    """Phases of a fault: it holds or not for some minutes each, by the seed. quiet: from then on nothing fails."""
+
+    def __init__(self, clock: Clock, seed: str) -> None:
+        self._clock, self._seed = clock, seed
+        self._is_bad: dict[tuple[str, int], bool] = {}
+        self.quiet = False
+
+    def is_bad(self, what: str, share: float) -> bool:
+        if not share or self.quiet:
+            return False
+        phase = (what, int((self._clock.now_s - START_S) // 97.0))
+        if phase not in self._is_bad:
+            self._is_bad[phase] = random.Random(f"{self._seed} {phase}").random() < share
+        return self._is_bad[phase]
+
+
+class InjectedError(Exception):
+    """Something unforeseen in the middle of a step."""
+
+
+# -- the disk ----------------------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class Platter:
+    """What outlives a crash: values by block id, in the order in which they were written."""
+
+    values: dict[BlockId, tuple[IndexEntry, BlockRecord, bytes]] = field(default_factory=dict)
+    rotten: set[BlockId] = field(default_factory=set)
+
+
+class Disk:
+    """A `DiskTier` without a file. Freed pages can be used again two transactions later, as in LMDB."""
+
+    path = "the virtual disk"
+
+    def __init__(
+        self, platter: Platter, capacity_bytes: int, book: Book, clock: Clock, faults: Faults, rng: random.Random,
+        weather: Weather, counts: Counter[str],
+    ) -> None:  # fmt: skip
+        self.platter, self.capacity_bytes, self.broken = platter, capacity_bytes, False
+        self.book, self.clock, self.faults, self.rng, self.counts = book, clock, faults, rng, counts
+        self.weather = weather
+        self._freed: deque[int] = deque([0, 0], maxlen=2)
+        self._at_start = [entry for entry, _, _ in platter.values.values()]
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(entry.stored_bytes for entry, _, _ in self.platter.values.values())
+
+    def excess_bytes(self, incoming_bytes: int = 0) -> int:
+        return self.used_bytes + incoming_bytes - int(WATERMARK * self.capacity_bytes)
+
+    def contains(self, block_id: BlockId) -> bool:
+        return not self.broken and block_id in self.platter.values
+
+    def scan(self) -> Iterator[list[IndexEntry]]:
+        """Some batches as they were when the store was opened, some as they are now."""
+        before, after = self._at_start, [entry for entry, _, _ in self.platter.values.values()]
+        old = {entry.block_id for entry in before}
+        found = {e.block_id: e for e in before if e.block_id in self.platter.values or self.rng.random() < 0.5}
+        found |= {e.block_id: e for e in after if e.block_id in old or self.rng.random() < 0.5}
+        entries = list(found.values())
+        self.rng.shuffle(entries)
+        yield from (entries[i : i + 100] for i in range(0, len(entries), 100))
+
+    def write(
+        self, puts: Sequence[tuple[BlockRecord, memoryview]], deletes: Iterable[BlockId], touched: dict[BlockId, float]
+    ) -> WriteOutcome:
+        if (error := self._write_error(puts)) is not None:
+            self.counts[f"write error: {error}"] += 1
+            return WriteOutcome(error=error)
+        freed = 0
+        for block_id in deletes:
+            if (gone := self.platter.values.pop(block_id, None)) is not None:
+                freed += gone[0].stored_bytes
+                self.platter.rotten.discard(block_id)
+        for block_id, used_s in touched.items():
+            if block_id in self.platter.values:
+                entry, record, value = self.platter.values[block_id]
+                self.platter.values[block_id] = (entry._replace(last_access_s=used_s), record, value)
+        for record, view in puts:
+            self._put(record, bytes(view))
+        self._freed.append(freed)
+        self.counts["blocks written"] += len(puts)
+        return WriteOutcome(tuple(stored_bytes(view) for _, view in puts))
+
+    def _write_error(self, puts: Sequence[tuple[BlockRecord, memoryview]]) -> WriteError | None:
+        if self.broken:
+            return WriteError.BROKEN
+        if not self.weather.quiet and self.rng.random() < self.faults.broken_disk:
+            self.broken = True
+            return WriteError.BROKEN
+        if self.weather.is_bad("write", self.faults.failed_writes) and puts:
+            return self.rng.choice([WriteError.MAP_FULL, WriteError.IO, WriteError.NO_SPACE])
+        incoming = sum(stored_bytes(view) for _, view in puts)
+        if puts and self.used_bytes + sum(self._freed) + incoming > self.capacity_bytes:
+            self._freed.append(0)  # as after the small transaction that makes the file writable again
+            return WriteError.MAP_FULL
+        return None
+
+    def _put(self, record: BlockRecord, value: bytes) -> None:
+        assert value == self.book.blocks[record.block_id], "the disk is given another content than the record says"
+        assert record.parent_id == self.book.parents[record.block_id], "the disk is given another parent"
+        now_s, block_id = self.clock.now_s, record.block_id
+        entry = IndexEntry(
+            block_id, record.parent_id, stored_bytes(value), record.created_s, now_s, record.model, record.tenant
+        )
+        self.platter.values[block_id] = (entry, record, value)
+        self.platter.rotten.discard(block_id)
+        if not self.weather.quiet and self.rng.random() < self.faults.rotten:
+            self.platter.rotten.add(block_id)
+
+    def read(self, expected: BlockRecord, into: memoryview) -> ReadResult:
+        if self.broken or (not self.weather.quiet and self.rng.random() < self.faults.failed_reads):
+            return ReadResult.FAILED
+        found = self.platter.values.get(expected.block_id)
+        if found is None:
+            return ReadResult.MISSING
+        if expected.block_id in self.platter.rotten:
+            return self.rng.choice([ReadResult.CORRUPT, ReadResult.MISSING])
+        assert found[1].same_content(expected), "a block of this id was written with another content"
+        into[:] = found[2]
+        return ReadResult.OK
+
+    def quarantine(self) -> None:
+        if self.rng.random() < 0.3 and not self.weather.quiet:
+            raise StoreError("the file system does not let us")
+        self.platter.values.clear()
+        self.platter.rotten.clear()
+        self._freed.extend([0, 0])
+        self.broken = False
+        self.counts["quarantine"] += 1
+
+    def sync(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def stats(self) -> dict[str, object]:
+        return {"bytes": self.used_bytes}
+
+
+def stored_bytes(value: bytes | memoryview) -> int:
+    return (len(value) // PAGE_BYTES + 1) * PAGE_BYTES
+
+
+class VirtualIo(IoQueue):
+    """The queue of `io_queue` with its own order and batches; its threads are entries of the clock's agenda."""
+
+    def watch(self, disk: Disk | None, clock: Clock, arena: Arena, read_s: float, rng: random.Random) -> VirtualIo:
+        self._disk, self.clock, self.arena, self.read_s, self.rng = disk, clock, arena, read_s, rng
+        self.num_reads_submitted = 0
+        self._is_batch_due_s: float | None = None
+        self._writing: tuple | None = None
+        return self
+
+    def submit_read(self, read, rank=(0,)) -> None:
+        super().submit_read(read, rank)
+        self.num_reads_submitted += isinstance(read, Read)
+        self.clock.io.after(1e-4, self._start_reads)
+
+    def _start_reads(self) -> None:
+        while self._num_active < NUM_READERS and self._jobs:
+            number, rank, job, num_before = self._next_read()
+            began_s = self.clock.now_s
+            if isinstance(job, Read):
+                self.arena.begin(job.slot, "read from disk")
+                job.view[: len(job.view) // 2] = bytes(len(job.view) // 2)
+            end = partial(self._ended, number, rank, job, num_before, began_s)
+            self.clock.io.after(self._seconds(), end)
+
+    def _seconds(self) -> float:
+        seconds = self.read_s * self.rng.uniform(0.5, 1.5)
+        if self._disk is None or self._disk.weather.quiet:
+            return seconds
+        faults, weather = self._disk.faults, self._disk.weather
+        if self.rng.random() < faults.hung_reads:
+            return 40.0
+        return seconds * (100.0 if weather.is_bad("read", faults.slow_reads) else 1.0)
+
+    def _ended(self, number: int, rank: Rank, job: Read | Task, num_before: int, began_s: float) -> None:
+        """As the end of a round of `_read_loop`."""
+        result = self._read(job) if isinstance(job, Read) else self._run(job)
+        num_active = (num_before + self._num_active) / 2
+        if isinstance(job, Read):
+            self.arena.end(job.slot, "read from disk")
+            self.arena.movers[job.slot] = "read"
+            result = ReadDone(job, result, self.clock.now_s - began_s, num_active)
+        assert isinstance(result, ReadDone | TaskDone)
+        self._done.append(result)
+        self._num_active -= 1
+        del self._began[number]
+        wake = self._next_rank() != rank or len(self._done) % WAKE_EVERY == 0
+        self._start_reads()
+        if wake:
+            self._on_progress()
+
+    def submit_write(self, write) -> None:
+        super().submit_write(write)
+        self.arena.begin(write.slot, "write to disk")
+        self._wake_writer()
+
+    def submit_deletes(self, block_ids) -> None:
+        super().submit_deletes(block_ids)
+        self._wake_writer()
+
+    def submit_touched(self, touched) -> None:
+        super().submit_touched(touched)
+        self.clock.io.after(60.0, self._start_batch)
+
+    def hurry(self) -> None:
+        super().hurry()
+        self.clock.io.after(0.0, self._start_batch)
+
+    def _wake_writer(self) -> None:
+        if self._is_batch_due_s is None:
+            self._is_batch_due_s = self.clock.now_s + self._batch_wait_s
+        self.clock.io.after(1e-4, self._start_batch)
+        self.clock.io.at(self._is_batch_due_s, self._start_batch)
+
+    def _start_batch(self) -> None:
+        if self._writing is not None or not (self._writes or self._deletes or self._touched):
+            return
+        is_due = self._is_batch_due_s is not None and self.clock.now_s >= self._is_batch_due_s
+        is_touched_due = self._touched and self._touched_wait_s() == 0
+        if not is_due and not is_touched_due and not self._is_batch_full():
+            return
+        self._hurry = True  # so that the next line does not wait
+        writes, deletes, touched = self._writing = self._next_batch()
+        self._is_batch_due_s = None
+        before = [bytes(write.view) for write in writes]
+        seconds = self.read_s * (1 + len(writes) / 2) * self.rng.uniform(0.5, 2.0)
+        self.clock.io.after(seconds, lambda: self._commit(writes, deletes, touched, before))
+
+    def _commit(self, writes, deletes, touched, before) -> None:
+        assert [bytes(write.view) for write in writes] == before, "a slot was written while it was being stored"
+        outcome = self._disk.write([(w.record, w.view) for w in writes], deletes, touched)
+        for write in writes:
+            self.arena.end(write.slot, "write to disk")
+        done = WriteDone(writes, deletes, tuple(outcome.stored_bytes), outcome.error, 0.01)
+        if outcome.error is not None and not self._closing:
+            self._touched = touched | self._touched
+        if writes or deletes:
+            self._done.append(done)
+        self._num_writing, self._writing = 0, None
+        if self._writes or self._deletes:
+            self._wake_writer()
+        self._on_progress()
+
+    def close(self, timeout_s: float) -> bool:
+        super().close(0.0)
+        while self._num_active or self._writing or self._writes or self._deletes:
+            self._is_batch_due_s = self.clock.now_s
+            self._start_batch()
+            self.clock.advance_to(self.clock.io.next_s)
+        return True
+
+
+# -- between HBM and the arena -----------------------------------------------------------------------------------------
+class Transfers:
+    """A `Transfer` whose loads take time within the step, and whose saves land some time after it."""
+
+    def __init__(
+        self, arena: Arena, cpu: Callable[[], CpuTier], pool: Callable[[], WatchedPool], clock: Clock, faults: Faults,
+        rng: random.Random, weather: Weather, counts: Counter[str], block_s: float, may_fail: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.arena, self.cpu, self.pool, self.clock, self.faults, self.rng = arena, cpu, pool, clock, faults, rng
+        self.weather, self.counts, self.block_s, self.may_fail = weather, counts, block_s, may_fail
+        self._done: deque[Transferred] = deque()
+        self._plan: TransferPlan | None = None
+        self._row_starts: Sequence[int] = ()
+        self._tokens = b""
+        self._loads_end_s: float | None = None
+        self.failed_blocks: set[int] = set()  # of this step
+        self.num_landing = 0
+        self._landed_s = 0.0
+
+    @property
+    def can_save(self) -> bool:
+        self.may_fail("plan")
+        return self.num_landing < 8 and not self.weather.is_bad("save", self.faults.full_queue)
+
+    def completed(self) -> list[Transferred]:
+        done, self._done = list(self._done), deque()
+        return done
+
+    def begin(self, plan: TransferPlan, row_starts: Sequence[int]) -> None:
+        self._plan, self._row_starts, self._tokens = plan, row_starts, b""
+        self.failed_blocks = set()
+        for load in plan.loads:
+            record = self.cpu().record(load.slot)
+            assert record is not None and record.block_id == load.block_id, "a load of another block"
+            state = self.cpu().state(load.slot)
+            assert state is SlotState.READY, f"a load of a slot that is {state}"
+            self.arena.begin(load.slot, "load")
+        for slot in {save.slot for save in plan.saves}:
+            self.arena.begin(slot, "save")
+        self._loads_end_s = self.clock.now_s + len(plan.loads) * self.block_s if plan.loads else None
+        self.counts["loads planned"] += len(plan.loads)
+
+    def wait_for_layer(self, layer: int) -> None:
+        """The whole model is one layer."""
+        if self._plan is None or self._loads_end_s is None:
+            return
+        began_s, self._loads_end_s = self.clock.now_s, None
+        self.clock.advance(len(self._plan.loads) * self.block_s)
+        has_failed = not self.weather.quiet and self.rng.random() < self.faults.failed_loads
+        for load in self._plan.loads:
+            content = self.arena.content(load.slot)
+            assert content == self.arena.book.blocks[load.block_id], "a load of a block of another history, or torn"
+            assert self.pool().ref_count(load.block_number) > 0, "a load into an HBM block that nobody holds"
+            assert self.pool().block_id(load.block_number) in (None, load.block_id), "a load into another HBM block"
+            if has_failed:
+                self.failed_blocks.add(load.block_number)
+                content = GARBAGE * (len(content) // TOKEN_BYTES)
+            self.pool().contents[load.block_number][:] = content
+            self.arena.end(load.slot, "load")
+        num_bytes = len(self._plan.loads) * self.arena.size
+        self._done.append(Transferred(self._plan.ticket, True, not has_failed, num_bytes, self.clock.now_s - began_s))
+        self.counts["loads failed" if has_failed else "loads landed"] += len(self._plan.loads)
+
+    def save_layer(self, layer: int, tokens: bytes, _: None) -> None:
+        """tokens: KV of the step's tokens, side by side."""
+        self._tokens = tokens
+
+    def end(self, succeeded: bool = True) -> None:
+        if self._plan is None:
+            return
+        self.wait_for_layer(0)
+        plan, self._plan = self._plan, None
+        if not plan.saves:
+            return
+        has_failed = not self.weather.quiet and self.rng.random() < self.faults.failed_saves
+        tokens, starts, is_sound = self._tokens, self._row_starts, succeeded and not has_failed
+        self.num_landing += 1
+        land = lambda: self._land(plan, starts, tokens, is_sound)  # noqa: E731
+        self._landed_s = max(self._landed_s, self.clock.now_s + self.rng.choice([0.0, 0.0, 0.0, 0.001, 0.01, 0.1]))
+        if self._landed_s <= self.clock.now_s and self.num_landing == 1:
+            land()
+        else:  # in the order of the steps
+            self.clock.io.at(self._landed_s, land)
+
+    def _land(self, plan: TransferPlan, row_starts: Sequence[int], tokens: bytes, is_sound: bool) -> None:
+        for save in plan.saves:
+            start = (row_starts[save.scheduled] + save.first) * TOKEN_BYTES
+            part = tokens[start : start + save.num_tokens * TOKEN_BYTES]
+            if not is_sound and (not part or self.rng.random() < 0.5):
+                part = GARBAGE * save.num_tokens
+            first = save.offset * TOKEN_BYTES
+            self.arena.view(save.slot)[first : first + len(part)] = part
+            self.arena.movers[save.slot] = "save"
+        for slot in {save.slot for save in plan.saves}:
+            self.arena.end(slot, "save")
+        self.num_landing -= 1
+        self._done.append(Transferred(plan.ticket, False, is_sound))
+        self.counts["saves failed"] += not is_sound
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,276 @@
+"""What of a simulated store is time and memory: clock, arena, pools that are watched, and what every byte should be.
+
+A token's KV is 8 bytes made of everything before it, so that a block of another history, or half of one, is seen.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import struct
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+from kvstore.blocks.ids import BlockId
+from kvstore.blocks.pool import BlockPool
+from kvstore.engine.core.request import Request
+from kvstore.memory.tier import CpuTier
+
+TOKEN_BYTES = 8
+VOCABULARY = 97
+GARBAGE = b"\xee" * TOKEN_BYTES
+START_S = 1.7e9
+
+
+class Agenda:
+    """What is to happen, in order of time."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._calls: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def at(self, time_s: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._calls, (max(time_s, self._clock.now_s), next(self._numbers), call))
+
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        self.at(self._clock.now_s + seconds, call)
+
+    @property
+    def next_s(self) -> float:
+        return self._calls[0][0] if self._calls else float("inf")
+
+    def run_due(self) -> None:
+        while self._calls and self._calls[0][0] <= self._clock.now_s:
+            heapq.heappop(self._calls)[2]()
+
+    def clear(self) -> None:
+        self._calls.clear()
+
+
+class Clock:
+    """Virtual time. `io` goes on whenever time passes; `people` wait until a step has ended."""
+
+    def __init__(self) -> None:
+        self.now_s = START_S
+        self.io, self.people = Agenda(self), Agenda(self)
+        read = lambda: self.now_s  # noqa: E731
+        self.module = SimpleNamespace(time=read, monotonic=read, perf_counter=read, sleep=self.advance)
+
+    def advance(self, seconds: float) -> None:
+        self.advance_to(self.now_s + seconds)
+
+    def advance_to(self, time_s: float) -> None:
+        while self.io.next_s <= time_s:
+            self.now_s = max(self.now_s, self.io.next_s)
+            self.io.run_due()
+        self.now_s = max(self.now_s, time_s)
+
+
+class Condition:
+    """Of `threading`, for the only thread that there is: waiting lets time pass."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def __enter__(self) -> Condition:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def notify_all(self) -> None:
+        pass
+
+    def wait_for(self, predicate: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        deadline = self._clock.now_s + (3600.0 if timeout_s is None else timeout_s)
+        while not predicate() and self._clock.now_s < deadline:
+            self._clock.advance_to(min(self._clock.io.next_s, deadline))
+        return predicate()
+
+
+class Thread:
+    """Of `threading`: the index of a disk is loaded after a while, nothing else runs by itself."""
+
+    def __init__(
+        self, clock: Clock, delay_s: Callable[[], float], target: Callable, args: tuple = (), name: str = "",
+        daemon: bool = True,
+    ) -> None:  # fmt: skip
+        self._start = lambda: clock.io.after(delay_s(), lambda: target(*args))
+        self._is_loader = name == "kvstore-index"
+
+    def start(self) -> None:
+        if self._is_loader:
+            self._start()
+
+    def join(self, timeout_s: float | None = None) -> None:
+        pass
+
+
+# -- what every byte should be -----------------------------------------------------------------------------------------
+def next_key(key: int, token: int) -> int:
+    return (key * 1_000_003 + token + 1) % (2**61 - 1)
+
+
+def next_token(key: int, choice: int = 0) -> int:
+    return (key // 7 + choice * 31) % VOCABULARY
+
+
+class Book:
+    """The content of every block that was ever named, and of every request."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_bytes = block_size * TOKEN_BYTES
+        self.blocks: dict[BlockId, bytes] = {}
+        self.parents: dict[BlockId, BlockId] = {}
+        self.num_names: Counter[bytes] = Counter()  # ids of one content: a splice gives it another
+        self.roots: set[BlockId] = set()
+        self._stories: dict[str, tuple[object, bytearray]] = {}
+
+    def name(self, block_id: BlockId, parent_id: BlockId, content: bytes) -> None:
+        if block_id not in self.blocks:
+            self.num_names[content] += 1
+        assert self.blocks.setdefault(block_id, content) == content, "one id for two contents"
+        self.parents[block_id] = parent_id
+
+    def story(self, request: Request) -> bytearray:
+        """KV of all of its tokens. A splice that was given up begins it anew."""
+        lineage, keys = self._stories.get(request.request_id, (None, bytearray()))
+        if lineage != request.lineage:
+            lineage, keys = request.lineage, bytearray()
+            self.roots.add(lineage.root)
+            if lineage.splice_index is not None:
+                self.roots.add(lineage.splice_parent)
+                for block_id in request.chain[: lineage.splice_end]:
+                    keys += self.blocks[block_id]
+            self._stories[request.request_id] = (lineage, keys)
+        if len(keys) < len(request.token_ids) * TOKEN_BYTES:
+            self._go_on(request, keys)
+        return keys
+
+    def _go_on(self, request: Request, keys: bytearray) -> None:
+        root = request.lineage.root
+        key = int.from_bytes(keys[-TOKEN_BYTES:] if keys else root[:7], "little")
+        first = len(keys) // self.block_bytes
+        fresh = []
+        for token in request.token_ids[len(keys) // TOKEN_BYTES :]:
+            key = next_key(key, token)
+            fresh.append(key)
+        keys += struct.pack(f"<{len(fresh)}Q", *fresh)
+        for index in range(first, len(request.chain)):
+            content = bytes(keys[index * self.block_bytes : (index + 1) * self.block_bytes])
+            self.name(request.chain[index], request.lineage.parent(request.chain, index), content)
+
+    def close(self, request: Request) -> None:
+        self._stories.pop(request.request_id, None)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+class Arena:
+    """The CPU tier's bytes. busy: what is being done with a slot by somebody who is not the control plane."""
+
+    def __init__(self, book: Book, num_slots: int) -> None:
+        self.book, self.size = book, book.block_bytes
+        self._memory = bytearray(num_slots * self.size)
+        self._bytes = memoryview(self._memory)
+        self.busy: Counter[tuple[int, str]] = Counter()
+        self.busy_slots: Counter[int] = Counter()
+        self.movers: dict[int, str] = {}  # of each slot, what filled it last
+
+    def view(self, slot: int) -> memoryview:
+        return self._bytes[slot * self.size : (slot + 1) * self.size]
+
+    def content(self, slot: int) -> bytes:
+        return bytes(self.view(slot))
+
+    def begin(self, slot: int, what: str) -> None:
+        self.busy[slot, what] += 1
+        self.busy_slots[slot] += 1
+
+    def end(self, slot: int, what: str) -> None:
+        self.busy[slot, what] -= 1
+        self.busy_slots[slot] -= 1
+        assert self.busy[slot, what] >= 0
+        if not self.busy_slots[slot]:
+            del self.busy_slots[slot]
+        if not self.busy[slot, what]:
+            del self.busy[slot, what]
+
+    def check_not_busy(self, slot: int, why: str) -> None:
+        if slot in self.busy_slots:
+            doing = [what for one, what in self.busy if one == slot]
+            raise AssertionError(f"slot {slot} is {why} during a {' and a '.join(doing)}")
+
+    def erase(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.check_not_busy(slot, "erased")
+            self.view(slot)[:] = bytes(self.size)
+
+    def copy_tokens(self, pieces: Sequence[tuple[int, int, int, int, int]]) -> None:
+        for source, source_offset, slot, offset, count in pieces:
+            start, end = source_offset * TOKEN_BYTES, (source_offset + count) * TOKEN_BYTES
+            self.view(slot)[offset * TOKEN_BYTES : (offset + count) * TOKEN_BYTES] = self.view(source)[start:end]
+            self.movers[slot] = "splice"
+
+    def close(self) -> None:
+        self.busy.clear()
+        self.busy_slots.clear()
+
+
+class WatchedCpu(CpuTier):
+    """Sees that a slot which is handed out is not in use, and that what is published is what its record says."""
+
+    def watch(self, arena: Arena, counts: Counter[str], may_fail: Callable[[str], None]) -> WatchedCpu:
+        self.arena, self.counts, self.may_fail, self.is_planning = arena, counts, may_fail, False
+        return self
+
+    def reserve(self) -> int | None:
+        if self.is_planning:
+            self.may_fail("reserve")
+        slot = super().reserve()
+        if slot is not None:
+            self.arena.check_not_busy(slot, "handed out")
+            self.arena.view(slot)[:] = GARBAGE * (self.arena.size // TOKEN_BYTES)
+            self.arena.movers.pop(slot, None)
+        return slot
+
+    def publish(self, slot: int) -> None:
+        super().publish(slot)
+        record = self.record(slot)
+        assert record is not None
+        self.counts[f"published by {self.arena.movers.get(slot)}"] += 1
+        self.check_content(slot)
+
+    def check_content(self, slot: int) -> None:
+        record = self.record(slot)
+        assert record is not None and self.arena.content(slot) == self.arena.book.blocks[record.block_id], (
+            f"slot {slot} does not hold what its record says"
+        )
+        assert record.parent_id == self.arena.book.parents[record.block_id], f"slot {slot}: the parent is another one"
+
+
+class WatchedPool(BlockPool):
+    """The engine's pool with its bytes, which are garbage after a block was handed out."""
+
+    def watch(self, book: Book) -> WatchedPool:
+        self.book, self.contents = book, [bytearray() for _ in range(self.num_blocks)]
+        self.fresh: set[int] = set()
+        return self
+
+    def allocate(self, count: int) -> list[int]:
+        blocks = super().allocate(count)
+        self.fresh.update(blocks)
+        return blocks
+
+    def spoil(self) -> None:
+        """What was handed out holds nothing; not before the copies of the step have been read."""
+        for block in self.fresh:
+            self.contents[block] = bytearray(GARBAGE * (self.book.block_bytes // TOKEN_BYTES))
+        self.fresh.clear()
+
+    def check_content(self) -> None:
+        for block in self.cached_blocks():
+            block_id = self.block_id(block)
+            assert block_id is not None
+            assert self.contents[block] == self.book.blocks[block_id], f"HBM block {block} is not what its id says"

@@ -1,0 +1,495 @@
+"""A seeded simulation of days of traffic: the real scheduler, pools and store over virtual bytes, time and faults.
+
+`python -m tests.simulation.run CONFIGURATION SEED [HOURS]` replays a run. Real is everything that decides, down to the
+glue of `TieredConnector`; `simulated_parts`, `simulated_disk` and `simulated_runner` stand for what moves bytes,
+`simulated_people` for who asks; `simulated_checks` says what must hold.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+from collections import Counter, deque
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import kvstore.store.tiered
+from kvstore.blocks.ids import BlockId
+from kvstore.config import CacheTiers
+from kvstore.engine.config import SchedulerConfig
+from kvstore.engine.core.kv_cache_manager import KVCacheManager
+from kvstore.engine.core.request import Request, Status
+from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput
+from kvstore.store.tiered import TieredConnector
+from tests.simulation import checks
+from tests.simulation.disk import PAGE_BYTES, Disk, Faults, InjectedError, Platter, Transfers, VirtualIo, Weather
+from tests.simulation.parts import START_S, Arena, Book, Clock, Condition, Thread, WatchedCpu, WatchedPool
+from tests.simulation.people import People
+from tests.simulation.runner import Account, Runner
+
+HOUR_S = 3600.0
+IDLE_WAIT_S = 0.02
+NUM_EVENTS_KEPT = 20
+NO_FAULTS = Faults()
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One engine with its tiers, its machine and its visitors. cpu_slots, disk_blocks: 0 switches a tier off."""
+
+    name: str = "plain"
+    block_size: int = 4
+    hbm_blocks: int = 80
+    cpu_slots: int = 160
+    disk_blocks: int = 800
+    seqs: int = 4
+    budget: int = 48
+    window: int = 200
+    policy: str = "fcfs"
+    eviction: str = "auto"
+    load: str = "auto"
+    hours: float = 24.0
+    talks: int = 14
+    step_s: float = 0.01
+    token_s: float = 0.001  # of computing one
+    read_s: float = 0.004  # of one block from disk
+    load_s: float = 0.0005  # of one block into HBM
+    index_s: float = 5.0  # until the index of the disk is loaded
+    max_queued_bytes: int = 4096
+    limit_blocks: int | None = None  # on disk, of each tenant
+    longest_wait_s: float = 120.0  # of a request, when nothing fails
+    faults: Faults = NO_FAULTS
+
+
+SOME = Faults(slow_reads=0.1, failed_reads=0.01, rotten=0.01, failed_writes=0.05, failed_loads=0.03, failed_saves=0.03)
+ALL = Faults(
+    slow_reads=0.15, hung_reads=0.002, failed_reads=0.02, rotten=0.02, failed_writes=0.1, broken_disk=0.001,
+    failed_loads=0.05, failed_saves=0.05, full_queue=0.1, failed_steps=0.004, crashes_per_day=4.0, restarts_per_day=4.0,
+)  # fmt: skip
+CONFIGS = (
+    Config("plain"),
+    Config("queue", policy="priority", talks=36, seqs=3, hbm_blocks=64, cpu_slots=96, disk_blocks=1500, hours=10.0),
+    Config("restarts", faults=Faults(crashes_per_day=5.0, restarts_per_day=5.0)),
+    Config("slow-disk", read_s=0.05, faults=Faults(slow_reads=0.2, hung_reads=0.002)),
+    Config("bad-disk", faults=Faults(failed_reads=0.05, rotten=0.05, failed_writes=0.2, broken_disk=0.005)),
+    Config("bad-transfers", faults=Faults(failed_loads=0.1, failed_saves=0.1, full_queue=0.2)),
+    Config("bad-steps", faults=Faults(failed_steps=0.02)),
+    Config("tiny-cpu", cpu_slots=12, eviction="lru", hbm_blocks=60, faults=SOME),
+    Config("tiny-disk", disk_blocks=70, eviction="return", faults=SOME),
+    Config("no-disk", disk_blocks=0, cpu_slots=90, policy="priority"),
+    Config("staging", cpu_slots=0, eviction="fifo", faults=SOME),
+    Config("limit", limit_blocks=40, hbm_blocks=60, cpu_slots=60, disk_blocks=300),
+    Config("limit-faults", limit_blocks=30, cpu_slots=60, disk_blocks=120, faults=SOME),
+    Config("always", load="always", block_size=8, faults=SOME),
+    Config("everything", policy="priority", cpu_slots=100, disk_blocks=400, faults=ALL),
+)
+
+class Simulation:
+    """One run. After `run`, `counts` says what happened in it."""
+
+    def __init__(self, config: Config, seed: int) -> None:
+        self.config, self.seed = config, seed
+        self.rng = random.Random(f"{config.name} {seed}")
+        self.clock, self.book = Clock(), Book(config.block_size)
+        self.weather = Weather(self.clock, f"{config.name} {seed}")
+        self.platter = Platter()
+        self.counts: Counter[str] = Counter()  # of the whole run
+        self.counts_of_store: Counter[str] = Counter()  # since it was opened
+        self.events: deque[str] = deque(maxlen=NUM_EVENTS_KEPT)
+        self.orders_rng = random.Random(f"orders {seed}")
+        self.accounts: dict[str, Account] = {}
+        self.forgotten: set[BlockId] = set()
+        self.survivors: set[BlockId] = set()  # on disk when the store was opened again
+        self.end_s = START_S + config.hours * HOUR_S
+        self._may_raise = False
+        self._last_scheduled_s = START_S
+        self._num_steps = 0
+        self._seen_progress, self._round_at_s, self._round_s = 0, 0.0, 0.25
+        self._touched_s = self._learned_s = 0.0
+
+    # -- a store is opened and closed --------------------------------------------------------------------------------
+    def _patches(self, folder: Path) -> ExitStack:
+        """Virtual parts in the place of real ones, and sizes to the scale of blocks of a few bytes."""
+        clock, stack = self.clock, ExitStack()
+        delay_s = lambda: self.rng.uniform(0.0, 2.0) * self.config.index_s  # noqa: E731
+        threads = SimpleNamespace(
+            RLock=nullcontext, Condition=lambda *_: Condition(clock),
+            Thread=lambda **named: Thread(clock, delay_s, **named), current_thread=lambda: None,
+        )  # fmt: skip
+        self.directory = SimpleNamespace(path=folder, secret=b"s" * 32, close=lambda: None)
+        parts = {
+            "Arena": self._make_arena, "CpuTier": self._make_cpu, "DiskTier": self._make_disk, "IoQueue": self._make_io,
+            "Transfer": self._make_transfers, "time": clock.module, "threading": threads, "STAGING_BYTES": 0,
+        }  # fmt: skip
+        stack.enter_context(mock.patch.multiple(kvstore.store.tiered, **parts))
+        stack.enter_context(mock.patch("os.urandom", lambda count: b"s" * count))
+        stack.enter_context(mock.patch("kvstore.disk.io_queue.time", clock.module))
+        stack.enter_context(mock.patch("kvstore.disk.index_loader.threading", threads))
+        stack.enter_context(mock.patch("kvstore.store.write_back.PAGE_BYTES", PAGE_BYTES))
+        stack.enter_context(mock.patch("kvstore.store.write_back.MAX_QUEUED_BYTES", self.config.max_queued_bytes))
+        stack.enter_context(mock.patch("kvstore.policy.planner.ASSUMED_READ_RATE", self.book.block_bytes / 0.005))
+        stack.enter_context(mock.patch("kvstore.policy.planner.LEAST_CHUNK_TOKENS", 16))
+        return stack
+
+    def _make_arena(self, layout, num_slots, pin) -> Arena:
+        self.arena = Arena(self.book, num_slots)
+        return self.arena
+
+    def _make_cpu(self, num_slots, erase, keep, order) -> WatchedCpu:
+        self.cpu = WatchedCpu(num_slots, erase, keep, order).watch(self.arena, self.counts_of_store, self.may_fail)
+        return self.cpu
+
+    def _make_disk(self, directory, capacity_bytes, codec, itemsize) -> Disk:
+        faults, counts = self.config.faults, self.counts_of_store
+        return Disk(self.platter, capacity_bytes, self.book, self.clock, faults, self.rng, self.weather, counts)
+
+    def _make_io(self, disk, on_progress, batch_bytes) -> VirtualIo:
+        queue = VirtualIo(None, on_progress, 0, batch_bytes=batch_bytes)
+        return queue.watch(disk, self.clock, self.arena, self.config.read_s, self.rng)
+
+    def _make_transfers(self, arena) -> Transfers:
+        self.transfers = Transfers(
+            arena, lambda: self.cpu, lambda: self.pool, self.clock, self.config.faults, self.rng, self.weather,
+            self.counts_of_store, self.config.load_s, self.may_fail,
+        )  # fmt: skip
+        return self.transfers
+
+    def _open(self) -> None:
+        config = self.config
+        self._sum_up()
+        tiers = CacheTiers(
+            cpu=config.cpu_slots * self.book.block_bytes,
+            disk=config.disk_blocks * (self.book.block_bytes + PAGE_BYTES),
+            path="unused",
+            disk_per_tenant=self.limit_bytes,
+        )
+        dtype = SimpleNamespace(itemsize=2)
+        layout = SimpleNamespace(block_bytes=self.book.block_bytes, block_size=config.block_size, dtype=dtype)
+        least_slots = 2 * config.seqs + -(-config.window // config.block_size)
+        self.connector = TieredConnector(
+            tiers, layout, "model", lambda _: "ab" * 32, SimpleNamespace(type="cpu"), config.load, least_slots,
+            config.hbm_blocks, config.eviction, self.directory if config.disk_blocks else None,
+        )  # fmt: skip
+        self.store = self.connector._store
+        self.pool = WatchedPool(config.hbm_blocks, self.connector.hbm_order).watch(self.book)
+        limits = SchedulerConfig(config.window, config.block_size, config.seqs, config.budget, config.policy)
+        self.scheduler = Scheduler(limits, KVCacheManager(self.pool, config.block_size), self.connector)
+        self.runner, self.plan = Runner(self), None
+        self._watch_plan()
+        self._unsettled_since_s = self.clock.now_s
+        take = self.connector.update_state_after_alloc
+        self.connector.update_state_after_alloc = lambda *given: self._taken(given[3]) or take(*given)
+        self._watch_orders()
+
+    @property
+    def limit_bytes(self) -> int | None:
+        blocks = self.config.limit_blocks
+        return None if blocks is None else blocks * (self.book.block_bytes + PAGE_BYTES)
+
+    def _watch_plan(self) -> None:
+        """Where slots for saves are taken something may fail; elsewhere that is no place for an error."""
+        plan = self.store._saver.plan
+
+        def watched(*given: object) -> None:
+            self.cpu.is_planning = True
+            try:
+                plan(*given)
+            finally:
+                self.cpu.is_planning = False
+
+        self.store._saver.plan = watched
+
+    def _sum_up(self) -> None:
+        """What was counted since the store was opened goes to the counts of the whole run."""
+        if (store := getattr(self, "store", None)) is not None:
+            stats = store.stats
+            self.counts_of_store += Counter({
+                "preempted": self.scheduler.num_preemptions, "reads cancelled": stats.cancelled_reads,
+                "reads failed": sum(stats.read_failures.values()), "saves dropped": stats.dropped_saves,
+                "saves of orphans": stats.orphan_saves, "splices given up": stats.given_up_splices,
+                "split prefills": stats.split_prefills, "prefetched": stats.prefetched,
+                "prefetch hits": stats.prefetch_hits, "prefetched for nothing": stats.prefetch_wasted,
+                "writes dropped": stats.dropped_writes, "writes refused": stats.refused_writes,
+                "disk evictions": stats.disk_evictions,
+            })  # fmt: skip
+        self.counts.update(self.counts_of_store)
+        self.counts_of_store.clear()
+
+    def _taken(self, num_tokens: int) -> None:
+        self.counts_of_store["loads taken"] += num_tokens // self.config.block_size
+
+    def _watch_orders(self) -> None:
+        self._watched_index: object = None
+        checks.watch_order(self, self.pool._tree, self.pool.block_id)
+        checks.watch_order(self, self.cpu.pool._tree, self.cpu.pool.block_id)
+
+    def _watch_index(self) -> None:
+        """The disk's order begins anew with each index."""
+        index = None if self.store.disk is None else self.store.disk._index
+        if index is not None and index is not self._watched_index:
+            self._watched_index = index
+            checks.watch_order(self, index._tree, lambda block_id: block_id)
+
+    def restart(self, crash: bool) -> None:
+        """The process ends, in whatever it is doing, and comes back."""
+        self.note(f"{'crash' if crash else 'restart'} with {len(self.scheduler.requests)} requests")
+        self.counts["crashes" if crash else "restarts"] += 1
+        if crash:
+            if self.connector._io._writing is not None and self.rng.random() < 0.5:
+                self.clock.advance(1.0)  # the transaction has just passed
+        else:
+            self.people.all_ended(self.scheduler.requests)
+            self.connector.step_failed(self.plan)
+            self.scheduler.reset("abort")
+            self.connector.close()
+            if self.store.disk is None or self.store.disk.degraded is None:
+                assert self.store.is_idle, "closed while something is in flight"
+        self.people.all_ended(self.scheduler.requests)
+        self.accounts.clear()
+        self.clock.io.clear()
+        self._check_platter()
+        self._open()
+
+    def _check_platter(self) -> None:
+        """What a crash leaves is closed under parents, too."""
+        values = self.platter.values
+        for entry, _, _ in values.values():
+            assert entry.parent_id in values or entry.parent_id in self.book.roots, "on disk without its parent"
+        self.survivors = set(values)
+
+    # -- what is asked of it -----------------------------------------------------------------------------------------
+    def note(self, event: str) -> None:
+        self.events.append(f"{self.clock.now_s - START_S:12.3f} s  {event}")
+
+    def describe(self, block_id: BlockId) -> str:
+        depth, one = 0, block_id
+        while one in self.book.parents and one not in self.book.roots:
+            one, depth = self.book.parents[one], depth + 1
+        return f"block {block_id.hex()[:8]} at depth {depth}"
+
+    def may_fail(self, where: str) -> None:
+        """Something unforeseen, in the middle of what the engine does."""
+        share = self.config.faults.failed_steps
+        if share and self._may_raise and not self.weather.quiet and self.rng.random() < share / 4:
+            self.note(f"injected: {where}")
+            self.counts[f"injected: {where}"] += 1
+            raise InjectedError(where)
+
+    def submit(self, requests: list[Request]) -> bool:
+        """A request with its choices. False when it ended in an error."""
+        first = requests[0]
+        first.children = requests[1:]
+        for request in requests:
+            self.book.story(request)
+            self.accounts[request.request_id] = Account(self.clock.now_s)
+        num_hbm = len(self.scheduler.manager.match_prefix(first))
+        self._may_raise = True
+        try:
+            self.scheduler.add(first)
+        except InjectedError:
+            self._end_all()
+            return False
+        finally:
+            self._may_raise = False
+        tiers = first.arrival or []
+        checks.check_arrival(self, tiers, first.chain, num_hbm)
+        found = (block_id for block_id, tier in zip(first.chain, tiers, strict=False) if tier == "disk")
+        self.counts["blocks found again"] += sum(block_id in self.survivors for block_id in found)
+        return True
+
+    def abort(self, request_id: str) -> None:
+        request = self.scheduler.requests.get(request_id)
+        if request is None:
+            return
+        stage = "waiting" if request.status is Status.WAITING else "decode" if request.num_output_tokens else "prefill"
+        self.counts[f"aborted: {stage}"] += 1
+        self.note(f"abort {request_id} ({stage})")
+        self.scheduler.finish(request_id, "abort")
+
+    def forget(self, block_ids: Sequence[BlockId]) -> None:
+        """As `Admin.forget` does it."""
+        for _ in range(2):
+            for block in [block for block in map(self.pool.lookup, block_ids) if block is not None]:
+                self.pool.forget(block)
+            found, is_gone = self.connector.forget(block_ids, 2.0)
+            block_ids = list(found)
+        self.forgotten |= found
+        self.counts["forgotten at once" if is_gone else "forgotten later"] += 1
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+    def step(self) -> None:
+        scheduler = self.scheduler
+        self.plan, self._may_raise, self.transfers.failed_blocks = None, True, set()
+        before = {request_id: replace(account) for request_id, account in self.accounts.items()}
+        try:
+            output = scheduler.schedule()
+            self.plan = output.plan
+            self.may_fail("scheduled")
+            self._account(output)
+            sampled = self.runner.execute(output)
+            self.may_fail("executed")
+            failed = self.connector.get_finished()
+            progress = scheduler.update(output, sampled, failed)
+        except InjectedError:
+            self._end_all()
+            return
+        finally:
+            self._may_raise = False
+        assert self.transfers.failed_blocks == set(failed), "a failed load was not reported"
+        self._roll_back(before, output)
+        for one in progress:
+            self._progressed(one.request, scheduler.requests.get(output.scheduled[one.scheduled].request_id))
+        self._num_steps += 1
+        if self._num_steps % 16 == 0:
+            checks.check_always(self)
+        self._watch_index()
+        self._wait_if_stuck(output)
+
+    def _account(self, output: SchedulerOutput) -> None:
+        """Tokens that a request did not have before the step and does not compute in it were cached."""
+        size = self.config.block_size
+        for step in output.scheduled:
+            account = self.accounts[step.request_id]
+            account.cached += size * max(0, step.num_computed_tokens // size - -(-account.covered // size))
+            account.covered = max(account.covered, step.num_computed_tokens + step.num_tokens)
+
+    def _roll_back(self, before: dict[str, Account], output: SchedulerOutput) -> None:
+        for step in output.scheduled:
+            request = self.scheduler.requests.get(step.request_id)
+            if request is not None and request.status is Status.WAITING:
+                self.accounts[step.request_id] = before[step.request_id]
+                self.counts["rolled back"] += 1
+
+    def _progressed(self, request: Request, owner: Request | None) -> None:
+        self.book.story(request)
+        if request.index and request.num_output_tokens == 1:
+            name = request.request_id.rsplit("-", 1)[0]
+            self.accounts[request.request_id] = replace(self.accounts[name])
+        if request.finish_reason is not None:
+            account = self.accounts[request.request_id]
+            cached = request.cached
+            assert account.covered >= request.num_prompt_tokens
+            assert cached is not None and cached.total == account.cached, (
+                f"{request.request_id}: usage says {cached}, seen were {account.cached} tokens"
+            )
+            assert cached.total < request.num_prompt_tokens
+            for tier in ("hbm", "cpu", "disk", "reencoded"):
+                self.counts[f"hit {tier}"] += getattr(cached, tier)
+            assert self.config.cpu_slots or not cached.cpu, "hits in a CPU tier that is switched off"
+            assert self.config.disk_blocks or not cached.disk
+            self.counts["prompt"] += request.num_prompt_tokens
+            self._check_wait(request, account)
+            self.people.ended(request)
+
+    def _check_wait(self, request: Request, account: Account) -> None:
+        waited_s = self.clock.now_s - account.began_s
+        self.counts["longest wait ms"] = max(self.counts["longest wait ms"], int(1000 * waited_s))
+        if self.config.faults.are_none:
+            assert waited_s < self.config.longest_wait_s, f"{request.request_id} took {waited_s} s"
+
+    def _wait_if_stuck(self, output: SchedulerOutput) -> None:
+        """As the engine does when every request waits for its blocks."""
+        if output.scheduled or not self.scheduler.has_work:
+            self._last_scheduled_s = self.clock.now_s
+            return
+        self.counts["empty steps"] += 1
+        stuck_s = self.clock.now_s - self._last_scheduled_s
+        assert stuck_s < (30.0 if self.config.faults.are_none else 900.0), f"nothing was scheduled for {stuck_s} s"
+        self.connector.wait_for_progress(IDLE_WAIT_S)
+
+    def _end_all(self) -> None:
+        """As the engine does after an error in the middle of a step."""
+        self.counts["failed steps"] += 1
+        ended = dict(self.scheduler.requests)
+        self.connector.step_failed(self.plan)
+        self.plan = None
+        self.scheduler.reset("abort")
+        self.runner.rows.clear()
+        self.people.all_ended(ended)
+
+    # -- days --------------------------------------------------------------------------------------------------------
+    def run(self) -> Counter[str]:
+        """The whole run. An AssertionError says how to replay it."""
+        try:
+            with tempfile.TemporaryDirectory() as folder, self._patches(Path(folder)):
+                self._open()
+                self.people = People(self)
+                while self._go_on():
+                    pass
+                self._sum_up()
+        except Exception as error:
+            events = "\n".join(self.events)
+            raise AssertionError(
+                f"{type(error).__name__}: {error}\nat {self.clock.now_s - START_S:.3f} s of {self.config} "
+                f"seed {self.seed}; replay: python -m tests.simulation.run {self.config.name} {self.seed} "
+                f"{self.config.hours}\n{events}"
+            ) from error
+        return self.counts
+
+    def _go_on(self) -> bool:
+        """One step, or to the next thing that happens. False at the end."""
+        clock = self.clock
+        clock.people.run_due()
+        if self.scheduler.has_work:
+            self.step()
+            return True
+        if self.connector._num_progress != self._seen_progress:
+            self._seen_progress, self._round_s = self.connector._num_progress, 0.25
+            self._round_at_s = min(self._round_at_s, clock.now_s + 0.05)
+        is_settled = self.store.is_idle and not self.store._prefetcher._hints and not self._index_is_loading
+        if is_settled:
+            self._unsettled_since_s = clock.now_s
+        assert clock.now_s - self._unsettled_since_s < HOUR_S, f"work in flight for ever: {checks.in_flight(self)}"
+        if clock.now_s >= self._round_at_s:
+            self._keep_house()
+        elif is_settled:
+            if self.scheduler._left:
+                self.step()  # rows of requests that have ended
+            self._keep_house()
+            if not self.store.is_idle:  # it had something to delete
+                return True
+            self.counts["idle"] += 1
+            is_last = clock.people.next_s == float("inf")
+            checks.check_idle(self, is_thorough=is_last or self.counts["idle"] % 4 == 0)
+            if is_last:
+                return False
+            clock.advance_to(clock.people.next_s)
+            self._unsettled_since_s = clock.now_s
+        else:
+            clock.advance_to(min(clock.people.next_s, clock.io.next_s, self._round_at_s))
+        self._last_scheduled_s = clock.now_s
+        return True
+
+    @property
+    def _index_is_loading(self) -> bool:
+        return self.store.disk is not None and not self.store.disk.index_loaded
+
+    def _keep_house(self) -> None:
+        """A round of the connector's own thread."""
+        self._round_s = min(2 * self._round_s, 30.0)
+        self._round_at_s = self.clock.now_s + self._round_s
+        self.store.poll()
+        if self.store.disk is not None and self.clock.now_s - self._touched_s > 2.0:
+            self.store.disk.persist_touched()
+            self._touched_s = self.clock.now_s
+        if self.clock.now_s - self._learned_s > HOUR_S:
+            self.connector._write_learned()
+            self._learned_s = self.clock.now_s
+
+
+def main() -> None:
+    name, seed = sys.argv[1], int(sys.argv[2])
+    config = next(config for config in CONFIGS if config.name == name)
+    if len(sys.argv) > 3:
+        config = replace(config, hours=float(sys.argv[3]))
+    for what, count in sorted(Simulation(config, seed).run().items()):
+        print(f"{count:10d}  {what}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The model of a simulation: a clock, and KV that follows from the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.engine.core.request import Request
+from kvstore.engine.core.scheduler import SchedulerOutput
+from tests.simulation.parts import GARBAGE, TOKEN_BYTES, next_token
+
+if TYPE_CHECKING:
+    from tests.simulation.run import Simulation
+
+
+@dataclass(slots=True)
+class Account:
+    """What was seen of one request. covered: prompt tokens before are computed or were cached."""
+
+    began_s: float
+    covered: int = 0
+    cached: int = 0
+
+
+class Runner:
+    """The model: a clock, and KV that follows from the tokens. Checks all that a step reads and writes."""
+
+    def __init__(self, sim: Simulation) -> None:
+        self.sim = sim
+        self.rows: dict[str, list[int]] = {}
+
+    def execute(self, output: SchedulerOutput) -> list[Sequence[int]]:
+        sim, size = self.sim, self.sim.config.block_size
+        for request_id in output.left:
+            del self.rows[request_id]
+        for row in output.new_rows:
+            assert row.request.request_id not in self.rows and list(row.token_ids) == row.request.token_ids
+            self.rows[row.request.request_id] = list(row.block_numbers)
+        self._apply_allocations(output)
+        if not output.scheduled:
+            return []
+        starts, num_tokens = [], 0
+        for step in output.scheduled:
+            starts.append(num_tokens)
+            num_tokens += step.num_tokens
+        assert num_tokens <= sim.config.budget and len(self.rows) <= sim.config.seqs
+        if output.plan is not None:
+            sim.connector.start_load_kv(output.plan, starts)
+            sim.may_fail("began")
+            sim.connector.wait_for_layer_load(0)
+        began_s = sim.clock.now_s
+        parts, sampled = [], []
+        for step in output.scheduled:
+            request = sim.scheduler.requests[step.request_id]
+            part = self._compute(request, step.num_computed_tokens, step.num_tokens, size)
+            parts.append(part)
+            key = int.from_bytes(part[-TOKEN_BYTES:], "little")
+            sampled.append([next_token(key, choice) for choice in range(step.num_samples)])
+        sim.clock.advance(sim.config.step_s + num_tokens * sim.config.token_s)
+        sim.may_fail("computed")
+        sim.connector.save_kv_layer(0, b"".join(parts), None)
+        sim.connector.wait_for_save()
+        num_prefill = sum(step.num_tokens for step in output.scheduled if step.num_tokens > 1)
+        if 2 * num_prefill > num_tokens and not (output.plan and output.plan.loads):
+            sim.connector.step_measured(num_prefill, sim.clock.now_s - began_s)
+        return sampled
+
+    def _apply_allocations(self, output: SchedulerOutput) -> None:
+        copies = []
+        for step in output.scheduled:
+            allocation, table = step.allocation, self.rows[step.request_id]
+            if allocation.block_numbers:
+                assert allocation.first_index <= len(table)
+                table[allocation.first_index :] = allocation.block_numbers
+                copies += [allocation.copy] if allocation.copy else []
+            assert table == self.sim.scheduler.requests[step.request_id].block_numbers, "rows and requests disagree"
+        contents = self.sim.pool.contents
+        read = [bytes(contents[source]) for source, _ in copies]
+        self.sim.pool.spoil()
+        for (_, destination), content in zip(copies, read, strict=True):
+            assert self.sim.pool.ref_count(destination) == 1, "a copy into a shared block"
+            contents[destination][:] = content
+
+    def _compute(self, request: Request, first: int, num_tokens: int, size: int) -> bytes:
+        """KV of the tokens, written to HBM. Garbage, where what it is computed from has not come."""
+        sim, table, story = self.sim, self.rows[request.request_id], self.sim.book.story(request)
+        contents, width = sim.pool.contents, size * TOKEN_BYTES
+        failed = sim.transfers.failed_blocks
+        if failed and not failed.isdisjoint(table):
+            part = GARBAGE * num_tokens
+        else:
+            for index in range(-(-first // size)):
+                expected = story[index * width : min((index + 1) * width, first * TOKEN_BYTES)]
+                assert contents[table[index]][: len(expected)] == expected, (
+                    f"{request.request_id} reads another history at block {index}"
+                )
+            part = bytes(story[first * TOKEN_BYTES : (first + num_tokens) * TOKEN_BYTES])
+        for position in range(first, first + num_tokens):
+            block, offset = table[position // size], position % size
+            if offset == 0 or position == first:
+                assert sim.pool.ref_count(block) == 1, "a shared block is written"
+            start = (position - first) * TOKEN_BYTES
+            contents[block][offset * TOKEN_BYTES : (offset + 1) * TOKEN_BYTES] = part[start : start + TOKEN_BYTES]
+        sim.forgotten.difference_update(request.chain[first // size : (first + num_tokens - 1) // size + 1])
+        return part

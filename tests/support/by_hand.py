@@ -1,0 +1,81 @@
+"""Engines whose loop is run by hand: a test says when there is a step, and what is asked happens at once."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvstore.engine.blocking import Bell
+from kvstore.engine.core.step_loop import StepLoop
+
+_wait = Bell.wait
+
+
+def _wait_or_step(bell: Bell, is_so: Callable[[], object]) -> None:
+    """Who waits for an answer of an engine that is stepped by hand has to step it."""
+    loop: StepLoop | None = getattr(bell, "loop", None)
+    if loop is None:
+        _wait(bell, is_so)
+    while not is_so():
+        loop.round()
+
+
+Bell.wait = _wait_or_step
+
+
+def by_hand(engine):
+    """From now on, and until it is closed, this engine is used by the calling thread only, and steps with `step()`."""
+    loop, me = engine.loop, threading.get_ident()
+    put, stop, submit_all = loop.inbox.put, loop.stop, engine.submit_all
+    let_go = _hold(loop)
+
+    def put_and_answer(*args, **kwargs):
+        assert threading.get_ident() == me, "another thread uses an engine that is stepped by hand"
+        future = put(*args, **kwargs)
+        loop.inbox.answer()
+        return future
+
+    def submit_all_with_loop(*args, **kwargs):
+        handles = submit_all(*args, **kwargs)
+        for handle in handles:
+            if isinstance(handle.listener, Bell):
+                handle.listener.loop = loop
+        return handles
+
+    def stop_and_let_go():
+        let_go.set()
+        stop()
+
+    loop.inbox.put, loop.stop = put_and_answer, stop_and_let_go
+    engine.submit_all, engine.step = submit_all_with_loop, loop.round
+    return engine
+
+
+def _hold(loop: StepLoop) -> threading.Event:
+    """The loop's thread waits from now on until the event is set."""
+    held, let_go = threading.Event(), threading.Event()
+    loop.inbox.put(lambda: (held.set(), let_go.wait()))
+    held.wait()
+    return let_go
+
+
+@contextmanager
+def held(engine) -> Iterator[None]:
+    """In here no step of the engine runs, and nothing that is asked of it happens."""
+    let_go = _hold(engine.loop)
+    try:
+        yield
+    finally:
+        let_go.set()
+
+
+def ended_at_once(engine):
+    """In the place of `Engine.submit`: what is queued is aborted before its first step."""
+    submit = engine.submit
+
+    def submit_and_abort(*args, **kwargs):
+        with held(engine):
+            handle = submit(*args, **kwargs)
+            engine.loop.inbox.put(engine.loop.abort, handle)
+        return handle
+
+    return submit_and_abort

@@ -1,0 +1,131 @@
+"""Saved tiny models and the plain greedy loop that engines are compared with."""
+
+import random
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from kvstore.engine.builtin import MODEL_DIR
+from tests.support.models import make_model
+
+
+def save_model(folder: Path, name: str = "Llama", tokenizer: bool = False, **changes: object) -> str:
+    """A tiny random model on disk; with `tokenizer`, it gets the built-in one and a vocabulary of its size."""
+    if tokenizer:
+        import transformers
+
+        known = transformers.AutoTokenizer.from_pretrained(MODEL_DIR)
+        known.save_pretrained(folder)
+        changes = {"vocab_size": len(known) + 16, "eos_token_id": known.eos_token_id, **changes}
+    make_model(name, **changes).save_pretrained(folder)
+    return str(folder)
+
+
+class Greedy:
+    """transformers' own greedy generation, one prompt at a time, remembered."""
+
+    def __init__(self, **changes: object) -> None:
+        self.network = make_model(**changes)
+        self.continue_ = cache(self._continue)
+
+    def __call__(self, token_ids, count: int) -> list[int]:
+        return list(self.continue_(tuple(token_ids), count))
+
+    @torch.inference_mode()
+    def _continue(self, token_ids: tuple[int, ...], count: int) -> list[int]:
+        ids = torch.tensor([token_ids])
+        out = self.network.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
+        return out[0, len(token_ids) :].tolist()
+
+
+# -- engines with tiers ----------------------------------------------------------------------------------------------
+PARAMS = {"temperature": 0.0, "ignore_eos": True}
+LLAMA_BLOCK_BYTES = 3 * 2 * 2 * 16 * 16 * 4  # layers, K and V, KV heads, block size, head_dim, float32
+
+
+def greedy(count: int, **changes):
+    from kvstore import SamplingParams
+
+    return SamplingParams(max_tokens=count, **{**PARAMS, **changes})
+
+
+def open_engine(
+    model: str, path: Path | None = None, hbm="2MiB", cpu="2MiB", disk="32MiB", codec="raw", disk_per_tenant=None,
+    **options,
+):  # fmt: skip
+    """With a store in `path`, which loads whatever is stored; without, no tier below HBM."""
+    from kvstore import CacheTiers, Engine
+
+    tiers = CacheTiers(hbm) if path is None else CacheTiers(hbm, cpu, disk, path, codec, disk_per_tenant)
+    return Engine(model, tiers, device="cpu", load="always", **options)
+
+
+class Plain:
+    """What an engine without a store answers: each prompt alone and computed anew."""
+
+    def __init__(self, model: str, **options: object) -> None:
+        self.engine = open_engine(model, **options)
+        self._answers: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+    def __call__(self, token_ids, count: int) -> list[int]:
+        key = (tuple(token_ids), count)
+        if key not in self._answers:
+            self.engine.loop.pool.evict_all()
+            self._answers[key] = self.engine.generate([list(token_ids)], greedy(count))[0].token_ids
+        return self._answers[key]
+
+
+def ask(engine, token_ids, count: int = 4, **options):
+    """One prompt's output."""
+    return engine.generate([list(token_ids)], greedy(count), **options)[0]
+
+
+def cached(output) -> tuple[int, int, int, int]:
+    """Cached tokens by tier: HBM, CPU, disk, reencoded."""
+    details = output.usage.cached_tokens_details
+    assert output.usage.cached_tokens == details.hbm + details.cpu + details.disk + details.reencoded
+    return details.hbm, details.cpu, details.disk, details.reencoded
+
+
+def counters(engine) -> dict:
+    """The store's counters."""
+    return engine.stats()["store"]
+
+
+def settle(engine) -> None:
+    """Everything in flight ends, and what was finished is on disk; then nothing may be held."""
+    engine.flush()
+    engine.check_integrity()
+
+
+def evict_cpu(engine) -> None:
+    """Everything that is on disk leaves the CPU tier."""
+    settle(engine)
+    with engine.connector._lock:
+        engine.connector._cpu.pool.evict_all()
+
+
+def tokens(seed: int, count: int, vocab: int = 160) -> list[int]:
+    """Token ids that no other seed gives."""
+    rng = random.Random(seed)
+    return [rng.randrange(vocab) for _ in range(count)]
+
+
+def stored_parents(engine) -> dict[bytes, bytes]:
+    """Of every block that CPU or disk hold, its parent."""
+    connector = engine.connector
+    with connector._lock:
+        cpu = connector._cpu
+        found = {cpu.record(slot).block_id: cpu.record(slot).parent_id for slot in cpu.blocks()}
+    if connector._disk_tier is not None:
+        found |= {entry.block_id: entry.parent_id for batch in connector._disk_tier.scan() for entry in batch}
+    return found
+
+
+def check_closed(engine, roots) -> int:
+    """Invariant 8: the parent of every stored block is stored, or is one of `roots`. Returns how many there are."""
+    parents = stored_parents(engine)
+    orphans = [block_id for block_id, parent in parents.items() if parent not in parents and parent not in roots]
+    assert not orphans, f"{len(orphans)} of {len(parents)} stored blocks have a parent that is stored nowhere"
+    return len(parents)

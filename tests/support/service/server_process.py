@@ -1,0 +1,126 @@
+"""`kvstore serve` as a process of its own on a free port, to be killed, ended and started again on the same store."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.support.service.serving import ADMIN_KEY, KEY, Reply, Serving
+
+ROOT = Path(__file__).parents[3]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+COMMAND = (sys.executable, "-m", "kvstore.service.command.cli")
+SIZES = ("--hbm", "4MiB", "--cpu", "8MiB", "--disk", "64MiB")
+FLAGS = ("--port", "0", "--device", "cpu", "--load", "always", "--log-format", "json", "--api-key", KEY,
+         "--admin-key", ADMIN_KEY)  # fmt: skip
+START_S = 300.0  # importing torch beside other tests
+ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
+
+
+@dataclass
+class ServerProcess:
+    """A server that runs, or did. log: what it wrote to stderr. hosts: as `Serving` has them, and so its requests."""
+
+    process: subprocess.Popen
+    log: Path
+    hosts: tuple[str, int]
+    key: str = KEY
+
+    request, get, post, connect = Serving.request, Serving.get, Serving.post, Serving.connect
+
+    @property
+    def core(self) -> psutil.Process | None:
+        """The engine's process, if it has one that runs."""
+        children = psutil.Process(self.process.pid).children()
+        return next((child for child in children if "kvstore.engine.process.core" in child.cmdline()), None)
+
+    def admin(self, method: str, path: str) -> Reply:
+        return self.request(method, path, {} if method == "POST" else None, ADMIN)
+
+    def flush(self) -> None:
+        reply = self.admin("POST", "/admin/flush")
+        assert reply.status == 200, reply.body
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Send the signal, and wait: the exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+
+def launch(store: Path, *flags: str, engine_process: bool = False) -> ServerProcess:
+    """A server on this store, ready. Its log is beside the store, one file for all of them."""
+    log = store.with_suffix(".log")
+    known = log.stat().st_size if log.exists() else 0
+    mode = ("--engine-process", "on" if engine_process else "off")
+    with log.open("ab") as stderr:
+        process = subprocess.Popen(
+            [*COMMAND, "serve", "--store", str(store), *SIZES, *FLAGS, *mode, *flags], cwd=store.parent,
+            env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr,
+        )  # fmt: skip
+    found: list[str] = []
+
+    def is_up() -> bool:
+        said = log.read_bytes()[known:].decode()
+        assert process.poll() is None, f"the server ended with {process.returncode}: {said}"
+        found[:] = re.findall(r'"ready", "address": "http://127\.0\.0\.1:(\d+)"', said)
+        return bool(found)
+
+    try:
+        wait_until(is_up, "the server is ready", START_S)
+        server = ServerProcess(process, log, ("127.0.0.1", int(found[0])))
+        assert server.get("/ready").status == 200
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    return server
+
+
+@contextmanager
+def launched(store: Path, *flags: str, engine_process: bool = False) -> Iterator[ServerProcess]:
+    """`launch`; killed at the end, if it still runs. A test that fails shows what the server said."""
+    server = launch(store, *flags, engine_process=engine_process)
+    try:
+        yield server
+    except BaseException:
+        print("\n".join(line for line in server.log.read_text().splitlines() if '"status": 2' not in line)[-6000:])
+        raise
+    finally:
+        server.kill()
+
+
+def run_command(*arguments: object) -> subprocess.CompletedProcess:
+    """A command of `kvstore` that ends by itself."""
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)], env=ENVIRONMENT, cwd="/", capture_output=True, text=True, timeout=120
+    )
+
+
+def verify(store: Path) -> None:
+    """`kvstore verify` finds nothing wrong."""
+    found = run_command("verify", "--store", store, "--json")
+    assert found.returncode == 0, found
+    report = json.loads(found.stdout)
+    assert report["is_complete"] and not report["sessions"]["problems"], report
+
+
+def wait_until(is_so: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, f"it did not become so: {what}"
+        time.sleep(0.02)

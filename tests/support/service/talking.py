@@ -1,0 +1,74 @@
+"""What tests of /chat, /sessions and /v1/responses share: a server with two tenants, streams read event by event."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.support.service.serving import Serving, serving
+
+LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
+SHORT = {"max_tokens": 6, "ignore_eos": True, "temperature": 0}
+
+
+@contextmanager
+def tenants(folder: Path, **options: Any) -> Iterator[tuple[Serving, Serving]]:
+    """One server, as two tenants see it."""
+    keys = folder / "keys"
+    keys.write_text("alice:key-of-alice\nbob:key-of-bob\n")
+    keys.chmod(0o600)
+    with serving(api_key_file=keys, **options) as server:
+        yield replace_key(server, "key-of-alice"), replace_key(server, "key-of-bob")
+
+
+def replace_key(server: Serving, key: str | None) -> Serving:
+    return replace(server, key=key)
+
+
+class Stream:
+    """A streamed answer that is read event by event, and can be left."""
+
+    def __init__(self, server: Serving, path: str, body: dict[str, Any], **headers: str) -> None:
+        self._connection = http.client.HTTPConnection(*server.hosts, timeout=60)
+        sent = {"Content-Type": "application/json", **headers}
+        if server.key is not None:
+            sent["Authorization"] = f"Bearer {server.key}"
+        self._connection.request("POST", path, json.dumps({**body, "stream": True}), sent)
+        self._reply = self._connection.getresponse()
+        self.status = self._reply.status
+
+    def next(self) -> Any:
+        """The next event's data; None at the end."""
+        while line := self._reply.readline():
+            if line.startswith(b"data: "):
+                data = line[6:].strip()
+                return "[DONE]" if data == b"[DONE]" else json.loads(data)
+        return None
+
+    def rest(self) -> list[Any]:
+        events = []
+        while (event := self.next()) is not None:
+            events.append(event)
+        self.leave()
+        return events
+
+    def leave(self) -> None:
+        self._reply.close()
+        self._connection.close()
+
+
+def chat(server: Serving, message: str, session_id: str | None = None, **body: Any) -> dict[str, Any]:
+    """One turn that succeeds."""
+    named = {} if session_id is None else {"session_id": session_id}
+    reply = server.post("/chat", {"message": message, **SHORT, **named, **body})
+    assert reply.status == 200, reply.body
+    return reply.json()
+
+
+def num_turns(server: Serving, session_id: str) -> int:
+    return server.get(f"/sessions/{session_id}").json()["turns"]

@@ -1,0 +1,114 @@
+"""A disk tier to be opened again and again, reads that check what they get, and operations that fail on demand."""
+
+from pathlib import Path
+
+import lmdb
+
+from kvstore.blocks.records import ReadResult
+from kvstore.disk.directory import StoreDirectory
+from kvstore.disk.tier import DiskTier
+from tests.children.disk_child import MIB, PAYLOAD_BYTES, payload, put, record
+
+CAPACITY = 16 * MIB
+
+
+class Store:
+    """A tier with its directory, opened again and again at one path."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.opened: list[tuple[StoreDirectory, DiskTier]] = []
+
+    def open(self, capacity: int = CAPACITY, codec: str = "raw", clock=lambda: 5.0) -> DiskTier:
+        directory = StoreDirectory.open(self.path)
+        try:
+            tier = DiskTier(directory, capacity, codec, clock=clock)
+        except BaseException:
+            directory.close()
+            raise
+        self.opened.append((directory, tier))
+        return tier
+
+    def close(self) -> None:
+        while self.opened:
+            directory, tier = self.opened.pop()
+            tier.close()
+            directory.close()
+
+
+def read(tier: DiskTier, number: int, size: int = PAYLOAD_BYTES) -> ReadResult:
+    """Reads, and asserts that what is served is right."""
+    into = bytearray(size)
+    result = tier.read(record(number), memoryview(into))
+    assert result is not ReadResult.OK or into == payload(number, size), f"block {number} is another one"
+    return result
+
+
+def write(tier: DiskTier, numbers, deletes=()) -> None:
+    outcome = tier.write([put(i) for i in numbers], [record(i).block_id for i in deletes])
+    assert outcome.error is None and len(outcome.stored_bytes) == len(numbers)
+
+
+def present(tier: DiskTier, numbers) -> list[int]:
+    """Which are there; all others must be missing in every respect."""
+    there = [i for i in numbers if read(tier, i) is ReadResult.OK]
+    assert [i for i in numbers if tier.contains(record(i).block_id)] == there
+    return there
+
+
+class FaultyTransaction:
+    def __init__(self, txn, step) -> None:
+        self._txn, self._step = txn, step
+
+    def __getattr__(self, name):
+        self._step(name)
+        return getattr(self._txn, name)
+
+    def __enter__(self):
+        self._txn.__enter__()
+        return self
+
+    def __exit__(self, kind, *rest):
+        if kind is None:
+            try:
+                self._step("commit")
+            except Exception:
+                self._txn.abort()
+                raise
+        return self._txn.__exit__(kind, *rest)
+
+    def cursor(self, db):
+        self._step("cursor")
+        return self._txn.cursor(db)
+
+
+class faults:
+    """The nth operation in the environment of a tier fails; `fired` says whether it came to that."""
+
+    def __init__(self, tier: DiskTier, nth: int, error: Exception) -> None:
+        self.tier, self.left, self.error, self.fired = tier, nth, error, False
+
+    def step(self, name: str) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.fired = True
+            raise self.error
+
+    def begin(self, write: bool = False, buffers: bool = False):
+        self.step("begin")
+        return FaultyTransaction(self.original(write=write, buffers=buffers), self.step)
+
+    def __enter__(self):
+        self.env = self.tier._tables.env
+        self.original = self.env.begin
+        self.env.begin = self.begin
+        return self
+
+    def __exit__(self, *exception):
+        del self.env.begin
+
+
+def lmdb_error(code: int) -> lmdb.Error:
+    error = lmdb.Error("injected")
+    error.code = code  # as LMDB's own have it
+    return error
