@@ -19,8 +19,8 @@ SIZES = replace(MODELS["tiny"], num_turns=3)
 
 WORKER = """
 from pathlib import Path
-from bench.peers.__main__.embedded import work
-from bench.peers.__main__.load import Answer
+from bench.peers.embedded import work
+from bench.peers.load import Answer
 
 class Echo:
     def __init__(self, model, folder, threads):
