@@ -5,26 +5,38 @@ Knows no tensor, no thread and no file.
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Annotated, Protocol
 
-from kvstore.blocks.ids import BlockId
+import msgspec
+from msgspec import Meta
+
+from kvstore.blocks.ids import BLOCK_ID_BYTES, BlockId
+
+Id = Annotated[bytes, Meta(min_length=BLOCK_ID_BYTES, max_length=BLOCK_ID_BYTES)]
+U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, Meta(ge=-1e18, le=1e18)]  # finite: NaN is not between any bounds
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRecord:
+class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What is stored as such (see `kvstore.disk.records`); its fields in their order are the format."""
+
+
+class BlockRecord(Record, frozen=True):
     """What a stored block is, without its bytes.
 
     tokens: its token ids, little-endian u32 (see `kvstore.blocks.ids.token_bytes`). fingerprint: 32 bytes, of the model
-    and layout that computed it. created_s: seconds since the epoch.
+    and layout that computed it. tenant, model: labels (`kvstore.disk.records.label`). created_s: seconds since the
+    epoch.
     """
 
-    block_id: BlockId
-    parent_id: BlockId
+    block_id: Id
+    parent_id: Id
     tokens: bytes
-    fingerprint: bytes
+    fingerprint: Id
     tenant: str = ""
     model: str = ""
-    created_s: float = 0.0
+    created_s: Seconds = 0.0
 
     def same_content(self, other: "BlockRecord") -> bool:
         """Whether both name the same tokens after the same history, computed by the same model."""

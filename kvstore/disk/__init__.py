@@ -10,6 +10,8 @@ Usable alone: without arena, without torch, without the CPU tier.
 - `index`: what is on disk: parents, sizes, last use
 - `index_loader`: builds it from a scan, in a thread
 - `io_queue`: one writer and two readers between CPU and disk; or who waits reads
+- `records`: the bytes of a store's records: msgspec structs as MessagePack; sealed, with a checksum that covers their
+  place, too
 - `tier`: blocks in LMDB: write, read, scan, close
 - `upkeep`: verify, compact, shrink
 - `walk`: the structural check, a program of its own

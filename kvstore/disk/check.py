@@ -20,9 +20,9 @@ from kvstore.disk import walk as disk_walk
 from kvstore.errors import StoreError
 
 DATA_FILE, LOCK_FILE, CLEAN_FILE = "data.mdb", "lock.mdb", "clean"
-LOCK_NAME, SECRET_NAME, SOCKET_NAME = "lock", "secret", "control.sock"
+LOCK_NAME, SECRET_NAME, FORMAT_NAME, SOCKET_NAME = "lock", "secret", "format", "control.sock"
 FOLDERS = ("blocks", "sessions", "answers")
-FILES = (DATA_FILE, LOCK_FILE, CLEAN_FILE, LOCK_NAME, SECRET_NAME)
+FILES = (DATA_FILE, LOCK_FILE, CLEAN_FILE, LOCK_NAME, SECRET_NAME, FORMAT_NAME)
 LMDB_MAGIC = 0xBEEFC0DE
 LMDB_09_VERSION = 1
 MIN_PAGE_BYTES, MAX_PAGE_BYTES = 256, 0x8000

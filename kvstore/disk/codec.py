@@ -5,7 +5,6 @@ Knows no file and no thread. Whatever bytes it is given to read, it raises nothi
 
 import struct
 import threading
-from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -14,19 +13,16 @@ import xxhash
 import zstandard
 
 from kvstore.blocks.ids import BLOCK_ID_BYTES
-from kvstore.blocks.records import BlockRecord, ReadResult
+from kvstore.blocks.records import BlockRecord, Count, ReadResult, Record
 from kvstore.config import CODEC_NAMES
+from kvstore.disk import records as disk_records
+from kvstore.disk.records import CHECKSUM_BYTES
 
-MAGIC = b"KVbk"
-FORMAT_VERSION = 1
-CHECKSUM_BYTES = 16
+MAGIC = b"KVb2"
 ITEMSIZES = (1, 2, 4)
-MAX_LABEL_BYTES = 4096
 ZSTD_LEVEL = 1
 
-# magic, format version, codec, itemsize, header bytes, tokens, raw bytes, stored bytes, created, tenant bytes,
-# model bytes, fingerprint, block id, parent id; then token ids, tenant, model, the checksum of all but itself, payload.
-_FIXED = struct.Struct("<4sHBBIIQQdHH32s32s32s")
+_PREFIX = struct.Struct("<4sI")  # magic, bytes of the header; then the header, the checksum of all but itself, payload
 _PLANE = struct.Struct("<I")
 _local = threading.local()
 
@@ -49,16 +45,14 @@ class Codec(IntEnum):
 CODECS = dict(zip(CODEC_NAMES, Codec, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What a value says about itself. header_bytes: where the payload begins, the checksum included."""
+class Header(Record, frozen=True):
+    """What a value says about itself."""
 
     record: BlockRecord
     codec: Codec
     itemsize: int
-    header_bytes: int
-    raw_bytes: int
-    stored_bytes: int
+    raw_bytes: Count
+    stored_bytes: Count
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -72,7 +66,8 @@ def encode(record: BlockRecord, payload: Bytes, codec: Codec = Codec.RAW, itemsi
     raw = np.frombuffer(payload, np.uint8)
     codec, parts = _compress(raw, codec, itemsize)
     stored_bytes = sum(len(part) for part in parts)
-    head = _pack_head(record, codec, itemsize, len(raw), stored_bytes)
+    packed = disk_records.pack(Header(record, codec, itemsize, len(raw), stored_bytes))
+    head = _PREFIX.pack(MAGIC, len(packed)) + packed
     value = np.empty(len(head) + CHECKSUM_BYTES + stored_bytes, np.uint8)
     value[: len(head)] = np.frombuffer(head, np.uint8)
     start = end = len(head) + CHECKSUM_BYTES
@@ -82,24 +77,6 @@ def encode(record: BlockRecord, payload: Bytes, codec: Codec = Codec.RAW, itemsi
     # Over the copy: what was checked is what is written, whatever happens to the source.
     value[len(head) : start] = np.frombuffer(_checksum(head, value[start:]), np.uint8)
     return value.data
-
-
-def label(text: str) -> bytes:
-    """At most so many bytes of UTF-8, cut between characters."""
-    encoded = text.encode("utf-8", "surrogatepass")
-    if len(encoded) <= MAX_LABEL_BYTES:
-        return encoded
-    return encoded[:MAX_LABEL_BYTES].decode("utf-8", "ignore").encode()
-
-
-def _pack_head(record: BlockRecord, codec: Codec, itemsize: int, raw_bytes: int, stored_bytes: int) -> bytes:
-    tenant, model = label(record.tenant), label(record.model)
-    header_bytes = _FIXED.size + len(record.tokens) + len(tenant) + len(model) + CHECKSUM_BYTES
-    fixed = _FIXED.pack(
-        MAGIC, FORMAT_VERSION, codec, itemsize, header_bytes, len(record.tokens) // 4, raw_bytes, stored_bytes,
-        record.created_s, len(tenant), len(model), record.fingerprint, record.block_id, record.parent_id,
-    )  # fmt: skip
-    return b"".join((fixed, record.tokens, tenant, model))
 
 
 def _compress(raw: Uint8, codec: Codec, itemsize: int) -> tuple[Codec, list[bytes | Uint8]]:
@@ -133,26 +110,22 @@ def _compressor() -> zstandard.ZstdCompressor:
 # -- reading ---------------------------------------------------------------------------------------------------------
 def decode_header(value: Bytes) -> Header | None:
     """The header, or None when these bytes are not a value of this format. The checksum is not looked at."""
-    if len(value) < _FIXED.size + CHECKSUM_BYTES:
+    if len(value) < _PREFIX.size:
         return None
-    (magic, version, codec, itemsize, header_bytes, num_tokens, raw_bytes, stored_bytes, created_s, tenant_bytes,
-     model_bytes, fingerprint, block_id, parent_id) = _FIXED.unpack_from(value)  # fmt: skip
-    if magic != MAGIC or version != FORMAT_VERSION or codec not in iter(Codec) or itemsize not in ITEMSIZES:
-        return None
-    tokens_end = _FIXED.size + 4 * num_tokens
-    labels_end = tokens_end + tenant_bytes + model_bytes
-    if header_bytes != labels_end + CHECKSUM_BYTES or len(value) != header_bytes + stored_bytes:
-        return None
-    if codec == Codec.RAW and raw_bytes != stored_bytes:
-        return None
+    magic, num_bytes = _PREFIX.unpack_from(value)
     try:
-        tenant = bytes(value[tokens_end : tokens_end + tenant_bytes]).decode("utf-8", "surrogatepass")
-        model = bytes(value[labels_end - model_bytes : labels_end]).decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError:
+        header = disk_records.unpack(Header, memoryview(value)[_PREFIX.size : _PREFIX.size + num_bytes])
+    except ValueError:
         return None
-    tokens = bytes(value[_FIXED.size : tokens_end])
-    record = BlockRecord(block_id, parent_id, tokens, fingerprint, tenant, model, created_s)
-    return Header(record, Codec(codec), itemsize, header_bytes, raw_bytes, stored_bytes)
+    if magic != MAGIC or header.itemsize not in ITEMSIZES or len(value) != _payload_at(value) + header.stored_bytes:
+        return None
+    if header.codec == Codec.RAW and header.raw_bytes != header.stored_bytes:
+        return None
+    return header
+
+
+def _payload_at(value: Bytes) -> int:
+    return int(_PREFIX.unpack_from(value)[1]) + _PREFIX.size + CHECKSUM_BYTES
 
 
 def decode_into(value: Bytes, expected: BlockRecord | None, into: memoryview) -> ReadResult:
@@ -172,19 +145,19 @@ def decode_into(value: Bytes, expected: BlockRecord | None, into: memoryview) ->
     if header.codec is Codec.RAW:
         # Copied first, then checked: what is served is what was checked, and the pages are touched only once.
         np.copyto(out, stored)
-        return ReadResult.OK if _matches(value, header, out) else ReadResult.CORRUPT
-    if not _matches(value, header, stored):
+        return ReadResult.OK if _matches(value, out) else ReadResult.CORRUPT
+    if not _matches(value, stored):
         return ReadResult.CORRUPT
     return ReadResult.OK if _decompress(stored, header.codec, header.itemsize, out) else ReadResult.CORRUPT
 
 
 def is_intact(value: Bytes, header: Header) -> bool:
     """Whether the checksum of a value matches, whose header is this."""
-    return _matches(value, header, _payload(value, header))
+    return _matches(value, _payload(value, header))
 
 
 def _payload(value: Bytes, header: Header) -> Uint8:
-    return np.frombuffer(value, np.uint8, count=header.stored_bytes, offset=header.header_bytes)
+    return np.frombuffer(value, np.uint8, count=header.stored_bytes, offset=_payload_at(value))
 
 
 def _checksum(head: Bytes, payload: Uint8) -> bytes:
@@ -193,9 +166,9 @@ def _checksum(head: Bytes, payload: Uint8) -> bytes:
     return state.digest()
 
 
-def _matches(value: Bytes, header: Header, payload: Uint8) -> bool:
-    end = header.header_bytes - CHECKSUM_BYTES
-    return _checksum(value[:end], payload) == bytes(value[end : header.header_bytes])
+def _matches(value: Bytes, payload: Uint8) -> bool:
+    start = _payload_at(value)
+    return _checksum(value[: start - CHECKSUM_BYTES], payload) == bytes(value[start - CHECKSUM_BYTES : start])
 
 
 def _decompress(stored: Uint8, codec: Codec, itemsize: int, out: Uint8) -> bool:

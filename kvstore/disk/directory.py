@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.disk import check as disk_check
-from kvstore.disk.check import LOCK_NAME, SECRET_NAME, SOCKET_NAME
+from kvstore.disk.check import FOLDERS, FORMAT_NAME, LOCK_NAME, SECRET_NAME, SOCKET_NAME
 from kvstore.errors import StoreError, StoreLockedError
 from kvstore.forks import leave_to_parent
 
 SECRET_BYTES = 32
+FORMAT = 2  # of all records in it; raised when one changes
 MAX_LOCK_BYTES = 8192
 NETWORK_FILE_SYSTEMS = {
     "9p", "afs", "beegfs", "ceph", "cifs", "fuse.ceph", "fuse.glusterfs", "fuse.rclone", "fuse.s3fs", "fuse.sshfs",
@@ -69,6 +70,7 @@ class StoreDirectory:
                 opened.callback(os.close, fd)
                 _wait_for_lock(directory, fd)
                 disk_check.check_kinds(directory)
+                _check_format(directory)
                 lock_fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
                 opened.callback(os.close, lock_fd)
                 _wait_for_lock(directory, lock_fd)
@@ -266,6 +268,25 @@ def _who_owns(directory: Path) -> LockInfo:
         found, pid = _listener(directory / SOCKET_NAME)
         return LockInfo(pid, str(directory / SOCKET_NAME)) if found else info
     return info
+
+
+# -- its format ------------------------------------------------------------------------------------------------------
+def _check_format(directory: Path) -> None:
+    """A new store gets its format in a file of its own; those of format 1 have none."""
+    path = directory / FORMAT_NAME
+    if path.exists():
+        with path.open("rb") as file:
+            found = file.read(40).decode(errors="replace").strip()
+    elif any((directory / name).exists() for name in (SECRET_NAME, *FOLDERS)):
+        found = "1"
+    else:
+        disk_check.write_durably(path, f"{FORMAT}\n".encode())
+        return
+    if found != str(FORMAT):
+        raise StoreError(
+            f"store {directory} has format {found}, and this program reads format {FORMAT}; give another directory, or "
+            "move this one away for the program that wrote it"
+        )
 
 
 # -- the secret ------------------------------------------------------------------------------------------------------

@@ -4,9 +4,7 @@ Knows the file's format, no policy. A value is `kvstore.disk.codec`'s.
 """
 
 import errno
-import math
 import os
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,23 +12,18 @@ from functools import lru_cache
 from typing import Any
 
 import lmdb
+from msgspec.structs import replace
 
 from kvstore.blocks.ids import BLOCK_ID_BYTES, BlockId
-from kvstore.blocks.records import BlockRecord
-from kvstore.disk import codec
+from kvstore.blocks.records import BlockRecord, Count, Id, Record, Seconds
 from kvstore.disk.env import LostFileError, StoreEnvironment
 from kvstore.disk.index import IndexEntry
+from kvstore.disk.records import pack, unpack
 
-FORMAT_KEY, FORMAT = b"format", b"kvstore blocks 1"
+FORMAT_KEY, FORMAT = b"format", b"kvstore blocks 2"
 COUNTER_KEY = b"counter"
 SCAN_BATCH = 4096
-SHORT_FINGERPRINT_BYTES = 8
 _PAGE_HEADER_BYTES, _NODE_BYTES = 16, 8 + BLOCK_ID_BYTES
-
-# parent id, created, last access, bytes on disk, short fingerprint, tenant bytes, model bytes; then tenant, model.
-_INDEX = struct.Struct("<32sddQ8sHH")
-_LAST_ACCESS = struct.Struct("<d")
-_LAST_ACCESS_OFFSET = 40
 
 
 class WriteError(StrEnum):
@@ -91,40 +84,45 @@ def footprint(value_bytes: int, page_bytes: int) -> int:
 
 
 # -- index records ---------------------------------------------------------------------------------------------------
+class IndexRecord(Record, frozen=True):
+    """What the index has of a block under its id."""
+
+    parent_id: Id
+    stored_bytes: Count
+    created_s: Seconds
+    last_access_s: Seconds
+    model: str
+    tenant: str
+
+
 def pack_index(record: BlockRecord, stored_bytes: int, now_s: float) -> bytes:
-    tenant, model = codec.label(record.tenant), codec.label(record.model)
-    short = record.fingerprint[:SHORT_FINGERPRINT_BYTES]
-    fixed = _INDEX.pack(record.parent_id, record.created_s, now_s, stored_bytes, short, len(tenant), len(model))
-    return fixed + tenant + model
+    return pack(IndexRecord(record.parent_id, stored_bytes, record.created_s, now_s, record.model, record.tenant))
 
 
 def unpack_index(block_id: BlockId, packed: bytes) -> IndexEntry | None:
     """None when these are not bytes of an index record."""
-    if len(packed) < _INDEX.size or len(block_id) != BLOCK_ID_BYTES:
-        return None
-    parent_id, created_s, access_s, stored_bytes, _, tenant_bytes, model_bytes = _INDEX.unpack_from(packed)
-    middle = _INDEX.size + tenant_bytes
-    if len(packed) != middle + model_bytes or parent_id == block_id:
-        return None
-    if not (math.isfinite(created_s) and math.isfinite(access_s)):
-        return None
-    tenant, model = _text(packed[_INDEX.size : middle]), _text(packed[middle:])
-    if tenant is None or model is None:
-        return None
-    return IndexEntry(block_id, parent_id, stored_bytes, created_s, access_s, model, tenant)
-
-
-@lru_cache(maxsize=1024)  # a million records name a few models: one object each, not a million
-def _text(label: bytes) -> str | None:
     try:
-        return label.decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError:
+        found = unpack(IndexRecord, packed)
+    except ValueError:
         return None
+    if found.parent_id == block_id or len(block_id) != BLOCK_ID_BYTES:
+        return None
+    times = found.created_s, found.last_access_s
+    return IndexEntry(block_id, found.parent_id, found.stored_bytes, *times, _one(found.model), _one(found.tenant))
+
+
+@lru_cache(maxsize=1024)
+def _one(name: str) -> str:
+    """A million records name a few models: one object each, not a million."""
+    return name
 
 
 def with_access(packed: bytes, now_s: float) -> bytes:
-    """The same record, last used at another time."""
-    return packed[:_LAST_ACCESS_OFFSET] + _LAST_ACCESS.pack(now_s) + packed[_LAST_ACCESS_OFFSET + _LAST_ACCESS.size :]
+    """The same record, last used at another time. One that is damaged stays as it is."""
+    try:
+        return pack(replace(unpack(IndexRecord, packed), last_access_s=now_s))
+    except ValueError:
+        return packed
 
 
 def scan_index(txn: Any, tables: Tables, after: BlockId | None) -> tuple[list[IndexEntry], BlockId | None]:

@@ -8,29 +8,28 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-import xxhash
+from msgspec import Meta
 
+from kvstore.blocks.records import Record
 from kvstore.disk.env import StoreEnvironment
+from kvstore.disk.records import pack, seal, unseal
 
 FULL_SHARE = 0.7  # of the map: the rest is for the pages that a transaction copies
 RECORD_EXTRA_BYTES = 256  # of a record, at most, beside its ids: keys, owner and their places in the tables
 KEY_BYTES = 16
 NO_OWNER = bytes(16)
-VERSION = 1
 _NUMBER = struct.Struct(">Q")
-_HEADER = struct.Struct("<QBB16sI")  # checksum of the rest and of the number, version, keys, owner, tokens; keys; ids
+_Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Record, frozen=True):
     """What one `put` brought. token_ids: little-endian u32."""
 
-    keys: tuple[bytes, ...]
+    keys: tuple[_Key, ...]
     token_ids: bytes
-    owner: bytes = NO_OWNER
+    owner: _Key = NO_OWNER
 
 
 def owner_tag(tenant: str, session_id: str) -> bytes:
@@ -40,21 +39,15 @@ def owner_tag(tenant: str, session_id: str) -> bytes:
 
 
 def encode(number: bytes, answer: Answer) -> bytes:
-    size = len(answer.token_ids) // 4
-    value = _HEADER.pack(0, VERSION, len(answer.keys), answer.owner, size) + b"".join(answer.keys) + answer.token_ids
-    return xxhash.xxh3_64(number + value[8:]).intdigest().to_bytes(8, "little") + value[8:]
+    return seal("answers", number, pack(answer))
 
 
 def decode(number: bytes, value: bytes) -> Answer | None:
-    """None: damaged, or of another version."""
-    if len(value) < _HEADER.size:
+    """None: damaged."""
+    try:
+        return unseal(Answer, "answers", number, value)
+    except ValueError:
         return None
-    checksum, version, num_keys, owner, size = _HEADER.unpack_from(value)
-    start = _HEADER.size + num_keys * KEY_BYTES
-    if version != VERSION or len(value) != start + 4 * size or xxhash.xxh3_64_intdigest(number + value[8:]) != checksum:
-        return None
-    keys = tuple(value[at : at + KEY_BYTES] for at in range(_HEADER.size, start, KEY_BYTES))
-    return Answer(keys, value[start:], owner)
 
 
 class AnswerTables:

@@ -6,24 +6,15 @@ What cannot be kept is set aside under the session, unread: it stays until the s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
+
+from msgspec.structs import replace
 
 from kvstore.errors import SessionDamagedError, StoreError
 from kvstore.sessions import tables
 from kvstore.sessions.check import problems_of
-from kvstore.sessions.record import (
-    Message,
-    SessionHead,
-    SessionKey,
-    Tombstone,
-    TurnRecord,
-    damaged,
-    decode_turn,
-    encode_turn,
-    unseal,
-    with_turn,
-)
+from kvstore.sessions.record import Message, SessionHead, SessionKey, Tombstone, TurnRecord, damaged, unseal, with_turn
 from kvstore.sessions.tables import ASIDE, HEADS, TURNS, View, be64
 
 
@@ -104,7 +95,7 @@ def _key_of(view: View, number: int) -> SessionKey | None:
 
 def _turn(place: bytes, value: bytes) -> TurnRecord | None:
     try:
-        turn = decode_turn(unseal(TURNS, place, value, "a turn"), "a turn")
+        turn = unseal(TurnRecord, TURNS, place, value, "a turn")
     except StoreError:
         return None
     return turn if place[8:] == turn.number.to_bytes(4, "big") else None
@@ -159,7 +150,7 @@ def repair(view: View, key: SessionKey, now_s: float) -> Repaired | None:
     block_ids = tables.remove(view, key, found.number)
     head = tables.create(view, draft)
     for turn in kept:
-        tables.put_turn(view, head.number, turn, encode_turn(turn, f"session {key.session_id}"))
+        tables.put_turn(view, head.number, turn, tables.encode_turn(turn, key))
     for index, (place, value) in enumerate(left):
         view.put(ASIDE, be64(head.number) + index.to_bytes(4, "big"), bytes([len(place)]) + place + value)
     unshared = tables.unshared(view, block_ids, found.number)

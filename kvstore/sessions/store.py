@@ -26,16 +26,7 @@ from kvstore.sessions import tables
 from kvstore.sessions.answers import AnswerStore, open_answers, owner_tag
 from kvstore.sessions.check import CheckReport, check
 from kvstore.sessions.marker import SessionMarker
-from kvstore.sessions.record import (
-    Message,
-    Parent,
-    SessionHead,
-    SessionKey,
-    SessionState,
-    Tombstone,
-    TurnRecord,
-    encode_turn,
-)
+from kvstore.sessions.record import Message, Parent, SessionHead, SessionKey, SessionState, Tombstone, TurnRecord
 from kvstore.sessions.repair import AsideTurn, Repaired
 from kvstore.sessions.storage import (
     FIRST_MAP_BYTES,
@@ -148,7 +139,7 @@ class SessionStore:
         fingerprint, model: replace the session's unless empty. session_number: the `number` of the head that the turn
         was computed for; refused when that session is gone, so that a deletion during a turn keeps what it deleted.
         """
-        payload = encode_turn(turn, f"session {key.session_id}")
+        payload = tables.encode_turn(turn, key)
         draft = tables.draft_head(key, self._clock(), turn.system, fingerprint, model)
         return self._submit(self._explaining(key, lambda v: tables.append(v, draft, turn, payload, session_number)))
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from kvstore.blocks.ids import BLOCK_ID_BYTES, BlockId
+from kvstore.disk.records import label, pack, seal
 from kvstore.errors import RequestError, StoreError
 from kvstore.sessions.record import (
     Message,
@@ -22,18 +24,10 @@ from kvstore.sessions.record import (
     Tombstone,
     TurnRecord,
     damaged,
-    decode_head,
-    decode_number,
-    decode_tombstone,
-    decode_turn,
     digest,
-    encode_head,
-    encode_number,
-    encode_tombstone,
-    encode_turn,
+    encode,
     micros,
     replay,
-    seal,
     unseal,
     with_turn,
 )
@@ -97,8 +91,7 @@ def expiry_key(head: SessionHead) -> bytes | None:
 def find(view: View, key: SessionKey) -> int | None:
     """The session's number."""
     value = view.get(NAMES, name_key(key))
-    what = f"session {key.session_id}"
-    return None if value is None else decode_number(unseal(NAMES, name_key(key), value, what), what)
+    return None if value is None else unseal(int, NAMES, name_key(key), value, f"session {key.session_id}")
 
 
 def read_head(view: View, key: SessionKey) -> SessionHead | None:
@@ -115,7 +108,7 @@ def head_of(view: View, number: int, what: str) -> SessionHead:
     value = view.get(HEADS, be64(number))
     if value is None:
         raise damaged(what, "its head is missing")
-    head = decode_head(unseal(HEADS, be64(number), value, what), what)
+    head = unseal(SessionHead, HEADS, be64(number), value, what)
     if head.number != number:
         raise damaged(what, "its head has another number")
     return head
@@ -133,7 +126,7 @@ def read_turns(view: View, head: SessionHead, last: int) -> list[TurnRecord]:
     for key, value in view.scan(TURNS, be64(head.number)):
         if len(turns) == last:
             break
-        turns.append(decode_turn(unseal(TURNS, key, value, what), what))
+        turns.append(unseal(TurnRecord, TURNS, key, value, what))
         if key != turn_key(head.number, len(turns)) or turns[-1].number != len(turns):
             raise damaged(what, f"turn {len(turns)} is missing")
     if len(turns) != last:
@@ -160,7 +153,7 @@ def read_turn(view: View, key: SessionKey, number: int) -> TurnRecord | None:
     value = view.get(TURNS, turn_key(head.number, number))
     if value is None:
         raise damaged(what, f"turn {number} is missing")
-    turn = decode_turn(unseal(TURNS, turn_key(head.number, number), value, what), what)
+    turn = unseal(TurnRecord, TURNS, turn_key(head.number, number), value, what)
     if turn.number != number:
         raise damaged(what, f"turn {number} is another turn")
     return turn
@@ -173,7 +166,7 @@ def turn_of_request(view: View, key: SessionKey, idempotency_key: str) -> TurnRe
     if value is None:
         return None
     what = f"session {key.session_id}"
-    turn = read_turn(view, key, decode_number(unseal(REQUESTS, place, value, what), what))
+    turn = read_turn(view, key, unseal(int, REQUESTS, place, value, what))
     if turn is None or turn.idempotency_key != idempotency_key:
         raise damaged(what, "an idempotency key names a turn that has another")
     return turn
@@ -185,12 +178,12 @@ def next_number(view: View, counter: str, table: str) -> int:
     value = view.get(COUNTERS, key)
     what = f"the counter of {counter}s"
     try:
-        number = 1 if value is None else decode_number(unseal(COUNTERS, key, value, what), what)
+        number = 1 if value is None else unseal(int, COUNTERS, key, value, what)
     except StoreError:
         # One damaged record must not refuse every new session: far beyond all that is there, or was lately.
         last = next(view.scan(table, reverse=True), (b"", b""))[0]
         number = int.from_bytes(last, "big") + 2**32
-    view.put(COUNTERS, key, seal(COUNTERS, key, encode_number(number + 1)))
+    view.put(COUNTERS, key, seal(COUNTERS, key, pack(number + 1)))
     return number
 
 
@@ -198,16 +191,16 @@ def file_name(view: View) -> bytes | None:
     """See `session_marker`. None: it has none yet; empty: it is damaged."""
     value = view.get(COUNTERS, b"name")
     with suppress(StoreError):
-        return None if value is None else unseal(COUNTERS, b"name", value, "the file's name")
+        return None if value is None else unseal(bytes, COUNTERS, b"name", value, "the file's name")
     return b""
 
 
 def set_file_name(view: View, name: bytes) -> None:
-    view.put(COUNTERS, b"name", seal(COUNTERS, b"name", name))
+    view.put(COUNTERS, b"name", seal(COUNTERS, b"name", pack(name)))
 
 
 def _put_head(view: View, head: SessionHead, before: SessionHead | None = None) -> None:
-    value = seal(HEADS, be64(head.number), encode_head(head))
+    value = seal(HEADS, be64(head.number), encode(head, f"session {head.key.session_id}"))
     if before is not None:
         _delete_places(view, before)
     view.put(HEADS, be64(head.number), value)
@@ -233,17 +226,22 @@ def put_turn(view: View, number: int, turn: TurnRecord, payload: bytes) -> None:
             view.put(REFS, block_id + be64(number), b"")
     if turn.idempotency_key is not None:
         key = request_key(number, turn.idempotency_key)
-        view.put(REQUESTS, key, seal(REQUESTS, key, encode_number(turn.number)))
+        view.put(REQUESTS, key, seal(REQUESTS, key, pack(turn.number)))
+
+
+def encode_turn(turn: TurnRecord, key: SessionKey) -> bytes:
+    """For `append` and `put_turn`. Raises StoreError."""
+    return encode(turn, f"turn {turn.number} of session {key.session_id}")
 
 
 def create(view: View, draft: SessionHead) -> SessionHead:
     """The session of a draft head, whose number is still to be given."""
     if find(view, draft.key) is not None:
         raise StoreError(f"session {draft.key.session_id} exists already: take another id, or delete it first")
-    encode_head(draft)  # raises here, when nothing is written yet
+    encode(draft, f"session {draft.key.session_id}")  # raises here, when nothing is written yet
     head = replace(draft, number=next_number(view, "session", HEADS))
     place = name_key(head.key)
-    view.put(NAMES, place, seal(NAMES, place, encode_number(head.number)))
+    view.put(NAMES, place, seal(NAMES, place, pack(head.number)))
     _put_head(view, head)
     return head
 
@@ -268,8 +266,9 @@ def append(view: View, draft: SessionHead, turn: TurnRecord, payload: bytes, exp
         if known is not None:
             raise StoreError(f"session {key.session_id} has a turn for this idempotency key: answer with that one")
     fresh = head or draft
-    model = {"fingerprint": draft.fingerprint or fresh.fingerprint, "model": draft.model or fresh.model}
-    encode_head(after := with_turn(replace(fresh, **model), turn, draft.updated_s))  # type: ignore[arg-type]
+    fresh = replace(fresh, fingerprint=draft.fingerprint or fresh.fingerprint, model=draft.model or fresh.model)
+    after = with_turn(fresh, turn, draft.updated_s)
+    encode(after, f"session {key.session_id}")
     if head is None:
         head = create(view, draft)
         after = replace(after, number=head.number)
@@ -294,7 +293,7 @@ def fork(view: View, source: SessionKey, turn: int | None, new_key: SessionKey, 
         head, key=new_key, created_s=now_s, updated_s=now_s, num_turns=last, num_tokens=num_tokens,
         title=head.title if last else "", parent=Parent(source.session_id, last),
     )  # fmt: skip
-    payloads = [encode_turn(one, f"session {new_key.session_id}") for one in turns]
+    payloads = [encode_turn(one, new_key) for one in turns]
     new = create(view, draft)
     for one, payload in zip(turns, payloads, strict=True):
         put_turn(view, new.number, one, payload)
@@ -306,7 +305,7 @@ def set_ttl(view: View, key: SessionKey, ttl_s: float | None) -> SessionHead:
     if head is None:
         raise StoreError(f"there is no session {key.session_id} whose time to live could be set")
     after = replace(head, ttl_s=ttl_s)
-    encode_head(after)
+    encode(after, f"session {key.session_id}")
     _put_head(view, after, before=head)
     return after
 
@@ -342,7 +341,8 @@ def delete(view: View, key: SessionKey) -> Tombstone | None:
 
 def put_tombstone(view: View, tombstone: Tombstone) -> None:
     place = be64(tombstone.number)
-    view.put(TOMBSTONES, place, seal(TOMBSTONES, place, encode_tombstone(tombstone)))
+    packed = encode(tombstone, f"the deletion of session {tombstone.key.session_id}")
+    view.put(TOMBSTONES, place, seal(TOMBSTONES, place, packed))
 
 
 def remove(view: View, key: SessionKey, number: int) -> set[BlockId]:
@@ -384,8 +384,7 @@ def pending_deletions(view: View) -> list[Tombstone]:
 
 
 def tombstone(place: bytes, value: bytes) -> Tombstone:
-    what = f"deletion {int.from_bytes(place, 'big')}"
-    return decode_tombstone(unseal(TOMBSTONES, place, value, what), what)
+    return unseal(Tombstone, TOMBSTONES, place, value, f"deletion {int.from_bytes(place, 'big')}")
 
 
 def list_heads(view: View, tenant: str, limit: int, after: str | None) -> tuple[list[SessionHead], set[int]]:
@@ -434,4 +433,4 @@ def draft_head(
 ) -> SessionHead:  # fmt: skip
     """A head whose number is not given yet."""
     own = tuple(dict(message) for message in system)
-    return SessionHead(key, 0, now_s, now_s, system=own, fingerprint=fingerprint, model=model, ttl_s=ttl_s)
+    return SessionHead(key, 0, now_s, now_s, system=own, fingerprint=fingerprint, model=label(model), ttl_s=ttl_s)

@@ -13,6 +13,7 @@ from typing import Protocol
 from kvstore.blocks.ids import BlockId, Lineage, token_bytes
 from kvstore.blocks.records import BlockRecord, Load
 from kvstore.disk.io_queue import AS_HINT, Rank, rank_of_request
+from kvstore.disk.records import label
 from kvstore.memory.tier import CpuTier, SlotState
 from kvstore.policy.conversation import Conversation, QueueKey
 from kvstore.stats import StoreStats
@@ -144,7 +145,7 @@ class Lookups:
             parent_id=request.lineage.parent(request.chain, index),
             tokens=token_bytes(request.token_ids[index * size : (index + 1) * size]),
             fingerprint=identity.fingerprint,
-            tenant=request.tenant,
+            tenant=label(request.tenant),
             model=identity.model,
             created_s=self._clock(),
         )

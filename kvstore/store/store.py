@@ -15,6 +15,7 @@ from typing import Protocol
 from kvstore.blocks.ids import BlockId, Lineage, child_block_id, splice_parent_id, token_bytes
 from kvstore.blocks.records import BlockRecord, Evict, Evicted, Load, TransferPlan, Transferred
 from kvstore.disk.io_queue import Done, IoQueue, ReadDone, TaskDone
+from kvstore.disk.records import label
 from kvstore.memory.tier import CpuTier, SlotState
 from kvstore.policy.conversation import Answer, Conversation
 from kvstore.policy.planner import Planner
@@ -306,7 +307,7 @@ class KVStore:
             tokens = token_bytes(kept[block.index * size : (block.index + 1) * size])
             block_id = child_block_id(parent, tokens)
             record = BlockRecord(
-                block_id, parent, tokens, self._identity.fingerprint, tenant, self._identity.model, self._clock()
+                block_id, parent, tokens, self._identity.fingerprint, label(tenant), self._identity.model, self._clock()
             )
             runs = tuple(Run(records[p.source_block], p.source_offset, p.offset, p.length) for p in block.pieces)
             blocks.append(NewBlock(record, runs, conversation))

@@ -22,6 +22,7 @@ from kvstore.config import CacheTiers
 from kvstore.disk import env as disk_env
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.io_queue import BATCH_BYTES, IoQueue
+from kvstore.disk.records import label
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import DegradedError, StoreError
 from kvstore.forks import leave_to_parent
@@ -123,7 +124,7 @@ class TieredConnector:
         self._planner = Planner(layout.block_bytes, layout.block_size, always=load == "always")
         self._restore_rates(learned, stats)
         self.fingerprint = bytes.fromhex(self._fingerprint)
-        identity = Identity(self.fingerprint, model, layout.block_size)
+        identity = Identity(self.fingerprint, label(model), layout.block_size)
         self._store = KVStore(
             self._cpu, self._io, write_back, self._transfer, identity, self._secret, self._planner,
             self._arena.copy_tokens, stats, clock, self._steering,

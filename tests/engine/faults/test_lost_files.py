@@ -29,7 +29,7 @@ from kvstore.disk.directory import StoreDirectory
 directory = StoreDirectory.open(sys.argv[1])
 server = ControlServer(directory, lambda command, arguments: {"said": command})
 if sys.argv[2] == "without locks":
-    directory._let_go()
+    directory.let_go()
 print("ready", flush=True)
 sys.stdin.read()
 """

@@ -28,9 +28,8 @@ MAP_BYTES = 8 << 20
 
 
 def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-W", "error", "-c", code, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
 def mode(path: Path) -> int:
@@ -41,23 +40,31 @@ def mode(path: Path) -> int:
 def test_a_new_directory_is_ours_alone(tmp_path):
     with StoreDirectory.open(tmp_path / "deep" / "store") as directory:
         assert mode(directory.path) == 0o700
-        assert {name: mode(directory.path / name) for name in os.listdir(directory.path)} == {
-            "lock": 0o600, "secret": 0o600,
-        }  # fmt: skip
+        found = {name: mode(directory.path / name) for name in os.listdir(directory.path)}
+        assert found == dict.fromkeys(("format", "lock", "secret"), 0o600)
         assert len(directory.secret) == 32
 
 
 def test_the_secret_is_made_once(tmp_path):
     with StoreDirectory.open(tmp_path / "a") as directory:
         secret = directory.secret
-    with StoreDirectory.open(tmp_path / "a") as directory:
-        assert directory.secret == secret
-    with StoreDirectory.open(tmp_path / "b") as directory:
-        assert directory.secret != secret
+    with StoreDirectory.open(tmp_path / "a") as directory, StoreDirectory.open(tmp_path / "b") as other:
+        assert directory.secret == secret != other.secret
+
+
+def test_a_store_of_another_format_is_refused_and_left_as_it_is(tmp_path):
+    (tmp_path / "sessions").mkdir()  # format 1 had no file that says so
+    with pytest.raises(StoreError, match=r"has format 1, and this program reads format 2; give another directory, or"):
+        StoreDirectory.open(tmp_path)
+    assert os.listdir(tmp_path) == ["sessions"]
+    (tmp_path / "format").write_text("3\n")
+    with pytest.raises(StoreError, match="has format 3"):
+        StoreDirectory.open(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"x" * 33, bytes(32)])
 def test_a_damaged_secret_is_set_aside(tmp_path, content):
+    StoreDirectory.open(tmp_path).close()
     (tmp_path / "secret").write_bytes(content)
     with pytest.warns(RuntimeWarning, match="secret of the store is damaged"):
         directory = StoreDirectory.open(tmp_path)

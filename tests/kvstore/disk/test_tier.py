@@ -228,7 +228,7 @@ def test_compact_takes_deleted_bytes_out_of_the_file(store):
         assert payload(number)[:64] not in data and record(number).block_id not in data
     assert present(tier, range(200)) == list(range(152, 200))
     assert data_file.stat().st_mode & 0o777 == 0o600
-    assert sorted(p.name for p in store.path.iterdir()) == ["blocks", "lock", "secret"]
+    assert sorted(p.name for p in store.path.iterdir()) == ["blocks", "format", "lock", "secret"]
     write(tier, range(300, 320))
     assert set(report.as_dict()) == {"before_bytes", "after_bytes", "seconds"}
 
@@ -284,9 +284,10 @@ def test_a_lower_capacity_without_room_to_compact_warns_and_serves(store, monkey
 
 @pytest.mark.parametrize("when", [float("nan"), float("inf")])
 def test_an_index_record_of_no_time_is_none(when):
-    packed = bytearray(disk_format.pack_index(record(1), 4096, 5.0))
-    disk_format._LAST_ACCESS.pack_into(packed, disk_format._LAST_ACCESS_OFFSET, when)
-    assert disk_format.unpack_index(record(1).block_id, bytes(packed)) is None
+    packed = disk_format.pack_index(record(1), 4096, 5.0)
+    assert disk_format.unpack_index(record(1).block_id, packed).last_access_s == 5.0
+    assert disk_format.unpack_index(record(1).block_id, disk_format.with_access(packed, when)) is None
+    assert disk_format.with_access(b"no record", 5.0) == b"no record"
 
 
 def test_how_long_reads_and_transactions_took_is_counted(store):

@@ -13,6 +13,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
+from kvstore.disk.records import seal
 from kvstore.errors import DegradedError, StoreError
 from kvstore.sessions import record as session_record
 from kvstore.sessions import tables as session_tables
@@ -354,23 +355,21 @@ def test_compaction_between_readers_and_writers(tmp_path):
 def test_hostile_records_with_a_right_checksum_are_damaged(kind):
     """Cut, lengthened, or with any byte changed: another value or StoreError, and no other exception."""
     head = session_tables.draft_head(KEY, 5.0, SYSTEM, b"f" * 32, "model", 3.0)
-    payload, decode = {
-        "turn": (session_record.encode_turn(make_turn("red", 5), "it"), session_record.decode_turn),
-        "head": (session_record.encode_head(head), session_record.decode_head),
-        "tombstone": (
-            session_record.encode_tombstone(session_record.Tombstone(1, KEY, (b"b" * 32,))),
-            session_record.decode_tombstone,
-        ),
-    }[kind]
-    for end in range(len(payload)):
-        with pytest.raises(StoreError, match="damaged"):
-            decode(payload[:end], "it")
-    with pytest.raises(StoreError, match="after its end"):
-        decode(payload + b"\0", "it")
-    for at in range(len(payload)):
-        for byte in (0, 255, payload[at] ^ 1):
+    tombstone = session_record.Tombstone(1, KEY, (b"b" * 32,))
+    record = {"turn": make_turn("red", 5), "head": head, "tombstone": tombstone}[kind]
+    packed, place = session_record.encode(record, "it"), b"key"
+
+    def read(packed: bytes):
+        return session_record.unseal(type(record), "table", place, seal("table", place, packed), "it")
+
+    assert read(packed) == record
+    for wrong in (*(packed[:end] for end in range(len(packed))), packed + b"\0"):
+        with pytest.raises(StoreError, match="it is damaged"):
+            read(wrong)
+    for at in range(len(packed)):
+        for byte in (0, 255, packed[at] ^ 1):
             try:
-                decode(payload[:at] + bytes([byte]) + payload[at + 1 :], "it")
+                read(packed[:at] + bytes([byte]) + packed[at + 1 :])
             except StoreError as error:
                 assert "damaged" in str(error)
 

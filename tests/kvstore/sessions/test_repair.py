@@ -4,10 +4,10 @@ import pytest
 
 from kvstore.admin.offline import OfflineStore
 from kvstore.disk.directory import StoreDirectory
+from kvstore.disk.records import pack, seal
 from kvstore.errors import SessionDamagedError
 from kvstore.service.command.cli import main
 from kvstore.sessions import tables as session_tables
-from kvstore.sessions.record import seal
 from kvstore.sessions.store import SessionKey, SessionStore, open_sessions
 from kvstore.sessions.tables import HEADS, NAMES, ORDER, REFS, REQUESTS, TURNS, be64
 from tests.children.session_child import TENANT, content, disk_store, expected, make_turn, talk
@@ -153,7 +153,7 @@ def test_an_id_that_leads_to_anothers_session_takes_nothing_of_it(store):
 
     def mislead(view):
         (theirs, mine) = (tables_place(view, name) for name in ("blue", "red"))
-        number = session_tables.find(view, blue).to_bytes(8, "little")
+        number = pack(session_tables.find(view, blue))
         assert theirs != mine
         view.put(NAMES, mine, seal(NAMES, mine, number))
 

@@ -1,0 +1,53 @@
+"""The bytes of a store's records: msgspec structs as MessagePack; sealed, with a checksum that covers their place, too.
+
+Knows no file. The bytes that are read may be anybody's: what is no record of the wanted kind raises ValueError.
+"""
+
+from functools import cache
+from typing import Any, TypeVar
+
+import msgspec
+import xxhash
+
+T = TypeVar("T")
+CHECKSUM_BYTES = 16
+MAX_LABEL_CHARS = 1024
+
+pack = msgspec.msgpack.Encoder().encode  # raises ValueError for half a surrogate pair, and checks nothing else
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind)
+
+
+def unpack(kind: type[T], packed: bytes | memoryview) -> T:
+    """Raises ValueError."""
+    found: T = _decoder(kind).decode(packed)  # type: ignore[arg-type]
+    return found
+
+
+def seal(table: str, key: bytes, packed: bytes) -> bytes:
+    """A value that is good under this key of this table only."""
+    return packed + _checksum(table, key, packed)
+
+
+def unseal(kind: type[T], table: str, key: bytes, value: bytes) -> T:
+    """Raises ValueError, too, when the value was sealed for another place."""
+    packed = value[:-CHECKSUM_BYTES]
+    if value[-CHECKSUM_BYTES:] != _checksum(table, key, packed):
+        raise ValueError(f"a record in {table!r} fails its checksum")
+    return unpack(kind, packed)
+
+
+def _checksum(table: str, key: bytes, packed: bytes) -> bytes:
+    checksum = xxhash.xxh3_128(table.encode() + b":" + len(key).to_bytes(2, "little") + key)
+    checksum.update(packed)
+    return checksum.digest()
+
+
+def label(text: str) -> str:
+    """A name as every block carries it: not too long, and always storable."""
+    if text.isascii() and len(text) <= MAX_LABEL_CHARS:
+        return text
+    return text[:MAX_LABEL_CHARS].encode("utf-8", "replace").decode()
