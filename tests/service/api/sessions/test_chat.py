@@ -1,13 +1,13 @@
 """POST /chat: turns that are durable when they are answered, retries, refusals, answers that are left or stopped."""
 
 import json
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from kvstore.sessions.store import SessionKey
-from tests.support.by_hand import held
 from tests.support.service.serving import serving
 from tests.support.service.talking import LONG, SHORT, Stream, chat, num_turns, tenants
 
@@ -270,15 +270,16 @@ def test_stop_keeps_what_was_said(server):
     assert chat(server, "Go on", session_id)["turn"] == 2
 
 
-def test_a_stop_that_comes_before_the_turn_has_begun_counts(server):
+def test_a_stop_that_comes_before_the_turn_has_begun_counts(server, monkeypatch):
     key = SessionKey("alice", chat(server, "Hello")["session_id"])
-    turns = server.context.turns
-    with ThreadPoolExecutor(1) as pool:
-        with held(server.engine):  # nothing can begin
-            answer = pool.submit(server.post, "/chat", {"session_id": key.session_id, "message": "Count.", **LONG})
-            server.wait_until(lambda: turns.find(key) is not None, "it has its session")
-            assert turns.find(key).answer is None
-            server.run(turns.find(key).stop())
+    turns, may, submit = server.context.turns, threading.Event(), server.engine.submit
+    with ThreadPoolExecutor(1) as pool, monkeypatch.context() as patch:
+        patch.setattr(server.engine, "submit", lambda *args, **named: may.wait(30) and submit(*args, **named))
+        answer = pool.submit(server.post, "/chat", {"session_id": key.session_id, "message": "Count.", **LONG})
+        server.wait_until(lambda: turns.find(key) is not None, "it has its session")
+        assert turns.find(key).answer is None
+        server.run(turns.find(key).stop())
+        may.set()
         result = answer.result().json()
     assert result["finish_reason"] == "abort" and result["usage"]["completion_tokens"] < LONG["max_tokens"]
     assert num_turns(server, key.session_id) == (result["turn"] or 1)
