@@ -18,4 +18,17 @@ Knows the store by its seam (`kvstore.connector`); nothing of HTTP and of the co
 - `sampling_params`: how a request is sampled and when it stops
 - `stats`: what an engine shows of itself
 - `storage`: from the engine's options to the tiers below HBM
+
+Decisions:
+
+`hbm="auto"` on a CPU takes a quarter of the available memory, at most four times `max_num_seqs` full windows. On
+CUDA it leaves room for graphs and for activations that wait to be saved, and takes no more than 16 times
+`max_num_seqs` full windows: a card would hold millions of blocks of a small model, and Python keeps books on each.
+
+A turn that loses its reader is not stored: its person never saw it acknowledged, so asking again starts clean; what
+was computed stays cached. A turn that is stopped on purpose is stored with what was said.
+
+Long texts are tokenized two at a time, off the event loop: a text takes about two hundred times its size meanwhile.
+Short ones go by them. A text that fits no window, even in the longest tokens there are, is refused before it waits
+for anything.
 """

@@ -7,4 +7,10 @@
 - `ours`: the workers
 - `servers`: both as servers: ours, vLLM, vLLM with LMCache
 - `transformers`: the workers
+
+Decisions:
+
+Other engines are measured beside ours: the same token ids, in turns, each in processes of its own and in the
+environment where somebody installed it. There is a pause before the other side's turn, whose threads spin on for a
+while after an answer, and the files of both are read before the turns after a restart.
 """

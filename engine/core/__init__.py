@@ -11,4 +11,21 @@ Loads no torch; knows the store by the scheduler's side of the connector.
 - `step_loop`: the one loop that steps an engine, in a thread of its own: it answers the inbox, steps, and tells who
   waits
 - `tenants`: whose turn it is: equal shares of the running set and of each step for all tenants
+
+Decisions:
+
+One token budget a step instead of phases: chunked prefill, decode and prefix hits are the same case. Running
+requests come first, then waiting ones. When blocks run out, the latest request gives its blocks back and waits;
+they stay cached until they are needed. A request whose blocks are on their way from disk waits, and those behind it
+go first.
+
+Tenants share equally. Whoever runs fewest sequences is admitted next, and while several have tokens to compute,
+each may take the same part of a step. Where all places or blocks are taken and a tenant waits that runs less than
+another, the latest sequence of the one that runs most is preempted; so a newcomer's prompt is in the next step.
+Nothing is remembered of what a tenant had before. The store is told the order in which all are expected to start.
+
+Choices of one prompt (`n` > 1): the first one computes the prompt, all draw their first token from its logits and
+share its blocks. So prompt tokens are computed once.
+
+The batch is kept as arrays from step to step; requests join and leave in place.
 """

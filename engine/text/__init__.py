@@ -6,4 +6,10 @@ Loads no torch; knows requests, but neither sessions nor a store.
 - `detokenizer`: text of an answer, token by token, in whole characters
 - `output_processor`: what callers see of running requests: text, stop strings, usage
 - `prompts`: checks of prompts, session ids and lengths
+
+Decisions:
+
+No template needs code of its own: the text that it puts between turns is found by rendering it with marks.
+Templates are rendered in transformers' sandbox, and none comes from a request. Control tokens that a person spells
+are encoded as text.
 """

@@ -17,4 +17,30 @@ Without a compiler torch operations do the same.
 - `threads.c`: that code, in C
 - `tiles.h`: how tiles are set and given back
 - `vectors.h`: vectors and rounding, for all of it
+
+Decisions:
+
+What torch has no operation for is C, compiled once by the machine's own compiler into the user's cache: attention
+with its rotation and writes, norms, blocks between arena and HBM. A decode step of a small model was one third
+small operations; moving blocks was three passes. Without a compiler, and for types and shapes it does not know,
+torch does the same; what moves and rotates KV has the same bits in both.
+
+Products are C, too, where the processor multiplies bfloat16: a decode step is bound by the memory that weights are
+read from, and oneDNN does not fetch them ahead (20 GB/s where 27 can be had). With tiles (AMX) that goes for up to
+32 rows, and oneDNN has the rest; with vectors (AVX-512) for any number of rows. Blocks of columns are taken one by
+one, so a thread whose processor has other work takes fewer. The weight stays as oneDNN has packed it: the layout is
+compared with the weight number by number when it is packed, and a layer's results with oneDNN's when the model is
+loaded; what differs stays with oneDNN.
+
+A prefill attends over pages where they lie (with tiles): torch's fused attention needs the pages gathered, and a
+mask of every query with every key. Bfloat16 without soft cap and sinks, heads of 32 to 256; the rest is torch's.
+
+In the engine's own process two computing threads have one of two processors each: a helper that slept during a
+pause may be woken on the processor of the thread that waits for it, and a turn then took up to twice as long. An
+embedded engine leaves that to its program, and with more threads they are left to the system.
+
+Beside other work one thread of two decodes: threads wait for one another at the end of each product, and one that
+shares its processor keeps the others waiting for milliseconds. The system counts how long a thread was ready and
+had no processor; where that is a quarter of the time, one thread alone takes the steps of up to 16 rows, as it
+reads weights nearly as fast as two. Both are tried again after one to eight seconds. Prompts are computed by both.
 """

@@ -9,4 +9,10 @@ Knows the store's own classes, no engine and no model.
 - `traces`: what requests ask of a cache, by names of blocks
 - `virtual_io`: time, disk and transfers that take as long as rates say and move no byte: a `KVStore` for replays of
   traces
+
+Decisions:
+
+A store records when its requests came and how long they were: no token, no text. So a plan can answer for the
+store's own traffic. What is replayed runs on a virtual clock, so a plan takes seconds and gives the same figures
+every time. Rates of the machine are those that the store has measured, else round ones, and the answer says which.
 """

@@ -11,4 +11,27 @@ Moves no bytes itself and loads no torch, `tiered` apart, which puts the parts t
 - `store`: everything in flight between the tiers: steps, splices, evictions
 - `tiered`: the connector with tiers: builds the parts, one lock, one housekeeping thread
 - `write_back`: dirty slots, and what goes when the disk fills
+
+Decisions:
+
+Every full block is saved, generated tokens included, as a turn's answer is the next turn's history. When the arena
+is full of dirty blocks, or more activations wait than may be kept alive, the save is dropped and counted. HBM could
+never make up for it, since its keys are rotated; so the block is remembered as unsaved: a later request stops
+before it when there is room, computes it, and the hole is closed. A block whose parent is stored nowhere is not
+saved, as nobody could load it.
+
+What CPU and disk hold together is closed under parents; writes and evictions keep that. A dirty block is not
+evicted from CPU; afterwards evicting it there is metadata only. One arena block in 16 is kept empty, so a read
+never waits for an eviction.
+
+A block that is read is announced at once and published after header, checksum and identity were checked. Any miss,
+damage, failure or timeout ends in the same place: the tokens are computed, and the cause is counted.
+
+Truncation keeps KV by splices: runs of tokens copied within the arena, at token granularity, by an I/O thread. The
+first spliced block is built on an HMAC of its sources, so no computed chain can meet it; ids after it build on
+that. When a part of it is missing, all of it is given up and the kept tokens are computed under their exact chain.
+Re-encoded KV once attended to what was dropped: it is approximate, counted, and never mixed with exact hits.
+
+The control plane has one lock, taken by the connector's verbs. Workers never take it and never call back: they put
+what they finished into queues, and `poll()` collects it once a step. Every queue is bounded.
 """
