@@ -111,15 +111,16 @@ class Prefetcher:
 
     def _num_slots_to_fill(self) -> int:
         """The arena less what is kept blank and less what others hold than those who wait, or may need to save."""
-        num_held = sum(len(request.slots) for request in self._waiting())
+        num_held = sum(len(request.slots) for request in self._holders())
         num_held += sum(len(hint.slots) for hint in self._hints.values())
         pool = self._cpu.pool
         num_others = max(self._num_for_saves, pool.num_in_use - num_held)
         return pool.num_blocks - self.num_blank - num_others
 
-    def _waiting(self) -> Iterator[Tracked]:
+    def _holders(self) -> Iterator[Tracked]:
+        """Those who wait and hold slots: few of the thousands that may wait."""
         requests = self._lookups.requests.values()
-        return (request for request in requests if request.request_id in self._look_ahead)
+        return (request for request in requests if request.slots and request.request_id in self._look_ahead)
 
     def _read_ahead(self, request: Tracked, max_blocks: int) -> None:
         """Read what it is better to load than to compute, as far as that can be said by now."""
@@ -146,7 +147,7 @@ class Prefetcher:
             if self._drop_hint(name):
                 return True
         place = self._place(request)
-        behind = [other for other in self._waiting() if other.slots and self._place(other) > place]
+        behind = [other for other in self._holders() if self._place(other) > place]
         if not behind:
             return False
         self._lookups.let_go(max(behind, key=self._place))
