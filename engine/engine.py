@@ -143,6 +143,7 @@ class Engine:
             OutputProcessor(None if loaded.tokenizer is None else loaded.tokenizer.backend_tokenizer),
             self.connector,
             Erasure(pool, runner.caches),
+            runs_ahead=loaded.device.type == "cuda",
         )
         self._template = None if loaded.tokenizer is None else ChatTemplate.of(loaded.tokenizer)
         self.sessions: SessionStore = open_sessions(self.connector.directory)

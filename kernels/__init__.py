@@ -3,7 +3,7 @@
 - `attention`: paged attention: which implementation computes it, by device and by what is installed
 - `attention_torch`: paged attention in torch operations
 - `block_copy`: blocks between arena and paged cache, rotated on the way
-- `device`: how small tensors come to a device
+- `device`: how small tensors come to a device, and back
 - `paged_batch`: one step's layout for attention, on the host and on the device
 - `reference`: plain twins of the kernels, the oracle of the tests
 - `write_kv`: rotates a step's queries and keys, and puts new keys and values into the paged cache

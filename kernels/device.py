@@ -1,4 +1,4 @@
-"""How small tensors come to a device."""
+"""How small tensors come to a device, and back."""
 
 import torch
 
@@ -11,3 +11,12 @@ def to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda" or numbers.device.type == "cuda":
         return numbers.to(device)
     return numbers.pin_memory().to(device, non_blocking=True)
+
+
+def start_to_host(numbers: torch.Tensor) -> torch.Tensor:
+    """A copy on the host that is there when the device has come to it; nothing waits. On a CPU the tensor itself."""
+    if numbers.device.type != "cuda":
+        return numbers
+    pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    pinned.copy_(numbers, non_blocking=True)
+    return pinned

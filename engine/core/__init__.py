@@ -10,6 +10,7 @@ Loads no torch; knows the store by the scheduler's side of the connector.
 - `scheduler`: which request computes how many tokens in the next step
 - `step_loop`: the one loop that steps an engine, in a thread of its own: it answers the inbox, steps, and tells who
   waits
+- `steps`: the order of steps: each is scheduled, launched and read
 - `tenants`: whose turn it is: equal shares of the running set and of each step for all tenants
 
 Decisions:

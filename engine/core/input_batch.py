@@ -3,6 +3,7 @@
 Turns a SchedulerOutput into the flat arrays of one forward pass, without Python per token.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,7 @@ class StepInputs:
     context_lens: [num_requests], tokens of each request after the step. rows: its row in the batch.
     sample_tokens: index of the token whose logits are sampled, one per request that samples; sample_rows: its row.
     order: the step's requests are `scheduled[order[i]]`.
+    A token id of -1 - i stands for sample i of the step before, whose id is on the device only.
     """
 
     token_ids: np.ndarray
@@ -92,6 +94,12 @@ class InputBatch:
         """One sampled token each for `rows`."""
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
+
+    def fill_in(self, request_ids: Sequence[str], positions: np.ndarray, token_ids: np.ndarray) -> None:
+        """What stood for these tokens, one of each request, is known now. Requests that have left are passed over."""
+        rows = np.fromiter((self._row_of.get(request_id, -1) for request_id in request_ids), np.int64, len(request_ids))
+        found = rows >= 0
+        self.token_ids[rows[found], positions[found]] = token_ids[found]
 
     def build(self, scheduled: tuple[Scheduled, ...]) -> StepInputs:
         """The arrays of this step. New blocks must have been applied (see `apply_allocations`)."""

@@ -88,9 +88,9 @@ class KVCacheManager:
             self._insert(request, index)
         request.num_hashed_blocks += num_blocks
 
-    def cache_full_blocks(self, request: Request) -> None:
-        """Put the blocks that were filled by computed tokens into the pool's map."""
-        full = request.num_computed_tokens // self.block_size
+    def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
+        """Put the blocks that are filled by its first `num_tokens` tokens, which are computed, into the pool's map."""
+        full = num_tokens // self.block_size
         for index in range(request.num_hashed_blocks, full):
             self._insert(request, index)
         request.num_hashed_blocks = max(request.num_hashed_blocks, full)

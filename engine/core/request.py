@@ -56,6 +56,8 @@ class Request:
     seen_before: tuple[CachedTokensDetails | None, int] | None = None
     ask_at: int | None = None  # when so many tokens are computed, more may have come from a slower tier
     may_load: bool = True  # a failed load is not tried again
+    num_unread: int = 0  # tokens that were sampled and are on the device only: they count, and their ids are not known
+    reads_at_once: bool = False  # no step may begin before its last token is read
     num_preemptions: int = 0
     children: list["Request"] = field(default_factory=list)
     finish_reason: str | None = None
@@ -64,6 +66,7 @@ class Request:
     def __post_init__(self) -> None:
         if not self.token_ids:
             self.token_ids = list(self.prompt_token_ids)
+        self.reads_at_once = self.params.logprobs is not None
         self.extend_chain()
 
     def sibling(self, index: int) -> "Request":
@@ -85,7 +88,12 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self.token_ids) + self.num_unread
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether its last token was sampled: so many are enough, whatever that one is."""
+        return self.num_unread > 0 and self.num_output_tokens + self.num_unread >= self.max_output_tokens
 
     @property
     def num_output_tokens(self) -> int:

@@ -103,6 +103,10 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.num_running or self.num_waiting)
 
+    @property
+    def running(self) -> list[Request]:
+        return self._tenants.running()
+
     def _key(self, request: Request) -> tuple[int, int]:
         return self._priority(request), request.sequence
 
@@ -171,7 +175,7 @@ class Scheduler:
     def _free(self, request: Request) -> None:
         self.connector.request_finished(request.request_id, request.block_numbers, request.answer)
         self.manager.free(request)
-        request.ask_at = None
+        request.ask_at, request.num_unread = None, 0
 
     # -- one step ----------------------------------------------------------------------------------------------------
     def schedule(self) -> SchedulerOutput:
@@ -223,9 +227,9 @@ class Scheduler:
         while index < len(order) and budget.left > 0:
             request = order[index]
             most = budget.most(request)
-            if most <= 0:
+            if most <= 0 or request.is_answered:
                 index += 1
-                continue  # its tenant has had its share
+                continue  # its tenant has had its share, or it ends when its last token is read
             found = self._ask_again(request)
             if found.lookup is Lookup.PENDING:
                 index += 1
@@ -393,9 +397,11 @@ class Scheduler:
         request.num_seen_tokens = max(request.num_seen_tokens, num_cached)
 
     def _scheduled(self, request: Request, num_tokens: int, allocation: Allocation) -> Scheduled:
-        complete = request.num_computed_tokens + num_tokens == request.num_tokens
-        num_samples = 1 + len(request.children) if complete else 0
-        return Scheduled(request.request_id, request.num_computed_tokens, num_tokens, num_samples, allocation)
+        first, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
+        num_samples = 1 + len(request.children) if end == request.num_tokens else 0
+        request.num_computed_tokens = end
+        request.num_unread += num_samples > 0
+        return Scheduled(request.request_id, first, num_tokens, num_samples, allocation)
 
     # -- after the step ----------------------------------------------------------------------------------------------
     def update(
@@ -411,13 +417,14 @@ class Scheduler:
         for index, (step, token_ids) in enumerate(zip(output.scheduled, sampled, strict=True)):
             request = self.requests.get(step.request_id)
             if request is None or request.status is not Status.RUNNING:
-                continue  # aborted while the step ran, or its load failed
-            request.num_computed_tokens += step.num_tokens
-            request.num_seen_tokens = max(request.num_seen_tokens, request.num_computed_tokens)
+                continue  # ended while the step ran, or went back
+            num_computed = step.num_computed_tokens + step.num_tokens
+            request.num_seen_tokens = max(request.num_seen_tokens, num_computed)
             request.seen_before = None
-            self.manager.cache_full_blocks(request)
+            self.manager.cache_full_blocks(request, num_computed)
             if not step.num_samples:
                 continue
+            request.num_unread -= 1
             children, request.children = request.children, []
             for sample, (child, token_id) in enumerate(zip(children, token_ids[1:], strict=True), start=1):
                 if child.status is not Status.FINISHED:
@@ -428,6 +435,14 @@ class Scheduler:
             if request.finish_reason is not None:
                 self._remove(request)
         return progress
+
+    def compute_again(self, request_id: str) -> None:
+        """A token of it could not be drawn in time, and the step behind it has begun: both are computed again."""
+        request = self.requests.get(request_id)
+        if request is not None and request.status is Status.RUNNING:
+            request.reads_at_once = True
+            request.num_seen_tokens = max(request.num_seen_tokens, request.num_computed_tokens)  # none is a hit
+            self._preempt(request)
 
     def _roll_back(self, failed: frozenset[int]) -> None:
         """Forget blocks that hold nothing; whoever refers to one goes back to the token before it, and computes."""

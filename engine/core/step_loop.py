@@ -6,17 +6,17 @@ It alone touches scheduler, runner, outputs and the pool of HBM; all others ask 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.pool import BlockPool
-from kvstore.connector import Evict, KVConnector, TransferPlan
+from kvstore.connector import Evict, KVConnector
 from kvstore.engine.core.inbox import Inbox
 from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput
+from kvstore.engine.core.steps import Steps
 from kvstore.engine.model.step.waiting import WAITING
 from kvstore.engine.stats import loop_stats
 from kvstore.engine.text.output_processor import Handle, OutputProcessor, Totals, tell
@@ -56,7 +56,7 @@ class StepLoop:
 
     def __init__(
         self, scheduler: Scheduler, runner: ModelRunner, outputs: OutputProcessor, connector: KVConnector,
-        erasure: Erasure,
+        erasure: Erasure, runs_ahead: bool = False,
     ) -> None:  # fmt: skip
         self.scheduler = scheduler
         self.runner = runner
@@ -68,7 +68,7 @@ class StepLoop:
         self._thread = threading.Thread(target=self._run, name="kvstore-engine", daemon=True)
         self._totals = Totals()
         self._num_aborted = 0
-        self._plan: TransferPlan | None = None
+        self.steps = Steps(scheduler, runner, runs_ahead)
         self._touched: list[Handle] = []
 
     @property
@@ -139,19 +139,9 @@ class StepLoop:
     def _step(self) -> bool:
         """Whether anything could be scheduled. An error ends all that run."""
         with self._ending_all_on_error(), WAITING.allowed():
-            started = time.perf_counter()
-            self._plan = None
-            output = self.scheduler.schedule()
-            self._plan = output.plan
-            scheduled = time.perf_counter()
-            result = self.runner.execute(output)
-            executed = time.perf_counter()
-            self._update(output, result)
+            has_computed = self.steps.step(self._update)
             self.erasure.go_on()
-        times = self.runner.times
-        times.schedule_s += scheduled - started
-        times.update_s += time.perf_counter() - executed
-        return bool(output.scheduled) or not self.scheduler.has_work
+        return has_computed or not self.scheduler.has_work
 
     def _update(self, output: SchedulerOutput, result: StepResult) -> None:
         failed_blocks = self.connector.get_finished()
@@ -182,8 +172,8 @@ class StepLoop:
             self.outputs.abort(handle, error)
         self._num_aborted += len(ended)
         self._touched += ended
-        self.connector.step_failed(self._plan)
-        self._plan = None
+        self.connector.step_failed(self.steps.plan)
+        self.steps.drop()
         self.scheduler.reset("abort")
         self.runner.reset()
 

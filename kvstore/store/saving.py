@@ -30,11 +30,15 @@ class StepSpan:
 
 @dataclass(slots=True)
 class SaveStep:
-    """Slots of one step's saves. written: each holds a reference for it; complete: those that are full with it."""
+    """Slots of one step's saves. written: each holds a reference for it; complete: those that are full with it.
+
+    num_unnamed: blocks that are full with it, too, and have no id yet.
+    """
 
     saves: list[Save]
     written: list[int]
     complete: list[tuple[str, int]]  # (request id, slot)
+    num_unnamed: int = 0
 
 
 class Saver:
@@ -50,6 +54,8 @@ class Saver:
         self._clock = clock
         # Block id -> its parent: holes that a later request closes by computing from there.
         self._unsaved: OrderedDict[BlockId, BlockId] = OrderedDict()
+        # Full blocks whose last token was not read from the device yet: step, request, index, and slot if it is saved.
+        self._unnamed: list[tuple[SaveStep, Tracked, int, int | None]] = []
 
     def plan(self, spans: Sequence[StepSpan], may_save: bool, step: SaveStep) -> None:
         """Slots for the tokens of a step, noted in `step` as they are taken, so that an error leaves none behind.
@@ -73,10 +79,36 @@ class Saver:
                 step.saves.append(save)
                 step.written.append(slot)
                 self._cpu.acquire(slot)
-                if full:
-                    self._complete(request, index, slot, step)
-            elif full and index == request.hole:
-                self._mark(request, index)
+            if full and len(request.chain) <= index:
+                self._unnamed.append((step, request, index, slot))
+                step.num_unnamed += 1
+            elif full:
+                self._filled(request, index, slot, step)
+
+    def name(self) -> None:
+        """Go on with the blocks whose last token is known by now, or whose request has left."""
+        unnamed, self._unnamed = self._unnamed, []
+        for step, request, index, slot in unnamed:
+            is_here = self._lookups.requests.get(request.request_id) is request
+            if is_here and len(request.chain) <= index:
+                self._unnamed.append((step, request, index, slot))
+                continue
+            step.num_unnamed -= 1
+            if is_here:  # else its slot was given back
+                slot = None if slot is None else self._continued(request, index, slot)
+                self._filled(request, index, slot, step)
+
+    def drop_unnamed(self) -> None:
+        """All requests are going to end."""
+        for step, *_ in self._unnamed:
+            step.num_unnamed = 0
+        self._unnamed = []
+
+    def _filled(self, request: Tracked, index: int, slot: int | None, step: SaveStep) -> None:
+        if slot is not None:
+            self._complete(request, index, slot, step)
+        elif index == request.hole:
+            self._mark(request, index)
 
     def _slot(self, request: Tracked, index: int, begins: bool, full: bool, may_save: bool) -> int | None:
         """Where this block's tokens go; None when they are not saved."""

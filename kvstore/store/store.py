@@ -157,6 +157,7 @@ class KVStore:
             step = self._steps.pop(ticket)
             self._release_loads(step)
             self._end_saves(step, False)
+        self._saver.drop_unnamed()
 
     def drop_taken(self) -> None:
         """Loads that were taken for a step that was never planned."""
@@ -175,11 +176,12 @@ class KVStore:
 
         reads_ahead: for those who wait, too, which takes a look at all of them.
         """
-        self._ended += self._transfers.completed()
-        self._ended += self._io.completed()
+        self._saver.name()
+        self._ended += [*self._transfers.completed(), *self._io.completed()]
         moved = bool(self._ended)
         while self._ended:  # one at a time: an error loses no other
             self._collect(self._ended.popleft())
+        self._end_steps()
         self._splicer.poll()
         self._steering.poll()
         if reads_ahead:
@@ -207,8 +209,7 @@ class KVStore:
                 self.disk.write_done(ended)
 
     def _transferred(self, done: Transferred) -> None:
-        step = self._steps.get(done.ticket)
-        if step is None:  # it was dropped: cut off between its beginning and the note of it
+        if (step := self._steps.get(done.ticket)) is None:  # dropped: cut off between its beginning and the note of it
             return
         if done.is_load:
             step.is_garbage = not done.succeeded
@@ -217,10 +218,14 @@ class KVStore:
                 self._planner.loaded(done.num_bytes, done.seconds)
         else:
             step.has_saved = done.succeeded
-        if step.has_saved is not None and not step.loads:
-            self._end_saves(step, step.has_saved and not step.is_garbage)
-        if not step.loads and not step.saves.written:
-            del self._steps[done.ticket]
+
+    def _end_steps(self) -> None:
+        """Those whose transfers have ended and whose blocks have names."""
+        for ticket, step in list(self._steps.items()):
+            if step.has_saved is not None and not step.loads and not step.saves.num_unnamed:
+                self._end_saves(step, step.has_saved and not step.is_garbage)
+            if not step.loads and not step.saves.written:
+                del self._steps[ticket]
 
     def _end_loads(self, step: _Step, succeeded: bool) -> None:
         if succeeded:

@@ -178,7 +178,7 @@ def test_when_the_thread_dies_nobody_waits_for_ever(model):
         def broken(*_):
             raise Panic
 
-        engine.engine.loop.runner.execute = broken
+        engine.engine.loop.runner.launch = broken
         thread_errors = []
         previous, threading.excepthook = threading.excepthook, thread_errors.append
         try:

@@ -68,13 +68,13 @@ class Slow:
             setattr(planner, measured, lambda *_: None)
         self.gate = Gate(self.engine.connector._disk_tier)
         self.num_computed = 0
-        execute = self.engine.loop.runner.execute
+        launch = self.engine.loop.runner.launch
 
         def counted(output):
             self.num_computed += sum(s.num_tokens for s in output.scheduled if s.num_tokens > 1)
-            return execute(output)
+            return launch(output)
 
-        self.engine.loop.runner.execute = counted
+        self.engine.loop.runner.launch = counted
 
     def believe(self, read_s: float, compute_s: float) -> None:
         planner, cls = self.planner, type(self.planner)

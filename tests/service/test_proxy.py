@@ -145,7 +145,7 @@ def test_the_name_of_an_upstream_can_be_allowed(tmp_path: Path) -> None:
 def test_an_answer_comes_through_while_it_is_made(
     server: Serving, ports: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, seen = server.engine.loop.runner.execute, threading.Event()
+    step, seen = server.engine.loop.runner.launch, threading.Event()
     held_from = server.engine.stats()["step"]["num_steps"] + 4
 
     def until_seen(output: Any) -> Any:
@@ -154,7 +154,7 @@ def test_an_answer_comes_through_while_it_is_made(
             seen.wait(30)
         return step(output)
 
-    monkeypatch.setattr(server.engine.loop.runner, "execute", until_seen)
+    monkeypatch.setattr(server.engine.loop.runner, "launch", until_seen)
     connection = http.client.HTTPConnection("127.0.0.1", ports["plain"], timeout=20)
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     body = {"message": "Hello", "stream": True, "ignore_eos": True, "max_tokens": 20}

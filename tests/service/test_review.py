@@ -165,7 +165,7 @@ def test_the_trace_of_an_error_does_not_grow_with_those_who_get_it(engine):
         def fail(output):
             raise RuntimeError("injected")
 
-        engine.loop.runner.execute = fail
+        engine.loop.runner.launch = fail
         lengths = []
         for answer in answers:
             try:
@@ -186,17 +186,17 @@ def test_the_trace_of_an_error_does_not_grow_with_those_who_get_it(engine):
 
 def test_a_stream_of_completions_that_fails_shows_no_finish_reason(served):
     engine = served.engine
-    known = engine.loop.runner.execute
+    known = engine.loop.runner.launch
     steps = []
 
     def fail(output):
         steps.append(None)
         if len(steps) > 3:
-            engine.loop.runner.execute = known
+            engine.loop.runner.launch = known
             raise RuntimeError("injected")
         return known(output)
 
-    engine.loop.runner.execute = fail
+    engine.loop.runner.launch = fail
     body = {"prompt": ["a", "b"], "stream": True, "max_tokens": 50, "ignore_eos": True}
     events = served.post("/v1/completions", body).events()
     assert events[-1] == "[DONE]" and events[-2]["error"]["code"] == "internal_error"

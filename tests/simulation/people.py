@@ -139,10 +139,11 @@ class People:
         sim = self.sim
         self._num_requests += 1
         lineage = talk.lineage or Lineage(sim.connector.lineage_root(talk.tenant, ""))
+        stops = (1, 2, 3) if sim.config.runs_ahead else ()
+        params = SamplingParams(n=n, max_tokens=num_output, temperature=0, stop_token_ids=stops)
         first = Request(
-            f"r{self._num_requests}", list(talk.tokens), SamplingParams(n=n, max_tokens=num_output, temperature=0),
-            num_output, lineage, sim.config.block_size, seed=0, priority=talk.priority,
-            arrival_s=sim.clock.now_s, tenant=talk.tenant, chain=list(talk.chain),
+            f"r{self._num_requests}", list(talk.tokens), params, num_output, lineage, sim.config.block_size, seed=0,
+            priority=talk.priority, arrival_s=sim.clock.now_s, tenant=talk.tenant, chain=list(talk.chain),
         )  # fmt: skip
         requests = [first, *(first.sibling(index) for index in range(1, n))]
         talk.open, talk.answers = {request.request_id for request in requests}, []

@@ -25,6 +25,8 @@ from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.kv_cache_manager import KVCacheManager
 from kvstore.engine.core.request import Request, Status
 from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput
+from kvstore.engine.core.steps import Steps
+from kvstore.engine.model.step.runner import StepResult
 from kvstore.store.tiered import TieredConnector
 from tests.simulation import checks
 from tests.simulation.disk import PAGE_BYTES, Disk, Faults, InjectedError, Platter, Transfers, VirtualIo, Weather
@@ -63,6 +65,7 @@ class Config:
     max_queued_bytes: int = 4096
     limit_blocks: int | None = None  # on disk, of each tenant
     longest_wait_s: float = 120.0  # of a request, when nothing fails
+    runs_ahead: bool = False  # as a device does; answers then end at some tokens, too, which are seen late
     faults: Faults = NO_FAULTS
 
 
@@ -87,6 +90,8 @@ CONFIGS = (
     Config("limit-faults", limit_blocks=30, cpu_slots=60, disk_blocks=120, faults=SOME),
     Config("always", load="always", block_size=8, faults=SOME),
     Config("everything", policy="priority", cpu_slots=100, disk_blocks=400, faults=ALL),
+    Config("ahead", runs_ahead=True, hours=10.0),
+    Config("ahead-faults", runs_ahead=True, cpu_slots=100, disk_blocks=400, faults=ALL),
 )
 
 class Simulation:
@@ -179,7 +184,8 @@ class Simulation:
         self.pool = WatchedPool(config.hbm_blocks, self.connector.hbm_order).watch(self.book)
         limits = SchedulerConfig(config.window, config.block_size, config.seqs, config.budget, config.policy)
         self.scheduler = Scheduler(limits, KVCacheManager(self.pool, config.block_size), self.connector)
-        self.runner, self.plan = Runner(self), None
+        self.runner = Runner(self)
+        self.steps = Steps(self.scheduler, self.runner, config.runs_ahead)
         self._watch_plan()
         self._unsettled_since_s = self.clock.now_s
         take = self.connector.update_state_after_alloc
@@ -244,7 +250,7 @@ class Simulation:
                 self.clock.advance(1.0)  # the transaction has just passed
         else:
             self.people.all_ended(self.scheduler.requests)
-            self.connector.step_failed(self.plan)
+            self.connector.step_failed(self.steps.plan)
             self.scheduler.reset("abort")
             self.connector.close()
             if self.store.disk is None or self.store.disk.degraded is None:
@@ -323,40 +329,31 @@ class Simulation:
 
     # -- steps -------------------------------------------------------------------------------------------------------
     def step(self) -> None:
-        scheduler = self.scheduler
-        self.plan, self._may_raise, self.transfers.failed_blocks = None, True, set()
-        before = {request_id: replace(account) for request_id, account in self.accounts.items()}
+        self._may_raise = True
         try:
-            output = scheduler.schedule()
-            self.plan = output.plan
-            self.may_fail("scheduled")
-            self._account(output)
-            sampled = self.runner.execute(output)
-            self.may_fail("executed")
-            failed = self.connector.get_finished()
-            progress = scheduler.update(output, sampled, failed)
+            has_computed = self.steps.step(self._take_in)
         except InjectedError:
             self._end_all()
             return
         finally:
             self._may_raise = False
-        assert self.transfers.failed_blocks == set(failed), "a failed load was not reported"
-        self._roll_back(before, output)
-        for one in progress:
-            self._progressed(one.request, scheduler.requests.get(output.scheduled[one.scheduled].request_id))
         self._num_steps += 1
         if self._num_steps % 16 == 0:
             checks.check_always(self)
         self._watch_index()
-        self._wait_if_stuck(output)
+        self._wait_if_stuck(has_computed)
 
-    def _account(self, output: SchedulerOutput) -> None:
-        """Tokens that a request did not have before the step and does not compute in it were cached."""
-        size = self.config.block_size
-        for step in output.scheduled:
-            account = self.accounts[step.request_id]
-            account.cached += size * max(0, step.num_computed_tokens // size - -(-account.covered // size))
-            account.covered = max(account.covered, step.num_computed_tokens + step.num_tokens)
+    def _take_in(self, output: SchedulerOutput, result: StepResult) -> None:
+        scheduler, failed = self.scheduler, self.connector.get_finished()
+        self.counts["computed for nothing"] += sum(s.request_id not in scheduler.requests for s in output.scheduled)
+        progress = scheduler.update(output, result.token_ids, failed)
+        assert self.transfers.failed_blocks == set(failed), "a failed load was not reported"
+        self.transfers.failed_blocks = set()
+        self._may_raise = False
+        self._roll_back(self.runner.before, output)
+        for one in progress:
+            self._progressed(one.request, scheduler.requests.get(output.scheduled[one.scheduled].request_id))
+        self._may_raise = True
 
     def _roll_back(self, before: dict[str, Account], output: SchedulerOutput) -> None:
         for step in output.scheduled:
@@ -392,9 +389,9 @@ class Simulation:
         if self.config.faults.are_none:
             assert waited_s < self.config.longest_wait_s, f"{request.request_id} took {waited_s} s"
 
-    def _wait_if_stuck(self, output: SchedulerOutput) -> None:
+    def _wait_if_stuck(self, has_computed: bool) -> None:
         """As the engine does when every request waits for its blocks."""
-        if output.scheduled or not self.scheduler.has_work:
+        if has_computed or not self.scheduler.has_work:
             self._last_scheduled_s = self.clock.now_s
             return
         self.counts["empty steps"] += 1
@@ -406,10 +403,10 @@ class Simulation:
         """As the engine does after an error in the middle of a step."""
         self.counts["failed steps"] += 1
         ended = dict(self.scheduler.requests)
-        self.connector.step_failed(self.plan)
-        self.plan = None
+        self.connector.step_failed(self.steps.plan)
+        self.steps.drop()
         self.scheduler.reset("abort")
-        self.runner.rows.clear()
+        self.runner = self.steps._runner = Runner(self)
         self.people.all_ended(ended)
 
     # -- days --------------------------------------------------------------------------------------------------------

@@ -1,14 +1,17 @@
-"""The model of a simulation: a clock, and KV that follows from the tokens."""
+"""The model of a simulation: a clock, and KV that follows from the tokens. What it samples stays with it until it is
+read, as on a device.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import SchedulerOutput
-from tests.simulation.parts import GARBAGE, TOKEN_BYTES, next_token
+from kvstore.engine.model.step.runner import StepResult, StepTimes
+from tests.simulation.parts import GARBAGE, TOKEN_BYTES, next_key, next_token
 
 if TYPE_CHECKING:
     from tests.simulation.run import Simulation
@@ -23,14 +26,52 @@ class Account:
     cached: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """before: accounts of its requests as they were."""
+
+    sampled: list[Sequence[int]]
+    before: dict[str, Account]
+
+
 class Runner:
     """The model: a clock, and KV that follows from the tokens. Checks all that a step reads and writes."""
 
     def __init__(self, sim: Simulation) -> None:
         self.sim = sim
         self.rows: dict[str, list[int]] = {}
+        self.times = StepTimes()
+        self.unread: dict[str, int] = {}  # tokens of the last step
+        self.last: Launched | None = None
+        self.before: dict[str, Account] = {}  # of the step that was read last
 
-    def execute(self, output: SchedulerOutput) -> list[Sequence[int]]:
+    def read(self, launched: Launched) -> StepResult:
+        self.sim.may_fail("executed")
+        if launched is self.last:
+            self.unread.clear()
+        self.before = launched.before
+        return StepResult(launched.sampled, {})
+
+    def launch(self, output: SchedulerOutput) -> Launched:
+        sim = self.sim
+        sim.may_fail("scheduled")
+        before = {step.request_id: replace(sim.accounts[step.request_id]) for step in output.scheduled}
+        self._account(output)
+        sim.counts["ran ahead"] += bool(self.unread)
+        sampled = self._execute(output)
+        self.unread = {s.request_id: ids[0] for s, ids in zip(output.scheduled, sampled, strict=False) if ids}
+        self.last = Launched(sampled, before)
+        return self.last
+
+    def _account(self, output: SchedulerOutput) -> None:
+        """Tokens that a request did not have before the step and does not compute in it were cached."""
+        size = self.sim.config.block_size
+        for step in output.scheduled:
+            account = self.sim.accounts[step.request_id]
+            account.cached += size * max(0, step.num_computed_tokens // size - -(-account.covered // size))
+            account.covered = max(account.covered, step.num_computed_tokens + step.num_tokens)
+
+    def _execute(self, output: SchedulerOutput) -> list[Sequence[int]]:
         sim, size = self.sim, self.sim.config.block_size
         for request_id in output.left:
             del self.rows[request_id]
@@ -85,6 +126,9 @@ class Runner:
     def _compute(self, request: Request, first: int, num_tokens: int, size: int) -> bytes:
         """KV of the tokens, written to HBM. Garbage, where what it is computed from has not come."""
         sim, table, story = self.sim, self.rows[request.request_id], self.sim.book.story(request)
+        if first + num_tokens > len(request.token_ids):
+            key = next_key(int.from_bytes(story[-TOKEN_BYTES:], "little"), self.unread[request.request_id])
+            story = story + key.to_bytes(TOKEN_BYTES, "little")
         contents, width = sim.pool.contents, size * TOKEN_BYTES
         failed = sim.transfers.failed_blocks
         if failed and not failed.isdisjoint(table):

@@ -40,7 +40,7 @@ REACHED = (
     "spliced", "victims while somebody waits", "write error: broken", "write error: i/o error",
     "write error: map full", "prefetched", "prefetch hits", "writes dropped", "injected: scheduled", "injected: plan",
     "injected: reserve", "injected: began", "injected: computed", "injected: executed",
-    "writes refused",
+    "writes refused", "ran ahead", "computed for nothing",
 )  # fmt: skip
 
 reached: Counter[str] = Counter()

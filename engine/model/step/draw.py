@@ -14,21 +14,21 @@ CHUNK = 128
 UNSURE, BROKEN = -1, -2  # in the place of a token: more has to be looked at; there is no usable number
 
 
-def argmax(logits: torch.Tensor) -> np.ndarray:
-    """Best token of each row, the lowest id among equals, on the host; NaN counts as the lowest number."""
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Best token of each row [S], the lowest id among equals; BROKEN where there is a NaN. Waits for nothing."""
     if logits.device.type == "cpu":  # numpy's is vectorised: 0.13 ms against 0.84 ms for [64, 32000]
         values = logits.float().numpy()
         token_ids = values.argmax(-1)
-        broken = np.isnan(np.take_along_axis(values, token_ids[:, None], -1)[:, 0])
-    else:
-        best = logits.max(-1)  # NaN wins; marked by -1 so that there is one copy to the host
-        token_ids = torch.where(best.values.isnan(), -1, best.indices).cpu().numpy()
-        broken = token_ids < 0
-    if broken.any():
-        lowest = torch.finfo(torch.float32).min
-        usable = logits[torch.from_numpy(broken).to(logits.device)].float().nan_to_num_(nan=lowest, neginf=lowest)
-        token_ids[broken] = usable.argmax(-1).cpu().numpy()
-    return token_ids
+        token_ids[np.isnan(np.take_along_axis(values, token_ids[:, None], -1)[:, 0])] = BROKEN
+        return torch.from_numpy(token_ids)
+    best = logits.max(-1)  # NaN wins
+    return torch.where(best.values.isnan(), BROKEN, best.indices)
+
+
+def argmax_of_usable(logits: torch.Tensor) -> torch.Tensor:
+    """As `argmax`; NaN counts as the lowest number."""
+    lowest = torch.finfo(torch.float32).min
+    return logits.float().nan_to_num_(nan=lowest, neginf=lowest).argmax(-1)
 
 
 def draw_all(scaled: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

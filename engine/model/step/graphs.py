@@ -20,7 +20,7 @@ from kvstore.connector import KVConnector, SaveFence, TransferPlan
 from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.input_batch import StepInputs
 from kvstore.engine.model.interception import KVCaches, PositionFreeModel
-from kvstore.engine.model.step.tensors import Layout, StepTensors
+from kvstore.engine.model.step.tensors import Layout, StepTensors, fill_in
 from kvstore.engine.model.step.waiting import WAITING
 from kvstore.errors import KVStoreError
 from kvstore.kernels.paged_batch import DeviceBatch, PagedBatch
@@ -300,17 +300,25 @@ class StepGraphs:
         return found if found in self._replays and count == len(inputs.sample_rows) else None
 
     def run(
-        self, form: Form, inputs: StepInputs, table: np.ndarray, plan: TransferPlan | None, connector: KVConnector
+        self,
+        form: Form,
+        inputs: StepInputs,
+        table: np.ndarray,
+        plan: TransferPlan | None,
+        connector: KVConnector,
+        sampled: torch.Tensor | None = None,
     ) -> torch.Tensor:  # [num_requests, vocab_size]
         """The step's logits, which hold until the next step; its saves are handed to the connector, and ended.
 
-        table: [num_requests, width] block numbers.
+        table: [num_requests, width] block numbers. sampled: see `kvstore.engine.model.step.tensors.fill_in`.
         """
         if self._fence is not None:  # any graph's replay overwrites what the save of another one's step may still read
             self._fence.order()
             self._fence = None
         count = len(inputs.token_ids)
         self._load(form, inputs, table)
+        if sampled is not None:
+            fill_in(form.layout.unpack(self._arrived)[0], sampled)
         output = self._replays[form]()
         if plan is not None and plan.saves:
             for layer, (key, value) in enumerate(output.layers):

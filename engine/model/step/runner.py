@@ -1,4 +1,8 @@
-"""Executes one step: batch rows, tensors, forward pass, sampling. Owns the HBM caches; decides nothing."""
+"""Executes steps: batch rows, tensors, forward pass, sampling. Owns the HBM caches; decides nothing.
+
+A step is launched, and its tokens are read: at once, or behind the launch of the next one, which then takes them on the
+device.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +21,25 @@ from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import NewRow, Scheduled, SchedulerOutput
 from kvstore.engine.model.interception import PositionFreeModel
 from kvstore.engine.model.step.graphs import Capturer, StepGraphs, capture_graphs
-from kvstore.engine.model.step.sampler import Sampler
-from kvstore.engine.model.step.tensors import step_tensors
+from kvstore.engine.model.step.sampler import Drawn, Sampler
+from kvstore.engine.model.step.tensors import fill_in, step_tensors
 from kvstore.engine.model.step.waiting import WAITING
 from kvstore.engine.model.step.warm_up import warm_up
 from kvstore.engine.outputs import TokenLogprob
 from kvstore.kernels.cpu.threads import Team
-from kvstore.kernels.device import to_device
+from kvstore.kernels.device import start_to_host, to_device
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Per scheduled request, in order: its sampled tokens (none, one, or n) and, where asked, their logprobs."""
+    """Per scheduled request, in order: its sampled tokens (none, one, or n) and, where asked, their logprobs.
+
+    undrawn: requests whose token could not be drawn, since the logits were given up for the next step.
+    """
 
     token_ids: list[Sequence[int]]
     logprobs: dict[int, list[TokenLogprob | None]]  # index in `scheduled` -> one per sampled token
+    undrawn: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -52,13 +60,26 @@ class StepTimes:
     update_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Unread:
-    """A step on CUDA that sampled nothing, so that nobody has waited for it. num_prefill_tokens: 0: not to be timed."""
+@dataclass(slots=True)
+class Launched:
+    """A step that the device may still be computing. num_prefill_tokens: 0: its time is not to be told.
 
-    num_prefill_tokens: int
-    start: torch.cuda.Event
-    end: torch.cuda.Event
+    sampling: indices in `scheduled` of those that sample, num_samples: how many each; rows: theirs in the batch, until
+    the next launch; positions: of their tokens. on_host: where the tokens are when `end` is reached.
+    start, end: None on a CPU, where it has taken `seconds`.
+    """
+
+    scheduled: tuple[Scheduled, ...]
+    num_prefill_tokens: int = 0
+    start: torch.cuda.Event | None = None
+    end: torch.cuda.Event | None = None
+    seconds: float = 0.0
+    sampling: Sequence[int] = ()
+    num_samples: Sequence[int] = ()
+    rows: np.ndarray | None = None
+    positions: np.ndarray | None = None
+    drawn: Drawn | None = None
+    on_host: torch.Tensor | None = None
 
 
 class ModelRunner:
@@ -80,7 +101,7 @@ class ModelRunner:
         self.batch = InputBatch(config.max_num_seqs, config.max_model_len, config.block_size)
         self.sampler = Sampler(config.max_num_seqs, model.spec.vocab_size, self._device)
         self.times = StepTimes()
-        self._unread: _Unread | None = None
+        self._unread: Launched | None = None  # the last step, until its tokens are read or stand in the next one
         self._team = Team() if self._device.type == "cpu" else None
         connector.register_kv_caches(self.caches)
         self._config = config
@@ -98,39 +119,69 @@ class ModelRunner:
         self.times.num_graphs = 0 if self.graphs is None else self.graphs.num_graphs
 
     @torch.inference_mode()
-    def execute(self, output: SchedulerOutput) -> StepResult:
-        """Run the scheduled tokens and sample where a request's tokens are complete."""
+    def launch(self, output: SchedulerOutput) -> Launched:
+        """Run the scheduled tokens and sample where a request's tokens are complete. Tokens of the step before may not
+        have been read; then nobody leaves or joins who sampled in it.
+        """
         started = time.perf_counter()
+        sampled = self._go_on_unread()
         self._update_rows(output)
         copies = self.batch.apply_allocations(output.scheduled)
         if not output.scheduled:
-            return StepResult([], {})
+            return Launched(())
         inputs = self.batch.build(output.scheduled)
-        self._wait_for_unread()
         if copies:
             self._copy_blocks(copies)
         if output.plan is not None:
             row_starts = np.empty(len(inputs.order), dtype=np.int64)
             row_starts[inputs.order] = inputs.query_start[:-1]
             self.connector.start_load_kv(output.plan, row_starts.tolist())
-        built, start = time.perf_counter(), self._mark()
+        launched = Launched(output.scheduled, start=self._mark())
+        built = time.perf_counter()
         with nullcontext() if self._team is None else self._team.step(output.num_tokens):
-            logits = self._forward(inputs, output.plan)
-            end = None if len(inputs.sample_rows) else self._mark()
+            logits = self._forward(inputs, output.plan, sampled)
             computed = time.perf_counter()
-            result = self._sample(inputs, output.scheduled, logits)
-        times = self.times
+            self._draw(inputs, launched, logits)
+        launched.end = self._mark()
+        times, ended = self.times, time.perf_counter()
         times.num_steps += 1
         times.build_s += built - started
         times.forward_s += computed - built
-        sampled = time.perf_counter()
-        times.sample_s += sampled - computed
-        num_prefill_tokens = self._num_measured(output)
-        if start is not None and end is not None:
-            self._unread = _Unread(num_prefill_tokens, start, end)
-        elif num_prefill_tokens:
-            self.connector.step_measured(num_prefill_tokens, sampled - built)
-        return result
+        times.sample_s += ended - computed
+        launched.num_prefill_tokens, launched.seconds = self._num_measured(output), ended - built
+        self._unread = launched
+        return launched
+
+    @torch.inference_mode()
+    def read(self, launched: Launched) -> StepResult:
+        """Waits for the tokens of a step, if it has sampled any."""
+        started = time.perf_counter()
+        token_ids: list[Sequence[int]] = [()] * len(launched.scheduled)
+        drawn, rows = launched.drawn, launched.rows
+        if launched.end is None:
+            self._measure(launched)
+        if drawn is None or rows is None or launched.on_host is None or launched.positions is None:
+            return StepResult(token_ids, {})
+        if launched.end is not None:
+            self._wait(launched)
+        sampled = self.sampler.read(drawn, launched.on_host.numpy())
+        first = np.cumsum([0, *launched.num_samples[:-1]])
+        firsts = sampled.token_ids[first]
+        ids = [launched.scheduled[i].request_id for i in launched.sampling]
+        if launched is self._unread:
+            self._unread = None
+            self.sampler.append(rows, firsts)
+            self.batch.append(rows, firsts)
+        else:
+            self.batch.fill_in(ids, launched.positions, firsts)
+        tokens = sampled.token_ids.tolist()
+        logprobs: dict[int, list[TokenLogprob | None]] = {}
+        for i, start, count in zip(launched.sampling, first.tolist(), launched.num_samples, strict=True):
+            token_ids[i] = tokens[start : start + count]
+            if sampled.logprobs is not None:
+                logprobs[i] = sampled.logprobs[start : start + count]
+        self.times.sample_s += time.perf_counter() - started
+        return StepResult(token_ids, logprobs, tuple(ids[i] for i in np.flatnonzero(firsts < 0)))
 
     def _num_measured(self, output: SchedulerOutput) -> int:
         """Tokens of prompts in a step whose time says how fast these are computed; 0 when it does not."""
@@ -147,15 +198,33 @@ class ModelRunner:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _wait_for_unread(self) -> None:
-        """One step ahead of the device, not more: what is to be saved of a step is kept until it is computed."""
-        if self._unread is not None:
-            unread, self._unread = self._unread, None
-            with torch.cuda.device_of(self.caches[0][0]):  # see `kvstore.memory.streams`
-                unread.end.synchronize()
-            if unread.num_prefill_tokens:
-                seconds = unread.start.elapsed_time(unread.end) / 1000
-                self.connector.step_measured(unread.num_prefill_tokens, seconds)
+    def _go_on_unread(self) -> torch.Tensor | None:
+        """Before a launch. Returns the tokens of the step before, if they have not been read: numbers below 0 stand for
+        them. Where it has none it is waited for: what is to be saved of a step is kept until it is computed.
+        """
+        last, self._unread = self._unread, None
+        if last is None or last.drawn is None or last.rows is None:
+            if last is not None and last.end is not None:
+                self._wait(last)
+            return None
+        tokens, last.drawn.source = last.drawn.tokens, None
+        self.sampler.append(last.rows, tokens)
+        self.batch.append(last.rows, -1 - np.arange(len(last.rows)))
+        return tokens
+
+    def _wait(self, launched: Launched) -> None:
+        assert launched.end is not None
+        with torch.cuda.device_of(self.caches[0][0]):  # see `kvstore.memory.streams`
+            launched.end.synchronize()
+        self._measure(launched)
+
+    def _measure(self, launched: Launched) -> None:
+        """Of a step that has ended."""
+        if launched.num_prefill_tokens:
+            seconds = launched.seconds
+            if launched.start is not None and launched.end is not None:
+                seconds = launched.start.elapsed_time(launched.end) / 1000
+            self.connector.step_measured(launched.num_prefill_tokens, seconds)
 
     def reset(self) -> None:
         """Empty the batch: after an error left rows that cannot be trusted. The caches stay; nobody refers to them."""
@@ -187,25 +256,28 @@ class ModelRunner:
             for cache in layer:
                 cache.index_copy_(0, destination, cache.index_select(0, source))
 
-    def _forward(self, inputs: StepInputs, plan: TransferPlan | None) -> torch.Tensor:
+    def _forward(self, inputs: StepInputs, plan: TransferPlan | None, sampled: torch.Tensor | None) -> torch.Tensor:
         width = -(-int(inputs.context_lens.max()) // self.block_size)
         table = self.batch.block_table[inputs.rows, :width]
         has_loads = plan is not None and bool(plan.loads)  # layer by layer, which a graph does not wait for
         form = None if self.graphs is None or has_loads else self.graphs.form_of(inputs)
         if self.graphs is not None and form is not None:
             self.times.num_replays += 1
-            return self.graphs.run(form, inputs, table, plan, self.connector)
+            return self.graphs.run(form, inputs, table, plan, self.connector, sampled)
         step = step_tensors(inputs, table, self.block_size, self._device)
+        if sampled is not None:
+            fill_in(step.token_ids, sampled)
         logits = self.model.forward(
             step.token_ids, step.positions, step.batch, self.caches, self.connector, step.sample_tokens
         )
         self.connector.wait_for_save()
         return logits
 
-    def _sample(self, inputs: StepInputs, scheduled: tuple[Scheduled, ...], logits: torch.Tensor) -> StepResult:
-        token_ids: list[Sequence[int]] = [()] * len(scheduled)
+    def _draw(self, inputs: StepInputs, launched: Launched, logits: torch.Tensor) -> None:
+        """The step's tokens, on their way to the host."""
         if not len(inputs.sample_rows):
-            return StepResult(token_ids, {})
+            return
+        scheduled = launched.scheduled
         sampling = [i for i in inputs.order.tolist() if scheduled[i].num_samples]
         counts = [scheduled[i].num_samples for i in sampling]
         rows, offsets = inputs.sample_rows, None
@@ -214,18 +286,10 @@ class ModelRunner:
             offsets = np.concatenate([np.arange(count) for count in counts])
             rows = rows[source]
             logits = logits[to_device(torch.from_numpy(source), logits.device)]
-        sampled = self.sampler.sample(logits, rows, offsets)
-        first = np.cumsum([0, *counts[:-1]])
-        firsts = sampled.token_ids[first]
-        self.sampler.append(inputs.sample_rows, firsts)
-        self.batch.append(inputs.sample_rows, firsts)
-        tokens = sampled.token_ids.tolist()
-        logprobs: dict[int, list[TokenLogprob | None]] = {}
-        for i, start, count in zip(sampling, first.tolist(), counts, strict=True):
-            token_ids[i] = tokens[start : start + count]
-            if sampled.logprobs is not None and scheduled[i].num_samples:
-                logprobs[i] = sampled.logprobs[start : start + count]
-        return StepResult(token_ids, logprobs)
+        drawn = self.sampler.draw(logits, rows, offsets)
+        launched.sampling, launched.num_samples, launched.drawn = sampling, counts, drawn
+        launched.rows, launched.positions = inputs.sample_rows, inputs.positions[inputs.sample_tokens] + 1
+        launched.on_host = start_to_host(drawn.tokens)
 
 
 def stop_ids(request: Request) -> list[int]:

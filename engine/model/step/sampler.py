@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kvstore.engine.model.step.draw import BROKEN, TOP_WIDTHS, UNSURE, argmax, draw_all, draw_cut
+from kvstore.engine.model.step.draw import BROKEN, TOP_WIDTHS, UNSURE, argmax, argmax_of_usable, draw_all, draw_cut
 from kvstore.engine.outputs import TokenLogprob
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.kernels.device import to_device
@@ -39,6 +39,29 @@ _STATE = np.dtype(
         ("biased", np.bool_),
     ]
 )
+
+
+@dataclass(slots=True)
+class _Source:
+    """What tokens are drawn from. state [R]; scaled and cuts [S] are of the rows `random` [S] alone."""
+
+    raw: torch.Tensor
+    edited: torch.Tensor
+    state: np.ndarray
+    random: np.ndarray
+    scaled: torch.Tensor | None = None
+    cuts: Sequence[torch.Tensor] = ()
+
+
+@dataclass(slots=True)
+class Drawn:
+    """tokens [R] int64, where the logits are; UNSURE or BROKEN for rows that are to be looked at again.
+
+    source: for that, None when the logits were given up.
+    """
+
+    tokens: torch.Tensor
+    source: _Source | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +162,17 @@ class Sampler:
         self._stops.pop(row, None)
         self._reset(row)
 
-    def append(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
-        """Token token_ids[i] was accepted as the next output token of rows[i]; both [R]. A row may repeat, in order."""
+    def append(self, rows: np.ndarray, token_ids: np.ndarray | torch.Tensor) -> None:
+        """Token token_ids[i] was accepted as the next output token of rows[i]; both [R]. A row may repeat, in order.
+
+        What only the device knows is not waited for; a row without a token, below 0, is going to be set anew.
+        """
         np.add.at(self._state["num_output_tokens"], rows, 1)
         slots = self._state["penalty_slot"][rows]
-        penalised = slots != _NO_SLOT
-        if penalised.any():
-            self._penalties.add(slots[penalised], np.asarray(token_ids)[penalised])
+        penalised = np.flatnonzero(slots != _NO_SLOT)
+        if len(penalised):
+            tokens = self._tensor(token_ids) if isinstance(token_ids, np.ndarray) else token_ids
+            self._penalties.add(self._tensor(slots[penalised]), tokens[self._tensor(penalised)].clamp_(min=0))
 
     def sample(self, logits: torch.Tensor, rows: np.ndarray, choice_offsets: np.ndarray | None = None) -> SampledTokens:
         """One token for each row of logits [R, V] of any float dtype, which stay as they are; rows [R].
@@ -153,18 +180,29 @@ class Sampler:
         A row may repeat, with another choice_offsets [R] each time, which is added to its seed. Logits without one
         usable number give a token all the same: the argmax after nan_to_num.
         """
+        drawn = self.draw(logits, rows, choice_offsets)
+        return self.read(drawn, drawn.tokens.cpu().numpy())
+
+    def draw(self, logits: torch.Tensor, rows: np.ndarray, choice_offsets: np.ndarray | None = None) -> Drawn:
+        """As `sample`, as far as nothing has to be waited for on CUDA."""
         assert logits.shape == (len(rows), self._vocab_size), (logits.shape, len(rows), self._vocab_size)
         state = self._state[rows]
         raw = logits.detach()
-        edited = self._edit(raw, rows, state)
         random = np.flatnonzero(state["temperature"] > 0)
+        source = _Source(raw, self._edit(raw, rows, state), state, random)
         if len(random) == 0:
-            token_ids = argmax(edited)
-        else:
-            seeds = state["seed"] if choice_offsets is None else state["seed"] + choice_offsets.astype(np.uint64)
-            numbers = uniforms(seeds, state["num_output_tokens"].astype(np.uint64))
-            token_ids = self._sample_some(edited, random, state, numbers)
-        return SampledTokens(token_ids, self._logprobs(raw, state["logprobs"], token_ids))
+            return Drawn(argmax(source.edited), source)
+        seeds = state["seed"] if choice_offsets is None else state["seed"] + choice_offsets.astype(np.uint64)
+        return Drawn(self._draw_some(source, uniforms(seeds, state["num_output_tokens"].astype(np.uint64))), source)
+
+    def read(self, drawn: Drawn, token_ids: np.ndarray) -> SampledTokens:
+        """token_ids: `drawn.tokens`, brought to the host; changed in place where rows are looked at again."""
+        source = drawn.source
+        if source is None:
+            return SampledTokens(token_ids, None)
+        if (token_ids < 0).any():
+            self._look_again(source, token_ids)
+        return SampledTokens(token_ids, self._logprobs(source.raw, source.state["logprobs"], token_ids))
 
     def _reset(self, row: int) -> None:
         self._state[row] = np.zeros((), _STATE)
@@ -203,20 +241,19 @@ class Sampler:
         """Index of logits: every id of ids[i] in row indices[i]."""
         return self._tensor(np.repeat(indices, [len(some) for some in ids])), self._tensor(np.concatenate(ids))
 
-    def _sample_some(
-        self, logits: torch.Tensor, random: np.ndarray, state: np.ndarray, numbers: np.ndarray
-    ) -> np.ndarray:
-        """Greedy tokens, and random ones for the rows `random`, each kind as one sub-batch."""
+    def _draw_some(self, source: _Source, numbers: np.ndarray) -> torch.Tensor:  # [R]
+        """Greedy tokens, and random ones, each kind as one sub-batch; numbers [R] in [0, 1)."""
+        logits, random, state = source.edited, source.random, source.state
         if len(random) == len(logits):
-            return self._draw(logits.float(), state, numbers)
-        token_ids = np.empty(len(logits), np.int64)
-        greedy = np.flatnonzero(state["temperature"] == 0)
-        token_ids[greedy] = argmax(logits[self._tensor(greedy)])
-        token_ids[random] = self._draw(logits[self._tensor(random)].float(), state[random], numbers[random])
-        return token_ids
+            return self._draw(source, logits.float(), state, numbers)
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        greedy, others = self._tensor(np.flatnonzero(state["temperature"] == 0)), self._tensor(random)
+        tokens[greedy] = argmax(logits[greedy])
+        tokens[others] = self._draw(source, logits[others].float(), state[random], numbers[random])
+        return tokens
 
-    def _draw(self, logits: torch.Tensor, state: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """Temperature, min-p, top-k, top-p and the draw; logits [S, V] float32, numbers [S] in [0, 1).
+    def _draw(self, source: _Source, logits: torch.Tensor, state: np.ndarray, numbers: np.ndarray) -> torch.Tensor:
+        """Temperature, min-p, top-k, top-p and the draw; logits [S, V] float32, numbers [S] in [0, 1); -> [S].
 
         What a device decides comes back as part of the tokens: it is waited for once, and again for rare rows only.
         """
@@ -233,18 +270,21 @@ class Sampler:
         if state["min_p"].any():
             scaled.masked_fill_(scaled < lowest.float().unsqueeze(-1), -torch.inf)
         cut = (state["top_k"] < self._vocab_size) | (state["top_p"] < 1)
-        drawn = torch.where(broken.squeeze(-1), BROKEN, self._draw_each(scaled, state, cuts, cut))
-        token_ids = drawn.cpu().numpy()
+        source.scaled, source.cuts = scaled, cuts
+        return torch.where(broken.squeeze(-1), BROKEN, self._draw_each(scaled, state, cuts, cut))
+
+    def _look_again(self, source: _Source, token_ids: np.ndarray) -> None:
         for width in (*TOP_WIDTHS[1:], self._vocab_size):
             unsure = np.flatnonzero(token_ids == UNSURE)
             if len(unsure):
-                token_ids[unsure] = self._draw_cut(scaled, state, cuts, unsure, width).cpu().numpy()
-        if len(rows := np.flatnonzero(token_ids == BROKEN)):
-            token_ids[rows] = argmax(logits[self._tensor(rows)])
-        return token_ids
+                assert source.scaled is not None
+                rows, state = np.searchsorted(source.random, unsure), source.state[source.random]
+                token_ids[unsure] = self._draw_cut(source.scaled, state, source.cuts, rows, width).cpu().numpy()
+        if len(broken := np.flatnonzero(token_ids == BROKEN)):
+            token_ids[broken] = argmax_of_usable(source.edited[self._tensor(broken)]).cpu().numpy()
 
     def _draw_each(
-        self, scaled: torch.Tensor, state: np.ndarray, cuts: list[torch.Tensor], cut: np.ndarray
+        self, scaled: torch.Tensor, state: np.ndarray, cuts: Sequence[torch.Tensor], cut: np.ndarray
     ) -> torch.Tensor:  # [S]
         """Rows whose tokens are cut by top-k or top-p, and the others. cuts: numbers, top-p and top-k, [S] float64."""
         some, others = np.flatnonzero(cut), np.flatnonzero(~cut)
@@ -258,7 +298,7 @@ class Sampler:
         return drawn
 
     def _draw_cut(
-        self, scaled: torch.Tensor, state: np.ndarray, cuts: list[torch.Tensor], rows: np.ndarray, width: int
+        self, scaled: torch.Tensor, state: np.ndarray, cuts: Sequence[torch.Tensor], rows: np.ndarray, width: int
     ) -> torch.Tensor:  # [len(rows)]
         if len(rows) < len(scaled):
             where = self._tensor(rows)
@@ -313,12 +353,10 @@ class _Penalties:
     def release(self, slot: int) -> None:
         self._free.append(slot)
 
-    def add(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
-        device = self._counts.device
-        where = tuple(to_device(torch.from_numpy(np.stack([slots, token_ids]).astype(np.int64)), device))
-        one = torch.ones((), dtype=torch.int32, device=device)
-        self._counts.index_put_(where, one, accumulate=True)
-        self._seen.index_put_(where, one.bool())
+    def add(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+        one = torch.ones((), dtype=torch.int32, device=self._counts.device)
+        self._counts.index_put_((slots, token_ids), one, accumulate=True)
+        self._seen.index_put_((slots, token_ids), one.bool())
 
     def apply(self, logits: torch.Tensor, indices: np.ndarray, state: np.ndarray) -> None:
         """Changes rows `indices` [P] of logits float32, whose state is `state` [P], where tokens have been seen."""

@@ -71,6 +71,15 @@ class Layout:
         return [*wide, *parts[4:6], parts[6].view(self.num_requests, self.width)]
 
 
+def fill_in(token_ids: torch.Tensor, sampled: torch.Tensor) -> None:
+    """Put samples [num_samples] of the step before where `StepInputs` has numbers below 0 for them. Waits for nothing.
+
+    A sample below 0 was not drawn yet: whatever is computed from it is thrown away.
+    """
+    known = sampled.clamp(min=0)[(-1 - token_ids).clamp_(min=0)]
+    token_ids.copy_(torch.where(token_ids < 0, known, token_ids))
+
+
 def step_tensors(inputs: StepInputs, table: np.ndarray, block_size: int, device: torch.device) -> StepTensors:
     """table: [num_requests, width] block numbers of the step's requests, wide enough for the longest context."""
     host_table = torch.from_numpy(table.astype(np.int64))

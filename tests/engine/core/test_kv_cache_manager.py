@@ -19,7 +19,7 @@ def new_request(name: str, tokens: list[int], tenant: str = "a", index: int = 0)
 
 def compute(manager: KVCacheManager, request: Request, num_tokens: int) -> None:
     request.num_computed_tokens += num_tokens
-    manager.cache_full_blocks(request)
+    manager.cache_full_blocks(request, request.num_computed_tokens)
 
 
 def run_prompt(manager: KVCacheManager, request: Request) -> list[int]:

@@ -415,7 +415,7 @@ def test_a_step_that_fails_there_is_told_to_every_request_and_the_engine_goes_on
     front.send(encode(Submit("wrong", [10**6], params_to_wire(TEN), b"", b"", 0, None)))
     front.send(encode(End("unknown", None, "abort")))
     with monkeypatch.context() as patch:
-        patch.setattr(here.loop.runner, "execute", lambda _: (_ for _ in ()).throw(RuntimeError("injected")))
+        patch.setattr(here.loop.runner, "launch", lambda _: (_ for _ in ()).throw(RuntimeError("injected")))
         with held(here):  # both are in the same step
             core.take_in()
         told = []

@@ -172,7 +172,7 @@ def test_a_truncating_turn_that_is_not_stored_leaves_no_reused_kv(engine, monkey
     engine.connector.splice = lambda *arguments: (spliced.append(splice(*arguments)), spliced[-1])[1]
     with failing(monkeypatch, engine), monkeypatch.context() as patch:
         if end == "step fails":
-            patch.setattr(engine.loop.runner, "execute", lambda _: (_ for _ in ()).throw(RuntimeError("injected")))
+            patch.setattr(engine.loop.runner, "launch", lambda _: (_ for _ in ()).throw(RuntimeError("injected")))
         if end == "no token":
             patch.setattr(engine, "submit", ended_at_once(engine))
         if end == "no token":

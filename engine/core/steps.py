@@ -1,0 +1,97 @@
+"""The order of steps: each is scheduled, launched and read. Knows scheduler and runner, no caller.
+
+Where a launch returns before the device has computed, the next step is launched before the tokens of the last one are
+read, so that the device goes on without a pause. Who turns out to have ended with them computes one token for nothing,
+which is dropped. Its blocks may be given to others at once: the device takes steps in their order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from kvstore.connector import TransferPlan
+from kvstore.engine.core.request import Request
+from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput
+
+TakeIn = Callable[[SchedulerOutput, Any], None]  # what was launched, and what was read of it
+
+
+class Times(Protocol):
+    """Running totals."""
+
+    schedule_s: float
+    update_s: float
+
+
+class Runner(Protocol):
+    """Computes steps in the order of their launches."""
+
+    @property
+    def times(self) -> Times: ...
+
+    def launch(self, output: SchedulerOutput) -> Any:
+        """Returns what is to be read, maybe before it is computed."""
+        ...
+
+    def read(self, launched: Any) -> Any:
+        """Waits for a step's samples. `undrawn` of it: ids of requests whose sample was not drawn."""
+        ...
+
+
+class Steps:
+    """runs_ahead: False reads each step at once."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, runs_ahead: bool) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self.runs_ahead = runs_ahead
+        self.plan: TransferPlan | None = None  # of the last step
+        self._in_flight: tuple[SchedulerOutput, Any] | None = None  # the last step, until it is read
+
+    def step(self, take_in: TakeIn) -> bool:
+        """Launch one step, and read it, or the one before, for `take_in`. Whether there was something to compute."""
+        if not self._may_run_ahead():
+            self._read(take_in)
+        started = time.perf_counter()
+        self.plan = None
+        output = self._scheduler.schedule()
+        self.plan = output.plan
+        self._runner.times.schedule_s += time.perf_counter() - started
+        launched = self._runner.launch(output)
+        self._read(take_in)
+        self._in_flight = (output, launched)
+        if not self.runs_ahead or not output.scheduled:
+            self._read(take_in)
+        return bool(output.scheduled)
+
+    def drop(self) -> None:
+        """After an error: what is in flight is of no use to anybody."""
+        self.plan = self._in_flight = None
+
+    def _read(self, take_in: TakeIn) -> None:
+        if self._in_flight is None:
+            return
+        (output, launched), self._in_flight = self._in_flight, None
+        result, started = self._runner.read(launched), time.perf_counter()
+        for request_id in result.undrawn:
+            self._scheduler.compute_again(request_id)
+        take_in(output, result)
+        self._runner.times.update_s += time.perf_counter() - started
+
+    def _may_run_ahead(self) -> bool:
+        """Where all that run go on with one token each: nobody starts, is preempted or comes back, nothing fails."""
+        if self._in_flight is None:
+            return False
+        plan, running = self._in_flight[0].plan, self._scheduler.running
+        if self._scheduler.num_waiting or self._scheduler.manager.pool.num_free < len(running):
+            return False  # each needs a block at most
+        if plan is not None and plan.loads:
+            return False
+        return all(map(_is_decoding, running)) and not all(request.is_answered for request in running)
+
+
+def _is_decoding(request: Request) -> bool:
+    left = request.num_tokens - request.num_computed_tokens
+    return left == 1 and request.ask_at is None and not (request.reads_at_once or request.children)
