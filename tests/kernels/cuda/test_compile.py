@@ -43,7 +43,7 @@ def test_kernels_compile_and_fit(result):
         assert kernel["shared_bytes"] <= SHARED_BYTES[kernel["architecture"]], kernel
 
 
-@pytest.mark.parametrize("result", ["kv_triton"], indirect=True)
+@pytest.mark.parametrize("result", ["kv"], indirect=True)
 def test_what_is_moved_is_moved_16_bytes_at_a_time(result):
     """Over the bus, and rotated without a fused multiply-add: that would round once what the model rounds twice."""
     for kernel in result["compiled"]:
