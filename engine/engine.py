@@ -45,6 +45,7 @@ from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.engine.text.output_processor import Handle, Listener, OutputProcessor, new_handle
 from kvstore.engine.text.prompts import check_fits, check_ids, check_ids_of, check_owner, check_params
 from kvstore.errors import EngineClosedError
+from kvstore.kernels.cpu.threads import let_helpers_go
 from kvstore.kernels.cuda.triton_support import has_triton
 from kvstore.sessions.store import AnswerStore, SessionKey, SessionStore, open_answers, open_sessions
 
@@ -108,6 +109,7 @@ class Engine:
             self._finalizer = weakref.finalize(self, shut_dropped, *parts)
             failing.pop_all()
             failing.callback(self.close)
+            let_helpers_go()  # from now on the loop's thread computes
             self.loop.start()
             self.admin.resume()
             self.connector.serve(weak_handler(self.admin))

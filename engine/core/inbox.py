@@ -46,10 +46,10 @@ class Inbox:
             self._changed.notify()
         return future
 
-    def wait(self) -> None:
-        """Returns when something is asked, or when it is closed."""
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Returns when something is asked or when it is closed, which is True, or after so long."""
         with self._changed:
-            self._changed.wait_for(lambda: self._asked or self.closed)
+            return bool(self._changed.wait_for(lambda: self._asked or self.closed, timeout_s))
 
     def answer(self) -> None:
         """Call what is asked."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 IDLE_WAIT_S = 0.02
+REST_AFTER_S = 0.003  # without work: other engines of this process may have some
 
 
 class Watch(Protocol):
@@ -107,7 +108,9 @@ class StepLoop:
                 self.round()
                 if not self.scheduler.has_work:
                     self.watch.rest()
-                    self.inbox.wait()
+                    if not self.inbox.wait(REST_AFTER_S):
+                        self.runner.rest()
+                        self.inbox.wait()
             error = None
         finally:  # whatever ended it, nobody may wait for it
             self.inbox.close()

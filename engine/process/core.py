@@ -171,7 +171,6 @@ def update_of(request_id: str, handle: Handle) -> Update:
 def serve(start: Start, heart: Heart) -> int:
     """Load the engine, tell the front, and work until it is closed."""
     from kvstore.engine.engine import Engine  # torch comes with it
-    from kvstore.kernels.cpu.threads import bind_threads
 
     def endpoint(name: str) -> str:
         return f"ipc://{start.folder}/{start.life}-{name}"
@@ -195,8 +194,6 @@ def serve(start: Start, heart: Heart) -> int:
     )  # fmt: skip
     gc.collect()
     gc.freeze()  # what was loaded stays: a whole collection would look at it for a quarter of a second
-    if engine.computes_on_cpu:
-        engine.loop.call(bind_threads)  # the thread that steps, which starts no other
     engine.loop.watch = heart
     channel.send_all(encode(hello))
     core.run()

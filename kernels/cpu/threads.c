@@ -35,3 +35,11 @@ int kv_use_threads(int count)
     omp_set_num_threads(count);
     return 0;
 }
+
+/* Ends the threads that help the caller; the next region makes new ones. They sleep, but OpenMP counts them: where there
+ * are more threads than processors, all wait for one another without spinning, and each wait costs a wake-up.
+ */
+int kv_let_helpers_go(void)
+{
+    return omp_pause_resource_all(omp_pause_soft);
+}

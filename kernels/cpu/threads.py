@@ -47,13 +47,25 @@ def bind_threads(environment: Mapping[str, str] = os.environ) -> bool:
     library = native.library()
     if library is None or not hasattr(os, "sched_getaffinity") or any(name in environment for name in _USERS_OWN):
         return False
-    cpus = sorted(os.sched_getaffinity(0))
+    bound: _Bound | None = getattr(_here, "bound", None)
+    cpus = sorted(os.sched_getaffinity(0) if bound is None else bound.before)
     if len(cpus) != 2 or torch.get_num_threads() != 2:
         return False
     if library.kv_bind_threads((ctypes.c_int * 2)(*cpus), 2) != 0:
         return False
     _here.bound = _Bound(set(cpus[:1]), set(cpus))
     return True
+
+
+def let_helpers_go() -> None:
+    """End the threads that help the calling one, until it computes again.
+
+    Sleeping ones count: in a process with more of them than processors OpenMP lets all sleep in every wait, and a
+    prompt takes nearly twice as long (bench/LOG.md).
+    """
+    library = native.library()
+    if library is not None:
+        library.kv_let_helpers_go()
 
 
 class Team:
@@ -69,6 +81,13 @@ class Team:
         self._computed_s = 0.0  # with all threads since the last look
         self._patience_s = PATIENCE_S[0]
         self._alone_until: float | None = None
+        self._is_gathered = False
+
+    def rest(self) -> None:
+        """There is nothing to compute for a while. Called by the thread that computes."""
+        if self._is_gathered:
+            self._is_gathered = False
+            self._threads.rest()
 
     @property
     def is_crowded(self) -> bool:
@@ -78,6 +97,9 @@ class Team:
     @contextmanager
     def step(self, num_rows: int) -> Iterator[None]:
         """In here a step of so many rows is computed by the calling thread and those that help it."""
+        if not self._is_gathered:
+            self._is_gathered = True
+            self._threads.gather()
         began, num_threads = self._clock(), torch.get_num_threads()
         is_waiting = self._alone_until is not None and began < self._alone_until
         is_alone = is_waiting and num_threads == TEAM and num_rows <= FEW_ROWS
@@ -138,6 +160,14 @@ class Threads:
         except (OSError, IndexError, ValueError):
             self._caller = None  # a thread has ended, or this system does not count
             return None
+
+    def gather(self) -> None:
+        """The caller is going to compute, and starts no threads of another kind."""
+        bind_threads()
+
+    def rest(self) -> None:
+        self._caller = None
+        let_helpers_go()
 
     def use(self, count: int) -> None:
         """So many compute from now on."""

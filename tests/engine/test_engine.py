@@ -350,7 +350,7 @@ def test_a_failing_sampler_row_does_not_break_the_batch_for_ever(engine, greedy)
         ("scheduler", "schedule"),
         ("connector", "build_connector_meta"),
         ("runner", "_update_rows"),
-        ("runner", "_sample"),
+        ("runner", "_draw"),
         ("scheduler", "update"),
         ("outputs", "process"),
         ("outputs", "add"),

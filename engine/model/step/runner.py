@@ -118,6 +118,11 @@ class ModelRunner:
                 self.graphs = capture_graphs(self.model, self.caches, self._config, self._capturer)
         self.times.num_graphs = 0 if self.graphs is None else self.graphs.num_graphs
 
+    def rest(self) -> None:
+        """No step is expected for a while."""
+        if self._team is not None:
+            self._team.rest()
+
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> Launched:
         """Run the scheduled tokens and sample where a request's tokens are complete. Tokens of the step before may not

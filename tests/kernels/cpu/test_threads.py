@@ -78,7 +78,14 @@ class Clock:
     def waited_s(self):
         return self.waited
 
+    def gather(self):
+        self.is_gathered = True
+
+    def rest(self):
+        self.is_gathered = False
+
     def use(self, count):
+        assert self.is_gathered
         self.used.append(count)
 
     def roam(self, may_roam):
@@ -223,4 +230,35 @@ try:
 finally:
     for one in busy:
         one.kill()
+"""
+
+
+@needs_processors
+def test_who_rests_has_no_helper_and_gets_a_bound_one_again():
+    done = subprocess.run([sys.executable, "-c", RESTING], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [1, 0, 1, 0, True]
+
+
+RESTING = """
+import json, os, threading, torch
+from concurrent.futures import ThreadPoolExecutor
+from kvstore.kernels.cpu.threads import Team
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+torch.set_num_threads(2)
+team, x, cpus = Team(), torch.ones(300, 300), []
+
+def alone():
+    tasks = [int(task) for task in os.listdir("/proc/self/task")]
+    return [task for task in tasks if len(os.sched_getaffinity(task)) == 1 and task != threading.get_native_id()]
+
+def step():
+    with team.step(64):
+        x @ x
+    found = len(alone())
+    team.rest()
+    return [found, len(alone())]
+
+with ThreadPoolExecutor(1) as fresh:  # the thread that steps
+    found = [*fresh.submit(step).result(), *fresh.submit(step).result()]
+    print(json.dumps([*found, all(torch.isfinite(fresh.submit(lambda: x @ x).result().flatten()).tolist())]))
 """

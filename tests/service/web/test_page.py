@@ -180,7 +180,7 @@ def test_the_view_follows_the_answer_until_the_person_scrolls_up(server: Serving
 
 
 def test_stopping_keeps_what_was_said(server: Serving, tabs: Tabs, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, stop_asked = server.engine.loop.runner.execute, threading.Event()
+    step, stop_asked = server.engine.loop.runner.launch, threading.Event()
 
     def until_stop(output: Any) -> Any:
         """Two steps and then none, until the page has asked to stop: the answer cannot end before."""
@@ -191,7 +191,7 @@ def test_stopping_keeps_what_was_said(server: Serving, tabs: Tabs, monkeypatch: 
     page = tabs.open(server.url)
     page.route("**/chat", lambda route: route.continue_(post_data=json.dumps(route.request.post_data_json | ENDLESS)))
     held_from = server.engine.stats()["step"]["num_steps"] + 4
-    monkeypatch.setattr(server.engine.loop.runner, "execute", until_stop)
+    monkeypatch.setattr(server.engine.loop.runner, "launch", until_stop)
     page.fill("#message", "Tell me a long story.")
     page.press("#message", "Enter")
     page.locator(".answer .text", has_text=re.compile(r"\S")).wait_for()

@@ -57,7 +57,7 @@ def test_what_fails_is_named(monkeypatch):
 
 def test_the_thread_that_steps_is_the_one_that_is_warmed_up(tmp_path, monkeypatch):
     """cuBLAS keeps a handle and a workspace for each thread: the first request would wait for them."""
-    threads, prepare, execute = [], ModelRunner.prepare, ModelRunner.execute
+    threads, prepare, launch = [], ModelRunner.prepare, ModelRunner.launch
 
     def noting(original):
         def noted(*args):
@@ -67,7 +67,7 @@ def test_the_thread_that_steps_is_the_one_that_is_warmed_up(tmp_path, monkeypatc
         return noted
 
     monkeypatch.setattr(ModelRunner, "prepare", noting(prepare))
-    monkeypatch.setattr(ModelRunner, "execute", noting(execute))
+    monkeypatch.setattr(ModelRunner, "launch", noting(launch))
     with open_engine(save_model(tmp_path)) as engine:
         assert len(engine.generate([tokens(1, 20)], greedy(5))[0].token_ids) == 5
     assert len(threads) == 6 and set(threads) == {"kvstore-engine"}
