@@ -3,9 +3,9 @@
 import os
 import threading
 import time
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 import kvstore.disk.io_queue
 import kvstore.store.tiered
