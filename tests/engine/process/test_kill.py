@@ -179,7 +179,7 @@ def test_who_streams_in_the_loop_hears_of_the_end_and_of_the_next_process(model,
 
 
 def test_a_killed_parent_takes_the_process_with_it(model, tmp_path, monkeypatch):
-    """Its folder for sockets stays, and goes with the next start."""
+    """Its folder for sockets may stay, and goes with the next start."""
     path, places = tmp_path / "store", tmp_path / "temporary"
     places.mkdir()
     monkeypatch.setenv("TMPDIR", str(places))
@@ -194,9 +194,9 @@ def test_a_killed_parent_takes_the_process_with_it(model, tmp_path, monkeypatch)
         acknowledged += [int(line) for line in parent.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
         parent.wait()
         until(lambda: not is_running(core), "the end of the engine's process")
-    [left] = places.iterdir()
+    left = list(places.iterdir())  # nothing, where the engine's process saw the end of its channel before it was ended
     folder = socket_folder()
-    assert list(places.iterdir()) == [folder.path] and folder.path != left
+    assert list(places.iterdir()) == [folder.path] and folder.path not in left
     folder.remove()
     with Engine(model, tiers(path), device="cpu") as engine:
         state = engine.sessions.load(SessionKey("", "killed"))
