@@ -367,10 +367,6 @@ class Engine:
         return self.spec.vocab_size
 
     @property
-    def computes_on_cpu(self) -> bool:
-        return self.loop.runner.model.device.type == "cpu"
-
-    @property
     def fingerprint(self) -> bytes:
         """Names weights and layout where sessions outlive the process, else empty."""
         return self.connector.fingerprint

@@ -28,7 +28,7 @@ def test_an_engine_without_a_device_stays_on_the_cpu_where_a_card_is(tmp_path, m
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert _device("auto").type == "cuda"
     with no_devices(), Engine(save_model(tmp_path)) as engine:
-        assert engine.computes_on_cpu
+        assert engine.loop.runner.model.device.type == "cpu"
     assert _device("auto").type == "cuda"
 
 
