@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -180,8 +181,7 @@ def test_who_streams_in_the_loop_hears_of_the_end_and_of_the_next_process(model,
 
 def test_a_killed_parent_takes_the_process_with_it(model, tmp_path, monkeypatch):
     """Its folder for sockets may stay, and goes with the next start."""
-    path, places = tmp_path / "store", tmp_path / "temporary"
-    places.mkdir()
+    path, places = tmp_path / "store", Path(tempfile.mkdtemp())  # short: sockets in a long path would go elsewhere
     monkeypatch.setenv("TMPDIR", str(places))
     monkeypatch.setattr("tempfile.tempdir", None)
     command = [sys.executable, str(HERE / "children/remote_child.py"), model, str(path)]
@@ -198,6 +198,7 @@ def test_a_killed_parent_takes_the_process_with_it(model, tmp_path, monkeypatch)
     folder = socket_folder()
     assert list(places.iterdir()) == [folder.path] and folder.path not in left
     folder.remove()
+    places.rmdir()
     with Engine(model, tiers(path), device="cpu") as engine:
         state = engine.sessions.load(SessionKey("", "killed"))
         assert state.turn >= acknowledged[-1] == len(acknowledged)
