@@ -203,11 +203,11 @@ def test_a_killed_parent_takes_the_process_with_it(model, tmp_path, monkeypatch)
 
     # A process that has ended holds its locks until the last of its threads is gone.
     until(lambda: not is_left_after_a_start(), "the end of the folders for sockets")
-    places.rmdir()
     with Engine(model, tiers(path), device="cpu") as engine:
         state = engine.sessions.load(SessionKey("", "killed"))
         assert state.turn >= acknowledged[-1] == len(acknowledged)
         assert engine.chat("killed").send("go on", TEN).usage.prompt_tokens > 0
+    places.rmdir()
 
 
 def test_a_new_process_waits_for_a_lock_that_is_given_up(model, tmp_path):
