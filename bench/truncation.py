@@ -31,7 +31,7 @@ from kvstore.engine.model.interception import PositionFreeModel
 from kvstore.engine.model.loading import load
 from kvstore.engine.model.probe import intercept
 from kvstore.engine.outputs import RequestOutput
-from kvstore.kernels.attention import PagedBatch
+from kvstore.kernels.paged_batch import PagedBatch
 from kvstore.rope.splice import plan_splice
 
 BLOCK_SIZE = 16

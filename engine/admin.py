@@ -23,10 +23,12 @@ from kvstore.admin.commands import (
     transcript,
 )
 from kvstore.blocks.ids import BlockId
-from kvstore.connector import Evict, Evicted
+from kvstore.blocks.records import Evict, Evicted
 from kvstore.engine.text.prompts import check_session_id
 from kvstore.errors import EngineClosedError, RequestError, SessionBusyError, SessionNotFoundError, StoreError
-from kvstore.sessions.store import Repaired, SessionHead, SessionKey, Tombstone, owner_tag
+from kvstore.sessions.answer_tables import owner_tag
+from kvstore.sessions.record import SessionHead, SessionKey, Tombstone
+from kvstore.sessions.repair import Repaired
 
 if TYPE_CHECKING:
     from kvstore.engine.engine import Engine

@@ -21,7 +21,7 @@ from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.output_processor import Handle
 from kvstore.engine.text.prompts import prompt_ids
 from kvstore.errors import EngineClosedError, KVStoreError
-from kvstore.sessions.store import TurnRecord
+from kvstore.sessions.record import TurnRecord
 
 if TYPE_CHECKING:
     from kvstore.engine.engine import Engine

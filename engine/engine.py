@@ -19,8 +19,10 @@ import torch
 
 from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.blocks.pool import BlockPool
+from kvstore.blocks.records import Evict
 from kvstore.config import CacheTiers
-from kvstore.connector import Evict, StoreDirectory, hold_store
+from kvstore.connector import hold_store
+from kvstore.disk.directory import StoreDirectory
 from kvstore.engine.admin import Admin, weak_handler
 from kvstore.engine.blocking import Bell, generate, stream
 from kvstore.engine.config import EngineConfig
@@ -47,7 +49,9 @@ from kvstore.engine.text.prompts import check_fits, check_ids, check_ids_of, che
 from kvstore.errors import EngineClosedError
 from kvstore.kernels.cpu.threads import let_helpers_go
 from kvstore.kernels.cuda.triton_support import has_triton
-from kvstore.sessions.store import AnswerStore, SessionKey, SessionStore, open_answers, open_sessions
+from kvstore.sessions.answers import AnswerStore, open_answers
+from kvstore.sessions.record import SessionKey
+from kvstore.sessions.store import SessionStore, open_sessions
 
 
 class Engine:

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
-from kvstore.connector import KVConnector, KVLayout, StoreDirectory, open_connector
+from kvstore.connector import KVConnector, open_connector
+from kvstore.disk.directory import StoreDirectory
 from kvstore.engine.config import EngineConfig
 from kvstore.engine.model.fingerprint import fingerprint, weights_digest
 from kvstore.engine.model.interception import PositionFreeModel
 from kvstore.engine.model.loading import Loaded
+from kvstore.memory.layout import KVLayout
 
 
 def check_room(config: EngineConfig, network: Any) -> None:

@@ -10,8 +10,6 @@ from kvstore.kernels.cuda import flash as attention_flash
 from kvstore.kernels.cuda.triton_support import runs_kernels
 from kvstore.kernels.paged_batch import PagedBatch, Scoring
 
-__all__ = ["PagedBatch", "Scoring", "paged_attention"]
-
 log = logging.getLogger(__name__)
 
 

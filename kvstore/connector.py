@@ -27,11 +27,6 @@ from kvstore.store.saving import StepSpan
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Arrival", "Conversation", "Evict", "Evicted", "KVConnector", "KVLayout", "Lookup", "Match", "NullConnector",
-    "SaveFence", "StepSpan", "StoreDirectory", "TransferPlan", "hold_store", "open_connector",
-]  # fmt: skip
-
 
 class KVConnector(Protocol):
     """Scheduler side runs in the control plane's thread; worker side beside the model's forward."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.service.command import cli
+from kvstore.service.settings.options import COMMANDS
 from tests.support.service.serving import Serving, serving
 
 ROOT = Path(__file__).parent.parent
@@ -75,14 +76,14 @@ def commands(text: str) -> Iterator[list[str]]:
     for line in [*quoted, *blocks]:
         for part in re.split(r"[;|]| > ", line.partition(" #")[0]):
             words = part.split()
-            if len(words) > 1 and words[0].endswith("kvstore") and words[1] in cli.COMMANDS:
+            if len(words) > 1 and words[0].endswith("kvstore") and words[1] in COMMANDS:
                 yield words[1:]
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_flag_in_a_document_exists(name, capsys):
     wrong, shown = [], {}
-    for command in cli.COMMANDS:
+    for command in COMMANDS:
         cli.main([command, "--help"])
         shown[command] = set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))
     for command, *words in commands(TEXTS[name]):

@@ -10,7 +10,8 @@ import torch
 from bench.common import alternate, median
 from bench.gpu.case import BANDWIDTH, BLOCK_SIZE, Board, Case, Clock, timed_s
 from kvstore.kernels import block_copy, reference
-from kvstore.kernels.attention import PagedBatch, Scoring, paged_attention
+from kvstore.kernels.attention import paged_attention
+from kvstore.kernels.paged_batch import PagedBatch, Scoring
 from kvstore.kernels.write_kv import rotate_and_write, write_kv
 from kvstore.memory.arena import Arena
 from kvstore.memory.layout import KVLayout

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kvstore.blocks.ids import BlockId, Lineage, extend_chain
-from kvstore.connector import Answer, Conversation
 from kvstore.engine.outputs import CachedTokensDetails
 from kvstore.engine.sampling_params import SamplingParams
+from kvstore.policy.conversation import Answer, Conversation
 
 
 class Status(Enum):

@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvstore.connector import KVConnector, Lookup, Match, StepSpan, TransferPlan
+from kvstore.blocks.records import TransferPlan
+from kvstore.connector import KVConnector
 from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.kv_cache_manager import Allocation, KVCacheManager
 from kvstore.engine.core.request import Request, Status
 from kvstore.engine.core.tenants import Budget, Tenant, Tenants
 from kvstore.engine.outputs import CachedTokensDetails
+from kvstore.store.lookup import Lookup, Match
+from kvstore.store.saving import StepSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,13 +229,12 @@ class Scheduler:
         num_before, index, order = self.num_preemptions, 0, self._tenants.running()
         while index < len(order) and budget.left > 0:
             request = order[index]
+            index += 1
             most = budget.most(request)
             if most <= 0 or request.is_answered:
-                index += 1
                 continue  # its tenant has had its share, or it ends when its last token is read
             found = self._ask_again(request)
             if found.lookup is Lookup.PENDING:
-                index += 1
                 continue  # what it waits for will be there before it could be computed
             num_tokens = self._num_to_compute(request, request.num_computed_tokens + found.num_tokens, most)
             allocation = self._allocate(request, found.num_tokens + num_tokens, order)
@@ -243,7 +245,6 @@ class Scheduler:
                 self._count_cached(request, 0, request.num_computed_tokens)
             scheduled.append(self._scheduled(request, num_tokens, allocation))
             budget.take(request, num_tokens)
-            index += 1
         return self.num_preemptions > num_before
 
     def _ask_again(self, request: Request) -> Match:
@@ -448,7 +449,7 @@ class Scheduler:
         """Forget blocks that hold nothing; whoever refers to one goes back to the token before it, and computes."""
         for block in failed:
             self.manager.pool.forget(block)
-        for request in [r for r in self._tenants.running() if not failed.isdisjoint(r.block_numbers)]:
+        for request in [r for r in self.running if not failed.isdisjoint(r.block_numbers)]:
             self.num_failed_loads += 1
             request.may_load = False
             if request.seen_before is not None:  # what was to be loaded is computed after all
@@ -473,9 +474,8 @@ class Scheduler:
         """End every request and forget every block: after an error in the middle of a step."""
         for request in self.requests.values():
             self.connector.request_finished(request.request_id, request.block_numbers)
-            request.status, request.finish_reason, request.block_numbers, request.children = (
-                Status.FINISHED, reason, [], [],
-            )  # fmt: skip
+            request.status, request.finish_reason = Status.FINISHED, reason
+            request.block_numbers, request.children = [], []
         self.requests.clear()
         self._tenants.clear()
         self._short = None

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.pool import BlockPool
-from kvstore.connector import Evict, KVConnector
+from kvstore.blocks.records import Evict
+from kvstore.connector import KVConnector
 from kvstore.engine.core.inbox import Inbox
 from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput

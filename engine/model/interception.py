@@ -14,8 +14,9 @@ import torch
 from transformers import AttentionInterface
 
 from kvstore.errors import UnsupportedModelError
-from kvstore.kernels.attention import PagedBatch, Scoring, paged_attention
+from kvstore.kernels.attention import paged_attention
 from kvstore.kernels.cpu.decode import DecodeStep, decode_step
+from kvstore.kernels.paged_batch import PagedBatch, Scoring
 from kvstore.kernels.write_kv import rotate_and_write, write_kv
 from kvstore.rope.rotary import Rotation
 

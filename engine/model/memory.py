@@ -16,7 +16,7 @@ from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.model.interception import PositionFreeModel
 from kvstore.engine.model.step.graphs import bytes_for_graphs
 from kvstore.errors import ConfigError
-from kvstore.kernels.attention import PagedBatch
+from kvstore.kernels.paged_batch import PagedBatch
 
 LOGGER = logging.getLogger("kvstore.engine")
 CPU_FRACTION = 0.25  # of the memory that is available now

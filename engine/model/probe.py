@@ -23,7 +23,7 @@ from kvstore.engine.model.interception import (
 from kvstore.engine.model.lean import lean_layers
 from kvstore.engine.model.packing import pack_for_cpu, pack_for_cuda, skip_rotation
 from kvstore.errors import UnsupportedModelError
-from kvstore.kernels.attention import PagedBatch, Scoring
+from kvstore.kernels.paged_batch import PagedBatch, Scoring
 from kvstore.rope.rotary import Rotation, match_rotation
 
 _NUM_TOKENS = 40

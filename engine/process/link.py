@@ -23,7 +23,7 @@ from kvstore.engine.process.wire import End, Hello, Update, encode
 from kvstore.engine.sessions.chat import ChatSession
 from kvstore.engine.text.output_processor import Handle, tell
 from kvstore.errors import EngineClosedError, EngineDiedError, EngineOverloadedError, KVStoreError
-from kvstore.sessions.store import SessionKey
+from kvstore.sessions.record import SessionKey
 
 State = Literal["starting", "running", "restarting", "failed", "closed"]
 RESTART_WINDOW_S = 3600.0  # in which only so many restarts are tried

@@ -12,9 +12,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvstore.blocks.ids import BlockId, Lineage
-from kvstore.connector import Evict, Evicted
+from kvstore.blocks.records import Evict, Evicted
 from kvstore.errors import KVStoreError
-from kvstore.sessions.store import CheckReport, Message, SessionHead, SessionKey, SessionState, Tombstone, TurnRecord
+from kvstore.sessions.check import CheckReport
+from kvstore.sessions.record import Message, SessionHead, SessionKey, SessionState, Tombstone, TurnRecord
 
 if TYPE_CHECKING:
     from kvstore.engine.process.link import Link

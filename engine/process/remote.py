@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from kvstore.blocks.ids import BlockId, Lineage
+from kvstore.blocks.records import Evict
 from kvstore.config import CacheTiers
-from kvstore.connector import Evict
 from kvstore.engine.admin import Admin
 from kvstore.engine.blocking import Bell, generate, stream
 from kvstore.engine.config import EngineConfig
@@ -33,7 +33,7 @@ from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.engine.text.output_processor import Handle, Listener
 from kvstore.engine.text.prompts import check_fits, check_ids, check_ids_of, check_owner, check_params, check_session_id
 from kvstore.errors import ConfigError, EngineOverloadedError, KVStoreError
-from kvstore.sessions.store import SessionKey
+from kvstore.sessions.record import SessionKey
 
 if TYPE_CHECKING:
     from kvstore.engine.engine import Engine

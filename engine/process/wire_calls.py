@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 
 from kvstore.blocks.ids import BlockId, Lineage
-from kvstore.connector import Evict, Evicted
+from kvstore.blocks.records import Evict, Evicted
 from kvstore.engine.process.wire import Failure
-from kvstore.sessions.store import CheckReport, Message, SessionHead, SessionKey, SessionState, Tombstone, TurnRecord
+from kvstore.sessions.check import CheckReport
+from kvstore.sessions.record import Message, SessionHead, SessionKey, SessionState, Tombstone, TurnRecord
 
 MAX_CALLS = 32  # at once; each has a thread in the engine's process
 

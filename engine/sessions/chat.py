@@ -29,7 +29,7 @@ from kvstore.errors import (
     SessionNotFoundError,
     StoreError,
 )
-from kvstore.sessions.store import SessionHead, SessionKey, SessionState, TurnRecord
+from kvstore.sessions.record import SessionHead, SessionKey, SessionState, TurnRecord
 
 if TYPE_CHECKING:
     from kvstore.engine.engine import Engine

@@ -9,7 +9,7 @@ from kvstore.engine.sessions.chat import ChatSession, lineage_of
 from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.engine.text.prompts import check_length, check_owner, check_session_id, check_text, check_truncation
 from kvstore.errors import RequestError, SessionNotFoundError
-from kvstore.sessions.store import SessionKey
+from kvstore.sessions.record import SessionKey
 
 if TYPE_CHECKING:
     from kvstore.engine.engine import Engine

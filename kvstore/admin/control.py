@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvstore.admin.commands import COMMANDS
 from kvstore.admin.private_folder import PrivateFolder
-from kvstore.disk.directory import SOCKET_NAME, read_lock_info
+from kvstore.disk.check import SOCKET_NAME
+from kvstore.disk.directory import read_lock_info
 from kvstore.errors import ConfigError, KVStoreError, StoreError, StoreLockedError
 from kvstore.forks import leave_to_parent
 

@@ -18,7 +18,7 @@ from kvstore.disk import check as disk_check
 from kvstore.disk import codec
 from kvstore.disk import format as disk_format
 from kvstore.disk.check import DATA_FILE
-from kvstore.disk.index import DiskIndex
+from kvstore.disk.index import DiskIndex, IndexEntry
 from kvstore.errors import StoreError
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _footprint(value: memoryview, tables: disk_format.Tables) -> int:
     return disk_format.footprint(len(value), tables.page_bytes)
 
 
-def _agree(header: codec.Header, entry: disk_format.IndexEntry | None, stored_bytes: int) -> bool:
+def _agree(header: codec.Header, entry: IndexEntry | None, stored_bytes: int) -> bool:
     if entry is None:
         return False
     return entry.parent_id == header.record.parent_id and entry.stored_bytes == stored_bytes

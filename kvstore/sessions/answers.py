@@ -20,9 +20,7 @@ from kvstore.blocks.ids import token_bytes
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.env import Gate, StoreEnvironment, open_environment
 from kvstore.errors import StoreError
-from kvstore.sessions.answer_tables import KEY_BYTES, NO_OWNER, Answer, AnswerTables, owner_tag
-
-__all__ = ["Answer", "AnswerStore", "open_answers", "owner_tag"]
+from kvstore.sessions.answer_tables import KEY_BYTES, NO_OWNER, Answer, AnswerTables
 
 MAP_BYTES = 64 << 20
 MAX_ANSWER_TOKENS = 1 << 18

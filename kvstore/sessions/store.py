@@ -23,10 +23,9 @@ from kvstore.errors import DegradedError, SessionDamagedError, StoreError, Store
 from kvstore.forks import leave_to_parent
 from kvstore.sessions import repair as session_repair
 from kvstore.sessions import tables
-from kvstore.sessions.answers import AnswerStore, open_answers, owner_tag
 from kvstore.sessions.check import CheckReport, check
 from kvstore.sessions.marker import SessionMarker
-from kvstore.sessions.record import Message, Parent, SessionHead, SessionKey, SessionState, Tombstone, TurnRecord
+from kvstore.sessions.record import Message, SessionHead, SessionKey, SessionState, Tombstone, TurnRecord
 from kvstore.sessions.repair import AsideTurn, Repaired
 from kvstore.sessions.storage import (
     FIRST_MAP_BYTES,
@@ -34,15 +33,8 @@ from kvstore.sessions.storage import (
     Environment,
     MemoryTables,
     Storage,
-    open_plain_environment,
 )
 from kvstore.sessions.tables import View
-
-__all__ = [
-    "AnswerStore", "AsideTurn", "CheckReport", "MemorySessionStore", "Message", "Parent", "Repaired", "SessionHead",
-    "SessionKey", "SessionState", "SessionStore", "Ticket", "Tombstone", "TurnRecord", "open_answers",
-    "open_plain_environment", "owner_tag",
-]  # fmt: skip
 
 T = TypeVar("T")
 MAX_QUEUE = 256  # tickets waiting for the next group

@@ -26,8 +26,9 @@ from kvstore.disk.records import label
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import DegradedError, StoreError
 from kvstore.forks import leave_to_parent
-from kvstore.memory.arena import Arena, KVLayout
+from kvstore.memory.arena import Arena
 from kvstore.memory.device_transfer import DeviceTransfer
+from kvstore.memory.layout import KVLayout
 from kvstore.memory.streams import CudaStreams
 from kvstore.memory.tier import CpuTier
 from kvstore.memory.transfer import Transfer

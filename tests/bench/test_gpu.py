@@ -14,7 +14,8 @@ from bench.gpu import __main__ as gpu
 from bench.gpu import kernels as gpu_kernels
 from bench.gpu.case import CASES, Clock, Goal, OutOfTimeError, Weights, _config, _parameter_shapes, rehearsal
 from bench.gpu.engines import decode_limit
-from kvstore.kernels.attention import PagedBatch, paged_attention
+from kvstore.kernels.attention import paged_attention
+from kvstore.kernels.paged_batch import PagedBatch
 
 ROOT = Path(__file__).parents[2]
 COMMAND = ["-m", "bench.gpu", "--device", "cpu", "--quick", "--threads", "1", "--model-shape", "qwen-2.5-0.5b"]

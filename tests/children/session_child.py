@@ -10,7 +10,9 @@ import threading
 from pathlib import Path
 
 from kvstore.errors import StoreError
-from kvstore.sessions.store import SessionKey, SessionState, SessionStore, TurnRecord, open_plain_environment
+from kvstore.sessions.record import SessionKey, SessionState, TurnRecord
+from kvstore.sessions.storage import open_plain_environment
+from kvstore.sessions.store import SessionStore
 
 SESSIONS = ("red", "green", "blue")
 TENANT = "tenant"

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore import AsyncEngine, Engine, SamplingParams
 from kvstore.errors import RequestError, SessionBusyError, SessionNotFoundError
-from kvstore.sessions.store import SessionKey
+from kvstore.sessions.record import SessionKey
 from tests.support.by_hand import held
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

@@ -14,7 +14,7 @@ import kvstore.memory.transfer
 import kvstore.store.tiered
 from kvstore import Engine
 from kvstore.blocks.ids import BlockId, Lineage, extend_chain
-from kvstore.connector import Evict
+from kvstore.blocks.records import Evict
 from tests.support.by_hand import by_hand
 from tests.support.engines import (
     LLAMA_BLOCK_BYTES,

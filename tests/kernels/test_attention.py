@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.kernels import reference
-from kvstore.kernels.attention import PagedBatch, Scoring, paged_attention
-from kvstore.kernels.paged_batch import VIEW_TOKENS
+from kvstore.kernels.attention import paged_attention
+from kvstore.kernels.paged_batch import VIEW_TOKENS, PagedBatch, Scoring
 from kvstore.kernels.write_kv import write_kv
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kvstore.engine.model.probe import Recorder, intercept, run_step
+from kvstore.engine.model.interception import run_step
+from kvstore.engine.model.probe import Recorder, intercept
 from kvstore.kernels import block_copy, reference
 from kvstore.kernels.block_copy import BlockLoad, save_few, save_layers
 from kvstore.kernels.cpu import native

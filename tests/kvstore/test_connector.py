@@ -7,10 +7,13 @@ import inspect
 import pytest
 
 from kvstore.blocks.ids import BLOCK_ID_BYTES, Lineage
-from kvstore.connector import KVConnector, Lookup, Match, NullConnector, StepSpan, TransferPlan
+from kvstore.blocks.records import TransferPlan
+from kvstore.connector import KVConnector, NullConnector
 from kvstore.engine.core.request import Request, Status
 from kvstore.engine.outputs import CachedTokensDetails
 from kvstore.engine.sampling_params import SamplingParams
+from kvstore.store.lookup import Lookup, Match
+from kvstore.store.saving import StepSpan
 from tests.support.house import ROOT, FakeStore, House, history_keys, steps_of
 
 VERBS = [name for name, value in vars(KVConnector).items() if callable(value) and not name.startswith("_")]

@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvstore.sessions.store import SessionStore, open_plain_environment
+from kvstore.sessions.storage import open_plain_environment
+from kvstore.sessions.store import SessionStore
 from tests.support.service.clients import Clients
 from tests.support.service.server_process import ServerProcess, launch, launched, verify, wait_until
 from tests.support.service.talking import LONG, Stream, chat

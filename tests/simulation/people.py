@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstore.blocks.ids import BlockId, Lineage
-from kvstore.connector import Evict
+from kvstore.blocks.records import Evict
 from kvstore.engine.core.request import Request
 from kvstore.engine.sampling_params import SamplingParams
 from tests.simulation.parts import TOKEN_BYTES, VOCABULARY

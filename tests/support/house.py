@@ -8,14 +8,15 @@ from collections import Counter
 
 from kvstore.blocks.ids import Lineage, lineage_root
 from kvstore.blocks.pool import BlockPool
-from kvstore.blocks.records import Load
-from kvstore.connector import Arrival, Lookup, Match, NullConnector, TransferPlan
+from kvstore.blocks.records import Load, TransferPlan
+from kvstore.connector import NullConnector
 from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.input_batch import InputBatch
 from kvstore.engine.core.kv_cache_manager import KVCacheManager
 from kvstore.engine.core.request import Request, Status
 from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput
 from kvstore.engine.sampling_params import SamplingParams
+from kvstore.store.lookup import Arrival, Lookup, Match
 
 ROOT = lineage_root(b"secret", "model")
 EMPTY = -1

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from kvstore.connector import TransferPlan
+from kvstore.blocks.records import TransferPlan
 from kvstore.engine.model.step.graphs import StepOutput, Work
 from kvstore.engine.model.step.tensors import StepTensors
 from kvstore.kernels.paged_batch import PagedBatch

@@ -16,7 +16,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from kvstore.connector import KVConnector, SaveFence, TransferPlan
+from kvstore.blocks.records import SaveFence, TransferPlan
+from kvstore.connector import KVConnector
 from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.input_batch import StepInputs
 from kvstore.engine.model.interception import KVCaches, PositionFreeModel

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvstore.connector import KVConnector, TransferPlan
+from kvstore.blocks.records import TransferPlan
+from kvstore.connector import KVConnector
 from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.input_batch import InputBatch, StepInputs
 from kvstore.engine.core.request import Request

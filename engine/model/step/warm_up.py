@@ -19,7 +19,7 @@ from kvstore.engine.model.interception import KVCaches, PositionFreeModel
 from kvstore.engine.model.step.sampler import Sampler
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.errors import ModelError
-from kvstore.kernels.attention import PagedBatch
+from kvstore.kernels.paged_batch import PagedBatch
 
 LOGGER = logging.getLogger("kvstore.engine")
 _MOST_TOKENS = 128  # attention has no other forms for more: a tile has no more rows

@@ -38,7 +38,7 @@ from kvstore.service.api.sessions.turns import OpenTurn, Ttl, TurnRequest, new_s
 from kvstore.service.api.sse import EventStream
 from kvstore.service.http.errors import ApiError
 from kvstore.service.http.routes import Route
-from kvstore.sessions.store import Parent, SessionHead, SessionKey, TurnRecord
+from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord
 
 if TYPE_CHECKING:
     from kvstore.engine.engine import Engine

@@ -14,7 +14,7 @@ from kvstore.service.api.schema import MessageIn, Messages, Sampling, message_of
 from kvstore.service.api.sessions.turns import TurnResult, result_of
 from kvstore.service.api.usage import TimingsObject, UsageObject, timings_object, usage_object
 from kvstore.service.http.errors import bad_request
-from kvstore.sessions.store import SessionHead, TurnRecord
+from kvstore.sessions.record import SessionHead, TurnRecord
 
 T = TypeVar("T")
 

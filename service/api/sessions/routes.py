@@ -37,7 +37,7 @@ from kvstore.service.api.sessions.chat_schema import (
 )
 from kvstore.service.http.errors import bad_request
 from kvstore.service.http.routes import Route
-from kvstore.sessions.store import SessionHead, SessionKey, TurnRecord
+from kvstore.sessions.record import SessionHead, SessionKey, TurnRecord
 
 MAX_LISTED = 1000
 DEFAULT_LISTED = 100

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstore.errors import SessionBusyError
-from kvstore.sessions.store import SessionKey
+from kvstore.sessions.record import SessionKey
 
 if TYPE_CHECKING:
     from kvstore.engine.async_engine import Answer

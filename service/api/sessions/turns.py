@@ -26,7 +26,7 @@ from kvstore.service.api.openai.generation import Stopwatch
 from kvstore.service.api.schema import check_chars_of
 from kvstore.service.api.sessions.running import Running
 from kvstore.service.http.errors import ApiError, bad_request, unavailable
-from kvstore.sessions.store import Parent, SessionHead, SessionKey, TurnRecord
+from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord
 
 if TYPE_CHECKING:
     from kvstore.engine.async_engine import Answer

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvstore.connector import Arrival, Lookup, Match
 from kvstore.engine.core.request import Status
 from kvstore.engine.outputs import CachedTokensDetails
+from kvstore.store.lookup import Arrival, Lookup, Match
 from tests.kvstore.test_connector import stored
 from tests.support.house import FakeStore, House, steps_of
 

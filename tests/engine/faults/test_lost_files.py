@@ -14,7 +14,8 @@ from kvstore.admin.control import ask as ask_owner
 from kvstore.disk import format as disk_format
 from kvstore.disk.directory import StoreDirectory, read_lock_info
 from kvstore.errors import DegradedError, StoreError, StoreLockedError, StoreLostError
-from kvstore.sessions.store import SessionKey, open_sessions
+from kvstore.sessions.record import SessionKey
+from kvstore.sessions.store import open_sessions
 from tests.children.session_child import TENANT, make_turn, talk
 from tests.support.engines import ask, greedy, open_engine, save_model
 from tests.support.service.server_process import wait_until

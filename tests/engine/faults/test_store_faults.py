@@ -19,7 +19,7 @@ import pytest
 import kvstore.store.tiered
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import DegradedError, EngineClosedError, StoreLockedError
-from kvstore.sessions.store import SessionKey
+from kvstore.sessions.record import SessionKey
 from tests.support.by_hand import by_hand
 from tests.support.engines import (
     Plain,

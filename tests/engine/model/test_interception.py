@@ -7,7 +7,7 @@ from kvstore.connector import NullConnector
 from kvstore.engine.model.interception import PositionFreeModel, run_step
 from kvstore.engine.model.probe import Recorder, intercept
 from kvstore.errors import UnsupportedModelError
-from kvstore.kernels.attention import PagedBatch
+from kvstore.kernels.paged_batch import PagedBatch
 from tests.support.models import ARCHITECTURES, make_model
 
 MAX_LEN = 256

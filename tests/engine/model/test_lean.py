@@ -7,7 +7,7 @@ from kvstore.connector import NullConnector
 from kvstore.engine.model import lean, packing
 from kvstore.engine.model.interception import PositionFreeModel
 from kvstore.engine.model.probe import intercept
-from kvstore.kernels.attention import PagedBatch
+from kvstore.kernels.paged_batch import PagedBatch
 from tests.support.models import make_model
 
 WINDOW = 128

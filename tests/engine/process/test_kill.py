@@ -19,7 +19,7 @@ from kvstore.engine.process.life import socket_folder
 from kvstore.engine.process.remote import RemoteEngine
 from kvstore.engine.process.wire_calls import MAX_CALLS
 from kvstore.errors import EngineDiedError, StoreLockedError
-from kvstore.sessions.store import SessionKey
+from kvstore.sessions.record import SessionKey
 from tests.support.engines import save_model
 
 HERE = Path(__file__).parents[2]

@@ -31,7 +31,7 @@ from kvstore.errors import (
     SessionNotFoundError,
     StoreError,
 )
-from kvstore.sessions.store import SessionKey
+from kvstore.sessions.record import SessionKey
 from tests.engine.sessions.test_chat import (  # the same conversations, with this module's `engine`  # noqa: F401
     model,
     test_a_message_that_alone_exceeds_the_window_is_refused_and_costs_nothing,

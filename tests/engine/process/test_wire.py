@@ -23,7 +23,8 @@ from kvstore.engine.process.wire import (
 )
 from kvstore.engine.process.wire_calls import SIGNATURES, Call, raw
 from kvstore.errors import ContextLengthError, KVStoreError, RequestError, SessionBusyError, StoreLockedError
-from kvstore.sessions.store import SessionHead, SessionKey, SessionState, Ticket, TurnRecord
+from kvstore.sessions.record import SessionHead, SessionKey, SessionState, TurnRecord
+from kvstore.sessions.store import Ticket
 
 CLASSES = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, KVStoreError)]
 

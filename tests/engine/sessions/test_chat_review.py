@@ -146,7 +146,7 @@ def test_tokens_computed_after_a_failed_load_do_not_count_as_cached(engine, monk
 
 
 def test_after_a_given_up_splice_the_tiers_are_those_of_what_is_used(engine):
-    from kvstore.connector import Evict
+    from kvstore.blocks.records import Evict
 
     chat = engine.chat("one", system=SYSTEM)
     while not chat.truncated_tokens:

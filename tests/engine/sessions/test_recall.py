@@ -12,7 +12,7 @@ from kvstore.engine.sessions.recall import Recall
 from kvstore.engine.sessions.recall_ids import Keys
 from kvstore.engine.sessions.recall_lines import Conversation, Lines, Names
 from kvstore.errors import RequestError
-from kvstore.sessions.store import owner_tag
+from kvstore.sessions.answer_tables import owner_tag
 from tests.engine.text.test_chat_template import CHATML, LLAMA3, MISTRAL, THINKING, make
 from tests.support.engines import counters, greedy, open_engine, save_model, settle
 

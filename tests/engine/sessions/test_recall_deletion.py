@@ -4,7 +4,7 @@ from kvstore import Engine, SamplingParams
 from kvstore.admin.offline import OfflineStore
 from kvstore.engine.sessions.recall import Recall
 from kvstore.engine.sessions.recall_ids import Keys
-from kvstore.sessions.store import SessionKey
+from kvstore.sessions.record import SessionKey
 
 
 def test_a_deletion_by_whatever_way_forgets_the_answers(tmp_path):

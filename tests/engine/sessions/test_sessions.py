@@ -11,7 +11,7 @@ from kvstore import Engine
 from kvstore.blocks.ids import token_bytes
 from kvstore.engine.sessions.chat import ChatSession
 from kvstore.errors import ContextLengthError, RequestError, StoreError
-from kvstore.sessions.store import SessionKey
+from kvstore.sessions.record import SessionKey
 from tests.support.engines import (
     Plain,
     ask,
@@ -441,7 +441,7 @@ def test_reencoded_blocks_never_serve_an_exact_prompt_of_the_same_tokens(opened,
 
 
 def test_a_missing_reencoded_block_gives_up_the_splice_and_the_session_becomes_exact(opened, plain):
-    from kvstore.connector import Evict
+    from kvstore.blocks.records import Evict
 
     engine = opened()
     chat = engine.chat("one", system="Be kind.")

@@ -10,7 +10,8 @@ from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.disk.directory import StoreDirectory, read_lock_info
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import ConfigError, DegradedError, StoreError, StoreLockedError
-from kvstore.sessions.store import SessionKey, open_sessions
+from kvstore.sessions.record import SessionKey
+from kvstore.sessions.store import open_sessions
 from tests.support.store.small_store import (
     CAPACITY_BYTES,
     MODELS,

@@ -15,8 +15,8 @@ from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.env import open_environment
 from kvstore.errors import StoreError
 from kvstore.sessions import answers as answer_store
-from kvstore.sessions.answer_tables import Answer, AnswerTables, decode, encode
-from kvstore.sessions.answers import AnswerStore, open_answers, owner_tag
+from kvstore.sessions.answer_tables import Answer, AnswerTables, decode, encode, owner_tag
+from kvstore.sessions.answers import AnswerStore, open_answers
 
 ROOT = Path(__file__).parents[3]
 

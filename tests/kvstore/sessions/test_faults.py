@@ -17,7 +17,9 @@ from kvstore.disk.records import seal
 from kvstore.errors import DegradedError, StoreError
 from kvstore.sessions import record as session_record
 from kvstore.sessions import tables as session_tables
-from kvstore.sessions.store import SessionKey, SessionStore, open_plain_environment
+from kvstore.sessions.record import SessionKey
+from kvstore.sessions.storage import open_plain_environment
+from kvstore.sessions.store import SessionStore
 from tests.children.session_child import SESSIONS, TENANT, Clock, content, disk_store, expected, make_turn, talk
 
 CHILD = Path(__file__).parents[2] / "children/session_child.py"

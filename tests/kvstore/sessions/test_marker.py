@@ -10,8 +10,9 @@ import pytest
 from kvstore.admin.offline import OfflineStore
 from kvstore.disk.directory import StoreDirectory
 from kvstore.service.command.cli import main
+from kvstore.sessions.record import SessionKey
 from kvstore.sessions.storage import DiskTables
-from kvstore.sessions.store import SessionKey, open_sessions
+from kvstore.sessions.store import open_sessions
 from kvstore.sessions.tables import COUNTERS
 from tests.children.session_child import TENANT, make_turn, talk
 

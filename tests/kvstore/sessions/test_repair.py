@@ -8,7 +8,8 @@ from kvstore.disk.records import pack, seal
 from kvstore.errors import SessionDamagedError
 from kvstore.service.command.cli import main
 from kvstore.sessions import tables as session_tables
-from kvstore.sessions.store import SessionKey, SessionStore, open_sessions
+from kvstore.sessions.record import SessionKey
+from kvstore.sessions.store import SessionStore, open_sessions
 from kvstore.sessions.tables import HEADS, NAMES, ORDER, REFS, REQUESTS, TURNS, be64
 from tests.children.session_child import TENANT, content, disk_store, expected, make_turn, talk
 from tests.support.service.serving import serving

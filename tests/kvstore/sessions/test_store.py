@@ -14,7 +14,8 @@ from kvstore.disk.records import pack, seal
 from kvstore.errors import RequestError, StoreError
 from kvstore.sessions import record as session_record
 from kvstore.sessions import tables as session_tables
-from kvstore.sessions.store import MemorySessionStore, Parent, SessionKey, TurnRecord
+from kvstore.sessions.record import Parent, SessionKey, TurnRecord
+from kvstore.sessions.store import MemorySessionStore
 from tests.children.session_child import TENANT, Clock, block_id, content, disk_store, expected, make_turn, talk
 
 SYSTEM = [{"role": "system", "content": "be brief"}]

@@ -17,6 +17,7 @@ from kvstore.engine.outputs import CachedTokensDetails, Choice, Piece, RequestOu
 from kvstore.errors import ContextLengthError, DegradedError, ModelError
 from kvstore.service.command import cli, terminal
 from kvstore.service.command.flags_page import commands, flags_page
+from kvstore.service.settings.options import COMMANDS
 
 ROOT = Path(__file__).parents[3]
 
@@ -154,7 +155,7 @@ def test_a_turn_ends_before_the_engine_when_nobody_reads_any_more(monkeypatch, t
 def test_help_lists_only_the_commands_that_exist(run):
     code, out, err = run("--help")
     assert (code, err) == (0, "")
-    assert re.findall(r"(?m)^  ([a-z]+) ", out) == list(cli.COMMANDS)
+    assert re.findall(r"(?m)^  ([a-z]+) ", out) == list(COMMANDS)
 
 
 @pytest.mark.parametrize("command", list(commands()), ids=lambda command: command.name)

@@ -9,7 +9,8 @@ from kvstore.blocks.ids import extend_chain, lineage_root, token_bytes
 from kvstore.blocks.records import BlockRecord
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.tier import DiskTier
-from kvstore.sessions.store import SessionKey, TurnRecord, open_sessions
+from kvstore.sessions.record import SessionKey, TurnRecord
+from kvstore.sessions.store import open_sessions
 
 BLOCK_SIZE, PAYLOAD_BYTES = 16, 8192
 CAPACITY_BYTES = 32 << 20

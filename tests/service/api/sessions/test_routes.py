@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from kvstore.sessions.store import SessionKey
+from kvstore.sessions.record import SessionKey
 from tests.support.service.serving import serving
 from tests.support.service.talking import LONG, SHORT, Stream, chat, num_turns, tenants
 

@@ -1,0 +1,243 @@
+"""The house as `ast` sees it, and the rules that need no list of what is allowed.
+
+A rule is a function of a `House` that returns what breaks it, one line each. The tables of arrows, the lists of what is
+known and the tests stand in `tests/test_tidy.py`.
+"""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+LAYERS = ("service", "engine", "kvstore", "kernels", "rope")  # each may import what stands to its right
+LINKED = ("engine", "kernels", "rope", "service")  # by links in kvstore/, so that one name is installed
+WAYS_BACK = {"kvstore", "kvstore.__main__"}  # the public names, looked up when they are asked for; the command
+MAX_FUNCTION_LINES, MAX_FILE_LINES = 70, 500
+MAX_CLASS_LINES, MAX_METHODS, MAX_ATTRIBUTES = 200, 20, 12
+BARE_WORDS = {"find", "take", "leave", "few", "nobodys", "unsure"}  # find what, take from whom, unsure of what?
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class House:
+    """Every module below a root, by its dotted name."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.files = {
+            self._module_name(path): path
+            for folder in (*LAYERS, "bench", "tests")
+            for path in sorted((root / folder).rglob("*.py"))
+            if folder != "kvstore" or path.relative_to(root).parts[1] not in LINKED
+        }
+        self.trees = {name: ast.parse(path.read_text(), str(path)) for name, path in self.files.items()}
+        self.structs = self._structs()
+
+    def _module_name(self, path: Path) -> str:
+        parts = path.relative_to(self.root).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        return f"kvstore.{name}" if parts[0] in LINKED else name
+
+    def _structs(self) -> set[str]:
+        """Names of the classes that build on msgspec's."""
+        found, before = {"msgspec.Struct"}, 0
+        nodes = [node for tree in self.trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        while len(found) > before:
+            before = len(found)
+            found |= {node.name for node in nodes if {ast.unparse(base) for base in node.bases} & found}
+        return found
+
+    @property
+    def product(self) -> list[str]:
+        return [name for name in self.files if name.split(".")[0] == "kvstore"]
+
+    @property
+    def tests(self) -> list[str]:
+        return [name for name in self.files if name.split(".")[0] == "tests" and "tidy" not in name]
+
+    def imports_of(self, name: str, node: ast.stmt) -> Iterator[str]:
+        """Dotted names of what a statement imports; `from a import b` gives a, and a.b where that is a module."""
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = self.base_of(name, node)
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names if f"{base}.{alias.name}" in self.files)
+
+    def base_of(self, name: str, node: ast.ImportFrom) -> str:
+        base = node.module or ""
+        if not node.level:
+            return base
+        package = name if self.files[name].name == "__init__.py" else name.rpartition(".")[0]
+        parts = package.split(".")
+        return ".".join([*parts[: len(parts) - node.level + 1], *base.split(".")]).rstrip(".")
+
+    def imported(self, name: str, inside_functions: bool) -> Iterator[str]:
+        """What a module imports when it runs: at import time, or with `inside_functions` ever."""
+        for node in statements(self.trees[name].body, inside_functions):
+            yield from self.imports_of(name, node)
+
+    def needed(self, name: str) -> set[str]:
+        """What a module imports of the house, ever or for type checkers; a package only where it is meant itself."""
+        found = set()
+        for node in ast.walk(self.trees[name]):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                targets = list(self.imports_of(name, node))
+                if isinstance(node, ast.ImportFrom) and len(targets) == len(node.names) + 1:
+                    targets = targets[1:]
+                found |= set(targets)
+        return found & set(self.files)
+
+
+def is_type_checking(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def statements(body: list[ast.stmt], inside_functions: bool) -> Iterator[ast.stmt]:
+    """All statements that run: at import time, or with `inside_functions` ever. TYPE_CHECKING blocks never run."""
+    for node in body:
+        if is_type_checking(node):
+            yield from statements(node.orelse, inside_functions)
+            continue
+        yield node
+        if isinstance(node, Function) and not inside_functions:
+            continue
+        for field in ("body", "orelse", "finalbody"):
+            yield from statements(getattr(node, field, []), inside_functions)
+        for handler in [*getattr(node, "handlers", []), *getattr(node, "cases", [])]:
+            yield from statements(handler.body, inside_functions)
+
+
+def length(node: ast.AST) -> int:
+    return node.end_lineno - node.lineno + 1
+
+
+# -- sizes -----------------------------------------------------------------------------------------------------------
+def long_files(house: House) -> set[str]:
+    return {name for name, path in house.files.items() if len(path.read_text().splitlines()) > MAX_FILE_LINES}
+
+
+def long_functions(house: House) -> set[str]:
+    return {
+        f"{name}.{node.name}"
+        for name, tree in house.trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, Function) and length(node) > MAX_FUNCTION_LINES
+    }
+
+
+def large_classes(house: House) -> set[str]:
+    """Classes and what they have too much of: lines, methods or attributes."""
+    found = set()
+    for name, tree in house.trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                methods = [part for part in node.body if isinstance(part, Function)]
+                is_large = {
+                    "lines": length(node) > MAX_CLASS_LINES,
+                    "methods": len(methods) > MAX_METHODS,
+                    "attributes": len(attributes(node)) > MAX_ATTRIBUTES and not is_record(house, node),
+                }
+                found |= {f"{name}.{node.name} {what}" for what, too_much in is_large.items() if too_much}
+    return found
+
+
+def attributes(node: ast.ClassDef) -> set[str]:
+    """Declared fields, and what methods set of `self`."""
+    fields = {ast.unparse(part.target) for part in node.body if isinstance(part, ast.AnnAssign)}
+    inside = [part for method in node.body if isinstance(method, Function) for part in ast.walk(method)]
+    return fields | {part.attr for part in inside if is_own(part) and isinstance(part.ctx, ast.Store)}
+
+
+def is_record(house: House, node: ast.ClassDef) -> bool:
+    """Frozen, or a msgspec struct: as many fields as the interface has that it stands for."""
+    return any("frozen=True" in ast.unparse(part) for part in node.decorator_list) or node.name in house.structs
+
+
+def is_own(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+# -- imports ---------------------------------------------------------------------------------------------------------
+def in_circles(house: House) -> set[str]:
+    """Modules of the product that need themselves by way of others."""
+    needs = {name: house.needed(name) & set(house.product) for name in house.product if name not in WAYS_BACK}
+    found = set()
+    for start in needs:
+        reached, queue = set(), list(needs[start])
+        while queue:
+            current = queue.pop()
+            if current not in reached:
+                reached.add(current)
+                queue += needs.get(current, ())
+        if start in reached:
+            found.add(start)
+    return found
+
+
+def re_exports(house: House) -> set[str]:
+    """Names that a module imports, or reads, from another one that has only imported them itself."""
+    found = set()
+    for name, tree in house.trees.items():
+        modules: dict[str, str] = {}  # what a name stands for here
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            base = house.base_of(name, node)
+            for alias in node.names:
+                if f"{base}.{alias.name}" in house.files:
+                    modules[alias.asname or alias.name] = f"{base}.{alias.name}"
+                elif base in house.files and alias.name in only_imported(house.trees[base]):
+                    found.add(f"{name} takes {alias.name} from {base}")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+                owner = modules[node.value.id]
+                is_module = f"{owner}.{node.attr}" in house.files
+                if not is_module and node.attr in only_imported(house.trees[owner], ours=True):
+                    found.add(f"{name} takes {node.attr} from {owner}")
+    return found
+
+
+def only_imported(tree: ast.Module, ours: bool = False) -> set[str]:
+    """Names at the top of a module that are another one's; with `ours`, of this house."""
+    names = set()
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (not ours or (node.module or "").split(".")[0] == "kvstore"):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+def class_names_met_twice(house: House) -> set[str]:
+    nodes = [node for name in house.product for node in ast.walk(house.trees[name])]
+    counts = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    return {name for name, count in counts.items() if count > 1}
+
+
+def bare_words(house: House) -> set[str]:
+    return {
+        f"{name}.{node.name}"
+        for name in house.product
+        for node in ast.walk(house.trees[name])
+        if isinstance(node, Function) and node.name.strip("_") in BARE_WORDS
+    }
+
+
+# -- tests -----------------------------------------------------------------------------------------------------------
+def private_reaches(house: House) -> Counter[str]:
+    """How often each test file names something private of an object that is not its own."""
+    found: Counter[str] = Counter()
+    for name in house.tests:
+        for node in ast.walk(house.trees[name]):
+            if isinstance(node, ast.Attribute) and not is_own(node):
+                found[name] += node.attr.startswith("_") and not node.attr.startswith("__")
+    return found
+
+
+def patches(house: House) -> Counter[str]:
+    """How often each test file puts something else into a place of a module, a class or an object."""
+    calls = [(name, node) for name in house.tests for node in ast.walk(house.trees[name]) if isinstance(node, ast.Call)]
+    return Counter(name for name, call in calls if is_patch(ast.unparse(call.func)))
+
+
+def is_patch(function: str) -> bool:
+    return function.endswith((".setattr", ".delattr")) or function.startswith("mock.patch")
