@@ -1,13 +1,14 @@
-"""What all tests share: the `gpu` marker skips itself, other tests see no GPU, torch uses one thread.
+"""What all tests share: the `gpu` marker skips itself, other tests see no GPU, torch uses one thread; tiny models.
 
 Kernels are tested on a CUDA device, and without one in Triton's interpreter: the fixture `kernel_device`.
 """
 
+import functools
 import glob
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -71,3 +72,27 @@ def kernel_device(request: pytest.FixtureRequest) -> str:
 
         interpreted.repair()
     return request.param
+
+
+@pytest.fixture(scope="session")
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Folder of a tiny model, made once for all tests that want the same. Nobody writes into it."""
+    from tests.support.engines import save_model
+
+    return functools.cache(lambda name="Llama", **changes: save_model(tmp_path_factory.mktemp(name), name, **changes))
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, saved_model: Callable[..., str]) -> str:
+    """The model of a module's tests: a plain one, but for what the module's `MODEL` says."""
+    return saved_model(**getattr(request.module, "MODEL", {}))
+
+
+@pytest.fixture(scope="module")
+def plain(model: str):
+    """What this model answers without a store."""
+    from tests.support.engines import Plain
+
+    plain = Plain(model)
+    yield plain
+    plain.engine.close()

@@ -8,14 +8,10 @@ import pytest
 from kvstore import AsyncEngine, Engine, SamplingParams
 from kvstore.errors import ContextLengthError, EngineClosedError, KVStoreError
 from tests.support.engines import Greedy, save_model
+from tests.support.waiting import wait_in_loop
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 PROMPT = list(range(3, 40))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +26,9 @@ def run(model, scenario, **options):
         engine = AsyncEngine(Engine(model, **options))
         try:
             result = await scenario(engine)
-            for _ in range(200):
-                if not engine.engine.has_work:
-                    break
-                await asyncio.sleep(0.01)
+            await wait_in_loop(lambda: not engine.engine.has_work)
             engine.engine.check_integrity()
-            assert not engine.engine.has_work and not any(port.waiting for port in engine._ports.values())
+            assert not any(port.waiting for port in engine._ports.values())
             return result
         finally:
             await engine.close()
@@ -65,8 +58,7 @@ def test_cancelling_aborts_the_request_and_leaves_the_others(model, greedy):
         long = SamplingParams(temperature=0, max_tokens=200)
         doomed = [asyncio.create_task(engine.generate([i + 1] * 20, long)) for i in range(3)]
         other = asyncio.create_task(engine.generate(PROMPT, GREEDY))
-        while not any(engine.engine.stats()["step"]["num_steps"] > 2 for _ in range(1)):
-            await asyncio.sleep(0.001)
+        await wait_in_loop(lambda: engine.engine.stats()["step"]["num_steps"] > 2)
         for task in doomed:
             task.cancel()
         ended = await asyncio.gather(*doomed, return_exceptions=True)
@@ -97,11 +89,8 @@ def test_cancelling_while_submitting_leaves_nothing(model):
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         may.set()
-        for _ in range(500):
-            if submitted and submitted[0].done:
-                return submitted[0].output.finish_reason
-            await asyncio.sleep(0.01)
-        raise AssertionError("the request that nobody reads is still running")
+        await wait_in_loop(lambda: submitted and submitted[0].done, "the request that nobody reads has ended")
+        return submitted[0].output.finish_reason
 
     assert run(model, scenario) == "abort"
 
@@ -139,8 +128,7 @@ def test_close_ends_what_runs_and_refuses_what_comes(model):
     async def scenario():
         engine = AsyncEngine(Engine(model))
         task = asyncio.create_task(engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=200)))
-        while not engine.engine.has_work:
-            await asyncio.sleep(0.001)
+        await wait_in_loop(lambda: engine.engine.has_work)
         await engine.close()
         out = await task
         assert out.finish_reason == "abort"
@@ -201,8 +189,7 @@ def test_closing_the_engine_itself_ends_its_callers(model):
     async def scenario():
         engine = AsyncEngine(Engine(model))
         task = asyncio.create_task(engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=200)))
-        while not engine.engine.has_work:
-            await asyncio.sleep(0.001)
+        await wait_in_loop(lambda: engine.engine.has_work)
         await asyncio.to_thread(engine.engine.close)
         assert (await task).finish_reason == "abort"
         await engine.close()

@@ -10,6 +10,7 @@ from kvstore import AsyncEngine, Engine, SamplingParams
 from kvstore.errors import RequestError, SessionBusyError, SessionNotFoundError
 from kvstore.sessions.record import SessionKey
 from tests.support.by_hand import held
+from tests.support.waiting import wait_in_loop
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -24,8 +25,7 @@ def run(scenario):
         engine = AsyncEngine(Engine())
         try:
             await scenario(engine)
-            while engine.engine.has_work:
-                await asyncio.sleep(0.005)
+            await wait_in_loop(lambda: not engine.engine.has_work)
             engine.engine.check_integrity()
             assert not any(port.waiting for port in engine._ports.values())
         finally:
@@ -91,15 +91,13 @@ def test_a_cancelled_reader_leaves_nothing_running():
         for seconds in (0.001, 0.02, 0.05):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(text_of(await engine.start_turn(chat, said("Hello"), LONG)), seconds)
-            while chat.is_busy:
-                await asyncio.sleep(0.005)
+            await wait_in_loop(lambda: not chat.is_busy)
         task = asyncio.ensure_future(engine.start_turn(chat, said("Hello"), LONG))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        while chat.is_busy:
-            await asyncio.sleep(0.005)
+        await wait_in_loop(lambda: not chat.is_busy)
         assert chat.num_turns == 0
 
     run(scenario)
@@ -243,8 +241,7 @@ def test_a_stream_of_a_session_that_is_left_keeps_what_was_said_and_a_cancelled_
                 await chat.send("Me too", GREEDY)
         assert chat.num_turns == 1 and chat.messages[-1]["content"].startswith(first.text)
         task = asyncio.create_task(chat.send("Go on", LONG))
-        while not engine.engine.has_work:
-            await asyncio.sleep(0.001)
+        await wait_in_loop(lambda: engine.engine.has_work)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -17,13 +17,8 @@ BLOCK_BYTES = 16 * 3 * 2 * 2 * 16 * 4  # tokens x layers x (K, V) x heads x head
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def chat_model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("chat"), tokenizer=True)
+def chat_model(saved_model):
+    return saved_model(tokenizer=True)
 
 
 @pytest.fixture(scope="module")

@@ -14,18 +14,13 @@ from tests.support.engines import (
     counters,
     greedy,
     open_engine,
-    save_model,
     settle,
     tokens,
 )
 
+MODEL = {"tokenizer": True}
 BLOCKS = 24  # in HBM
 PROMPT = 16 * 6 + 1  # six full blocks and the token that is always computed
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("eviction"), tokenizer=True)
 
 
 @pytest.fixture

@@ -12,23 +12,12 @@ from kvstore import CacheTiers, Engine
 from kvstore.blocks.records import ReadResult
 from kvstore.kernels import block_copy
 from tests.support.by_hand import by_hand
-from tests.support.engines import Plain, ask, cached, counters, greedy, save_model, settle
+from tests.support.engines import ask, cached, counters, greedy, settle
 from tests.support.engines import tokens as some_tokens
 
+MODEL = {"max_position_embeddings": 1024}
 SIZE, NUM_BLOCKS = 16, 40
 PROMPT = some_tokens(1, NUM_BLOCKS * SIZE + 5)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("slow"), max_position_embeddings=1024)
-
-
-@pytest.fixture(scope="module")
-def plain(model):
-    plain = Plain(model)
-    yield plain
-    plain.engine.close()
 
 
 class Gate:

@@ -3,7 +3,6 @@
 Greedy and float32 where tokens are compared; an engine without tiers is what they are compared with.
 """
 
-import functools
 import random
 import threading
 
@@ -46,24 +45,6 @@ ROPES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Folder of a tiny model of an architecture, made once."""
-    return functools.cache(lambda name: save_model(tmp_path_factory.mktemp(name), name))
-
-
-@pytest.fixture(scope="module")
-def llama(models):
-    return models("Llama")
-
-
-@pytest.fixture(scope="module")
-def plain(llama):
-    plain = Plain(llama)
-    yield plain
-    plain.engine.close()
-
-
 @pytest.fixture
 def store(tmp_path):
     return tmp_path / "store"
@@ -99,35 +80,35 @@ def conversation(engine: Engine, plain: Plain, before_turn=lambda engine: engine
 WARM = [0, 48, 64, 80]  # of the history all but its last token, in whole blocks; it grows by 21 each turn
 
 
-def test_invariant_1_same_tokens_cold_and_warm(llama, plain, store):
-    with open_engine(llama, store) as engine:
+def test_invariant_1_same_tokens_cold_and_warm(model, plain, store):
+    with open_engine(model, store) as engine:
         assert conversation(engine, plain) == WARM
         assert conversation(engine, plain) == [32, 48, 80, 96]
 
 
-def test_invariant_1_same_tokens_with_hbm_evicted(llama, plain, store):
+def test_invariant_1_same_tokens_with_hbm_evicted(model, plain, store):
     def evict(engine):
         engine.connector.check_integrity(idle=True)
         engine.loop.pool.evict_all()
         return engine
 
-    with open_engine(llama, store) as engine:
+    with open_engine(model, store) as engine:
         assert conversation(engine, plain, evict) == WARM
         assert counters(engine)["loaded"] == sum(WARM) // 16
 
 
-def test_invariant_1_same_tokens_with_hbm_and_cpu_evicted(llama, plain, store):
+def test_invariant_1_same_tokens_with_hbm_and_cpu_evicted(model, plain, store):
     def evict(engine):
         evict_cpu(engine)
         engine.loop.pool.evict_all()
         return engine
 
-    with open_engine(llama, store) as engine:
+    with open_engine(model, store) as engine:
         assert conversation(engine, plain, evict) == WARM
         assert counters(engine)["read"] == counters(engine)["loaded"] == sum(WARM) // 16
 
 
-def test_invariant_1_same_tokens_with_everything_evicted(llama, plain, store):
+def test_invariant_1_same_tokens_with_everything_evicted(model, plain, store):
     def evict(engine):
         settle(engine)
         engine.admin.evict(Evict(everything=True))
@@ -135,18 +116,18 @@ def test_invariant_1_same_tokens_with_everything_evicted(llama, plain, store):
         assert check_closed(engine, set()) == 0
         return engine
 
-    with open_engine(llama, store) as engine:
+    with open_engine(model, store) as engine:
         assert conversation(engine, plain, evict) == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_invariant_1_same_tokens_after_restarts(models, store, name):
-    plain = Plain(models(name))
-    engines = [open_engine(models(name), store)]
+def test_invariant_1_same_tokens_after_restarts(saved_model, store, name):
+    plain = Plain(saved_model(name))
+    engines = [open_engine(saved_model(name), store)]
 
     def restart(engine):
         engine.close()
-        engines.append(open_engine(models(name), store))
+        engines.append(open_engine(saved_model(name), store))
         return engines[-1]
 
     assert conversation(engines[0], plain, restart) == WARM
@@ -155,13 +136,13 @@ def test_invariant_1_same_tokens_after_restarts(models, store, name):
 
 
 @pytest.mark.parametrize("cpu, disk", [(0, "32MiB"), ("2MiB", 0), (6 * LLAMA_BLOCK_BYTES, "32MiB")], ids=str)
-def test_invariant_1_same_tokens_under_preemption_and_mixed_batches(llama, plain, store, cpu, disk):
+def test_invariant_1_same_tokens_under_preemption_and_mixed_batches(model, plain, store, cpu, disk):
     """A pool of about two requests, eight requests that share stems, and a CPU tier that may be smaller than one."""
     rng = random.Random(5)
     stems = [tokens(seed, 70) for seed in (11, 12, 13)]
     with pytest.warns(UserWarning, match="fewer than max_model_len"):
         engine = open_engine(
-            llama, store, hbm=14 * LLAMA_BLOCK_BYTES, cpu=cpu, disk=disk, max_num_batched_tokens=40, max_num_seqs=5
+            model, store, hbm=14 * LLAMA_BLOCK_BYTES, cpu=cpu, disk=disk, max_num_batched_tokens=40, max_num_seqs=5
         )
     with by_hand(engine):
         for _ in range(4):
@@ -185,9 +166,9 @@ def test_invariant_1_same_tokens_under_preemption_and_mixed_batches(llama, plain
         check_closed(engine, {engine.root("")})
 
 
-def test_a_preempted_request_resumes_by_loading(llama, plain, store):
+def test_a_preempted_request_resumes_by_loading(model, plain, store):
     with pytest.warns(UserWarning, match="fewer than max_model_len"):
-        engine = open_engine(llama, store, hbm=14 * LLAMA_BLOCK_BYTES)
+        engine = open_engine(model, store, hbm=14 * LLAMA_BLOCK_BYTES)
     with engine:
         prompts = [tokens(seed, 64) for seed in (21, 22, 23)]
         outs = engine.generate(prompts, greedy(60))
@@ -196,11 +177,11 @@ def test_a_preempted_request_resumes_by_loading(llama, plain, store):
         engine.check_integrity()
 
 
-def test_invariant_1_many_random_requests_beside_evictions(llama, plain, store):
+def test_invariant_1_many_random_requests_beside_evictions(model, plain, store):
     """Tiers are emptied at random between steps; whatever is found then, the tokens are the same."""
     rng = random.Random(77)
     stems = [tokens(seed, 60) for seed in range(31, 34)]
-    with open_engine(llama, store, cpu=30 * LLAMA_BLOCK_BYTES, max_num_batched_tokens=48, max_num_seqs=4) as engine:
+    with open_engine(model, store, cpu=30 * LLAMA_BLOCK_BYTES, max_num_batched_tokens=48, max_num_seqs=4) as engine:
         by_hand(engine)
         handles = []
         for _ in range(40):
@@ -229,9 +210,9 @@ def test_invariant_1_many_random_requests_beside_evictions(llama, plain, store):
 # -- invariant 2 -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("codec", ["raw", "zstd", "split-zstd"])
-def test_invariant_2_blocks_are_bit_identical_after_a_trip_through_every_tier(llama, store, dtype, codec):
+def test_invariant_2_blocks_are_bit_identical_after_a_trip_through_every_tier(model, store, dtype, codec):
     prompt = tokens(41, 100)
-    with open_engine(llama, store, codec=codec, dtype=dtype) as engine:
+    with open_engine(model, store, codec=codec, dtype=dtype) as engine:
         out = ask(engine, prompt, 20)
         chain = chain_of(engine, (prompt + out.token_ids)[:-1])
         computed = hbm_blocks(engine, chain)
@@ -243,7 +224,7 @@ def test_invariant_2_blocks_are_bit_identical_after_a_trip_through_every_tier(ll
         engine.loop.pool.evict_all()
         assert cached(ask(engine, [*prompt, *out.token_ids, 2])) == (0, 0, 112, 0)
         assert all(map(torch.equal, hbm_blocks(engine, chain), computed)), "HBM -> CPU -> disk -> CPU -> HBM"
-    with open_engine(llama, store, dtype=dtype) as engine:
+    with open_engine(model, store, dtype=dtype) as engine:
         assert cached(ask(engine, [*prompt, *out.token_ids, 3])) == (0, 0, 112, 0)
         assert all(map(torch.equal, hbm_blocks(engine, chain), computed)), "after a restart"
 
@@ -338,9 +319,9 @@ def check_made_up_for(engine: Engine, plain: Plain, history: list[int], num_befo
     settle(engine)
 
 
-def test_invariant_8_a_full_save_queue_drops_and_leaves_no_lasting_hole(llama, plain, store, monkeypatch):
+def test_invariant_8_a_full_save_queue_drops_and_leaves_no_lasting_hole(model, plain, store, monkeypatch):
     history = tokens(61, 40)
-    with open_engine(llama, store) as engine:
+    with open_engine(model, store) as engine:
         ask(engine, history, 4)
         settle(engine)
         with monkeypatch.context() as patch:
@@ -355,9 +336,9 @@ def test_invariant_8_a_full_save_queue_drops_and_leaves_no_lasting_hole(llama, p
         assert engine.stats()["store"]["unsaved"] == 0
 
 
-def test_choices_that_share_a_block_are_not_dropped_for_want_of_room(llama, plain, store):
+def test_choices_that_share_a_block_are_not_dropped_for_want_of_room(model, plain, store):
     prompt = tokens(65, 40)
-    with open_engine(llama, store) as engine:
+    with open_engine(model, store) as engine:
         (out,) = engine.generate([prompt], greedy(30, n=4, temperature=1.0, seed=3))
         settle(engine)
         assert len({tuple(choice.token_ids) for choice in out.choices}) == 4
@@ -366,7 +347,7 @@ def test_choices_that_share_a_block_are_not_dropped_for_want_of_room(llama, plai
             check_made_up_for(engine, plain, [*prompt, *choice.token_ids], 32)
 
 
-def test_invariant_8_a_full_cpu_tier_drops_and_leaves_no_lasting_hole(llama, plain, store, monkeypatch):
+def test_invariant_8_a_full_cpu_tier_drops_and_leaves_no_lasting_hole(model, plain, store, monkeypatch):
     """A disk so slow that every slot is dirty."""
     go, write = threading.Event(), kvstore.store.tiered.DiskTier.write
 
@@ -374,7 +355,7 @@ def test_invariant_8_a_full_cpu_tier_drops_and_leaves_no_lasting_hole(llama, pla
         go.wait(60)
         return write(*args)
 
-    with open_engine(llama, store, cpu=8 * LLAMA_BLOCK_BYTES) as engine:
+    with open_engine(model, store, cpu=8 * LLAMA_BLOCK_BYTES) as engine:
         monkeypatch.setattr(kvstore.store.tiered.DiskTier, "write", slow)
         first, history = tokens(63, 84), tokens(64, 70)
         ask(engine, first)
@@ -387,8 +368,8 @@ def test_invariant_8_a_full_cpu_tier_drops_and_leaves_no_lasting_hole(llama, pla
 
 
 @pytest.mark.parametrize("disk", ["32MiB", 0])
-def test_invariant_7_a_tiny_cpu_tier_gives_no_wrong_answers_and_stays_its_size(llama, plain, store, disk):
-    with open_engine(llama, store, cpu=9 * LLAMA_BLOCK_BYTES, disk=disk) as engine:
+def test_invariant_7_a_tiny_cpu_tier_gives_no_wrong_answers_and_stays_its_size(model, plain, store, disk):
+    with open_engine(model, store, cpu=9 * LLAMA_BLOCK_BYTES, disk=disk) as engine:
         histories = [tokens(seed, 30) for seed in range(70, 75)]
         for turn in range(4):
             for number, history in enumerate(histories):
@@ -403,10 +384,10 @@ def test_invariant_7_a_tiny_cpu_tier_gives_no_wrong_answers_and_stays_its_size(l
         assert check_closed(engine, {engine.root("")}) > 0
 
 
-def test_invariant_7_a_tiny_disk_evicts_tails_and_stays_its_size(llama, plain, store):
+def test_invariant_7_a_tiny_disk_evicts_tails_and_stays_its_size(model, plain, store):
     """Twenty conversations where the file has room for few: what stays is usable, and nothing is wrong."""
     disk = 2 << 20
-    with open_engine(llama, store, cpu=40 * LLAMA_BLOCK_BYTES, disk=disk) as engine:
+    with open_engine(model, store, cpu=40 * LLAMA_BLOCK_BYTES, disk=disk) as engine:
         histories = [tokens(seed, 100) for seed in range(80, 100)]
         for turn in range(3):
             for number, history in enumerate(histories):
@@ -423,7 +404,7 @@ def test_invariant_7_a_tiny_disk_evicts_tails_and_stays_its_size(llama, plain, s
         assert check_closed(engine, {engine.root("")}) > 0
         out = ask(engine, [*histories[-1], 1], 4)
         assert sum(cached(out)) >= 96, "what was used last is there"
-    with open_engine(llama, store, cpu=40 * LLAMA_BLOCK_BYTES, disk=disk) as engine:
+    with open_engine(model, store, cpu=40 * LLAMA_BLOCK_BYTES, disk=disk) as engine:
         assert check_closed(engine, {engine.root("")}) > 0
         for history in histories:
             assert ask(engine, [*history, 1], 4).token_ids == plain([*history, 1], 4)
@@ -431,7 +412,7 @@ def test_invariant_7_a_tiny_disk_evicts_tails_and_stays_its_size(llama, plain, s
 
 @pytest.mark.parametrize("disk", [0, 2 << 20, "32MiB"])
 @pytest.mark.parametrize("cpu", [0, 12 * LLAMA_BLOCK_BYTES, 60 * LLAMA_BLOCK_BYTES])
-def test_invariant_8_what_is_stored_is_closed_under_parents(llama, plain, store, monkeypatch, cpu, disk):
+def test_invariant_8_what_is_stored_is_closed_under_parents(model, plain, store, monkeypatch, cpu, disk):
     """Random requests, aborts, evictions of every kind, failing saves; checked whenever nothing is in flight."""
     if not cpu and not disk:
         return
@@ -445,7 +426,7 @@ def test_invariant_8_what_is_stored_is_closed_under_parents(llama, plain, store,
 
     monkeypatch.setattr(kvstore.memory.transfer, "save_layers", unreliable)
     stems = [tokens(seed, 120) for seed in range(110, 116)]
-    with open_engine(llama, store, cpu=cpu, disk=disk, max_num_batched_tokens=64, max_num_seqs=6) as engine:
+    with open_engine(model, store, cpu=cpu, disk=disk, max_num_batched_tokens=64, max_num_seqs=6) as engine:
         by_hand(engine)
         for _ in range(7):
             handles = []

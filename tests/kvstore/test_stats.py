@@ -1,14 +1,8 @@
 """Counters of a store: the histogram, and that each thing that happens is counted where it happens."""
 
-import pytest
 
 from kvstore.stats import Histogram, StoreStats
-from tests.support.engines import ask, counters, evict_cpu, open_engine, save_model, settle, tokens
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
+from tests.support.engines import ask, counters, evict_cpu, open_engine, settle, tokens
 
 
 def test_a_value_is_counted_in_the_first_bucket_that_holds_it():

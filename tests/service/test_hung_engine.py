@@ -5,14 +5,12 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-
 from kvstore.engine.process.remote import RemoteEngine
 from kvstore.service.app import ROUTES
-from tests.support.engines import save_model
 from tests.support.service.serving import ADMIN_KEY, KEY, Reply, Serving, serving
 from tests.support.service.talking import SHORT, Stream
 
+MODEL = {"tokenizer": True}
 TIMEOUT_S = 2.0
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 SAID = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
@@ -27,11 +25,6 @@ BODIES = {
     "/sessions/{id}/truncate": {"turns": 1},
     "/admin/evict": {"all": True},
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("chat"), tokenizer=True)
 
 
 def ask(server: Serving, route, session_id: str) -> tuple[str, Reply]:

@@ -16,8 +16,9 @@ import pytest
 from kvstore.sessions.storage import open_plain_environment
 from kvstore.sessions.store import SessionStore
 from tests.support.service.clients import Clients
-from tests.support.service.server_process import ServerProcess, launch, launched, verify, wait_until
+from tests.support.service.server_process import ServerProcess, launch, launched, verify
 from tests.support.service.talking import LONG, Stream, chat
+from tests.support.waiting import wait_until
 
 NUM_ROUNDS, NUM_LONG_ROUNDS = 2, 60
 

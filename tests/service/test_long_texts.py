@@ -24,6 +24,7 @@ from tests.support.service.serving import serving
 from tests.support.service.talking import LONG, Stream
 
 WINDOW = 16384  # fewer than the text has tokens, more than can be told from its length
+MODEL = {"tokenizer": True, "max_position_embeddings": WINDOW}
 TEXT = ("how are you today, and who is there with you? " * 4000)[: LONG_TEXT_CHARS + 20_000]
 USER = [{"role": "user", "content": TEXT}]
 ROUTES = {
@@ -41,11 +42,6 @@ TOKENIZING = (
     (edge, "_encode"), (edge, "_chat_ids"), (edge, "_detokenized"), (async_engine, "prompt_ids"),
     (Recall, "next_turn"), (ChatSession, "check"), (ChatSession, "begin"), (ChatTemplate, "prompt_ids"),
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return save_model(tmp_path_factory.mktemp("wide") / "m", tokenizer=True, max_position_embeddings=WINDOW)
 
 
 @pytest.fixture(scope="module")

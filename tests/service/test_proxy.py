@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from tests.support.service.browser import Tabs, chromium
-from tests.support.service.server_process import wait_until
 from tests.support.service.serving import Serving, serving
+from tests.support.waiting import wait_until
 
 NAME = "chat.localhost"  # a browser takes every such name for this machine
 KEY = "key-of-the-proxy-test"

@@ -9,8 +9,9 @@ import torch
 from kvstore import SamplingParams
 from kvstore.blocks.ids import BlockId
 from tests.support.by_hand import by_hand
-from tests.support.engines import cached, counters, evict_cpu, open_engine, save_model, settle, tokens
+from tests.support.engines import cached, counters, evict_cpu, open_engine, settle, tokens
 
+MODEL = {"name": "Qwen3", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
 BLOCK_SIZE = 4
 VOCAB = 160
 NUM_SEEDS = 4
@@ -23,12 +24,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    small = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
-    return save_model(tmp_path_factory.mktemp("model"), "Qwen3", **small)
 
 
 def params_of(rng: random.Random) -> SamplingParams:

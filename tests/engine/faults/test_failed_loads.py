@@ -13,31 +13,18 @@ from kvstore.kernels import block_copy
 from tests.support.by_hand import by_hand
 from tests.support.engines import (
     LLAMA_BLOCK_BYTES,
-    Plain,
     ask,
     cached,
     counters,
     evict_cpu,
     greedy,
     open_engine,
-    save_model,
     settle,
 )
 from tests.support.engines import tokens as some_tokens
 
+MODEL = {"tokenizer": True}
 NUM_LAYERS = 3
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("failing"), tokenizer=True)
-
-
-@pytest.fixture(scope="module")
-def plain(model):
-    plain = Plain(model)
-    yield plain
-    plain.engine.close()
 
 
 @pytest.fixture

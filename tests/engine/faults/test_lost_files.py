@@ -17,10 +17,11 @@ from kvstore.errors import DegradedError, StoreError, StoreLockedError, StoreLos
 from kvstore.sessions.record import SessionKey
 from kvstore.sessions.store import open_sessions
 from tests.children.session_child import TENANT, make_turn, talk
-from tests.support.engines import ask, greedy, open_engine, save_model
-from tests.support.service.server_process import wait_until
+from tests.support.engines import ask, greedy, open_engine
 from tests.support.service.serving import serving
+from tests.support.waiting import wait_until
 
+MODEL = {"tokenizer": True}
 ROOT = Path(__file__).parents[3]
 ANNA = SessionKey(TENANT, "anna")
 OWNER = """
@@ -155,11 +156,6 @@ def test_a_lost_store_is_not_compacted(opened, tmp_path):
 
 
 # -- the engine ------------------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("lost"), tokenizer=True)
-
-
 def test_a_removed_file_of_blocks_is_noticed_and_begun_anew(model, tmp_path):
     with open_engine(model, tmp_path / "store") as engine:
         ask(engine, list(range(1, 60)), 4)
@@ -213,9 +209,7 @@ def test_over_http(tmp_path):
     with serving(engine={"cache_tiers": tiers}) as server:
         session = server.post("/chat", {"message": "Hi", "max_tokens": 3}).json()["session_id"]
         os.unlink(tmp_path / "store" / "sessions" / "data.mdb")
-        deadline = time.monotonic() + 30
-        while server.get("/health").json()["status"] == "ok" and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_until(lambda: server.get("/health").json()["status"] != "ok", "it is noticed")
         assert server.get("/health").json() == {"status": "degraded", "reasons": ["sessions_file_lost"]}
         for body in ({"message": "Hi"}, {"message": "Hi", "session_id": session}):
             reply = server.post("/chat", {**body, "max_tokens": 3})

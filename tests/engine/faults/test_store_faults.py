@@ -33,23 +33,13 @@ from tests.support.engines import (
     settle,
     tokens,
 )
+from tests.support.waiting import wait_until
 
+MODEL = {"tokenizer": True}
 NUM_ROUNDS, NUM_LONG_ROUNDS = 6, 200
 CHILD = Path(__file__).parents[2] / "children/store_child.py"
 ROOT = CHILD.parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("faults"), tokenizer=True)
-
-
-@pytest.fixture(scope="module")
-def plain(model):
-    plain = Plain(model)
-    yield plain
-    plain.engine.close()
 
 
 @pytest.fixture
@@ -114,13 +104,6 @@ def acknowledged(log: Path) -> dict[str, list]:
 
 def num_turns(log: Path) -> int:
     return sum(turns for turns, _, _ in acknowledged(log).values())
-
-
-def wait_until(is_so) -> None:
-    until = time.monotonic() + 120
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def value_pages(content: bytes) -> list[int]:
@@ -478,9 +461,6 @@ def test_flush_says_that_the_disk_cannot_write(model, store, monkeypatch):
             with pytest.raises(DegradedError, match="cannot write"):
                 engine.flush()
             assert engine.stats()["disk"]["degraded"] and counters(engine)["dropped_writes"] > 0
-        until = time.monotonic() + 40
-        while engine.stats()["disk"]["degraded"]:
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        wait_until(lambda: not engine.stats()["disk"]["degraded"])
         engine.flush()
         assert engine.stats()["disk"]["blocks"] == 3

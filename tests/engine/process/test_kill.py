@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -20,29 +19,17 @@ from kvstore.engine.process.remote import RemoteEngine
 from kvstore.engine.process.wire_calls import MAX_CALLS
 from kvstore.errors import EngineDiedError, StoreLockedError
 from kvstore.sessions.record import SessionKey
-from tests.support.engines import save_model
+from tests.support.waiting import wait_in_loop, wait_until
 
+MODEL = {"tokenizer": True}
 HERE = Path(__file__).parents[2]
 TEN = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 PROMPT = list(range(3, 40))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("chat"), tokenizer=True)
-
-
 def tiers(path: Path) -> CacheTiers:
     return CacheTiers(hbm="2MiB", cpu="2MiB", disk="32MiB", path=path)
-
-
-def until(condition, what: str) -> None:
-    for _ in range(18000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"waited three minutes for {what}")
 
 
 def is_running(pid: int) -> bool:
@@ -90,7 +77,7 @@ def test_a_process_that_cannot_be_understood_is_ended_and_started_again(model, t
             list(engine.stream(handle))
         assert "cannot be understood" in caplog.text
         monkeypatch.undo()
-        until(lambda: engine.state == "running", "the restart")
+        wait_until(lambda: engine.state == "running", "the restart")
         assert len(engine.generate([PROMPT], TEN)[0].token_ids) == 10
 
 
@@ -106,7 +93,7 @@ def test_a_killed_process_is_started_again_as_often_as_it_may(model, tmp_path, c
         assert [type(error) for error in errors] == [EngineDiedError] * 10 and not old.is_busy
         with pytest.raises(EngineDiedError, match="again"):  # at once, while it is being started
             await front.generate(PROMPT, TEN)
-        await front.call(until, lambda: engine.state == "running", "the restart")
+        await front.call(wait_until, lambda: engine.state == "running", "the restart")
 
         chat = engine.chat("talk")
         assert chat is not old and chat.num_turns == 3
@@ -120,8 +107,8 @@ def test_a_killed_process_is_started_again_as_often_as_it_may(model, tmp_path, c
         assert len((await front.generate(PROMPT, TEN)).token_ids) == 10
 
         os.kill(engine.pid, signal.SIGKILL)
-        await front.call(until, lambda: engine._link.num_restarts == 2, "the second restart")
-        await front.call(until, lambda: engine.state == "running", "its end")
+        await front.call(wait_until, lambda: engine._link.num_restarts == 2, "the second restart")
+        await front.call(wait_until, lambda: engine.state == "running", "its end")
         errors = await killed_in_the_middle(engine, front)
         assert [type(error) for error in errors] == [EngineDiedError] * 10
         assert engine.state == "failed" and engine.closed and engine.pid is None
@@ -146,9 +133,9 @@ def test_a_restart_that_fails_is_tried_again(model, tmp_path, caplog):
     with RemoteEngine(tmp_path / "model", device="cpu") as engine:
         weights.rename(tmp_path / "elsewhere")
         os.kill(engine.pid, signal.SIGKILL)
-        until(lambda: "could not be started" in caplog.text, "a restart that fails")
+        wait_until(lambda: "could not be started" in caplog.text, "a restart that fails")
         (tmp_path / "elsewhere").rename(weights)
-        until(lambda: engine.state == "running", "one that succeeds")
+        wait_until(lambda: engine.state == "running", "one that succeeds")
         assert len(engine.generate([PROMPT], TEN)[0].token_ids) == 10
 
 
@@ -166,11 +153,10 @@ def test_who_streams_in_the_loop_hears_of_the_end_and_of_the_next_process(model,
                     pass
         with pytest.raises(EngineDiedError, match="again"):
             await front.generate(PROMPT, TEN)
-        await front.call(until, lambda: engine.state == "running", "the restart")
+        await front.call(wait_until, lambda: engine.state == "running", "the restart")
         assert len((await front.generate(PROMPT, TEN)).token_ids) == 10
         running = asyncio.create_task(front.generate(PROMPT, LONG))
-        while not engine.has_work:
-            await asyncio.sleep(0.001)
+        await wait_in_loop(lambda: engine.has_work)
         await front.close()
         assert (await running).finish_reason == "abort" and not any(port.waiting for port in front._ports.values())
         return engine
@@ -193,7 +179,7 @@ def test_a_killed_parent_takes_the_process_with_it(model, tmp_path, monkeypatch)
         parent.kill()
         acknowledged += [int(line) for line in parent.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
         parent.wait()
-        until(lambda: not is_running(core), "the end of the engine's process")
+        wait_until(lambda: not is_running(core), "the end of the engine's process")
 
     def is_left_after_a_start() -> bool:
         folder = socket_folder()
@@ -202,7 +188,7 @@ def test_a_killed_parent_takes_the_process_with_it(model, tmp_path, monkeypatch)
         return bool(left)
 
     # A process that has ended holds its locks until the last of its threads is gone.
-    until(lambda: not is_left_after_a_start(), "the end of the folders for sockets")
+    wait_until(lambda: not is_left_after_a_start(), "the end of the folders for sockets")
     with Engine(model, tiers(path), device="cpu") as engine:
         state = engine.sessions.load(SessionKey("", "killed"))
         assert state.turn >= acknowledged[-1] == len(acknowledged)

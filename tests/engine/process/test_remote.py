@@ -33,7 +33,6 @@ from kvstore.errors import (
 )
 from kvstore.sessions.record import SessionKey
 from tests.engine.sessions.test_chat import (  # the same conversations, with this module's `engine`  # noqa: F401
-    model,
     test_a_message_that_alone_exceeds_the_window_is_refused_and_costs_nothing,
     test_an_answer_cut_by_a_stop_string_continues_from_its_text,
     test_an_end_token_is_not_doubled,
@@ -49,7 +48,9 @@ from tests.engine.sessions.test_chat import (  # the same conversations, with th
 )
 from tests.support.by_hand import held
 from tests.support.engines import save_model
+from tests.support.waiting import wait_in_loop
 
+MODEL = {"tokenizer": True}
 TIERS = {"hbm": "2MiB", "cpu": "2MiB", "disk": "32MiB"}
 TEN = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -57,7 +58,7 @@ PROMPT = list(range(3, 40))
 
 
 @pytest.fixture(scope="module")
-def engine(model, tmp_path_factory):  # noqa: F811
+def engine(model, tmp_path_factory):
     tiers = CacheTiers(**TIERS, path=tmp_path_factory.mktemp("remote") / "store")
     with RemoteEngine(model, tiers, seed=1, device="cpu", load="always") as engine:
         yield engine
@@ -66,7 +67,7 @@ def engine(model, tmp_path_factory):  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def here(model, tmp_path_factory):  # noqa: F811
+def here(model, tmp_path_factory):
     tiers = CacheTiers(**TIERS, path=tmp_path_factory.mktemp("here") / "store")
     with Engine(model, tiers, seed=1, device="cpu", load="always") as engine:
         yield engine
@@ -143,7 +144,7 @@ def is_unread(front: AsyncEngine) -> bool:
     return not any(port.waiting for port in front._ports.values())
 
 
-def test_the_loop_takes_in_by_itself_what_the_process_says(model, here, monkeypatch):  # noqa: F811
+def test_the_loop_takes_in_by_itself_what_the_process_says(model, here, monkeypatch):
     """Without a thread: ids, long ones and texts, an answer that is left and one that is stopped, an error, the end."""
     prompts = [[i % 150 + 3] * (5 + i % 30) for i in range(32)]
     known = [out.token_ids for out in here.generate(prompts, TEN)]
@@ -341,7 +342,7 @@ def test_nothing_of_the_configuration_is_in_the_list_of_processes(engine):
     assert folder.stat().st_mode & 0o777 == 0o700 and folder.stat().st_uid == os.getuid()
 
 
-def test_what_cannot_be_opened_says_why_and_leaves_nothing(model, tmp_path, monkeypatch):  # noqa: F811
+def test_what_cannot_be_opened_says_why_and_leaves_nothing(model, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     with pytest.raises(ConfigError, match="block_size"):
@@ -364,8 +365,7 @@ def test_closing_ends_what_runs_and_refuses_what_comes(tmp_path):
         with pytest.raises(RequestError, match="no tokenizer"):
             engine.chat("a")
         task = asyncio.create_task(front.generate(PROMPT, LONG))
-        while not engine.has_work:
-            await asyncio.sleep(0.001)
+        await wait_in_loop(lambda: engine.has_work)
         await front.close()
         assert (await task).finish_reason == "abort"
         with pytest.raises(EngineClosedError):

@@ -7,14 +7,9 @@ from kvstore.engine.builtin import MODEL_DIR
 from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.errors import ConfigError, ContextLengthError, RequestError, SessionBusyError, SessionNotFoundError
 from tests.support.by_hand import ended_at_once
-from tests.support.engines import save_model
 
+MODEL = {"tokenizer": True}
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("chat"), tokenizer=True)
 
 
 @pytest.fixture

@@ -28,15 +28,12 @@ from tests.support.engines import (
     settle,
     tokens,
 )
+from tests.support.waiting import wait_until
 
+MODEL = {"tokenizer": True}
 PARAMS = greedy(10)
 SYSTEM = "Be brief."
 LONG = "This is message number one of a talk."
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("review"), tokenizer=True)
 
 
 @pytest.fixture
@@ -281,8 +278,7 @@ def test_a_deletion_ends_a_turn_that_another_thread_waits_for(engine):
 
     thread = threading.Thread(target=talk)
     thread.start()
-    while not engine.has_work:
-        time.sleep(0.001)
+    wait_until(lambda: engine.has_work)
     time.sleep(0.05)
     engine.admin.delete_session("one")
     thread.join(10)
@@ -421,8 +417,7 @@ def test_an_engine_that_one_of_our_threads_drops_is_closed_in_another(model, tmp
     thread = threading.Thread(target=shut_dropped, args=parts, name="kvstore-housekeeping")
     thread.start()
     thread.join(10)
-    while not ended_in:
-        time.sleep(0.01)
+    wait_until(lambda: ended_in)
     (ender,) = [t for t in threading.enumerate() if t.name == "engine-shut"] or [None]
     if ender is not None:
         ender.join(10)

@@ -16,6 +16,7 @@ from kvstore.sessions.answer_tables import owner_tag
 from tests.engine.text.test_chat_template import CHATML, LLAMA3, MISTRAL, THINKING, make
 from tests.support.engines import counters, greedy, open_engine, save_model, settle
 
+MODEL = {"tokenizer": True, "max_position_embeddings": 1024}
 TEXTS = [
     "Hello, my name is Anna.", "What is my name?\n\n", "  spaces on both sides  ", "Schöne Grüße, 日本語 🎉",
     "<|end|> and <|user|>", "a", "Go on.", "Tell me about the sea, and how far it is from here.",
@@ -28,11 +29,6 @@ def builtin():
     with Engine(device="cpu", seed=3) as engine:
         yield engine
         engine.check_integrity()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("recall"), tokenizer=True, max_position_embeddings=1024)
 
 
 @pytest.fixture

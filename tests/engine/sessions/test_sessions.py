@@ -13,7 +13,6 @@ from kvstore.engine.sessions.chat import ChatSession
 from kvstore.errors import ContextLengthError, RequestError, StoreError
 from kvstore.sessions.record import SessionKey
 from tests.support.engines import (
-    Plain,
     ask,
     cached,
     check_closed,
@@ -25,19 +24,8 @@ from tests.support.engines import (
     settle,
 )
 
+MODEL = {"tokenizer": True}
 PARAMS = greedy(10)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("sessions"), tokenizer=True)
-
-
-@pytest.fixture(scope="module")
-def plain(model):
-    plain = Plain(model)
-    yield plain
-    plain.engine.close()
 
 
 @pytest.fixture

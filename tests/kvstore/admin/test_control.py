@@ -19,6 +19,7 @@ from kvstore.admin.control import ControlServer, NoOwner, OwnerSilentError, ask
 from kvstore.blocks.records import Evict
 from kvstore.disk.directory import StoreDirectory, read_lock_info
 from kvstore.errors import ConfigError, KVStoreError, RequestError, StoreError, StoreLockedError
+from tests.support.waiting import wait_until
 
 
 class Handler:
@@ -208,20 +209,12 @@ def test_close_does_not_wait_for_a_command_for_long(server, directory, handler):
 
     asking = threading.Thread(target=run)
     asking.start()
-    wait_for(lambda: handler.calls)
+    wait_until(lambda: handler.calls)
     started = time.monotonic()
     server.close()
     assert time.monotonic() - started < 2
     asking.join(5)
     assert isinstance(caught[0], OwnerSilentError)
-
-
-def wait_for(condition):
-    for _ in range(500):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it never came")
 
 
 def test_another_user_is_not_answered(server, directory, handler, monkeypatch):
@@ -309,7 +302,7 @@ def test_a_sender_that_goes_away(server, directory, handler):
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(server.path))
         connection.sendall(b'{"version":1,"command":"stats","arguments":{}}\n')
-        wait_for(lambda: handler.calls)
+        wait_until(lambda: handler.calls)
     handler.gate.set()
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(server.path))
@@ -322,14 +315,14 @@ def test_too_many_at_once_are_told_to_come_back(server, directory, handler):
     busy = [threading.Thread(target=ask, args=(directory.path, "stats", {}, 8)) for _ in range(control.MAX_CONNECTIONS)]
     for thread in busy:
         thread.start()
-    wait_for(lambda: len(handler.calls) == control.MAX_CONNECTIONS)
+    wait_until(lambda: len(handler.calls) == control.MAX_CONNECTIONS)
     for _ in range(20):
         with pytest.raises(KVStoreError, match="8 commands are running already; try again"):
             ask(directory.path, "stats", {}, 5)
     handler.gate.set()
     for thread in busy:
         thread.join(5)
-    wait_for(lambda: not server._connections)
+    wait_until(lambda: not server._connections)
     assert works(server, directory)
 
 

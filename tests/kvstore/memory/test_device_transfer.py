@@ -19,7 +19,7 @@ from kvstore.memory.layout import KVLayout
 from kvstore.memory.streams import CudaStreams, Queue
 from kvstore.rope.rotary import Rotation, Style
 from kvstore.store.tiered import TieredConnector
-from tests.support.engines import Plain, ask, cached, counters, open_engine, save_model, settle
+from tests.support.engines import ask, cached, counters, open_engine, settle
 from tests.support.engines import tokens as some_tokens
 from tests.support.simulated_streams import SimulatedStreams
 
@@ -418,18 +418,6 @@ def test_close_waits_for_what_is_in_flight(part):
 
 
 # -- under the engine --------------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("device"))
-
-
-@pytest.fixture(scope="module")
-def plain(model):
-    plain = Plain(model)
-    yield plain
-    plain.engine.close()
-
-
 @pytest.fixture
 def slow_device():
     """Engines of this test move their blocks in slow queues beside the model."""

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from kvstore.policy.file import FILE_NAME, MAX_BYTES, read_learned, write_learned
-from tests.support.engines import ask, counters, greedy, open_engine, save_model, settle, tokens
+from tests.support.engines import ask, counters, greedy, open_engine, settle, tokens
 
 PROMPT = tokens(1, 100)
 
@@ -49,11 +49,6 @@ def test_a_damaged_file_is_an_error_that_can_be_caught(tmp_path, content):
 
 
 # -- in a store ------------------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("learning"))
-
-
 def test_rates_and_returns_are_there_after_a_restart(model, tmp_path):
     with open_engine(model, tmp_path / "store") as engine:
         for number in range(3):

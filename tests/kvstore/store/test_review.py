@@ -25,30 +25,18 @@ from tests.support.engines import (
     counters,
     evict_cpu,
     open_engine,
-    save_model,
     settle,
     tokens,
 )
+from tests.support.waiting import wait_until
 
 BLOCKS = 6  # of a prompt of 100 tokens
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"), max_position_embeddings=256)
 
 
 @pytest.fixture
 def engine(model, tmp_path):
     with open_engine(model, tmp_path / "store") as engine:
         yield engine
-
-
-def wait_until(condition, seconds: float = 20.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def chain_of(engine, prompt) -> list[bytes]:

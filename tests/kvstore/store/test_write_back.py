@@ -1,8 +1,6 @@
 """What is written to the disk and what is refused: a tenant's limit, counted right, at nobody else's cost."""
 
-import time
 
-import pytest
 
 from kvstore.blocks.records import Evict
 from kvstore.config import CacheTiers
@@ -13,25 +11,17 @@ from tests.support.engines import (
     counters,
     evict_cpu,
     open_engine,
-    save_model,
     settle,
     tokens,
 )
+from tests.support.waiting import wait_until
 
 BLOCKS = 10  # of a prompt
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 def opened(model, path, **options):
     engine = open_engine(model, path, **options)
-    deadline = time.monotonic() + 20
-    while not engine.stats()["disk"]["index_loaded"]:  # until then nobody is held to a limit
-        assert time.monotonic() < deadline, "the index was not loaded"
-        time.sleep(0.01)
+    wait_until(lambda: engine.stats()["disk"]["index_loaded"])  # until then nobody is held to a limit
     return engine
 
 

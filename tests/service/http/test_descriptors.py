@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.service.server_process import COMMAND, ENVIRONMENT, wait_until
+from tests.support.service.server_process import COMMAND, ENVIRONMENT
+from tests.support.waiting import wait_until
 
 NEEDED = 1024 + 192
 LISTENING = """

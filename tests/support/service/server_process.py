@@ -8,8 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from tests.support.service.serving import ADMIN_KEY, KEY, Reply, Serving
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
@@ -117,10 +117,3 @@ def verify(store: Path) -> None:
     assert found.returncode == 0, found
     report = json.loads(found.stdout)
     assert report["is_complete"] and not report["sessions"]["problems"], report
-
-
-def wait_until(is_so: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"it did not become so: {what}"
-        time.sleep(0.02)

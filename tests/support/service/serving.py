@@ -16,6 +16,7 @@ from kvstore.service.app import ROUTES
 from kvstore.service.http.routes import Route
 from kvstore.service.server import Server
 from kvstore.service.settings.serve_options import ServeOptions
+from tests.support.waiting import wait_in_loop
 
 KEY, ADMIN_KEY = "user-key-of-tests", "admin-key-of-tests"
 
@@ -103,17 +104,8 @@ class Serving:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
 
     def wait_until(self, is_so: Callable[[], bool], what: str = "") -> None:
-        """Asked in the server's event loop until it is so."""
-
-        async def ask() -> None:
-            async with asyncio.timeout(30):
-                while not is_so():
-                    await asyncio.sleep(0.01)
-
-        try:
-            self.run(ask())
-        except TimeoutError:
-            raise AssertionError(f"it did not become so: {what or is_so}") from None
+        """Asked in the server's event loop."""
+        self.run(wait_in_loop(is_so, what, timeout_s=30))
 
     def wait_until_idle(self) -> None:
         """No request is there any more, and none of their blocks is held."""

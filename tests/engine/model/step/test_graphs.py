@@ -1,7 +1,7 @@
 """Decode steps that are replayed: the same tokens and the same saves as without, whatever comes between two replays."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -28,21 +28,9 @@ from kvstore.engine.storage import open_store
 from kvstore.errors import ConfigError
 from kvstore.kernels.paged_batch import PagedBatch
 from tests.support.by_hand import by_hand
-from tests.support.engines import Plain, ask, cached, evict_cpu, greedy, open_engine, save_model, settle, tokens
+from tests.support.engines import ask, cached, evict_cpu, greedy, open_engine, save_model, settle, tokens
 from tests.support.models import make_model
 from tests.support.replaying import LateSaves, Rerun, Spoiling, live
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"), vocab_size=160)
-
-
-@pytest.fixture(scope="module")
-def expected(model) -> Iterator[Plain]:
-    plain = Plain(model)
-    yield plain
-    plain.engine.close()
 
 
 @pytest.fixture
@@ -84,13 +72,13 @@ def test_sizes():
 
 # -- the same tokens -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("capturer", [Rerun, Spoiling])
-def test_tokens_are_those_of_the_plain_engine_while_the_batch_shrinks(open_with, expected, capturer):
+def test_tokens_are_those_of_the_plain_engine_while_the_batch_shrinks(open_with, plain, capturer):
     capturer = capturer()
     engine = open_with(capturer, max_num_seqs=6)
     prompts = [tokens(seed, length) for seed, length in enumerate((5, 40, 17, 90, 16, 33))]
     counts = [4, 9, 30, 14, 5, 20]
     outputs = engine.generate(prompts, [greedy(count) for count in counts])
-    assert [o.token_ids for o in outputs] == [expected(p, n) for p, n in zip(prompts, counts, strict=True)]
+    assert [o.token_ids for o in outputs] == [plain(p, n) for p, n in zip(prompts, counts, strict=True)]
     assert set(capturer.num_replays) == {1, 2, 4, 6}
     times = engine.loop.runner.times
     assert times.num_replays == sum(capturer.num_replays.values()) == max(counts) - 1 < times.num_steps
@@ -98,7 +86,7 @@ def test_tokens_are_those_of_the_plain_engine_while_the_batch_shrinks(open_with,
     assert (shown["num_graphs"], shown["num_replays"]) == (4 + len(PREFILL_SIZES), times.num_replays)
 
 
-def test_the_batch_grows_and_shrinks_while_others_prefill(open_with, expected):
+def test_the_batch_grows_and_shrinks_while_others_prefill(open_with, plain):
     """Mixed steps run eagerly between replays, over the same blocks."""
     engine = open_with(Spoiling(), max_num_seqs=4, max_num_batched_tokens=24)
     waiting = [(tokens(100 + i, 7 + 13 * i), 3 + 5 * (i % 4)) for i in range(9)]
@@ -109,16 +97,16 @@ def test_the_batch_grows_and_shrinks_while_others_prefill(open_with, expected):
             running.append((engine.submit(prompt, greedy(count)), prompt, count))
         engine.step()
         step += 1
-    assert all(handle.output.token_ids == expected(prompt, count) for handle, prompt, count in running)
+    assert all(handle.output.token_ids == plain(prompt, count) for handle, prompt, count in running)
     assert 0 < engine.loop.runner.times.num_replays < engine.loop.runner.times.num_steps
     engine.check_integrity()
 
 
-def test_preempted_requests_go_on_with_the_same_tokens(open_with, expected):
+def test_preempted_requests_go_on_with_the_same_tokens(open_with, plain):
     engine = open_with(Spoiling(), hbm=14 * 6144 * 3, max_num_seqs=8)
     prompts = [tokens(200 + i, 20 + i) for i in range(6)]
     outputs = engine.generate(prompts, greedy(40))
-    assert [o.token_ids for o in outputs] == [expected(p, 40) for p in prompts]
+    assert [o.token_ids for o in outputs] == [plain(p, 40) for p in prompts]
     assert engine.stats()["requests"]["preemptions"] > 0
 
 
@@ -133,14 +121,14 @@ def test_choices_of_one_prompt(open_with):
     assert found[0] == found[1] == found[2] == found[3] and len({tuple(ids) for ids in found[0]}) == 3
 
 
-def test_a_step_that_samples_nothing_runs_eagerly(open_with, expected):
+def test_a_step_that_samples_nothing_runs_eagerly(open_with, plain):
     capturer = Spoiling()
     engine = open_with(capturer, max_num_batched_tokens=1)
-    assert ask(engine, tokens(400, 19), 5).token_ids == expected(tokens(400, 19), 5)
+    assert ask(engine, tokens(400, 19), 5).token_ids == plain(tokens(400, 19), 5)
     assert capturer.num_replays == {1: 5}  # the last token of the prompt, and four more
 
 
-def test_an_aborted_request_and_an_error_leave_nothing_behind(open_with, expected, monkeypatch):
+def test_an_aborted_request_and_an_error_leave_nothing_behind(open_with, plain, monkeypatch):
     engine = open_with(Spoiling(), max_num_seqs=4)
     handles = [engine.submit(tokens(500 + i, 20), greedy(30)) for i in range(3)]
     for _ in range(6):
@@ -152,11 +140,11 @@ def test_an_aborted_request_and_an_error_leave_nothing_behind(open_with, expecte
             engine.step()
     assert [str(handle.error) for handle in handles] == ["lost", "None", "lost"]
     engine.check_integrity()
-    assert ask(engine, tokens(510, 20), 9).token_ids == expected(tokens(510, 20), 9)
+    assert ask(engine, tokens(510, 20), 9).token_ids == plain(tokens(510, 20), 9)
 
 
 # -- short prompts ---------------------------------------------------------------------------------------------------
-def test_the_end_of_a_prompt_is_replayed_after_what_hbm_holds(open_with, expected, tmp_path):
+def test_the_end_of_a_prompt_is_replayed_after_what_hbm_holds(open_with, plain, tmp_path):
     """A turn of a conversation: its history is cached, and what is new is padded to the next size."""
     capturer = Spoiling()
     engine = open_with(capturer, tmp_path, late=LateSaves)
@@ -164,7 +152,7 @@ def test_the_end_of_a_prompt_is_replayed_after_what_hbm_holds(open_with, expecte
     for turn, length in enumerate((2, 8, 31, 70), start=1):
         history += tokens(650 + length, length)
         output = ask(engine, history, 5)
-        assert output.token_ids == expected(history, 5) and cached(output)[0] == num_cached
+        assert output.token_ids == plain(history, 5) and cached(output)[0] == num_cached
         assert capturer.num_prompts.total() == turn
         history += output.token_ids
         num_cached = (len(history) - 1) // 16 * 16  # the last token was sampled, and not computed
@@ -175,19 +163,19 @@ def test_the_end_of_a_prompt_is_replayed_after_what_hbm_holds(open_with, expecte
     assert same(stored(eager), {ids: kv for ids, kv in stored(engine).items() if ids in stored(eager)})
 
 
-def test_a_part_of_a_prompt_and_one_beside_others_run_eagerly(open_with, expected):
+def test_a_part_of_a_prompt_and_one_beside_others_run_eagerly(open_with, plain):
     """The first does not sample; in the second a decode has its row."""
     capturer = Spoiling()
     engine = open_with(capturer, max_num_batched_tokens=24)
-    assert ask(engine, tokens(660, 60), 3).token_ids == expected(tokens(660, 60), 3)
+    assert ask(engine, tokens(660, 60), 3).token_ids == plain(tokens(660, 60), 3)
     assert capturer.num_prompts == {16: 1}  # the last 12 tokens, after two parts of 24
     first = engine.submit(tokens(661, 10), greedy(9))
     engine.step()
     second = engine.submit(tokens(662, 10), greedy(9))
     while engine.has_work:
         engine.step()
-    assert first.output.token_ids == expected(tokens(661, 10), 9)
-    assert second.output.token_ids == expected(tokens(662, 10), 9)
+    assert first.output.token_ids == plain(tokens(661, 10), 9)
+    assert second.output.token_ids == plain(tokens(662, 10), 9)
     assert capturer.num_prompts == {16: 2}
 
 
@@ -197,10 +185,10 @@ class NoPrompts(Rerun):
             raise RuntimeError("a prompt waits")
 
 
-def test_prompts_that_cannot_be_captured_leave_decoding_its_graphs(open_with, expected, caplog):
+def test_prompts_that_cannot_be_captured_leave_decoding_its_graphs(open_with, plain, caplog):
     capturer = NoPrompts()
     engine = open_with(capturer, max_num_seqs=2)
-    assert ask(engine, tokens(670, 20), 5).token_ids == expected(tokens(670, 20), 5)
+    assert ask(engine, tokens(670, 20), 5).token_ids == plain(tokens(670, 20), 5)
     assert "short prompts are computed without CUDA graphs: RuntimeError: a prompt waits" in caplog.text
     assert engine.loop.runner.times.num_graphs == 2 and (capturer.num_replays, capturer.num_prompts) == ({1: 4}, {})
 
@@ -224,15 +212,15 @@ def same(left: dict[bytes, torch.Tensor], right: dict[bytes, torch.Tensor]) -> b
     return left.keys() == right.keys() and all(torch.allclose(left[k], right[k], atol=1e-4) for k in left)
 
 
-def test_saves_of_replays_are_those_of_eager_steps(open_with, expected, tmp_path):
+def test_saves_of_replays_are_those_of_eager_steps(open_with, plain, tmp_path):
     """A conversation goes on with what was saved of it: from the CPU tier, from disk, and after a restart."""
     eager = open_with(None, tmp_path / "eager")
     talk(eager)
     engine = open_with(Spoiling(), tmp_path / "graphs", late=LateSaves)
     talk(engine)
     assert len(stored(engine)) > 15 and same(stored(engine), stored(eager))
-    history = tokens(600, 10) + expected(tokens(600, 10), 70)
-    answer = expected([*history, 3], 8)
+    history = tokens(600, 10) + plain(tokens(600, 10), 70)
+    answer = plain([*history, 3], 8)
     for tier, num_cached in ((1, 64), (2, 80)):  # the last token that is sampled is not computed
         settle(engine)
         engine.loop.pool.evict_all()
@@ -255,7 +243,7 @@ def test_without_the_fence_saves_are_torn(open_with, tmp_path):
     assert engine.connector.num_late > 0 and not same(stored(engine), stored(eager))
 
 
-def test_a_step_with_a_load_runs_eagerly(open_with, expected, tmp_path):
+def test_a_step_with_a_load_runs_eagerly(open_with, plain, tmp_path):
     """One token after two blocks that are loaded: were it not for the load, a replay would do."""
     capturer, prompt = Spoiling(), tokens(700, 33)
     engine = open_with(capturer, tmp_path, late=LateSaves)
@@ -266,7 +254,7 @@ def test_a_step_with_a_load_runs_eagerly(open_with, expected, tmp_path):
             engine.loop.pool.evict_all()
         capturer.num_replays.clear()
         output = ask(engine, prompt, 1)
-        assert output.token_ids == expected(prompt, 1) and output.usage.cached_tokens == 32
+        assert output.token_ids == plain(prompt, 1) and output.usage.cached_tokens == 32
         assert sum(capturer.num_replays.values()) == num_replays
 
 

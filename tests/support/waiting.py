@@ -1,0 +1,23 @@
+"""How tests wait for what another thread or process does: until it is so, never for a time alone."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+TIMEOUT_S = 120.0  # of a busy machine
+
+
+def wait_until(is_so: Callable[[], object], what: str = "", timeout_s: float = TIMEOUT_S) -> None:
+    """Ask until it is so."""
+    end = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < end, f"it did not become so in {timeout_s:.0f} s: {what or is_so}"
+        time.sleep(0.005)
+
+
+async def wait_in_loop(is_so: Callable[[], object], what: str = "", timeout_s: float = TIMEOUT_S) -> None:
+    """The same in an event loop, which goes on meanwhile."""
+    end = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < end, f"it did not become so in {timeout_s:.0f} s: {what or is_so}"
+        await asyncio.sleep(0.005)
