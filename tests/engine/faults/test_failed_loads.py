@@ -166,6 +166,7 @@ def test_invariant_1_loads_that_fail_for_ever_end_in_computing(engine, plain, mo
         engine.loop.pool.evict_all()
         outs = engine.generate([[*prompt, 1] for prompt in prompts], greedy(4))
         assert [out.token_ids for out in outs] == [plain([*prompt, 1], 4) for prompt in prompts]
+        assert {cached(out) for out in outs} == {(0, 0, 0, 0)}, "what is computed after all was not cached"
         engine.check_integrity()
     assert failing.num_failures >= 3 and counters(engine)["load_failures"] >= 12
     monkeypatch.undo()

@@ -1,0 +1,332 @@
+"""Sessions that are deleted, or whose time is over: nothing of them is left in any tier, whatever runs or fails."""
+
+import threading
+import time
+
+import pytest
+
+import kvstore.store.tiered
+from kvstore import Engine, SamplingParams
+from kvstore.admin.offline import OfflineStore
+from kvstore.blocks.ids import token_bytes
+from kvstore.engine import admin
+from kvstore.engine.sessions.recall import Recall
+from kvstore.engine.sessions.recall_ids import Keys
+from kvstore.errors import RequestError, StoreError
+from kvstore.sessions.record import SessionKey
+from tests.support.by_hand import by_hand
+from tests.support.conversations import (
+    PARAMS,
+    SYSTEM,
+    check_gone,
+    check_there,
+    failing_to_store,
+    fill,
+    head_chain,
+    kv_of,
+    nothing_is_left,
+    num_stored,
+    places,
+    talk,
+)
+from tests.support.engines import cached, check_closed, greedy, open_engine, settle, tokens
+from tests.support.waiting import wait_until
+
+MODEL = {"tokenizer": True}
+
+
+@pytest.mark.parametrize("flushed", [True, False], ids=["flushed", "still in the write queue"])
+def test_deleting_a_session_leaves_nothing_of_it_anywhere(opened, tmp_path, flushed):
+    engine = opened()
+    chat = engine.chat("secret", system="Be brief.")
+    talk(chat, 5, "secret matter")
+    if flushed:
+        settle(engine)
+    needles = [part for parts in kv_of(engine, chat.chain).values() for part in parts]
+    needles += [token_bytes(chat.token_ids[i : i + 16]) for i in range(0, len(chat.token_ids) - 16, 16)]
+    needles.append(b"secret matter")
+    if flushed:
+        check_there(engine, tmp_path / "store", needles)
+    assert engine.admin.delete_session("secret") == len(chat.chain)
+    check_gone(engine, tmp_path / "store", needles)
+    with pytest.raises(RequestError, match="deleted"):
+        chat.send("Still there?", PARAMS)
+    with pytest.raises(RequestError, match="no session"):
+        engine.admin.delete_session("secret")
+    assert engine.sessions.load(SessionKey("", "secret")) is None
+    out = engine.chat("secret", system="Be brief.").send("This is message number 0 of a secret matter.", PARAMS)
+    assert cached(out) == (0, 0, 0, 0)
+    assert check_closed(engine, {engine.root("")}) > 0
+
+
+def test_deleting_a_fork_keeps_what_it_shares(opened, tmp_path, plain):
+    engine = opened()
+    chat = engine.chat("kept", system="Be brief.")
+    talk(chat, 3)
+    fork = chat.fork("gone")
+    talk(fork, 3, "secret matter")
+    settle(engine)
+    shared, own = chat.chain, [block_id for block_id in fork.chain if block_id not in chat.chain]
+    needles = [part for parts in kv_of(engine, own).values() for part in parts]
+    assert len(needles) == 2 * len(own) > 4
+    assert engine.admin.delete_session("gone") == len(own)
+    check_gone(engine, tmp_path / "store", needles)
+    check_there(engine, tmp_path / "store", [part for parts in kv_of(engine, shared).values() for part in parts])
+    engine = opened()
+    known = len(engine.chat("kept").token_ids)
+    out = engine.chat("kept").send("Go on", PARAMS)
+    assert cached(out)[2] == (known - 1) // 16 * 16 and out.token_ids == plain(out.prompt_token_ids, 10)
+
+
+@pytest.fixture
+def unrecorded(opened, monkeypatch):
+    """A session with a turn that was computed and saved but could not be recorded; and what to look for of it all."""
+    engine = opened()
+    chat = engine.chat("secret")
+    talk(chat, 2)
+    with failing_to_store(monkeypatch, engine), pytest.raises(StoreError):
+        chat.send("This is never stored, and is long enough to fill more than one block of tokens.", greedy(30))
+    settle(engine)
+    with engine.connector._lock:
+        cpu = engine.connector._cpu
+        every = [cpu.record(slot).block_id for slot in cpu.blocks()]
+    assert len(every) > len(chat.chain) + 1
+    return engine, [part for parts in kv_of(engine, every).values() for part in parts]
+
+
+def test_deleting_a_session_takes_what_its_record_never_named(unrecorded, tmp_path):
+    engine, needles = unrecorded
+    engine.admin.delete_session("secret")
+    assert check_closed(engine, set()) == 0, "something of the session is still stored"
+    engine.admin.compact()
+    below = {name: content for name, content in places(engine, tmp_path / "store").items() if name != "hbm"}
+    assert not any(needle in content for needle in needles for content in below.values())
+
+
+def test_deleting_a_session_takes_what_its_record_never_named_from_hbm_too(unrecorded, tmp_path):
+    engine, needles = unrecorded
+    engine.admin.delete_session("secret")
+    check_gone(engine, tmp_path / "store", needles)
+
+
+def test_deleting_a_session_whose_turn_runs_leaves_nothing_of_that_turn(opened, tmp_path):
+    engine = opened()
+    chat = engine.chat("secret")
+    talk(chat, 2)
+    stream = chat.stream("Tell me everything about it, and then some more.", greedy(60))
+    for _ in range(5):
+        next(stream)
+    engine.admin.delete_session("secret")
+    with pytest.raises(StoreError):
+        list(stream)
+    settle(engine)
+    assert check_closed(engine, set()) == 0, "something of the deleted session was stored afterwards"
+
+
+def test_a_deletion_that_a_crash_cut_off_is_carried_out_at_the_next_start(opened, tmp_path, monkeypatch):
+    engine = opened()
+    chat = engine.chat("secret")
+    talk(chat, 4, "secret matter")
+    settle(engine)
+    needles = [part for parts in kv_of(engine, chat.chain).values() for part in parts]
+    monkeypatch.setattr(engine.connector, "forget", lambda *_: (frozenset(), False))
+    engine.admin.delete_session("secret")
+    assert len(engine.sessions.pending_deletions()) == 1
+    blocks = tmp_path / "store" / "blocks" / "data.mdb"
+    assert all(needle in blocks.read_bytes() for needle in needles)
+    engine = opened()
+    assert list(engine.sessions.pending_deletions()) == []
+    check_gone(engine, tmp_path / "store", needles)
+
+
+def test_a_session_whose_time_is_over_is_deleted(opened, tmp_path):
+    engine = opened()
+    chat = engine.chat("short")
+    with pytest.raises(RequestError, match="no turn"):
+        chat.set_ttl(1.0)
+    talk(chat, 3)
+    talk(engine.chat("long"), 1)
+    chat.set_ttl(0.01)
+    settle(engine)
+    needles = [part for parts in kv_of(engine, chat.chain[1:]).values() for part in parts]
+    time.sleep(0.05)
+    engine.admin._last_expiry_s = -1e9
+    assert [head.key.session_id for head in engine.admin.list_sessions()] == ["long"]
+    check_gone(engine, tmp_path / "store", needles)
+
+
+def test_a_session_whose_time_is_over_is_not_resumed(opened):
+    engine = opened()
+    chat = engine.chat("short")
+    talk(chat, 2)
+    chat.set_ttl(0.01)
+    time.sleep(0.05)
+    engine = opened()
+    assert engine.chat("short").num_turns == 0
+
+
+@pytest.mark.parametrize("num_turns", [0, 2])
+@pytest.mark.parametrize("truncates", [False, True])
+def test_a_deletion_during_a_turn_takes_that_turn_too(engine, num_turns, truncates):
+    chat = engine.chat("one", system=SYSTEM)
+    for _ in range(num_turns):
+        chat.send("Hello", PARAMS)
+    if truncates:
+        fill(chat)
+    stream = chat.stream("Tell me everything about it, and then some more of the same.", greedy(40))
+    for _ in range(25):
+        next(stream)
+    engine.admin.delete_session("one")
+    assert not engine.has_work
+    with pytest.raises(StoreError, match="deleted"):
+        list(stream)
+    head = len(engine._template.head_ids(chat._system)) // 16
+    engine.admin.forget(head_chain(engine, chat)[:head])
+    assert nothing_is_left(engine)
+    with pytest.raises(RequestError, match="deleted"):
+        chat.send("Hi")
+    assert engine.chat("one").num_turns == 0
+
+
+def test_a_deletion_keeps_the_kv_of_a_fork_but_not_of_the_turn_that_runs(engine):
+    chat = engine.chat("one", system=SYSTEM)
+    chat.send("Hello, this is long enough to fill a few blocks of tokens.", PARAMS)
+    fork = chat.fork("two")
+    before = num_stored(engine)
+    stream = chat.stream("Tell me everything about it, and then some more of the same.", greedy(40))
+    for _ in range(25):
+        next(stream)
+    assert engine.admin.delete_session("one") == 0
+    with pytest.raises(StoreError):
+        list(stream)
+    assert num_stored(engine) == before
+    assert cached(fork.send("Hi", PARAMS))[0] == (len(fork.chain[:before])) * 16
+
+
+def test_a_deletion_ends_a_turn_that_another_thread_waits_for(engine):
+    chat = engine.chat("one", system=SYSTEM)
+    chat.send("Hello", PARAMS)
+    errors = []
+
+    def talk():
+        try:
+            chat.send("Tell me everything.", greedy(150))
+        except StoreError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=talk)
+    thread.start()
+    wait_until(lambda: engine.has_work)
+    time.sleep(0.05)
+    engine.admin.delete_session("one")
+    thread.join(10)
+    assert not thread.is_alive() and len(errors) == 1
+    assert not engine.sessions.exists(chat._key)
+
+
+def test_hbm_blocks_that_were_held_when_forgotten_are_erased_when_released(engine):
+    by_hand(engine)
+    handle = engine.submit(tokens(1, 100, 100), greedy(20))
+    for _ in range(8):
+        engine.step()
+    (request,) = engine.loop.scheduler.requests.values()
+    blocks = list(request.block_numbers)
+    engine.admin.forget(request.chain[:1])
+    assert engine.loop.pool.lookup(request.chain[0]) is None and engine.loop.erasure.pending
+    while not handle.done:
+        engine.step()
+    assert not engine.loop.erasure.pending
+    assert not any(bool(cache[blocks[0]].any()) for layer in engine.loop.runner.caches for cache in layer)
+
+
+def test_a_failed_deletion_leaves_the_session_as_it_was(engine, monkeypatch):
+    chat = engine.chat("one")
+    chat.send("Hello", PARAMS)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.sessions, "delete", lambda _: (_ for _ in ()).throw(StoreError("injected")))
+        with pytest.raises(StoreError, match="injected"):
+            engine.admin.delete_session("one")
+    chat.send("Still there?", PARAMS)
+    assert engine.chat("one") is chat and chat.num_turns == 2
+
+
+def test_a_session_without_a_turn_can_be_deleted(engine):
+    chat = engine.chat("one")
+    assert engine.admin.delete_session("one") == 0
+    with pytest.raises(RequestError, match="deleted"):
+        chat.send("Hi", PARAMS)
+    with pytest.raises(RequestError, match="no session"):
+        engine.admin.delete_session("one")
+    assert engine.chat("one").send("Hi", PARAMS).finish_reason == "length"
+
+
+def test_pending_deletions_hold_up_neither_the_start_nor_a_chat(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(admin, "RETRY_S", 0.2)
+    with open_engine(model, tmp_path / "store") as first:
+        for name in "abc":
+            first.chat(name).send(f"Hello {name}, this is long enough to fill a block of tokens.", PARAMS)
+        settle(first)
+        with monkeypatch.context() as patch:
+            patch.setattr(first.connector, "forget", lambda *_: (frozenset(), False))
+            for name in "abc":
+                first.admin.delete_session(name)
+
+    def slow(self, block_ids, timeout_s=60.0):
+        time.sleep(timeout_s)
+        return frozenset(block_ids), False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kvstore.store.tiered.TieredConnector, "forget", slow)
+        started = time.monotonic()
+        second = open_engine(model, tmp_path / "store")
+        assert time.monotonic() - started < 30
+        assert len(second.sessions.pending_deletions()) == 3
+    with second:
+        second.admin._last_expiry_s = -1e9
+        second.chat("new")
+        assert list(second.sessions.pending_deletions()) == []
+
+
+def test_an_expired_session_is_deleted_with_its_object_unless_a_turn_runs(engine):
+    chat = engine.chat("one")
+    chat.send("Hello", PARAMS)
+    chat.set_ttl(0.0)
+    stream = chat.stream("Hi", PARAMS)
+    next(stream)
+    time.sleep(0.01)
+    engine.admin._last_expiry_s = -1e9
+    assert engine.chat("one") is chat
+    engine.admin._last_expiry_s = -1e9
+    engine.admin.expire()
+    list(stream)
+    assert chat.num_turns == 2 and not chat.deleted
+    time.sleep(0.01)
+    engine.admin._last_expiry_s = -1e9
+    engine.admin.expire()
+    assert chat.deleted and not engine.sessions.exists(chat._key)
+    assert engine.chat("one").num_turns == 0
+
+
+def test_a_deletion_by_whatever_way_forgets_the_answers(tmp_path):
+    """By the library, by a time to live that is over, and on a store that nobody owns."""
+    tiers = {"hbm": "16MiB", "cpu": "16MiB", "disk": "64MiB", "path": tmp_path}
+    names = ("library", "ttl", "offline")
+    with Engine(cache_tiers=tiers) as engine:
+        recall, groups = Recall(engine), {}
+        for name in names:
+            chat = engine.chat(name)
+            reply = chat.send(f"My name is {name}.", SamplingParams(temperature=0.0, max_tokens=8))
+            recall.note("", "", chat.messages[:-1], reply, session_id=name)
+            keys = Keys(engine.root(""), "")
+            groups[name] = [keys.of(chat.messages).histories[-1]]
+        engine.answers.flush()
+        assert all(engine.answers.find(list(groups.values())))
+        engine.admin.delete_session("library")
+        engine.chat("ttl").set_ttl(1e-9)
+        engine.chat("other")
+        engine.admin.expire(SessionKey("", "ttl"))
+        assert [ids is None for ids in engine.answers.find(list(groups.values()))] == [True, True, False]
+    with OfflineStore(tmp_path) as store:
+        store.delete_session(SessionKey("", "offline"))
+    with Engine(cache_tiers=tiers) as engine:
+        assert engine.answers.find(list(groups.values())) == [None, None, None]

@@ -1,0 +1,245 @@
+"""The window of a conversation: filled to its last token, truncated with its KV, a splice that is given up."""
+
+import threading
+
+import pytest
+
+from kvstore import Engine
+from kvstore.blocks.records import Evict
+from kvstore.errors import ContextLengthError, StoreError
+from kvstore.sessions.record import SessionKey
+from tests.support.by_hand import ended_at_once
+from tests.support.conversations import (
+    LONG,
+    PARAMS,
+    SYSTEM,
+    failing_to_store,
+    fill,
+    fill_over,
+    nothing_is_left,
+    num_stored,
+    talk,
+)
+from tests.support.engines import ask, cached, counters, evict_cpu, greedy, open_engine, settle
+
+MODEL = {"tokenizer": True}
+
+
+def test_a_truncated_turn_keeps_its_kv(opened):
+    engine = opened()
+    chat = engine.chat("one", system="Be kind, and be brief, and never say anything that is not so, or else be silent.")
+    talk(chat, 1)
+    out = fill_over(chat)
+    hbm, cpu, disk, reencoded = cached(out)
+    head = chat.lineage.splice_index * 16
+    assert head > 0 and reencoded > 0 and hbm == head and cpu == disk == 0
+    assert out.usage.cached_tokens == chat.lineage.splice_end * 16
+    assert counters(engine)["spliced"] == chat.lineage.splice_end - chat.lineage.splice_index
+    computed = out.usage.prompt_tokens - out.usage.cached_tokens
+    assert computed < 64 and out.usage.prompt_tokens <= 128
+
+
+def test_invariant_1_the_same_splice_gives_the_same_tokens_in_every_run(model, tmp_path):
+    """Cold from CPU, from disk after a restart, and preempted or not: re-encoded KV is what the splice made it."""
+    outs, chunked = [], {"max_num_batched_tokens": 24, "max_num_seqs": 8}
+    for name, changes in (("a", {}), ("b", {"hbm": 40 * 12288}), ("c", chunked)):
+        with open_engine(model, tmp_path / name, **changes) as engine:
+            chat = engine.chat("one", system="Be kind.")
+            while chat.truncated_tokens == 0:
+                if name == "c":
+                    engine.loop.pool.evict_all()
+                if name == "b":
+                    evict_cpu(engine)
+                    engine.loop.pool.evict_all()
+                talk(chat, 1)
+            first = chat.last
+            engine.loop.pool.evict_all()
+            outs.append((first.token_ids, chat.chain[: chat.lineage.splice_index], talk(chat, 1)[0].token_ids))
+            engine.check_integrity()
+    assert outs[0][0] == outs[1][0] == outs[2][0]
+    assert outs[0][2] == outs[1][2] == outs[2][2]
+
+
+def test_repeated_truncations_and_a_restart_after_each(opened):
+    engine = opened()
+    chat = engine.chat("one", system="Be kind.")
+    for _ in range(3):
+        out = fill_over(chat)
+        assert cached(out)[3] > 0
+        settle(engine)
+        engine = opened()
+        chat = engine.chat("one")
+        known = len(chat.token_ids)
+        (out,) = talk(chat, 1)
+        assert sum(cached(out)) == (known - 1) // 16 * 16 and cached(out)[3] > 0
+    assert counters(engine)["given_up_splices"] == 0
+
+
+def test_truncation_disabled_refuses_and_changes_nothing(opened):
+    engine = opened()
+    chat = engine.chat("one", truncation="disabled")
+    with pytest.raises(ContextLengthError, match="context window has 256"):
+        for _ in range(50):
+            talk(chat, 1)
+    assert chat.truncated_tokens == 0
+    chat = engine.chat("one", truncation="auto")
+    talk(chat, 1)
+    assert chat.truncated_tokens > 0
+
+
+def test_invariant_1_exact_truncation_computes_what_was_kept(opened, plain):
+    engine = opened()
+    chat = engine.chat("one", system="Be kind.", truncation_reuse="exact")
+    out = fill_over(chat)
+    assert cached(out)[3] == 0 and chat.lineage.splice_index is None
+    assert out.token_ids == plain(out.prompt_token_ids, 10)
+    known = len(chat.token_ids)
+    settle(engine)
+    chat = opened().chat("one", truncation_reuse="exact")
+    (out,) = talk(chat, 1)
+    assert cached(out) == (0, 0, (known - 1) // 16 * 16, 0) and out.token_ids == plain(out.prompt_token_ids, 10)
+
+
+def test_reencoded_blocks_never_serve_an_exact_prompt_of_the_same_tokens(opened, plain):
+    engine = opened()
+    chat = engine.chat("one", system="Be kind.")
+    fill_over(chat)
+    (last,) = talk(chat, 1)
+    for evict in (lambda: None, engine.loop.pool.evict_all, lambda: (evict_cpu(engine), engine.loop.pool.evict_all())):
+        evict()
+        out = ask(engine, last.prompt_token_ids, 10)
+        assert cached(out)[3] == 0 and out.token_ids == plain(last.prompt_token_ids, 10)
+    exact = engine.chat("one", truncation_reuse="exact")
+    assert exact is chat
+
+
+def test_a_missing_reencoded_block_gives_up_the_splice_and_the_session_becomes_exact(opened, plain):
+    engine = opened()
+    chat = engine.chat("one", system="Be kind.")
+    fill_over(chat)
+    settle(engine)
+    lineage = chat.lineage
+    gone = frozenset(chat.chain[lineage.splice_end - 1 :])
+    engine.admin.evict(Evict(block_ids=gone))
+    engine = opened()
+    chat = engine.chat("one")
+    assert chat.lineage == lineage
+    (out,) = talk(chat, 1)
+    assert cached(out)[3] == 0 and out.token_ids == plain(out.prompt_token_ids, 10)
+    assert chat.lineage.splice_index is None
+    state = engine.sessions.load(SessionKey("", "one"))
+    assert (state.first_reencoded, state.chain, state.token_ids) == (None, chat.chain, chat.token_ids)
+    assert engine.sessions.turn(SessionKey("", "one"), chat.num_turns).base == "rebase"
+    settle(engine)
+    known = len(chat.token_ids)
+    chat = opened().chat("one")
+    (out,) = talk(chat, 1)
+    assert cached(out) == (0, 0, (known - 1) // 16 * 16, 0) and out.token_ids == plain(out.prompt_token_ids, 10)
+
+
+def of_length(engine: Engine, system: str | None, length: int) -> str:
+    """A first message whose prompt has so many tokens."""
+    text = "a"
+    while True:
+        head = [] if system is None else [{"role": "system", "content": system}]
+        size = len(engine._template.prompt_ids([*head, {"role": "user", "content": text}]))
+        if size == length:
+            return text
+        assert size < length
+        text += " dog" if size < length - 8 else "!" if len(text) % 2 else " a"
+
+
+@pytest.mark.parametrize("system", [None, SYSTEM], ids=["no system prompt", "system prompt"])
+@pytest.mark.parametrize("truncation", ["auto", "disabled"])
+def test_a_first_turn_may_fill_the_window_to_its_last_token(engine, system, truncation):
+    window = engine.max_request_tokens
+    for number, (size, max_tokens) in enumerate([(window - 1, None), (window - 20, None), (window - 10, 10)]):
+        chat = engine.chat(f"fits-{number}", system=system, truncation=truncation)
+        out = chat.send(of_length(engine, system, size), greedy(max_tokens))
+        assert (out.usage.prompt_tokens, chat.truncated_tokens) == (size, 0)
+        assert len(out.token_ids) == window - size
+        assert engine.sessions.load(chat._key).num_dropped_messages == 0
+        again = chat.send if truncation == "auto" else None
+        if again is not None:
+            out = again("Hi", greedy(4))
+            first = engine._template.prompt_ids([*chat._system, {"role": "user", "content": "Hi"}])
+            assert out.prompt_token_ids == first and chat._window.num_dropped == 2
+    for number, (size, max_tokens) in enumerate([(window, None), (window + 30, None), (window - 9, 10), (20, window)]):
+        chat = engine.chat(f"does-not-{number}", system=system, truncation=truncation)
+        with pytest.raises(ContextLengthError, match=f"need {size + (max_tokens or 1)} tokens.* has {window}"):
+            chat.send(of_length(engine, system, size), greedy(max_tokens))
+        assert chat.num_turns == 0 and chat.send("Hi", PARAMS).usage.prompt_tokens < 60
+
+
+def test_after_a_given_up_splice_the_tiers_are_those_of_what_is_used(engine):
+    chat = engine.chat("one", system=SYSTEM)
+    while not chat.truncated_tokens:
+        chat.send(f"This is message number {chat.num_turns} of a talk.", PARAMS)
+    settle(engine)
+    exact = chat.lineage.splice_index
+    chain = list(chat.chain)
+    engine.admin.evict(Evict(block_ids=frozenset(chain[exact:])))
+    evict_cpu(engine)
+    engine.loop.pool.evict_all()
+    out = chat.send("And now?", PARAMS)
+    hbm, cpu, disk, reencoded = cached(out)
+    assert hbm == cpu == reencoded == 0 and disk >= 16 * max(exact, 1) and chat.lineage.splice_index is None
+
+
+@pytest.mark.parametrize("end", ["not stored", "step fails", "no token"])
+def test_a_truncating_turn_that_is_not_stored_leaves_no_reused_kv(engine, monkeypatch, end):
+    chat = engine.chat("one", system=SYSTEM)
+    fill(chat)
+    before = num_stored(engine)
+    stream, spliced, splice = chat.stream(LONG, PARAMS), [], engine.connector.splice
+    engine.connector.splice = lambda *arguments: (spliced.append(splice(*arguments)), spliced[-1])[1]
+    with failing_to_store(monkeypatch, engine), monkeypatch.context() as patch:
+        if end == "step fails":
+            patch.setattr(engine.loop.runner, "launch", lambda _: (_ for _ in ()).throw(RuntimeError("injected")))
+        if end == "no token":
+            patch.setattr(engine, "submit", ended_at_once(engine))
+        if end == "no token":
+            list(stream)
+        else:
+            with pytest.raises((StoreError, RuntimeError), match="injected"):
+                list(stream)
+    assert spliced and spliced[0] is not None
+    assert num_stored(engine) <= before + 1
+    engine.admin.delete_session("one")
+    assert nothing_is_left(engine)
+
+
+def test_a_truncating_turn_can_be_tried_again(engine, monkeypatch):
+    chat = engine.chat("one", system=SYSTEM)
+    fill(chat)
+    text = LONG
+    with failing_to_store(monkeypatch, engine), pytest.raises(StoreError):
+        chat.send(text, PARAMS)
+    out = chat.send(text, PARAMS)
+    assert cached(out)[3] > 0
+    lineage = chat.lineage
+    assert cached(chat.send("Hi", PARAMS))[3] > 0 and chat.lineage == lineage
+
+
+def test_a_splice_whose_sources_are_deleted_meanwhile_is_abandoned(engine):
+    chat = engine.chat("one", system=SYSTEM)
+    fill(chat)
+    settle(engine)
+    copying, go_on = threading.Event(), threading.Event()
+    copy = engine.connector._store._splicer._copy
+
+    def slow(pieces):
+        copying.set()
+        assert go_on.wait(10)
+        copy(pieces)
+
+    engine.connector._store._splicer._copy = slow
+    stream = chat.stream(LONG, PARAMS)
+    reader = threading.Thread(target=lambda: list(stream))
+    reader.start()
+    assert copying.wait(10)
+    engine.connector.forget(chat.chain[1:])
+    go_on.set()
+    reader.join(30)
+    assert counters(engine)["spliced"] == 0 and counters(engine)["given_up_splices"] == 1
+    assert chat.lineage.splice_index is None

@@ -1,0 +1,97 @@
+"""Conversations of tests: turns until the window is full, and what is left of them anywhere."""
+
+from contextlib import contextmanager
+
+from kvstore import Engine
+from kvstore.blocks.ids import extend_chain
+from kvstore.engine.sessions.chat import ChatSession
+from kvstore.errors import ContextLengthError, StoreError
+from tests.support.engines import check_closed, greedy
+
+PARAMS = greedy(10)
+SYSTEM = "Be brief."
+LONG = "This is message number one of a talk."
+
+
+def talk(chat: ChatSession, num_turns: int, word: str = "talk") -> list:
+    first = chat.num_turns
+    return [chat.send(f"This is message number {first + i} of a {word}.", PARAMS) for i in range(num_turns)]
+
+
+def fill_over(chat: ChatSession, word: str = "talk"):
+    """Turns until one is truncated; that one's output."""
+    before = chat.truncated_tokens
+    while chat.truncated_tokens == before:
+        (out,) = talk(chat, 1, word)
+    return out
+
+
+def fill(chat: ChatSession) -> None:
+    """Turns until LONG does not fit any more."""
+    chat.truncation = "disabled"
+    while True:
+        try:
+            chat._window.next_turn(chat._engine, chat._template, LONG, PARAMS, "", "disabled", "reencode")
+        except ContextLengthError:
+            break
+        chat.send(f"This is message number {chat.num_turns} of a talk.", PARAMS)
+    chat.truncation = "auto"
+
+
+@contextmanager
+def failing_to_store(monkeypatch, engine: Engine):
+    """Turns cannot be stored in here."""
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.sessions, "commit_turn", lambda *_: (_ for _ in ()).throw(StoreError("injected")))
+        yield
+
+
+def num_stored(engine: Engine) -> int:
+    engine.flush()
+    return check_closed(engine, {engine.root("")})
+
+
+def nothing_is_left(engine: Engine) -> bool:
+    """Neither in a tier nor in HBM's bytes."""
+    caches = [cache for layer in engine.loop.runner.caches for cache in layer]
+    is_zero = not any(bool(cache.any()) for cache in caches)
+    return is_zero and num_stored(engine) == 0 and engine.loop.pool.num_cached == 0
+
+
+def head_chain(engine: Engine, chat: ChatSession) -> list[bytes]:
+    """Ids of the blocks of the system prompt."""
+    chain: list[bytes] = []
+    extend_chain(chain, engine.root(""), engine._template.head_ids(chat._system), 16)
+    return chain
+
+
+def kv_of(engine: Engine, chain: list[bytes]) -> dict[bytes, list[bytes]]:
+    """What to look for of each block: a run of its values and its raw keys as the arena has them, and its ids."""
+    connector, found = engine.connector, {}
+    with connector._lock:
+        for block_id in chain:
+            slot = connector._cpu.find(block_id)
+            if slot is not None:
+                layer = connector._arena.tensor[slot, 1]
+                found[block_id] = [layer[side, 3].numpy().tobytes() for side in (0, 1)]
+    return found
+
+
+def hbm_bytes(engine: Engine) -> bytes:
+    return b"".join(cache.numpy().tobytes() for layer in engine.loop.runner.caches for cache in layer)
+
+
+def places(engine: Engine, path) -> dict[str, bytes]:
+    files = {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*.mdb") if p.name == "data.mdb"}
+    return {"hbm": hbm_bytes(engine), "arena": bytes(engine.connector._arena._memory), **files}
+
+
+def check_gone(engine: Engine, path, needles: list[bytes]) -> None:
+    engine.admin.compact()
+    for name, content in places(engine, path).items():
+        assert not any(needle in content for needle in needles), f"something of the session is left in {name}"
+
+
+def check_there(engine: Engine, path, needles: list[bytes]) -> None:
+    found = places(engine, path).values()
+    assert all(any(needle in content for content in found) for needle in needles), "the test looks for nothing"
