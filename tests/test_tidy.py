@@ -87,7 +87,6 @@ AGAINST_THE_ARROWS = {
     "kvstore.engine.sessions.chats -> kvstore.engine.model.files",
     "kvstore.engine.sessions.recall -> kvstore.engine.model.files",
     "kvstore.engine.sessions.window -> kvstore.engine.engine",
-    "kvstore.service.settings.engine_options -> kvstore.service.command.terminal",
     "kvstore.store.tiered -> kvstore.admin.control",
 }
 IN_CIRCLES = {

@@ -91,25 +91,21 @@ def run_store_command(name: str, argv: list[str], environment: Mapping[str, str]
 def _stats(values: Mapping[str, Any], _: Sequence[str]) -> int:
     if values["watch"] is not None:
         return _watch(values)
-    result = carry_out(values, "stats", {}, "reading the store")
-    if not print_json(values, result):
-        from kvstore.service.command.stats_tables import show_stats
-        from kvstore.service.command.store_tables import console
-
-        show_stats(result, console())
+    _answer(values, "stats", {}, "reading the store", "show_stats")
     return EXIT_OK
 
 
 def _watch(values: Mapping[str, Any]) -> int:
     """Until Ctrl-C, which is how this ends and so no failure. In a terminal the numbers stay where they are."""
     from kvstore.service.command.stats_tables import live_stats
-    from kvstore.service.command.store_tables import console
 
     try:
-        with live_stats(console()) as show:
+        with live_stats(_tables().console()) as show:
             while True:
                 result = ask_or_open(values["store"], "stats", {}, lambda fraction: None)
-                if not print_json(values, result):
+                if values["json"]:
+                    print(json.dumps(result))
+                else:
                     show(result)
                 sys.stdout.flush()
                 sleep(values["watch"])
@@ -130,103 +126,44 @@ def _evict(values: Mapping[str, Any], _: Sequence[str]) -> int:
         to_bytes=values["to_size"],
         dry_run=values["dry_run"],
     )
-    result = carry_out(values, "evict", msgspec.to_builtins(request), "evicting")
-    if not print_json(values, result):
-        from kvstore.service.command.store_tables import console, show_evicted
-
-        show_evicted(result, console())
+    _answer(values, "evict", msgspec.to_builtins(request), "evicting", "show_evicted")
     return EXIT_OK
 
 
 def _verify(values: Mapping[str, Any], _: Sequence[str]) -> int:
-    from kvstore.service.command.store_tables import console, is_sound, show_verified
-
-    result = carry_out(values, "verify", {"delete": values["delete"]}, "checking")
-    if not print_json(values, result):
-        show_verified(result, values["delete"], console())
-    return EXIT_OK if is_sound(result) else EXIT_DAMAGED
+    delete = values["delete"]
+    result = _answer(values, "verify", {"delete": delete}, "checking", "show_verified", delete)
+    return EXIT_OK if _tables().is_sound(result) else EXIT_DAMAGED
 
 
 def _compact(values: Mapping[str, Any], _: Sequence[str]) -> int:
-    result = carry_out(values, "compact", {}, "compacting")
-    if not print_json(values, result):
-        from kvstore.service.command.store_tables import console, show_compacted
-
-        show_compacted(result, console())
+    _answer(values, "compact", {}, "compacting", "show_compacted")
     return EXIT_OK
 
 
 def _sessions(values: Mapping[str, Any], arguments: Sequence[str]) -> int:
-    verb, *rest = arguments or ("list",)
+    verb, *ids = arguments or ("list",)
     if verb not in SESSION_VERBS:
         raise UsageError(f"unknown argument {verb!r}{suggestion(verb, SESSION_VERBS)}")
-    num_ids = 0 if verb in ("list", "accept-loss") else 1
-    if len(rest) != num_ids:
-        raise UsageError(f"sessions {verb} takes {'one ID' if num_ids else 'no ID'}, not {len(rest)}")
-    return SESSION_VERBS[verb](values, *rest)
-
-
-def _list_sessions(values: Mapping[str, Any]) -> int:
-    request = {"tenant": values["tenant"], "limit": values["limit"]}
-    result = carry_out(values, "sessions", request, "reading the sessions")
-    if not print_json(values, result):
-        from kvstore.service.command.store_tables import console, show_sessions
-
-        show_sessions(result["sessions"], values["tenant"], console())
+    command, note, show, takes_id = SESSION_VERBS[verb]
+    if len(ids) != takes_id:
+        raise UsageError(f"sessions {verb} takes {'one ID' if takes_id else 'no ID'}, not {len(ids)}")
+    request: dict[str, Any] = {"tenant": values["tenant"], "limit": values["limit"]} if verb == "list" else {}
+    if takes_id:
+        key = SessionKey(values["tenant"], session_id("ID", ids[0]))
+        request = {"session": msgspec.to_builtins(SessionName.of(key))}
+    _answer(values, command, request, note, show, ids[0] if ids else values["tenant"])
     return EXIT_OK
 
 
-def _show_session(values: Mapping[str, Any], text: str) -> int:
-    request = {"session": msgspec.to_builtins(SessionName.of(SessionKey(values["tenant"], session_id("ID", text))))}
-    result = carry_out(values, "sessions.show", request, "reading the session")
-    if not print_json(values, result):
-        from kvstore.service.command.store_tables import console, show_transcript
-
-        show_transcript(result, console())
-    return EXIT_OK
-
-
-def _delete_session(values: Mapping[str, Any], text: str) -> int:
-    name = session_id("ID", text)
-    request = {"session": msgspec.to_builtins(SessionName.of(SessionKey(values["tenant"], name)))}
-    result = carry_out(values, "sessions.delete", request, "deleting")
-    if not print_json(values, result):
-        from kvstore.service.command.store_tables import num_blocks
-
-        print(f"session {name} is deleted, with {num_blocks(result['blocks'])} that no other session refers to")
-    return EXIT_OK
-
-
-def _repair_session(values: Mapping[str, Any], text: str) -> int:
-    name = session_id("ID", text)
-    request = {"session": msgspec.to_builtins(SessionName.of(SessionKey(values["tenant"], name)))}
-    result = carry_out(values, "sessions.repair", request, "repairing")
-    if not print_json(values, result):
-        if not result["repaired"]:
-            print(f"session {name} is whole; nothing was changed")
-        else:
-            kept, aside = result["turns"], result["aside"]
-            print(
-                f"session {name} has its first {kept} turn{'s' * (kept != 1)}; {aside} more "
-                f"{'is' if aside == 1 else 'are'} set aside, and shown by `kvstore sessions show {name}`"
-            )
-    return EXIT_OK
-
-
-def _accept_loss(values: Mapping[str, Any]) -> int:
-    result = carry_out(values, "sessions.accept_loss", {}, "looking at the sessions")
-    if not print_json(values, result):
-        said = "the sessions that are missing are given up" if result["accepted"] else "no sessions are missing"
-        print(f"{said}; those that are there stay")
-    return EXIT_OK
-
-
-SESSION_VERBS: dict[str, Callable[..., int]] = {
-    "list": _list_sessions,
-    "show": _show_session,
-    "delete": _delete_session,
-    "repair": _repair_session,
-    "accept-loss": _accept_loss,
+# By verb: the owner's command, what is done meanwhile, what of `store_tables` shows its result, and whether it is about
+# one session.
+SESSION_VERBS = {
+    "list": ("sessions", "reading the sessions", "show_sessions", False),
+    "show": ("sessions.show", "reading the session", "show_transcript", True),
+    "delete": ("sessions.delete", "deleting", "show_deleted", True),
+    "repair": ("sessions.repair", "repairing", "show_repaired", True),
+    "accept-loss": ("sessions.accept_loss", "looking at the sessions", "show_accepted", False),
 }
 
 
@@ -271,6 +208,28 @@ STORE_COMMANDS = {
 
 
 # -- how -------------------------------------------------------------------------------------------------------------
+def _tables() -> Any:
+    """Imported late: it loads rich, which --help does without."""
+    from kvstore.service.command import store_tables
+
+    return store_tables
+
+
+def _answer(
+    values: Mapping[str, Any], command: str, arguments: dict[str, Any], note: str, show: str, *about: object
+) -> Mapping[str, Any]:
+    """Carry it out, and print the result: as JSON, or for a person by a function of `store_tables`.
+
+    show: its name; about: what it is told before the result.
+    """
+    result = carry_out(values, command, arguments, note)
+    if values["json"]:
+        print(json.dumps(result))
+    else:
+        getattr(_tables(), show)(*about, result, _tables().console())
+    return result
+
+
 def carry_out(values: Mapping[str, Any], command: str, arguments: dict[str, Any], note: str) -> Mapping[str, Any]:
     """Through the owner's socket, or on the files of a store that nobody owns; it says so when it takes its time."""
     with (no_progress if values["json"] else progress)(note) as on_progress:
@@ -288,10 +247,3 @@ def ask_or_open(
 
     with OfflineStore(path) as store:
         return store.handle(command, arguments, on_progress)
-
-
-def print_json(values: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
-    """Print the result as JSON when that was asked for."""
-    if values["json"]:
-        print(json.dumps(result))
-    return bool(values["json"])

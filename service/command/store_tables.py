@@ -28,6 +28,12 @@ def num_blocks(number: int) -> str:
     return f"{number:,} block{'s' * (number != 1)}"
 
 
+def show_stats(stats: Mapping[str, Any], out: Console) -> None:
+    from kvstore.service.command.stats_tables import stats_view
+
+    out.print(stats_view(stats, out.width))
+
+
 def show_evicted(result: Mapping[str, Any], out: Console) -> None:
     verb = "would be evicted" if result["dry_run"] else "evicted"
     for tier, amount in result["tiers"].items():
@@ -45,7 +51,7 @@ def is_sound(report: Mapping[str, Any]) -> bool:
     )
 
 
-def show_verified(report: Mapping[str, Any], delete: bool, out: Console) -> None:
+def show_verified(delete: bool, report: Mapping[str, Any], out: Console) -> None:
     if "num_ok" in report:
         num_bad = len(report.get("bad_ids") or ())
         out.print(f"blocks: {report['num_ok']:,} sound, {num_bad:,} damaged")
@@ -77,8 +83,9 @@ def show_compacted(result: Mapping[str, Any], out: Console) -> None:
     )
 
 
-def show_sessions(sessions: Sequence[Mapping[str, Any]], tenant: str, out: Console) -> None:
+def show_sessions(tenant: str, result: Mapping[str, Any], out: Console) -> None:
     """Numbers and ids are shown whole, as far as there is room; titles are cut."""
+    sessions: Sequence[Mapping[str, Any]] = result["sessions"]
     if not sessions:
         out.print(Text("no sessions" + (f" of tenant {printable(tenant)}" if tenant else "")))
         return
@@ -111,7 +118,7 @@ def short_time(seconds: float) -> str:
     return f"{seconds} s"
 
 
-def show_transcript(result: Mapping[str, Any], out: Console) -> None:
+def show_transcript(_: str, result: Mapping[str, Any], out: Console) -> None:
     """What was said, as `kvstore chat` shows it, below a line about the session; at the end what was set aside."""
     session, now_s = result["session"], time.time()
     facts = [
@@ -129,6 +136,27 @@ def show_transcript(result: Mapping[str, Any], out: Console) -> None:
         unreadable = "" if one["messages"] is not None else " (it cannot be read)"
         out.print(Text(f"set aside by a repair: turn {one['turn']}{unreadable}", style="bold"))
         _show_messages(one["messages"] or (), out)
+
+
+def show_deleted(name: str, result: Mapping[str, Any], out: Console) -> None:
+    blocks = num_blocks(result["blocks"])
+    out.print(f"session {name} is deleted, with {blocks} that no other session refers to", soft_wrap=True)
+
+
+def show_repaired(name: str, result: Mapping[str, Any], out: Console) -> None:
+    if not result["repaired"]:
+        out.print(f"session {name} is whole; nothing was changed", soft_wrap=True)
+        return
+    kept, aside = result["turns"], result["aside"]
+    out.print(
+        f"session {name} has its first {kept} turn{'s' * (kept != 1)}; {aside} more {'is' if aside == 1 else 'are'} "
+        f"set aside, and shown by `kvstore sessions show {name}`", soft_wrap=True,
+    )  # fmt: skip
+
+
+def show_accepted(_: str, result: Mapping[str, Any], out: Console) -> None:
+    said = "the sessions that are missing are given up" if result["accepted"] else "no sessions are missing"
+    out.print(f"{said}; those that are there stay", soft_wrap=True)
 
 
 def _show_messages(messages: Sequence[Mapping[str, str]], out: Console) -> None:

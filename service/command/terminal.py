@@ -10,14 +10,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from kvstore.engine.model.files import check_speaks
 from kvstore.engine.stats import describe_tiers
 from kvstore.errors import ConfigError, RequestError, StoreError
-from kvstore.service.settings.options import choice, count, flag, number, plain_text, session_id, ttl_flag
+from kvstore.service.settings.chat_options import ChatOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,26 +32,6 @@ YOU, MODEL = "you> ", "model> "
 TIER_NAMES = {"hbm": "hbm", "cpu": "cpu", "disk": "disk", "reencoded": "re-encoded"}
 SESSION_CHARS = 128
 MAX_SHOWN_CHARS = 1000  # of each message of the exchange that a resumed conversation shows
-
-
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
-    """The flags of `kvstore chat` about the conversation; the engine's own options travel apart."""
-
-    temperature: float = flag(0.0, number, "0 is greedy")
-    max_tokens: int | None = flag(
-        None, count, "tokens of one answer at most", shown="what remains of the window"
-    )
-    system: str | None = flag(None, plain_text, "system prompt")
-    session: str = flag("terminal", session_id, "id of the conversation")
-    truncation: str = flag(
-        "auto", choice("auto", "disabled"), "auto drops the oldest turns when the window is full"
-    )
-    truncation_reuse: str = flag(
-        "reencode", choice("reencode", "exact"),
-        "after a truncation, reencode keeps the KV of what stays, exact computes it again",
-    )
-    ttl_s: float | None = ttl_flag()
 
 
 def run_chat(
@@ -77,7 +56,7 @@ def run_chat(
     with engine:
         if options.max_tokens is not None and options.max_tokens >= engine.max_model_len:
             raise ConfigError(f"--max-tokens is {options.max_tokens}; the window has {engine.max_model_len} tokens")
-        conversation = Conversation(engine, options, params, Console(soft_wrap=True, highlight=False))
+        conversation = TerminalChat(engine, options, params, Console(soft_wrap=True, highlight=False))
         num_failed = conversation.run(sys.stdin.isatty())
     return 1 if num_failed and not sys.stdin.isatty() else 0
 
@@ -176,7 +155,7 @@ def _by_tier(usage: "Usage") -> str:
     return f" ({given})" if given else ""
 
 
-class Conversation:
+class TerminalChat:
     """Reads messages, streams answers, and shows what each turn cost."""
 
     def __init__(self, engine: Any, options: ChatOptions, params: "SamplingParams", console: "Console") -> None:

@@ -2,6 +2,7 @@
 
 Knows no route and starts nothing.
 
+- `chat_options`: the flags of `kvstore chat`
 - `config_file`: where values come from: flag, environment, file, default; `--print-config`
 - `engine_options`: the flags that `serve` and `chat` share, and what they say to the engine
 - `options`: flags, and the forms of their values

@@ -36,7 +36,7 @@ class ConfigFile:
     entries: Entries = field(default_factory=dict)
     sections: Mapping[str, Entries] = field(default_factory=dict)
 
-    def find(self, command: str, option: Option) -> tuple[str, object] | None:
+    def lookup(self, command: str, option: Option) -> tuple[str, object] | None:
         """(where, value) of an option for this command; its own section first."""
         section = self.sections.get(command, {})
         for name, entries in ((f" under [{command}]", section), ("", self.entries)):
@@ -86,7 +86,7 @@ def _setting(
         for variable in map(variable_of, (option.flag, *option.aliases)):
             if text := environment.get(variable):
                 return Setting(option, option.parse(variable, text), text, f"environment {variable}")
-        found = None if config is None else config.find(command, option)
+        found = None if config is None else config.lookup(command, option)
         if found is not None:
             where, written = found
             return Setting(option, _parse(option, where, written), written, f"file {where.partition(' in ')[2]}")

@@ -91,7 +91,7 @@ def own_options(name: str) -> type:
         from kvstore.service.settings.serve_options import ServeOptions
 
         return ServeOptions
-    from kvstore.service.command.terminal import ChatOptions
+    from kvstore.service.settings.chat_options import ChatOptions
 
     return ChatOptions
 

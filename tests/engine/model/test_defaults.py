@@ -12,7 +12,8 @@ from kvstore import Engine, SamplingParams
 from kvstore.engine.model.loading import load
 from kvstore.engine.process.remote import RemoteEngine
 from kvstore.engine.process.wire import decode_announcement, encode
-from kvstore.service.command.terminal import ChatOptions, run_chat
+from kvstore.service.command.terminal import run_chat
+from kvstore.service.settings.chat_options import ChatOptions
 from tests.support.engines import save_model
 from tests.support.service.serving import Serving, serving
 

@@ -17,7 +17,9 @@ from kvstore.engine.outputs import CachedTokensDetails, Choice, Piece, RequestOu
 from kvstore.errors import ContextLengthError, DegradedError, ModelError
 from kvstore.service.command import cli, terminal
 from kvstore.service.command.flags_page import commands, flags_page
+from kvstore.service.settings.chat_options import ChatOptions
 from kvstore.service.settings.options import COMMANDS
+from tests.support.service.server_process import run_command
 
 ROOT = Path(__file__).parents[3]
 
@@ -94,13 +96,8 @@ class FakeEngine:
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
+def run(monkeypatch, capsys, no_settings):
     """Runs the command with the lines on stdin; gives (exit code, stdout, stderr)."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
-    for name in [name for name in os.environ if name.startswith("KVSTORE_")]:
-        monkeypatch.delenv(name)
     FakeEngine.made.clear()
     monkeypatch.setattr(FakeEngine, "stored", {})
 
@@ -114,9 +111,7 @@ def run(monkeypatch, capsys, tmp_path):
 
 
 def test_python_that_strips_docstrings_is_one_line():
-    command = [sys.executable, "-m", "kvstore.service.command.cli", "chat", "--disk", "0"]
-    environment = {**os.environ, "PYTHONOPTIMIZE": "2"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, input="", capture_output=True, text=True, timeout=100)
+    done = run_command("chat", "--disk", "0", input="", PYTHONOPTIMIZE="2")
     _, error = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (2, "") and "PYTHONOPTIMIZE=2 (-OO)" in error
 
@@ -136,9 +131,8 @@ class Closed(io.StringIO):
         return super().write(text)
 
 
-def test_a_turn_ends_before_the_engine_when_nobody_reads_any_more(monkeypatch, tmp_path):
+def test_a_turn_ends_before_the_engine_when_nobody_reads_any_more(no_settings, monkeypatch):
     """Else the turn is ended when its stream is collected: after the engine, with a traceback."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello there\n"))
     monkeypatch.setattr(sys, "stdout", Closed())
     ended_first = []
@@ -148,7 +142,7 @@ def test_a_turn_ends_before_the_engine_when_nobody_reads_any_more(monkeypatch, t
             ended_first.append(self.sessions["s"].closed_early)
 
     with suppress(BrokenPipeError):
-        terminal.run_chat(None, {}, terminal.ChatOptions(0.0, None, None, "s"), Watched)
+        terminal.run_chat(None, {}, ChatOptions(session="s"), Watched)
     assert ended_first == [True]
 
 
@@ -362,15 +356,6 @@ def test_ctrl_c_while_loading_is_130_whatever_a_library_makes_of_it(run, capsys,
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_ctrl_c_elsewhere_is_130(run, monkeypatch):
-    def interrupted(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(terminal, "run_chat", interrupted)
-    code, _, err = run("chat")
-    assert (code, err) == (130, "kvstore: interrupted\n")
-
-
 def test_summary_of_a_turn_without_first_token():
     output = make_output(1, 0, "", ttft_s=None)
     assert terminal.turn_summary(output, 1.0) == "[prompt 1 tokens · cached 0 · computed 1]"
@@ -384,19 +369,8 @@ def test_summary_names_the_tiers_that_gave_something():
     assert "cached 1,321 (hbm 1, cpu 20, disk 300, re-encoded 1,000)" in terminal.turn_summary(output, 1.0)
 
 
-def command(*argv, **kwargs):
-    return subprocess.run(
-        [sys.executable, "-m", "kvstore.service.command.cli", *argv],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        **kwargs,
-    )
-
-
 def test_version():
-    done = command("--version")
+    done = run_command("--version")
     assert done.returncode == 0 and re.match(r"kvstore \S", done.stdout)
 
 
@@ -463,20 +437,10 @@ def test_a_public_address_without_a_key_is_refused_before_anything_is_loaded(run
 
 
 # -- older names -----------------------------------------------------------------------------------------------------
-def test_older_names_of_flags_and_variables_work(run, monkeypatch):
+def test_older_names_of_flags_work(run):
     assert run("chat", "--path", "/s", "--eviction", "lru")[0] == 0
     arguments = FakeEngine.made[0].arguments
     assert (str(arguments["cache_tiers"].path), arguments["eviction"]) == ("/s", "lru")
-    monkeypatch.setenv("KVSTORE_PATH", "/t")
-    monkeypatch.setenv("KVSTORE_EVICTION", "fifo")
-    run("chat")
-    arguments = FakeEngine.made[1].arguments
-    assert (str(arguments["cache_tiers"].path), arguments["eviction"]) == ("/t", "fifo")
-    monkeypatch.setenv("KVSTORE_STORE", "/u")
-    monkeypatch.setenv("KVSTORE_POLICY", "return")
-    run("chat")
-    arguments = FakeEngine.made[2].arguments
-    assert (str(arguments["cache_tiers"].path), arguments["eviction"]) == ("/u", "return")
 
 
 def test_new_conversations_get_a_time_to_live_and_resumed_ones_keep_theirs(run):

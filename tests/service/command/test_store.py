@@ -1,7 +1,6 @@
 """`kvstore stats|evict|verify|compact|sessions`: beside an owner in another process, and alone on a real store."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -18,6 +17,7 @@ from kvstore.errors import StoreLockedError
 from kvstore.service.command import cli, progress, store_tables
 from kvstore.service.command import store as store_commands
 from kvstore.service.settings.options import duration_s
+from tests.support.service.server_process import run_command
 from tests.support.store.small_store import NUM_OWN, SmallStore, block_ids, damage, make_store
 
 ROOT = Path(__file__).parents[3]
@@ -47,24 +47,6 @@ with StoreDirectory.open(sys.argv[1]) as directory:
     if server is not None:
         server.close()
 """
-STATS = {
-    "model": "a/model[bold]",
-    "hbm": {"blocks": 100, "free_blocks": 40, "cached_blocks": 50, "evicted_blocks": 7, "block_bytes": 1 << 20},
-    "cpu": {"blocks": 2000, "cached_blocks": 1500, "free_blocks": 9, "evicted_blocks": 0, "block_bytes": 1 << 20},
-    "disk": {
-        "blocks": 12_345, "bytes": 3 << 30, "capacity_bytes": 8 << 30, "reads": 11, "writes": 12_346,
-        "failures": {"read: corrupt": 2}, "broken": False, "degraded": "no space",
-    },
-    "store": {"saved": 1234, "loaded": 5, "disk_evictions": 3, "read_failures": {"missing": 1}, "dropped_saves": 6},
-    "sessions": {"sessions": 1000, "turns": 4321},
-    "requests": {"running": 1, "waiting": 0, "finished": 99},
-    "tokens": {
-        "prompt_tokens": 10_000, "cached_tokens": 7_500, "completion_tokens": 1,
-        "cached_by_tier": {"hbm": 500, "cpu": 0, "disk": 7_000, "reencoded": 0},
-    },
-}  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     return make_store(tmp_path_factory.mktemp("made") / "store")
@@ -77,13 +59,8 @@ def store(made, tmp_path):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
+def run(monkeypatch, capsys, no_settings):
     """Runs the command in this process; gives (exit code, stdout, stderr)."""
-    for name in [name for name in os.environ if name.startswith("KVSTORE_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
-    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
     monkeypatch.setattr(progress, "SHOWN_AFTER_S", 3600.0)  # also on a busy machine
     monkeypatch.setattr(store_commands, "SILENCE_S", 120.0)
 
@@ -165,7 +142,7 @@ def test_verify_alone(run, store):
 @pytest.mark.filterwarnings("default")
 def test_a_file_damaged_as_a_whole_is_said_in_one_line_and_found(store):
     (store.path / "sessions" / "data.mdb").write_bytes(b"text" * 1000)
-    done = command("verify", "--store", store.path)
+    done = run_command("verify", "--store", store.path, PYTHONWARNINGS="default")
     assert done.returncode == 4 and "was moved to quarantine-" in done.stdout
     said = [line for line in done.stderr.splitlines() if not line.startswith("kvstore: checking since")]
     assert said[0].startswith("kvstore: sessions of the store is damaged") and len(said) == 2
@@ -209,7 +186,7 @@ def test_a_transcript_is_printed_as_text(capsys):
     session = {"id": "x", "turns": 2, "tokens": 1, "updated_s": 0.0, "expires_s": 0.0, "model": "m"}
     said = [("system", "be brief"), ("user", "[b]a\x1b[31m[/b]"), ("tool", "")]
     said = [{"role": role, "content": content} for role, content in said]
-    store_tables.show_transcript({"session": session, "messages": said}, Console(width=20))
+    store_tables.show_transcript("x", {"session": session, "messages": said}, Console(width=20))
     out = capsys.readouterr().out
     assert "2 turns" in out and "expires due" in out
     assert "system> be brief\nyou> [b]a[31m[/b]\ntool> \n" in out
@@ -340,7 +317,8 @@ def test_everything_goes_through_the_owner(run, owner):
     session = {"id": "x", "turns": 3, "tokens": 12_000, "updated_s": now_s - 7200, "expires_s": now_s + 1.4 * 86400}
     sessions = [session | {"title": "a\x1b[31m[b]b"}]
     path, process = owner(
-        stats=STATS, evict={"dry_run": True, "tiers": tiers}, verify={"num_ok": 3, "bad_ids": ["ab"], "num_corrupt": 1},
+        stats={"model": "a/model[bold]"}, evict={"dry_run": True, "tiers": tiers},
+        verify={"num_ok": 3, "bad_ids": ["ab"], "num_corrupt": 1},
         compact={"before_bytes": 3 << 20, "after_bytes": 1 << 20}, sessions={"sessions": sessions},
         **{"sessions.delete": {"deleted": True, "blocks": 1234}},
     )  # fmt: skip
@@ -351,12 +329,7 @@ def test_everything_goes_through_the_owner(run, owner):
     code, out, err = run("stats", "--store", path)
     assert (code, err, asked()) == (0, "", ["stats", {}])
     assert "model a/model[bold]" in out
-    assert re.search(r"hbm +50 +50.0 MiB / 100.0 MiB +50% +500 +5.0% +7 +– +–", out)
-    assert re.search(r"cpu +1,500 +1.5 GiB / 2.0 GiB +75% +0 +0.0% +0 +5 +1,234\b", out)
-    assert re.search(r"disk +12,345 +3.0 GiB / 8.0 GiB +38% +7,000 +70.0% +3 +11 +12,346\b", out)
-    assert "75.0% of 10,000 prompt tokens" in out and "1,000, with 4,321 turns" in out and "saves 6: there was" in out
-    assert "read: corrupt 2, missing 1" in out and "cannot be written: no space" in out
-    assert json.loads(run("stats", "--store", path, "--json")[1]) == STATS and asked()
+    assert json.loads(run("stats", "--store", path, "--json")[1]) == {"model": "a/model[bold]"} and asked()
 
     flags = ["--unused-for", "2h", "--session", "s", "--tenant", "t", "--to-size", "2GiB", "--dry-run"]
     code, out, _ = run("evict", "--store", path, *flags)
@@ -427,11 +400,6 @@ def test_an_engine_whose_store_is_locked_is_exit_3(run, capsys, tmp_path, messag
 
 
 # -- as a program ----------------------------------------------------------------------------------------------------
-def command(*argv, **kwargs):
-    program = [sys.executable, "-m", "kvstore.service.command.cli", *map(str, argv)]
-    return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=300, **kwargs)
-
-
 def without_progress(err: str) -> str:
     """stderr but for the lines that tell how far something is, on a busy machine."""
     return re.sub(r"(?m)^kvstore: [a-z ]+ since \d+ s(, \d+% done)?\n", "", err)
@@ -445,16 +413,6 @@ def test_the_reader_may_go_away(store):
         assert without_progress(done.stderr) == "" and done.stdout.strip() in ("0", "1")
 
 
-def test_no_torch_for_these_commands(store):
-    code = (
-        "import sys; from kvstore.service.command.cli import main; code = main(sys.argv[1:]); "
-        "sys.exit(code or ('torch' in sys.modules) * 9)"
-    )
-    program = [sys.executable, "-c", code, "stats", "--store", str(store.path)]
-    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, without_progress(done.stderr)) == (0, "")
-
-
 # -- tables ----------------------------------------------------------------------------------------------------------
 def test_lengths_of_time():
     texts = [store_tables.short_time(s) for s in (-5, 59, 60, 7199, 7200, 86400 * 3, 86400 * 7 - 1)]
@@ -464,7 +422,7 @@ def test_lengths_of_time():
 def test_tables_tolerate_what_is_missing(capsys):
     out = Console()
     store_tables.show_evicted({"dry_run": False, "tiers": {}}, out)
-    store_tables.show_verified({}, False, out)
+    store_tables.show_verified(False, {}, out)
     store_tables.show_compacted({}, out)
     printed = capsys.readouterr().out
     assert "there is no tier" in printed and "all is well" in printed
@@ -481,11 +439,11 @@ def test_tables_tolerate_what_is_missing(capsys):
 )
 def test_damage_of_any_kind_is_damage(report, capsys):
     assert not store_tables.is_sound(report)
-    store_tables.show_verified(report, True, Console())
+    store_tables.show_verified(True, report, Console())
     assert "damage was found" in capsys.readouterr().out
 
 
 def test_a_title_is_cut(capsys):
     session = {"id": "x", "turns": 1, "tokens": 1, "updated_s": 0, "title": "word " * 40}
-    store_tables.show_sessions([session], "", Console(width=200))
+    store_tables.show_sessions("", {"sessions": [session]}, Console(width=200))
     assert "…" in capsys.readouterr().out

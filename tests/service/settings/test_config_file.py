@@ -1,6 +1,5 @@
 """Where values come from: flag, environment, file, default; what a file may say; and printing it all as such a file."""
 
-import os
 import tomllib
 
 import pytest
@@ -30,13 +29,9 @@ OPTIONS = (SEED, POLICY, KEY, SIZE, STORE)
 
 
 @pytest.fixture
-def home(tmp_path, monkeypatch):
-    """No settings but those of the test; gives the directory of the default file."""
-    for name in [name for name in os.environ if name.startswith("KVSTORE_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
-    folder = tmp_path / "home" / ".config" / "kvstore"
+def home(no_settings):
+    """The directory of the default file."""
+    folder = no_settings / ".config" / "kvstore"
     folder.mkdir(parents=True)
     return folder
 

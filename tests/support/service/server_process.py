@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.service.serving import ADMIN_KEY, KEY, Reply, Serving
+from tests.support.service.serving import ADMIN, ADMIN_KEY, KEY, Reply, Serving
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -25,7 +25,6 @@ SIZES = ("--hbm", "4MiB", "--cpu", "8MiB", "--disk", "64MiB")
 FLAGS = ("--port", "0", "--device", "cpu", "--load", "always", "--log-format", "json", "--api-key", KEY,
          "--admin-key", ADMIN_KEY)  # fmt: skip
 START_S = 300.0  # importing torch beside other tests
-ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 
 
 @dataclass
@@ -104,11 +103,12 @@ def launched(store: Path, *flags: str, engine_process: bool = False) -> Iterator
         server.kill()
 
 
-def run_command(*arguments: object) -> subprocess.CompletedProcess:
+def run_command(*arguments: object, input: str | None = None, **environment: str) -> subprocess.CompletedProcess:
     """A command of `kvstore` that ends by itself."""
     return subprocess.run(
-        [*COMMAND, *map(str, arguments)], env=ENVIRONMENT, cwd="/", capture_output=True, text=True, timeout=120
-    )
+        [*COMMAND, *map(str, arguments)], env=ENVIRONMENT | environment, cwd="/", input=input, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
 
 
 def verify(store: Path) -> None:

@@ -19,6 +19,7 @@ from kvstore.service.settings.serve_options import ServeOptions
 from tests.support.waiting import wait_in_loop
 
 KEY, ADMIN_KEY = "user-key-of-tests", "admin-key-of-tests"
+ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 
 
 @dataclass

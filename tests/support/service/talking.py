@@ -26,6 +26,13 @@ def tenants(folder: Path, **options: Any) -> Iterator[tuple[Serving, Serving]]:
         yield replace_key(server, "key-of-alice"), replace_key(server, "key-of-bob")
 
 
+def talking_body(path: str, text: str) -> dict[str, Any]:
+    """The body of a request that says this, for any route that generates."""
+    if path == "/v1/chat/completions":
+        return {"messages": [{"role": "user", "content": text}]}
+    return {{"/chat": "message", "/v1/completions": "prompt", "/v1/responses": "input"}[path]: text}
+
+
 def replace_key(server: Serving, key: str | None) -> Serving:
     return replace(server, key=key)
 

@@ -1,0 +1,53 @@
+"""Fixtures of several files: a server as two tenants see it, a browser's pages, a command without settings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.service.browser import Tabs, chromium
+from tests.support.service.serving import Serving
+from tests.support.service.talking import tenants
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serving, Serving]]:
+    with tenants(tmp_path_factory.mktemp("keys")) as servers:
+        yield servers
+
+
+@pytest.fixture
+def server(both: tuple[Serving, Serving]) -> Iterator[Serving]:
+    """As its first tenant sees it; nothing may be left of a test."""
+    yield both[0]
+    both[0].wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture
+def tabs(browser: Any) -> Iterator[Tabs]:
+    """At the end no console may have said anything that the test did not expect, a broken content policy included."""
+    opened = Tabs(browser)
+    yield opened
+    opened.close()
+    assert opened.errors == []
+
+
+@pytest.fixture
+def no_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No settings but those of the test; gives the home, which is not there yet."""
+    for name in [name for name in os.environ if name.startswith("KVSTORE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("XDG_CONFIG_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "home"
