@@ -9,6 +9,7 @@
 - `metrics`: /metrics: what is counted of requests and answers
 - `openapi`: /openapi.json from the table of routes and the types of bodies
 - `page`: the web page's static files
+- `recent_stats`: the engine's counters for /health and /metrics
 - `schema`: JSON bodies: limits, bounded types, messages that name the field
 - `sse`: server-sent events, with errors as events
 - `usage`: token counts by tier, and times

@@ -40,7 +40,7 @@ class Flushed(msgspec.Struct):
     flushed: bool
 
 
-class Tenant(msgspec.Struct):
+class TenantCounts(msgspec.Struct):
     """running: its sequences in the engine, whether they compute or wait there; waiting: for the tenant's turn."""
 
     tenant: str
@@ -48,8 +48,8 @@ class Tenant(msgspec.Struct):
     waiting: int
 
 
-class Tenants(msgspec.Struct):
-    tenants: list[Tenant]
+class TenantList(msgspec.Struct):
+    tenants: list[TenantCounts]
 
 
 async def stats(request: web.Request) -> web.Response:
@@ -73,13 +73,13 @@ async def tenants(request: web.Request) -> web.Response:
     context = context_of(request)
     counts = context.limits.counts()
     names = sorted({*context.access.tenants, *counts})
-    found = [Tenant(name, *counts.get(name, (0, 0))) for name in names]
-    return json_response(Tenants(found))
+    found = [TenantCounts(name, *counts.get(name, (0, 0))) for name in names]
+    return json_response(TenantList(found))
 
 
 ROUTES = (
     Route("GET", "/admin/stats", stats, "admin", "The engine's counters.", None, dict[str, Any], "admin"),
     Route("POST", "/admin/evict", evict, "admin", "Give up cached KV.", EvictBody, EvictAnswer, "admin"),
     Route("POST", "/admin/flush", flush, "admin", "Wait until all is on disk.", None, Flushed, "admin"),
-    Route("GET", "/admin/tenants", tenants, "admin", "Who has a key, and its requests.", None, Tenants, "admin"),
+    Route("GET", "/admin/tenants", tenants, "admin", "Who has a key, and its requests.", None, TenantList, "admin"),
 )

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from aiohttp import web
 
 from kvstore.engine.outputs import CachedTokensDetails, RequestOutput, Usage
 from kvstore.service.api.metrics import Metrics
+from kvstore.service.api.recent_stats import RecentStats
 from kvstore.service.api.sessions.running import Turns
 from kvstore.service.http.access import Access
 from kvstore.service.http.errors import ApiError
@@ -27,7 +27,7 @@ State = Literal["starting", "running", "stopping", "failed"]
 
 @dataclass(slots=True)
 class Context:
-    """The parts of one server. `engine` and `recall` are there once `state` is no longer "starting".
+    """The parts of one server. `engine`, `recall` and `stats` are there once `state` is no longer "starting".
 
     No handler but those of public routes runs before that.
     """
@@ -41,14 +41,11 @@ class Context:
     turns: Turns = field(default_factory=Turns)
     engine: AsyncEngine = field(init=False)
     recall: Recall = field(init=False)
-    known_stats: dict[str, Any] = field(default_factory=dict)  # the last that the engine told
-    asking: asyncio.Task[None] | None = None  # the question to it that is still open
-    asked_s: float = 0.0  # when that was put, on the monotonic clock
-    failing_until_s: float = 0.0  # monotonic: sessions could not be stored a moment ago
+    stats: RecentStats = field(init=False)
 
     def open(self, engine: AsyncEngine, recall: Recall) -> None:
         """The model is loaded: from now on requests are served."""
-        self.engine, self.recall = engine, recall
+        self.engine, self.recall, self.stats = engine, recall, RecentStats(engine)
         self.state = "running"
 
     @property

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Annotated, Any
@@ -22,10 +20,7 @@ from kvstore.service.http.errors import ApiError, bad_request
 from kvstore.service.http.routes import Route
 
 MAX_TOKENIZED_CHARS = 2**20
-STATS_WAIT_S = 0.5
-STUCK_S = 10.0  # longer than any step, unless the device is far too small for its model
 SILENT_S = 5.0  # without a sign of life, of which there are two a second
-FAILING_S = 60.0
 
 
 def json_response(body: Any, status: int = 200) -> web.Response:
@@ -52,9 +47,8 @@ async def health(request: web.Request) -> web.Response:
         return json_response(Health(context.state, []), 503)
     if _is_restarting(context):
         return json_response(Health("degraded", ["engine_restarting"]))
-    reasons = health_reasons(await recent_stats(context), time.monotonic() < context.failing_until_s)
-    is_open = context.asking is not None and not context.asking.done()
-    if is_silent(context) or (is_open and time.monotonic() > context.asked_s + STUCK_S):
+    reasons = health_reasons(await context.stats.get(), context.stats.sessions_fail)
+    if is_silent(context) or context.stats.is_stuck:
         reasons.append("engine_not_answering")
     return json_response(Health("degraded" if reasons else "ok", reasons))
 
@@ -68,7 +62,7 @@ async def ready(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     context = context_of(request)
-    stats = await recent_stats(context)
+    stats = await context.stats.get()
     page = context.metrics.render({} if "error" in stats or is_silent(context) else stats)
     return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
@@ -82,29 +76,6 @@ def is_silent(context: Context) -> bool:
     """Whether the engine's own process has given no sign of life for long enough to doubt it."""
     limit_s = min(SILENT_S, context.options.engine_timeout_s / 2)
     return context.state == "running" and getattr(context.engine.engine, "silent_s", 0.0) >= limit_s
-
-
-async def recent_stats(context: Context) -> dict[str, Any]:
-    """The engine's counters; those of an earlier question where a long step keeps it from answering now."""
-    if context.asking is None or context.asking.done():
-        context.asking, context.asked_s = asyncio.create_task(_ask(context)), time.monotonic()
-    await asyncio.wait({context.asking}, timeout=STATS_WAIT_S)
-    return context.known_stats
-
-
-async def _ask(context: Context) -> None:
-    num_known = _num_failed(context.known_stats)
-    try:
-        context.known_stats = await context.engine.call(context.engine.engine.stats)
-    except Exception as error:  # whatever it is, it must not be /health that fails
-        context.known_stats = {"error": type(error).__name__}
-    if _num_failed(context.known_stats) > num_known:
-        context.failing_until_s = time.monotonic() + FAILING_S
-
-
-def _num_failed(stats: dict[str, Any]) -> int:
-    """Turns that could not be stored."""
-    return (stats.get("sessions") or {}).get("failed", 0)
 
 
 def health_reasons(stats: dict[str, Any], sessions_fail: bool) -> list[str]:
@@ -187,7 +158,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     return_token_strs: bool | None = None
 
 
-class Tokens(msgspec.Struct, omit_defaults=True):
+class Tokenized(msgspec.Struct, omit_defaults=True):
     count: int
     max_model_len: int
     tokens: list[int]
@@ -221,7 +192,7 @@ async def tokenize(request: web.Request) -> web.Response:
     def tokenized() -> web.Response:
         ids = to_ids()
         shown = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
-        return json_response(Tokens(len(ids), engine.max_model_len, ids, shown))
+        return json_response(Tokenized(len(ids), engine.max_model_len, ids, shown))
 
     async with context.limits.admit(tenant_of(request)):
         return await context.engine.call_with_text(num_chars, tokenized)
@@ -280,6 +251,6 @@ ROUTES = (
     Route("GET", "/version", version, "user", "Version, model and sizes.", None, Version, "server"),
     Route("GET", "/v1/models", list_models, "user", "The models: one.", None, ModelList, "models"),
     Route("GET", "/v1/models/{id:.+}", show_model, "user", "One model.", None, Model, "models"),
-    Route("POST", "/tokenize", tokenize, "user", "Token ids of a text or of messages.", TokenizeBody, Tokens, "tokens"),
+    Route("POST", "/tokenize", tokenize, "user", "Token ids of text or messages.", TokenizeBody, Tokenized, "tokens"),
     Route("POST", "/detokenize", detokenize, "user", "Text of token ids.", DetokenizeBody, Prompt, "tokens"),
 )

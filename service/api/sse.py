@@ -54,10 +54,6 @@ class EventStream:
         name = b"" if event is None else b"event: " + event.encode() + b"\n"
         await self._write(name + b"data: " + msgspec.json.encode(data) + b"\n\n")
 
-    async def fail(self, error: Exception, event: str | None = None) -> None:
-        """The error as an event."""
-        await self.send(api_error(error).body(), event)
-
     async def abandon(self, error: ApiError) -> None:
         """End it with this error, if it has not ended; what is still to be sent is refused from now on."""
         if self._is_over:
@@ -94,7 +90,7 @@ class EventStream:
         if error is not None and (told is None or not self.begun):
             return  # the client is gone, or it gets an answer with a status
         if told is not None:
-            await self.fail(told)
+            await self.send(told.body())
         if self._done:
             await self._write(DONE)
         self._is_over = True

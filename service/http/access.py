@@ -69,7 +69,7 @@ class Access:
         self._check_browser(request)
         if route.access == "public":
             return ""
-        key = self._find(request.headers.get("Authorization", ""))
+        key = self._known_key(request.headers.get("Authorization", ""))
         if route.access == "admin":
             self._check_admin(key)
         if key is None and (self.needs_key or route.access == "admin"):
@@ -82,7 +82,7 @@ class Access:
         if key is not None and not key.is_admin:
             raise _forbidden("this needs the administrator's key", "admin_only")
 
-    def _find(self, header: str) -> Key | None:
+    def _known_key(self, header: str) -> Key | None:
         scheme, _, text = header.partition(" ")
         if scheme.lower() != "bearer":
             text = ""

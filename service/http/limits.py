@@ -114,7 +114,7 @@ class Limits:
             try:
                 yield
             finally:
-                self._leave(tenant, num_sequences)
+                self._give_back(tenant, num_sequences)
         finally:
             self._count(tenant, -1, -num_sequences)
             if not tenant.num_requests:
@@ -165,7 +165,7 @@ class Limits:
                 await waiter.turn
         except BaseException as error:
             if waiter.turn.done() and not waiter.turn.cancelled():
-                self._leave(tenant, num_sequences)  # the turn came just as the waiting was given up
+                self._give_back(tenant, num_sequences)  # the turn came just as the waiting was given up
             else:
                 tenant.waiters.remove(waiter)
                 self._let_in(tenant)  # who stood behind a larger one may have room
@@ -173,7 +173,7 @@ class Limits:
                 raise _too_many("the request has waited too long for others of this key") from None
             raise
 
-    def _leave(self, tenant: _Tenant, num_sequences: int) -> None:
+    def _give_back(self, tenant: _Tenant, num_sequences: int) -> None:
         tenant.num_running -= num_sequences
         self._let_in(tenant)
 

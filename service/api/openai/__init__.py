@@ -3,8 +3,8 @@
 - `chat`: /v1/chat/completions
 - `completions`: /v1/completions
 - `generation`: from an answer of the engine to what clients get
-- `response_schema`: its bodies, answers and events
+- `response_schema`: bodies and answers of /v1/responses
 - `responses`: /v1/responses, on the same sessions as /chat
-- `schema`: bodies and answers of both
+- `schema`: bodies and answers of the other two
 - `stateless`: an answer to a history that belongs to no session
 """

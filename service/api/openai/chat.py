@@ -1,165 +1,119 @@
-"""POST /v1/chat/completions: the whole history in every request, and yet its KV is found again.
-
-Answers that this server gave are recognised in the history and stand in the prompt as the ids they were
-(`engine/sessions/recall.py`).
-"""
+"""POST /v1/chat/completions: the whole history in every request, and yet its KV is found again."""
 
 from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from kvstore.engine.outputs import Choice, Piece
-from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.text.chat_template import Message
+from kvstore.engine.outputs import Piece, TokenLogprob
 from kvstore.service.api.context import Context, context_of, tenant_of
 from kvstore.service.api.edge import check_model, json_response
-from kvstore.service.api.openai.generation import Stopwatch, chat_logprobs, check_ended, fingerprint
+from kvstore.service.api.openai.generation import chat_logprobs, fingerprint
 from kvstore.service.api.openai.schema import (
     AssistantMessage,
     ChatChoice,
     ChatCompletion,
     ChatCompletionBody,
     ChatCompletionChunk,
+    ChatLogprobs,
     ChunkChoice,
-    Delta,
+    ChunkDelta,
 )
-from kvstore.service.api.schema import check_chars_of, messages_of, num_chars_of, read_body, sampling_params
+from kvstore.service.api.openai.stateless import StatelessRequest, open_stateless
+from kvstore.service.api.schema import messages_of, read_body, sampling_params
 from kvstore.service.api.sse import EventStream
 from kvstore.service.api.usage import UsageObject, usage_object
 from kvstore.service.http.routes import Route
-
-if TYPE_CHECKING:
-    from kvstore.engine.async_engine import Answer
-    from kvstore.engine.sessions.window import NextTurn
-
 
 PATH = "/v1/chat/completions"
 
 
 @dataclass(slots=True)
-class Exchange:
+class ChatExchange:
     """One request and what every event of its answer repeats."""
 
     context: Context
-    tenant: str
     body: ChatCompletionBody
-    messages: list[Message]
-    params: SamplingParams
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    @property
-    def salt(self) -> str:
-        return self.body.cache_salt or ""
-
-    async def start(self) -> tuple[NextTurn, Answer]:
-        """The history as ids, queued."""
-        engine, reuse = self.context.engine, self.body.truncation_reuse or "exact"
-        turn = await engine.call_with_text(
-            num_chars_of(self.messages), self.context.recall.next_turn, self.tenant, self.salt, self.messages,
-            self.params, reuse,
+    def history(self, tenant: str) -> StatelessRequest:
+        """Raises ApiError 400 and RequestError for what cannot be answered."""
+        body = self.body
+        body.check()
+        params = sampling_params(
+            body, self.context.engine.engine.sampling_defaults,
+            max_tokens=body.max_completion_tokens or body.max_tokens,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )  # fmt: skip
-        spliced = (turn.chain, turn.lineage) if turn.lineage.splice_index is not None else None
-        priority = self.body.priority or 0
-        return turn, await engine.start(turn.prompt, self.params, self.tenant, self.salt, priority, spliced)
-
-    async def note(self, turn: NextTurn, answer: Answer) -> None:
-        """To be called before the client knows that its answer has ended: its next request may come right then."""
-        await self.context.engine.call(
-            self.context.recall.note, self.tenant, self.salt, self.messages, answer.output, turn.chain,
-            answer.lineage, turn.turn_starts,
+        return StatelessRequest(
+            tenant, messages_of(body.messages), params, PATH, body.cache_salt or "", body.truncation_reuse or "exact",
+            body.priority or 0,
         )  # fmt: skip
+
+    def chunk(self, choice: ChunkChoice | None, usage: UsageObject | None = None) -> ChatCompletionChunk:
+        return ChatCompletionChunk(
+            id=self.id, created=self.created, model=self.context.model_name, choices=[] if choice is None else [choice],
+            usage=usage, system_fingerprint=fingerprint(self.context),
+        )  # fmt: skip
+
+    def logprobs(self, found: Sequence[TokenLogprob] | None) -> ChatLogprobs | None:
+        if found is None:
+            return None
+        return chat_logprobs(self.context.engine.engine.tokenizer, found, self.body.top_logprobs or 0)
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     context, body = context_of(request), await read_body(request, ChatCompletionBody)
     check_model(context, body.model)
-    body.check()
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = sampling_params(
-        body, context.engine.engine.sampling_defaults, max_tokens=body.max_completion_tokens or body.max_tokens,
-        logprobs=logprobs,
-    )  # fmt: skip
-    one = Exchange(context, tenant_of(request), body, messages_of(body.messages), params)
-    check_chars_of(context, [message["content"] for message in one.messages])
-    async with context.limits.admit(one.tenant, params.n):
-        return await (_stream(request, one) if body.stream else _whole(one))
+    one = ChatExchange(context, body)
+    history = one.history(tenant_of(request))
+    return await (_stream(request, one, history) if body.stream else _whole(one, history))
 
 
-async def _whole(one: Exchange) -> web.Response:
-    watch = Stopwatch()
-    turn, answer = await one.start()
-    async with answer:
-        async for _ in watch.over(answer):
+async def _whole(one: ChatExchange, history: StatelessRequest) -> web.Response:
+    async with open_stateless(one.context, history) as turn:
+        async for _ in turn:
             pass
-    output = answer.output
-    check_ended(output)
-    await one.note(turn, answer)
-    one.context.answer_ended(output, PATH, watch.gaps_s)
-    choices = [_choice(one, index, choice) for index, choice in enumerate(output.choices)]
+        await turn.finish()
+    choices = []
+    for index, choice in enumerate(turn.output.choices):
+        message, logprobs = AssistantMessage(choice.text), one.logprobs(choice.logprobs)
+        choices.append(ChatChoice(index, message, choice.finish_reason, logprobs, choice.stop_reason))
     return json_response(
         ChatCompletion(
             id=one.id, created=one.created, model=one.context.model_name, choices=choices,
-            usage=usage_object(output.usage), system_fingerprint=fingerprint(one.context),
+            usage=usage_object(turn.output.usage), system_fingerprint=fingerprint(one.context),
         )
     )  # fmt: skip
 
 
-def _choice(one: Exchange, index: int, choice: Choice) -> ChatChoice:
-    logprobs = None
-    if choice.logprobs is not None:
-        tokenizer = one.context.engine.engine.tokenizer
-        logprobs = chat_logprobs(tokenizer, choice.logprobs, one.body.top_logprobs or 0)
-    message = AssistantMessage(choice.text)
-    return ChatChoice(index, message, choice.finish_reason, logprobs, choice.stop_reason)
-
-
-async def _stream(request: web.Request, one: Exchange) -> web.StreamResponse:
+async def _stream(request: web.Request, one: ChatExchange, history: StatelessRequest) -> web.StreamResponse:
     """Headers go out with the first token, so that whatever is wrong before it still has its status."""
-    watch = Stopwatch()
-    turn, answer = await one.start()
-    async with answer, EventStream(request) as events:
+    async with EventStream(request) as events, open_stateless(one.context, history) as turn:
         begun: set[int] = set()
         ends: dict[int, Piece] = {}
-        async for piece in watch.over(answer):
+        async for piece in turn:
             if piece.index not in begun:
                 begun.add(piece.index)
-                await events.send(_chunk(one, ChunkChoice(piece.index, Delta("assistant", ""))))
+                await events.send(one.chunk(ChunkChoice(piece.index, ChunkDelta("assistant", ""))))
             if piece.text or piece.logprobs:
-                await events.send(_chunk(one, _delta(one, piece)))
+                delta, logprobs = ChunkDelta(content=piece.text), one.logprobs(piece.logprobs or None)
+                await events.send(one.chunk(ChunkChoice(piece.index, delta, logprobs=logprobs)))
             if piece.finish_reason is not None:
                 ends[piece.index] = piece
-        output = answer.output
-        check_ended(output)
-        await one.note(turn, answer)
-        one.context.answer_ended(output, PATH, watch.gaps_s)
+        await turn.finish()
         for index, piece in ends.items():
-            reason = output.choices[index].stop_reason
-            await events.send(_chunk(one, ChunkChoice(index, Delta(), piece.finish_reason, stop_reason=reason)))
+            reason = turn.output.choices[index].stop_reason
+            await events.send(one.chunk(ChunkChoice(index, ChunkDelta(), piece.finish_reason, stop_reason=reason)))
         options = one.body.stream_options
         if options is not None and options.include_usage:
-            await events.send(_chunk(one, None, usage_object(output.usage)))
+            await events.send(one.chunk(None, usage_object(turn.output.usage)))
     return events.response
-
-
-def _delta(one: Exchange, piece: Piece) -> ChunkChoice:
-    logprobs = None
-    if piece.logprobs:
-        tokenizer = one.context.engine.engine.tokenizer
-        logprobs = chat_logprobs(tokenizer, piece.logprobs, one.body.top_logprobs or 0)
-    return ChunkChoice(piece.index, Delta(content=piece.text), logprobs=logprobs)
-
-
-def _chunk(one: Exchange, choice: ChunkChoice | None, usage: UsageObject | None = None) -> ChatCompletionChunk:
-    return ChatCompletionChunk(
-        id=one.id, created=one.created, model=one.context.model_name, choices=[] if choice is None else [choice],
-        usage=usage, system_fingerprint=fingerprint(one.context),
-    )  # fmt: skip
 
 
 ROUTES = (

@@ -34,7 +34,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 @dataclass(slots=True)
-class Exchange:
+class CompletionExchange:
     """One request and what every event of its answer repeats."""
 
     context: Context
@@ -101,13 +101,13 @@ async def completions(request: web.Request) -> web.StreamResponse:
         body, context.engine.engine.sampling_defaults, max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
     )  # fmt: skip
-    one = Exchange(context, tenant_of(request), body, body.prompts(), params)
+    one = CompletionExchange(context, tenant_of(request), body, body.prompts(), params)
     one.check()
     async with context.limits.admit(one.tenant, len(one.prompts) * params.n):
         return await (_stream(request, one) if body.stream else _whole(one))
 
 
-async def _whole(one: Exchange) -> web.Response:
+async def _whole(one: CompletionExchange) -> web.Response:
     async with AsyncExitStack() as stack:
         answers = await one.start(stack)
         watches = [Stopwatch() for _ in answers]
@@ -126,7 +126,7 @@ async def _whole(one: Exchange) -> web.Response:
     return json_response(one.completion(choices, sum_usage([answer.output.usage for answer in answers])))
 
 
-async def _stream(request: web.Request, one: Exchange) -> web.StreamResponse:
+async def _stream(request: web.Request, one: CompletionExchange) -> web.StreamResponse:
     async with AsyncExitStack() as stack, EventStream(request) as events:
         answers = await one.start(stack)
         offsets: dict[int, int] = {}
@@ -142,7 +142,7 @@ async def _stream(request: web.Request, one: Exchange) -> web.StreamResponse:
 Item = tuple[int, Piece | Exception | None]  # None: that answer has ended
 
 
-async def _together(one: Exchange, answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Piece]]:
+async def _together(one: CompletionExchange, answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Piece]]:
     """Pieces of all answers as they come, with the answer's number."""
     if len(answers) == 1:  # without a task and a queue in between
         async for piece in _pieces(one, answers[0]):
@@ -166,7 +166,7 @@ async def _together(one: Exchange, answers: Sequence[Answer]) -> AsyncGenerator[
         await asyncio.gather(*readers, return_exceptions=True)
 
 
-async def _read(one: Exchange, answer: Answer, number: int, items: asyncio.Queue[Item]) -> None:
+async def _read(one: CompletionExchange, answer: Answer, number: int, items: asyncio.Queue[Item]) -> None:
     try:
         async for piece in _pieces(one, answer):
             await items.put((number, piece))
@@ -176,7 +176,7 @@ async def _read(one: Exchange, answer: Answer, number: int, items: asyncio.Queue
         await items.put((number, None))
 
 
-async def _pieces(one: Exchange, answer: Answer) -> AsyncIterator[Piece]:
+async def _pieces(one: CompletionExchange, answer: Answer) -> AsyncIterator[Piece]:
     """Those of one answer, which is counted once it has ended. Raises ApiError 503 when the server broke it off."""
     watch = Stopwatch()
     async for piece in watch.over(answer):
@@ -186,7 +186,9 @@ async def _pieces(one: Exchange, answer: Answer) -> AsyncIterator[Piece]:
     one.context.answer_ended(answer.output, PATH, watch.gaps_s)
 
 
-async def _chunk(one: Exchange, answer: Answer, number: int, piece: Piece, offsets: dict[int, int]) -> Completion:
+async def _chunk(
+    one: CompletionExchange, answer: Answer, number: int, piece: Piece, offsets: dict[int, int]
+) -> Completion:
     index = number * one.params.n + piece.index
     text = piece.text
     if index not in offsets:
@@ -199,7 +201,7 @@ async def _chunk(one: Exchange, answer: Answer, number: int, piece: Piece, offse
     return one.completion([CompletionChoice(index, text, piece.finish_reason, logprobs, stop_reason)], None)
 
 
-def _logprobs(one: Exchange, logprobs: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs:
+def _logprobs(one: CompletionExchange, logprobs: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs:
     """Of the answer's tokens; those of an echoed prompt are not known."""
     tokenizer = one.context.engine.engine.tokenizer
     tokens = [token_text(tokenizer, each.token_id) for each in logprobs]

@@ -31,7 +31,7 @@ from kvstore.service.api.openai.response_schema import (
     message_item,
     said_of,
 )
-from kvstore.service.api.openai.stateless import StatelessTurn, open_stateless
+from kvstore.service.api.openai.stateless import StatelessRequest, StatelessTurn, open_stateless
 from kvstore.service.api.schema import read_body, sampling_params
 from kvstore.service.api.sessions import turns
 from kvstore.service.api.sessions.turns import OpenTurn, Ttl, TurnRequest, new_session_id, open_turn, request_key_of
@@ -163,7 +163,7 @@ def _opened(
         system = before.system if before is not None else wanted.system
         if system:
             messages.insert(0, {"role": "system", "content": system})
-        return open_stateless(context, wanted, messages)
+        return open_stateless(context, StatelessRequest(wanted.tenant, messages, wanted.params, wanted.route))
     return open_turn(context, wanted) if before is None else _going_on(context, wanted, before.parent)
 
 
@@ -187,7 +187,7 @@ async def _is_there(context: Context, wanted: TurnRequest) -> bool:
     """Whether its fork exists; only an Idempotency-Key leads to the same one again."""
     if wanted.request_key is None:
         return False
-    running = context.turns.find(wanted.key)
+    running = context.turns.running_on(wanted.key)
     return running is not None or await context.engine.call(context.engine.engine.sessions.exists, wanted.key)
 
 
@@ -216,9 +216,9 @@ async def _streamed(
         part = {"item_id": item.id, "output_index": 0, "content_index": 0}
         await events.send("response.output_item.added", output_index=0, item=item)
         await events.send("response.content_part.added", **part, part=OutputText(text=""))
-        async for text in turn:
-            if text:
-                await events.send("response.output_text.delta", **part, delta=text, logprobs=[])
+        async for piece in turn:
+            if piece.text:
+                await events.send("response.output_text.delta", **part, delta=piece.text, logprobs=[])
         response = completed(draft, await turn.finish())
         message = response.output[0]
         await events.send("response.output_text.done", **part, text=message.content[0].text, logprobs=[])

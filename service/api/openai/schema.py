@@ -106,14 +106,14 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     system_fingerprint: str
 
 
-class Delta(msgspec.Struct, omit_defaults=True):
+class ChunkDelta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
 
 
 class ChunkChoice(msgspec.Struct):
     index: int
-    delta: Delta
+    delta: ChunkDelta
     finish_reason: str | None = None
     logprobs: ChatLogprobs | None = None
     stop_reason: str | int | None = None

@@ -1,4 +1,8 @@
-"""An answer to a whole history that belongs to no session, in the shape of a turn. Knows no route."""
+"""An answer to a whole history that belongs to no session, in the shape of a turn. Knows no route.
+
+Answers that this server gave are recognised in the history and stand in the prompt as the ids they were
+(`engine/sessions/recall.py`).
+"""
 
 from __future__ import annotations
 
@@ -6,50 +10,69 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvstore.engine.outputs import Piece, RequestOutput
+from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.chat_template import Message
 from kvstore.service.api.context import Context
 from kvstore.service.api.openai.generation import Stopwatch, check_ended
 from kvstore.service.api.schema import check_chars_of, num_chars_of
-from kvstore.service.api.sessions.turns import TurnRequest, TurnResult
+from kvstore.service.api.sessions.turns import ID_BYTES, TurnResult
 
 if TYPE_CHECKING:
     from kvstore.engine.async_engine import Answer
     from kvstore.engine.sessions.window import NextTurn
 
-ID_BYTES = 16
+
+@dataclass(frozen=True, slots=True)
+class StatelessRequest:
+    """What is to be answered. route: of the metrics; reuse: as `truncation_reuse` of a request."""
+
+    tenant: str
+    messages: list[Message]
+    params: SamplingParams
+    route: str
+    salt: str = ""
+    reuse: str = "exact"
+    priority: int = 0
 
 
 class StatelessTurn:
-    """As `LiveTurn`, but nothing is stored: it has no number, and its session's id names nothing."""
+    """As `LiveTurn`, but nothing is stored: it has no number, and its session's id names nothing.
+
+    output: complete once `finish` has returned.
+    """
 
     number = None
 
-    def __init__(
-        self, context: Context, wanted: TurnRequest, messages: list[Message], turn: NextTurn, answer: Answer
-    ) -> None:
+    def __init__(self, context: Context, history: StatelessRequest, turn: NextTurn, answer: Answer) -> None:
         self.session_id = secrets.token_hex(ID_BYTES)
         self.watch = Stopwatch()
         self._context = context
-        self._wanted = wanted
-        self._messages = messages
+        self._history = history
         self._turn = turn
         self._answer = answer
+
+    @property
+    def output(self) -> RequestOutput:
+        return self._answer.output
 
     def __aiter__(self) -> StatelessTurn:
         return self
 
-    async def __anext__(self) -> str:
+    async def __anext__(self) -> Piece:
         piece = await anext(self._answer)
         self.watch.saw(piece)
-        return piece.text
+        return piece
 
     async def finish(self) -> TurnResult:
-        output = self._answer.output
+        """To be called before the client knows that its answer has ended: its next request may come right then."""
+        output, history = self.output, self._history
         check_ended(output)
         await self._context.engine.call(
-            self._context.recall.note, self._wanted.tenant, "", self._messages, output, self._turn.chain,
+            self._context.recall.note, history.tenant, history.salt, history.messages, output, self._turn.chain,
             self._answer.lineage, self._turn.turn_starts,
         )  # fmt: skip
         return TurnResult(
@@ -58,19 +81,20 @@ class StatelessTurn:
 
 
 @asynccontextmanager
-async def open_stateless(
-    context: Context, wanted: TurnRequest, messages: list[Message]
-) -> AsyncIterator[StatelessTurn]:
+async def open_stateless(context: Context, history: StatelessRequest) -> AsyncIterator[StatelessTurn]:
     """Begin it. Raises ApiError 429 or 503 where there is no room, and RequestError."""
-    engine, params = context.engine, wanted.params
-    check_chars_of(context, [message["content"] for message in messages])
-    async with context.limits.admit(wanted.tenant):
+    engine, params = context.engine, history.params
+    check_chars_of(context, [message["content"] for message in history.messages])
+    async with context.limits.admit(history.tenant, params.n):
         turn = await engine.call_with_text(
-            num_chars_of(messages), context.recall.next_turn, wanted.tenant, "", messages, params, "exact"
-        )
-        async with await engine.start(turn.prompt, params, wanted.tenant) as answer:
-            live = StatelessTurn(context, wanted, messages, turn, answer)
+            num_chars_of(history.messages), context.recall.next_turn, history.tenant, history.salt, history.messages,
+            params, history.reuse,
+        )  # fmt: skip
+        spliced = (turn.chain, turn.lineage) if turn.lineage.splice_index is not None else None
+        starting = engine.start(turn.prompt, params, history.tenant, history.salt, history.priority, spliced)
+        async with await starting as answer:
+            live = StatelessTurn(context, history, turn, answer)
             try:
                 yield live
             finally:
-                context.answer_ended(answer.output, wanted.route, live.watch.gaps_s)
+                context.answer_ended(answer.output, history.route, live.watch.gaps_s)

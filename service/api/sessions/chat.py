@@ -67,9 +67,9 @@ async def _streamed(request: web.Request, context: Context, wanted: TurnRequest)
             "id": turn_id(wanted.session_id, turn.number), "session_id": wanted.session_id, "turn": turn.number,
         }  # fmt: skip
         await events.send(_event(head, {"role": "assistant", "content": ""}))
-        async for text in turn:
-            if text:
-                await events.send(_event(head, {"content": text}))
+        async for piece in turn:
+            if piece.text:
+                await events.send(_event(head, {"content": piece.text}))
         result = await turn.finish()
         await events.send(chat_answer(result, wanted.is_new, LastEvent))
     return events.response

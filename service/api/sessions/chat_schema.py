@@ -63,7 +63,7 @@ class TruncateBody(msgspec.Struct):
     turns: Annotated[int, Meta(ge=0, le=MAX_TURNS)]
 
 
-class Nothing(msgspec.Struct):
+class EmptyBody(msgspec.Struct):
     """A body that says nothing."""
 
 

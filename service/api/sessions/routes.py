@@ -19,8 +19,8 @@ from kvstore.service.api.schema import read_body
 from kvstore.service.api.sessions import turns
 from kvstore.service.api.sessions.chat_schema import (
     Deleted,
+    EmptyBody,
     ForkBody,
-    Nothing,
     PinBody,
     Pinned,
     Prefetching,
@@ -64,7 +64,7 @@ async def list_sessions(request: web.Request) -> web.Response:
     listed = context.engine.engine.admin.list_sessions
     heads = await context.engine.call(listed, tenant, limit + 1, request.query.get("after") or None)
     shown = heads[:limit]
-    data = [_info(context, head, context.turns.find(head.key) is not None) for head in shown]
+    data = [_info(context, head, context.turns.running_on(head.key) is not None) for head in shown]
     return json_response(SessionList("list", data, len(heads) > limit, shown[-1].cursor if shown else None))
 
 
@@ -73,7 +73,7 @@ async def show(request: web.Request) -> web.Response:
     context, key = context_of(request), key_of(request)
     after = _query(request, "turns_after", 0, 0, 2**31)
     limit = _query(request, "limit", DEFAULT_LISTED, 1, MAX_LISTED)
-    running = context.turns.find(key)
+    running = context.turns.running_on(key)
     try:
         head, records = await context.engine.call(_read, context, key, after, limit)
     except SessionNotFoundError:
@@ -129,7 +129,7 @@ async def fork(request: web.Request) -> web.Response:
 
 async def prefetch(request: web.Request) -> web.Response:
     context, key = context_of(request), key_of(request)
-    await read_optional_body(request, Nothing)
+    await read_optional_body(request, EmptyBody)
     await turns.check_exists(context, key)
     await context.engine.call(context.engine.engine.prefetch, key.session_id, key.tenant)
     return json_response(Prefetching(key.session_id, True), 202)
@@ -163,9 +163,9 @@ def _truncate(context: Context, key: SessionKey, num_turns: int) -> TurnRecord |
 async def stop(request: web.Request) -> web.Response:
     """The turn that runs ends now; what was said is kept."""
     context, key = context_of(request), key_of(request)
-    await read_optional_body(request, Nothing)
+    await read_optional_body(request, EmptyBody)
     await turns.check_exists(context, key)
-    running = context.turns.find(key)
+    running = context.turns.running_on(key)
     if running is not None:
         await running.stop()
     return json_response(Stopped(key.session_id, running is not None))
@@ -177,8 +177,8 @@ ROUTES = (
     Route("GET", "/sessions/{id}", show, "user", "A session with its turns.", None, SessionOut, _TAG),
     Route("DELETE", "/sessions/{id}", delete, "user", "Delete a session and its KV.", None, Deleted, _TAG),
     Route("POST", "/sessions/{id}/fork", fork, "user", "A new session like this.", ForkBody, SessionInfo, _TAG),
-    Route("POST", "/sessions/{id}/prefetch", prefetch, "user", "Its person types.", Nothing, Prefetching, _TAG, 202),
+    Route("POST", "/sessions/{id}/prefetch", prefetch, "user", "Its person types.", EmptyBody, Prefetching, _TAG, 202),
     Route("POST", "/sessions/{id}/pin", pin, "user", "Keep its KV longer than others'.", PinBody, Pinned, _TAG),
     Route("POST", "/sessions/{id}/truncate", truncate, "user", "Shorten its window.", TruncateBody, Truncated, _TAG),
-    Route("POST", "/sessions/{id}/stop", stop, "user", "End its answer, keeping it.", Nothing, Stopped, _TAG),
+    Route("POST", "/sessions/{id}/stop", stop, "user", "End its answer, keeping it.", EmptyBody, Stopped, _TAG),
 )

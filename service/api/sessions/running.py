@@ -53,7 +53,7 @@ class Turns:
         self._kept: OrderedDict[SessionKey, tuple[ChatSession, int]] = OrderedDict()  # with its tokens then
         self._num_kept_tokens = 0
 
-    def find(self, key: SessionKey) -> Running | None:
+    def running_on(self, key: SessionKey) -> Running | None:
         return self._running.get(key)
 
     @asynccontextmanager

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from kvstore.engine.outputs import CachedTokensDetails, Timings, Usage
+from kvstore.engine.outputs import CachedTokensDetails, Piece, Timings, Usage
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.chat_template import Message
 from kvstore.errors import SessionBusyError, SessionExistsError, SessionNotFoundError, StoreError
@@ -107,14 +107,14 @@ class StoredTurn:
         self._result = result_of(wanted.session_id, record)
         self.session_id = wanted.session_id
         self.number = record.number
-        self._texts = iter([self._result.text] if self._result.text else [])
+        self._pieces = iter([Piece(0, self._result.text, ())])
 
     def __aiter__(self) -> StoredTurn:
         return self
 
-    async def __anext__(self) -> str:
-        for text in self._texts:
-            return text
+    async def __anext__(self) -> Piece:
+        for piece in self._pieces:
+            return piece
         raise StopAsyncIteration
 
     async def finish(self) -> TurnResult:
@@ -122,7 +122,7 @@ class StoredTurn:
 
 
 class LiveTurn:
-    """A turn that runs: iterate over its text, then call `finish`, after which it is durable in all it was asked for.
+    """A turn that runs: iterate over its pieces, then call `finish`, after which it is durable in all it was asked for.
 
     number: which it will be. Raises what ended it.
     """
@@ -142,7 +142,7 @@ class LiveTurn:
     def __aiter__(self) -> LiveTurn:
         return self
 
-    async def __anext__(self) -> str:
+    async def __anext__(self) -> Piece:
         try:
             piece = await anext(self._answer)
         except StoreError:
@@ -150,7 +150,7 @@ class LiveTurn:
                 raise unknown_session(self._wanted.session_id) from None
             raise
         self.watch.saw(piece)
-        return piece.text
+        return piece
 
     async def finish(self) -> TurnResult:
         record, output = self._answer.turn, self._answer.output
@@ -320,7 +320,7 @@ async def check_exists(context: Context, key: SessionKey) -> None:
     try:
         await context.engine.call(find_session, context.engine.engine, key)
     except SessionNotFoundError:
-        running = context.turns.find(key)
+        running = context.turns.running_on(key)
         if running is None or running.answer is None:
             raise
 

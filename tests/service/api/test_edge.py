@@ -9,10 +9,10 @@ from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.errors import DegradedError
 from kvstore.service.api.edge import health_reasons
 from kvstore.service.api.page import FILES
+from kvstore.service.api.recent_stats import RecentStats
 from tests.support.by_hand import held
-from tests.support.service.serving import ADMIN_KEY, KEY, serving
-
-ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
+from tests.support.service.server_process import wait_until
+from tests.support.service.serving import ADMIN, ADMIN_KEY, KEY, serving
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +63,15 @@ def test_a_degraded_disk_is_told_and_serving_goes_on(server, monkeypatch):
 
 def test_sessions_that_cannot_be_stored_are_told_for_a_while(server, monkeypatch):
     known = server.engine.stats
-    with monkeypatch.context() as patch:
-        patch.setattr(server.engine, "stats", lambda: {**known(), "sessions": {"failed": 3}})
-        assert server.get("/health").json() == {"status": "degraded", "reasons": ["sessions_failing"]}
-    assert server.get("/health").json()["status"] == "degraded"
-    server.context.failing_until_s = 0.0
-    assert server.get("/health").json()["status"] == "ok"
+    for seconds, status in ((0.0, "ok"), (3600.0, "degraded")):
+        server.context.stats = RecentStats(server.context.engine)
+        monkeypatch.setattr("kvstore.service.api.recent_stats.FAILING_S", seconds)
+        with monkeypatch.context() as patch:
+            patch.setattr(server.engine, "stats", lambda: {**known(), "sessions": {"failed": 3}})
+            found = server.get("/health").json()
+        assert found == {"status": status, "reasons": ["sessions_failing"] if status == "degraded" else []}
+        assert server.get("/health").json()["status"] == status
+    server.context.stats = RecentStats(server.context.engine)
 
 
 def test_health_does_not_wait_for_a_long_step(server):
@@ -91,11 +94,10 @@ def test_health_does_not_wait_for_a_long_step(server):
 
 
 def test_an_engine_that_does_not_answer_is_told(server, monkeypatch):
-    monkeypatch.setattr("kvstore.service.api.edge.STUCK_S", 0.0)
+    monkeypatch.setattr("kvstore.service.api.recent_stats.STUCK_S", 0.0)
     with held(server.engine):
         assert server.get("/health").json() == {"status": "degraded", "reasons": ["engine_not_answering"]}
-    server.wait_until(lambda: server.context.asking.done())
-    assert server.get("/health").json()["status"] == "ok"
+    wait_until(lambda: server.get("/health").json()["status"] == "ok", "it answers again")
 
 
 def test_numbers_that_cannot_be_had_are_told(server, monkeypatch):
@@ -147,6 +149,7 @@ def test_tokens_of_messages_are_those_of_the_prompt(server):
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "prompt"),
         ("/tokenize", {"messages": [{"role": "tool", "content": "b"}]}, "messages[0].role"),
         ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "a" * (2**20 + 1)}, "prompt"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
         ("/detokenize", {"tokens": [10**6]}, "tokens"),

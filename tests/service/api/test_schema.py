@@ -7,6 +7,8 @@ import pytest
 
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.service.api.schema import (
+    MAX_BRACKETS,
+    MAX_QUOTES,
     ContentPart,
     MessageIn,
     Messages,
@@ -85,6 +87,15 @@ def test_half_a_surrogate_pair_is_refused_in_every_text(text):
     assert parse(b'{"messages": [{"role": "user", "content": "\\ud83d\\ude00"}]}', Body).messages[0].content == "😀"
 
 
+@pytest.mark.parametrize("unit", ["[]", "{}", '"a"'])
+def test_a_body_of_very_many_values_is_refused_before_they_are_made(unit):
+    count = MAX_BRACKETS + 1 if unit[0] != '"' else MAX_QUOTES // 2 + 1
+    for name in ("stop", "unknown"):
+        assert told(with_raw(name, f"[{','.join([unit] * count)}]"))[1] == "too_many_values"
+    text = "[a, b]" * 20_000  # many brackets, and no such body
+    assert parse(with_raw("unknown", json.dumps(text)), Body).messages[0].content == "hello"
+
+
 # -- wrong fields ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" + "0" * 400])
 @pytest.mark.parametrize("name", ["temperature", "top_p", "presence_penalty"])
@@ -108,6 +119,11 @@ def test_a_number_that_is_none_within_a_field():
         ({"temperature": True}, "temperature", "temperature is true or false; give a number or null"),
         ({"top_p": 0}, "top_p", "top_p must be a number of more than 0"),
         ({"top_p": 1.01}, "top_p", "top_p must be a number of at most 1"),
+        ({"min_p": 2}, "min_p", "min_p must be a number of at most 1"),
+        ({"presence_penalty": 3}, "presence_penalty", "presence_penalty must be a number of at most 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "repetition_penalty must be a number of more than 0"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "stop_token_ids[0] must be a whole number of at least 0"),
+        ({"stream": "yes"}, "stream", "stream is a text; give true or false or null"),
         ({"top_k": -5}, "top_k", "top_k must be a whole number of at least -1"),
         ({"n": 10**9}, "n", "n must be a whole number of at most 16"),
         ({"n": 0}, "n", "n must be a whole number of at least 1"),

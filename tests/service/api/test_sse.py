@@ -72,11 +72,6 @@ async def bug(events):
     raise RuntimeError("secret")
 
 
-@stream("/told")
-async def told(events):
-    await events.fail(ContextLengthError("too long", 9, 8), event="error")
-
-
 @stream("/silent")
 async def silent(events):
     await asyncio.Event().wait()
@@ -95,7 +90,7 @@ async def endless(events):
         await events.send({"text": BIG})
 
 
-ROUTES = (good, bare, nothing, early, late, bug, told, silent, stuck, endless)
+ROUTES = (good, bare, nothing, early, late, bug, silent, stuck, endless)
 
 
 @pytest.fixture(scope="module")
@@ -148,10 +143,6 @@ def test_nothing_of_a_bug_is_told(server):
     _, error, last = server.get("/bug").events()
     assert error["error"]["code"] == "internal_error" and last == "[DONE]"
     assert b"secret" not in server.get("/bug").body
-
-
-def test_an_error_can_be_told_under_a_name(server):
-    assert server.get("/told").body.startswith(b'event: error\ndata: {"error":{"message":"too long"')
 
 
 def test_the_connection_serves_the_next_request_after_a_stream(server):

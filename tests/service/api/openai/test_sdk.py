@@ -167,13 +167,6 @@ def test_a_client_that_does_not_wait_leaves_nothing_running(client):
         ask(client.with_options(timeout=0.05), said("Hello"), max_tokens=900, extra_body={"ignore_eos": True})
 
 
-def test_leaving_a_stream_ends_its_request(client, server):
-    stream = ask(client, said("Hello"), max_tokens=900, extra_body={"ignore_eos": True}, stream=True)
-    next(stream)
-    stream.close()
-    server.wait_until_idle()
-
-
 @pytest.mark.parametrize(("status", "num_tries"), [(429, 3), (503, 3), (500, 3), (400, 1), (409, 1)])
 def test_it_tries_again_when_our_errors_say_that_this_helps(status, num_tries):
     """What the SDK does with answers such as ours; the 409 carries x-should-retry: false."""

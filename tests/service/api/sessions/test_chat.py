@@ -1,29 +1,17 @@
 """POST /chat: turns that are durable when they are answered, retries, refusals, answers that are left or stopped."""
 
-import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from kvstore.engine.sessions.window import Window
 from kvstore.sessions.record import SessionKey
 from tests.support.service.serving import serving
-from tests.support.service.talking import LONG, SHORT, Stream, chat, num_turns, tenants
+from tests.support.service.talking import LONG, SHORT, Stream, chat, num_turns
 
 TIERS = {"hbm": "8MiB", "cpu": "16MiB", "disk": "64MiB"}
-
-
-@pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    with tenants(tmp_path_factory.mktemp("keys")) as servers:
-        yield servers
-
-
-@pytest.fixture
-def server(both):
-    yield both[0]
-    both[0].wait_until_idle()
 
 
 def keys_of(value):
@@ -137,6 +125,27 @@ def test_what_is_wrong_is_named(server, body, param, code, stream):
     assert server.get("/sessions?limit=1000").json()["data"] == before
 
 
+def test_a_history_of_a_first_turn_has_a_bound(server):
+    messages = [{"role": ("user", "assistant")[i % 2], "content": "a b c " * 1000} for i in range(401)]
+    reply = server.post("/chat", {"messages": messages})
+    assert (reply.status, reply.error["param"]) == (400, "messages")
+
+
+def test_a_history_that_is_much_too_long_is_cut_in_few_steps(server, monkeypatch):
+    rendered, known = [], Window._without
+
+    def counted(self, *arguments):
+        rendered.append(None)
+        return known(self, *arguments)
+
+    monkeypatch.setattr(Window, "_without", counted)
+    messages = [{"role": ("user", "assistant")[i % 2], "content": f"the message number {i}"} for i in range(1001)]
+    reply = server.post("/chat", {"messages": messages, "max_tokens": 2})
+    assert reply.status == 200, reply.body
+    assert 0 < len(rendered) <= 15
+    assert reply.json()["truncated_tokens"] > 0
+
+
 def test_what_a_later_turn_may_not_bring(server):
     session_id = chat(server, "Hello", system="Be brief.")["session_id"]
     history = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
@@ -149,17 +158,6 @@ def test_what_a_later_turn_may_not_bring(server):
         assert (reply.status, reply.error["param"], reply.error["code"]) == (400, param, code)
     assert server.post("/chat", {"session_id": session_id, "message": "a", "model": "other"}).status == 404
     assert num_turns(server, session_id) == 1
-
-
-def test_a_session_that_is_unknown_or_another_s_is_404(both):
-    alice, bob = both
-    session_id = chat(alice, "Hello")["session_id"]
-    foreign = bob.post("/chat", {"session_id": session_id, "message": "a"})
-    unknown = bob.post("/chat", {"session_id": "x" * len(session_id), "message": "a"})
-    assert (foreign.status, unknown.status) == (404, 404)
-    assert foreign.body == unknown.body.replace(b"x" * len(session_id), session_id.encode())
-    assert foreign.error["code"] == "session_not_found"
-    assert num_turns(alice, session_id) == 1
 
 
 # -- one writer ------------------------------------------------------------------------------------------------------
@@ -220,13 +218,6 @@ def test_a_key_that_is_none_is_refused(server, key):
     assert (reply.status, reply.error["param"]) == (400, "Idempotency-Key")
 
 
-def test_keys_of_two_tenants_are_two(both):
-    key = {"Idempotency-Key": "the same of both"}
-    one, other = (server.request("POST", "/chat", {"message": "Hello", **SHORT}, key).json() for server in both)
-    assert one["session_id"] != other["session_id"]
-    assert both[1].get(f"/sessions/{one['session_id']}").status == 404
-
-
 def test_a_retry_waits_for_the_first_one(server):
     body, key = {"message": "Count.", **LONG, "max_tokens": 60}, {"Idempotency-Key": "at once"}
     running = Stream(server, "/chat", body, **key)
@@ -276,9 +267,9 @@ def test_a_stop_that_comes_before_the_turn_has_begun_counts(server, monkeypatch)
     with ThreadPoolExecutor(1) as pool, monkeypatch.context() as patch:
         patch.setattr(server.engine, "submit", lambda *args, **named: may.wait(30) and submit(*args, **named))
         answer = pool.submit(server.post, "/chat", {"session_id": key.session_id, "message": "Count.", **LONG})
-        server.wait_until(lambda: turns.find(key) is not None, "it has its session")
-        assert turns.find(key).answer is None
-        server.run(turns.find(key).stop())
+        server.wait_until(lambda: turns.running_on(key) is not None, "it has its session")
+        assert turns.running_on(key).answer is None
+        server.run(turns.running_on(key).stop())
         may.set()
         result = answer.result().json()
     assert result["finish_reason"] == "abort" and result["usage"]["completion_tokens"] < LONG["max_tokens"]
@@ -303,32 +294,6 @@ def test_a_turn_that_ends_in_the_queue_leaves_nothing():
         running.leave()
         server.wait_until_idle()
         assert server.get("/sessions").json()["data"] == []
-
-
-@pytest.mark.parametrize("num_events", [1, 5])
-def test_a_client_that_leaves_ends_its_turn(server, num_events):
-    session_id = chat(server, "Hello")["session_id"]
-    running = Stream(server, "/chat", {"session_id": session_id, "message": "Count.", **LONG})
-    for _ in range(num_events):
-        running.next()
-    running.leave()
-    server.wait_until_idle()
-    assert num_turns(server, session_id) == 1
-    assert chat(server, "Count.", session_id)["turn"] == 2
-
-
-def test_a_client_that_leaves_while_it_waits_for_the_whole(server):
-    session_id = chat(server, "Hello")["session_id"]
-    raw = server.connect()
-    body = json.dumps({"session_id": session_id, "message": "Count.", **LONG}).encode()
-    raw.sendall(
-        b"POST /chat HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-        + f"Authorization: Bearer {server.key}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-    )  # fmt: skip
-    server.wait_until(lambda: server.engine.has_work, "it runs")
-    raw.close()
-    server.wait_until_idle()
-    assert num_turns(server, session_id) == 1
 
 
 def test_deleting_ends_the_turn_that_runs(server):
@@ -404,15 +369,3 @@ def test_an_answered_turn_survives_the_server(tmp_path):
         details = second["usage"]["prompt_tokens_details"]["cached_tokens_details"]
         assert second["turn"] == 2 and details["disk"] == (known - 1) // 16 * 16
         server.wait_until_idle()
-
-
-def test_requests_beyond_the_limit_of_a_key_are_429(tmp_path):
-    with tenants(tmp_path, max_concurrent_per_key=1) as (alice, bob):
-        running = Stream(alice, "/chat", {"message": "Count.", **LONG})
-        running.next()
-        reply = alice.post("/chat", {"message": "a"})
-        assert (reply.status, reply.error["code"]) == (429, "rate_limit_exceeded") and "retry-after" in reply.headers
-        chat(bob, "Hello")
-        running.leave()
-        alice.wait_until_idle()
-        chat(alice, "Hello")

@@ -1,0 +1,124 @@
+"""What all routes that generate have in common: clients that leave, lengths, steps that fail, what is refused."""
+
+import json
+import socket
+
+import pytest
+
+from tests.support.service.serving import raw_request, serving
+from tests.support.service.talking import talking_body
+
+ROUTES = ("/chat", "/v1/chat/completions", "/v1/completions", "/v1/responses")
+CHAT, COMPLETIONS = ROUTES[1:3]
+LONG = {"max_tokens": 600, "max_output_tokens": 600, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving() as found:
+        yield found
+
+
+# -- clients that go away --------------------------------------------------------------------------------------------
+def leave_after(server, path, sent, num_bytes):
+    """Send a request and close the connection once so much of the answer has come."""
+    with server.connect() as raw:
+        raw.sendall(raw_request("POST", path, json.dumps(sent).encode(), Content_Type="application/json"))
+        if num_bytes:
+            assert raw.recv(num_bytes)
+        else:
+            server.wait_until(lambda: server.context.limits.num_admitted > 0, "the request has come")
+        raw.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("path", [*ROUTES, "/v1/responses, not stored", "/chat, a later turn"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_request_in_every_phase(server, path, stream):
+    """Queued or in prefill (nothing of the answer has come), and in decode (its first bytes have)."""
+    path, _, kind = path.partition(", ")
+    body = {**talking_body(path, "Hello"), **LONG, "stream": stream}
+    if kind == "a later turn":
+        body["session_id"] = server.post("/chat", {"message": "Hello", "max_tokens": 2}).json()["session_id"]
+    if kind == "not stored":
+        body["store"] = False
+    sessions, free = server.get("/sessions?limit=1000").json(), server.engine.loop.pool.num_free
+    for num_bytes in (0, 64) if stream else (0, 0):
+        leave_after(server, path, body, num_bytes)
+        server.wait_until_idle()
+        assert server.engine.loop.pool.num_free == free
+    assert server.get("/sessions?limit=1000").json() == sessions
+    if kind == "a later turn":
+        assert server.post(path, {**body, "max_tokens": 2, "stream": False}).json()["turn"] == 2
+
+
+def test_what_was_computed_for_a_client_that_left_stays(server):
+    text = "A sentence that nobody has said so far, and that is long enough to fill several blocks of tokens. " * 3
+    sent = {"messages": [{"role": "user", "content": text}], "max_tokens": 500, "ignore_eos": True, "stream": True}
+    leave_after(server, CHAT, sent, 64)
+    server.wait_until_idle()
+    again = server.post(CHAT, sent | {"max_tokens": 1, "stream": False}).json()["usage"]
+    cached = again["prompt_tokens_details"]["cached_tokens"]
+    assert cached == (again["prompt_tokens"] - 1) // 16 * 16
+
+
+# -- lengths and steps -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("spare", "status"), [(0, 400), (1, 200)])
+def test_a_prompt_as_long_as_the_window_and_one_token_less(server, spare, status):
+    reply = server.post(COMPLETIONS, {"prompt": [7] * (1024 - spare), "max_tokens": 1})
+    assert reply.status == status, reply.body
+    if status == 400:
+        assert (reply.error["code"], reply.error["param"]) == ("context_length_exceeded", "prompt")
+    else:
+        assert reply.json()["choices"][0]["finish_reason"] == "length"
+        assert reply.json()["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize("path", [*ROUTES[:2], "/v1/completions, of two prompts", *ROUTES[3:]])
+def test_a_stream_whose_step_fails_ends_in_an_error(server, path):
+    runner, steps = server.engine.loop.runner, []
+    known = runner.launch
+
+    def fail(output):
+        steps.append(None)
+        if len(steps) > 3:
+            runner.launch = known
+            raise RuntimeError("injected")
+        return known(output)
+
+    path, _, several = path.partition(", ")
+    body = {**talking_body(path, "Hello"), **LONG, "stream": True} | ({"prompt": ["a", "b"]} if several else {})
+    runner.launch = fail
+    *before, error = [event for event in server.post(path, body).events() if event != "[DONE]"]
+    assert error["error"]["code"] == "internal_error"
+    for event in before:
+        ends = [choice["finish_reason"] for choice in event.get("choices", ())] + [event.get("finish_reason")]
+        assert set(ends) == {None}
+    server.wait_until_idle()
+
+
+# -- what is not supported -------------------------------------------------------------------------------------------
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "param"),
+    [
+        (CHAT, {"tools": [{"type": "function"}]}, "tools"), (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"functions": [{"name": "x"}]}, "functions"), (CHAT, {"audio": {"voice": "x"}}, "audio"),
+        (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"modalities": ["audio"]}, "modalities"), (CHAT, {"chat_template": "{{x}}"}, "chat_template"),
+        (CHAT, {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
+        (CHAT, {"add_generation_prompt": False}, "continue_final_message"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs"), (CHAT, {"truncation_reuse": "maybe"}, "truncation_reuse"),
+        (CHAT, {"messages": IMAGE}, "messages[0].content[0]"), (CHAT, {"logit_bias": {"1000000": 1}}, "logit_bias"),
+        (CHAT, {"stop_token_ids": [1000000]}, "stop_token_ids"), (COMPLETIONS, {"suffix": "x"}, "suffix"),
+        (COMPLETIONS, {"best_of": 2}, "best_of"), (COMPLETIONS, {"prompt": ["a", 5]}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a"] * 257}, "prompt"), (COMPLETIONS, {"prompt": [10**9]}, "prompt"),
+        (COMPLETIONS, {"stream": "yes"}, "stream"),
+    ],
+)  # fmt: skip
+def test_what_would_change_the_answer_is_refused_by_name(server, path, more, param):
+    reply = server.post(path, {**talking_body(path, "Hello"), "max_tokens": 2, **more})
+    assert (reply.status, reply.error["param"]) == (400, param), reply.body
+    if "messages" in more:
+        assert reply.error["code"] == "unsupported_content"
