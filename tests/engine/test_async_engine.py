@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import traceback
 
 import pytest
 
@@ -12,6 +13,8 @@ from tests.support.waiting import wait_in_loop
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 PROMPT = list(range(3, 40))
+LONG = SamplingParams(max_tokens=900, ignore_eos=True)
+BUILTIN = {"device": "cpu", "cache_tiers": {"hbm": "8MiB"}}  # whose window is long enough
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +125,51 @@ def test_a_failing_step_reaches_every_caller_and_the_engine_goes_on(model, greed
         return await engine.generate(PROMPT, GREEDY)
 
     assert run(model, scenario).token_ids == greedy(PROMPT, 10)
+
+
+def test_whoever_runs_hears_when_queueing_another_request_tore_the_engine():
+    async def scenario(engine):
+        answer = await engine.start("hello", LONG)
+        await anext(answer)
+        scheduler = engine.engine.loop.scheduler
+        known = scheduler.add
+
+        def fail(request):
+            raise MemoryError("injected")
+
+        scheduler.add = fail
+        with pytest.raises(MemoryError):
+            await engine.generate("other")
+        scheduler.add = known
+        with pytest.raises(MemoryError):
+            async for _ in answer:
+                pass
+        assert (await engine.generate("again", SamplingParams(max_tokens=2))).finish_reason is not None
+
+    run(None, scenario, **BUILTIN)
+
+
+def test_the_trace_of_an_error_does_not_grow_with_those_who_get_it():
+    async def scenario(engine):
+        answers = [await engine.start("hello", LONG) for _ in range(8)]
+        for answer in answers:
+            await anext(answer)
+
+        def fail(output):
+            raise RuntimeError("injected")
+
+        engine.engine.loop.runner.launch = fail
+        lengths = set()
+        for answer in answers:
+            with pytest.raises(RuntimeError) as caught:
+                async for _ in answer:
+                    pass
+            lengths.add(sum(1 for _ in traceback.walk_tb(caught.value.__traceback__)))
+        assert len(lengths) == 1
+        with pytest.raises(StopAsyncIteration):
+            await anext(answers[0])
+
+    run(None, scenario, **BUILTIN)
 
 
 def test_close_ends_what_runs_and_refuses_what_comes(model):

@@ -2,50 +2,35 @@
 
 import json
 
-import pytest
-
 from tests.support.service.serving import raw_request, serving
-
-KEYS = {"anna": "key-of-anna", "bert": "key-of-bert"}
-
-
-def as_tenant(name: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {KEYS[name]}"}
+from tests.support.service.talking import tenants
 
 
-@pytest.fixture
-def keys(tmp_path):
-    file = tmp_path / "keys"
-    file.write_text("".join(f"{name}:{key}\n" for name, key in KEYS.items()))
-    file.chmod(0o600)
-    return file
-
-
-def test_a_request_counts_by_its_prompts_and_choices(keys):
-    with serving(api_key_file=keys, max_concurrent_per_key=8) as server:
+def test_a_request_counts_by_its_prompts_and_choices():
+    with serving(max_concurrent_per_key=8) as server:
         for path, body in (
             ("/v1/completions", {"prompt": ["a", "b", "c"], "n": 3}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 9}),
         ):
-            reply = server.post(path, body | {"max_tokens": 1}, **as_tenant("anna"))
+            reply = server.post(path, body | {"max_tokens": 1})
             assert (reply.status, reply.error["code"]) == (400, "too_many_sequences")
             assert "9 sequences" in reply.error["message"] and "8" in reply.error["message"]
             body["n"] = 2
-            assert server.post(path, body | {"max_tokens": 1}, **as_tenant("anna")).status == 200
+            assert server.post(path, body | {"max_tokens": 1}).status == 200
         server.wait_until_idle()
 
 
-def test_another_tenant_is_answered_beside_a_request_of_256_prompts_with_16_choices(keys):
+def test_another_tenant_is_answered_beside_a_request_of_256_prompts_with_16_choices(tmp_path):
     """It ended before only because all of the first tenant's sequences had."""
     flood = {"prompt": [f"{i} is" for i in range(256)], "n": 16, "max_tokens": 400, "ignore_eos": True, "stream": True}
-    with serving(engine={"max_num_seqs": 16}, api_key_file=keys) as server, server.connect() as anna:
-        sent = as_tenant("anna") | {"Content_Type": "application/json"}
-        anna.sendall(raw_request("POST", "/v1/completions", json.dumps(flood).encode(), **sent))
+    with tenants(tmp_path, engine={"max_num_seqs": 16}) as (alice, server), server.connect() as raw:
+        sent = {"Authorization": f"Bearer {alice.key}", "Content_Type": "application/json"}
+        raw.sendall(raw_request("POST", "/v1/completions", json.dumps(flood).encode(), **sent))
         scheduler = server.engine.loop.scheduler
         server.wait_until(lambda: scheduler.num_running == 16 and scheduler.num_waiting > 200, "all places are taken")
         small = {"prompt": "tea", "max_tokens": 3, "ignore_eos": True}
-        reply = server.post("/v1/completions", small, **as_tenant("bert"))
+        reply = server.post("/v1/completions", small)
         assert reply.status == 200 and reply.json()["usage"]["completion_tokens"] == 3
         assert scheduler.num_waiting > 200, "the first tenant's are far from their end"
-        anna.close()
+        raw.close()
         server.wait_until_idle()

@@ -7,12 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvstore.engine.process.remote import RemoteEngine
 from kvstore.service.app import ROUTES
-from tests.support.service.serving import ADMIN_KEY, KEY, Reply, Serving, serving
+from tests.support.service.serving import ADMIN, ADMIN_KEY, KEY, Reply, Serving, serving
 from tests.support.service.talking import SHORT, Stream
 
 MODEL = {"tokenizer": True}
 TIMEOUT_S = 2.0
-ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 SAID = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 BODIES = {
     "/chat": {"message": "Hello", **SHORT},

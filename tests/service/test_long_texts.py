@@ -156,7 +156,11 @@ def test_who_tokenizes_waits_for_a_place(path):
 
 
 @pytest.mark.parametrize("route", [route for route in ROUTES if "token" not in route])
-def test_what_cannot_fit_waits_for_no_place(taken, route):
+def test_what_cannot_fit_waits_for_no_place_and_is_not_tokenized(taken, route, monkeypatch):
+    def encoded(*_):
+        raise AssertionError("a text that cannot fit was tokenized")
+
+    monkeypatch.setattr("kvstore.engine.text.chat_template._ids", encoded)
     reply = taken.post(route.partition(" ")[0].rstrip(","), ROUTES[route])
     assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.service.browser import Tabs, chromium
+from tests.support.service.browser import Tabs
 from tests.support.service.serving import Serving, serving
 from tests.support.waiting import wait_until
 
@@ -92,19 +92,6 @@ def server(ports: dict[str, int], tmp_path_factory: pytest.TempPathFactory) -> I
         yield running
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as found:
-        yield found
-
-
-@pytest.fixture
-def tabs(browser: Any) -> Iterator[Tabs]:
-    opened = Tabs(browser)
-    yield opened
-    opened.close()
-
-
 def through(server: Serving, port: int) -> Serving:
     """The same server, asked through the proxy."""
     proxied = Serving(server.server, server.loop, server.key)
@@ -124,6 +111,7 @@ def test_the_page_works_behind_a_proxy(server: Serving, ports: dict[str, int], t
     page.locator("#sessions li:first-child .pin").click()
     page.locator('.pin[aria-pressed="true"]').first.wait_for()
     assert [error for error in tabs.errors if "401" not in error] == []
+    tabs.errors.clear()
 
 
 def test_names_that_were_not_allowed_stay_refused_behind_it(server: Serving, ports: dict[str, int]) -> None:
@@ -186,3 +174,4 @@ def test_a_page_of_an_allowed_origin_may_call_and_no_other(server: Serving, port
     before = server.get("/sessions").json()["data"]
     assert page.evaluate(CALL, [f"{server.url}/chat", KEY]) == "TypeError"
     assert server.get("/sessions").json()["data"] == before
+    tabs.errors.clear()

@@ -20,7 +20,7 @@ import pytest
 
 from kvstore.engine.process.remote import RemoteEngine
 from kvstore.engine.process.wire_calls import MAX_CALLS
-from tests.support.service.serving import ADMIN_KEY, Reply, Serving, raw_request, read_to_end
+from tests.support.service.serving import ADMIN, ADMIN_KEY, Reply, Serving, raw_request, read_to_end
 from tests.support.service.talking import Stream, tenants
 
 NUM_CLIENTS = 6
@@ -28,7 +28,6 @@ SECONDS, LONG_SECONDS = 3.0, 300.0  # of each of the two parts
 DISK_BYTES = 8 * 2**20
 TIERS = {"hbm": "4MiB", "cpu": "4MiB", "disk": DISK_BYTES}
 GROWTH_BYTES = 100 * 2**20
-ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 WORDS = "the sea a long walk in the evening with an old friend who likes to talk about ships and their people".split()
 WRONG = [
     ("/chat", b"{"), ("/chat", b""), ("/chat", b"[]"), ("/chat", b"[" * 50_000), ("/chat", b'{"message": "\xff"}'),
@@ -42,6 +41,19 @@ WRONG = [
 ]  # fmt: skip
 
 
+def text(rng: random.Random) -> str:
+    return " ".join(rng.choices(WORDS, k=rng.choice((3, 10, 60))))
+
+
+def sampled(rng: random.Random) -> dict:
+    return {"max_tokens": rng.choice((1, 5, 30)), "temperature": rng.choice((0, 1.5)), "ignore_eos": True}
+
+
+def raw(server: Serving, body: dict, path: str = "/chat") -> bytes:
+    key = f"Bearer {server.key}"
+    return raw_request("POST", path, json.dumps(body).encode(), Authorization=key, Connection="close")
+
+
 class Client:
     """One person with a few sessions, who does something else each time."""
 
@@ -52,32 +64,20 @@ class Client:
         self._responses: list[str] = []
         self._history: list[dict[str, str]] = []
         self.statuses: Counter[tuple[str, int]] = Counter()
-        self._actions = {
-            self.talk: 6, self.talk_in_a_stream: 6, self.quote: 4, self.respond: 3, self.complete: 2, self.retry: 2,
-            self.say_nonsense: 4, self.leave: 5, self.leave_before_the_answer: 3, self.read_slowly: 1, self.flood: 1,
-            self.look: 3, self.fork: 2, self.truncate: 2, self.delete: 3, self.stop: 2, self.prefetch: 1,
-        }  # fmt: skip
 
     def run(self, until_s: float) -> None:
         while time.monotonic() < until_s:
-            (action,) = self._rng.choices(list(self._actions), list(self._actions.values()))
-            action()
+            (action,) = self._rng.choices(list(ACTIONS), list(ACTIONS.values()))
+            action(self)
 
     # -- what all actions use ----------------------------------------------------------------------------------------
-    def _text(self) -> str:
-        return " ".join(self._rng.choices(WORDS, k=self._rng.choice((3, 10, 60))))
-
-    def _sampled(self) -> dict:
-        num_tokens, temperature = self._rng.choice((1, 5, 30)), self._rng.choice((0, 1.5))
-        return {"max_tokens": num_tokens, "temperature": temperature, "ignore_eos": True}
-
     def _session(self) -> str | None:
         return self._rng.choice(self._sessions) if self._sessions else None
 
     def _body(self) -> dict:
         session_id = self._session() if self._rng.random() < 0.7 else None
         named = {} if session_id is None else {"session_id": session_id}
-        return {"message": self._text(), **self._sampled(), **named}
+        return {"message": text(self._rng), **sampled(self._rng), **named}
 
     def _expect(self, name: str, reply: Reply, *statuses: int) -> bool:
         """Whether it succeeded. 429 and 503 are the server's right."""
@@ -91,9 +91,14 @@ class Client:
 
     # -- turns -------------------------------------------------------------------------------------------------------
     def talk(self) -> None:
-        reply = self._server.post("/chat", self._body())
-        if self._expect("talk", reply, 200, 409):
-            self._keep(reply.json()["session_id"])
+        """Perhaps twice the same, as a retry."""
+        key = {"Idempotency-Key": f"{self._rng.getrandbits(64)}"}
+        body, num_times = self._body(), self._rng.choice((1, 1, 1, 2))
+        replies = [self._server.request("POST", "/chat", body, key) for _ in range(num_times)]
+        succeeded = [self._expect("talk", reply, 200, 409) for reply in replies]
+        if all(succeeded):
+            assert replies[0].json() == replies[-1].json()
+            self._keep(replies[0].json()["session_id"])
 
     def talk_in_a_stream(self) -> None:
         stream = Stream(self._server, "/chat", self._body())
@@ -106,8 +111,8 @@ class Client:
     def quote(self) -> None:
         if len(self._history) > 8:
             del self._history[: self._rng.choice((2, 4, len(self._history)))]
-        asked = [*self._history, {"role": "user", "content": self._text()}]
-        body = {"messages": asked, "truncation_reuse": self._rng.choice(("exact", "reencode")), **self._sampled()}
+        asked = [*self._history, {"role": "user", "content": text(self._rng)}]
+        body = {"messages": asked, "truncation_reuse": self._rng.choice(("exact", "reencode")), **sampled(self._rng)}
         reply = self._server.post("/v1/chat/completions", body)
         if self._expect("quote", reply, 200, 400):
             self._history = [*asked, reply.json()["choices"][0]["message"]]
@@ -115,7 +120,7 @@ class Client:
             self._history = []
 
     def respond(self) -> None:
-        body = {"input": self._text(), "max_output_tokens": 16, "truncation": "auto"}
+        body = {"input": text(self._rng), "max_output_tokens": 16, "truncation": "auto"}
         if self._responses and self._rng.random() < 0.7:
             body["previous_response_id"] = self._rng.choice(self._responses)
         if self._rng.random() < 0.2:
@@ -125,20 +130,12 @@ class Client:
             self._responses = [*self._responses[-3:], reply.json()["id"]]
 
     def complete(self) -> None:
-        prompts = [self._text() for _ in range(self._rng.randrange(1, 4))]
+        prompts = [text(self._rng) for _ in range(self._rng.randrange(1, 4))]
         salt, n = self._rng.choice((None, "s")), self._rng.randrange(1, 4)
-        body = {"prompt": prompts, "n": n, "cache_salt": salt, **self._sampled()}
+        body = {"prompt": prompts, "n": n, "cache_salt": salt, **sampled(self._rng)}
         reply = self._server.post("/v1/completions", body)
         if self._expect("complete", reply, 200):
             assert len(reply.json()["choices"]) == len(prompts) * n
-
-    def retry(self) -> None:
-        body, key = self._body(), {"Idempotency-Key": f"{self._rng.getrandbits(64)}"}
-        replies = [self._server.request("POST", "/chat", body, key) for _ in range(2)]
-        succeeded = [self._expect("retry", reply, 200, 409) for reply in replies]
-        if all(succeeded):
-            assert replies[0].json() == replies[1].json()
-            self._keep(replies[0].json()["session_id"])
 
     # -- trouble -----------------------------------------------------------------------------------------------------
     def say_nonsense(self) -> None:
@@ -155,56 +152,46 @@ class Client:
         stream.leave()
         self.statuses["leave", stream.status] += 1
 
-    def _raw(self, body: dict, path: str = "/chat") -> bytes:
-        key = f"Bearer {self._server.key}"
-        return raw_request("POST", path, json.dumps(body).encode(), Authorization=key, Connection="close")
-
     def leave_before_the_answer(self) -> None:
         """Perhaps before the end of its own request."""
-        request = self._raw({**self._body(), "max_tokens": 200})
-        with self._server.connect() as raw:
-            raw.sendall(request[: self._rng.choice((1, 20, len(request) - 1, len(request)))])
+        request = raw(self._server, {**self._body(), "max_tokens": 200})
+        with self._server.connect() as wire:
+            wire.sendall(request[: self._rng.choice((1, 20, len(request) - 1, len(request)))])
             if self._rng.random() < 0.3:
-                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset instead of an end
+                wire.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset instead of an end
 
     def read_slowly(self) -> None:
         """Longer than the server waits for a reader."""
-        body = {"prompt": self._text(), "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 4, "temperature": 1}
-        with self._server.connect(receive_bytes=2048) as raw:
-            raw.sendall(self._raw(body, "/v1/completions"))
+        body = {"prompt": text(self._rng), **sampled(self._rng), "max_tokens": 400, "stream": True, "n": 4}
+        with self._server.connect(receive_bytes=2048) as wire:
+            wire.sendall(raw(self._server, body, "/v1/completions"))
             time.sleep(0.6)
             with suppress(ConnectionError):
-                read_to_end(raw)
+                read_to_end(wire)
 
     def flood(self) -> None:
         """Many at once, of which some are refused."""
         opened = [self._server.connect() for _ in range(12)]
-        for raw in opened:
-            raw.sendall(self._raw({"message": "Hello", "max_tokens": 2}))
-        for raw in opened[::2]:
-            raw.recv(1)
-        for raw in opened:
-            raw.close()
+        for wire in opened:
+            wire.sendall(raw(self._server, {"message": "Hello", "max_tokens": 2}))
+        for wire in opened[::2]:
+            wire.recv(1)
+        for wire in opened:
+            wire.close()
 
     # -- sessions ----------------------------------------------------------------------------------------------------
     def look(self) -> None:
         for path in ("/health", "/sessions", "/metrics", f"/sessions/{self._session() or 'none'}"):
             self._expect("look", self._server.get(path), 200, 404)
 
-    def fork(self) -> None:
-        if (session_id := self._session()) is not None:
-            reply = self._server.post(f"/sessions/{session_id}/fork", {})
-            if self._expect("fork", reply, 200, 404):
-                self._keep(reply.json()["id"])
-
-    def truncate(self) -> None:
-        if (session_id := self._session()) is not None:
-            reply = self._server.post(f"/sessions/{session_id}/truncate", {"turns": self._rng.randrange(3)})
-            self._expect("truncate", reply, 200, 404, 409)
-
-    def prefetch(self) -> None:
-        if (session_id := self._session()) is not None:
-            self._expect("prefetch", self._server.post(f"/sessions/{session_id}/prefetch"), 202, 404)
+    def change(self) -> None:
+        if (session_id := self._session()) is None:
+            return
+        verb = self._rng.choice(("fork", "fork", "truncate", "truncate", "prefetch"))
+        body = {"turns": self._rng.randrange(3)} if verb == "truncate" else {}
+        reply = self._server.post(f"/sessions/{session_id}/{verb}", body)
+        if self._expect(verb, reply, 202 if verb == "prefetch" else 200, 404, 409) and verb == "fork":
+            self._keep(reply.json()["id"])
 
     def stop(self) -> None:
         stream = Stream(self._server, "/chat", {**self._body(), "max_tokens": 300})
@@ -219,9 +206,12 @@ class Client:
             self._expect("delete", self._server.request("DELETE", f"/sessions/{session_id}"), 200)
             assert self._server.get(f"/sessions/{session_id}").status == 404
 
-    def delete_all(self) -> None:
-        for one in self._server.get("/sessions?limit=1000").json()["data"]:
-            self._expect("delete", self._server.request("DELETE", f"/sessions/{one['id']}"), 200, 404)
+
+ACTIONS = {
+    Client.talk: 8, Client.talk_in_a_stream: 6, Client.quote: 4, Client.respond: 3, Client.complete: 2,
+    Client.say_nonsense: 4, Client.leave: 5, Client.leave_before_the_answer: 3, Client.read_slowly: 1,
+    Client.flood: 1, Client.look: 3, Client.change: 5, Client.delete: 3, Client.stop: 2,
+}  # fmt: skip
 
 
 def run_all(clients: list[Client], seconds: float) -> None:
@@ -291,8 +281,9 @@ def test_nothing_is_left_of_mixed_traffic(tmp_path, request, kind):
         assert after.num_threads <= before.num_threads + 2
         assert after.num_descriptors <= before.num_descriptors + (4 * MAX_CALLS if is_remote else 4)
         assert after.memory_bytes <= before.memory_bytes + GROWTH_BYTES
-        for client in clients:
-            client.delete_all()
+        for server in servers:
+            for one in server.get("/sessions?limit=1000").json()["data"]:
+                assert server.request("DELETE", f"/sessions/{one['id']}").status == 200
         check_idle(list(servers), store)
         assert servers[0].engine.sessions.stats()["sessions"] == 0
         assert servers[0].engine.admin.verify()["num_corrupt"] == 0

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+import transformers
 
+from kvstore.engine.builtin import MODEL_DIR
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.text.prompts import check_fits, check_session_id, checked_prompts, prompt_ids
+from kvstore.engine.text.prompts import check_fits, check_length, check_session_id, checked_prompts, prompt_ids
 from kvstore.errors import ContextLengthError, RequestError
 
 GREEDY = SamplingParams(temperature=0)
@@ -133,3 +135,15 @@ def test_what_does_not_fit_is_refused_with_both_numbers(num_prompt, max_tokens, 
     with pytest.raises(ContextLengthError, match=message) as error:
         check_fits(num_prompt, SamplingParams(max_tokens=max_tokens), window, pool)
     assert (error.value.requested_tokens, error.value.limit_tokens) == numbers
+
+
+def test_only_what_cannot_fit_is_refused_unseen():
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL_DIR)
+    text = "how are you today? " * 20_000
+    count = len(tokenizer(text)["input_ids"])
+    check_length([text], tokenizer, count)
+    check_length([text[:1000]] * (len(text) // 1000), tokenizer, count)
+    for texts, limit in (([text], count // 4), ([text], 10), ([text[:100_000]] * 10, count)):
+        with pytest.raises(ContextLengthError) as refused:
+            check_length(texts, tokenizer, limit)
+        assert limit < refused.value.requested_tokens <= 3 * count

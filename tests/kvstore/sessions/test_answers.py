@@ -223,6 +223,20 @@ def test_a_disk_that_fails_costs_no_request_anything(directory, monkeypatch):
     store.close()
 
 
+def test_nobody_waits_for_ever_for_answers_that_cannot_be_written(directory, monkeypatch):
+    def failing(*_):
+        raise ValueError("injected: no error of the disk")
+
+    store = open_answers(directory)
+    monkeypatch.setattr(AnswerTables, "write", failing)
+    store.put([key(1)], ids_of(1))
+    waiting = threading.Thread(target=store.flush, daemon=True)
+    waiting.start()
+    waiting.join(30)
+    assert not waiting.is_alive() and store.find([[key(1)]]) == [ids_of(1)]
+    store.close()
+
+
 def test_a_file_that_cannot_be_opened_leaves_memory():
     def refused():
         raise StoreError("injected")

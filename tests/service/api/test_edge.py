@@ -11,8 +11,8 @@ from kvstore.service.api.edge import health_reasons
 from kvstore.service.api.page import FILES
 from kvstore.service.api.recent_stats import RecentStats
 from tests.support.by_hand import held
-from tests.support.service.server_process import wait_until
 from tests.support.service.serving import ADMIN, ADMIN_KEY, KEY, serving
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvstore.service.api.page import WEB
-from tests.support.service.browser import PHONE, Tabs, chromium
+from tests.support.service.browser import PHONE, Tabs
 from tests.support.service.serving import Serving, serving
 
 VENDOR = WEB / "vendor"
@@ -67,24 +67,9 @@ ELEMENTS = "script, img, style, form, input, iframe, svg:not(button svg), math, 
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def server(browser: Any) -> Iterator[Serving]:
     with serving() as running:
         yield running
-
-
-@pytest.fixture
-def tabs(browser: Any) -> Iterator[Tabs]:
-    """At the end no console may have complained, of a broken content policy for example."""
-    opened = Tabs(browser)
-    yield opened
-    opened.close()
-    assert opened.errors == []
 
 
 def imported(server: Serving, *said: str) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 from kvstore.service.api.edge import health_reasons
 from kvstore.service.api.page import HEADERS, WEB
-from tests.support.service.browser import DESKTOP, PHONE, Tabs, chromium
+from tests.support.service.browser import DESKTOP, PHONE, Tabs
 from tests.support.service.serving import Serving, serving
 
 KEY = "key-of-the-page-test"
@@ -24,25 +24,10 @@ SHORT = {"max_tokens": 8}
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def server(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     tiers = {"hbm": "8MiB", "cpu": "64MiB", "disk": "64MiB", "path": tmp_path_factory.mktemp("store")}
     with serving(engine={"cache_tiers": tiers}) as running:
         yield running
-
-
-@pytest.fixture
-def tabs(browser: Any) -> Iterator[Tabs]:
-    """At the end no console may have said anything that the test did not expect, a broken content policy included."""
-    opened = Tabs(browser)
-    yield opened
-    opened.close()
-    assert opened.errors == []
 
 
 def send(page: Any, text: str) -> Any:
