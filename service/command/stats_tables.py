@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.config import format_size
-from kvstore.service.command.store_tables import NONE, num_blocks, show_stats
+from kvstore.service.command.store_tables import NONE, num_blocks
 from kvstore.service.command.terminal import printable
 
 Stats = Mapping[str, Any]
@@ -29,6 +29,10 @@ TROUBLES = {  # counters of the store whose place is among the failures
     "housekeeping_errors": "background work",
     "policy_file_errors": "the policy's file",
 }
+
+
+def show_stats(stats: Stats, out: Console) -> None:
+    out.print(stats_view(stats, out.width))
 
 
 @contextmanager

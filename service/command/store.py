@@ -91,7 +91,11 @@ def run_store_command(name: str, argv: list[str], environment: Mapping[str, str]
 def _stats(values: Mapping[str, Any], _: Sequence[str]) -> int:
     if values["watch"] is not None:
         return _watch(values)
-    _answer(values, "stats", {}, "reading the store", "show_stats")
+    result = carry_out(values, "stats", {}, "reading the store")
+    if not _is_printed_as_json(values, result):
+        from kvstore.service.command.stats_tables import show_stats
+
+        show_stats(result, _tables().console())
     return EXIT_OK
 
 
@@ -103,9 +107,7 @@ def _watch(values: Mapping[str, Any]) -> int:
         with live_stats(_tables().console()) as show:
             while True:
                 result = ask_or_open(values["store"], "stats", {}, lambda fraction: None)
-                if values["json"]:
-                    print(json.dumps(result))
-                else:
+                if not _is_printed_as_json(values, result):
                     show(result)
                 sys.stdout.flush()
                 sleep(values["watch"])
@@ -223,11 +225,16 @@ def _answer(
     show: its name; about: what it is told before the result.
     """
     result = carry_out(values, command, arguments, note)
-    if values["json"]:
-        print(json.dumps(result))
-    else:
+    if not _is_printed_as_json(values, result):
         getattr(_tables(), show)(*about, result, _tables().console())
     return result
+
+
+def _is_printed_as_json(values: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
+    """Print the result as JSON if that was asked for."""
+    if values["json"]:
+        print(json.dumps(result))
+    return bool(values["json"])
 
 
 def carry_out(values: Mapping[str, Any], command: str, arguments: dict[str, Any], note: str) -> Mapping[str, Any]:

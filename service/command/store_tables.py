@@ -28,12 +28,6 @@ def num_blocks(number: int) -> str:
     return f"{number:,} block{'s' * (number != 1)}"
 
 
-def show_stats(stats: Mapping[str, Any], out: Console) -> None:
-    from kvstore.service.command.stats_tables import stats_view
-
-    out.print(stats_view(stats, out.width))
-
-
 def show_evicted(result: Mapping[str, Any], out: Console) -> None:
     verb = "would be evicted" if result["dry_run"] else "evicted"
     for tier, amount in result["tiers"].items():
