@@ -30,7 +30,13 @@ class House:
             if folder != "kvstore" or path.relative_to(root).parts[1] not in LINKED
         }
         self.trees = {name: ast.parse(path.read_text(), str(path)) for name, path in self.files.items()}
+        self.nodes = {name: list(ast.walk(tree)) for name, tree in self.trees.items()}
         self.structs = self._structs()
+        self._imported = {
+            (name, ever): [target for node in statements(tree.body, ever) for target in self.imports_of(name, node)]
+            for name, tree in self.trees.items()
+            for ever in (False, True)
+        }
 
     def _module_name(self, path: Path) -> str:
         parts = path.relative_to(self.root).with_suffix("").parts
@@ -40,7 +46,7 @@ class House:
     def _structs(self) -> set[str]:
         """Names of the classes that build on msgspec's."""
         found, before = {"msgspec.Struct"}, 0
-        nodes = [node for tree in self.trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        nodes = [node for nodes in self.nodes.values() for node in nodes if isinstance(node, ast.ClassDef)]
         while len(found) > before:
             before = len(found)
             found |= {node.name for node in nodes if {ast.unparse(base) for base in node.bases} & found}
@@ -71,15 +77,14 @@ class House:
         parts = package.split(".")
         return ".".join([*parts[: len(parts) - node.level + 1], *base.split(".")]).rstrip(".")
 
-    def imported(self, name: str, inside_functions: bool) -> Iterator[str]:
+    def imported(self, name: str, inside_functions: bool) -> list[str]:
         """What a module imports when it runs: at import time, or with `inside_functions` ever."""
-        for node in statements(self.trees[name].body, inside_functions):
-            yield from self.imports_of(name, node)
+        return self._imported[name, inside_functions]
 
     def needed(self, name: str) -> set[str]:
         """What a module imports of the house, ever or for type checkers; a package only where it is meant itself."""
         found = set()
-        for node in ast.walk(self.trees[name]):
+        for node in self.nodes[name]:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 targets = list(self.imports_of(name, node))
                 if isinstance(node, ast.ImportFrom) and len(targets) == len(node.names) + 1:
@@ -119,8 +124,8 @@ def long_files(house: House) -> set[str]:
 def long_functions(house: House) -> set[str]:
     return {
         f"{name}.{node.name}"
-        for name, tree in house.trees.items()
-        for node in ast.walk(tree)
+        for name, nodes in house.nodes.items()
+        for node in nodes
         if isinstance(node, Function) and length(node) > MAX_FUNCTION_LINES
     }
 
@@ -128,8 +133,8 @@ def long_functions(house: House) -> set[str]:
 def large_classes(house: House) -> set[str]:
     """Classes and what they have too much of: lines, methods or attributes."""
     found = set()
-    for name, tree in house.trees.items():
-        for node in ast.walk(tree):
+    for name, nodes in house.nodes.items():
+        for node in nodes:
             if isinstance(node, ast.ClassDef):
                 methods = [part for part in node.body if isinstance(part, Function)]
                 is_large = {
@@ -177,9 +182,9 @@ def in_circles(house: House) -> set[str]:
 def re_exports(house: House) -> set[str]:
     """Names that a module imports, or reads, from another one that has only imported them itself."""
     found = set()
-    for name, tree in house.trees.items():
+    for name, nodes in house.nodes.items():
         modules: dict[str, str] = {}  # what a name stands for here
-        for node in ast.walk(tree):
+        for node in nodes:
             if not isinstance(node, ast.ImportFrom):
                 continue
             base = house.base_of(name, node)
@@ -188,7 +193,7 @@ def re_exports(house: House) -> set[str]:
                     modules[alias.asname or alias.name] = f"{base}.{alias.name}"
                 elif base in house.files and alias.name in only_imported(house.trees[base]):
                     found.add(f"{name} takes {alias.name} from {base}")
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
                 owner = modules[node.value.id]
                 is_module = f"{owner}.{node.attr}" in house.files
@@ -208,7 +213,7 @@ def only_imported(tree: ast.Module, ours: bool = False) -> set[str]:
 
 # -- names -----------------------------------------------------------------------------------------------------------
 def class_names_met_twice(house: House) -> set[str]:
-    nodes = [node for name in house.product for node in ast.walk(house.trees[name])]
+    nodes = [node for name in house.product for node in house.nodes[name]]
     counts = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
     return {name for name, count in counts.items() if count > 1}
 
@@ -217,7 +222,7 @@ def bare_words(house: House) -> set[str]:
     return {
         f"{name}.{node.name}"
         for name in house.product
-        for node in ast.walk(house.trees[name])
+        for node in house.nodes[name]
         if isinstance(node, Function) and node.name.strip("_") in BARE_WORDS
     }
 
@@ -227,7 +232,7 @@ def private_reaches(house: House) -> Counter[str]:
     """How often each test file names something private of an object that is not its own."""
     found: Counter[str] = Counter()
     for name in house.tests:
-        for node in ast.walk(house.trees[name]):
+        for node in house.nodes[name]:
             if isinstance(node, ast.Attribute) and not is_own(node):
                 found[name] += node.attr.startswith("_") and not node.attr.startswith("__")
     return found
@@ -235,7 +240,7 @@ def private_reaches(house: House) -> Counter[str]:
 
 def patches(house: House) -> Counter[str]:
     """How often each test file puts something else into a place of a module, a class or an object."""
-    calls = [(name, node) for name in house.tests for node in ast.walk(house.trees[name]) if isinstance(node, ast.Call)]
+    calls = [(name, node) for name in house.tests for node in house.nodes[name] if isinstance(node, ast.Call)]
     return Counter(name for name, call in calls if is_patch(ast.unparse(call.func)))
 
 
