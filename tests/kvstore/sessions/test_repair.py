@@ -13,6 +13,7 @@ from kvstore.sessions.store import SessionStore, open_sessions
 from kvstore.sessions.tables import HEADS, NAMES, ORDER, REFS, REQUESTS, TURNS, be64
 from tests.children.session_child import TENANT, content, disk_store, expected, make_turn, talk
 from tests.support.service.serving import serving
+from tests.support.session_tables import tables_of
 
 KEY = SessionKey(TENANT, "red")
 SYSTEM = ({"role": "system", "content": "Be red."},)
@@ -31,15 +32,12 @@ def store(tmp_path):
 
 def spoil(store: SessionStore, table: str, number: int | None = None, is_gone: bool = False) -> None:
     """A bit of the record of this turn, or of the first one in the table."""
-
-    def change(view):
+    with tables_of(store) as view:
         place, value = next(
             (place, value) for place, value in view.scan(table)
             if number is None or place == be64(1) + number.to_bytes(4, "big")
         )  # fmt: skip
         view.delete(table, place) if is_gone else view.put(table, place, value[:-1] + bytes([value[-1] ^ 4]))
-
-    store._submit(change).wait()
 
 
 def turns(count: int):
@@ -93,14 +91,16 @@ def test_it_goes_on_after_a_repair_and_a_second_one(store):
     assert store.turn_of_request(KEY, "request 2").number == 2
     assert store.repair(KEY).wait().tombstone is None, "nothing is damaged"
     number = store.head(KEY).number
-    store._submit(lambda view: view.put(TURNS, be64(number) + b"\0\0\0\5", b"nonsense")).wait()
+    with tables_of(store) as view:
+        view.put(TURNS, be64(number) + b"\0\0\0\5", b"nonsense")
     assert store.repair(KEY).wait().num_aside == 1
     is_whole(store, 4)
     assert [one.number for one in store.aside(KEY)] == [4, 5, 5]
     store.compact()
     assert len(store.aside(KEY)) == 3
     store.delete(KEY).wait()
-    assert store._submit(lambda view: view.count(session_tables.ASIDE)).wait() == 0, "their text goes with the session"
+    with tables_of(store) as view:
+        assert view.count(session_tables.ASIDE) == 0, "their text goes with the session"
 
 
 def test_a_stale_turn_is_refused_after_a_repair(store):
@@ -152,13 +152,11 @@ def test_a_change_that_damage_refuses_says_what_to_do(store, change):
 def test_an_id_that_leads_to_anothers_session_takes_nothing_of_it(store):
     blue = SessionKey(TENANT, "blue")
 
-    def mislead(view):
+    with tables_of(store) as view:
         (theirs, mine) = (tables_place(view, name) for name in ("blue", "red"))
         number = pack(session_tables.find(view, blue))
         assert theirs != mine
         view.put(NAMES, mine, seal(NAMES, mine, number))
-
-    store._submit(mislead).wait()
     with pytest.raises(SessionDamagedError, match="of its 5 turns, 1 to 5 are whole"):
         store.load(KEY)
     assert store.repair(KEY).wait().head.num_turns == 5

@@ -1,0 +1,14 @@
+"""A store of sessions, on disk and in memory."""
+
+import pytest
+
+from kvstore.sessions.store import MemorySessionStore
+from tests.children.session_child import Clock, disk_store
+
+
+@pytest.fixture(params=["disk", "memory"])
+def store(request, tmp_path):
+    store = disk_store(tmp_path) if request.param == "disk" else MemorySessionStore(clock=Clock())
+    yield store
+    assert store.check().problems == ()
+    store.close()

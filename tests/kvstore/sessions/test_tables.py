@@ -1,0 +1,108 @@
+"""The tables of sessions: records that were damaged or moved are told of and shown to nobody, and cost no others."""
+
+import pytest
+
+from kvstore.disk.records import pack, seal
+from kvstore.errors import StoreError
+from kvstore.sessions import record as session_record
+from kvstore.sessions import tables
+from kvstore.sessions.record import SessionKey
+from kvstore.sessions.store import MemorySessionStore
+from tests.children.session_child import TENANT, Clock, content, disk_store, expected, make_turn, talk
+from tests.support.session_tables import tables_of
+
+KEY = SessionKey(TENANT, "red")
+
+
+def test_a_flipped_bit_in_a_record_is_reported(store):
+    talk(store, KEY, 3)
+    talk(store, SessionKey(TENANT, "green"), 2)
+    with tables_of(store) as view:
+        place, value = list(view.scan(tables.TURNS))[1]
+        view.put(tables.TURNS, place, value[:50] + bytes([value[50] ^ 4]) + value[51:])
+    reads = [
+        lambda: store.load(KEY), lambda: store.blocks_of(KEY), lambda: store.turn(KEY, 2),
+        lambda: store.turn_of_request(KEY, "request 2"), lambda: store.fork(KEY, 2, SessionKey(TENANT, "new")).wait(),
+    ]  # fmt: skip
+    for read in reads:
+        with pytest.raises(StoreError, match=r"session red is damaged .*checksum"):
+            read()
+    assert content(store.load(KEY, 1)) == expected([make_turn("red", 1)])
+    assert store.load(SessionKey(TENANT, "green")) is not None
+    assert any("session red is damaged" in problem for problem in store.check().problems)
+    blocks = {b for n in (1, 2, 3) for b in make_turn("red", n).chain}
+    assert set(store.delete(KEY).wait().block_ids) == blocks, "a damaged session can be deleted"
+
+
+def test_damaged_counters_and_tombstones_stop_nobody(store):
+    first = store.create(KEY).wait()
+    lost, kept = (store.delete(store.create(SessionKey(TENANT, name)).wait().key).wait() for name in ("lost", "kept"))
+    with tables_of(store) as view:
+        for place, value in list(view.scan(tables.COUNTERS)):
+            view.put(tables.COUNTERS, place, value[:-1])
+        view.put(tables.TOMBSTONES, tables.be64(lost.number), b"")
+    assert store.create(SessionKey(TENANT, "green")).wait().number > first.number + 2
+    assert store.delete(SessionKey(TENANT, "green")).wait().number > kept.number
+    assert store.pending_deletions()[0] == kept
+    assert [problem[:21] for problem in store.check().problems] == ["deletion 1 is damaged"]
+    store.finish_deletion(lost.number).wait()
+
+
+@pytest.mark.parametrize("table", [tables.NAMES, tables.HEADS, tables.TURNS])
+@pytest.mark.parametrize("sealed", [False, True], ids=["moved", "sealed again"])
+@pytest.mark.parametrize("kind", ["disk", "memory"])
+def test_a_record_in_anothers_place_is_damaged(tmp_path, kind, table, sealed):
+    """Also by somebody who can compute the checksum: a session never shows another's text."""
+    store = disk_store(tmp_path) if kind == "disk" else MemorySessionStore(clock=Clock())
+    foreign = SessionKey("foreign", "green")
+    talk(store, foreign, 2)
+    talk(store, KEY, 2)
+    with tables_of(store) as view:
+        places = sorted(view.scan(table))
+        if table == tables.NAMES:
+            number = tables.find(view, foreign)
+            theirs = next(value for place, value in places if place.endswith(b"green"))
+            mine, payload = next(place for place, _ in places if place.endswith(b"red")), pack(number)
+        else:
+            theirs, mine = places[0][1], places[-1][0]
+            payload = theirs[:-16]
+        view.put(table, mine, seal(table, mine, payload) if sealed else theirs)
+    with pytest.raises(StoreError, match=r"session red is damaged"):
+        store.load(KEY)
+    with pytest.raises(StoreError, match=r"session red is damaged"):
+        store.commit_turn(KEY, make_turn("red", 3)).wait() if table != tables.TURNS else store.turn(KEY, 2)
+    assert all(head.key.tenant == TENANT for head in store.list(TENANT))
+    assert content(store.load(foreign)) == expected([make_turn("green", n) for n in (1, 2)])
+    assert store.check().problems != ()
+    store.close()
+
+
+def test_a_false_place_in_the_list_shows_nothing(store):
+    """Or one flipped bit in a key would show a session to another tenant."""
+    talk(store, KEY, 1)
+    store.set_ttl(KEY, 10).wait()
+    number = tables.be64(store.head(KEY).number)
+    false = [
+        (tables.ORDER, session_record.digest("other") + b"\1" * 8 + number),
+        (tables.ORDER, session_record.digest("other") + b"\1" * 8 + b"\7" * 8),
+        (tables.EXPIRY, bytes(8) + number),
+    ]
+    with tables_of(store) as view:
+        for table, place in false:
+            view.put(table, place, b"")
+    assert (store.list("other"), store.expired(0), store.stats()["damaged"]) == ([], [], 1)
+    assert [problem[:20] for problem in store.check().problems] == ["2 entries in 'order'", "1 entries in 'expiry"]
+    with tables_of(store) as view:
+        for table, place in false:
+            view.delete(table, place)
+
+
+def test_a_seal_holds_for_one_place():
+    value = seal("turns", b"key", pack("payload"))
+    assert session_record.unseal(str, "turns", b"key", value, "it") == "payload"
+    wrong = [("heads", b"key", value), ("turns", b"kez", value), ("turns", b"key", b""), ("turn", b"skey", value)]
+    for table, key, sealed in wrong:
+        with pytest.raises(StoreError, match="it is damaged"):
+            session_record.unseal(str, table, key, sealed, "it")
+    with pytest.raises(StoreError, match="it is damaged"):
+        session_record.unseal(int, "turns", b"key", value, "it")
