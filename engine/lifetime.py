@@ -19,7 +19,7 @@ from kvstore.errors import StoreLockedError
 T = TypeVar("T")
 LOCK_WAIT_S = 5.0
 LOCK_RETRY_S = 0.1
-OWN_THREADS = ("kvstore-", "session-store")  # how the names of our threads begin
+OWN_THREADS = "kvstore-"  # how the names of our threads begin
 
 
 class Store(Protocol):

@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvstore.disk.check import write_durably
 from kvstore.errors import ModelError
 
 if TYPE_CHECKING:
@@ -196,15 +197,8 @@ def _checked_digest(digest: str) -> str:
 
 
 def _write_cache(cache: Path, entries: dict[str, str]) -> None:
-    """Replaced as a whole, readable by its owner only; a place that cannot be written costs the next start's time."""
+    """A place that cannot be written costs the next start's time."""
     content = {"version": CACHE_VERSION, "files": [[json.loads(key), digest] for key, digest in entries.items()]}
-    temporary = None
-    try:
+    with suppress(OSError):
         cache.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, temporary = tempfile.mkstemp(prefix=cache.name, suffix=".tmp", dir=cache.parent)  # 0600
-        with os.fdopen(handle, "w") as stream:
-            json.dump(content, stream)
-        os.replace(temporary, cache)
-    except OSError:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+        write_durably(cache, json.dumps(content).encode())

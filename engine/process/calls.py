@@ -13,10 +13,10 @@ from typing import Any
 
 import zmq
 
+from kvstore.disk.committer import Ticket
 from kvstore.engine.process.wire import error_of, failure_of
 from kvstore.engine.process.wire_calls import MAX_CALLS, NOTHING, SIGNATURES, Answered, Call, decode_call, encode, raw
 from kvstore.errors import EngineClosedError, KVStoreError
-from kvstore.sessions.store import Ticket
 
 
 class CallServer:

@@ -24,7 +24,6 @@ from kvstore.sessions.marker import SessionMarker
 from kvstore.sessions.record import SessionKey, Tombstone
 
 if TYPE_CHECKING:
-    from kvstore.disk.codec import Header
     from kvstore.disk.index import DiskIndex
     from kvstore.disk.tier import DiskTier
     from kvstore.sessions.store import SessionStore
@@ -258,27 +257,10 @@ def _by_model(disk: DiskTier) -> dict[str, dict[str, int]]:
             amount["bytes"] += entry.stored_bytes
             samples.setdefault(entry.model, entry.block_id)
     for model, block_id in samples.items():
-        header = _header(disk, block_id)
+        header = disk.header(block_id)
         if header is not None:
             found[model] |= {"block_size": len(header.record.tokens) // 4, "block_bytes": header.raw_bytes}
     return found
-
-
-def _header(disk: DiskTier, block_id: BlockId) -> Header | None:
-    """What a block says about itself; None when it cannot be read."""
-    from kvstore.disk.codec import decode_header
-    from kvstore.disk.tier import WORLD_ERRORS
-
-    with disk.tables() as tables:
-        if tables is None:
-            return None
-        try:
-            with tables.env.begin(buffers=True) as txn:
-                value = txn.get(block_id, db=tables.values)
-                return None if value is None else decode_header(value)
-        except WORLD_ERRORS as error:
-            disk.note(error)
-            return None
 
 
 def _index_of(disk: DiskTier) -> DiskIndex:
@@ -298,4 +280,5 @@ def _delete(disk: DiskTier, block_ids: Sequence[BlockId]) -> None:
     for first in range(0, len(block_ids), DELETE_BATCH):
         outcome = disk.write((), block_ids[first : first + DELETE_BATCH])
         if outcome.error is not None:
-            raise DegradedError(f"{disk.path} could not be written ({outcome.error}); look at its disk and try again")
+            where = disk.file.path
+            raise DegradedError(f"{where} could not be written ({outcome.error}); look at its disk and try again")

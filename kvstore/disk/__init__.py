@@ -2,18 +2,22 @@
 
 Usable alone: without arena, without torch, without the CPU tier.
 
-- `check`: whether a file may be handed to LMDB, and quarantine
+- `blocks_file`: the file of the blocks over its life: opened, compacted, recovered, set aside; its space
+- `check`: whether a file may be handed to LMDB, and quarantine; small files, replaced as a whole
 - `codec`: a block as one value: header, checksum, payload
+- `committer`: a thread that commits what others hand in, in groups
 - `directory`: the store's directory: owner, lock, secret
 - `env`: an LMDB environment, opened once and safely
-- `format`: its databases, index records and errors
+- `format`: the databases of the blocks, index records and errors
 - `index`: what is on disk: parents, sizes, last use
 - `index_loader`: builds it from a scan, in a thread
 - `io_queue`: one writer and two readers between CPU and disk; or who waits reads
+- `learned`: what the policies learned, between two starts
+- `live`: tables of an environment while threads use it: opened again, compacted, closed
 - `records`: the bytes of a store's records: msgspec structs as MessagePack; sealed, with a checksum that covers their
   place, too
-- `tier`: blocks in LMDB: write, read, scan, close
-- `upkeep`: verify, compact, shrink
+- `tier`: blocks in LMDB: write, read, scan
+- `verify`: a check of every block
 - `walk`: the structural check, a program of its own
 
 Decisions:

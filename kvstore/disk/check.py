@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -202,14 +203,17 @@ def is_still_at(path: Path, known: os.stat_result) -> bool:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Replace a small file of ours, 0600: afterwards it has the old content or the new."""
+    """Replace a small file of ours, 0600: afterwards it has the old content or the new. Raises OSError."""
     new = path.with_name(path.name + ".new")
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    with open(fd, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(fd)
-    new.replace(path)
+    with ExitStack() as undo:
+        undo.callback(new.unlink, missing_ok=True)
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with open(fd, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(fd)
+        os.replace(new, path)
+        undo.pop_all()
     sync_directory(path.parent)
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +32,7 @@ STRUCTURAL_ERRORS = (
     lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError, lmdb.VersionMismatchError,
     lmdb.IncompatibleError, lmdb.CursorFullError, lmdb.PageFullError, lmdb.BadDbiError,
 )  # fmt: skip
+
 
 class LostFileError(lmdb.Error):
     """What would be written could not be found again: the data file, or what makes us its owner, is not in its place.
@@ -65,40 +65,6 @@ def _keep_freed_memory() -> None:
 def is_damage(error: Exception) -> bool:
     """Whether LMDB found the file's structure wrong. PanicError only says that it gave up on a failed write."""
     return isinstance(error, STRUCTURAL_ERRORS) and not isinstance(error, lmdb.PanicError)
-
-
-class Gate:
-    """Many inside with `with gate:`, or one alone with `with gate.alone():`. Whoever wants to be alone goes first."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
-        self._num_inside = 0
-        self._is_closed = False
-
-    def __enter__(self) -> None:
-        with self._changed:
-            while self._is_closed:
-                self._changed.wait()
-            self._num_inside += 1
-
-    def __exit__(self, *exception: object) -> None:
-        with self._changed:
-            self._num_inside -= 1
-            if self._is_closed:
-                self._changed.notify_all()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_closed)
-            self._is_closed = True
-            self._changed.wait_for(lambda: self._num_inside == 0)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._is_closed = False
-                self._changed.notify_all()
 
 
 class StoreEnvironment:
@@ -204,6 +170,20 @@ class StoreEnvironment:
         """In a forked child, which may open it for itself."""
         _open_environments.pop(os.path.realpath(self.directory), None)
 
+
+def keys_after(txn: Any, db: Any, after: bytes | None, limit: int) -> Iterator[tuple[bytes, Any]]:
+    """Up to `limit` keys with their values, beginning behind `after`."""
+    cursor = txn.cursor(db)
+    found = cursor.first() if after is None else cursor.set_range(after)
+    if found and after is not None and bytes(cursor.key()) == after:
+        found = cursor.next()
+    for _ in range(limit):
+        if not found:
+            return
+        yield bytes(cursor.key()), cursor.value()
+        found = cursor.next()
+
+
 def tell_losses(store: Path) -> None:
     """Log what of the environments that are open in a store is not in its place any more, once each."""
     real, told = os.path.realpath(store), set[str]()
@@ -274,13 +254,12 @@ def _open_lmdb(path: Path, map_bytes: int, max_dbs: int, metasync: bool) -> lmdb
         writemap=False, readahead=True, lib_version=0, mode=0o700, max_readers=MAX_READERS, max_spare_txns=4,
         lock=True,
     )  # fmt: skip
-    try:
+    with ExitStack() as undo:
+        undo.callback(env.close)
         disk_check.sync_directory(path)
         disk_check.sync_directory(path.parent)
         env.reader_check()
-    except BaseException:
-        env.close()
-        raise
+        undo.pop_all()
     return env
 
 

@@ -5,7 +5,6 @@ Knows the file's format, no policy. A value is `kvstore.disk.codec`'s.
 
 import errno
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -16,7 +15,7 @@ from msgspec.structs import replace
 
 from kvstore.blocks.ids import BLOCK_ID_BYTES, BlockId
 from kvstore.blocks.records import BlockRecord, Count, Id, Record, Seconds
-from kvstore.disk.env import LostFileError, StoreEnvironment
+from kvstore.disk.env import LostFileError, StoreEnvironment, keys_after
 from kvstore.disk.index import IndexEntry
 from kvstore.disk.records import pack, unpack
 
@@ -48,6 +47,10 @@ class Tables:
     values: Any
     index: Any
     meta: Any
+
+    @property
+    def databases(self) -> dict[str, Any]:
+        return {"values": self.values, "index": self.index, "meta": self.meta}
 
 
 class WrongFormatError(Exception):
@@ -134,19 +137,6 @@ def scan_index(txn: Any, tables: Tables, after: BlockId | None) -> tuple[list[In
         if entry is not None:
             entries.append(entry)
     return entries, last
-
-
-def keys_after(txn: Any, db: Any, after: bytes | None, limit: int) -> Iterator[tuple[bytes, Any]]:
-    """Up to `limit` keys with their values, beginning behind `after`."""
-    cursor = txn.cursor(db)
-    found = cursor.first() if after is None else cursor.set_range(after)
-    if found and after is not None and bytes(cursor.key()) == after:
-        found = cursor.next()
-    for _ in range(limit):
-        if not found:
-            return
-        yield bytes(cursor.key()), cursor.value()
-        found = cursor.next()
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------

@@ -9,14 +9,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvstore.blocks.forest import Order
 from kvstore.disk.index import DiskIndex, IndexEntry
+from kvstore.disk.tier import DiskTier
 from kvstore.policy.conversation import Conversation
-
-if TYPE_CHECKING:
-    from kvstore.disk.tier import DiskTier
 
 
 @dataclass(frozen=True, slots=True)

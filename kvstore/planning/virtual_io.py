@@ -15,9 +15,10 @@ from typing import Any, cast
 
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import ReadResult, Transferred
+from kvstore.disk.blocks_file import WATERMARK
 from kvstore.disk.index import IndexEntry
 from kvstore.disk.io_queue import AT_ONCE, WAKE_EVERY, Done, IoQueue, Rank, Read, ReadDone, Task, Write, WriteDone
-from kvstore.disk.tier import WATERMARK, DiskTier
+from kvstore.disk.tier import DiskTier
 from kvstore.memory.tier import CpuTier
 from kvstore.planning.replay_config import ReplayConfig
 from kvstore.policy.planner import Planner
@@ -56,11 +57,12 @@ class VirtualClock:
 
 
 class VirtualDisk:
-    """Stands for a `DiskTier` which holds `num_blocks` below its watermark."""
+    """Stands for a `DiskTier` and its file, which holds `num_blocks` below its watermark."""
 
     path, broken = "a virtual disk", False
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self.file = self
         self.file_bytes = (block_bytes // PAGE_BYTES + 1) * PAGE_BYTES  # of one block, as `WriteBack` counts them
         self.num_stored = 0
         self._most_bytes = num_blocks * self.file_bytes

@@ -1,24 +1,26 @@
 """Token ids of answers by keyed digests, so that a history that comes back as text is known again after a restart.
 
-A cache: what is lost or damaged is a miss, and nothing here raises into a request. One thread commits in groups. Knows
-no text, no template and no KV.
+A cache: what is lost or damaged is a miss, and nothing here raises into a request. Knows no text, no template and no
+KV.
 """
 
 from __future__ import annotations
 
 import struct
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import lmdb
 
 from kvstore.blocks.ids import token_bytes
+from kvstore.disk.committer import Committer, Ticket
 from kvstore.disk.directory import StoreDirectory
-from kvstore.disk.env import Gate, StoreEnvironment, open_environment
+from kvstore.disk.env import StoreEnvironment, open_environment
+from kvstore.disk.live import LiveTables
 from kvstore.errors import StoreError
 from kvstore.sessions.answer_tables import KEY_BYTES, NO_OWNER, Answer, AnswerTables
 
@@ -27,6 +29,7 @@ MAX_ANSWER_TOKENS = 1 << 18
 MAX_WAITING_TOKENS = 1 << 20
 MEMORY_TOKENS = 4 << 20  # of a store without files
 GROUP_WAIT_S = 0.2  # between two commits, so that answers share one
+MAX_CHANGES = 1 << 16  # that may wait
 RECENT_EXTRA_TOKENS = 150  # what an answer in memory takes beside its ids, in tokens of 4 bytes
 ERRORS = (lmdb.Error, OSError, MemoryError, StoreError)
 
@@ -47,6 +50,13 @@ class _Recent:
     def find(self, key: bytes) -> bytes | None:
         number = self.numbers.get(key)
         return None if number is None else self.answers[number].token_ids
+
+    def shrink(self, max_tokens: int) -> int:
+        """Remove the oldest until no more than this is left; returns how many that were."""
+        num_before = len(self.answers)
+        while self.num_tokens > max_tokens:
+            self.remove(next(iter(self.answers)))
+        return num_before - len(self.answers)
 
     def remove(self, number: int) -> bool:
         answer = self.answers.pop(number, None)
@@ -76,34 +86,26 @@ class AnswerStore:
 
     def __init__(self, open_environment: Callable[[], StoreEnvironment] | None) -> None:
         self._counts = _Counts()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._recent = _Recent()  # without files all of it, else what is not on disk
-        self._waiting: deque[int] = deque()  # numbers in `_recent`, to be written
-        self._forgotten: list[bytes] = []  # owners, to be removed from disk
-        self._failed: list[bytes] = []  # owners that could not be; tried again with the next change
-        self._num_asked = self._num_done = 0  # changes
-        self._is_awaited = False  # somebody is in `flush`
-        self._closing = False
-        self._gate = Gate()  # nobody reads while the file is closed
-        self._tables: AnswerTables | None = None
+        self._forgotten: list[bytes] = []  # owners that are still to be removed from disk
+        self._is_closed = False
         self._number = 0
+        self._live: LiveTables[AnswerTables] | None = None
+        self._committer: Committer | None = None
         if open_environment is not None:
             with self._counting():
-                self._tables = self._open(open_environment)
-        self._thread: threading.Thread | None = None
-        if self._tables is not None:
-            self._thread = threading.Thread(target=self._run, args=(self._tables,), name="kvstore-answers", daemon=True)
-            self._thread.start()
+                self._live = LiveTables(lambda: self._open(open_environment))
+                self._committer = Committer("the store of answers", self._commit, MAX_CHANGES, GROUP_WAIT_S)
 
     def _open(self, open_environment: Callable[[], StoreEnvironment]) -> AnswerTables:
         env = open_environment()
-        try:
+        with ExitStack() as undo:
+            undo.callback(env.close)
             tables = AnswerTables(env)
             self._number = tables.next_number()
-            return tables
-        except BaseException:
-            env.close()
-            raise
+            undo.pop_all()
+        return tables
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
@@ -111,7 +113,7 @@ class AnswerStore:
         try:
             yield
         except ERRORS:
-            with self._changed:
+            with self._lock:
                 self._counts.failed += 1
 
     def put(self, keys: Sequence[bytes], token_ids: Sequence[int], owner: bytes = b"") -> None:
@@ -120,29 +122,24 @@ class AnswerStore:
         Never waits for the disk.
         """
         assert 0 < len(keys) < 256 and all(len(key) == KEY_BYTES for key in keys), "keys of an answer"
-        with self._changed:
-            if self._closing or len(token_ids) > MAX_ANSWER_TOKENS:
+        with self._lock:
+            is_full = self._committer is not None and self._committer.num_queued >= MAX_CHANGES // 2
+            if self._is_closed or is_full or len(token_ids) > MAX_ANSWER_TOKENS:
                 self._counts.dropped += 1
                 return
             self._recent.add(self._number, Answer(tuple(keys), token_bytes(token_ids), owner or NO_OWNER))
+            if self._committer is None:
+                self._counts.evicted += self._recent.shrink(MEMORY_TOKENS)
+            else:
+                self._counts.dropped += self._recent.shrink(MAX_WAITING_TOKENS)
+                self._committer.submit(self._number)  # never waits: there is room
             self._number += 1
-            while self._recent.num_tokens > (MEMORY_TOKENS if self._thread is None else MAX_WAITING_TOKENS):
-                self._recent.remove(next(iter(self._recent.answers)))
-                self._counts.evicted += self._thread is None
-                self._counts.dropped += self._thread is not None
-            if self._thread is not None:
-                self._waiting.append(self._number - 1)
-                self._note_change()
-
-    def _note_change(self) -> None:
-        self._num_asked += 1
-        self._changed.notify_all()
 
     def find(self, groups: Sequence[Sequence[bytes]]) -> list[Sequence[int] | None]:
         """For each group, the ids of the first of its keys that is known."""
-        with self._changed:  # first: what is not here any more is on disk by then
+        with self._lock:  # first: what is not here any more is on disk by then
             recent = {key: ids for group in groups for key in group if (ids := self._recent.find(key)) is not None}
-            forgotten = {*self._forgotten, *self._failed}
+            forgotten = set(self._forgotten)
         found: list[Sequence[int] | None] = [None] * len(groups)
         with self._counting(), self._reading() as (tables, txn):
             for index, group in enumerate(groups):
@@ -158,8 +155,7 @@ class AnswerStore:
 
     @contextmanager
     def _reading(self) -> Iterator[tuple[AnswerTables | None, Any]]:
-        with self._gate:
-            tables = self._tables
+        with self._live or nullcontext() as tables:
             if tables is None:
                 yield None, None
             else:
@@ -168,30 +164,27 @@ class AnswerStore:
 
     def forget_owner(self, owner: bytes) -> bool:
         """Nothing of this owner is found any more. Returns whether it is gone from disk too: False when that failed."""
-        with self._changed:
+        with self._lock:
             of_owner = [number for number, answer in self._recent.answers.items() if answer.owner == owner]
             for number in of_owner:
                 self._recent.remove(number)
-            if self._thread is None:
+            if self._committer is None:
                 return True
             self._forgotten.append(owner)
-            self._note_change()
-        self.flush()
-        with self._changed:
-            return owner not in self._failed and owner not in self._forgotten
+        with suppress(StoreError):  # closed
+            self._committer.submit(None)
+        self._committer.flush()
+        with self._lock:
+            return owner not in self._forgotten
 
     def flush(self) -> None:
         """Returns when what was put is on disk, or when the disk failed."""
-        with self._changed:
-            asked, thread = self._num_asked, self._thread
-            if thread is not None and self._num_done < asked:
-                self._is_awaited = True
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._num_done >= asked or not thread.is_alive())
+        if self._committer is not None:
+            self._committer.flush()
 
     def stats(self) -> dict[str, int]:
         """answers: how many there are, on disk or in memory; the rest are counters."""
-        with self._changed:
+        with self._lock:
             shown = {"answers": len(self._recent.answers), **asdict(self._counts), "damaged": 0}
         with self._counting(), self._reading() as (tables, txn):
             if tables is not None:
@@ -200,57 +193,43 @@ class AnswerStore:
 
     def close(self) -> None:
         """Write what waits, and close. Calling it again does nothing."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-        with self._gate.alone(), self._counting():
-            tables, self._tables = self._tables, None
-            if tables is not None:
-                tables.env.close()
+        with self._lock:
+            self._is_closed = True
+        if self._committer is not None:
+            self._committer.close()
+        if self._live is not None:
+            with self._counting():
+                self._live.close()
 
-    # -- the thread --------------------------------------------------------------------------------------------------
-    def _run(self, tables: AnswerTables) -> None:
-        while group := self._next_group():
-            answers, forgotten, asked = group
-            num_evicted = self._write(tables, answers, forgotten)
-            with self._changed:
-                if num_evicted is None:
-                    self._counts.dropped += len(answers)  # they stay in memory until there are too many
-                    self._failed = forgotten
-                else:
-                    self._counts.evicted += num_evicted
-                    for number, _ in answers:
-                        self._counts.committed += self._recent.remove(number)
-                    self._failed = []
-                self._num_done = asked
-                self._changed.notify_all()
+    def _commit(self, group: Sequence[Ticket[None]]) -> None:
+        """Answers by their numbers, and whatever is to be forgotten."""
+        with self._lock:
+            known = self._recent.answers
+            answers = [(ticket.change, known[ticket.change]) for ticket in group if ticket.change in known]
+            forgotten = list(self._forgotten)
+        num_evicted = self._write(answers, forgotten)
+        with self._lock:
+            if num_evicted is None:
+                self._counts.dropped += len(answers)  # they stay in memory until there are too many
+            else:
+                self._counts.evicted += num_evicted
+                for number, _ in answers:
+                    self._counts.committed += self._recent.remove(number)
+                for owner in forgotten:  # once: it may have been forgotten again meanwhile
+                    self._forgotten.remove(owner)
+        for ticket in group:
+            ticket.finish(None)
 
-    def _write(
-        self, tables: AnswerTables, answers: Sequence[tuple[int, Answer]], forgotten: Sequence[bytes]
-    ) -> int | None:
+    def _write(self, answers: Sequence[tuple[int, Answer]], forgotten: Sequence[bytes]) -> int | None:
+        """How many old ones made room; None when the disk failed."""
+        assert self._live is not None
         try:
-            return tables.write(answers, forgotten)
-        except Exception:  # whatever it is: without this thread, those in `flush` would wait for ever
-            with self._changed:
+            with self._live as tables:
+                return None if tables is None else tables.write(answers, forgotten)
+        except Exception:  # whatever it is: nothing here raises into a request
+            with self._lock:
                 self._counts.failed += 1
             return None
-
-    def _next_group(self) -> tuple[list[tuple[int, Answer]], list[bytes], int] | None:
-        """All that waits, after a pause in which more may come. None: closing, and nothing is left."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_done < self._num_asked or self._closing)
-            if self._num_done == self._num_asked:
-                return None
-            self._changed.wait_for(lambda: self._closing or self._is_awaited, GROUP_WAIT_S)
-            self._is_awaited = False
-            known = self._recent.answers
-            answers = [(number, known[number]) for number in self._waiting if number in known]
-            forgotten = [*self._failed, *self._forgotten]
-            self._waiting.clear()
-            self._failed, self._forgotten = forgotten, []  # not to be found meanwhile
-            return answers, forgotten, self._num_asked
 
 
 def open_answers(directory: StoreDirectory | None) -> AnswerStore:

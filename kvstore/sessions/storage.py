@@ -1,4 +1,4 @@
-"""Where the tables of sessions are: an LMDB environment over its life, or memory. Transactions, growth, compaction.
+"""Where the tables of sessions are: an LMDB environment over its life, or memory. Transactions and growth.
 
 Knows no session. All failures are LMDB's or the system's own exceptions, but for an environment that cannot be opened
 again, which is a DegradedError.
@@ -6,46 +6,20 @@ again, which is a DegradedError.
 
 from __future__ import annotations
 
-import os
-import shutil
 import threading
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-import lmdb
-
+from kvstore.disk.check import DATA_FILE
 from kvstore.disk.env import StoreEnvironment
+from kvstore.disk.live import LiveTables, discard_copy
 from kvstore.errors import DegradedError
 from kvstore.sessions.tables import TABLES, View
 
 FIRST_MAP_BYTES = 64 << 20
-Environment = lmdb.Environment | StoreEnvironment
-MAX_READERS = 64  # reads at a time; LMDB has 126 places for them
-
-
-def open_plain_environment(path: str | Path, map_size: int = FIRST_MAP_BYTES) -> lmdb.Environment:
-    """An environment of its own in the directory `path`, made when it is missing, with full sync."""
-    path = Path(path)
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.chmod(0o700)
-    env = lmdb.open(
-        str(path), map_size=map_size, max_dbs=16, mode=0o600, sync=True, metasync=True, writemap=False, lib_version=0
-    )
-    # LMDB syncs its file, not the directory entries that lead to it.
-    _sync_directory(path)
-    _sync_directory(path.parent)
-    return env
-
-
-def _sync_directory(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 class Storage(Protocol):
@@ -100,171 +74,97 @@ class _LmdbView:
             yield key, value
 
 
+@dataclass(frozen=True, slots=True)
+class _SessionTables:
+    """handles: of the tables by their names."""
+
+    env: StoreEnvironment
+    handles: dict[str, Any]
+
+
 class DiskTables:
-    """The LMDB environment over its life: many short reads, and moments when nobody may be in it."""
+    """The tables in LMDB. What writes, grows, compacts and opens again is called by one thread."""
 
-    def __init__(self, open_environment: Callable[[], Environment]) -> None:
-        self._open = open_environment
-        self._changed = threading.Condition()
-        self._num_reading = 0
-        self._closed_to_readers = False
-        self._closed = False  # for good
-        self._env: Environment | None = None
-        self._handles: dict[str, Any] = {}
-        self.reopen()
-        self._path = Path(self._opened().path())
-        self._discard_copy()
+    def __init__(self, open_environment: Callable[[], StoreEnvironment]) -> None:
+        self._open_environment = open_environment
+        self._live = LiveTables(self._open)
+        with self._opened() as opened:
+            self._path = opened.env.directory
+        discard_copy(self._path)
+        self._is_closed = False
 
-    def _opened(self) -> Environment:
-        if self._env is None:
-            raise DegradedError("the session store's file could not be opened again: look at its disk, then restart")
-        return self._env
+    def _open(self) -> _SessionTables:
+        env = self._open_environment()
+        with ExitStack() as undo:
+            undo.callback(env.close)
+            with env.begin(write=True) as txn:
+                handles = {name: env.open_db(name.encode(), txn=txn) for name in TABLES}
+            undo.pop_all()
+        return _SessionTables(env, handles)
+
+    @contextmanager
+    def _opened(self) -> Iterator[_SessionTables]:
+        """Open inside. Where they could not be opened the last time, another try may find the disk well again."""
+        with self._live as opened:
+            if opened is not None:
+                yield opened
+                return
+        with self._live.alone():
+            self._open_again()
+        with self._live as opened:
+            if opened is None:
+                raise DegradedError("the sessions' file could not be opened again: look at its disk, then restart")
+            yield opened
+
+    def _open_again(self) -> None:
+        if self._is_closed:
+            raise DegradedError("the session store is closed")
+        self._live.open()
 
     @contextmanager
     def read(self) -> Iterator[View]:
-        self._reopen_if_lost()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._closed_to_readers and self._num_reading < MAX_READERS)
-            self._num_reading += 1
-        try:
-            with self._opened().begin() as txn:
-                yield _LmdbView(txn, self._handles)
-        finally:
-            with self._changed:
-                self._num_reading -= 1
-                self._changed.notify_all()
+        with self._opened() as opened, opened.env.begin() as txn:
+            yield _LmdbView(txn, opened.handles)
 
     @contextmanager
     def write(self) -> Iterator[View]:
-        self._reopen_if_lost()
-        with self._opened().begin(write=True) as txn:
-            yield _LmdbView(txn, self._handles)
-        self._check_in_place()  # again: what is acknowledged now has to be found again
-
-    def _check_in_place(self) -> None:
-        env = self._env
-        if isinstance(env, StoreEnvironment):
-            env.check_in_place()
+        with self._opened() as opened:
+            with opened.env.begin(write=True) as txn:
+                yield _LmdbView(txn, opened.handles)
+            opened.env.check_in_place()  # again: what is acknowledged now has to be found again
 
     def is_lost(self) -> bool:
         """Whether the file, or what makes us its owner, was removed or replaced while it was open."""
-        env = self._env
-        return isinstance(env, StoreEnvironment) and env.loss() is not None
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """No reader inside: LMDB's map must not move under one. No writer either: it is the one that asks, or waits."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._closed_to_readers)
-            self._closed_to_readers = True
-            self._changed.wait_for(lambda: self._num_reading == 0)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._closed_to_readers = False
-                self._changed.notify_all()
+        with self._live as opened:
+            return opened is not None and opened.env.loss() is not None
 
     def grow(self) -> None:
-        with self._alone():
-            env = self._opened()
+        with self._opened() as opened:
+            env = opened.env
+        with self._live.alone():
             env.set_mapsize(2 * env.info()["map_size"])
 
     def reopen(self) -> None:
-        """After LMDB gave the environment up (a failed write of its meta page), or when it was not open."""
-        with self._alone():
-            self._close_environment()
-            self._open_environment()
-
-    def _reopen_if_lost(self) -> None:
-        """When it could not be opened again the last time, another try may find the disk well again."""
-        if self._env is None:
-            with self._alone():
-                if self._env is None:
-                    self._open_environment()
-
-    def _open_environment(self) -> None:
-        if self._closed:
-            raise DegradedError("the session store is closed")
-        env = self._open()
-        try:
-            env.reader_check()
-            with env.begin(write=True) as txn:
-                handles = {name: env.open_db(name.encode(), txn=txn) for name in TABLES}
-        except BaseException:
-            env.close()
-            raise
-        self._env, self._handles = env, handles
-
-    def _close_environment(self) -> None:
-        env, self._env, self._handles = self._env, None, {}
-        if env is not None:
-            env.close()
-
-    def _copy_path(self) -> Path:
-        return self._path.with_name(self._path.name + ".compact")
-
-    def _discard_copy(self) -> None:
-        """Of a compaction that was cut off. It may hold the text of sessions that were deleted since."""
-        if self._copy_path().is_dir():
-            shutil.rmtree(self._copy_path())
+        """After LMDB gave the environment up: a failed write of its meta page."""
+        with self._live.alone():
+            self._live.shut()
+            self._open_again()
 
     def compact(self) -> None:
-        """Copy what is live, and put the copy in the file's place. The old file's bytes are the file system's now.
-
-        A file that somebody removed is there again afterwards, as long as we have it open. One that stands in its place
-        is not touched: LostFileError.
-        """
-        env = self._opened()
-        is_removed = isinstance(env, StoreEnvironment) and env.is_removed()
-        if not is_removed:
-            self._check_in_place()
-        self._path.mkdir(mode=0o700, exist_ok=True)
-        self._discard_copy()
-        self._copy_path().mkdir(mode=0o700)
-        try:
-            self._copy_to(self._copy_path())
-            copied = self._copy_path() / "data.mdb"
-            copied.chmod(0o600)
-            with open(copied, "rb") as file:
-                os.fsync(file.fileno())
-            with self._alone():
-                if not is_removed:  # else its bytes go when it is closed
-                    self._close_environment()
-                os.replace(copied, self._path / "data.mdb")
-                _sync_directory(self._path)
-                self._close_environment()
-        finally:
-            self._reopen_if_lost()
-            self._discard_copy()
-
-    def _copy_to(self, path: Path) -> None:
-        """Record by record: LMDB's own copy keeps what was deleted in the gaps of pages that are in use."""
-        env = self._opened()
-        size = env.info()["map_size"]
-        copy = lmdb.open(str(path), map_size=size, max_dbs=16, sync=False, lib_version=0, mode=0o700)
-        try:
-            with env.begin() as reading, copy.begin(write=True) as writing:
-                for name in TABLES:
-                    target = copy.open_db(name.encode(), txn=writing)
-                    for key, value in reading.cursor(self._handles[name]):
-                        writing.put(key, value, append=True, db=target)
-            copy.sync(True)
-        finally:
-            copy.close()
+        """Copy what is live, and put the copy in the file's place. The old file's bytes are the file system's now."""
+        with self._opened() as opened:
+            pass  # stays open: only this thread closes it
+        self._live.compact(opened.env, opened.handles)
 
     def num_bytes(self) -> int:
         try:
-            return (self._path / "data.mdb").stat().st_size
+            return (self._path / DATA_FILE).stat().st_size
         except FileNotFoundError:  # somebody removed it
             return 0
 
     def close(self) -> None:
-        with self._alone():
-            self._closed = True
-            if self._env is not None:
-                self._env.sync(True)
-            self._close_environment()
+        self._is_closed = True
+        self._live.close()
 
 
 class _MemoryTable:

@@ -1,4 +1,4 @@
-"""Sessions that survive: one thread commits what callers hand in, in groups, each group one synced transaction.
+"""Sessions that survive: what callers hand in is committed in groups, each group one synced transaction.
 
 What a transaction does is in `session_tables`, what is stored in `session_record`, where in `session_storage`. Knows no
 KV, no tier and no request. Nothing here calls back.
@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Generic, TypeVar
+from itertools import groupby
+from typing import Any, TypeVar
 
 import lmdb
 
 from kvstore.blocks.ids import BlockId
+from kvstore.disk.committer import Committer, Ticket
 from kvstore.disk.directory import StoreDirectory
-from kvstore.disk.env import LostFileError, open_environment
+from kvstore.disk.env import LostFileError, StoreEnvironment, open_environment
 from kvstore.errors import DegradedError, SessionDamagedError, StoreError, StoreLostError
 from kvstore.forks import leave_to_parent
 from kvstore.sessions import repair as session_repair
@@ -27,13 +29,7 @@ from kvstore.sessions.check import CheckReport, check
 from kvstore.sessions.marker import SessionMarker
 from kvstore.sessions.record import Message, SessionHead, SessionKey, SessionState, Tombstone, TurnRecord
 from kvstore.sessions.repair import AsideTurn, Repaired
-from kvstore.sessions.storage import (
-    FIRST_MAP_BYTES,
-    DiskTables,
-    Environment,
-    MemoryTables,
-    Storage,
-)
+from kvstore.sessions.storage import FIRST_MAP_BYTES, DiskTables, MemoryTables, Storage
 from kvstore.sessions.tables import View
 
 T = TypeVar("T")
@@ -41,39 +37,6 @@ MAX_QUEUE = 256  # tickets waiting for the next group
 ON_LOSS = ": no turn is kept; if it was removed, `kvstore compact` writes all of it again, before this process ends"
 MAX_RETRIES = 20  # of one group: each doubles the map
 IO_ERRORS = (lmdb.Error, OSError, MemoryError)
-
-
-class Ticket(Generic[T]):
-    """A change on its way to the disk."""
-
-    def __init__(self, work: Callable[[View], T] | None) -> None:
-        self.work = work  # None: compact, between two groups
-        self._done = threading.Event()
-        self._result: T | None = None
-        self._error: StoreError | None = None
-
-    @property
-    def done(self) -> bool:
-        return self._done.is_set()
-
-    def wait(self, timeout: float | None = None) -> T:
-        """Returns when it is durable. Raises StoreError when it was refused, DegradedError when the disk failed.
-
-        After a failure or a timeout (seconds) it is not known to be stored, and may be: load the session to find out.
-        """
-        if not self._done.wait(timeout):
-            raise StoreError(f"not durable after {timeout} s: the disk is slow; it may still become so")
-        if self._error is not None:
-            # Each wait raises its own: an exception that two threads raise at once grows one mixed traceback.
-            raise type(self._error)(str(self._error)) from self._error
-        return self._result  # type: ignore[return-value]
-
-    def finish(self, outcome: T | StoreError) -> None:
-        if isinstance(outcome, StoreError):
-            self._error = outcome
-        else:
-            self._result = outcome
-        self._done.set()
 
 
 class SessionStore:
@@ -89,7 +52,7 @@ class SessionStore:
 
     def __init__(
         self,
-        open_environment: Callable[[], Environment] | None,
+        open_environment: Callable[[], StoreEnvironment] | None,
         clock: Callable[[], float] = time.time,
         max_sessions: int | None = None,
     ) -> None:
@@ -101,17 +64,13 @@ class SessionStore:
         self._max_sessions = max_sessions
         self._recent: OrderedDict[SessionKey, None] = OrderedDict()  # only with max_sessions; the oldest use first
         self._recent_lock = threading.Lock()
-        self._changed = threading.Condition()
-        self._queue: deque[Ticket] = deque()
         self._marker: SessionMarker | None = None
         self._missing: str | None = None  # what the store held before
         self._closing = False
-        self._failure: str | None = None
         self._counts = dict.fromkeys(("commits", "committed", "refused", "failed", "grown", "dropped"), 0)
         self._damaged: frozenset[int] = frozenset()  # numbers of sessions that were met
         self._largest_group = 0
-        self._thread = threading.Thread(target=self._run, name="session-store", daemon=True)
-        self._thread.start()
+        self._committer = Committer("the session store", self._commit, MAX_QUEUE)
         leave_to_parent(self, "the session store")
 
     def create(
@@ -159,7 +118,7 @@ class SessionStore:
 
     def compact(self) -> None:
         """Rewrite the file without what was deleted. Returns when it is done; needs the file's size in free space."""
-        self._enqueue(Ticket[None](None)).wait()
+        self._submit(None).wait()
 
     def head(self, key: SessionKey) -> SessionHead | None:
         return self._read_of(key, lambda view: tables.read_head(view, key))
@@ -259,18 +218,17 @@ class SessionStore:
             return dict(zip(("sessions", "turns", "refs", "pending_deletions", "damaged"), num, strict=True))
 
         counts = self._read(count)
-        extra = {"bytes": self._storage.num_bytes(), "queued": len(self._queue), "largest_group": self._largest_group}
-        extra |= {"lost": int(self._storage.is_lost()), "missing": int(self._missing is not None)}
+        extra = {"bytes": self._storage.num_bytes(), "queued": self._committer.num_queued}
+        extra |= {"largest_group": self._largest_group, "lost": int(self._storage.is_lost())}
+        extra["missing"] = int(self._missing is not None)
         return counts | extra | self._counts
 
     def close(self) -> None:
         """Carry out what is queued, sync and close. Calling it again does nothing."""
-        with self._changed:
-            if self._closing:
-                return
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join()
+        if self._closing:
+            return
+        self._closing = True
+        self._committer.close()
         try:
             self._storage.close()
         except IO_ERRORS as error:
@@ -303,52 +261,17 @@ class SessionStore:
 
         return explaining
 
-    def _submit(self, work: Callable[[View], T]) -> Ticket[T]:
-        return self._enqueue(Ticket(work))
+    def _submit(self, work: Callable[[View], T] | None) -> Ticket[T]:
+        return self._committer.submit(work)
 
-    def _enqueue(self, ticket: Ticket[T]) -> Ticket[T]:
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._queue) < MAX_QUEUE or self._closing or self._failure)
-            if self._closing or self._failure:
-                raise StoreError(self._failure or "the session store is closed")
-            self._queue.append(ticket)
-            self._changed.notify_all()
-        return ticket
+    def _commit(self, group: Sequence[Ticket[Any]]) -> None:
+        """One transaction, but for a compaction, which stands alone between those before it and those behind."""
+        for _, part in groupby(group, key=lambda ticket: ticket if ticket.change is None else None):
+            some = list(part)
+            for ticket, outcome in zip(some, self._outcomes(some), strict=True):
+                ticket.finish(outcome)
 
-    def _run(self) -> None:
-        group: Sequence[Ticket] = []
-        try:
-            while group := self._next_group():
-                for ticket, outcome in zip(group, self._outcomes(group), strict=True):
-                    ticket.finish(outcome)
-        except BaseException as error:
-            # A bug: nobody may wait for ever, and nothing more is accepted. The thread's own report follows.
-            self._fail(group, f"the session store stopped after an internal error: {error!r}")
-            raise
-
-    def _fail(self, group: Sequence[Ticket], message: str) -> None:
-        with self._changed:
-            self._failure = message
-            waiting = [*group, *self._queue]
-            self._queue.clear()
-            self._changed.notify_all()
-        for ticket in waiting:
-            if not ticket.done:
-                ticket.finish(StoreError(message))
-
-    def _next_group(self) -> Sequence[Ticket]:
-        """All that wait, up to a compaction, which is a group of its own. Empty: closing, and nothing is left."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closing)
-            group: list[Ticket] = []
-            while self._queue and (self._queue[0].work is not None or not group):
-                group.append(self._queue.popleft())
-                if group[-1].work is None:
-                    break
-            self._changed.notify_all()
-        return group
-
-    def _outcomes(self, group: Sequence[Ticket]) -> Sequence[object]:
+    def _outcomes(self, group: Sequence[Ticket[Any]]) -> Sequence[object]:
         """What became of each ticket: its result, or a StoreError. All of it durable, or said not to be."""
         self._largest_group = max(self._largest_group, len(group))
         try:
@@ -370,10 +293,10 @@ class SessionStore:
             self._keep_within(self._max_sessions, outcomes)
         return outcomes
 
-    def _transact(self, group: Sequence[Ticket]) -> Sequence[object]:
+    def _transact(self, group: Sequence[Ticket[Any]]) -> Sequence[object]:
         for _ in range(MAX_RETRIES):
             try:
-                if group[0].work is None:
+                if group[0].change is None:
                     self._storage.compact()
                     return [None]
                 with self._storage.write() as view:
@@ -385,10 +308,9 @@ class SessionStore:
                 self._storage.reopen()
         raise DegradedError("its map is still full after it was doubled many times")
 
-    def _outcome(self, view: View, ticket: Ticket) -> object:
-        assert ticket.work is not None
+    def _outcome(self, view: View, ticket: Ticket[Any]) -> object:
         try:
-            return ticket.work(view)
+            return ticket.change(view)
         except StoreError as error:
             return error  # it has written nothing: the others of the group go on
 
@@ -425,7 +347,6 @@ def open_sessions(directory: StoreDirectory | None) -> SessionStore:
     if directory is None:
         return MemorySessionStore()
     path = directory.path / "sessions"
-
     sessions = SessionStore(
         lambda: open_environment(path, FIRST_MAP_BYTES, max_dbs=16, metasync=True, on_loss=ON_LOSS)
     )

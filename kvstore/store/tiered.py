@@ -22,6 +22,7 @@ from kvstore.config import CacheTiers
 from kvstore.disk import env as disk_env
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.io_queue import BATCH_BYTES, IoQueue
+from kvstore.disk.learned import read_learned, write_learned
 from kvstore.disk.records import label
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import DegradedError, StoreError
@@ -33,7 +34,6 @@ from kvstore.memory.streams import CudaStreams
 from kvstore.memory.tier import CpuTier
 from kvstore.memory.transfer import Transfer
 from kvstore.policy.conversation import Answer, Conversation, QueueKey
-from kvstore.policy.file import read_learned, write_learned
 from kvstore.policy.planner import Planner
 from kvstore.policy.steering import Steering
 from kvstore.stats import StoreStats
@@ -218,7 +218,7 @@ class TieredConnector:
         if self.directory is None:
             return
         if self._disk_tier is not None:
-            self._disk_tier.look()
+            self._disk_tier.file.look()
         if self._store.disk is not None and (loss := self.directory.loss()) is not None:
             self._store.disk.degraded = loss
         disk_env.tell_losses(self.directory.path)

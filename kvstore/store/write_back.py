@@ -11,11 +11,12 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import BlockRecord, Evict, Evicted, ReadResult
+from kvstore.disk.blocks_file import WATERMARK
 from kvstore.disk.format import WriteError
 from kvstore.disk.index import DiskIndex, IndexEntry
 from kvstore.disk.index_loader import IndexLoader
 from kvstore.disk.io_queue import BATCH_BYTES, IoQueue, ReadDone, Write, WriteDone
-from kvstore.disk.tier import WATERMARK, DiskTier
+from kvstore.disk.tier import DiskTier
 from kvstore.errors import StoreError
 from kvstore.memory.tier import CpuTier, SlotState
 from kvstore.policy.conversation import Conversation
@@ -138,11 +139,11 @@ class WriteBack:
 
     @property
     def capacity_bytes(self) -> int:
-        return self._disk.capacity_bytes
+        return self._disk.file.capacity_bytes
 
     def contains(self, block_id: BlockId) -> bool:
         """Whether the disk has this block; false for one that is being deleted."""
-        if block_id in self._deleting or self._disk.broken:
+        if block_id in self._deleting or self._disk.file.broken:
             return False
         if self._index is not None:
             return block_id in self._index
@@ -212,7 +213,7 @@ class WriteBack:
         if self._clock() < self._heal_at:
             return False
         try:
-            self._disk.quarantine()
+            self._disk.file.quarantine()
         except (StoreError, OSError) as error:
             self.degraded = str(error)
             self._heal_at = self._clock() + self._heal_s
@@ -258,7 +259,7 @@ class WriteBack:
     def pump(self) -> None:
         """Hand dirty slots to the writer, within its bounds, and make room for them. Called once per poll."""
         self._take_index()
-        if self._disk.broken and not self._quarantine():
+        if self._disk.file.broken and not self._quarantine():
             return
         if self._clock() < self._retry_at:
             return
@@ -385,14 +386,14 @@ class WriteBack:
 
     def _make_room(self, incoming_bytes: int) -> bool:
         """Evict, in the order of eviction, until so much more may be written; False when that must wait."""
-        excess = self._disk.excess_bytes(incoming_bytes) - sum(self._deleting.values())
+        excess = self._disk.file.excess_bytes(incoming_bytes) - sum(self._deleting.values())
         if excess <= 0:
             return True
         if self._index is None:
             return False
         victims = self._evict(self._index, excess)
         # Their pages can be used again after the next transactions; half of what is above the watermark is for that.
-        slack = (1 - WATERMARK) * self._disk.capacity_bytes / 2
+        slack = (1 - WATERMARK) * self._disk.file.capacity_bytes / 2
         return bool(victims) and (excess <= slack or not self._queued_bytes)
 
     def _evict(self, index: DiskIndex, num_bytes: int) -> list[IndexEntry]:
@@ -446,7 +447,7 @@ class WriteBack:
         """
         index = self._index
         if index is None:
-            raise StoreError(f"the index of {self._disk.path} is still being loaded; try again in a while")
+            raise StoreError(f"the index of {self._disk.file.path} is still being loaded; try again in a while")
         named = what.everything or what.block_ids is not None
         chosen = index.select(what) if named else index.select(what, self._is_pinned)
         entries = [index.get(block_id) for block_id in chosen]
@@ -463,7 +464,8 @@ class WriteBack:
 
     def cannot_delete(self, block_ids: Iterable[BlockId]) -> bool:
         """Whether the deletion of some of these has failed, and will not be tried again soon."""
-        return self.degraded is not None and (self._disk.broken or not self._undeleted.keys().isdisjoint(block_ids))
+        has_failed = self._disk.file.broken or not self._undeleted.keys().isdisjoint(block_ids)
+        return self.degraded is not None and has_failed
 
     def persist_touched(self) -> None:
         """Send times of last use along with the next transaction."""

@@ -9,9 +9,9 @@ import sys
 import threading
 from pathlib import Path
 
+from kvstore.disk.env import StoreEnvironment, open_environment
 from kvstore.errors import StoreError
 from kvstore.sessions.record import SessionKey, SessionState, TurnRecord
-from kvstore.sessions.storage import open_plain_environment
 from kvstore.sessions.store import SessionStore
 
 SESSIONS = ("red", "green", "blue")
@@ -57,8 +57,14 @@ class Clock:
         return self.now
 
 
-def disk_store(path: Path, clock=None, map_size=1 << 20) -> SessionStore:
-    return SessionStore(lambda: open_plain_environment(path / "sessions", map_size), clock or Clock())
+def open_file(directory: Path) -> StoreEnvironment:
+    """As small as it may be, so that it has to grow."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    return open_environment(directory, 1 << 20, max_dbs=16, metasync=True)
+
+
+def disk_store(path: Path, clock=None) -> SessionStore:
+    return SessionStore(lambda: open_file(path / "sessions"), clock or Clock())
 
 
 def talk(store: SessionStore, key: SessionKey, num_turns: int, **changes) -> list[TurnRecord]:
@@ -91,7 +97,7 @@ def content(state: SessionState | None) -> tuple:
 
 def commit_until_killed(directory: str, log: str) -> None:
     """A thread per session, so that groups form; a line of the log is synced after the turn is acknowledged."""
-    store = SessionStore(lambda: open_plain_environment(directory, map_size=1 << 17))
+    store = SessionStore(lambda: open_file(Path(directory)))
     number = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
     def talk(session_id: str) -> None:
@@ -110,7 +116,7 @@ def commit_until_killed(directory: str, log: str) -> None:
 
 def read_flipped(directory: str, expected: int) -> None:
     """Prints what became of each session; leaves with 3 when anything comes back that was never stored."""
-    store = SessionStore(lambda: open_plain_environment(directory))
+    store = SessionStore(lambda: open_file(Path(directory)))
     for session_id in SESSIONS:
         try:
             state = store.load(SessionKey(TENANT, session_id))

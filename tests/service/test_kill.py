@@ -7,14 +7,15 @@ is there whole or not at all; nothing is there twice. `--long` makes it many rou
 from __future__ import annotations
 
 import signal
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
-from kvstore.sessions.storage import open_plain_environment
-from kvstore.sessions.store import SessionStore
+from kvstore.disk.directory import StoreDirectory
+from kvstore.sessions.store import open_sessions
 from tests.support.service.clients import Clients
 from tests.support.service.server_process import ServerProcess, launch, launched, verify
 from tests.support.service.talking import LONG, Stream, chat
@@ -135,9 +136,6 @@ def test_a_server_that_is_ended_says_so_to_its_streams(store, engine_process):
 
 def stored_turns(store: Path) -> dict[str, list[str]]:
     """What was said and answered in each session, from a store without owner."""
-    sessions = SessionStore(lambda: open_plain_environment(store / "sessions"))
-    try:
+    with StoreDirectory.open(store) as directory, closing(open_sessions(directory)) as sessions:
         keys = [head.key for head in sessions.list("")]
         return {key.session_id: [message["content"] for message in sessions.load(key).messages] for key in keys}
-    finally:
-        sessions.close()

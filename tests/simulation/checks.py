@@ -130,7 +130,7 @@ def check_closed(sim: Simulation) -> None:
     """Invariant 8: what CPU and disk hold together is closed under parents."""
     disk = sim.store.disk
     if disk is not None:
-        if disk._index is None or disk._disk.broken:  # what hangs below lost blocks is not known
+        if disk._index is None or disk._disk.file.broken:  # what hangs below lost blocks is not known
             return
         disk._index.check_integrity()
     stored = on_disk(sim)
@@ -208,7 +208,7 @@ def check_counters(sim: Simulation) -> None:
 def check_disk(sim: Simulation) -> None:
     """The index is what is on disk, and what the tier counts as written is or was there."""
     disk = sim.store.disk
-    if disk is None or disk._index is None or disk.degraded is not None or disk._disk.broken:
+    if disk is None or disk._index is None or disk.degraded is not None or disk._disk.file.broken:
         return
     values = sim.platter.values
     assert disk._index._entries.keys() == values.keys(), "the index and the disk disagree"
@@ -227,7 +227,7 @@ def check_forgotten(sim: Simulation) -> None:
     if not sim.forgotten:
         return
     disk = sim.store.disk
-    if disk is not None and (disk.degraded is not None or disk._disk.broken):
+    if disk is not None and (disk.degraded is not None or disk._disk.file.broken):
         return
     contents = {sim.book.blocks[block_id] for block_id in sim.forgotten}
     contents = {content for content in contents if sim.book.num_names[content] == 1}

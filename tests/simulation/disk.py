@@ -13,10 +13,11 @@ from functools import partial
 
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import BlockRecord, ReadResult, TransferPlan, Transferred
+from kvstore.disk.blocks_file import WATERMARK
 from kvstore.disk.format import WriteError
 from kvstore.disk.index import IndexEntry
 from kvstore.disk.io_queue import NUM_READERS, WAKE_EVERY, IoQueue, Rank, Read, ReadDone, Task, TaskDone, WriteDone
-from kvstore.disk.tier import WATERMARK, WriteOutcome
+from kvstore.disk.tier import WriteOutcome
 from kvstore.errors import StoreError
 from kvstore.memory.tier import CpuTier, SlotState
 from tests.simulation.parts import GARBAGE, START_S, TOKEN_BYTES, Arena, Book, Clock, WatchedPool
@@ -78,7 +79,7 @@ class Platter:
 
 
 class Disk:
-    """A `DiskTier` without a file. Freed pages can be used again two transactions later, as in LMDB."""
+    """A `DiskTier` and its file, without a file. Freed pages can be used again two transactions later, as in LMDB."""
 
     path = "the virtual disk"
 
@@ -86,7 +87,7 @@ class Disk:
         self, platter: Platter, capacity_bytes: int, book: Book, clock: Clock, faults: Faults, rng: random.Random,
         weather: Weather, counts: Counter[str],
     ) -> None:  # fmt: skip
-        self.platter, self.capacity_bytes, self.broken = platter, capacity_bytes, False
+        self.file, self.platter, self.capacity_bytes, self.broken = self, platter, capacity_bytes, False
         self.book, self.clock, self.faults, self.rng, self.counts = book, clock, faults, rng, counts
         self.weather = weather
         self._freed: deque[int] = deque([0, 0], maxlen=2)

@@ -8,6 +8,7 @@ import pytest
 
 from kvstore import SamplingParams, errors
 from kvstore.blocks.ids import Lineage
+from kvstore.disk.committer import Ticket
 from kvstore.engine.process.calls import carry_out
 from kvstore.engine.process.wire import (
     Params,
@@ -24,7 +25,6 @@ from kvstore.engine.process.wire import (
 from kvstore.engine.process.wire_calls import SIGNATURES, Call, raw
 from kvstore.errors import ContextLengthError, KVStoreError, RequestError, SessionBusyError, StoreLockedError
 from kvstore.sessions.record import SessionHead, SessionKey, SessionState, TurnRecord
-from kvstore.sessions.store import Ticket
 
 CLASSES = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, KVStoreError)]
 

@@ -8,7 +8,6 @@ import stat
 import struct
 import subprocess
 import sys
-import threading
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from kvstore.disk import directory as disk_open
 from kvstore.disk import env as disk_env
 from kvstore.disk import walk as disk_walk
 from kvstore.disk.directory import StoreDirectory, file_system_type, read_lock_info
-from kvstore.disk.env import Gate, open_environment
+from kvstore.disk.env import open_environment
 from kvstore.errors import StoreError, StoreLockedError
 
 ROOT = Path(__file__).parents[3]
@@ -469,26 +468,6 @@ def test_a_verifier_that_is_ended_from_outside_says_nothing_about_the_file(tmp_p
     environment = open_environment(path, MAP_BYTES)
     assert content(environment) == values
     environment.close()
-
-
-def test_the_gate_lets_many_in_or_one_alone():
-    gate, inside, together = Gate(), [False] * 4, []
-
-    def enter(number: int) -> None:
-        for _ in range(300):
-            with gate.alone() if number == 0 else gate:
-                inside[number] = True
-                if number == 0 or inside[0]:
-                    together.append(sum(inside))
-                inside[number] = False
-
-    threads = [threading.Thread(target=enter, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    assert together == [1] * 300
 
 
 def test_a_check_that_gets_no_time_is_no_damage(tmp_path, monkeypatch):

@@ -37,7 +37,7 @@ def store(tmp_path):
 def test_verify_finds_and_deletes_what_is_bad(store):
     tier = store.open()
     write(tier, range(40))
-    with tier.tables() as tables, tables.env.begin(write=True) as txn:
+    with tier.file as tables, tables.env.begin(write=True) as txn:
         value = bytearray(txn.get(record(3).block_id, db=tables.values))
         value[-1] ^= 1
         txn.put(record(3).block_id, bytes(value), db=tables.values)
@@ -48,10 +48,10 @@ def test_verify_finds_and_deletes_what_is_bad(store):
     assert read(tier, 3) is ReadResult.CORRUPT and read(tier, 4) is ReadResult.MISMATCH
     seen: list[int] = []
     report = tier.verify(progress=seen.append)
-    assert (report.num_ok, report.num_corrupt, report.num_orphans, report.num_deleted) == (35, 3, 2, 0)
+    assert (report.num_ok, report.num_corrupt, report.num_orphans) == (35, 3, 2)
     assert set(report.bad_ids) == {record(i).block_id for i in (3, 4, 6, 7, 8)}
     assert seen and seen == sorted(seen) and report.as_dict()["bad_ids"][0] in {i.hex() for i in report.bad_ids}
-    assert tier.verify(delete=True).num_deleted == 5
+    assert tier.write((), report.bad_ids).error is None
     again = tier.verify()
     assert (again.num_ok, again.bad_ids, again.is_complete) == (35, (), True)
 
@@ -72,9 +72,9 @@ def test_flipped_bits_in_the_file(store, seed):
     data_file.write_bytes(data)
     tier = store.open()
     there = {i for i in range(70) if read(tier, i) is ReadResult.OK}
-    assert there <= expected and (there or tier.was_reset)
+    assert there <= expected and (there or tier.file.was_reset)
     DiskIndex.build(tier.scan()).check_integrity()
-    tier.verify(delete=True)
+    tier.write((), tier.verify().bad_ids)
     assert tier.verify().bad_ids == ()
     write(tier, range(100, 140))
     assert {i for i in range(100, 140) if read(tier, i) is ReadResult.OK} == set(range(100, 140))
@@ -83,12 +83,12 @@ def test_flipped_bits_in_the_file(store, seed):
 def test_another_format_is_set_aside(store):
     tier = store.open()
     write(tier, range(5))
-    with tier.tables() as tables, tables.env.begin(write=True) as txn:
+    with tier.file as tables, tables.env.begin(write=True) as txn:
         txn.put(disk_format.FORMAT_KEY, b"kvstore blocks 99", db=tables.meta)
     store.close()
     with pytest.warns(RuntimeWarning, match="blocks 99"):
         tier = store.open()
-    assert tier.was_reset and present(tier, range(5)) == []
+    assert tier.file.was_reset and present(tier, range(5)) == []
     write(tier, range(5))
 
 
@@ -98,11 +98,11 @@ def test_structural_damage_while_serving(store, error):
     write(tier, range(5))
     with faults(tier, 1, error("x")):
         assert read(tier, 1) is ReadResult.FAILED
-    assert tier.broken and read(tier, 1) is ReadResult.FAILED
+    assert tier.file.broken and read(tier, 1) is ReadResult.FAILED
     assert tier.write([put(9)]).error is WriteError.BROKEN and not tier.verify().is_complete
     with pytest.warns(RuntimeWarning, match="moved to quarantine"):
-        tier.quarantine()
-    assert not tier.broken and present(tier, range(10)) == []
+        tier.file.quarantine()
+    assert not tier.file.broken and present(tier, range(10)) == []
     write(tier, range(5))
     assert (
         present(tier, range(10)) == list(range(5)) and len(list(store.path.glob("quarantine-*/blocks/data.mdb"))) == 1
@@ -117,7 +117,7 @@ def test_panic_reopens_and_loses_nothing(store):
     assert present(tier, range(10)) == list(range(5))
     with faults(tier, 1, lmdb.PanicError("x")):
         assert read(tier, 3) is ReadResult.FAILED
-    assert present(tier, range(10)) == list(range(5)) and not tier.broken
+    assert present(tier, range(10)) == list(range(5)) and not tier.file.broken
 
 
 @pytest.mark.filterwarnings("ignore:blocks of the store is damaged")
@@ -127,9 +127,9 @@ def test_a_panic_that_turns_out_to_be_damage(store):
     with faults(tier, 1, lmdb.PanicError("x")):
         (store.path / "blocks" / "data.mdb").write_bytes(b"rubbish" * 10_000)
         assert tier.write([put(9)]).error is WriteError.IO
-    assert tier.broken and tier.was_reset  # the owner has to forget what it knew
-    tier.quarantine()
-    assert not tier.broken and present(tier, range(10)) == []
+    assert tier.file.broken and tier.file.was_reset  # the owner has to forget what it knew
+    tier.file.quarantine()
+    assert not tier.file.broken and present(tier, range(10)) == []
     write(tier, range(5))
     assert len(list(store.path.glob("quarantine-*"))) == 1
 
@@ -186,7 +186,7 @@ def test_the_nth_operation_of_everything_else_fails(store, name):
             with faults(tier, nth, FAULTS[name][0]()) as fault:
                 call()
             fired = fault.fired
-            assert nth < 300 and not tier.broken
+            assert nth < 300 and not tier.file.broken
     assert present(tier, range(12)) == list(range(10))
 
 
@@ -234,7 +234,6 @@ FULL_DISK = """
 import sys
 sys.path.insert(0, "tests")
 from tests.children.disk_child import *
-from kvstore.disk import tier as disk_tier
 from kvstore.disk.index import DiskIndex
 from kvstore.blocks.records import ReadResult
 
@@ -247,12 +246,12 @@ def right(tier, number):
 directory = StoreDirectory.open(sys.argv[1] + "/store")
 tier, index = DiskTier(directory, 64 * MIB, codec="raw"), DiskIndex()
 for first in range(0, 6400, 32):  # twice what fits, with eviction as the owner does it
-    gone = [entry.block_id for entry in index.take_victims(tier.excess_bytes(32 * 8192))]
+    gone = [entry.block_id for entry in index.take_victims(tier.file.excess_bytes(32 * 8192))]
     assert tier.write([put(i) for i in range(first, first + 32)], gone).error is None, first
     for i in range(first, first + 32):
         index.add(tier.entry(record(i).block_id))
 assert 1500 < sum(right(tier, i) for i in range(6400)) == index.num_blocks
-tier._has_space = lambda tables, incoming_bytes: True  # somebody else was faster
+tier.file.has_space = lambda tables, incoming_bytes: True  # somebody else was faster
 number, errors = 10_000, set()
 while number < 14_000:
     errors.add(str(tier.write([put(i) for i in range(number, number + 32)]).error))
@@ -264,7 +263,7 @@ assert outcomes <= {"None", "no space"}, outcomes
 there = [i for i in range(number) if right(tier, i)]
 tier.close()
 tier = DiskTier(directory, 64 * MIB)
-assert not tier.was_reset and tier.verify().bad_ids == ()
+assert not tier.file.was_reset and tier.verify().bad_ids == ()
 assert [i for i in range(number) if right(tier, i)] == there and len(there) > 1500
 print("survived")
 """

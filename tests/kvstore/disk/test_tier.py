@@ -8,10 +8,11 @@ import threading
 import pytest
 
 from kvstore.blocks.records import ReadResult
+from kvstore.disk import blocks_file, live
 from kvstore.disk import format as disk_format
-from kvstore.disk import upkeep as disk_upkeep
 from kvstore.disk.format import WriteError
 from kvstore.disk.index import DiskIndex
+from kvstore.disk.verify import VerifyReport
 from kvstore.errors import DegradedError, StoreError
 from tests.children.disk_child import CHAIN, MIB, PAYLOAD_BYTES, payload, put, record
 from tests.support.store.disk_store import CAPACITY, Store, present, read, write
@@ -33,8 +34,8 @@ def test_blocks_come_back_also_after_a_restart(store, codec):
     assert tier.stats()["blocks"] == 100
     store.close()
     tier = store.open(codec="raw")
-    assert present(tier, range(110)) == list(range(100)) and not tier.was_reset
-    assert tier.verify() == disk_upkeep.VerifyReport(num_ok=100, num_heads=13)
+    assert present(tier, range(110)) == list(range(100)) and not tier.file.was_reset
+    assert tier.verify() == VerifyReport(num_ok=100, num_heads=13)
 
 
 def test_deletes_replacements_and_times_of_use(store):
@@ -125,7 +126,7 @@ def test_a_fork_may_not_touch_it(store):
     pid = os.fork()
     if pid == 0:
         messages = []
-        for call in (lambda: read(tier, 1), lambda: tier.write(()), tier.stats, tier.close, tier.quarantine,
+        for call in (lambda: read(tier, 1), lambda: tier.write(()), tier.stats, tier.close, tier.verify,
                      lambda: list(tier.scan()), lambda: tier.contains(b"x" * 32)):  # fmt: skip
             try:
                 call()
@@ -144,14 +145,14 @@ def test_a_fork_may_not_touch_it(store):
 # -- space -----------------------------------------------------------------------------------------------------------
 def test_used_bytes_follow_what_is_stored(store):
     tier = store.open()
-    empty = tier.used_bytes()
+    empty = tier.file.used_bytes
     write(tier, range(200))
-    full = tier.used_bytes()
+    full = tier.file.used_bytes
     assert 200 * PAYLOAD_BYTES < full - empty < 2 * 200 * PAYLOAD_BYTES
-    assert tier.excess_bytes() == full - int(0.85 * CAPACITY)
-    assert tier.excess_bytes(CAPACITY) == full + CAPACITY - int(0.85 * CAPACITY)
+    assert tier.file.excess_bytes() == full - int(0.85 * CAPACITY)
+    assert tier.file.excess_bytes(CAPACITY) == full + CAPACITY - int(0.85 * CAPACITY)
     write(tier, [], deletes=range(200))
-    assert tier.used_bytes() < empty + full // 10
+    assert tier.file.used_bytes < empty + full // 10
     assert tier.stats()["file_bytes"] > full // 2
 
 
@@ -161,7 +162,7 @@ def test_eviction_at_the_watermark_never_fills_the_map(store):
     index = DiskIndex.build(tier.scan())
     for first in range(0, 2400, 16):
         numbers = range(first, first + 16)
-        gone = [entry.block_id for entry in index.take_victims(tier.excess_bytes(16 * (PAYLOAD_BYTES + 4096)))]
+        gone = [entry.block_id for entry in index.take_victims(tier.file.excess_bytes(16 * (PAYLOAD_BYTES + 4096)))]
         outcome = tier.write([put(i) for i in numbers], gone)
         assert outcome.error is None
         for i in numbers:
@@ -210,7 +211,7 @@ def test_a_reserve_of_the_file_system_is_kept(store, monkeypatch):
     write(tier, [], deletes=range(50))  # this is not kept from anybody
     write(tier, [])
     write(tier, range(500, 510))  # fits into the file as it is
-    assert tier.excess_bytes() < CAPACITY - tier.used_bytes(), "there is less to use than the capacity"
+    assert tier.file.excess_bytes() < CAPACITY - tier.file.used_bytes, "there is less to use than the capacity"
     monkeypatch.undo()
     write(tier, range(200, 400))
 
@@ -241,14 +242,14 @@ def test_compact_that_fails_changes_nothing(store, monkeypatch):
         tier.compact()
     monkeypatch.undo()
 
-    def fail(tables, place):
+    def fail(*arguments):
         raise OSError(errno.EIO, "no")
 
-    monkeypatch.setattr(disk_upkeep, "_copy", fail)
+    monkeypatch.setattr(live, "_copy_records", fail)
     with pytest.raises(StoreError, match="it is as it was"):
         tier.compact()
     monkeypatch.undo()
-    monkeypatch.setattr(disk_upkeep, "_copy", lambda tables, place: None)  # nothing to swap in
+    monkeypatch.setattr(live, "_copy_records", lambda *arguments: None)  # nothing to swap in
     with pytest.raises(StoreError, match="it is as it was"):
         tier.compact()
     assert present(tier, range(50)) == list(range(50))
@@ -263,7 +264,7 @@ def test_a_lower_capacity_evicts_the_oldest_and_shrinks_the_file(store):
     store.close()
     tier = store.open(capacity=4 * MIB)
     data_file = store.path / "blocks" / "data.mdb"
-    assert data_file.stat().st_size <= 4 * MIB and tier.excess_bytes() <= 0
+    assert data_file.stat().st_size <= 4 * MIB and tier.file.excess_bytes() <= 0
     there = present(tier, range(1600))
     assert there[0] >= 1600 - 5 * 80 and set(range(1600 - 4 * 80, 1600)) <= set(there), "the oldest went"
     assert all(i - 1 in there for i in there if i % CHAIN)
@@ -276,10 +277,10 @@ def test_a_lower_capacity_without_room_to_compact_warns_and_serves(store, monkey
     tier = store.open()
     write(tier, range(1000))
     store.close()
-    monkeypatch.setattr(disk_upkeep, "COPY_MARGIN_BYTES", 1 << 60)
+    monkeypatch.setattr(blocks_file, "COPY_MARGIN_BYTES", 1 << 60)
     with pytest.warns(RuntimeWarning, match="takes more than its 4.0 MiB"):
         tier = store.open(capacity=4 * MIB)
-    assert tier.excess_bytes() <= 0 and len(present(tier, range(1000))) > 100
+    assert tier.file.excess_bytes() <= 0 and len(present(tier, range(1000))) > 100
 
 
 @pytest.mark.parametrize("when", [float("nan"), float("inf")])

@@ -184,8 +184,7 @@ def test_a_damaged_record_is_a_miss(directory):
     for number in range(3):
         store.put([key(number)], ids_of(number), owner_tag("t", "s"))
     store.flush()
-    tables = store._tables
-    with tables.env.begin(write=True) as txn:
+    with store._live as tables, tables.env.begin(write=True) as txn:
         value = bytearray(txn.get(key(1)[-8:], db=tables._answers))
         value[-1] ^= 1
         txn.put(key(1)[-8:], bytes(value), db=tables._answers)
@@ -193,7 +192,7 @@ def test_a_damaged_record_is_a_miss(directory):
     assert store.stats()["damaged"] == 1 and store.stats()["failed"] == 0
     store.put([key(5)], ids_of(5), b"")
     assert store.forget_owner(owner_tag("t", "s")) and store.stats()["answers"] == 1
-    with tables.env.begin() as txn:  # nothing is left of whose they were
+    with store._live as tables, tables.env.begin() as txn:  # nothing is left of whose they were
         assert txn.stat(tables._owned)["entries"] == 0
     store.close()
 
@@ -219,7 +218,7 @@ def test_a_disk_that_fails_costs_no_request_anything(directory, monkeypatch):
     store.put([key(3)], ids_of(3))
     store.flush()
     assert store.find([[key(1)], [key(2)], [key(3)]]) == [None, ids_of(2), ids_of(3)]
-    assert store._failed == []  # the deletion was made up for
+    assert store._forgotten == []  # the deletion was made up for
     store.close()
 
 

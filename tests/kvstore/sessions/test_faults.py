@@ -18,9 +18,18 @@ from kvstore.errors import DegradedError, StoreError
 from kvstore.sessions import record as session_record
 from kvstore.sessions import tables as session_tables
 from kvstore.sessions.record import SessionKey
-from kvstore.sessions.storage import open_plain_environment
 from kvstore.sessions.store import SessionStore
-from tests.children.session_child import SESSIONS, TENANT, Clock, content, disk_store, expected, make_turn, talk
+from tests.children.session_child import (
+    SESSIONS,
+    TENANT,
+    Clock,
+    content,
+    disk_store,
+    expected,
+    make_turn,
+    open_file,
+    talk,
+)
 
 CHILD = Path(__file__).parents[2] / "children/session_child.py"
 SYSTEM = [{"role": "system", "content": "be brief"}]
@@ -33,9 +42,9 @@ class Faulty:
     def __init__(self, env, plan) -> None:
         self._env, self._plan = env, plan
 
-    def begin(self, write=False):
+    def begin(self, write=False, buffers=False):
         self._plan.step(write)
-        return FaultyTxn(self._env.begin(write=write), self._plan, write)
+        return FaultyTxn(self._env.begin(write=write, buffers=buffers), self._plan, write)
 
     def set_mapsize(self, size):
         self._plan.step(True)
@@ -93,7 +102,7 @@ class Plan:
 
 
 def faulty_store(path: Path, plan: Plan) -> SessionStore:
-    return SessionStore(lambda: Faulty(open_plain_environment(path / "sessions", 1 << 20), plan), Clock())
+    return SessionStore(lambda: Faulty(open_file(path / "sessions"), plan), Clock())
 
 
 def test_what_waits_is_committed_in_one_transaction(tmp_path):
@@ -196,15 +205,15 @@ def test_a_fault_at_any_operation_loses_nothing_acknowledged(tmp_path, fault, ti
 
 
 def test_the_map_grows_when_it_is_full(tmp_path):
-    store = disk_store(tmp_path, map_size=1 << 17)
+    store = disk_store(tmp_path)
     turns = []
     for number in range(1, 40):
         turns.append(make_turn("red", number, messages=[{"role": "user", "content": f"{number}" * 40_000}]))
         store.commit_turn(KEY, turns[-1]).wait()
-    assert store.stats()["grown"] >= 4
+    assert store.stats()["grown"] >= 2
     assert content(store.load(KEY)) == expected(turns)
     store.close()
-    store = disk_store(tmp_path, map_size=1 << 17)
+    store = disk_store(tmp_path)
     assert content(store.load(KEY)) == expected(turns)
     talk(store, KEY, 41)
     store.close()
@@ -259,7 +268,7 @@ def test_a_compaction_that_fails_changes_nothing(tmp_path, monkeypatch, step):
             raise lmdb.DiskError("mdb_env_open")
         if step == "refused" and len(opened) == 2:
             raise StoreError("another process took it")
-        return Faulty(open_plain_environment(tmp_path / "sessions"), plan)
+        return Faulty(open_file(tmp_path / "sessions"), plan)
 
     store = SessionStore(open_it, Clock())
     turns = talk(store, KEY, 3)
@@ -269,9 +278,9 @@ def test_a_compaction_that_fails_changes_nothing(tmp_path, monkeypatch, step):
 
     with monkeypatch.context() as patched:
         if step == "copy":
-            patched.setattr("kvstore.sessions.storage.lmdb.open", fail)
+            patched.setattr("kvstore.disk.live.lmdb.open", fail)
         elif step not in ("open", "refused"):
-            patched.setattr(f"kvstore.sessions.storage.os.{step}", fail)
+            patched.setattr(f"kvstore.disk.live.os.{step}", fail)
         with pytest.raises(DegradedError):
             store.compact()
         assert content(store.load(KEY)) == expected(turns)
@@ -298,15 +307,6 @@ def test_deletions_are_resumed_and_files_are_private(tmp_path):
     modes = {path.name: path.stat().st_mode & 0o777 for path in paths}
     assert modes == {"sessions": 0o700, "data.mdb": 0o600, "lock.mdb": 0o600}
     store.close()
-
-
-def test_the_plain_environment_syncs_everything(tmp_path):
-    env = open_plain_environment(tmp_path / "a" / "sessions")
-    flags = env.flags()
-    assert (flags["sync"], flags["metasync"], flags["writemap"], flags["map_async"]) == (True, True, False, False)
-    with pytest.raises(StoreError, match="cannot be opened"):
-        SessionStore(lambda: open_plain_environment(tmp_path / "a" / "sessions"))
-    env.close()
 
 
 def test_compaction_leaves_no_deleted_text_and_all_else(tmp_path):

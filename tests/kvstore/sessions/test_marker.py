@@ -8,10 +8,10 @@ import lmdb
 import pytest
 
 from kvstore.admin.offline import OfflineStore
+from kvstore.disk import live
 from kvstore.disk.directory import StoreDirectory
 from kvstore.service.command.cli import main
 from kvstore.sessions.record import SessionKey
-from kvstore.sessions.storage import DiskTables
 from kvstore.sessions.store import open_sessions
 from kvstore.sessions.tables import COUNTERS
 from tests.children.session_child import TENANT, make_turn, talk
@@ -86,17 +86,17 @@ def test_a_damaged_name_is_no_loss(store):
 
 def test_a_loss_that_is_accepted_beside_a_compaction_stays_accepted(store, monkeypatch):
     (store / "sessions" / "data.mdb").unlink()
-    copy = DiskTables._copy_to
+    copy = live._copy_records
 
     def accept_meanwhile(sessions) -> None:
         thread = threading.Thread(target=sessions.accept_loss)
 
-        def copy_and_wait(tables, path) -> None:
-            copy(tables, path)
+        def copy_and_wait(*arguments) -> None:
+            copy(*arguments)
             thread.start()
             thread.join(0.5)
 
-        monkeypatch.setattr(DiskTables, "_copy_to", copy_and_wait)
+        monkeypatch.setattr(live, "_copy_records", copy_and_wait)
         sessions.compact()
         thread.join()
 

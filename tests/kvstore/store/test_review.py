@@ -177,13 +177,13 @@ def test_a_damaged_file_that_cannot_be_put_aside_is_tried_again_later(engine, mo
 
     with monkeypatch.context() as patch:
         patch.setattr("kvstore.disk.check.quarantine", refuse)
-        disk.broken = True
+        disk.file.broken = True
         wait_until(lambda: len(tries) == 2)
-        assert tries[1] - tries[0] > 0.4 and disk.broken and "put aside" in engine.stats()["disk"]["degraded"]
+        assert tries[1] - tries[0] > 0.4 and disk.file.broken and "put aside" in engine.stats()["disk"]["degraded"]
         assert counters(engine)["housekeeping_errors"] == 0 and engine.connector._housekeeper.is_alive()
         engine.loop.pool.evict_all()
         assert ask(engine, tokens(5, 100)).token_ids == expected
-    wait_until(lambda: not disk.broken)
+    wait_until(lambda: not disk.file.broken)
     settle(engine)
     assert engine.stats()["disk"]["blocks"] == BLOCKS == check_closed(engine, [parent_of_chain(engine)])
 
@@ -334,8 +334,8 @@ def test_an_index_that_cannot_be_loaded_is_empty_and_counted(model, stored, monk
 def test_an_index_of_a_file_that_was_put_aside_is_dropped(model, stored, monkeypatch):
     go = slow_scan(monkeypatch)
     with open_engine(model, stored[0]) as engine:
-        engine.connector._disk_tier.broken = True
-        wait_until(lambda: not engine.connector._disk_tier.broken)
+        engine.connector._disk_tier.file.broken = True
+        wait_until(lambda: not engine.connector._disk_tier.file.broken)
         go.set()
         settle(engine)
         time.sleep(0.5)

@@ -1,5 +1,6 @@
 """A disk tier to be opened again and again, reads that check what they get, and operations that fail on demand."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import lmdb
@@ -20,12 +21,10 @@ class Store:
         self.opened: list[tuple[StoreDirectory, DiskTier]] = []
 
     def open(self, capacity: int = CAPACITY, codec: str = "raw", clock=lambda: 5.0) -> DiskTier:
-        directory = StoreDirectory.open(self.path)
-        try:
+        with ExitStack() as undo:
+            directory = undo.enter_context(StoreDirectory.open(self.path))
             tier = DiskTier(directory, capacity, codec, clock=clock)
-        except BaseException:
-            directory.close()
-            raise
+            undo.pop_all()
         self.opened.append((directory, tier))
         return tier
 
@@ -99,7 +98,8 @@ class faults:
         return FaultyTransaction(self.original(write=write, buffers=buffers), self.step)
 
     def __enter__(self):
-        self.env = self.tier._tables.env
+        with self.tier.file as tables:
+            self.env = tables.env
         self.original = self.env.begin
         self.env.begin = self.begin
         return self

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from pathlib import Path
+
+from kvstore.disk.check import write_durably
 
 FILE_NAME = "policy.json"
 MAX_BYTES = 16 << 20
@@ -25,17 +25,5 @@ def read_learned(directory: Path) -> object:
 
 
 def write_learned(directory: Path, learned: object) -> None:
-    """Instead of what was there, all or nothing; only the owner may read it. Raises OSError."""
-    path, temporary = directory / FILE_NAME, directory / f"{FILE_NAME}.new"
-    text = json.dumps(learned)
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    """Instead of what was there. Raises OSError."""
+    write_durably(directory / FILE_NAME, json.dumps(learned).encode())

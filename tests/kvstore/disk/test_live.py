@@ -1,0 +1,90 @@
+"""Tests of kvstore.disk.live: many inside or one alone; what compaction costs is tested where tables are known."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from kvstore.disk import live
+from kvstore.disk.live import LiveTables
+
+
+class Opened:
+    """How often tables were opened and closed; never twice at a time."""
+
+    def __init__(self) -> None:
+        self.num_opened = self.num_closed = 0
+
+    def __call__(self):
+        assert self.num_opened == self.num_closed
+        self.num_opened += 1
+        return SimpleNamespace(env=self)
+
+    def close(self, clean: bool) -> None:
+        self.num_closed += 1
+
+
+def test_many_are_inside_or_one_is_alone():
+    opened = Opened()
+    tables, inside, together = LiveTables(opened), [False] * 4, []
+
+    def enter(number: int) -> None:
+        for _ in range(300):
+            with tables.alone() if number == 0 else tables:
+                inside[number] = True
+                if number == 0 or inside[0]:
+                    together.append(sum(inside))
+                if number == 0:
+                    tables.shut()
+                    tables.open()
+                inside[number] = False
+
+    threads = [threading.Thread(target=enter, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert together == [1] * 300 and opened.num_opened == 301
+
+
+def test_no_more_are_inside_than_lmdb_has_places_for(monkeypatch):
+    monkeypatch.setattr(live, "MAX_INSIDE", 2)
+    tables, inside, most = LiveTables(Opened()), [], []
+
+    def enter(number: int) -> None:
+        for _ in range(100):
+            with tables:
+                inside.append(number)
+                most.append(len(inside))
+                inside.remove(number)
+
+    threads = [threading.Thread(target=enter, args=(i,)) for i in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert max(most) <= 2
+
+
+def test_what_cannot_be_opened_again_is_none_until_it_can():
+    opened = Opened()
+    tables = LiveTables(opened)
+    with tables as found:
+        assert found is not None
+    with pytest.raises(AssertionError), tables.alone():
+        tables.shut()
+        opened.num_opened += 1
+        tables.open()
+    with tables as found:
+        assert found is None
+    opened.num_opened -= 1
+    with tables.alone():
+        tables.open()
+        tables.open()
+    with tables as found:
+        assert found is not None
+    tables.close()
+    with tables as found:
+        assert found is None
