@@ -147,7 +147,6 @@ MET_TWICE = {  # names of classes
     "Prefix",
     "Queue",
     "Record",
-    "Setting",
     "Turn",
     "Waiting",
     "_Load",

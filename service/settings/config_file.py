@@ -17,7 +17,7 @@ from kvstore.service.settings.options import (
     DEFAULT,
     Command,
     Option,
-    Setting,
+    OptionValue,
     key_of,
     parse_arguments,
     suggestion,
@@ -50,7 +50,7 @@ class ConfigFile:
 class Told:
     """What a command was told. settings: by the flags' keys; arguments: what stood beside flags."""
 
-    settings: dict[str, Setting]
+    settings: dict[str, OptionValue]
     arguments: tuple[str, ...] = ()
 
     @property
@@ -71,7 +71,7 @@ def told(command: Command, argv: list[str], environment: Mapping[str, str]) -> T
 
 def effective(
     command: str, options: Iterable[Option], given: Mapping[str, Any], environment: Mapping[str, str]
-) -> dict[str, Setting]:
+) -> dict[str, OptionValue]:
     """The setting of each option by its key: flag, else environment, else file, else default."""
     config = _config_file(given.get(CONFIG.key), environment)
     return {option.key: _setting(command, option, given.get(option.key), environment, config) for option in options}
@@ -79,18 +79,18 @@ def effective(
 
 def _setting(
     command: str, option: Option, text: str | None, environment: Mapping[str, str], config: ConfigFile | None
-) -> Setting:
+) -> OptionValue:
     if text is not None:
-        return Setting(option, option.parse(option.flag, text), text, f"flag {option.flag}")
+        return OptionValue(option, option.parse(option.flag, text), text, f"flag {option.flag}")
     if option.mirrored:
         for variable in map(variable_of, (option.flag, *option.aliases)):
             if text := environment.get(variable):
-                return Setting(option, option.parse(variable, text), text, f"environment {variable}")
+                return OptionValue(option, option.parse(variable, text), text, f"environment {variable}")
         found = None if config is None else config.lookup(command, option)
         if found is not None:
             where, written = found
-            return Setting(option, _parse(option, where, written), written, f"file {where.partition(' in ')[2]}")
-    return Setting(option, option.default, option.default, DEFAULT)
+            return OptionValue(option, _parse(option, where, written), written, f"file {where.partition(' in ')[2]}")
+    return OptionValue(option, option.default, option.default, DEFAULT)
 
 
 def _parse(option: Option, where: str, written: object) -> object:
@@ -174,7 +174,7 @@ def known_keys() -> dict[str, set[str]]:
 
 
 # -- printing --------------------------------------------------------------------------------------------------------
-def as_toml(settings: Iterable[Setting]) -> str:
+def as_toml(settings: Iterable[OptionValue]) -> str:
     """A file that says the same, each line with where its value comes from. Secrets are left out of it.
 
     Defaults are comments: commands have different ones, and another command may read the file.

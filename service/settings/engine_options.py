@@ -16,8 +16,8 @@ from kvstore.service.settings.options import (
     STORE,
     Command,
     Option,
+    OptionValue,
     Parse,
-    Setting,
     choice,
     count,
     default_store,
@@ -108,7 +108,7 @@ def engine_command(name: str) -> Command:
     return Command(name, groups, examples, "[MODEL]", "one MODEL at most")
 
 
-def with_tiers(settings: Mapping[str, Setting], keeps: bool) -> dict[str, Setting]:
+def with_tiers(settings: Mapping[str, OptionValue], keeps: bool) -> dict[str, OptionValue]:
     """A store alone means a disk tier, and a disk tier a CPU tier before it; what is given counts.
 
     keeps: there is a disk tier unless that is refused.
@@ -117,7 +117,7 @@ def with_tiers(settings: Mapping[str, Setting], keeps: bool) -> dict[str, Settin
 
     def assume(name: str, written: str) -> None:
         option = found[name].option
-        found[name] = Setting(option, option.parse(option.flag, written), written, DEFAULT)
+        found[name] = OptionValue(option, option.parse(option.flag, written), written, DEFAULT)
 
     if found["disk"].value is None:
         assume("disk", DEFAULT_DISK if keeps or found["store"].value is not None else "0")
@@ -128,7 +128,7 @@ def with_tiers(settings: Mapping[str, Setting], keeps: bool) -> dict[str, Settin
     return found
 
 
-def engine_arguments(settings: Mapping[str, Setting]) -> dict[str, object]:
+def engine_arguments(settings: Mapping[str, OptionValue]) -> dict[str, object]:
     """For `Engine(**arguments)`. Raises ConfigError as the engine would, in the words of whoever gave the value."""
     found = {one.field: settings[one.key].value for one in ENGINE_OPTIONS}
     try:

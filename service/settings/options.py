@@ -127,7 +127,7 @@ def filled(kind: type[T], values: Mapping[str, Any]) -> T:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class OptionValue:
     """The value of an option. written: as it was given, the default as it is; origin: where, in words."""
 
     option: Option

@@ -100,6 +100,13 @@ def test_a_stream_whose_step_fails_ends_in_an_error(server, path):
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
 
 
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_stream_that_cannot_begin_has_a_status(server, path):
+    body = {**talking_body(path, "Hello"), "stream": True, "max_tokens": 5000, "max_output_tokens": 5000}
+    reply = server.post(path, body)
+    assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+
+
 @pytest.mark.parametrize(
     ("path", "more", "param"),
     [

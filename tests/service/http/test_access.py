@@ -7,7 +7,7 @@ from kvstore.errors import ConfigError
 from kvstore.service.http.access import Access
 from kvstore.service.http.errors import ApiError
 from kvstore.service.http.routes import Route
-from kvstore.service.settings.options import filled, flags_of
+from kvstore.service.settings.options import flags_of
 from kvstore.service.settings.serve_options import ServeOptions
 
 SERVE_OPTIONS = flags_of(ServeOptions)
@@ -174,20 +174,6 @@ def test_options_that_are_wrong_are_refused(wrong):
     with pytest.raises(ConfigError) as caught:
         ServeOptions(**wrong)
     assert "with spaces" not in str(caught.value)
-
-
-def test_options_come_from_the_flags_values():
-    defaults = {option.key: option.default for option in SERVE_OPTIONS}
-    assert filled(ServeOptions, defaults) == ServeOptions()
-    texts = {
-        "--port": "0", "--max-queue": "7", "--max-concurrent-per-key": "0", "--request-timeout": "12.5",
-        "--max-body": "1MiB", "--log-format": "json", "--allow-no-key": "1", "--host": "::1",
-    }  # fmt: skip
-    given = {o.key: o.parse(o.flag, texts[o.flag]) for o in SERVE_OPTIONS if o.flag in texts}
-    found = filled(ServeOptions, defaults | given | {"unknown": 1})
-    assert (found.port, found.max_queue, found.max_concurrent_per_key) == (0, 7, 0)
-    assert (found.request_timeout_s, found.max_body_bytes, found.log_format) == (12.5, 2**20, "json")
-    assert (found.allow_no_key, found.host) == (True, "::1")
 
 
 @pytest.mark.parametrize(

@@ -263,10 +263,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("body", "param", "code"), BAD)
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_is_wrong_is_named(server, body, param, code, stream):
+def test_what_is_wrong_is_named_and_makes_no_session(server, body, param, code):
     before = sessions_of(server)
-    reply = server.post("/v1/responses", {**body, "stream": stream})
+    reply = server.post("/v1/responses", body)
     assert reply.status == 400, reply.body
     assert reply.error["code"] == code and (param is None or reply.error["param"] == param), reply.error
     assert sessions_of(server) == before
