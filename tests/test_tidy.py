@@ -30,6 +30,7 @@ from tests.support.tidy import (
     patches,
     private_reaches,
     re_exports,
+    waits_by_themselves,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -181,6 +182,7 @@ BARE = {
     "kvstore.store.store.leave",
     "kvstore.store.store.take",
 }
+WAITS = {"tests.engine.process.test_kill"}
 MAX_REACHES, MAX_PATCHES = 459, 303
 ENGINE_USES_OF_KVSTORE = {  # the seam, the sessions, and the records that cross
     "blocks.ids", "blocks.pool", "blocks.records", "config", "errors", "connector", "store.lookup", "store.saving",
@@ -302,6 +304,7 @@ KNOWN = {  # rule: what breaks it today
     bare_words: BARE,
     runs_foreign_bytes: set(),
     without_docstring: set(),
+    waits_by_themselves: WAITS,
 }
 
 
@@ -423,6 +426,7 @@ PLANTED = {
         ({"kvstore__a": "import pickle"}, "kvstore.a imports pickle"),
         ({"kvstore__a": "import torch\ntorch.load('x')"}, "kvstore.a calls torch.load"),
     ],
+    waits_by_themselves: [({"tests__a": "import time\nwhile not X:\n    time.sleep(1)"}, "tests.a")],
     without_docstring: [({"kvstore__a": "'Says it.'", "kvstore__b": "X = 1"}, "kvstore.b")],
 }
 

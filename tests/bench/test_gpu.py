@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from bench.gpu.case import CASES, Clock, Goal, OutOfTimeError, Weights, _config,
 from bench.gpu.engines import decode_limit
 from kvstore.kernels.attention import paged_attention
 from kvstore.kernels.paged_batch import PagedBatch
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 COMMAND = ["-m", "bench.gpu", "--device", "cpu", "--quick", "--threads", "1", "--model-shape", "qwen-2.5-0.5b"]
@@ -140,9 +140,7 @@ def test_the_budget_ends_what_is_being_measured():
 def test_a_kill_leaves_the_results_so_far(tmp_path, how):
     file = tmp_path / "found.json"
     process = start(file)
-    deadline = time.monotonic() + 120
-    while not file.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(file.exists)
     process.send_signal(how)
     out, _ = process.communicate(timeout=120)
     assert json.loads(file.read_text())["results"]

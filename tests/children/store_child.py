@@ -9,7 +9,6 @@ import os
 import random
 import resource
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as pytest does
@@ -17,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as pytest does
 from kvstore.engine.model.loading import load
 from kvstore.errors import DegradedError, StoreError
 from tests.support.engines import ask, counters, greedy, open_engine, tokens
+from tests.support.waiting import wait_until
 
 SESSIONS = ("red", "green", "blue")
 
@@ -109,9 +109,7 @@ def fill_up(model: str, store: str, make_space) -> None:
         assert again.usage.cached_tokens == 192, "serving goes on"
         ask(engine, tokens(1000, 200), 2)
         make_space()
-        until = time.monotonic() + 60
-        while engine.stats()["disk"]["degraded"] and time.monotonic() < until:
-            time.sleep(0.05)
+        wait_until(lambda: not engine.stats()["disk"]["degraded"])
         engine.flush()
         engine.check_integrity()
         num_written = engine.stats()["disk"]["blocks"]

@@ -2,13 +2,13 @@
 
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 from kvstore.engine.process.remote import RemoteEngine
 from kvstore.service.app import ROUTES
 from tests.support.service.serving import ADMIN, ADMIN_KEY, KEY, Reply, Serving, serving
 from tests.support.service.talking import SHORT, Stream
+from tests.support.waiting import wait_until
 
 MODEL = {"tokenizer": True}
 TIMEOUT_S = 2.0
@@ -94,9 +94,6 @@ def test_a_process_that_hangs_is_killed_and_replaced(model):
         os.kill(stopped, signal.SIGSTOP)
         reply = server.post("/chat", body)
         assert (reply.status, reply.error["code"]) == (503, "engine_died")
-        deadline = time.monotonic() + 300
-        while server.get("/ready").status != 200:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: server.get("/ready").status == 200, timeout_s=300)
         assert server.engine.pid != stopped and server.engine.stats()["process"]["restarts"] >= 1
         assert server.post("/chat", body).status == 200

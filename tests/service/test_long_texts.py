@@ -22,6 +22,7 @@ from kvstore.service.api import edge
 from tests.support.engines import save_model
 from tests.support.service.serving import serving
 from tests.support.service.talking import LONG, Stream
+from tests.support.waiting import wait_in_loop
 
 WINDOW = 16384  # fewer than the text has tokens, more than can be told from its length
 MODEL = {"tokenizer": True, "max_position_embeddings": WINDOW}
@@ -101,8 +102,7 @@ def test_a_long_text_that_nobody_waits_for_any_more_is_not_tokenized(model, monk
     async def scenario() -> None:
         async with AsyncEngine(Engine(model, {"hbm": "32MiB"}, device="cpu")) as found:
             callers = [asyncio.create_task(found.generate(TEXT)) for _ in range(8)]
-            while len(begun) < MAX_LONG_TEXTS:
-                await asyncio.sleep(0.01)
+            await wait_in_loop(lambda: len(begun) == MAX_LONG_TEXTS)
             for caller in callers:
                 caller.cancel()
             await asyncio.gather(*callers, return_exceptions=True)

@@ -20,6 +20,7 @@ from kvstore.service.http.routes import Route
 from kvstore.service.server import Server, run_serve
 from kvstore.service.settings.serve_options import ServeOptions
 from tests.support.service.serving import raw_request, read_answer, serving
+from tests.support.waiting import wait_in_loop
 
 ROOT = Path(__file__).parents[2]
 release = threading.Event()
@@ -29,8 +30,7 @@ async def stream(request):
     """Two events; the second comes when the test says so."""
     async with EventStream(request) as events:
         await events.send({"n": 1})
-        while not release.is_set():
-            await asyncio.sleep(0.01)
+        await wait_in_loop(release.is_set)
         await events.send({"n": 2})
     return events.response
 

@@ -246,3 +246,20 @@ def patches(house: House) -> Counter[str]:
 
 def is_patch(function: str) -> bool:
     return function.endswith((".setattr", ".delattr")) or function.startswith("mock.patch")
+
+
+def waits_by_themselves(house: House) -> set[str]:
+    """Tests with a loop that only sleeps until something is so: `tests/support/waiting.py` does that for all."""
+    return {
+        name
+        for name in house.tests
+        if name != "tests.support.waiting"
+        for node in house.nodes[name]
+        if isinstance(node, ast.While) and any(is_sleep(part) for part in node.body)
+    }
+
+
+def is_sleep(node: ast.stmt) -> bool:
+    call = node.value if isinstance(node, ast.Expr) else None
+    call = call.value if isinstance(call, ast.Await) else call
+    return isinstance(call, ast.Call) and ast.unparse(call.func) in ("time.sleep", "asyncio.sleep")

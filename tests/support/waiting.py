@@ -1,8 +1,10 @@
 """How tests wait for what another thread or process does: until it is so, never for a time alone."""
 
 import asyncio
+import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 TIMEOUT_S = 120.0  # of a busy machine
 
@@ -21,3 +23,8 @@ async def wait_in_loop(is_so: Callable[[], object], what: str = "", timeout_s: f
     while not is_so():
         assert time.monotonic() < end, f"it did not become so in {timeout_s:.0f} s: {what or is_so}"
         await asyncio.sleep(0.005)
+
+
+def wait_for_work(process: subprocess.Popen, log: Path, size: int) -> None:
+    """Until the process has made its log longer than this, or has ended."""
+    wait_until(lambda: process.poll() is not None or (log.exists() and log.stat().st_size > size))

@@ -4,7 +4,6 @@ import gc
 import mmap
 import sys
 import threading
-import time
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from kvstore.kernels.cpu.first_touch import FirstTouch
 from kvstore.memory.arena import Arena
 from kvstore.memory.layout import KVLayout
 from kvstore.memory.transfer import Transfer
+from tests.support.waiting import wait_until
 
 
 def threads() -> list[threading.Thread]:
@@ -56,11 +56,8 @@ def test_memory_is_there_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> N
     memory = mmap.mmap(-1, 256 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     before, tensor = resident_bytes(), torch.frombuffer(memory, dtype=torch.uint8).view(256, 1 << 20)
     touch = FirstTouch(tensor)
-    deadline = time.monotonic() + 20
-    while resident_bytes() - before < 60 << 20 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    found = resident_bytes() - before
-    assert 60 << 20 <= found <= 160 << 20, "about what is asked for, not all"
+    wait_until(lambda: resident_bytes() - before >= 60 << 20)
+    assert resident_bytes() - before <= 160 << 20, "about what is asked for, not all"
     del touch
 
 
@@ -72,10 +69,8 @@ def test_saves_have_the_memory_behind_them_touched(monkeypatch: pytest.MonkeyPat
     transfer = Transfer(arena)
     for slot in range(0, 40, 8):
         transfer.begin(TransferPlan(saves=(Save(0, 0, 64, slot, 0),)), (0,))
-    deadline = time.monotonic() + 20
-    while resident_bytes() - before < 38 << 20 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert 38 << 20 <= resident_bytes() - before <= 70 << 20, "behind the last save, and not all"
+    wait_until(lambda: resident_bytes() - before >= 38 << 20)
+    assert resident_bytes() - before <= 70 << 20, "behind the last save, and not all"
     arena.close()
 
 

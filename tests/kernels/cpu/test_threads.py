@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 
 from kvstore.kernels.cpu import native
 from kvstore.kernels.cpu.threads import FEW_ROWS, Team, Threads, bind_threads
+from tests.support.waiting import wait_until
 
 BOUND = """
 import json, os, threading, torch
@@ -174,8 +174,7 @@ def test_a_thread_that_we_have_not_bound_stays_where_its_owner_put_it():
         with ThreadPoolExecutor(1) as fresh:
             inside, after, native_id = fresh.submit(step, num_rows, cpu).result()
         assert inside == after == {cpu}
-        while Path(f"/proc/self/task/{native_id}").exists():
-            time.sleep(0.001)
+        wait_until(lambda place=Path(f"/proc/self/task/{native_id}"): not place.exists())
 
 
 @needs_processors

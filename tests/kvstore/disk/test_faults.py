@@ -20,6 +20,7 @@ from kvstore.disk.index import DiskIndex
 from kvstore.disk.tier import DiskTier
 from tests.children.disk_child import MIB, put, record
 from tests.support.store.disk_store import CAPACITY, Store, faults, lmdb_error, present, read, write
+from tests.support.waiting import wait_for_work
 
 ROOT = Path(__file__).parents[3]
 KILL_ROUNDS = 10  # run thousands by hand after a change of what is written in which order
@@ -321,8 +322,7 @@ def test_kill_at_any_moment(tmp_path, seed):
         size = log.stat().st_size if log.exists() else 0
         child = subprocess.Popen([sys.executable, "tests/children/disk_child.py", *arguments], cwd=ROOT,
                                  env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)  # fmt: skip
-        while child.poll() is None and (not log.exists() or log.stat().st_size == size):
-            time.sleep(0.005)
+        wait_for_work(child, log, size)
         time.sleep(rng.random() * 0.3)
         child.send_signal(signal.SIGKILL)
         _, errors = child.communicate(timeout=30)

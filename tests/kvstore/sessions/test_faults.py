@@ -30,6 +30,7 @@ from tests.children.session_child import (
     open_file,
     talk,
 )
+from tests.support.waiting import wait_for_work, wait_until
 
 CHILD = Path(__file__).parents[2] / "children/session_child.py"
 SYSTEM = [{"role": "system", "content": "be brief"}]
@@ -145,8 +146,7 @@ def test_a_full_queue_makes_the_caller_wait(tmp_path, monkeypatch):
 
     thread = threading.Thread(target=write)
     thread.start()
-    while len(reached) < 3:
-        time.sleep(0.001)
+    wait_until(lambda: len(reached) == 3)
     assert (reached, store.stats()["queued"], thread.is_alive()) == ([0, 1, 2], 3, True)
     plan.go.set()
     thread.join()
@@ -388,9 +388,8 @@ def test_killed_at_any_moment_every_acknowledged_turn_is_there(tmp_path):
     for _ in range(15):
         size = log.stat().st_size if log.exists() else 0
         process = child("commit", tmp_path / "sessions", log)
-        while not log.exists() or log.stat().st_size == size:  # it works
-            assert process.poll() is None, process.communicate()[1]
-            time.sleep(0.005)
+        wait_for_work(process, log, size)
+        assert process.poll() is None, process.communicate()[1]
         time.sleep(rng.random() / 5)
         process.send_signal(signal.SIGKILL)
         process.communicate()

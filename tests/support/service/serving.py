@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import math
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -168,8 +169,7 @@ def serving(
             await server.load(engine_factory or (lambda: _engine(model, engine or {})))
             ready.append(Serving(server, asyncio.get_running_loop(), options.get("api_key")))
             up.set()
-            while not over.is_set():
-                await asyncio.sleep(0.02)
+            await wait_in_loop(over.is_set, timeout_s=math.inf)
         finally:
             await server.close()
 
