@@ -148,8 +148,6 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if not self.host or any(c.isspace() for c in self.host):
             raise ConfigError(f"--host is {self.host!r}; give an address or a name, such as 127.0.0.1 or 0.0.0.0")
-        if not 0 <= self.port < 2**16:
-            raise ConfigError(f"--port is {self.port}; give 0 to 65535")
         for key, where in ((self.api_key, "--api-key"), (self.admin_key, "--admin-key")):
             if key is not None:
                 check_key(key, where)

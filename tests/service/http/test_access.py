@@ -168,7 +168,7 @@ def test_another_address_needs_a_key_or_the_flag(host, keys):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"host": ""}, {"host": "a b"}, {"port": -1}, {"port": 65536}, {"api_key": "short"}, {"admin_key": "with spaces"}],
+    [{"host": ""}, {"host": "a b"}, {"api_key": "short"}, {"admin_key": "with spaces"}],
 )
 def test_options_that_are_wrong_are_refused(wrong):
     with pytest.raises(ConfigError) as caught:
