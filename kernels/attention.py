@@ -56,8 +56,8 @@ def attend_paged(
     return out
 
 
-def _setting(query: torch.Tensor, key_cache: torch.Tensor, scoring: Scoring) -> attention_flash.Setting:
-    return attention_flash.Setting(
+def _setting(query: torch.Tensor, key_cache: torch.Tensor, scoring: Scoring) -> attention_flash.PrefillSetting:
+    return attention_flash.PrefillSetting(
         device=query.device,
         dtype=query.dtype,
         num_heads=query.shape[1],
@@ -70,20 +70,17 @@ def _setting(query: torch.Tensor, key_cache: torch.Tensor, scoring: Scoring) -> 
 
 
 @functools.cache
-def _foreign_prefill(setting: attention_flash.Setting) -> attention_flash.Prefill | None:
+def _foreign_prefill(setting: attention_flash.PrefillSetting) -> attention_flash.Prefill | None:
     """Whose kernel computes prefill, found out once; None: ours. None of them knows sinks or float32."""
     found = _find_prefill(setting) if setting.dtype in (torch.float16, torch.bfloat16) else None
     log.info("prefill attention: %s for %s", "Triton" if found is None else found.__name__, setting)
     return found
 
 
-def _find_prefill(setting: attention_flash.Setting) -> attention_flash.Prefill | None:
+def _find_prefill(setting: attention_flash.PrefillSetting) -> attention_flash.Prefill | None:
     flash = attention_flash
     if flash.module("flash_attn_interface") is not None and flash.works(flash.flash3, setting):
         return flash.flash3
-    aligned = setting.block_size % flash.FLASH2_PAGE == 0
-    if aligned and flash.module("flash_attn") is not None and flash.works(flash.flash2, setting):
-        return flash.flash2
     if not setting.has_softcap and flash.has_torch_varlen() and flash.works(flash.torch_varlen, setting):
         return flash.torch_varlen
     return None

@@ -6,7 +6,7 @@ On CUDA one Triton kernel does both, on a CPU compiled code; without either, tor
 import torch
 
 from kvstore.kernels import reference
-from kvstore.kernels.cpu import write as write_native
+from kvstore.kernels.cpu import decode as decode_native
 from kvstore.kernels.cuda.triton_support import runs_kernels
 from kvstore.rope.rotary import Rotation
 
@@ -49,9 +49,9 @@ def rotate_and_write(
 
         return kv_triton.rotate_and_write(query, key, value, key_cache, value_cache, slots, rotation)
     if rotation is not None:
-        done = write_native.rotate_and_write(query, key, value, key_cache, value_cache, slots, rotation)
+        done = decode_native.rotate_and_write(query, key, value, key_cache, value_cache, slots, rotation)
         if done is not None:
             return done
-        query, key = rotation.apply_both(query, key)
+        query, key = rotation.apply(query), rotation.apply(key)
     write_kv(key, value, key_cache, value_cache, slots)
     return query, key

@@ -9,8 +9,6 @@ from enum import Enum
 
 import torch
 
-FEW_TOKENS = 32  # up to so many, swapping all halves costs less than two products of halves
-
 
 class Style(Enum):
     """Which two elements of a head form a pair: HALF (i, i + d/2) as in GPT-NeoX and Llama, or neighbours."""
@@ -45,7 +43,7 @@ def rotate(
     return out
 
 
-class Layout(Enum):
+class TableLayout(Enum):
     """How a model's cos and sin, [..., width], hold one value per pair."""
 
     HALVES = "each half holds all pairs"
@@ -54,40 +52,22 @@ class Layout(Enum):
 
     def pick(self, table: torch.Tensor) -> torch.Tensor:
         """One value per pair, [..., rotary_dim / 2], contiguous."""
-        if self is Layout.HALVES:
+        if self is TableLayout.HALVES:
             table = table[..., : table.shape[-1] // 2]
-        elif self is Layout.REPEATED:
+        elif self is TableLayout.REPEATED:
             table = table[..., ::2]
         return table.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """cos, and sin with the sign it is added with, of every element, [num_tokens, 1, rotary_dim].
+    """cos, and sin with the sign it is added with, of every element of a head, [num_tokens, 1, rotary_dim].
 
-    Three products and a sum of whole heads give what `rotate` gives, bit for bit: a - b is a + (-b), and rounding is
-    symmetric. For the steps of a CPU, where each operation has its price.
+    What compiled code rotates halves with: a - b is a + (-b), and rounding is symmetric.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
-    first: slice
-    second: slice
-
-    def apply(self, x: torch.Tensor) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
-        rotary_dim, first, second = self.cos.shape[-1], self.first, self.second
-        if len(x) <= FEW_TOKENS and first.step is None and rotary_dim == x.shape[-1]:
-            swapped = x.view(*x.shape[:2], 2, rotary_dim // 2).flip(2).view(x.shape)
-            return swapped.mul_(self.sin).add_(torch.mul(x, self.cos))
-        turned = x if rotary_dim == x.shape[-1] else x[..., :rotary_dim]
-        other = torch.empty(turned.shape, dtype=x.dtype)
-        torch.mul(turned[..., second], self.sin[..., first], out=other[..., first])
-        torch.mul(turned[..., first], self.sin[..., second], out=other[..., second])
-        if turned is x:
-            return other.add_(torch.mul(turned, self.cos))
-        out = x.clone(memory_format=torch.contiguous_format)
-        torch.add(torch.mul(turned, self.cos), other, out=out[..., :rotary_dim])
-        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +82,7 @@ class Rotation:
     sin: torch.Tensor
     style: Style
     upcast: bool = False
-    layout: Layout = Layout.HALVES
+    layout: TableLayout = TableLayout.HALVES
     spread: Spread | None = None
 
     def over(self, cos: torch.Tensor, sin: torch.Tensor) -> "Rotation":
@@ -114,18 +94,11 @@ class Rotation:
         return replace(self, cos=self.cos[positions], sin=self.sin[positions], spread=None)
 
     def spread_out(self) -> "Rotation":
-        """The same with what makes `apply` cheaper where the same tokens are rotated in many layers, on a CPU."""
-        if self.upcast or self.cos.device.type != "cpu":
+        """The same with what compiled code needs, where that knows the style and the tables are on a CPU."""
+        if self.upcast or self.style is not Style.HALF or self.cos.device.type != "cpu":
             return self
-        half = self.cos.shape[-1]
-        if self.style is Style.HALF:
-            first, second = slice(0, half), slice(half, 2 * half)
-            cos, sin = torch.cat([self.cos, self.cos], -1), torch.cat([-self.sin, self.sin], -1)
-        else:
-            first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-            cos = self.cos.repeat_interleave(2, -1)
-            sin = torch.stack([-self.sin, self.sin], -1).flatten(-2)
-        return replace(self, spread=Spread(cos.unsqueeze(1), sin.unsqueeze(1), first, second))
+        cos, sin = torch.cat([self.cos, self.cos], -1), torch.cat([-self.sin, self.sin], -1)
+        return replace(self, spread=Spread(cos.unsqueeze(1), sin.unsqueeze(1)))
 
     def rounds_once(self, dtype: torch.dtype) -> bool:
         """Whether rotating elements of this dtype rounds the sum alone, as torch's type promotion would do it."""
@@ -133,19 +106,7 @@ class Rotation:
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """Rotate x [num_tokens, num_heads, head_dim]; the table must have one row per token (see `at`)."""
-        if self.spread is not None and x.dtype == self.cos.dtype:
-            return self.spread.apply(x)
         return rotate(x, self.cos, self.sin, self.style, self.upcast)
-
-    def apply_both(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate both, in one go where they lie beside each other: rows of one product of all projections."""
-        num_heads, head_dim = query.shape[1:]
-        beside = query.data_ptr() + num_heads * head_dim * query.element_size() == key.data_ptr()
-        if not beside or query.stride() != key.stride() or query.stride()[1:] != (head_dim, 1):
-            return self.apply(query), self.apply(key)
-        both = query.as_strided((len(query), num_heads + key.shape[1], head_dim), query.stride())
-        rotated = self.apply(both)
-        return rotated[:, :num_heads], rotated[:, num_heads:]
 
 
 def match_rotation(
@@ -156,7 +117,7 @@ def match_rotation(
     cos, sin: [num_tokens, width], one row per token as the model's rotary module returned them, in whichever layout it
     uses. Returns the rotation with these rows as its table, or None.
     """
-    for layout in Layout:
+    for layout in TableLayout:
         half_cos, half_sin = layout.pick(cos), layout.pick(sin)
         if 2 * half_cos.shape[-1] > raw.shape[-1]:
             continue

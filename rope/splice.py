@@ -16,7 +16,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SplicePiece:
     """Tokens [source_offset, source_offset + length) of old block `source_block` go to `offset` of a new block."""
 
     source_block: int
@@ -30,7 +30,7 @@ class SplicedBlock:
     """Block `index` of the new sequence, filled by `pieces` in order, from offset 0 to the block size."""
 
     index: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SplicePiece, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +85,16 @@ def _drop(spans: Sequence[Span], num_tokens: int) -> Iterable[Span]:
         yield span if i else Span(span.start + num_tokens, span.end)
 
 
-def _fill(spans: Iterable[Span], block_size: int) -> Iterable[list[Piece]]:
+def _fill(spans: Iterable[Span], block_size: int) -> Iterable[list[SplicePiece]]:
     """The pieces of each new block in turn, as long as it is full. A piece ends where its source or its block ends."""
-    pieces: list[Piece] = []
+    pieces: list[SplicePiece] = []
     offset = 0
     for start, end in spans:
         position = start
         while position < end:
             source_block, source_offset = divmod(position, block_size)
             length = min(end - position, block_size - source_offset, block_size - offset)
-            pieces.append(Piece(source_block, source_offset, offset, length))
+            pieces.append(SplicePiece(source_block, source_offset, offset, length))
             position += length
             offset += length
             if offset == block_size:

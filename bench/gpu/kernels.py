@@ -11,12 +11,14 @@ from bench.common import alternate, median
 from bench.gpu.case import BANDWIDTH, BLOCK_SIZE, Board, Case, Clock, timed_s
 from kvstore.kernels import block_copy, reference
 from kvstore.kernels.attention import paged_attention
+from kvstore.kernels.device import to_device
 from kvstore.kernels.paged_batch import PagedBatch, Scoring
 from kvstore.kernels.write_kv import rotate_and_write, write_kv
 from kvstore.memory.arena import Arena
 from kvstore.memory.layout import KVLayout
 from kvstore.rope.rotary import Rotation, Style
 
+STAGING_BYTES = 1 << 25  # pinned memory for one copy to the device
 NUM_CHECKED_BLOCKS, NUM_CHECKED_TOKENS, NUM_CHECKED_LAYERS = 48, 300, 3
 FEW_TOKENS = 40  # a save of so few goes another way than one of many
 ATTENTION_TOLERANCE = 0.03  # of a token's output in bf16: rounding makes 0.01; a page of 250 left out makes 0.06
@@ -196,10 +198,39 @@ def load_all(
     load = block_copy.BlockLoad(host.tensor, slots, numbers, positions, host.layout.rotations)
     if arm == "kernel":
         load.load_by_kernel(0, caches)
-        return
-    one = load.load_layer if arm == "as on a CPU" else load.load_by_copy
-    for layer, pair in enumerate(caches):
-        one(layer, *pair)
+    elif arm == "as on a CPU":
+        load.load_layers(0, caches)
+    else:
+        load_by_copy(host, slots, numbers, positions, caches)
+
+
+def load_by_copy(
+    host: Arena, slots: torch.Tensor, numbers: torch.Tensor, positions: torch.Tensor, caches: Caches
+) -> None:
+    """By the device's copy engine, from blocks gathered in pinned memory; rotated afterwards, all layers alike."""
+    device, source = caches[0][0].device, host.tensor
+    numbers, rotation = to_device(numbers, device), host.layout.rotations[0]
+    if rotation is not None:
+        every = (positions[:, None] + torch.arange(BLOCK_SIZE)).flatten()
+        rotation = rotation.at(to_device(every, device))
+    size = max(1, STAGING_BYTES // source[0, 0].nbytes)
+    for layer, (key_cache, value_cache) in enumerate(caches):
+        for start in range(0, len(slots), size):
+            some = slots[start : start + size]
+            # Pinned memory comes from torch's pool, which hands it out again only after the copy has ended.
+            staging = torch.empty(
+                len(some), *source.shape[2:], dtype=source.dtype, pin_memory=device.type == "cuda"
+            )
+            torch.index_select(source[:, layer], 0, some, out=staging)
+            blocks = staging.to(device, non_blocking=True)
+            key = blocks[:, 0]
+            if rotation is not None:
+                tokens = slice(start * BLOCK_SIZE, (start + len(some)) * BLOCK_SIZE)
+                part = Rotation(rotation.cos[tokens], rotation.sin[tokens], rotation.style, rotation.upcast)
+                key = part.apply(key.flatten(0, 1)).view(key.shape)
+            targets = numbers[start : start + size]
+            key_cache.index_copy_(0, targets, key)
+            value_cache.index_copy_(0, targets, blocks[:, 1])
 
 
 def save_all(

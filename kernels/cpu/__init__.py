@@ -2,21 +2,14 @@
 
 Without a compiler torch operations do the same.
 
-- `block_copy`: the same on a CPU in one pass, by compiled code
-- `decode`: rotation, write and attention of a decode step on a CPU by compiled code
-- `first_touch`: touches the arena's memory on a CPU ahead of its use
-- `layer`: norms, and products where a CPU multiplies bfloat16
+- `block_copy`: blocks between arena and HBM in one pass (`copy.c`)
+- `decode`: rotation, write and attention of a decode step, the first two of any step (`decode.c`)
+- `first_touch`: touches the arena's memory ahead of its use
+- `layer`: norms, and products where a CPU multiplies bfloat16 (`layer.c`)
 - `native`: compiles the C code of this folder once, where there is a compiler
-- `prefill`: attention of many tokens over their pages, on a CPU with tiles (AMX)
-- `threads`: gives two computing threads one of two processors each, and does with one beside other work
-- `write`: rotation and write of any step, the same way
-- `copy.c`: that code, in C
-- `decode.c`: the code of both, in C
-- `layer.c`: that code, in C
-- `prefill.c`: that code, in C
-- `threads.c`: that code, in C
-- `tiles.h`: how tiles are set and given back
-- `vectors.h`: vectors and rounding, for all of it
+- `prefill`: attention of many tokens over their pages, on a CPU with tiles (`prefill.c`)
+- `threads`: gives two computing threads one of two processors each, and does with one beside other work (`threads.c`)
+- `tiles.h`, `vectors.h`: tiles (AMX); vectors and rounding, for all of it
 
 Decisions:
 

@@ -1,4 +1,4 @@
-"""Blocks between arena and paged cache in compiled code: calls native_copy.c, whose structs these are.
+"""Blocks between arena and paged cache in compiled code: calls copy.c, whose structs these are.
 
 Each function answers False for what is not for it: no compiler, a dtype or strides that the code does not know. Then
 `block_copy` does the same with torch operations, bit for bit.
@@ -13,7 +13,7 @@ import torch
 from kvstore.kernels.cpu import native
 from kvstore.rope.rotary import Rotation, Style
 
-MAX_PAIRS = 512  # as in native_copy.c
+MAX_PAIRS = 512  # as in copy.c
 _ROTATED = (torch.bfloat16, torch.float32)
 
 
@@ -25,7 +25,7 @@ def _pointers(*names: str) -> list[tuple[str, type]]:
     return [(name, ctypes.c_void_p) for name in names]
 
 
-class _Load(ctypes.Structure):
+class _LoadBlocks(ctypes.Structure):
     _fields_ = (
         *_pointers("slots", "numbers", "positions"),
         *_numbers("num_loads", "num_slots", "num_blocks", "slot_bytes"),
@@ -33,17 +33,17 @@ class _Load(ctypes.Structure):
     )
 
 
-class _Turn(ctypes.Structure):
+class _Rotate(ctypes.Structure):
     _fields_ = (
         *_pointers("cos", "sin"),
         *_numbers("num_positions", "num_pairs", "item_bytes", "interleaved", "rounds_each_product"),
     )
 
 
-class _Save(ctypes.Structure):
+class _SaveTokens(ctypes.Structure):
     _fields_ = (
         *_pointers("rows", "slots"),
-        *_numbers("first_row", "num_tokens", "num_rows", "num_slots", "slot_bytes", "block_size", "token_bytes"),
+        *_numbers("num_tokens", "num_rows", "num_slots", "slot_bytes", "block_size", "token_bytes"),
         *_pointers("arena"),
     )
 
@@ -66,10 +66,10 @@ class NativeLoad:
         num_slots, _, _, *block_shape = arena.shape
         pointers = [numbers.data_ptr() for numbers in self._held]
         slot_bytes = arena.stride(0) * arena.element_size()
-        self._load = _Load(
+        self._load = _LoadBlocks(
             *pointers, len(slots), num_slots, 0, slot_bytes, *block_shape, arena.element_size(), torch.get_num_threads()
         )
-        self._turns: dict[int, _Turn | None] = {}
+        self._turns: dict[int, _Rotate | None] = {}
 
     def load_layer(
         self, layer: int, key_cache: torch.Tensor, value_cache: torch.Tensor, rotation: Rotation | None
@@ -96,13 +96,13 @@ class NativeLoad:
             raise IndexError("a load names a slot, a block or a position that is not there")
         return True
 
-    def _turn(self, rotation: Rotation) -> _Turn | None:
+    def _turn(self, rotation: Rotation) -> _Rotate | None:
         if id(rotation) not in self._turns:
             self._turns[id(rotation)] = _turn_of(rotation, self._arena)
         return self._turns[id(rotation)]
 
 
-def _turn_of(rotation: Rotation, arena: torch.Tensor) -> _Turn | None:
+def _turn_of(rotation: Rotation, arena: torch.Tensor) -> _Rotate | None:
     """None where the compiled code does not know the dtypes. The rotation's tables must outlive it."""
     cos, sin = rotation.cos, rotation.sin
     if cos.dtype != sin.dtype or cos.shape != sin.shape or not (cos.is_contiguous() and sin.is_contiguous()):
@@ -111,16 +111,16 @@ def _turn_of(rotation: Rotation, arena: torch.Tensor) -> _Turn | None:
         return None
     each = cos.dtype == arena.dtype == torch.bfloat16 and not rotation.upcast
     interleaved = rotation.style is Style.INTERLEAVED
-    return _Turn(cos.data_ptr(), sin.data_ptr(), *cos.shape, cos.element_size(), interleaved, each)
+    return _Rotate(cos.data_ptr(), sin.data_ptr(), *cos.shape, cos.element_size(), interleaved, each)
 
 
 def save_layers(
     arena: torch.Tensor,
     layers: Sequence[tuple[int, torch.Tensor, torch.Tensor]],
-    rows: torch.Tensor | int,
+    rows: torch.Tensor | None,
     slots: torch.Tensor,
 ) -> bool:
-    """As `block_copy.save_layers`. rows: int64, [n], or the first of a run. Raises IndexError as a load does."""
+    """As `block_copy.save_layers`. Raises IndexError as a load does."""
     library = native.library()
     if library is None or not (arena.is_cpu and layers[0][1].is_cpu and arena.is_contiguous()):
         return False
@@ -128,12 +128,10 @@ def save_layers(
     if table is None:
         return False
     item_bytes, head_dim = arena.element_size(), arena.shape[5]
-    slots, pointer, first = slots.contiguous(), None, rows
-    if isinstance(rows, torch.Tensor):
-        rows = rows.contiguous()
-        pointer, first = rows.data_ptr(), 0
+    slots, rows = slots.contiguous(), None if rows is None else rows.contiguous()
+    pointer = None if rows is None else rows.data_ptr()
     place = (arena.shape[0], arena.stride(0) * item_bytes, arena.shape[3], arena.shape[4] * head_dim * item_bytes)
-    save = _Save(pointer, slots.data_ptr(), first, len(slots), len(layers[0][1]), *place, arena.data_ptr())
+    save = _SaveTokens(pointer, slots.data_ptr(), len(slots), len(layers[0][1]), *place, arena.data_ptr())
     if _declared(library).kvstore_save_layers(ctypes.addressof(save), ctypes.addressof(table), len(layers)):
         raise IndexError("a save names a row or a slot that is not there")
     return True

@@ -1,12 +1,12 @@
 /* One layer of N blocks from the CPU arena into the paged cache, keys rotated on the way, and a step's tokens into the
  * arena: one pass over each. The twins are in reference.py; what is rotated is theirs bit for bit. Called from
- * copy_native.py, which holds the same structs. A number out of range is answered before anything is written. */
+ * block_copy.py, which holds the same structs. A number out of range is answered before anything is written. */
 #include <emmintrin.h>
 #include <stdint.h>
 #include <string.h>
 
 enum { DONE = 0, OUT_OF_RANGE = 1 };
-enum { MAX_PAIRS = 512 }; /* of a head, as in copy_native.py */
+enum { MAX_PAIRS = 512 }; /* of a head, as in block_copy.py */
 enum { SCRATCH_BYTES = 1 << 14, STREAM_BYTES = 1 << 22, PARALLEL_BYTES = 1 << 17 };
 
 typedef struct {
@@ -169,13 +169,13 @@ typedef struct {
 } Layer;
 
 typedef struct {
-    const int64_t *rows, *slots; /* rows: NULL for a run that begins at first_row */
-    int64_t first_row, num_tokens, num_rows, num_slots;
+    const int64_t *rows, *slots; /* rows: NULL for the first ones */
+    int64_t num_tokens, num_rows, num_slots;
     int64_t slot_bytes, block_size, token_bytes;
     char *arena;
 } Save;
 
-static inline int64_t row_of(const Save *save, int64_t i) { return save->rows ? save->rows[i] : save->first_row + i; }
+static inline int64_t row_of(const Save *save, int64_t i) { return save->rows ? save->rows[i] : i; }
 
 static int tokens_fit(const Save *save) {
     int64_t num_places = save->num_slots * save->block_size;

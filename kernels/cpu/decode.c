@@ -27,7 +27,7 @@ struct layer {
     int64_t window;
 };
 
-/* LANES numbers of each half of a head, as `kvstore.rope.rotary.Spread.apply` does it: every product is rounded, then the sum. */
+/* LANES numbers of each half of a head, each product rounded, then the sum. */
 INLINE void rotate_lanes(const void *x, const void *cos, const void *sin, void *to, int64_t i, int64_t half, bool narrow)
 {
     floats a = load(x, i, narrow), b = load(x, half + i, narrow);

@@ -1,4 +1,4 @@
-"""Attention of a decode step on a CPU by the C code of `native_decode.c`: one call per layer where torch takes many.
+"""Attention of a decode step on a CPU, and rotation and write of any step, by `decode.c`: one call per layer.
 
 The torch twins: rotation, write and attention of `kvstore.kernels.reference`.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvstore.kernels.cpu import native
 from kvstore.kernels.paged_batch import PagedBatch, Scoring
-from kvstore.rope.rotary import Rotation, Style
+from kvstore.rope.rotary import Rotation
 
 MAX_REQUESTS = 64  # so many rotate one after the other; beyond, torch's products of matrices catch up
 MAX_HEAD_DIM = 256
@@ -24,6 +24,7 @@ _Number, _Address = ctypes.c_int64, ctypes.c_void_p
 _ARGUMENTS: dict[str, list[Any]] = {
     "kv_decode": [_Address, *[_Address, _Number] * 3, *[_Address] * 4, ctypes.c_float, _Number, _Address],
     "kv_decode_fits": [_Address],
+    "kv_write": [_Address, *[_Address, _Number] * 3, *[_Address] * 6],
 }
 
 
@@ -108,19 +109,57 @@ def decode_step(batch: PagedBatch, cache: Tensor, rotations: Sequence[Rotation |
     functions = _functions(library)
     if not functions["kv_decode_fits"](ctypes.addressof(step)):
         return None
-    known: dict[int, tuple[int, int] | None] = {id(r): tables_of(r, cache) for r in rotations}
+    known: dict[int, tuple[int, int] | None] = {id(r): _tables_of(r, cache) for r in rotations}
     spread = [r.spread for r in rotations if r is not None and r.spread is not None]
     kept = (lens, table, slots, *(tensor for s in spread for tensor in (s.cos, s.sin)))
     return DecodeStep(functions["kv_decode"], step, kept, [known[id(r)] for r in rotations])
 
 
-def tables_of(rotation: Rotation | None, cache: Tensor) -> tuple[int, int] | None:
+def _tables_of(rotation: Rotation | None, cache: Tensor) -> tuple[int, int] | None:
     """Addresses of cos and sin, 0 for a layer without rotation; None for a rotation that is not known here."""
     if rotation is None:
         return 0, 0
     spread = rotation.spread
-    if spread is None or rotation.style is not Style.HALF or spread.cos.dtype != cache.dtype:
+    if spread is None or spread.cos.dtype != cache.dtype:
         return None
     if spread.cos.shape[-1] != cache.shape[-1] or not (spread.cos.is_contiguous() and spread.sin.is_contiguous()):
         return None
     return spread.cos.data_ptr(), spread.sin.data_ptr()
+
+
+def rotate_and_write(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    rotation: Rotation,
+) -> tuple[Tensor, Tensor] | None:  # query and key, rotated
+    """As `write_kv.rotate_and_write`; None, and nothing written, for what is not known here."""
+    num_blocks, block_size, num_kv_heads, head_dim = key_cache.shape
+    library = native.library() if key.device.type == "cpu" else None
+    if library is None or key_cache.dtype not in CODES:
+        return None
+    if any(tensor.dtype != key_cache.dtype for tensor in (query, key, value, value_cache)):
+        return None
+    if key.shape != (len(query), num_kv_heads, head_dim) or value.shape != key.shape or query.shape[2] != head_dim:
+        return None
+    if value_cache.shape != key_cache.shape:
+        return None
+    starts = query.stride(), key.stride(), value.stride()
+    if any(stride[1:] != (head_dim, 1) for stride in starts) or len(slots) != len(query):
+        return None
+    tables = _tables_of(rotation, key_cache)
+    if tables is None or not (key_cache.is_contiguous() and value_cache.is_contiguous() and slots.is_contiguous()):
+        return None
+    step = Step(
+        len(query), query.shape[1], num_kv_heads, head_dim, CODES[key_cache.dtype],
+        num_blocks, block_size, 0, 0, torch.get_num_threads(), 0, 0, slots.data_ptr(),
+    )  # fmt: skip
+    turned, rotated = torch.empty(query.shape, dtype=query.dtype), torch.empty(key.shape, dtype=key.dtype)
+    status = _functions(library)["kv_write"](
+        ctypes.addressof(step), query.data_ptr(), starts[0][0], key.data_ptr(), starts[1][0], value.data_ptr(),
+        starts[2][0], key_cache.data_ptr(), value_cache.data_ptr(), *tables, turned.data_ptr(), rotated.data_ptr(),
+    )  # fmt: skip
+    return (turned, rotated) if status == 0 else None

@@ -1,4 +1,4 @@
-"""Norms and products on a CPU by the C code of `native_layer.c`, whose structs these are.
+"""Norms and products on a CPU by the C code of `layer.c`, whose structs these are.
 
 The torch twins: `kvstore.engine.model.packing.FusedRMSNorm`, oneDNN's products, and the torch operations of
 `kvstore.engine.model.lean`.

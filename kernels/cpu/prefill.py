@@ -1,4 +1,4 @@
-"""Attention of many tokens of a request on a CPU with tiles (AMX) by the C code of `native_prefill.c`.
+"""Attention of many tokens of a request on a CPU with tiles (AMX) by the C code of `prefill.c`.
 
 The torch twin: `attention_torch`, which gathers the pages of a request first.
 """

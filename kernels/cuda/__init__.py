@@ -23,8 +23,8 @@ blocks, layers with the same strides in one launch, handed over at 8 MiB of acti
 Rotation rounds as torch does: float32 products and sum, each rounded to the model's dtype where the model does so,
 never fused (`enable_fp_fusion=False`). An FMA would make a loaded key differ from a computed one.
 
-Prefill takes the fastest attention that is there: flash-attn 3, flash-attn 2 (which wants blocks of 256 tokens),
-torch's own over block tables (from 2.13 on), else ours. Each is tried on three small requests before it is used:
+Prefill takes the fastest attention that is there: flash-attn 3, torch's own over block tables (from 2.13 on), else
+ours. Each is tried on three small requests before it is used:
 which cards and sizes a build supports only the build knows. Decode is always ours: a graph needs a launch that fits
 any context, and a step that runs eagerly, since somebody loads, is to agree with a replayed one (to rounding: they
 divide long contexts differently).

@@ -13,20 +13,17 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 
 from kvstore.kernels import reference
 from kvstore.kernels.paged_batch import DeviceBatch, PagedBatch, Scoring
 
 log = logging.getLogger(__name__)
 
-FLASH2_PAGE = 256  # flash-attn 2 takes pages of multiples of this
-
 Prefill = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, DeviceBatch, Scoring], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class PrefillSetting:
     """All that decides whether a kernel can compute a layer."""
 
     device: torch.device
@@ -79,30 +76,6 @@ def flash3(
     )
 
 
-def flash2(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, layout: DeviceBatch, scoring: Scoring
-) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
-    """By flash-attn 2."""
-    flash_attn = importlib.import_module("flash_attn")
-
-    first = layout.num_decodes
-    context_start = F.pad(layout.context_lens[first:].cumsum(0, dtype=torch.int32), (1, 0))
-    return flash_attn.flash_attn_varlen_func(
-        query,
-        key_cache,
-        value_cache,
-        cu_seqlens_q=layout.query_start[first:],
-        cu_seqlens_k=context_start,
-        max_seqlen_q=layout.max_query_len,
-        max_seqlen_k=layout.max_context_len,
-        softmax_scale=scoring.scale,
-        causal=True,
-        window_size=_window(scoring),
-        softcap=scoring.softcap or 0.0,
-        block_table=layout.block_table[first:],
-    )
-
-
 def torch_varlen(
     query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, layout: DeviceBatch, scoring: Scoring
 ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
@@ -131,7 +104,7 @@ def _window(scoring: Scoring) -> tuple[int, int]:
     return (-1 if scoring.window is None else scoring.window - 1, 0)
 
 
-def works(prefill: Prefill, setting: Setting) -> bool:
+def works(prefill: Prefill, setting: PrefillSetting) -> bool:
     """Whether `prefill` computes attention as `reference` does: tried on three small requests, one of them a decode.
 
     Which cards, head sizes and page sizes a build of a foreign kernel takes is known to that build alone.

@@ -15,11 +15,10 @@ import numpy as np
 import torch
 
 from kvstore.blocks.records import Load, Save, SaveFence, TransferPlan, Transferred
-from kvstore.kernels.block_copy import BlockLoad, save_few, save_layers
+from kvstore.kernels.block_copy import BlockLoad, save_layers
 from kvstore.memory.arena import Arena
 from kvstore.stats import Histogram
 
-FEW_TOKENS = 16  # a run of so many is saved token by token: what an indexed write costs before it begins is more
 SMALL_STEP_TOKENS = 64  # steps of so many tokens are saved in one go, when their forward has ended
 
 
@@ -42,7 +41,6 @@ class _SaveStep:
     ticket: int
     rows: torch.Tensor
     slots: torch.Tensor
-    run: slice | None = None  # the rows, where they are a run of a few
     failed: bool = False
     waiting: list[tuple[int, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # layer, raw keys, values
 
@@ -92,10 +90,7 @@ class Transfer:
 
     def _save_step(self, ticket: int, saves: Sequence[Save], row_starts: Sequence[int]) -> _SaveStep:
         rows, slots = token_places(saves, row_starts, self.arena.layout.block_size)
-        run = None
-        if len(rows) <= FEW_TOKENS and bool((np.diff(rows) == 1).all()):
-            run = slice(int(rows[0]), int(rows[-1]) + 1)
-        return _SaveStep(ticket, torch.from_numpy(rows), torch.from_numpy(slots), run)
+        return _SaveStep(ticket, torch.from_numpy(rows), torch.from_numpy(slots))
 
     def wait_for_layer(self, layer: int) -> None:
         """Returns when this layer's blocks are in HBM, or its step's loads have failed.
@@ -154,10 +149,7 @@ class Transfer:
             return
         try:
             with torch.inference_mode():
-                if step.run is not None and len(layers) == self.arena.layout.num_layers:
-                    save_few(self.arena.tensor, layers, step.run, step.slots.tolist())
-                else:
-                    save_layers(self.arena.tensor, layers, step.rows, step.slots)
+                save_layers(self.arena.tensor, layers, step.rows, step.slots)
         except Exception:  # as for loads; the step's blocks are computed and saved again later
             step.failed = True
 

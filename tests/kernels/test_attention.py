@@ -5,49 +5,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.kernels import reference
 from kvstore.kernels.attention import paged_attention
-from kvstore.kernels.paged_batch import VIEW_TOKENS, PagedBatch, Scoring
-from kvstore.kernels.write_kv import write_kv
+from kvstore.kernels.paged_batch import VIEW_TOKENS, Scoring
+from tests.support.paged import Paged
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 
 
-class Case:
-    """A mixed batch of requests, (context_len, num_new_tokens) each, with random content."""
+class Case(Paged):
+    """Attended to on a CPU, where pages have to be finite: torch masks what it has read."""
 
     def __init__(self, requests, block_size=4, dtype=torch.float32, in_order=False, seed=0):
-        generator = torch.Generator().manual_seed(seed)
-        counts = [-(-context // block_size) for context, _ in requests]
-        blocks = torch.arange(sum(counts)) if in_order else torch.randperm(sum(counts), generator=generator)
-        self.table = torch.zeros(len(requests), max(counts), dtype=torch.int64)
-        for row, own in enumerate(blocks.split(counts)):
-            self.table[row, : len(own)] = own
-        self.query_start = [0, *torch.tensor([new for _, new in requests]).cumsum(0).tolist()]
-        self.contexts = [context for context, _ in requests]
-        shape = (sum(counts), block_size, KV_HEADS, HEAD_DIM)
-        self.key_cache = torch.randn(shape, generator=generator).to(dtype)
-        self.value_cache = torch.randn(shape, generator=generator).to(dtype)
-        self.query = torch.randn(self.query_start[-1], HEADS, HEAD_DIM, generator=generator).to(dtype)
-        slots = []
-        for row, (context, new) in enumerate(requests):
-            positions = torch.arange(context - new, context)
-            slots.append(self.table[row, positions // block_size] * block_size + positions % block_size)
-        self.slots = torch.cat(slots)
-        self.key = self.key_cache.flatten(0, 1)[self.slots]
-        self.value = self.value_cache.flatten(0, 1)[self.slots]
-        self.batch = PagedBatch(self.query_start, self.contexts, self.table, self.slots, block_size)
+        super().__init__(requests, (HEADS, KV_HEADS, HEAD_DIM), block_size, dtype, "cpu", in_order, 0.0, seed)
+
+    def attend(self, scoring):
+        return paged_attention(
+            self.query, self.key, self.value, self.key_cache, self.value_cache, self.batch, scoring
+        )
 
     def check(self, scoring=None, tolerance=1e-5):
         scoring = scoring or Scoring(HEAD_DIM**-0.5)
-        got = paged_attention(
-            self.query, self.key, self.value, self.key_cache, self.value_cache, self.batch, scoring
-        )
-        expected = reference.paged_attention(
-            self.query, self.key_cache, self.value_cache, self.query_start, self.contexts, self.table,
-            scoring.scale, scoring.window, scoring.softcap, scoring.sinks,
-        )  # fmt: skip
-        torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(self.attend(scoring), self.expected(scoring), atol=tolerance, rtol=tolerance)
 
 
 SCORINGS = {
@@ -95,9 +73,7 @@ def test_another_requests_nan_stays_its_own():
     case = Case([(3, 1), (9, 1)])
     bad = case.table[1, : -(-9 // 4)]
     case.key_cache[bad], case.value_cache[bad] = float("nan"), float("nan")
-    out = paged_attention(
-        case.query, case.key, case.value, case.key_cache, case.value_cache, case.batch, Scoring(0.25)
-    )
+    out = case.attend(Scoring(0.25))
     assert out[0].isfinite().all() and out[1].isnan().all()
 
 
@@ -111,14 +87,3 @@ def test_another_requests_nan_stays_its_own():
 def test_any_batch_equals_reference(requests, scoring, block_size, seed):
     requests = sorted(requests, key=lambda request: request[1] > 1)
     Case(requests, block_size, seed=seed).check(SCORINGS[scoring])
-
-
-def test_write_kv_fills_exactly_its_slots():
-    cache = torch.zeros(3, 4, KV_HEADS, HEAD_DIM)
-    values = torch.zeros_like(cache)
-    slots = torch.tensor([7, 0, 11])
-    key = torch.arange(1.0, 4)[:, None, None].expand(3, KV_HEADS, HEAD_DIM)
-    write_kv(key, -key, cache, values, slots)
-    flat = cache.flatten(0, 1)[:, 0, 0].tolist()
-    assert flat == [2, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 3]
-    assert torch.equal(values, -cache)

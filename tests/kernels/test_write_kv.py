@@ -11,7 +11,7 @@ from kvstore.rope.rotary import Style
 from tests.support.rotations import KINDS, MAX_LEN, kinds, rotation
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-NUM_BLOCKS, BLOCK_SIZE = 5, 4
+NUM_BLOCKS, BLOCK_SIZE = 60, 4
 
 
 class Step:
@@ -44,15 +44,16 @@ class Step:
     def run(self, function, turn) -> list[torch.Tensor]:
         """Rotated query and key, and both caches."""
         caches = self.caches()
-        at = None if turn is None else turn.at(self.positions)
+        at = None if turn is None else turn.at(self.positions).spread_out()
         rotated = function(self.query, self.key, self.value, *caches, self.slots, at)
         return [tensor.cpu().contiguous() for tensor in (*rotated, *caches)]
 
 
-def check(step, turn):
-    from kvstore.kernels.cuda import kv as kv_triton
-
-    results, wanted = (step.run(module.rotate_and_write, turn) for module in (kv_triton, reference))
+def check(step, turn, function=None):
+    """function: Triton's where none is given."""
+    if function is None:
+        from kvstore.kernels.cuda.kv import rotate_and_write as function
+    results, wanted = (step.run(each, turn) for each in (function, reference.rotate_and_write))
     for result, expected in zip(results, wanted, strict=True):
         assert torch.equal(result.view(torch.uint8), expected.view(torch.uint8))  # the sign of zero included
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvstore.rope.rotary import Layout, Rotation, Style, match_rotation, rotate
+from kvstore.rope.rotary import Rotation, Style, TableLayout, match_rotation, rotate
 
 
 def tables(num_positions=64, half=8, dtype=torch.float32):
@@ -53,7 +53,7 @@ def test_each_product_is_rounded_before_the_sum(dtype):
 
 @pytest.mark.parametrize("style", Style)
 @pytest.mark.parametrize("upcast", [False, True])
-@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("layout", TableLayout)
 def test_the_models_rotation_is_found(style, upcast, layout):
     dtype = torch.bfloat16
     cos, sin = tables(dtype=dtype)
@@ -61,9 +61,9 @@ def test_the_models_rotation_is_found(style, upcast, layout):
     rotated = rotate(x, cos, sin, style, upcast)
 
     def spread(table):
-        if layout is Layout.HALVES:
+        if layout is TableLayout.HALVES:
             return torch.cat([table, table], -1)
-        return table.repeat_interleave(2, -1) if layout is Layout.REPEATED else table
+        return table.repeat_interleave(2, -1) if layout is TableLayout.REPEATED else table
 
     found = match_rotation(x, rotated, spread(cos), spread(sin))
     assert (found.style, found.upcast, found.layout) == (style, upcast, layout)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.rope.splice import Piece, Span, SplicedBlock, SplicePlan, plan_splice
+from kvstore.rope.splice import Span, SplicedBlock, SplicePiece, SplicePlan, plan_splice
 
 
 @st.composite
@@ -68,15 +68,15 @@ def test_pieces_are_few(case):
 
 def test_a_cut_at_block_boundaries_copies_whole_blocks():
     plan = plan_splice([(0, 4), (12, 20)], 4, 5)
-    blocks = (SplicedBlock(1, (Piece(3, 0, 0, 4),)), SplicedBlock(2, (Piece(4, 0, 0, 4),)))
+    blocks = (SplicedBlock(1, (SplicePiece(3, 0, 0, 4),)), SplicedBlock(2, (SplicePiece(4, 0, 0, 4),)))
     assert plan == SplicePlan(1, blocks, 12)
 
 
 def test_a_cut_inside_blocks_puts_pieces_together():
     plan = plan_splice([(0, 2), (5, 16)], 4, 4)
-    first = SplicedBlock(0, (Piece(0, 0, 0, 2), Piece(1, 1, 2, 2)))
-    second = SplicedBlock(1, (Piece(1, 3, 0, 1), Piece(2, 0, 1, 3)))
-    third = SplicedBlock(2, (Piece(2, 3, 0, 1), Piece(3, 0, 1, 3)))
+    first = SplicedBlock(0, (SplicePiece(0, 0, 0, 2), SplicePiece(1, 1, 2, 2)))
+    second = SplicedBlock(1, (SplicePiece(1, 3, 0, 1), SplicePiece(2, 0, 1, 3)))
+    third = SplicedBlock(2, (SplicePiece(2, 3, 0, 1), SplicePiece(3, 0, 1, 3)))
     assert plan == SplicePlan(0, (first, second, third), 12)
 
 

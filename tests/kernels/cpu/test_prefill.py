@@ -1,61 +1,47 @@
 """Attention of a prefill by tiles against its twin in float32, over pages of which those of nobody hold NaN."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.kernels import attention_torch, reference
+from kvstore.kernels import attention_torch
 from kvstore.kernels.cpu import layer as layer_native
 from kvstore.kernels.cpu import prefill as prefill_native
 from kvstore.kernels.cpu.prefill import prefill
-from kvstore.kernels.paged_batch import PagedBatch, Scoring
+from kvstore.kernels.paged_batch import Scoring
+from tests.support.paged import Paged
 
 TOLERANCE = 0.02  # weights and values are bfloat16 and the values about 1
 
 needs_tiles = pytest.mark.skipif(not layer_native.has_tiles(), reason="no tiles (AMX) here")
 
 
-class Job:
-    """Requests of several tokens each, with so many before them, over shuffled pages."""
+class Job(Paged):
+    """Requests of several tokens each, with so many before them, in bfloat16."""
 
-    def __init__(self, counts, befores, heads=(6, 2, 64), block_size=16, window=None, scale=1.0, seed=0):
-        group_heads, num_kv_heads, head_dim = heads
-        generator = torch.Generator().manual_seed(seed)
-        contexts = [count + before for count, before in zip(counts, befores, strict=True)]
-        widths = [-(-context // block_size) for context in contexts]
-        numbers = torch.randperm(sum(widths) + 3, generator=generator)
-        self.table = torch.full((len(counts), max(widths) + 1), -7)
-        shape = (len(numbers), block_size, num_kv_heads, head_dim)
-        self.caches = [torch.full(shape, float("nan")).bfloat16() for _ in range(2)]
-        for i, own in enumerate(numbers[: sum(widths)].split(widths)):
-            self.table[i, : len(own)] = own
-            places = (own[:, None] * block_size + torch.arange(block_size)).flatten()[: contexts[i]]
-            for cache in self.caches:
-                rows = torch.randn(len(places), num_kv_heads, head_dim, generator=generator)
-                cache.flatten(0, 1)[places] = rows.bfloat16()
-        starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
-        joined = torch.randn(starts[-1], group_heads + 2 * num_kv_heads, head_dim, generator=generator).bfloat16()
-        self.query, self.key, self.value = joined.split([group_heads, num_kv_heads, num_kv_heads], 1)
-        slots = torch.zeros(starts[-1], dtype=torch.int64)
-        self.batch = PagedBatch(starts, contexts, self.table, slots, block_size)
-        self.scoring = Scoring(scale * head_dim**-0.5, window)
+    def __init__(self, counts, befores, heads=(6, 2, 64), block_size=16, window=None, scale=1.0):
+        requests = [(count + before, count) for count, before in zip(counts, befores, strict=True)]
+        super().__init__(requests, heads, block_size, torch.bfloat16)
+        self.caches = [self.key_cache, self.value_cache]
+        self.scoring = Scoring(scale * heads[2] ** -0.5, window)
 
-    def expected(self):
-        caches = [cache.float() for cache in self.caches]
-        starts, contexts = self.batch.query_start, self.batch.context_lens
-        scoring = self.scoring
-        return reference.paged_attention(
-            self.query.float(), *caches, starts, contexts, self.table, scoring.scale, scoring.window
-        )
+    def attend(self):
+        arguments = (self.query, self.key, self.value, *self.caches, self.batch, self.scoring)
+        return attention_torch.paged_attention(*arguments).float()
+
+    def exact(self):
+        return self.expected(self.scoring, torch.float32)
 
     def check(self):
         out = torch.full(self.query.shape, 7.0).bfloat16()
         before = self.query.clone()
-        for i, (start, end) in enumerate(zip(self.batch.query_start, self.batch.query_start[1:], strict=False)):
+        for i, (start, end) in enumerate(itertools.pairwise(self.query_start)):
             assert prefill(self.query[start:end], *self.caches, self.batch, i, self.scoring, out[start:end])
         assert torch.equal(self.query, before)
-        torch.testing.assert_close(out.float(), self.expected(), atol=TOLERANCE, rtol=TOLERANCE)
+        torch.testing.assert_close(out.float(), self.exact(), atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @needs_tiles
@@ -122,11 +108,9 @@ def test_attention_of_a_step_uses_it_where_it_can(monkeypatch):
         return prefill(*args)
 
     monkeypatch.setattr(attention_torch, "prefill", noted)
-    arguments = (job.query, job.key, job.value, *job.caches, job.batch, job.scoring)
-    found = attention_torch.paged_attention(*arguments)
+    found = job.attend()
     assert asked == [1, 2]
-    kept = slice(1, 41)  # torch, for the first, needs finite pages; the last has other keys than those in its pages
-    torch.testing.assert_close(found.float()[kept], job.expected()[kept], atol=TOLERANCE, rtol=TOLERANCE)
+    torch.testing.assert_close(found[1:], job.exact()[1:], atol=TOLERANCE, rtol=TOLERANCE)  # torch needs finite pages
 
 
 @needs_tiles
@@ -151,5 +135,4 @@ def test_what_c_does_not_know_is_left_to_torch():
 def test_without_tiles_torch_computes_it(monkeypatch):
     monkeypatch.setattr(prefill_native, "_library", lambda: None)
     job = Job([20], [50])
-    found = attention_torch.paged_attention(job.query, job.key, job.value, *job.caches, job.batch, job.scoring)
-    torch.testing.assert_close(found.float(), job.expected(), atol=TOLERANCE, rtol=TOLERANCE)
+    torch.testing.assert_close(job.attend(), job.exact(), atol=TOLERANCE, rtol=TOLERANCE)

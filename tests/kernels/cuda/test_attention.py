@@ -3,46 +3,19 @@
 import pytest
 import torch
 
-from kvstore.kernels import reference
 from kvstore.kernels.attention import attend_paged
 from kvstore.kernels.paged_batch import DeviceBatch, PagedBatch, Scoring
+from tests.support.paged import Paged
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 NAN = float("nan")
 
 
-class Case:
-    """A batch of requests, (context_len, num_new_tokens) each, with random content in shuffled pages.
+class Case(Paged):
+    """Attended to by kernels."""
 
-    What belongs to nobody is NaN: the rest of each last page, spare pages, and the table's padding points at one.
-    """
-
-    def __init__(self, requests, device, heads=(4, 2, 16), block_size=16, dtype=torch.float32, seed=0):
-        num_heads, num_kv_heads, head_dim = heads
-        generator = torch.Generator().manual_seed(seed)
-        self.query_start = [0, *torch.tensor([new for _, new in requests]).cumsum(0).tolist()]
-        self.contexts = [context for context, _ in requests]
-        counts = [-(-context // block_size) for context in self.contexts]
-        *pages, spare = torch.randperm(sum(counts) + 1, generator=generator).split([*counts, 1])
-        self.table = torch.full((len(requests), max(counts)), spare.item())
-        caches = torch.full((2, sum(counts) + 1, block_size, num_kv_heads, head_dim), NAN)
-        for row, (own, context) in enumerate(zip(pages, self.contexts, strict=True)):
-            self.table[row, : len(own)] = own
-            places = own.repeat_interleave(block_size)[:context], torch.arange(context) % block_size
-            for cache in caches:
-                cache[places] = torch.randn(context, num_kv_heads, head_dim, generator=generator)
-        self.key_cache, self.value_cache = caches.to(device, dtype)
-        packed = torch.randn(self.query_start[-1], num_heads + 3, head_dim, generator=generator)
-        self.query = packed.to(device, dtype)[:, 2:-1]  # a view of a bigger product, as models have it
-        self.slots = torch.zeros(len(self.query), dtype=torch.int64, device=device)
-        self.batch = PagedBatch(self.query_start, self.contexts, self.table, self.slots, block_size)
-
-    def expected(self, scoring):
-        table = self.table.to(self.query.device)
-        return reference.paged_attention(
-            self.query, self.key_cache, self.value_cache, self.query_start, self.contexts, table, scoring.scale,
-            scoring.window, scoring.softcap, scoring.sinks,
-        )  # fmt: skip
+    def __init__(self, requests, device, heads=(4, 2, 16), block_size=16, dtype=torch.float32):
+        super().__init__(requests, heads, block_size, dtype, device)
 
     def attend(self, scoring, on_device=None):
         batch = self.batch

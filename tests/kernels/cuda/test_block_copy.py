@@ -1,6 +1,6 @@
-"""Blocks between the pinned arena and a device's paged cache: by kernels and by copies, the bits of the twins.
+"""Blocks between the pinned arena and a device's paged cache, by kernels: the bits of the twins.
 
-Without a CUDA device the kernels run in Triton's interpreter, and the copies on a CPU: their operations know no device.
+Without a CUDA device the kernels run in Triton's interpreter.
 """
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.kernels import block_copy, reference
+from kvstore.kernels import reference
 from kvstore.kernels.block_copy import BlockLoad, save_to_arena
 from kvstore.memory.arena import Arena
 from kvstore.memory.layout import KVLayout
@@ -17,7 +17,6 @@ from tests.support.rotations import KINDS, kinds, moved, rotation
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NUM_SLOTS, NUM_BLOCKS, NUM_LAYERS = 11, 13, 3
-WAYS = ["kernel", "copy", "copy, block by block"]
 
 
 class Memory:
@@ -35,19 +34,16 @@ class Memory:
         key_cache, value_cache = (torch.full(self.shape, 5.0, dtype=self.arena.layout.dtype) for _ in range(2))
         return key_cache.to(self.device), value_cache.to(self.device)
 
-    def check_load(self, way, rotations, slots, blocks, positions) -> None:
+    def check_load(self, rotations, slots, blocks, positions) -> None:
         """Every layer, every element of the caches, on the CPU's own arithmetic."""
         on_device = {id(r): r and moved(r, self.device) for r in rotations}
         load = BlockLoad(self.arena.tensor, slots, blocks, positions, [on_device[id(r)] for r in rotations])
         numbers = [torch.tensor(n, dtype=torch.int64) for n in (slots, blocks, positions)]
         loaded = [self.caches() for _ in rotations]
-        if way == "kernel":
-            load.load_by_kernel(0, loaded[:2])  # several layers in one call, and one by itself
-            load.load_by_kernel(2, loaded[2:])
+        load.load_by_kernel(0, loaded[:2])  # several layers in one call, and one by itself
+        load.load_by_kernel(2, loaded[2:])
         for layer, (turn, caches) in enumerate(zip(rotations, loaded, strict=True)):
             twins = [cache.cpu() for cache in self.caches()]
-            if way != "kernel":
-                load.load_by_copy(layer, *caches)
             reference.load_blocks(self.arena.tensor, layer, numbers[0], *twins, *numbers[1:], turn)
             for cache, wanted in zip(caches, twins, strict=True):
                 assert torch.equal(cache.cpu().view(torch.uint8), wanted.view(torch.uint8))
@@ -55,12 +51,9 @@ class Memory:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_load_gives_the_bits_of_the_twin(dtype, name, way, kernel_device, monkeypatch):
-    if way == "copy, block by block":
-        monkeypatch.setattr(block_copy, "STAGING_BYTES", 1)
+def test_a_load_gives_the_bits_of_the_twin(dtype, name, kernel_device):
     memory = Memory((16, 2, 32), dtype, kernel_device)
-    memory.check_load(way, kinds(dtype)[name], [9, 0, 4, 10, 3], [12, 1, 0, 7, 3], [160, 0, 16, 57, 3])
+    memory.check_load(kinds(dtype)[name], [9, 0, 4, 10, 3], [12, 1, 0, 7, 3], [160, 0, 16, 57, 3])
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 20), (7, 3, 48), (16, 8, 128), (5, 2, 8)], ids=str)
@@ -69,7 +62,7 @@ def test_a_kernel_loads_any_shape(shape, num_blocks, kernel_device):
     memory = Memory(shape, torch.bfloat16, kernel_device)
     slots, blocks = [9, 0, 4, 10, 3, 7][:num_blocks], [2, 12, 0, 1, 8, 6][:num_blocks]
     rotations = [kinds(torch.bfloat16, shape[2])[name][0] for name in ("half", "partial upcast", "none")]
-    memory.check_load("kernel", rotations, slots, blocks, [16 * i for i in range(num_blocks)])
+    memory.check_load(rotations, slots, blocks, [16 * i for i in range(num_blocks)])
 
 
 @settings(max_examples=25)
@@ -88,7 +81,7 @@ def test_any_load(kernel_device, num_blocks, shape, dtype, style, upcast, half, 
     slots, blocks = random.sample(range(NUM_SLOTS), num_blocks), random.sample(range(NUM_BLOCKS), num_blocks)
     turns = [rotation(dtype, style, upcast, 2 * min(half, half_dim), base) for base in (10000.0, 500.0)]
     positions = [random.randrange(200) for _ in slots]
-    memory.check_load("kernel", [turns[0], None, turns[1]], slots, blocks, positions)
+    memory.check_load([turns[0], None, turns[1]], slots, blocks, positions)
 
 
 class Saving:

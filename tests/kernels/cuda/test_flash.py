@@ -48,20 +48,6 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
 
 
-def flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
-    block_table=None,
-):  # fmt: skip
-    if k.shape[1] % 256:
-        raise RuntimeError("Paged KV cache block size must be divisible by 256")
-    lens = cu_seqlens_k.diff()
-    assert cu_seqlens_k[0] == 0 and max_seqlen_k >= int(lens.max())
-    return standing_in(
-        q, k, v, cu_seqlens_q, lens, block_table, max_seqlen_q, softmax_scale, causal, window_size, softcap
-    )
-
-
 def varlen_attn(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
     enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
@@ -75,7 +61,6 @@ def varlen_attn(
 
 
 FLASH3 = ("flash_attn_interface", flash_attn_with_kvcache)
-FLASH2 = ("flash_attn", flash_attn_varlen_func)
 TORCH = ("torch.nn.attention.varlen", varlen_attn)
 
 
@@ -84,7 +69,7 @@ def install(monkeypatch):
     """Puts stand-ins where packages would be; without arguments there are none."""
 
     def put(*stand_ins):
-        for name, _ in (FLASH3, FLASH2, TORCH):
+        for name, _ in (FLASH3, TORCH):
             monkeypatch.setitem(sys.modules, name, None)  # importing it is an ImportError
         for name, function in stand_ins:
             package = ModuleType(name)
@@ -105,7 +90,7 @@ def setting(block_size=16, dtype=torch.float16, scoring=None):
 
 
 @pytest.mark.parametrize("name", ["plain", "window", "softcap", "sinks", "all"])
-@pytest.mark.parametrize("stand_in", [FLASH3, FLASH2, TORCH], ids=lambda stand_in: stand_in[0])
+@pytest.mark.parametrize("stand_in", [FLASH3, TORCH], ids=lambda stand_in: stand_in[0])
 def test_decodes_by_triton_and_the_rest_by_others_equal_reference(kernel_device, install, monkeypatch, stand_in, name):
     if kernel_device != "cpu":
         pytest.skip("stand-ins are for the CPU")
@@ -121,10 +106,7 @@ def test_each_is_used_for_what_it_can(install):
     assert find(setting()) is None
     install(TORCH)
     assert find(setting()) is chosen.torch_varlen and find(capped) is None
-    install(FLASH2, TORCH)
-    assert find(setting(256)) is chosen.flash2 and find(capped) is chosen.flash2
-    assert find(setting(16)) is chosen.torch_varlen
-    install(FLASH3, FLASH2, TORCH)
+    install(FLASH3, TORCH)
     assert find(setting(16)) is chosen.flash3 and find(capped) is chosen.flash3
     assert find(setting(dtype=torch.float32)) is None
 

@@ -1,0 +1,55 @@
+"""Requests over shuffled pages, for the tests of attention."""
+
+import itertools
+import math
+
+import torch
+
+from kvstore.kernels import reference
+from kvstore.kernels.paged_batch import PagedBatch, Scoring
+
+
+class Paged:
+    """Requests, (context_len, num_new_tokens) each; what is new is a view of one product, and in the caches, too.
+
+    in_order: each request's pages lie in one run. filler: what stands where no token is: in the rest of each last page,
+    and in a page of nobody at which the table's padding points.
+    """
+
+    def __init__(
+        self, requests, heads=(6, 2, 16), block_size=16, dtype=torch.float32, device="cpu", in_order=False,
+        filler=math.nan, seed=0,
+    ) -> None:  # fmt: skip
+        num_heads, num_kv_heads, head_dim = heads
+        generator = torch.Generator().manual_seed(seed)
+        self.contexts = [context for context, _ in requests]
+        self.query_start = [0, *itertools.accumulate(new for _, new in requests)]
+        counts = [-(-context // block_size) for context in self.contexts]
+        count = sum(counts) + 1
+        numbers = torch.arange(count) if in_order else torch.randperm(count, generator=generator)
+        *pages, spare = numbers.split([*counts, 1])
+        self.table = torch.full((len(requests), max(counts)), spare.item())
+        caches = torch.full((2, count, block_size, num_kv_heads, head_dim), filler)
+        slots = []
+        for row, (own, (context, new)) in enumerate(zip(pages, requests, strict=True)):
+            self.table[row, : len(own)] = own
+            places = (own[:, None] * block_size + torch.arange(block_size)).flatten()[:context]
+            for cache in caches:
+                cache.flatten(0, 1)[places] = torch.randn(context, num_kv_heads, head_dim, generator=generator)
+            slots.append(places[context - new :])
+        self.slots = torch.cat(slots).to(device)
+        sizes = (num_heads, num_kv_heads, num_kv_heads)
+        product = torch.randn(self.query_start[-1], sum(sizes), head_dim, generator=generator).to(device, dtype)
+        self.query, self.key, self.value = product.split(sizes, 1)
+        self.key_cache, self.value_cache = caches.to(device, dtype)
+        self.key_cache.flatten(0, 1)[self.slots] = self.key
+        self.value_cache.flatten(0, 1)[self.slots] = self.value
+        self.batch = PagedBatch(self.query_start, self.contexts, self.table, self.slots, block_size)
+
+    def expected(self, scoring: Scoring, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """By the twin; dtype: computed in this one."""
+        tensors = [t.to(dtype or t.dtype) for t in (self.query, self.key_cache, self.value_cache)]
+        return reference.paged_attention(
+            *tensors, self.query_start, self.contexts, self.table.to(self.query.device),
+            scoring.scale, scoring.window, scoring.softcap, scoring.sinks,
+        )  # fmt: skip
