@@ -14,11 +14,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from kvstore.blocks.ids import BlockId, Lineage
+from kvstore.engine.core.output_processor import Handle
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession, Turn
 from kvstore.engine.text.chat_template import Message
-from kvstore.engine.text.output_processor import Handle
 from kvstore.engine.text.prompts import prompt_ids
 from kvstore.errors import EngineClosedError, KVStoreError
 from kvstore.sessions.record import TurnRecord

@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from kvstore.engine.core.output_processor import Handle
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.text.output_processor import Handle
 from kvstore.engine.text.prompts import checked_prompts, prompt_ids
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ from kvstore.engine.admin import Admin, weak_handler
 from kvstore.engine.blocking import Bell, generate, stream
 from kvstore.engine.config import EngineConfig
 from kvstore.engine.core.kv_cache_manager import KVCacheManager
+from kvstore.engine.core.output_processor import Handle, Listener, OutputProcessor, new_handle
 from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import Scheduler
 from kvstore.engine.core.step_loop import StepLoop
@@ -34,7 +36,6 @@ from kvstore.engine.lifetime import Gate, shut, shut_dropped
 from kvstore.engine.model.loading import load
 from kvstore.engine.model.memory import num_hbm_blocks
 from kvstore.engine.model.probe import intercept
-from kvstore.engine.model.step.erasure import Erasure
 from kvstore.engine.model.step.graphs import CudaCapturer
 from kvstore.engine.model.step.runner import ModelRunner
 from kvstore.engine.model.step.waiting import WAITING
@@ -44,7 +45,7 @@ from kvstore.engine.sessions.chat import ChatSession
 from kvstore.engine.sessions.chats import open_chat, prefetch_chat
 from kvstore.engine.storage import check_room, open_store
 from kvstore.engine.text.chat_template import ChatTemplate
-from kvstore.engine.text.output_processor import Handle, Listener, OutputProcessor, new_handle
+from kvstore.engine.text.choice_text import ChoiceText
 from kvstore.engine.text.prompts import check_fits, check_ids, check_ids_of, check_owner, check_params
 from kvstore.errors import EngineClosedError
 from kvstore.kernels.cpu.threads import let_helpers_go
@@ -120,9 +121,14 @@ class Engine:
             failing.pop_all()
 
     def _build(self, config: EngineConfig, directory: StoreDirectory | None, failing: ExitStack) -> None:
+        def check(network: Any, tokenizer: Any) -> None:
+            check_room(config, network)
+            if config.chat_template is not None and (template := ChatTemplate.of(tokenizer)) is not None:
+                template.check()
+
         loaded = load(
             config.model, config.device, config.dtype, config.max_model_len, config.tokenizer, config.revision,
-            config.chat_template, partial(check_room, config),
+            config.chat_template, check,
         )  # fmt: skip
         self.model_name = loaded.name
         self.max_model_len = loaded.max_model_len
@@ -143,15 +149,14 @@ class Engine:
         pool = BlockPool(self._num_blocks, self.connector.hbm_order)
         capturer = CudaCapturer(loaded.device) if has_graphs else None
         runner = ModelRunner(model, limits, self._num_blocks, self.connector, capturer)
+        backend = None if loaded.tokenizer is None else loaded.tokenizer.backend_tokenizer
         self.loop = StepLoop(
             Scheduler(limits, KVCacheManager(pool, limits.block_size), self.connector),
             runner,
-            OutputProcessor(None if loaded.tokenizer is None else loaded.tokenizer.backend_tokenizer),
-            self.connector,
-            Erasure(pool, runner.caches),
+            OutputProcessor(partial(ChoiceText, tokenizer=backend)),
             runs_ahead=loaded.device.type == "cuda",
         )
-        self._template = None if loaded.tokenizer is None else ChatTemplate.of(loaded.tokenizer)
+        self._template = ChatTemplate.of(loaded.tokenizer)
         self.sessions: SessionStore = open_sessions(self.connector.directory)
         self.answers: AnswerStore = open_answers(self.connector.directory)
         self.chats: weakref.WeakValueDictionary[SessionKey, ChatSession] = weakref.WeakValueDictionary()
@@ -221,7 +226,7 @@ class Engine:
             return
         shut(self._gate, self.loop, self.connector, self.sessions, self.answers)
         self._finalizer.detach()
-        self.loop.runner.caches.clear()
+        self.loop.runner.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -359,11 +364,11 @@ class Engine:
 
     def forget_hbm(self, block_ids: Iterable[BlockId]) -> None:
         """Forget these blocks in HBM, and overwrite them."""
-        self.loop.call(self.loop.forget, tuple(block_ids))
+        self.loop.call(self.loop.erasure.forget, tuple(block_ids))
 
     def evict_hbm(self, what: Evict, block_ids: frozenset[BlockId]) -> int:
         """Give up what matches in HBM, and these blocks, unless they are in use. Returns how many."""
-        return self.loop.call(self.loop.evict, what, block_ids)
+        return self.loop.call(self.loop.erasure.evict, what, block_ids)
 
     @property
     def vocab_size(self) -> int:

@@ -1,44 +1,11 @@
-"""What an engine shows of itself, as a plain dict: counters and gauges of the loop, of its tiers and its sessions."""
+"""What an engine shows of itself, in a few words."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvstore.config import format_size
-
-if TYPE_CHECKING:
-    from kvstore.engine.core.scheduler import Scheduler
-    from kvstore.engine.model.step.runner import StepTimes
-    from kvstore.engine.text.output_processor import Totals
-
-
-def loop_stats(
-    scheduler: Scheduler, times: StepTimes, totals: Totals, num_aborted: int, of_hbm: Mapping[str, object]
-) -> dict[str, object]:
-    """To be called between two steps. Step times are running totals in seconds. of_hbm: what else is said of it."""
-    pool = scheduler.manager.pool
-    return {
-        "requests": {
-            "running": scheduler.num_running,
-            "waiting": scheduler.num_waiting,
-            "finished": totals.num_requests,
-            "aborted": num_aborted,
-            "preemptions": scheduler.num_preemptions,
-        },
-        "tokens": totals.as_dict(),
-        "hbm": {
-            "blocks": pool.num_blocks,
-            "free_blocks": pool.num_free,
-            "cached_blocks": pool.num_cached,
-            "evicted_blocks": pool.num_evictions,
-            "removed_blocks": pool.num_forgotten,
-            **of_hbm,
-        },
-        "step": asdict(times),
-        **scheduler.connector.stats(),
-    }
 
 
 def describe_tiers(stats: Mapping[str, Any]) -> str:

@@ -57,7 +57,9 @@ def _decode(
         row = num_kv_heads * head_dim
         shape, strides = (1, num_kv_heads, group.context_len, head_dim), (0, head_dim, row, 1)
         start = group.run * block_size * row
-        keys, values = (cache.as_strided(shape, strides, start) for cache in (key_cache, value_cache))
+        keys, values = (
+            cache.as_strided(shape, strides, cache.storage_offset() + start) for cache in (key_cache, value_cache)
+        )
     else:
         keys, values = (
             cache.index_select(0, group.blocks).view(group.size, -1, num_kv_heads, head_dim).transpose(1, 2)

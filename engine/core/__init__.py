@@ -2,11 +2,15 @@
 
 Loads no torch; knows the store by the scheduler's side of the connector.
 
+- `erasure`: what is given up in HBM by its name, and overwritten
 - `inbox`: what is asked of the thread that steps an engine: functions that it calls between two steps, in the order
   of asking
 - `input_batch`: the persistent batch: arrays reused from step to step
 - `kv_cache_manager`: blocks of requests: prefix hits, allocation, caching, release
+- `output_processor`: what callers see of running requests: pieces, ends, usage
 - `request`: one request and its state
+- `request_blocks`: blocks of requests in HBM and below it: hits, loads, and what came from where
+- `roster`: all requests from arrival to end: who waits, who runs, and the ways between
 - `scheduler`: which request computes how many tokens in the next step
 - `step_loop`: the one loop that steps an engine, in a thread of its own: it answers the inbox, steps, and tells who
   waits
@@ -29,4 +33,8 @@ Choices of one prompt (`n` > 1): the first one computes the prompt, all draw the
 share its blocks. So prompt tokens are computed once.
 
 The batch is kept as arrays from step to step; requests join and leave in place.
+
+What computes and what makes text is handed in, at the engine's root: `steps.Runner`, `output_processor.AnswerText`.
+
+What is deleted is overwritten in HBM, too: at once, or as soon as no request holds it.
 """

@@ -76,7 +76,7 @@ class InputBatch:
         self.block_table[row, : len(new.block_numbers)] = new.block_numbers
         return row
 
-    def leave(self, request_id: str) -> tuple[int, int]:
+    def remove(self, request_id: str) -> tuple[int, int]:
         """Remove a request; returns (hole, last): what was in row `last` is now in row `hole` (maybe the same)."""
         hole, last = self._row_of.pop(request_id), self.num_rows - 1
         last_id = self._id_of.pop()

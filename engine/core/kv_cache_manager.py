@@ -19,6 +19,9 @@ class Allocation:
     copy: tuple[int, int] | None = None
 
 
+UNCHANGED = Allocation(0, ())
+
+
 class KVCacheManager:
     """Gives requests their blocks. A block with several references is never written: its writer gets a copy."""
 
@@ -61,7 +64,7 @@ class KVCacheManager:
         shared = index < len(table) and self.pool.ref_count(table[index]) > 1
         needed = self.num_blocks(request.num_computed_tokens + num_new_tokens) - len(table)
         if needed <= 0 and not shared:
-            return _UNCHANGED
+            return UNCHANGED
         if needed + shared > self.pool.num_free:
             return None
         first_index, copy = len(table), None
@@ -109,5 +112,3 @@ class KVCacheManager:
         request.num_computed_tokens = 0
         request.num_hashed_blocks = 0
 
-
-_UNCHANGED = Allocation(0, ())

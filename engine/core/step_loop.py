@@ -6,26 +6,18 @@ It alone touches scheduler, runner, outputs and the pool of HBM; all others ask 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
+from dataclasses import asdict
+from typing import ParamSpec, Protocol, TypeVar
 
-from kvstore.blocks.ids import BlockId
-from kvstore.blocks.pool import BlockPool
-from kvstore.blocks.records import Evict
-from kvstore.connector import KVConnector
+from kvstore.engine.core.erasure import Erasure
 from kvstore.engine.core.inbox import Inbox
+from kvstore.engine.core.output_processor import Handle, OutputProcessor, Totals, tell
 from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput
-from kvstore.engine.core.steps import Steps
-from kvstore.engine.model.step.waiting import WAITING
-from kvstore.engine.stats import loop_stats
-from kvstore.engine.text.output_processor import Handle, OutputProcessor, Totals, tell
+from kvstore.engine.core.steps import Runner, StepResult, Steps
 from kvstore.errors import KVStoreError
-
-if TYPE_CHECKING:
-    from kvstore.engine.model.step.erasure import Erasure
-    from kvstore.engine.model.step.runner import ModelRunner, StepResult
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -57,25 +49,20 @@ class StepLoop:
     """Owns what a step needs, and is all that its thread keeps alive. Without `start` its rounds can be run by hand."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: ModelRunner, outputs: OutputProcessor, connector: KVConnector,
-        erasure: Erasure, runs_ahead: bool = False,
-    ) -> None:  # fmt: skip
+        self, scheduler: Scheduler, runner: Runner, outputs: OutputProcessor, runs_ahead: bool = False
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.outputs = outputs
-        self.connector = connector
-        self.erasure = erasure
+        self.connector = scheduler.connector
+        self.pool = scheduler.manager.pool
+        self.erasure = Erasure(self.pool, runner.overwrite)
         self.inbox = Inbox()
         self.watch: Watch = _NoWatch()
         self._thread = threading.Thread(target=self._run, name="kvstore-engine", daemon=True)
         self._totals = Totals()
-        self._num_aborted = 0
         self.steps = Steps(scheduler, runner, runs_ahead)
         self._touched: list[Handle] = []
-
-    @property
-    def pool(self) -> BlockPool:
-        return self.scheduler.manager.pool
 
     @property
     def has_work(self) -> bool:
@@ -142,7 +129,7 @@ class StepLoop:
     # -- a step ------------------------------------------------------------------------------------------------------
     def _step(self) -> bool:
         """Whether anything could be scheduled. An error ends all that run."""
-        with self._ending_all_on_error(), WAITING.allowed():
+        with self._ending_all_on_error(), self.runner.working():
             has_computed = self.steps.step(self._update)
             self.erasure.go_on()
         return has_computed or not self.scheduler.has_work
@@ -155,7 +142,7 @@ class StepLoop:
             logprob = None if logprobs is None else logprobs[progress.sample]
             handle, stopped = self.outputs.process(request, progress.token_id, logprob)
             if stopped:
-                self.scheduler.finish(request.request_id, "stop", request.stop_reason)
+                self.scheduler.roster.finish(request.request_id, "stop", request.stop_reason)
             if handle is not None:
                 self._touched.append(handle)
                 if handle.done:
@@ -174,11 +161,11 @@ class StepLoop:
         ended = self.outputs.handles()
         for handle in ended:
             self.outputs.abort(handle, error)
-        self._num_aborted += len(ended)
+        self._totals.num_aborted += len(ended)
         self._touched += ended
         self.connector.step_failed(self.steps.plan)
         self.steps.drop()
-        self.scheduler.reset("abort")
+        self.scheduler.roster.reset("abort")
         self.runner.reset()
 
     # -- what is asked of it, through `call` or the inbox ------------------------------------------------------------
@@ -188,7 +175,7 @@ class StepLoop:
             with self._ending_all_on_error():
                 for handle, choices in prompts:
                     self.outputs.add(handle, choices)
-                    self.scheduler.add(choices[0])
+                    self.scheduler.roster.add(choices[0])
         except Exception as error:
             for handle, _ in prompts:
                 if not handle.done:
@@ -202,38 +189,39 @@ class StepLoop:
         with self._ending_all_on_error():
             ended = self.outputs.abort(handle, None, index, reason)
             if reason == "abort":
-                self._num_aborted += bool(ended)
+                self._totals.num_aborted += bool(ended)
             elif not self.outputs.is_running(handle):
                 self._totals.add(handle.output.usage)
             self._touched.append(handle)
             for request_id in ended:
-                self.scheduler.finish(request_id, reason)
+                self.scheduler.roster.finish(request_id, reason)
             self.erasure.go_on()
 
-    def forget(self, block_ids: Iterable[BlockId]) -> None:
-        """Forget these blocks in HBM, and overwrite them."""
-        self.erasure.forget([block for block in map(self.pool.lookup, block_ids) if block is not None])
-
-    def evict(self, what: Evict, block_ids: frozenset[BlockId]) -> int:
-        """As `Admin.evict`, in HBM: what matches, and these blocks. Returns how many."""
-        pool = self.pool
-        conditions = (what.unused_for_s, what.model, what.block_ids, what.to_bytes)
-        blocks: Sequence[int]
-        if what.everything and all(condition is None for condition in conditions):
-            blocks = list(pool.cached_blocks())
-        else:
-            named = block_ids if what.block_ids is None else block_ids | what.block_ids
-            blocks = [block for block in map(pool.lookup, named) if block is not None]
-        free = [block for block in blocks if pool.is_free(block)]
-        if not what.dry_run:
-            self.erasure.forget(free)
-        return len(free)
-
     def stats(self, of_hbm: Mapping[str, object]) -> dict[str, object]:
-        """See `engine.stats.loop_stats`."""
-        return loop_stats(self.scheduler, self.runner.times, self._totals, self._num_aborted, of_hbm)
+        """Counters and gauges of requests, HBM and steps, and the connector's. of_hbm: what else is said of HBM."""
+        scheduler, pool = self.scheduler, self.pool
+        return {
+            "requests": {
+                "running": scheduler.num_running,
+                "waiting": scheduler.num_waiting,
+                "finished": self._totals.num_requests,
+                "aborted": self._totals.num_aborted,
+                "preemptions": self.scheduler.roster.num_preemptions,
+            },
+            "tokens": self._totals.as_dict(),
+            "hbm": {
+                "blocks": pool.num_blocks,
+                "free_blocks": pool.num_free,
+                "cached_blocks": pool.num_cached,
+                "evicted_blocks": pool.num_evictions,
+                "removed_blocks": pool.num_forgotten,
+                **of_hbm,
+            },
+            "step": asdict(self.runner.times),
+            **self.connector.stats(),
+        }
 
     def check_integrity(self) -> None:
         """See `Engine.check_integrity`."""
-        self.scheduler.check_integrity()
+        self.scheduler.roster.check_integrity()
         self.connector.check_integrity(idle=not self.scheduler.has_work)

@@ -8,42 +8,96 @@ which is dropped. Its blocks may be given to others at once: the device takes st
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvstore.blocks.records import TransferPlan
 from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput
-
-TakeIn = Callable[[SchedulerOutput, Any], None]  # what was launched, and what was read of it
-
-
-class Times(Protocol):
-    """Running totals."""
-
-    schedule_s: float
-    update_s: float
+from kvstore.engine.outputs import TokenLogprob
 
 
-class Runner(Protocol):
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Per scheduled request, in order: its sampled tokens (none, one, or n) and, where asked, their logprobs.
+
+    undrawn: requests whose token could not be drawn, since the logits were given up for the next step.
+    """
+
+    token_ids: list[Sequence[int]]
+    logprobs: dict[int, list[TokenLogprob | None]]  # index in `scheduled` -> one per sampled token
+    undrawn: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Running totals in seconds, and how often; where a step's time goes.
+
+    num_graphs: CUDA graphs that were captured; num_replays: steps that replayed one. On CUDA the forward's time is that
+    of its launch, and sampling waits for it.
+    """
+
+    num_steps: int = 0
+    num_graphs: int = 0
+    num_replays: int = 0
+    schedule_s: float = 0.0
+    build_s: float = 0.0
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+    update_s: float = 0.0
+
+
+TakeIn = Callable[[SchedulerOutput, StepResult], None]  # what was launched, and what was read of it
+
+
+class Computes(Protocol):
     """Computes steps in the order of their launches."""
 
-    @property
-    def times(self) -> Times: ...
+    times: StepTimes
 
     def launch(self, output: SchedulerOutput) -> Any:
         """Returns what is to be read, maybe before it is computed."""
         ...
 
-    def read(self, launched: Any) -> Any:
-        """Waits for a step's samples. `undrawn` of it: ids of requests whose sample was not drawn."""
+    def read(self, launched: Any) -> StepResult:
+        """Waits for a step's samples."""
+        ...
+
+
+class Runner(Computes, Protocol):
+    """The model, as the loop that steps knows it. All of it is called by the loop's thread."""
+
+    def prepare(self) -> None:
+        """Before the first step."""
+        ...
+
+    def working(self) -> AbstractContextManager[None]:
+        """In here a step may run: what has to be alone in the process waits."""
+        ...
+
+    def overwrite(self, blocks: Sequence[int]) -> None:
+        """Nothing that stood in these HBM blocks is left."""
+        ...
+
+    def rest(self) -> None:
+        """No step is expected for a while."""
+        ...
+
+    def reset(self) -> None:
+        """After an error: no request is in the batch any more."""
+        ...
+
+    def close(self) -> None:
+        """No step comes any more: all KV is given up."""
         ...
 
 
 class Steps:
     """runs_ahead: False reads each step at once."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, runs_ahead: bool) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Computes, runs_ahead: bool) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self.runs_ahead = runs_ahead
@@ -84,7 +138,7 @@ class Steps:
         """Where all that run go on with one token each: nobody starts, is preempted or comes back, nothing fails."""
         if self._in_flight is None:
             return False
-        plan, running = self._in_flight[0].plan, self._scheduler.running
+        plan, running = self._in_flight[0].plan, self._scheduler.roster.tenants.running()
         if self._scheduler.num_waiting or self._scheduler.manager.pool.num_free < len(running):
             return False  # each needs a block at most
         if plan is not None and plan.loads:

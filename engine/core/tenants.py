@@ -15,7 +15,7 @@ Key = tuple[int, int]
 
 
 @dataclass(slots=True, eq=False)
-class Tenant:
+class TenantQueue:
     """waiting and running: sorted by key. turn: numbers in order when tenants came, or last gave back a place in the
     running set. place: of its latest request in the expected order of all."""
 
@@ -44,13 +44,13 @@ class Budget:
             return self.left
         return min(self.left, self._share - self._taken.get(request.tenant, 0))
 
-    def take(self, request: Request, num_tokens: int) -> None:
+    def spend(self, request: Request, num_tokens: int) -> None:
         self.left -= num_tokens
         if self._share is not None:
             self._taken[request.tenant] = self._taken.get(request.tenant, 0) + num_tokens
 
 
-class Tenants:
+class TenantQueues:
     """key: gives a request's place among those of its tenant; different for each of them.
 
     Every operation is O(log n) in requests, O(n) in tenants that have any.
@@ -58,7 +58,7 @@ class Tenants:
 
     def __init__(self, key: Callable[[Request], Key]) -> None:
         self._key = key
-        self._tenants: dict[str, Tenant] = {}
+        self._tenants: dict[str, TenantQueue] = {}
         self._num_turns = 0
         self._num_places = 0
         self.num_running = 0
@@ -67,7 +67,7 @@ class Tenants:
     def __len__(self) -> int:
         return len(self._tenants)
 
-    def of(self, request: Request) -> Tenant:
+    def of(self, request: Request) -> TenantQueue:
         return self._tenants[request.tenant]
 
     # -- coming and going --------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class Tenants:
         for request in choices:
             tenant = self._tenants.get(request.tenant)
             if tenant is None:
-                tenant = self._tenants[request.tenant] = Tenant(turn=self._next_turn())
+                tenant = self._tenants[request.tenant] = TenantQueue(turn=self._next_turn())
             if not tenant.waiting:
                 heads = (other.waiting[0].place for other in self._tenants.values() if other.waiting)
                 tenant.place = max(tenant.place, min(heads, default=self._num_places + 1) - 1)
@@ -140,16 +140,16 @@ class Tenants:
         rows = zip_longest(*(tenant.running for tenant in self._tenants.values()))
         return list(chain.from_iterable(sorted(filter(None, row), key=self._key) for row in rows))
 
-    def waiting(self) -> list[Tenant]:
+    def waiting(self) -> list[TenantQueue]:
         """Those of whom somebody waits, in no order."""
         return [tenant for tenant in self._tenants.values() if tenant.waiting]
 
-    def ahead_of(self, tenant: Tenant) -> Tenant | None:
+    def ahead_of(self, tenant: TenantQueue) -> TenantQueue | None:
         """Who runs most, if it would still not run less than this one after giving it a place."""
         first = max(self._tenants.values(), key=lambda other: len(other.running))
         return first if len(first.running) > len(tenant.running) + 1 else None
 
-    def sharers(self, tenant: Tenant | None) -> Iterator[Request]:
+    def sharers(self, tenant: TenantQueue | None) -> Iterator[Request]:
         """Those who wait with blocks of their prompt, the last first. None: of all tenants, who runs most first."""
         order = sorted(self._tenants.values(), key=lambda other: len(other.running), reverse=True)
         for each in order if tenant is None else [tenant]:

@@ -36,6 +36,5 @@ input. A prefill's layers work in pieces of 256 tokens behind their attention: w
 in cache.
 
 The last layer computes sampled tokens only, where that leaves out 16 or more: of the others it needs keys and
-values. The probe compares its logits, too, and else the layer computes all tokens. On a CPU queries and keys are
-rotated in one go, where they are rows of one product: fewer operations, the same bits.
+values. The probe compares its logits, too, and else the layer computes all tokens.
 """

@@ -10,9 +10,10 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
 
 from kvstore.disk.check import write_durably
 from kvstore.errors import ModelError
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from kvstore.rope.rotary import Rotation
 
 LAYOUT_VERSION = 1  # of the arena and of what stands in a block; raised when stored blocks change their meaning
-CACHE_VERSION = 1
 _MAX_THREADS = 4
 # Where the model came from, who wrote the file, and what a forward returns: nothing that changes a key or a value. The
 # dtype that counts is the loaded model's.
@@ -94,8 +94,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 # -- weights ---------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class _FileState:
+class _FileState(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What changes when a file is written: as long as all of it is the same, its digest holds."""
 
     path: str  # of the file itself, behind links
@@ -109,59 +108,48 @@ class _FileState:
         stat = file.stat()
         return cls(str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
-    @property
-    def key(self) -> str:
-        return json.dumps([self.path, self.size, self.mtime_ns, self.ctime_ns, self.inode])
+
+class _Cache(msgspec.Struct):
+    """Digests, 64 hex digits, by file state."""
+
+    version: Literal[1]
+    files: list[tuple[_FileState, Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]]]
 
 
-def weights_digest(source: str | Path, cache: Path | None = None) -> str:
+def weights_digest(directory: str | Path, cache: Path | None = None) -> str:
     """SHA-256, 64 hex digits, over names, sizes and contents of a model's safetensors files.
 
-    source: a directory, or a hub id that is in the local hub cache (no network is used). cache: a JSON file that keeps
-    each file's digest by path, size, times and inode; when it is damaged or cannot be written, files are read again.
+    cache: a JSON file that keeps each file's digest by path, size, times and inode; when it is damaged or cannot be
+    written, files are read again.
     Raises ModelError when there are no such files or they cannot be read.
     """
     try:
-        files = sorted(_directory(source).glob("*.safetensors"))
+        files = sorted(Path(directory).glob("*.safetensors"))
         if not files:
-            raise ModelError(f"{source} has no *.safetensors file; only safetensors weights are loaded")
+            raise ModelError(f"{directory} has no *.safetensors file; only safetensors weights are loaded")
         digests = _file_digests(files, cache)
         sizes = [file.stat().st_size for file in files]
     except OSError as error:
-        raise ModelError(f"cannot read the weights of {source}: {error}") from error
+        raise ModelError(f"cannot read the weights of {directory}: {error}") from error
     named = [[file.name, size, digest] for file, size, digest in zip(files, sizes, digests, strict=True)]
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()
-
-
-def _directory(source: str | Path) -> Path:
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return path
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return Path(snapshot_download(str(source), local_files_only=True))
-    except (OSError, HFValidationError) as error:
-        raise ModelError(f"{source} is neither a directory nor in the local hub cache; load the model first") from error
 
 
 def _file_digests(files: list[Path], cache: Path | None) -> list[str]:
     """Each file's SHA-256, several at a time: hashlib works without the interpreter's lock."""
     states = [_FileState.of(file) for file in files]
     known = _read_cache(cache)
-    missing = [(file, state) for file, state in zip(files, states, strict=True) if state.key not in known]
+    missing = [(file, state) for file, state in zip(files, states, strict=True) if state not in known]
     if not missing:
-        return [known[state.key] for state in states]
+        return [known[state] for state in states]
     with ThreadPoolExecutor(min(len(missing), _MAX_THREADS, os.cpu_count() or 1)) as threads:
-        fresh = dict(zip([s.key for _, s in missing], threads.map(_hash_file, [f for f, _ in missing]), strict=True))
-    settled = {state.key: fresh[state.key] for file, state in missing if _FileState.of(file) == state}
+        fresh = dict(zip([s for _, s in missing], threads.map(_hash_file, [f for f, _ in missing]), strict=True))
+    settled = {state: fresh[state] for file, state in missing if _FileState.of(file) == state}
     if cache is not None and settled:
         paths = {state.path for state in states}
-        kept = {key: digest for key, digest in known.items() if json.loads(key)[0] not in paths}
-        current = {state.key: known[state.key] for state in states if state.key in known}
-        _write_cache(cache, kept | current | settled)
-    return [(known | fresh)[state.key] for state in states]
+        kept = {state: digest for state, digest in known.items() if state in states or state.path not in paths}
+        _write_cache(cache, kept | settled)
+    return [(known | fresh)[state] for state in states]
 
 
 def _hash_file(file: Path) -> str:
@@ -169,36 +157,16 @@ def _hash_file(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _read_cache(cache: Path | None) -> dict[str, str]:
+def _read_cache(cache: Path | None) -> dict[_FileState, str]:
     """Digest by file state; empty when there is no cache or it is not what this version writes."""
-    if cache is None:
-        return {}
     try:
-        content = json.loads(cache.read_text())
-        if content["version"] != CACHE_VERSION:
-            return {}
-        entries = [(json.dumps(_checked_state(state)), _checked_digest(digest)) for state, digest in content["files"]]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {} if cache is None else dict(msgspec.json.decode(cache.read_bytes(), type=_Cache).files)
+    except (OSError, msgspec.MsgspecError, RecursionError):
         return {}
-    return dict(entries)
 
 
-def _checked_state(state: list[object]) -> list[object]:
-    path, *numbers = state
-    if not isinstance(path, str) or len(numbers) != 4 or not all(type(number) is int for number in numbers):
-        raise ValueError("not a file's state")
-    return state
-
-
-def _checked_digest(digest: str) -> str:
-    if len(bytes.fromhex(digest)) != hashlib.sha256().digest_size:
-        raise ValueError("not a digest")
-    return digest
-
-
-def _write_cache(cache: Path, entries: dict[str, str]) -> None:
+def _write_cache(cache: Path, entries: dict[_FileState, str]) -> None:
     """A place that cannot be written costs the next start's time."""
-    content = {"version": CACHE_VERSION, "files": [[json.loads(key), digest] for key, digest in entries.items()]}
     with suppress(OSError):
         cache.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_durably(cache, json.dumps(content).encode())
+        write_durably(cache, msgspec.json.encode(_Cache(1, list(entries.items()))))

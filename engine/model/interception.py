@@ -216,10 +216,7 @@ class PositionFreeModel:
         self.network = network
         self.spec = spec
         self.rotations = tuple(rotations)
-
-    @property
-    def device(self) -> torch.device:
-        return self.network.device
+        self.device: torch.device = network.device
 
     def new_caches(self, num_blocks: int, block_size: int) -> KVCaches:
         """Zeroed paged caches: what was never written must be finite, since masked scores still pass through it."""

@@ -51,24 +51,21 @@ class LeanLayer:
         attention = layer.self_attn
         self.layer_idx: int = attention.layer_idx
         self._carrier = carrier
-        num_heads, num_kv_heads, self._head_dim = shapes
+        num_heads, num_kv_heads, head_dim = shapes
         self._split = (num_heads, num_kv_heads, num_kv_heads)
-        self._num_all_heads = sum(self._split)
+        self._heads = (-1, sum(self._split), head_dim)
         self._scoring = scoring
         self._norms = layer.input_layernorm, layer.post_attention_layernorm
-        self._head_norms = _head_norms(attention, self._head_dim)
+        self._head_norms = _head_norms(attention, head_dim)
         self._projection: PackedLinear = attention.q_proj.shared.linear
         self._out: PackedLinear = attention.o_proj
         self._linear_with = torch.ops.mkldnn._linear_pointwise.binary
-        self._mlp = _lean_mlp(layer.mlp)
-        self._whole_mlp = layer.mlp
-        self.native = self._of_parts()
-
-    def _of_parts(self) -> NativeLayer | None:
-        if self._mlp is None:
-            return None
-        products = (self._projection.native, self._out.native, *self._mlp.products)
-        return native_layer([norm.native for norm in self._norms], products, self._mlp.is_gelu)
+        mlp = _lean_mlp(layer.mlp)
+        self._mlp: Callable[[Tensor, Tensor], Tensor] = mlp or (lambda x, residual: layer.mlp(x).add_(residual))
+        self.native: NativeLayer | None = None
+        if mlp is not None:
+            products = (self._projection.native, self._out.native, *mlp.products)
+            self.native = native_layer([norm.native for norm in self._norms], products, mlp.is_gelu)
 
     def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:  # [1, num_tokens, hidden_size]
         step, native = self._carrier.step, self.native
@@ -78,7 +75,7 @@ class LeanLayer:
             projected = native.before_attention(hidden_states)
         else:
             projected = self._projection(self._norms[0](hidden_states))
-        query, key, value = projected.view(-1, self._num_all_heads, self._head_dim).split(self._split, 1)
+        query, key, value = projected.view(self._heads).split(self._split, 1)
         if self._head_norms is not None:
             query, key = self._head_norms[0](query), self._head_norms[1](key)
         attended = step.attend(self.layer_idx, query, key, value, self._scoring)
@@ -97,8 +94,7 @@ class LeanLayer:
     def _after(self, attended: Tensor, residual: Tensor) -> Tensor:
         """What follows the attention, of some tokens: projection, norm and MLP with their sums."""
         x = self._linear_with(attended, residual, self._out.packed, self._out.bias, "add")
-        y = self._norms[1](x)
-        return self._whole_mlp(y).add_(x) if self._mlp is None else self._mlp(y, x)
+        return self._mlp(self._norms[1](x), x)
 
 
 def _lean_mlp(mlp: nn.Module) -> LeanMLP | None:
@@ -198,9 +194,8 @@ def _close(expected: Tensor, found: Tensor) -> bool:
     return bool(((a - b).abs().amax(-1) <= a.abs().amax(-1) * torch.finfo(found.dtype).eps * _ULPS).all())
 
 
-def lean_layers(network: Any, run: Callable[[], Tensor]) -> int:
-    """Take over the layers that are plain; returns how many. To be called after
-    `kvstore.engine.model.packing.pack_for_cpu`.
+def lean_layers(network: Any, run: Callable[[], Tensor]) -> None:
+    """Take over the layers that are plain. To be called after `kvstore.engine.model.packing.pack_for_cpu`.
 
     run: one forward of the intercepted network over a few tokens, which returns logits; what its attention does is
     replaced while the layers are tried.
@@ -215,16 +210,15 @@ def lean_layers(network: Any, run: Callable[[], Tensor]) -> int:
     finally:
         for layer in found:
             del layer.__dict__["forward"]
-    adopted = [witness for witness in witnesses if witness.lean is not None]
-    for witness in adopted:
-        witness.layer.__dict__["forward"] = witness.lean
-    lean = [witness.lean for witness in adopted if witness.lean is not None]
+    lean = [witness.lean for witness in witnesses if witness.lean is not None]
+    for witness in witnesses:
+        if witness.lean is not None:
+            witness.layer.__dict__["forward"] = witness.lean
     last = network.config.get_text_config().num_hidden_layers - 1
     if any(layer.layer_idx == last for layer in lean):
         carrier.pruned_layer = last
     if [layer.layer_idx for layer in lean] == list(range(last + 1)):
         carrier.lean = _whole(network, lean, run)
-    return len(adopted)
 
 
 class LeanNetwork:

@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 
 from kvstore.engine.model.files import find_model, find_tokenizer, has_tokenizer, template_text
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
 
 _QUICK_BYTES = 2**28  # below this no progress bar is shown
@@ -29,7 +28,7 @@ _CALL_TOKEN = re.compile(r"(tool|function)[_▁]?calls?(?!ing)|python_tag|eom_id
 class Loaded:
     """What was loaded. tokenizer is None when the directory has none: prompts are then token ids.
 
-    source: the directory, or the hub id. sampling_defaults: what the model's authors recommend where a request says
+    source: the directory. sampling_defaults: what the model's authors recommend where a request says
     nothing, by names of SamplingParams. call_token_ids: see Request.
     """
 
@@ -52,24 +51,24 @@ def load(
     tokenizer_of: str | None = None,
     revision: str | None = None,
     chat_template: str | None = None,
-    check: Callable[[Any], None] | None = None,
+    check: Callable[[Any, Any], None] | None = None,
 ) -> Loaded:
     """Load a causal LM from safetensors with eager attention, as its authors wrote it.
 
     model: None for the built-in one, a local directory, or a hub id. dtype "auto": as stored in the checkpoint.
     tokenizer_of: directory or hub id whose tokenizer is used instead of the model's. revision: of a hub id.
     chat_template: a file, or the text of one, instead of the tokenizer's.
-    check: called with the model's configuration, and may raise, before weights are read.
+    check: called with the model's configuration and the tokenizer, and may raise, before weights are read.
     What costs most comes last. Raises ModelError, UnsupportedModelError or ConfigError.
     """
     directory = find_model(model, revision)
     source = str(directory)
     config = _config(source)
-    if check is not None:
-        check(config)
     window = _window(config, max_model_len)
     target = _device(device)
     tokenizer = _tokenizer_for(directory, tokenizer_of, chat_template)
+    if check is not None:
+        check(config, tokenizer)
     network = _network(source, config, dtype).to(target).eval().requires_grad_(False)
     if tokenizer_of is not None:
         _check_vocabulary(tokenizer, tokenizer_of, network)
@@ -201,10 +200,6 @@ def _tokenizer_for(directory: Path, tokenizer_of: str | None, chat_template: str
     if tokenizer is None:
         raise ConfigError("chat_template is given, but the model has no tokenizer; give one, too")
     tokenizer.chat_template = given
-    try:
-        ChatTemplate(tokenizer).prompt_ids([{"role": "user", "content": "Hello"}])
-    except RequestError as error:
-        raise ConfigError(f"chat_template cannot be used: {_first_line(error)}") from error
     return tokenizer
 
 

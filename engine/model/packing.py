@@ -11,7 +11,6 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,16 +24,6 @@ MIN_FLOAT32_ELEMENTS = 256 * 1024
 MIN_BFLOAT16_ELEMENTS = 4 * 1024
 MIN_WIDENED_ELEMENTS = 16 * 1024  # of an input that is widened to float32 before it is normalised
 _ROTATION_NAME = re.compile(r"_?apply_\w*rotary\w*")
-
-
-@dataclass(frozen=True, slots=True)
-class PackingReport:
-    """What was replaced. `num_linears`: every `nn.Linear` packed now, those joined in q/k/v too."""
-
-    num_linears: int
-    num_linears_left: int
-    num_qkv: int
-    num_norms: int
 
 
 class PackedLinear(nn.Module):
@@ -176,7 +165,7 @@ class DirectLayers(nn.ModuleList):
 
 
 @torch.no_grad()
-def pack_for_cpu(model: nn.Module) -> PackingReport:
+def pack_for_cpu(model: nn.Module) -> None:
     """Replace modules of `model` (on CPU, `eval`) in place so that its eager forward is faster; the mathematics stay.
 
     Every replacement is compared with what it replaces on random input, else not made; float16 linears and other dtypes
@@ -184,26 +173,23 @@ def pack_for_cpu(model: nn.Module) -> PackingReport:
     parameters (a fingerprint, `save_pretrained`, `state_dict`) must come before. Hooks on replaced modules are dropped.
     q, k and v handed out by a joined product are views of it: rows are strided, and one of them keeps all three alive.
     """
-    num_before = sum(type(module) is nn.Linear for module in model.modules())
-    num_qkv = sum(_join_qkv(module, _is_packable, PackedLinear) for module in list(model.modules()))
+    for module in list(model.modules()):
+        _join_qkv(module, _is_packable, PackedLinear)
     _replace(model, _packed_linear)
-    num_norms = _replace(model, _fused_norm)
+    _replace(model, _fused_norm)
     _shorten_lookups(model)
-    num_left = sum(type(module) is nn.Linear for module in model.modules())
-    return PackingReport(num_before - num_left, num_left, num_qkv, num_norms)
 
 
 @torch.no_grad()
-def pack_for_cuda(model: nn.Module) -> PackingReport:
+def pack_for_cuda(model: nn.Module) -> None:
     """As `pack_for_cpu`, for a device where the number of kernels counts: they are what decoding for few is made of.
 
     Weights stay as they are, but those of q, k and v become one.
     """
-    num_qkv = sum(_join_qkv(module, _is_plain, _plain_linear) for module in list(model.modules()))
-    num_norms = _replace(model, _torch_norm)
+    for module in list(model.modules()):
+        _join_qkv(module, _is_plain, _plain_linear)
+    _replace(model, _torch_norm)
     _shorten_lookups(model)
-    num_left = sum(type(module) is nn.Linear for module in model.modules())
-    return PackingReport(3 * num_qkv, num_left, num_qkv, num_norms)
 
 
 def skip_rotation(attention: nn.Module) -> bool:
@@ -225,21 +211,18 @@ def skip_rotation(attention: nn.Module) -> bool:
     return True
 
 
-def _replace(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> int:
+def _replace(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> None:
     """Put `make(child)` in every place of a child for which it is not None; what is replaced is freed at once."""
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
         for name, child in parent.named_children():
             places.setdefault(child, []).append((parent, name))
-    num_replaced = 0
     while places:
         child, where = places.popitem()
         replacement = make(child)
         if replacement is not None:
-            num_replaced += 1
             for parent, name in where:
                 setattr(parent, name, replacement)
-    return num_replaced
 
 
 @functools.cache
@@ -278,21 +261,20 @@ def _packed_linear(module: nn.Module) -> nn.Module | None:
     return PackedLinear(module.weight, module.bias) if _is_packable(module) else None
 
 
-def _join_qkv(attention: nn.Module, can_join: Callable[[Any], bool], make: Callable[..., nn.Module]) -> bool:
+def _join_qkv(attention: nn.Module, can_join: Callable[[Any], bool], make: Callable[..., nn.Module]) -> None:
     """Join the three projections where forward uses q_proj first, then the others, and nothing else of them differs."""
     names = ("q_proj", "k_proj", "v_proj")
     linears = [attention._modules.get(name) for name in names]
     if not all(can_join(linear) for linear in linears) or getattr(attention, "is_kv_shared_layer", False):
-        return False
+        return
     if len({(linear.in_features, linear.weight.dtype, linear.bias is None) for linear in linears}) != 1:
-        return False
+        return
     used = [name for name in inspect.unwrap(type(attention).forward).__code__.co_names if name in names]
     if set(used) != set(names) or used[0] != "q_proj":
-        return False
+        return
     shared = SharedProjection(linears, make)
     for index, name in enumerate(names):
         setattr(attention, name, ProjectionSlice(shared, index))
-    return True
 
 
 def _is_rms_norm(norm: Any) -> bool:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from kvstore.engine.core.output_processor import Handle
 from kvstore.engine.lifetime import open_waiting_for_lock
 from kvstore.engine.outputs import CachedTokensDetails, Timings
 from kvstore.engine.process.calls import CallServer
@@ -41,7 +42,6 @@ from kvstore.engine.process.wire import (
     owner_of,
     params_of,
 )
-from kvstore.engine.text.output_processor import Handle
 from kvstore.errors import EngineClosedError
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15

@@ -17,11 +17,11 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from kvstore.blocks.ids import BlockId
+from kvstore.engine.core.output_processor import Handle, tell
 from kvstore.engine.process.life import CoreProcess, socket_folder
 from kvstore.engine.process.outputs import RemoteOutputs
 from kvstore.engine.process.wire import End, Hello, Update, encode
 from kvstore.engine.sessions.chat import ChatSession
-from kvstore.engine.text.output_processor import Handle, tell
 from kvstore.errors import EngineClosedError, EngineDiedError, EngineOverloadedError, KVStoreError
 from kvstore.sessions.record import SessionKey
 

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from kvstore.engine.core.output_processor import Handle, Listener, new_handle, with_decode
 from kvstore.engine.outputs import Piece, Timings, Usage
 from kvstore.engine.process.wire import Ended, Said, Update, error_of
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.text.output_processor import ChoiceText, Handle, Listener, new_handle, with_decode
+from kvstore.engine.text.choice_text import ChoiceText
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -82,7 +83,7 @@ class RemoteOutputs:
         if said.token_id is None:
             piece = text.end(said.finish_reason or "abort")
         else:
-            piece = text.take(said.token_id, said.logprob, said.finish_reason)
+            piece = text.add_token(said.token_id, said.logprob, said.finish_reason)
         if piece.finish_reason is not None:
             by_string = text.stop_string is not None
             text.choice.finish_reason = piece.finish_reason

@@ -19,6 +19,7 @@ from kvstore.config import CacheTiers
 from kvstore.engine.admin import Admin
 from kvstore.engine.blocking import Bell, generate, stream
 from kvstore.engine.config import EngineConfig
+from kvstore.engine.core.output_processor import Handle, Listener
 from kvstore.engine.model.files import find_model
 from kvstore.engine.model.loading import load_tokenizer
 from kvstore.engine.outputs import Piece, RequestOutput
@@ -30,7 +31,6 @@ from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession
 from kvstore.engine.sessions.chats import open_chat, prefetch_chat
 from kvstore.engine.text.chat_template import ChatTemplate
-from kvstore.engine.text.output_processor import Handle, Listener
 from kvstore.engine.text.prompts import check_fits, check_ids, check_ids_of, check_owner, check_params, check_session_id
 from kvstore.errors import ConfigError, EngineOverloadedError, KVStoreError
 from kvstore.sessions.record import SessionKey

@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.blocks.ids import BlockId, Lineage, extend_chain
+from kvstore.engine.core.output_processor import Handle, Listener
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.recall_ids import answer_ids
 from kvstore.engine.sessions.window import NextTurn, Window
 from kvstore.engine.text.chat_template import ChatTemplate, Message
-from kvstore.engine.text.output_processor import Handle, Listener
 from kvstore.engine.text.prompts import check_length, check_params, check_session_id, check_text, check_truncation
 from kvstore.errors import (
     EngineClosedError,

@@ -1,10 +1,11 @@
 """Text on its way to token ids and back.
 
-Loads no torch; knows requests, but neither sessions nor a store.
+Loads no torch; knows neither sessions nor a store.
 
 - `chat_template`: from messages to token ids by what the template adds
+- `choice_text`: one choice as its caller sees it
 - `detokenizer`: text of an answer, token by token, in whole characters
-- `output_processor`: what callers see of running requests: text, stop strings, usage
+- `encoder`: parts of a prompt to token ids: template text, and nothing but text
 - `prompts`: checks of prompts, session ids and lengths
 
 Decisions:

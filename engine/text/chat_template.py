@@ -5,30 +5,27 @@ An answer is never tokenized again: the next prompt is the ids so far plus the i
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from itertools import product
 from typing import Any
 
 from jinja2 import TemplateError
 
-from kvstore.errors import RequestError
+from kvstore.engine.text.encoder import TextEncoder
+from kvstore.errors import ConfigError, RequestError
 
 Message = dict[str, str]
 
 # Stand-ins for contents while the template's own text is found. Plain letters: templates trim and escape.
 _USER, _ANSWER, _NEXT = "kvstorefirstquestion", "kvstorefirstanswer", "kvstoresecondquestion"
-# A private token before a part that is encoded by itself: tokenizers that mark the beginning of a text with a space
-# would else mark the beginning of every part.
-_ANCHOR = "\ue0f0kvstore\ue0f1"
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class TurnDelta:
     """What the template puts between an answer and the next user message, and after that message."""
 
     before: str
@@ -67,23 +64,31 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._controls = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
-        self._deltas: dict[bool, Delta | None] = {}
-        self._boundaries: dict[bool, Boundary | None] = {}
-        self._opening: str | None = None
+        self._text = TextEncoder(tokenizer)
+        self._delta = cache(self._find_delta)
+        self._boundary = cache(self._find_boundary)
+        self._opening_text = cache(self._find_opening)
 
     @classmethod
-    def of(cls, tokenizer: Any) -> ChatTemplate | None:
-        """None when the tokenizer has no chat template."""
-        return cls(tokenizer) if tokenizer.chat_template else None
+    def of(cls, tokenizer: Any | None) -> ChatTemplate | None:
+        """None when there is no tokenizer, or it has no chat template."""
+        return cls(tokenizer) if tokenizer is not None and tokenizer.chat_template else None
+
+    def check(self) -> None:
+        """Raises ConfigError where it cannot show a plain message: for a template that was given."""
+        try:
+            self.prompt_ids([{"role": "user", "content": "Hello"}])
+        except RequestError as error:
+            why = str(error).strip().split("\n")[0][:300]
+            raise ConfigError(f"chat_template cannot be used: {why}") from error
 
     def prompt_ids(self, messages: list[Message]) -> list[int]:
         """Ids of a whole conversation, ready for the assistant's answer. Raises RequestError if the template refuses.
 
         Contents that spell a control token are encoded as text.
         """
-        if not any(self._spells_control(m["content"]) for m in messages):
-            return self._encode(self._render(messages))
+        if not any(self._text.spells_control(m["content"]) for m in messages):
+            return self._text.encode(self._render(messages))
         contents = {f"kvstorecontent{i}end": m["content"] for i, m in enumerate(messages)}
         marked = [{**m, "content": mark} for m, mark in zip(messages, contents, strict=True)]
         parts = re.split("(kvstorecontent[0-9]+end)", self._render(marked))
@@ -91,7 +96,7 @@ class ChatTemplate:
             raise RequestError(f"the chat template does not show {len(missing)} of the messages", param="messages")
         ids: list[int] = []
         for part in parts:
-            ids += self._encode_plain(contents[part]) if part in contents else self._encode_part(part)
+            ids += self._text.encode_plain(contents[part]) if part in contents else self._text.encode_part(part)
         return ids
 
     def next_ids(self, token_ids: list[int], messages: list[Message], content: str) -> list[int] | None:
@@ -111,10 +116,10 @@ class ChatTemplate:
                 break
         else:
             return None
-        if self._spells_control(shown):
-            before, after = self._encode_part(delta.before), self._encode_part(delta.after)
-            return token_ids + before + self._encode_plain(shown) + after
-        return token_ids + self._encode_part(delta.before + shown + delta.after)
+        if self._text.spells_control(shown):
+            before, after = self._text.encode_part(delta.before), self._text.encode_part(delta.after)
+            return token_ids + before + self._text.encode_plain(shown) + after
+        return token_ids + self._text.encode_part(delta.before + shown + delta.after)
 
     def history_ids(
         self,
@@ -144,18 +149,19 @@ class ChatTemplate:
         ends = {first: len(ids)}
         after = [*shown.contents][1:]
         for text, index in zip(shown.texts[1:], [*after, None], strict=True):
-            ids += self._encode_part(text)
+            ids += self._text.encode_part(text)
             if index in kept:
                 ids += kept[index]
                 ends[index] = len(ids)
             elif index is not None:
-                ids += self._encode_plain(shown.contents[index])
+                ids += self._text.encode_plain(shown.contents[index])
         return HistoryIds(ids, ends)
 
     def _shown(self, messages: list[Message], kept: Mapping[int, Sequence[int]]) -> _Shown | None:
         """The history cut at the answers that are kept, from the first one on that has to be; None: at none of them."""
         first = min(kept)
-        cuts = [i for i, m in enumerate(messages) if i in kept or (i > first and self._spells_control(m["content"]))]
+        spells = self._text.spells_control
+        cuts = [i for i, m in enumerate(messages) if i in kept or (i > first and spells(m["content"]))]
         nonce = secrets.token_hex(8)  # no content can spell it
         marked = list(messages)
         for index in cuts:
@@ -189,13 +195,10 @@ class ChatTemplate:
                 return shown
         return None
 
-    def _opening_text(self) -> str:
+    def _find_opening(self) -> str:
         """What opens an answer that is to be given."""
-        if self._opening is None:
-            asked = [{"role": "user", "content": _USER}]
-            closed, opened = self._render(asked, opens_answer=False), self._render(asked)
-            self._opening = opened.removeprefix(closed)
-        return self._opening
+        asked = [{"role": "user", "content": _USER}]
+        return self._render(asked).removeprefix(self._render(asked, opens_answer=False))
 
     def head_ids(self, system: list[Message]) -> list[int] | None:
         """Ids of what stands before the first turn: of a prompt, the part that every truncation keeps."""
@@ -205,22 +208,17 @@ class ChatTemplate:
         rendered = self._render([*system, {"role": "user", "content": _USER}])
         before = rendered[: rendered.index(_USER)]
         head = before[: len(before) - boundary.turn_chars]
-        if not system or not self._spells_control(system[0]["content"]):
-            return self._encode(head)
+        if not system or not self._text.spells_control(system[0]["content"]):
+            return self._text.encode(head)
         start, content, rest = head.partition(system[0]["content"])
         if not content:
             return None
-        return self._encode(start) + self._encode_plain(content) + (self._encode_part(rest) if rest else [])
+        return self._text.encode(start) + self._text.encode_plain(content) + self._text.encode_part(rest)
 
     def end_ids(self, has_system: bool) -> list[int] | None:
         """Ids of what the template puts behind an answer before the next turn begins."""
         boundary = self._boundary(has_system)
-        return None if boundary is None else self._encode_part(boundary.end)
-
-    def _boundary(self, has_system: bool) -> Boundary | None:
-        if has_system not in self._boundaries:
-            self._boundaries[has_system] = self._find_boundary(has_system)
-        return self._boundaries[has_system]
+        return None if boundary is None else self._text.encode_part(boundary.end)
 
     def _find_boundary(self, has_system: bool) -> Boundary | None:
         """Where turns begin: what stands before the first user message and before a later one has the same end."""
@@ -233,31 +231,14 @@ class ChatTemplate:
         count = 0
         while count < min(len(first), len(delta.before)) and first[-count - 1] == delta.before[-count - 1]:
             count += 1
-        count = min(self._whole_tokens(first, count), self._whole_tokens(delta.before, count))
+        count = min(self._text.whole_tokens(first, count), self._text.whole_tokens(delta.before, count))
         return Boundary(delta.before[: len(delta.before) - count], count)
-
-    def _whole_tokens(self, text: str, count: int) -> int:
-        """The last `count` characters, or fewer: a cut through a control token moves behind it."""
-        cut = len(text) - count
-        for token in self._controls:
-            for start in range(max(0, cut - len(token) + 1), cut):
-                if text.startswith(token, start):
-                    return self._whole_tokens(text, len(text) - start - len(token))
-        return count
 
     def encode_answer(self, text: str) -> list[int]:
         """Ids of a part of an answer, as plain text that continues what stands before it."""
-        return self._encode_plain(text)
+        return self._text.encode_plain(text)
 
-    def _spells_control(self, text: str) -> bool:
-        return any(token in text for token in self._controls)
-
-    def _delta(self, has_system: bool) -> Delta | None:
-        if has_system not in self._deltas:
-            self._deltas[has_system] = self._find_delta(has_system)
-        return self._deltas[has_system]
-
-    def _find_delta(self, has_system: bool) -> Delta | None:
+    def _find_delta(self, has_system: bool) -> TurnDelta | None:
         """Compare the render of a first prompt with that of a second one that contains it."""
         history = [{"role": "system", "content": "kvstoresystem"}] if has_system else []
         history += [{"role": "user", "content": _USER}]
@@ -266,42 +247,10 @@ class ChatTemplate:
         if not second.startswith(first + _ANSWER) or second.count(_NEXT) != 1:
             return None
         before, after = second[len(first) + len(_ANSWER) :].split(_NEXT)
-        return Delta(before, after)
+        return TurnDelta(before, after)
 
     def _render(self, messages: list[Message], opens_answer: bool = True) -> str:
         try:
             return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens_answer)
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
-
-    @property
-    def _backend(self) -> Any:
-        return self._tokenizer.backend_tokenizer
-
-    @cached_property
-    def _plain(self) -> Any:
-        """The same tokenizer without any control token but the anchor: whatever a text spells stays text."""
-        description = json.loads(self._backend.to_str())
-        description["added_tokens"] = []
-        plain = type(self._backend).from_str(json.dumps(description))
-        plain.add_special_tokens([_ANCHOR])
-        return plain
-
-    def _encode(self, text: str) -> list[int]:
-        return _ids(self._backend, text)
-
-    def _encode_part(self, text: str) -> list[int]:
-        """Template text within a prompt: what it gives behind a control token, if the tokenizer has one."""
-        if not text or not self._controls or text.startswith(tuple(self._controls)):
-            return self._encode(text)
-        return self._encode(self._controls[0] + text)[1:]
-
-    def _encode_plain(self, text: str) -> list[int]:
-        if not text:
-            return []
-        return _ids(self._plain, _ANCHOR + text.replace(_ANCHOR, ""))[1:]
-
-
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    """As a batch of one: unlike `encode` it lets other threads run meanwhile."""
-    return list(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)

@@ -29,22 +29,21 @@ class Detokenizer:
 
     text: everything released so far. stop_string: the stop string that was met (among several that end at the same
     character, the longest). num_tokens: tokens consumed, up to and with the one that completed the stop string.
-    With `tokenizer` None all text is "". Ids without a token decode to "". Text of the first `min_tokens` tokens is
-    released without a look at stop strings.
+    With `tokenizer` None all text is "". Special tokens and ids without a token decode to "". Text of the first
+    `min_tokens` tokens is released without a look at stop strings.
     """
 
     def __init__(
         self,
         tokenizer: "Tokenizer | None",
         stop: Sequence[str] = (),
-        skip_special_tokens: bool = True,
         prompt_token_ids: Sequence[int] = (),
         min_tokens: int = 0,
     ) -> None:
         self.text = ""
         self.stop_string: str | None = None
         self.num_tokens = 0
-        self._decoder = None if tokenizer is None else _Decoder(tokenizer, skip_special_tokens, prompt_token_ids)
+        self._decoder = None if tokenizer is None else _Decoder(tokenizer, prompt_token_ids)
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._held = ""  # whole characters which may be the beginning of a stop string
@@ -100,9 +99,8 @@ class _Decoder:
     first case and raises in the second.)
     """
 
-    def __init__(self, tokenizer: "Tokenizer", skip_special_tokens: bool, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: "Tokenizer", prompt_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
         self._window: list[int] = []
         self._decoded = ""  # text of the window
         self._num_released = 0  # characters of it
@@ -153,11 +151,11 @@ class _Decoder:
         return self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
+        return self._tokenizer.decode(token_ids)
 
     def _is_silent(self, token_id: int) -> bool:
         """Whether decoding leaves this token out: no such token, or a special one."""
         if self._tokenizer.id_to_token(token_id) is None:
             return True
         # A lone "▁" also decodes to "", but it is not left out: it takes the space which the decoder strips.
-        return self._skip and self._decode([token_id]) == "" and self._tokenizer.decode([token_id], False) != ""
+        return self._decode([token_id]) == "" and self._tokenizer.decode([token_id], False) != ""

@@ -131,16 +131,16 @@ def test_whoever_runs_hears_when_queueing_another_request_tore_the_engine():
     async def scenario(engine):
         answer = await engine.start("hello", LONG)
         await anext(answer)
-        scheduler = engine.engine.loop.scheduler
-        known = scheduler.add
+        roster = engine.engine.loop.scheduler.roster
+        known = roster.add
 
         def fail(request):
             raise MemoryError("injected")
 
-        scheduler.add = fail
+        roster.add = fail
         with pytest.raises(MemoryError):
             await engine.generate("other")
-        scheduler.add = known
+        roster.add = known
         with pytest.raises(MemoryError):
             async for _ in answer:
                 pass

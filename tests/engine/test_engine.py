@@ -310,7 +310,8 @@ def test_invariant_6_and_7_counts_return_to_zero_and_memory_is_bounded(model):
             assert hbm["free_blocks"] == hbm["blocks"] == 40 and hbm["cached_blocks"] <= 40
             assert requests["running"] == requests["waiting"] == 0
         assert engine.loop.runner.batch.block_table is table and engine.loop.runner.batch.token_ids is tokens
-        assert not engine.loop.scheduler.requests and not engine.loop.outputs._tracked and not engine.loop.outputs._open
+        assert not engine.loop.scheduler.roster.requests
+        assert not engine.loop.outputs._tracked and not engine.loop.outputs._open
         assert engine.loop.runner.batch.num_rows <= 4
 
 

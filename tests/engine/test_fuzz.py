@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore import CacheTiers, Engine, SamplingParams
-from kvstore.engine.text.output_processor import Handle
+from kvstore.engine.core.output_processor import Handle
 from tests.support.by_hand import by_hand
 from tests.support.models import make_model
 
@@ -96,7 +96,7 @@ def check_step(engine: Engine, budget: int, seqs: int) -> None:
     engine.check_integrity()
     assert scheduler.num_running <= seqs
     assert engine.loop.runner.batch.num_rows <= seqs
-    held = Counter(block for request in scheduler.requests.values() for block in request.block_numbers)
+    held = Counter(block for request in scheduler.roster.requests.values() for block in request.block_numbers)
     assert {b: pool.ref_count(b) for b in range(pool.num_blocks) if not pool.is_free(b)} == held
 
 
@@ -104,8 +104,8 @@ def check_idle(engine: Engine) -> None:
     """Invariant 6: every count is zero."""
     assert not engine.has_work
     assert engine.loop.pool.num_free == engine.loop.pool.num_blocks
-    assert engine.loop.runner.batch.num_rows == len(engine.loop.scheduler._left)  # they leave with the next step
-    assert (len(engine.loop.outputs._open), engine.loop.scheduler.requests) == (0, {})
+    assert engine.loop.runner.batch.num_rows == len(engine.loop.scheduler.roster.left)  # they leave with the next step
+    assert (len(engine.loop.outputs._open), engine.loop.scheduler.roster.requests) == (0, {})
     engine.loop.pool.check_integrity(idle=True)
 
 
@@ -181,15 +181,15 @@ def test_invariant_1_known_seeds_reach_preemption_abort_and_hit(houses, model_di
     """Random examples may be few and tame; these are not."""
     engine = houses[shape[0]]
     engine.loop.pool.evict_all()  # what random examples left there must not decide what happens here
-    before, guests = engine.loop.scheduler.num_preemptions, []
+    before, guests = engine.loop.scheduler.roster.num_preemptions, []
     for attempt in range(10):  # which of them preempts depends on what was learned of earlier traffic
         guests.append(Guest(engine, random.Random(f"{shape} {attempt}"), shape))
         guests[-1].run(num_events=100)
         guests[-1].check(model_dir[1])
         check_idle(engine)
-        if engine.loop.scheduler.num_preemptions > before:
+        if engine.loop.scheduler.roster.num_preemptions > before:
             break
-    assert engine.loop.scheduler.num_preemptions > before
+    assert engine.loop.scheduler.roster.num_preemptions > before
     assert any(guest.num_aborts for guest in guests)
     handles = [handle for guest in guests for _, _, handle in guest.asked]
     assert any(handle.output.usage.cached_tokens for handle in handles)
@@ -227,11 +227,11 @@ def test_invariant_7_memory_stays_what_it_was(houses, shape):
         if engine.has_work and guest.rng.random() < 0.2:
             guest.step()
         assert engine.loop.scheduler.num_waiting + engine.loop.scheduler.num_running <= 3
-        assert len(engine.loop.scheduler.requests) <= 3
+        assert len(engine.loop.scheduler.roster.requests) <= 3
     guest.run(num_events=0)
     check_idle(engine)
     assert [(id(array), array.nbytes) for array in arrays] == sizes
-    assert len(engine.loop.scheduler._tenants) == 0 and len(engine.loop.scheduler._left) <= shape[3]
+    assert len(engine.loop.scheduler.roster.tenants) == 0 and len(engine.loop.scheduler.roster.left) <= shape[3]
     assert engine.loop.outputs._tracked == {}
     assert engine.loop.pool.num_cached <= engine.loop.pool.num_blocks
 
@@ -253,5 +253,6 @@ def test_invariant_6_an_engine_that_closes_holds_nothing(model_dir):
         guest.step()
     engine.close()
     assert all(handle.done for _, _, handle in guest.asked)
-    assert (engine.loop.pool.num_free, len(engine.loop.outputs._open), engine.loop.scheduler.requests) == (8, 0, {})
+    assert (engine.loop.pool.num_free, len(engine.loop.outputs._open)) == (8, 0)
+    assert engine.loop.scheduler.roster.requests == {}
     engine.loop.pool.check_integrity(idle=True)

@@ -98,7 +98,7 @@ class Slow:
         self.gate.open()
 
     def request(self):
-        (request,) = self.engine.loop.scheduler._tenants.running()
+        (request,) = self.engine.loop.scheduler.roster.tenants.running()
         return request
 
 
@@ -176,14 +176,14 @@ def test_invariant_1_the_load_in_the_middle_of_a_prefill_fails(slow, plain, monk
     slow.finish(handle)
     assert failures and handle.output.token_ids == plain(PROMPT, 6)
     assert sum(cached(handle.output)) == 0, "what it computed itself and found again is not cached"
-    assert slow.engine.loop.scheduler.num_failed_loads == 1
+    assert slow.engine.loop.scheduler.roster.num_failed_loads == 1
 
 
 def test_invariant_1_preempted_in_the_middle(slow, plain):
     handle = slow.submit()
     slow.engine.step()
     num_before = slow.request().num_computed_tokens
-    slow.engine.loop.scheduler._preempt(slow.request())
+    slow.engine.loop.scheduler.roster.preempt(slow.request())
     slow.engine.check_integrity()
     slow.finish(handle)
     assert handle.output.token_ids == plain(PROMPT, 6)

@@ -153,7 +153,7 @@ def test_invariant_1_same_tokens_under_preemption_and_mixed_batches(model, plain
                 handles.append(engine.submit(prompt, greedy(count)))
                 for _ in range(rng.randrange(4)):
                     engine.step()
-                    engine.loop.scheduler.check_integrity()
+                    engine.loop.scheduler.roster.check_integrity()
             if rng.random() < 0.5:
                 engine.abort(rng.choice(handles))
             while engine.has_work:
@@ -162,7 +162,7 @@ def test_invariant_1_same_tokens_under_preemption_and_mixed_batches(model, plain
                 got = handle.output.token_ids
                 assert got == plain(prompt, count)[: len(got)]
             settle(engine)
-        assert engine.loop.scheduler.num_preemptions > 0
+        assert engine.loop.scheduler.roster.num_preemptions > 0
         check_closed(engine, {engine.root("")})
 
 
@@ -173,7 +173,7 @@ def test_a_preempted_request_resumes_by_loading(model, plain, store):
         prompts = [tokens(seed, 64) for seed in (21, 22, 23)]
         outs = engine.generate(prompts, greedy(60))
         assert [out.token_ids for out in outs] == [plain(prompt, 60) for prompt in prompts]
-        assert engine.loop.scheduler.num_preemptions > 0 and counters(engine)["loaded"] > 0
+        assert engine.loop.scheduler.roster.num_preemptions > 0 and counters(engine)["loaded"] > 0
         engine.check_integrity()
 
 

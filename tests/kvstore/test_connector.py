@@ -102,7 +102,7 @@ def test_a_pending_request_can_be_aborted():
     store.pending = set(stored(prompt, 1))
     house.add("slow", prompt, 3)
     assert house.step().scheduled == ()
-    house.scheduler.finish("slow", "abort")
+    house.scheduler.roster.finish("slow", "abort")
     house.run()
 
 
@@ -154,7 +154,7 @@ def test_the_connector_hears_of_every_request_once_and_of_its_end():
     house.add("a", list(range(9)), 3)
     house.add("b", list(range(20, 29)), 30)
     house.step()
-    house.scheduler.finish("b", "abort")
+    house.scheduler.roster.finish("b", "abort")
     house.run()
     assert [call for call in store.calls if call[1] == "a"] == [("new", "a", 2), ("finished", "a", 3)]
     assert [call for call in store.calls if call[1] == "b"] == [("new", "b", 2), ("finished", "b", 3)]

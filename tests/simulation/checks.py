@@ -33,7 +33,8 @@ def watch_order(sim: Simulation, tree: EvictionTree, name_of: Callable[[Any], Bl
 
 def count_wanted(sim: Simulation, tree: EvictionTree, victim: Hashable, name_of: Callable) -> None:
     """How often something goes that is in the chain of a request which waits, beside something that is in none."""
-    wanted = {block_id for tenant in sim.scheduler._tenants.waiting() for r in tenant.waiting for block_id in r.chain}
+    tenants = sim.scheduler.roster.tenants.waiting()
+    wanted = {block_id for tenant in tenants for r in tenant.waiting for block_id in r.chain}
     if not wanted:
         return
     sim.counts["victims while somebody waits"] += 1
@@ -79,7 +80,7 @@ def value_of(tree: EvictionTree, key: Hashable, now_s: float) -> tuple[int, ...]
 # -- always ------------------------------------------------------------------------------------------------------------
 def check_always(sim: Simulation) -> None:
     """Counts, contents, closure and bounds, whatever is going on."""
-    sim.scheduler.check_integrity()
+    sim.scheduler.roster.check_integrity()
     sim.store.check_integrity(idle=False)
     sim.pool.check_content()
     for slot in sim.cpu.blocks():
@@ -109,7 +110,8 @@ def check_bounds(sim: Simulation) -> None:
     num_slots, io = sim.cpu.pool.num_blocks, sim.connector._io
     assert len(io._jobs) <= num_slots + len(sim.store._splicer._jobs), f"{len(io._jobs)} reads are queued"
     assert len(io._writes) <= num_slots, f"{len(io._writes)} writes are queued"
-    assert sim.store.lookups.requests.keys() <= sim.scheduler.requests.keys(), "the store tracks a request that ended"
+    known = sim.scheduler.roster.requests.keys()
+    assert sim.store.lookups.requests.keys() <= known, "the store tracks a request that ended"
     assert len(sim.store._steps) <= 32, f"{len(sim.store._steps)} steps are in flight"
     if (disk := sim.store.disk) is not None:
         assert len(disk._dirty) + len(disk._queued) <= num_slots, "more is dirty than there is"
@@ -156,7 +158,7 @@ def check_reads(sim: Simulation) -> None:
 # -- when nothing runs -------------------------------------------------------------------------------------------------
 def check_idle(sim: Simulation, is_thorough: bool) -> None:
     """Invariant 6, and counters against what was seen to happen since the store was opened."""
-    assert not sim.scheduler.requests and not sim.runner.rows.keys() - set(sim.scheduler._left)
+    assert not sim.scheduler.roster.requests and not sim.runner.rows.keys() - set(sim.scheduler.roster.left)
     assert sim.pool.num_in_use == 0, f"{sim.pool.num_in_use} HBM blocks are held while nothing runs"
     assert sim.cpu.pool.num_in_use == 0, f"{sim.cpu.pool.num_in_use} CPU slots are held while nothing runs"
     assert not sim.arena.busy, f"while idle: {dict(sim.arena.busy)}"

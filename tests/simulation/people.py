@@ -158,7 +158,7 @@ class People:
     # -- ends --------------------------------------------------------------------------------------------------------
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
-            if request_id in self.sim.scheduler.requests:
+            if request_id in self.sim.scheduler.roster.requests:
                 self.sim.abort(request_id)
                 self._left(request_id)
 
@@ -232,7 +232,7 @@ class People:
         talk.is_deleted = True
         shared = {block_id for other in self.talks for block_id in other.chain}
         own = [block_id for block_id in talk.chain if block_id not in shared]
-        own = [b for b in own if not any(b in r.chain for r in self.sim.scheduler.requests.values())]
+        own = [b for b in own if not any(b in r.chain for r in self.sim.scheduler.roster.requests.values())]
         if own:
             self.sim.note(f"{talk.name} is deleted: {len(own)} blocks")
             self.sim.forget(own)

@@ -25,8 +25,7 @@ from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.kv_cache_manager import KVCacheManager
 from kvstore.engine.core.request import Request, Status
 from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput
-from kvstore.engine.core.steps import Steps
-from kvstore.engine.model.step.runner import StepResult
+from kvstore.engine.core.steps import StepResult, Steps
 from kvstore.store.tiered import TieredConnector
 from tests.simulation import checks
 from tests.simulation.disk import PAGE_BYTES, Disk, Faults, InjectedError, Platter, Transfers, VirtualIo, Weather
@@ -215,7 +214,7 @@ class Simulation:
         if (store := getattr(self, "store", None)) is not None:
             stats = store.stats
             self.counts_of_store += Counter({
-                "preempted": self.scheduler.num_preemptions, "reads cancelled": stats.cancelled_reads,
+                "preempted": self.scheduler.roster.num_preemptions, "reads cancelled": stats.cancelled_reads,
                 "reads failed": sum(stats.read_failures.values()), "saves dropped": stats.dropped_saves,
                 "saves of orphans": stats.orphan_saves, "splices given up": stats.given_up_splices,
                 "split prefills": stats.split_prefills, "prefetched": stats.prefetched,
@@ -243,19 +242,19 @@ class Simulation:
 
     def restart(self, crash: bool) -> None:
         """The process ends, in whatever it is doing, and comes back."""
-        self.note(f"{'crash' if crash else 'restart'} with {len(self.scheduler.requests)} requests")
+        self.note(f"{'crash' if crash else 'restart'} with {len(self.scheduler.roster.requests)} requests")
         self.counts["crashes" if crash else "restarts"] += 1
         if crash:
             if self.connector._io._writing is not None and self.rng.random() < 0.5:
                 self.clock.advance(1.0)  # the transaction has just passed
         else:
-            self.people.all_ended(self.scheduler.requests)
+            self.people.all_ended(self.scheduler.roster.requests)
             self.connector.step_failed(self.steps.plan)
-            self.scheduler.reset("abort")
+            self.scheduler.roster.reset("abort")
             self.connector.close()
             if self.store.disk is None or self.store.disk.degraded is None:
                 assert self.store.is_idle, "closed while something is in flight"
-        self.people.all_ended(self.scheduler.requests)
+        self.people.all_ended(self.scheduler.roster.requests)
         self.accounts.clear()
         self.clock.io.clear()
         self._check_platter()
@@ -296,7 +295,7 @@ class Simulation:
         num_hbm = len(self.scheduler.manager.match_prefix(first))
         self._may_raise = True
         try:
-            self.scheduler.add(first)
+            self.scheduler.roster.add(first)
         except InjectedError:
             self._end_all()
             return False
@@ -309,13 +308,13 @@ class Simulation:
         return True
 
     def abort(self, request_id: str) -> None:
-        request = self.scheduler.requests.get(request_id)
+        request = self.scheduler.roster.requests.get(request_id)
         if request is None:
             return
         stage = "waiting" if request.status is Status.WAITING else "decode" if request.num_output_tokens else "prefill"
         self.counts[f"aborted: {stage}"] += 1
         self.note(f"abort {request_id} ({stage})")
-        self.scheduler.finish(request_id, "abort")
+        self.scheduler.roster.finish(request_id, "abort")
 
     def forget(self, block_ids: Sequence[BlockId]) -> None:
         """As `Admin.forget` does it."""
@@ -345,19 +344,20 @@ class Simulation:
 
     def _take_in(self, output: SchedulerOutput, result: StepResult) -> None:
         scheduler, failed = self.scheduler, self.connector.get_finished()
-        self.counts["computed for nothing"] += sum(s.request_id not in scheduler.requests for s in output.scheduled)
+        known = scheduler.roster.requests
+        self.counts["computed for nothing"] += sum(s.request_id not in known for s in output.scheduled)
         progress = scheduler.update(output, result.token_ids, failed)
         assert self.transfers.failed_blocks == set(failed), "a failed load was not reported"
         self.transfers.failed_blocks = set()
         self._may_raise = False
         self._roll_back(self.runner.before, output)
         for one in progress:
-            self._progressed(one.request, scheduler.requests.get(output.scheduled[one.scheduled].request_id))
+            self._progressed(one.request, scheduler.roster.requests.get(output.scheduled[one.scheduled].request_id))
         self._may_raise = True
 
     def _roll_back(self, before: dict[str, Account], output: SchedulerOutput) -> None:
         for step in output.scheduled:
-            request = self.scheduler.requests.get(step.request_id)
+            request = self.scheduler.roster.requests.get(step.request_id)
             if request is not None and request.status is Status.WAITING:
                 self.accounts[step.request_id] = before[step.request_id]
                 self.counts["rolled back"] += 1
@@ -402,10 +402,10 @@ class Simulation:
     def _end_all(self) -> None:
         """As the engine does after an error in the middle of a step."""
         self.counts["failed steps"] += 1
-        ended = dict(self.scheduler.requests)
+        ended = dict(self.scheduler.roster.requests)
         self.connector.step_failed(self.steps.plan)
         self.steps.drop()
-        self.scheduler.reset("abort")
+        self.scheduler.roster.reset("abort")
         self.runner = self.steps._runner = Runner(self)
         self.people.all_ended(ended)
 
@@ -445,7 +445,7 @@ class Simulation:
         if clock.now_s >= self._round_at_s:
             self._keep_house()
         elif is_settled:
-            if self.scheduler._left:
+            if self.scheduler.roster.left:
                 self.step()  # rows of requests that have ended
             self._keep_house()
             if not self.store.is_idle:  # it had something to delete

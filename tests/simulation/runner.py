@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import SchedulerOutput
-from kvstore.engine.model.step.runner import StepResult, StepTimes
+from kvstore.engine.core.steps import StepResult, StepTimes
 from tests.simulation.parts import GARBAGE, TOKEN_BYTES, next_key, next_token
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Runner:
         began_s = sim.clock.now_s
         parts, sampled = [], []
         for step in output.scheduled:
-            request = sim.scheduler.requests[step.request_id]
+            request = sim.scheduler.roster.requests[step.request_id]
             part = self._compute(request, step.num_computed_tokens, step.num_tokens, size)
             parts.append(part)
             key = int.from_bytes(part[-TOKEN_BYTES:], "little")
@@ -115,7 +115,8 @@ class Runner:
                 assert allocation.first_index <= len(table)
                 table[allocation.first_index :] = allocation.block_numbers
                 copies += [allocation.copy] if allocation.copy else []
-            assert table == self.sim.scheduler.requests[step.request_id].block_numbers, "rows and requests disagree"
+            request = self.sim.scheduler.roster.requests[step.request_id]
+            assert table == request.block_numbers, "rows and requests disagree"
         contents = self.sim.pool.contents
         read = [bytes(contents[source]) for source, _ in copies]
         self.sim.pool.spoil()

@@ -133,7 +133,7 @@ class House:
         ]  # fmt: skip
         choices[0].children = choices[1:]
         self.requests |= {choice.request_id: choice for choice in choices}
-        self.scheduler.add(choices[0])
+        self.scheduler.roster.add(choices[0])
         return choices[0]
 
     @property
@@ -141,15 +141,16 @@ class House:
         return len({request.tenant for request in self.requests.values()}) < 2
 
     def step(self) -> SchedulerOutput:
-        before = [request.request_id for request in self.scheduler._tenants.running()]
-        preemptions = self.scheduler.num_preemptions
+        before = [request.request_id for request in self.scheduler.roster.tenants.running()]
+        preemptions = self.scheduler.roster.num_preemptions
         output = self.scheduler.schedule()
         if self.has_one_tenant:
-            assert not output.new_rows or self.scheduler.num_preemptions == preemptions, "admitted beside a preemption"
+            preempted = self.scheduler.roster.num_preemptions - preemptions
+            assert not (output.new_rows and preempted), "admitted beside a preemption"
         self.outputs.append(output)
         self._check_limits(output, before)
         for request_id in output.left:
-            self.batch.leave(request_id)
+            self.batch.remove(request_id)
         for row in output.new_rows:
             self.batch.join(row)
         copies = self.batch.apply_allocations(output.scheduled)
@@ -161,7 +162,7 @@ class House:
         return output
 
     def _check_limits(self, output: SchedulerOutput, before: list[str]) -> None:
-        running = [request.request_id for request in self.scheduler._tenants.running()]
+        running = [request.request_id for request in self.scheduler.roster.tenants.running()]
         scheduled = [s.request_id for s in output.scheduled]
         new = [row.request.request_id for row in output.new_rows]
         assert output.num_tokens <= self.config.max_num_batched_tokens
@@ -224,10 +225,10 @@ class House:
         return sampled
 
     def check(self) -> None:
-        self.scheduler.check_integrity()
+        self.scheduler.roster.check_integrity()
         held = Counter(block for r in self.requests.values() for block in r.block_numbers)
         assert {b: self.pool.ref_count(b) for b in range(self.pool.num_blocks) if self.pool.ref_count(b)} == held
-        waiting = [r for r in self.scheduler.requests.values() if r.status is Status.WAITING]
+        waiting = [r for r in self.scheduler.roster.requests.values() if r.status is Status.WAITING]
         unborn = [r for r in waiting if r.index and not r.num_output_tokens]
         assert self.scheduler.num_waiting == len(waiting) - len(unborn)
 
@@ -239,9 +240,9 @@ class House:
         raise AssertionError(f"work is left after {max_steps} steps")
 
     def check_idle(self) -> None:
-        assert (self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler.requests) == (0, 0, {})
+        assert (self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler.roster.requests) == (0, 0, {})
         assert self.pool.num_free == self.pool.num_blocks
-        assert self.batch.num_rows == len(self.scheduler._left)  # they leave with the next step, whenever that is
+        assert self.batch.num_rows == len(self.scheduler.roster.left)  # they leave with the next step, whenever that is
         assert self.step().scheduled == ()
         assert self.batch.num_rows == 0
         self.pool.check_integrity(idle=True)

@@ -3,10 +3,12 @@
 Decides nothing about requests.
 
 - `draw`: the draw itself: argmax, and inverse CDF with top-k and top-p
-- `erasure`: overwrites in HBM what was deleted
+- `drawing`: one step's tokens, drawn from its logits by the parameters of their rows
+- `forms`: what each graph computes, and the tensors that all of them read and write
 - `graphs`: decode steps and short prompts as CUDA graphs: captured at start, replayed with padding
+- `launched`: a step between its launch and its end, and how long it took
 - `runner`: runs one step of the scheduler on the model
-- `sampler`: turns logits into tokens: the parameters of each row
+- `sampler`: how each row of the batch is sampled
 - `tensors`: a step's arrays on the device, in one copy
 - `waiting`: when the host may wait for a CUDA device, for all engines of a process
 - `warm_up`: what a first request on CUDA would wait for, done at the start
@@ -35,6 +37,4 @@ place. No step is scheduled before the tokens of the one before are read.
 The engine warms up before it serves: steps of every form that attention distinguishes, which write nothing, so that
 no request waits for a compiler. A thread that steps does it once more, since cuBLAS keeps a workspace for each
 thread.
-
-What is deleted is overwritten in HBM, too: at once, or as soon as no request holds it.
 """

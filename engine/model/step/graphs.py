@@ -1,6 +1,6 @@
 """Decode steps and short prompts as CUDA graphs: captured at start for some sizes, and replayed with padding.
 
-Owns the tensors that the graphs read and write. Knows a step's arrays and the connector's worker side, no request.
+Knows a step's arrays and the connector's worker side, no request.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import gc
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -21,10 +21,10 @@ from kvstore.connector import KVConnector
 from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.input_batch import StepInputs
 from kvstore.engine.model.interception import KVCaches, PositionFreeModel
-from kvstore.engine.model.step.tensors import Layout, StepTensors, fill_in
+from kvstore.engine.model.step.forms import Form, FormTensors
+from kvstore.engine.model.step.tensors import StepTensors
 from kvstore.engine.model.step.waiting import WAITING
 from kvstore.errors import KVStoreError
-from kvstore.kernels.paged_batch import DeviceBatch, PagedBatch
 
 LOGGER = logging.getLogger("kvstore.engine")
 PREFILL_SIZES = (16, 32, 64, 128)  # tokens of a turn after a hit: launching its kernels takes longer than they do
@@ -77,7 +77,7 @@ class CudaCapturer:
                 with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                     output = work(tensors)
             except BaseException:
-                self._leave()
+                self._end_capture()
                 raise
 
         def replay() -> StepOutput:
@@ -86,7 +86,7 @@ class CudaCapturer:
 
         return replay
 
-    def _leave(self) -> None:
+    def _end_capture(self) -> None:
         """Of a capture that failed, the driver's end raises before torch takes its allocator out of it: then memory
         that other streams give back would never be used again.
         """
@@ -122,64 +122,26 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [*(size for size in sizes if size < last), last]
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """What a graph computes: one token each of so many requests, or up to so many tokens of one, of which the last
-    samples. Smaller steps are padded."""
-
-    num_tokens: int
-    num_requests: int
-
-    @property
-    def is_decode(self) -> bool:
-        return self.num_tokens == self.num_requests
-
-    @property
-    def layout(self) -> Layout:
-        """Without the block table, which has a place of its own."""
-        return Layout(self.num_tokens, self.num_requests, self.num_requests, 0)
-
-    def __str__(self) -> str:
-        return f"{self.num_requests} requests" if self.is_decode else f"{self.num_tokens} tokens of a prompt"
-
-
 class StepGraphs:
     """Graphs for all forms. Made by `capture_graphs`.
 
-    A step of up to `max_size` requests that compute one token each and sample may be run here, or one that computes
-    the last few tokens of one prompt; unless its plan loads.
+    A step of requests that compute one token each and sample may be run here, or one that computes the last few tokens
+    of one prompt; unless its plan loads.
     """
 
     def __init__(self, model: PositionFreeModel, caches: KVCaches, config: SchedulerConfig) -> None:
         self._model, self._caches = model, caches
-        self._block_size = config.block_size
-        self._max_model_len = config.max_model_len
-        self._sizes = graph_sizes(config.max_num_seqs)
+        self._config = config
         longest = min(config.max_num_batched_tokens, config.max_model_len)
-        self.decodes = [Form(size, size) for size in self._sizes]
+        self.decodes = [Form(size, size) for size in graph_sizes(config.max_num_seqs)]
         self.prefills = [Form(size, 1) for size in PREFILL_SIZES if size <= longest]
-        self.max_size = self._sizes[-1]
-        self._pinned = model.device.type == "cuda"
-        max_tokens = max(form.num_tokens for form in (*self.decodes, *self.prefills))
-        self._ordinals = np.arange(max_tokens + 1)
-        max_blocks = -(-config.max_model_len // config.block_size)
-        places = Layout(max_tokens, self.max_size, self.max_size, max_blocks).places()
-        # Outside of the graphs' pool, and shared by all forms: they run one after the other.
-        self._arrived = torch.zeros(places[-1].stop, dtype=torch.int32, device=model.device)
-        self._table = torch.zeros(self.max_size, max_blocks, dtype=torch.int32, device=model.device)
-        self._logits: torch.Tensor | None = None
+        self.tensors = FormTensors([*self.decodes, *self.prefills], config, model.device)
         self._replays: dict[Form, Callable[[], StepOutput]] = {}
         self._fence: SaveFence | None = None
 
     @property
     def num_graphs(self) -> int:
         return len(self._replays)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of what all forms share, once a step has run."""
-        shared = [self._arrived, self._table, *([] if self._logits is None else [self._logits])]
-        return sum(tensor.nbytes for tensor in shared)
 
     def run_once(self, form: Form) -> StepOutput:
         """A made-up step, eagerly."""
@@ -190,8 +152,8 @@ class StepGraphs:
         try:
             self.run_once(self.decodes[-1])  # logits are made in the stream that steps run in
             for form in reversed(forms):
-                self._load(form, *self._trial(form, 0))
-                self._replays[form] = capturer.capture(self._work, self._tensors(form))
+                self.tensors.load(form, *self._trial(form, 0))
+                self._replays[form] = capturer.capture(self._work, self.tensors.of(form))
                 self._check(form)
         except BaseException:
             for form in forms:
@@ -206,23 +168,24 @@ class StepGraphs:
 
         They write their tokens and see what those before them in the same block write in the same step.
         """
-        num_blocks, within = len(self._caches[0][0]), min(self._block_size, self._max_model_len)
+        size, longest, vocab_size = self._config.block_size, self._config.max_model_len, self._model.spec.vocab_size
+        num_blocks, within = len(self._caches[0][0]), min(size, longest)
+        ordinals = np.arange(form.num_tokens + 1)
         if not form.is_decode:
-            count = max(min(form.num_tokens - 1, num_blocks * self._block_size - 1, self._max_model_len - 1), 1)
-            positions = shift + self._ordinals[:count]
-            one, last = self._ordinals[:1], self._ordinals[count - 1 : count]
-            table = np.arange(-(-(shift + count) // self._block_size))[None]
-            tokens = (positions * 7 + shift) % self._model.spec.vocab_size
+            count = max(min(form.num_tokens, num_blocks * size, longest) - 1, 1)
+            positions = shift + ordinals[:count]
+            one, last = ordinals[:1], ordinals[count - 1 : count]
+            table = np.arange(-(-(shift + count) // size))[None]
+            tokens = (positions * 7 + shift) % vocab_size
             start = np.array([0, count])
             return StepInputs(tokens, positions, positions, start, positions[-1:] + 1, one, last, one, one), table
         count = min(max(form.num_requests - 1, 1), num_blocks * within)
         index = np.roll(np.arange(count), shift)
         blocks, offsets = index // within, index % within
-        token_ids = (index * 7 + shift) % self._model.spec.vocab_size
-        slots, ordinals = blocks * self._block_size + offsets, self._ordinals
         inputs = StepInputs(
-            token_ids, offsets, slots, ordinals[: count + 1], offsets + 1, index, ordinals[:count], index, index
-        )
+            (index * 7 + shift) % vocab_size, offsets, blocks * size + offsets, ordinals[: count + 1], offsets + 1,
+            index, ordinals[:count], index, index,
+        )  # fmt: skip
         return inputs, blocks[:, None].astype(np.int32)
 
     def _check(self, form: Form) -> None:
@@ -247,50 +210,14 @@ class StepGraphs:
 
     def _eager(self, form: Form, inputs: StepInputs, table: np.ndarray) -> StepOutput:
         """A step over the tensors that the graphs read, padded to the form."""
-        self._load(form, inputs, table)
-        return self._work(self._tensors(form, inputs, table))
-
-    def _tensors(self, form: Form, inputs: StepInputs | None = None, table: np.ndarray | None = None) -> StepTensors:
-        """What `_load` has brought. Lists for the host come from the step's arrays alone: in a capture there are none,
-        since they would be those of the capture in every replay.
-        """
-        token_ids, positions, slots, samples, query_start, lens, _ = form.layout.unpack(self._arrived)
-        num_decodes, longest = (form.num_requests, 1) if form.is_decode else (0, form.num_tokens)
-        blocks = self._table[: form.num_requests]
-        on_device = DeviceBatch(query_start, lens, blocks, num_decodes, longest, self._max_model_len)
-        host_table, host_lens = torch.zeros(0, 0, dtype=torch.int64), []
-        host_start = [0, form.num_tokens] if not form.is_decode else self._ordinals[: form.num_requests + 1].tolist()
-        if inputs is not None and table is not None:
-            host_table = torch.zeros(form.num_requests, table.shape[1], dtype=torch.int64)
-            host_table[: len(table)] = torch.from_numpy(table)
-            host_lens = [*inputs.context_lens.tolist(), *[1] * (form.num_requests - len(table))]  # padding sees block 0
-            host_start = host_start if form.is_decode else inputs.query_start.tolist()
-        batch = PagedBatch(host_start, host_lens, host_table, slots, self._block_size, on_device)
-        return StepTensors(token_ids, positions, samples, batch)
+        self.tensors.load(form, inputs, table)
+        return self._work(self.tensors.of(form, inputs, table))
 
     def _work(self, tensors: StepTensors) -> StepOutput:
         kept, samples = _Kept(), tensors.sample_tokens
         found = self._model.forward(tensors.token_ids, tensors.positions, tensors.batch, self._caches, kept, samples)
-        logits = self._share(found)
+        logits = self.tensors.share(found)
         return StepOutput(logits, [kept.layers[layer] for layer in sorted(kept.layers)])
-
-    def _share(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits to where those of all sizes are left: a step reads them before the next one begins."""
-        if self._logits is None:
-            self._logits = logits.new_empty((self.max_size, logits.shape[1]))
-        return self._logits[: len(logits)].copy_(logits)
-
-    def _load(self, form: Form, inputs: StepInputs, table: np.ndarray) -> None:
-        """Bring a step's arrays, padded to the form, to where the graphs read them. Tokens that pad a prompt belong to
-        no request: nobody attends to them, and they attend to nothing."""
-        size, ordinals = form.num_requests, self._ordinals
-        if form.is_decode:
-            inputs = replace(inputs, query_start=ordinals[: size + 1], sample_tokens=ordinals[:size])
-        layout = replace(form.layout, width=table.shape[1])
-        buffer = layout.pack(inputs, table, self._pinned)
-        self._arrived[: len(buffer)].copy_(buffer, non_blocking=True)
-        blocks = layout.unpack(self._arrived)[-1]
-        self._table[:size, : table.shape[1]].copy_(blocks)  # on the device; the rest of a row is not looked at
 
     def form_of(self, inputs: StepInputs) -> Form | None:
         """The graph for a step in which all compute one token and sample it, or one request the last of its prompt."""
@@ -317,9 +244,7 @@ class StepGraphs:
             self._fence.order()
             self._fence = None
         count = len(inputs.token_ids)
-        self._load(form, inputs, table)
-        if sampled is not None:
-            fill_in(form.layout.unpack(self._arrived)[0], sampled)
+        self.tensors.load(form, inputs, table, sampled)
         output = self._replays[form]()
         if plan is not None and plan.saves:
             for layer, (key, value) in enumerate(output.layers):
@@ -353,7 +278,7 @@ def bytes_for_graphs(model: PositionFreeModel, config: SchedulerConfig) -> int:
         left += kept * sum(form.num_tokens for form in forms) // forms[-1].num_tokens
         del output
     torch.cuda.empty_cache()
-    return peak + left + graphs.num_bytes + sum(map(len, kinds)) * GRAPH_BYTES
+    return peak + left + graphs.tensors.num_bytes + sum(map(len, kinds)) * GRAPH_BYTES
 
 
 @torch.inference_mode()

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -19,68 +18,18 @@ from kvstore.connector import KVConnector
 from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.input_batch import InputBatch, StepInputs
 from kvstore.engine.core.request import Request
-from kvstore.engine.core.scheduler import NewRow, Scheduled, SchedulerOutput
+from kvstore.engine.core.scheduler import NewRow, SchedulerOutput
+from kvstore.engine.core.steps import StepResult, StepTimes
 from kvstore.engine.model.interception import PositionFreeModel
 from kvstore.engine.model.step.graphs import Capturer, StepGraphs, capture_graphs
-from kvstore.engine.model.step.sampler import Drawn, Sampler
+from kvstore.engine.model.step.launched import Launched, StepClock
+from kvstore.engine.model.step.sampler import Sampler
 from kvstore.engine.model.step.tensors import fill_in, step_tensors
 from kvstore.engine.model.step.waiting import WAITING
 from kvstore.engine.model.step.warm_up import warm_up
 from kvstore.engine.outputs import TokenLogprob
 from kvstore.kernels.cpu.threads import Team
 from kvstore.kernels.device import start_to_host, to_device
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """Per scheduled request, in order: its sampled tokens (none, one, or n) and, where asked, their logprobs.
-
-    undrawn: requests whose token could not be drawn, since the logits were given up for the next step.
-    """
-
-    token_ids: list[Sequence[int]]
-    logprobs: dict[int, list[TokenLogprob | None]]  # index in `scheduled` -> one per sampled token
-    undrawn: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class StepTimes:
-    """Running totals in seconds, and how often; where a step's time goes.
-
-    num_graphs: CUDA graphs that were captured; num_replays: steps that replayed one. On CUDA the forward's time is that
-    of its launch, and sampling waits for it.
-    """
-
-    num_steps: int = 0
-    num_graphs: int = 0
-    num_replays: int = 0
-    schedule_s: float = 0.0
-    build_s: float = 0.0
-    forward_s: float = 0.0
-    sample_s: float = 0.0
-    update_s: float = 0.0
-
-
-@dataclass(slots=True)
-class Launched:
-    """A step that the device may still be computing. num_prefill_tokens: 0: its time is not to be told.
-
-    sampling: indices in `scheduled` of those that sample, num_samples: how many each; rows: theirs in the batch, until
-    the next launch; positions: of their tokens. on_host: where the tokens are when `end` is reached.
-    start, end: None on a CPU, where it has taken `seconds`.
-    """
-
-    scheduled: tuple[Scheduled, ...]
-    num_prefill_tokens: int = 0
-    start: torch.cuda.Event | None = None
-    end: torch.cuda.Event | None = None
-    seconds: float = 0.0
-    sampling: Sequence[int] = ()
-    num_samples: Sequence[int] = ()
-    rows: np.ndarray | None = None
-    positions: np.ndarray | None = None
-    drawn: Drawn | None = None
-    on_host: torch.Tensor | None = None
 
 
 class ModelRunner:
@@ -95,15 +44,14 @@ class ModelRunner:
         capturer: Capturer | None = None,
     ) -> None:
         self.model = model
-        self._device = model.device
-        self.block_size = config.block_size
         self.connector = connector
         self.caches = model.new_caches(num_blocks, config.block_size)
         self.batch = InputBatch(config.max_num_seqs, config.max_model_len, config.block_size)
-        self.sampler = Sampler(config.max_num_seqs, model.spec.vocab_size, self._device)
+        self.sampler = Sampler(config.max_num_seqs, model.spec.vocab_size, model.device)
         self.times = StepTimes()
+        self.clock = StepClock(model.device, connector)
         self._unread: Launched | None = None  # the last step, until its tokens are read or stand in the next one
-        self._team = Team() if self._device.type == "cpu" else None
+        self._team = Team() if model.device.type == "cpu" else None
         connector.register_kv_caches(self.caches)
         self._config = config
         self._capturer = capturer
@@ -112,12 +60,16 @@ class ModelRunner:
     def prepare(self) -> None:
         """In the thread that is going to step, before it does: CUDA keeps a device and handles for each thread."""
         with WAITING.allowed():
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
+            if self.model.device.type == "cuda":
+                torch.cuda.set_device(self.model.device)
                 warm_up(self.model, self.caches, self._config)
             if self._capturer is not None:
                 self.graphs = capture_graphs(self.model, self.caches, self._config, self._capturer)
         self.times.num_graphs = 0 if self.graphs is None else self.graphs.num_graphs
+
+    def working(self) -> AbstractContextManager[None]:
+        """In here a step may run; trials that refuse to wait for the device run alone."""
+        return WAITING.allowed()
 
     def rest(self) -> None:
         """No step is expected for a while."""
@@ -142,19 +94,18 @@ class ModelRunner:
             row_starts = np.empty(len(inputs.order), dtype=np.int64)
             row_starts[inputs.order] = inputs.query_start[:-1]
             self.connector.start_load_kv(output.plan, row_starts.tolist())
-        launched = Launched(output.scheduled, start=self._mark())
+        launched = Launched(output.scheduled, start=self.clock.mark())
         built = time.perf_counter()
         with nullcontext() if self._team is None else self._team.step(output.num_tokens):
             logits = self._forward(inputs, output.plan, sampled)
             computed = time.perf_counter()
             self._draw(inputs, launched, logits)
-        launched.end = self._mark()
         times, ended = self.times, time.perf_counter()
+        self.clock.end(launched, output, ended - built)
         times.num_steps += 1
         times.build_s += built - started
         times.forward_s += computed - built
         times.sample_s += ended - computed
-        launched.num_prefill_tokens, launched.seconds = self._num_measured(output), ended - built
         self._unread = launched
         return launched
 
@@ -165,12 +116,12 @@ class ModelRunner:
         token_ids: list[Sequence[int]] = [()] * len(launched.scheduled)
         drawn, rows = launched.drawn, launched.rows
         if launched.end is None:
-            self._measure(launched)
+            self.clock.tell(launched)
         if drawn is None or rows is None or launched.on_host is None or launched.positions is None:
             return StepResult(token_ids, {})
         if launched.end is not None:
-            self._wait(launched)
-        sampled = self.sampler.read(drawn, launched.on_host.numpy())
+            self.clock.wait(launched)
+        sampled = drawn.read(launched.on_host.numpy())
         first = np.cumsum([0, *launched.num_samples[:-1]])
         firsts = sampled.token_ids[first]
         ids = [launched.scheduled[i].request_id for i in launched.sampling]
@@ -189,21 +140,6 @@ class ModelRunner:
         self.times.sample_s += time.perf_counter() - started
         return StepResult(token_ids, logprobs, tuple(ids[i] for i in np.flatnonzero(firsts < 0)))
 
-    def _num_measured(self, output: SchedulerOutput) -> int:
-        """Tokens of prompts in a step whose time says how fast these are computed; 0 when it does not."""
-        count = sum(s.num_tokens for s in output.scheduled if s.num_tokens > 1)
-        has_loaded = output.plan is not None and bool(output.plan.loads)  # then the step has waited for its loads, too
-        is_first = self.times.num_steps == 1  # and slow
-        return count if 2 * count > output.num_tokens and not has_loaded and not is_first else 0
-
-    def _mark(self) -> torch.cuda.Event | None:
-        """A time on the device's clock; None on a CPU, where a step has ended when its call returns."""
-        if self._device.type != "cuda":
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
     def _go_on_unread(self) -> torch.Tensor | None:
         """Before a launch. Returns the tokens of the step before, if they have not been read: numbers below 0 stand for
         them. Where it has none it is waited for: what is to be saved of a step is kept until it is computed.
@@ -211,26 +147,12 @@ class ModelRunner:
         last, self._unread = self._unread, None
         if last is None or last.drawn is None or last.rows is None:
             if last is not None and last.end is not None:
-                self._wait(last)
+                self.clock.wait(last)
             return None
-        tokens, last.drawn.source = last.drawn.tokens, None
+        tokens, last.drawn.drawing = last.drawn.tokens, None
         self.sampler.append(last.rows, tokens)
         self.batch.append(last.rows, -1 - np.arange(len(last.rows)))
         return tokens
-
-    def _wait(self, launched: Launched) -> None:
-        assert launched.end is not None
-        with torch.cuda.device_of(self.caches[0][0]):  # see `kvstore.memory.streams`
-            launched.end.synchronize()
-        self._measure(launched)
-
-    def _measure(self, launched: Launched) -> None:
-        """Of a step that has ended."""
-        if launched.num_prefill_tokens:
-            seconds = launched.seconds
-            if launched.start is not None and launched.end is not None:
-                seconds = launched.start.elapsed_time(launched.end) / 1000
-            self.connector.step_measured(launched.num_prefill_tokens, seconds)
 
     def reset(self) -> None:
         """Empty the batch: after an error left rows that cannot be trusted. The caches stay; nobody refers to them."""
@@ -239,9 +161,13 @@ class ModelRunner:
         for row in range(self.batch.max_rows):
             self.sampler.clear_row(row)
 
+    def close(self) -> None:
+        """The pool's memory goes with whoever looks at it last."""
+        self.caches.clear()
+
     def _update_rows(self, output: SchedulerOutput) -> None:
         for request_id in output.left:
-            hole, last = self.batch.leave(request_id)
+            hole, last = self.batch.remove(request_id)
             if hole != last:
                 self.sampler.move_row(last, hole)
             self.sampler.clear_row(last)
@@ -255,22 +181,29 @@ class ModelRunner:
         prompt, answer = tokens[: request.num_prompt_tokens], tokens[request.num_prompt_tokens :]
         self.sampler.set_row(row, request.params, request.seed, stop_ids(request), prompt, answer)
 
+    def overwrite(self, blocks: Sequence[int]) -> None:
+        """With zeros. Nothing, once the caches are given up."""
+        where = to_device(torch.tensor(blocks), self.model.device)
+        for layer in self.caches:
+            for cache in layer:
+                cache.index_fill_(0, where, 0)
+
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy on write: whole blocks, all sources read before any destination is written."""
-        source, destination = to_device(torch.tensor(copies).T.contiguous(), self._device)
+        source, destination = to_device(torch.tensor(copies).T.contiguous(), self.model.device)
         for layer in self.caches:
             for cache in layer:
                 cache.index_copy_(0, destination, cache.index_select(0, source))
 
     def _forward(self, inputs: StepInputs, plan: TransferPlan | None, sampled: torch.Tensor | None) -> torch.Tensor:
-        width = -(-int(inputs.context_lens.max()) // self.block_size)
+        width = -(-int(inputs.context_lens.max()) // self._config.block_size)
         table = self.batch.block_table[inputs.rows, :width]
         has_loads = plan is not None and bool(plan.loads)  # layer by layer, which a graph does not wait for
         form = None if self.graphs is None or has_loads else self.graphs.form_of(inputs)
         if self.graphs is not None and form is not None:
             self.times.num_replays += 1
             return self.graphs.run(form, inputs, table, plan, self.connector, sampled)
-        step = step_tensors(inputs, table, self.block_size, self._device)
+        step = step_tensors(inputs, table, self._config.block_size, self.model.device)
         if sampled is not None:
             fill_in(step.token_ids, sampled)
         logits = self.model.forward(

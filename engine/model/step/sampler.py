@@ -1,22 +1,17 @@
-"""Turns logits into tokens: one row of sampling state per running request, and no state in random generators.
+"""How each row of the batch is sampled: one row of state per running request, and no state in random generators.
 
 Knows rows, logits and SamplingParams; must not know requests, blocks or the scheduler.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kvstore.engine.model.step.draw import BROKEN, TOP_WIDTHS, UNSURE, argmax, argmax_of_usable, draw_all, draw_cut
-from kvstore.engine.outputs import TokenLogprob
+from kvstore.engine.model.step.drawing import Drawing, Drawn, SampledTokens
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.kernels.device import to_device
-
-# Stands for log 0, as in the OpenAI API: JSON has no infinity.
-LOWEST_LOGPROB = -9999.0
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _UINT64_MASK = 2**64 - 1
@@ -39,37 +34,6 @@ _STATE = np.dtype(
         ("biased", np.bool_),
     ]
 )
-
-
-@dataclass(slots=True)
-class _Source:
-    """What tokens are drawn from. state [R]; scaled and cuts [S] are of the rows `random` [S] alone."""
-
-    raw: torch.Tensor
-    edited: torch.Tensor
-    state: np.ndarray
-    random: np.ndarray
-    scaled: torch.Tensor | None = None
-    cuts: Sequence[torch.Tensor] = ()
-
-
-@dataclass(slots=True)
-class Drawn:
-    """tokens [R] int64, where the logits are; UNSURE or BROKEN for rows that are to be looked at again.
-
-    source: for that, None when the logits were given up.
-    """
-
-    tokens: torch.Tensor
-    source: _Source | None
-
-
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """token_ids [R] int64; logprobs: None when no row asked, else one entry per row (None where it did not ask)."""
-
-    token_ids: np.ndarray
-    logprobs: list[TokenLogprob | None] | None
 
 
 def uniforms(seeds: np.ndarray, counters: np.ndarray) -> np.ndarray:
@@ -181,28 +145,18 @@ class Sampler:
         usable number give a token all the same: the argmax after nan_to_num.
         """
         drawn = self.draw(logits, rows, choice_offsets)
-        return self.read(drawn, drawn.tokens.cpu().numpy())
+        return drawn.read(drawn.tokens.cpu().numpy())
 
     def draw(self, logits: torch.Tensor, rows: np.ndarray, choice_offsets: np.ndarray | None = None) -> Drawn:
         """As `sample`, as far as nothing has to be waited for on CUDA."""
         assert logits.shape == (len(rows), self._vocab_size), (logits.shape, len(rows), self._vocab_size)
         state = self._state[rows]
         raw = logits.detach()
-        random = np.flatnonzero(state["temperature"] > 0)
-        source = _Source(raw, self._edit(raw, rows, state), state, random)
-        if len(random) == 0:
-            return Drawn(argmax(source.edited), source)
+        drawing = Drawing(raw, self._edit(raw, rows, state), state)
+        if drawing.is_greedy:
+            return Drawn(drawing.best(), drawing)
         seeds = state["seed"] if choice_offsets is None else state["seed"] + choice_offsets.astype(np.uint64)
-        return Drawn(self._draw_some(source, uniforms(seeds, state["num_output_tokens"].astype(np.uint64))), source)
-
-    def read(self, drawn: Drawn, token_ids: np.ndarray) -> SampledTokens:
-        """token_ids: `drawn.tokens`, brought to the host; changed in place where rows are looked at again."""
-        source = drawn.source
-        if source is None:
-            return SampledTokens(token_ids, None)
-        if (token_ids < 0).any():
-            self._look_again(source, token_ids)
-        return SampledTokens(token_ids, self._logprobs(source.raw, source.state["logprobs"], token_ids))
+        return Drawn(drawing.draw(uniforms(seeds, state["num_output_tokens"].astype(np.uint64))), drawing)
 
     def _reset(self, row: int) -> None:
         self._state[row] = np.zeros((), _STATE)
@@ -240,92 +194,6 @@ class Sampler:
     def _positions(self, indices: np.ndarray, ids: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
         """Index of logits: every id of ids[i] in row indices[i]."""
         return self._tensor(np.repeat(indices, [len(some) for some in ids])), self._tensor(np.concatenate(ids))
-
-    def _draw_some(self, source: _Source, numbers: np.ndarray) -> torch.Tensor:  # [R]
-        """Greedy tokens, and random ones, each kind as one sub-batch; numbers [R] in [0, 1)."""
-        logits, random, state = source.edited, source.random, source.state
-        if len(random) == len(logits):
-            return self._draw(source, logits.float(), state, numbers)
-        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        greedy, others = self._tensor(np.flatnonzero(state["temperature"] == 0)), self._tensor(random)
-        tokens[greedy] = argmax(logits[greedy])
-        tokens[others] = self._draw(source, logits[others].float(), state[random], numbers[random])
-        return tokens
-
-    def _draw(self, source: _Source, logits: torch.Tensor, state: np.ndarray, numbers: np.ndarray) -> torch.Tensor:
-        """Temperature, min-p, top-k, top-p and the draw; logits [S, V] float32, numbers [S] in [0, 1); -> [S].
-
-        What a device decides comes back as part of the tokens: it is waited for once, and again for rare rows only.
-        """
-        with np.errstate(divide="ignore"):  # log 0 = -inf is what "off" means here
-            least = np.log(state["min_p"])
-        columns = (np.maximum(state["temperature"], 1e-30), least, numbers, state["top_p"], state["top_k"])
-        temperature, lowest, *cuts = self._tensor(np.stack(columns))  # in one copy
-        best = logits.amax(-1, keepdim=True)
-        # The maximum is taken off first: it becomes exactly 0, and no temperature, however small, gives inf or NaN.
-        scaled = (logits - best).div_(temperature.float().unsqueeze(-1))
-        broken = ~best.isfinite()
-        if logits.device.type == "cuda" or bool(broken.any()):  # on CUDA, to ask would wait
-            scaled.masked_fill_(broken, 0.0)
-        if state["min_p"].any():
-            scaled.masked_fill_(scaled < lowest.float().unsqueeze(-1), -torch.inf)
-        cut = (state["top_k"] < self._vocab_size) | (state["top_p"] < 1)
-        source.scaled, source.cuts = scaled, cuts
-        return torch.where(broken.squeeze(-1), BROKEN, self._draw_each(scaled, state, cuts, cut))
-
-    def _look_again(self, source: _Source, token_ids: np.ndarray) -> None:
-        for width in (*TOP_WIDTHS[1:], self._vocab_size):
-            unsure = np.flatnonzero(token_ids == UNSURE)
-            if len(unsure):
-                assert source.scaled is not None
-                rows, state = np.searchsorted(source.random, unsure), source.state[source.random]
-                token_ids[unsure] = self._draw_cut(source.scaled, state, source.cuts, rows, width).cpu().numpy()
-        if len(broken := np.flatnonzero(token_ids == BROKEN)):
-            token_ids[broken] = argmax_of_usable(source.edited[self._tensor(broken)]).cpu().numpy()
-
-    def _draw_each(
-        self, scaled: torch.Tensor, state: np.ndarray, cuts: Sequence[torch.Tensor], cut: np.ndarray
-    ) -> torch.Tensor:  # [S]
-        """Rows whose tokens are cut by top-k or top-p, and the others. cuts: numbers, top-p and top-k, [S] float64."""
-        some, others = np.flatnonzero(cut), np.flatnonzero(~cut)
-        if not len(others):
-            return self._draw_cut(scaled, state, cuts, some, TOP_WIDTHS[0])
-        if not len(some):
-            return draw_all(scaled, cuts[0])
-        drawn, where = torch.empty(len(scaled), dtype=torch.int64, device=scaled.device), self._tensor(others)
-        drawn[where] = draw_all(scaled[where], cuts[0][where])
-        drawn[self._tensor(some)] = self._draw_cut(scaled, state, cuts, some, TOP_WIDTHS[0])
-        return drawn
-
-    def _draw_cut(
-        self, scaled: torch.Tensor, state: np.ndarray, cuts: Sequence[torch.Tensor], rows: np.ndarray, width: int
-    ) -> torch.Tensor:  # [len(rows)]
-        if len(rows) < len(scaled):
-            where = self._tensor(rows)
-            scaled, cuts = scaled[where], [column[where] for column in cuts]
-        numbers, top_p, top_k = cuts
-        all_limited = bool((state["top_k"][rows] < self._vocab_size).all())
-        return draw_cut(scaled, numbers, top_k.long(), top_p, width, all_limited)
-
-    def _logprobs(
-        self, raw: torch.Tensor, asked: np.ndarray, token_ids: np.ndarray
-    ) -> list[TokenLogprob | None] | None:
-        """Log-softmax of the unedited logits, as vLLM V1 reports it; asked [R]: how many alternatives, -1: none."""
-        rows = np.flatnonzero(asked >= 0)
-        if len(rows) == 0:
-            return None
-        scores = torch.log_softmax(raw[self._tensor(rows)].float(), dim=-1)
-        scores = scores.nan_to_num_(nan=LOWEST_LOGPROB, neginf=LOWEST_LOGPROB)
-        own = scores.gather(1, self._tensor(token_ids[rows]).unsqueeze(-1)).squeeze(-1).tolist()
-        top = scores.topk(min(int(asked.max()), self._vocab_size), dim=-1)
-        values, ids = top.values.tolist(), top.indices.tolist()
-        result: list[TokenLogprob | None] = [None] * len(asked)
-        for i, row in enumerate(rows.tolist()):
-            k = int(asked[row])
-            alternatives = dict(zip(ids[i][:k], values[i][:k], strict=True))
-            result[row] = TokenLogprob(int(token_ids[row]), own[i], alternatives)
-        return result
-
 
 class _Penalties:
     """Token counts of the rows that use penalties, in a pool of dense rows that grows when it must."""

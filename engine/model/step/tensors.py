@@ -29,7 +29,7 @@ class StepTensors:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class StepLayout:
     """Where a step's arrays lie in one int32 buffer: token ids, positions, slots and sample tokens as int64, then query
     start, context lengths and the block table, `width` blocks for each request."""
 
@@ -91,7 +91,7 @@ def step_tensors(inputs: StepInputs, table: np.ndarray, block_size: int, device:
         )
         batch = PagedBatch(query_start, context_lens, host_table, slots, block_size)
         return StepTensors(token_ids, positions, sample_tokens, batch)
-    layout = Layout(len(inputs.token_ids), len(inputs.rows), len(inputs.sample_tokens), table.shape[1])
+    layout = StepLayout(len(inputs.token_ids), len(inputs.rows), len(inputs.sample_tokens), table.shape[1])
     buffer = layout.pack(inputs, table, pinned=True).to(device, non_blocking=True)
     token_ids, positions, slots, sample_tokens, starts, lens, blocks = layout.unpack(buffer)
     counts = np.diff(inputs.query_start)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Waiting:
+class DeviceWaiting:
     """Engines take turns: steps and starts run at once, a trial that refuses all waits runs alone."""
 
     def __init__(self) -> None:
@@ -71,4 +71,4 @@ def _refusal() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-WAITING = Waiting()  # of the process, as torch's mode is
+WAITING = DeviceWaiting()  # of the process, as torch's mode is

@@ -53,26 +53,9 @@ def test_slot_mapping_of_the_worked_example(batch):
     assert inputs.sample_rows.tolist() == [0, 1, 2]
 
 
-def test_slot_mapping_alone():
-    table = np.array([[0, 0], [5, 6], [11, 0]], dtype=np.int32)
-    rows, positions = np.array([0, 1, 1, 1, 2]), np.array([3, 0, 15, 16, 3])
-    assert slot_mapping(table, rows, positions, 16).tolist() == [3, 80, 95, 96, 179]
-
-
 def test_slots_beyond_32_bits_do_not_overflow():
     table = np.array([[2**30]], dtype=np.int32)
     assert slot_mapping(table, np.array([0]), np.array([5]), 16).tolist() == [2**34 + 5]
-
-
-def test_single_token_requests_come_first_and_otherwise_the_order_stays(batch):
-    batch.join(row("d", tokens_of("d", 9), [20]))
-    inputs = batch.build((step("b", 0, 17), step("a", 3, 1), step("d", 2, 5, samples=0), step("c", 3, 1)))
-    assert inputs.order.tolist() == [1, 3, 0, 2]
-    assert inputs.rows.tolist() == [0, 2, 1, 3]
-    assert inputs.query_start.tolist() == [0, 1, 2, 19, 24]
-    assert inputs.token_ids.tolist() == [1003, 3003, *tokens_of("b", 17), *tokens_of("d", 9)[2:7]]
-    assert inputs.context_lens.tolist() == [4, 4, 17, 7]
-    assert (inputs.sample_tokens.tolist(), inputs.sample_rows.tolist()) == ([0, 1, 18], [0, 2, 1])
 
 
 def test_the_order_stays_among_many_requests():
@@ -85,11 +68,11 @@ def test_the_order_stays_among_many_requests():
 
 def test_requests_join_and_leave_in_the_same_arrays(batch):
     arrays = (batch.token_ids, batch.num_tokens, batch.block_table)
-    assert batch.leave("a") == (0, 2)
+    assert batch.remove("a") == (0, 2)
     assert names(batch) == ["c", "b"], "the last row moved into the hole"
     assert batch.token_ids[0, :4].tolist() == tokens_of("c", 4)
     assert (batch.num_tokens[:2].tolist(), batch.block_table[0, 0]) == ([4, 17], 11)
-    assert batch.leave("b") == (1, 1)
+    assert batch.remove("b") == (1, 1)
     assert batch.join(row("d", tokens_of("d", 2), [7])) == 1
     assert names(batch) == ["c", "d"]
     assert all(
@@ -97,24 +80,6 @@ def test_requests_join_and_leave_in_the_same_arrays(batch):
     )
     with pytest.raises(KeyError):
         batch.row("a")
-
-
-def test_a_batch_can_empty_and_fill_again(batch):
-    for name in "bca":
-        batch.leave(name)
-    assert batch.num_rows == 0
-    for name in "efgh":
-        batch.join(row(name, tokens_of(name, 3), [1]))
-    assert names(batch) == list("efgh")
-
-
-def test_append_adds_a_token_to_its_row(batch):
-    batch.append(np.array([2, 0]), np.array([77, 88]))
-    assert batch.num_tokens[:3].tolist() == [5, 17, 5]
-    assert batch.token_ids[0, :5].tolist() == [*tokens_of("a", 4), 88]
-    assert batch.token_ids[2, :5].tolist() == [*tokens_of("c", 4), 77]
-    inputs = batch.build((step("c", 4, 1), step("a", 4, 1)))
-    assert (inputs.token_ids.tolist(), inputs.slots.tolist()) == ([77, 88], [180, 4])
 
 
 def test_new_blocks_go_where_they_belong_and_copies_are_handed_on(batch):
@@ -169,7 +134,7 @@ def test_built_arrays_equal_a_naive_build(seed, block_size):
     for i in range(40):
         if rows and rng.random() < 0.3:
             name = rng.choice(rows)
-            hole, last = batch.leave(name)
+            hole, last = batch.remove(name)
             assert (hole, last) == (rows.index(name), len(rows) - 1)
             rows[hole] = rows[last]
             rows.pop()

@@ -41,10 +41,6 @@ def test_num_blocks_rounds_up(manager, num_tokens, num_blocks):
     assert manager.num_blocks(num_tokens) == num_blocks
 
 
-def test_a_cold_prompt_has_no_hits(manager):
-    assert run_prompt(manager, new_request("r", list(range(10)))) == []
-
-
 def test_only_full_blocks_are_cached(manager):
     request = new_request("r", list(range(10)))
     run_prompt(manager, request)
@@ -179,40 +175,6 @@ def family(manager: KVCacheManager, num_prompt: int, num_children: int) -> list[
     for i, choice in enumerate(choices):
         choice.append(1000 + i)
     return choices
-
-
-def test_children_share_every_block_of_the_prompt(manager):
-    owner, *children = family(manager, 10, 2)
-    for child in children:
-        assert child.block_numbers == owner.block_numbers
-        assert (child.num_computed_tokens, child.num_hashed_blocks) == (10, 2)
-    assert [manager.pool.ref_count(block) for block in owner.block_numbers] == [3, 3, 3]
-    assert manager.pool.num_free == 12 - 3
-
-
-def test_the_partial_tail_is_copied_on_write_and_the_last_owner_writes_in_place(manager):
-    choices = family(manager, 10, 2)
-    tail, full = choices[0].block_numbers[2], choices[0].block_numbers[:2]
-    allocations = []
-    for choice in choices:
-        allocations.append(manager.allocate(choice, 1))
-        compute(manager, choice, 1)
-    privates = [allocation.block_numbers for allocation in allocations[:2]]
-    assert [a.copy for a in allocations] == [(tail, privates[0][0]), (tail, privates[1][0]), None]
-    assert [a.first_index for a in allocations[:2]] == [2, 2]
-    assert [c.block_numbers for c in choices] == [[*full, *privates[0]], [*full, *privates[1]], [*full, tail]]
-    assert [manager.pool.ref_count(c.block_numbers[2]) for c in choices] == [1, 1, 1]
-    assert [manager.pool.ref_count(block) for block in full] == [3, 3]
-    for choice in choices:
-        manager.free(choice)
-    manager.pool.check_integrity()
-
-
-def test_a_prompt_of_full_blocks_needs_no_copy(manager):
-    choices = family(manager, 8, 2)
-    allocations = [manager.allocate(choice, 1) for choice in choices]
-    assert [a.copy for a in allocations] == [None] * 3
-    assert len({a.block_numbers for a in allocations}) == 3
 
 
 def test_a_copy_that_does_not_fit_takes_nothing():

@@ -95,7 +95,7 @@ def test_preempted_before_its_tail_came_it_counts_what_it_loads_later():
     _, house = made(split=6, chunk=4)
     request = house.add("a", PROMPT)
     house.step()
-    house.scheduler._preempt(request)
+    house.scheduler.roster.preempt(request)
     assert request.ask_at is None and not request.block_numbers
     house.run()
     house.check_answer("a", PROMPT)

@@ -121,7 +121,7 @@ def both(model: str, path, seed: int, aborts: bool = False, **options) -> tuple[
             results.append(talk(engine, seed, aborts))
             assert counters(engine)["load_failures"] == counters(engine)["dropped_saves"] == 0
             settle(engine)
-            reached["preempted"] += engine.loop.scheduler.num_preemptions
+            reached["preempted"] += engine.loop.scheduler.roster.num_preemptions
     return results[0], results[1]
 
 

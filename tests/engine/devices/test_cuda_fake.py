@@ -52,8 +52,10 @@ def engine_on_cuda(model: str, path=None, hbm="2MiB", cpu="2MiB", disk="32MiB", 
 
 TINY, SMALL = {"num_hidden_layers": 1}, {"num_hidden_layers": 2}
 GEMMA = {**SMALL, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
+WINDOWED = {**TINY, "layer_types": ["sliding_attention"], "sliding_window": 9}
 CASES = [
     pytest.param("Llama", TINY, True, marks=needs_triton, id="Llama, kernels"),
+    pytest.param("Gemma3", WINDOWED, True, marks=needs_triton, id="Gemma3, kernels"),
     *(pytest.param(name, SMALL, False, id=name) for name in ("Llama", "Mixtral", "StableLm")),
     pytest.param("Gemma3", GEMMA, False, id="Gemma3"),
     pytest.param("GptOss", {}, False, id="GptOss"),
@@ -68,6 +70,8 @@ def test_the_same_tokens_from_every_tier(name, changes, has_triton, tmp_path, mo
     nexts = [[*history, *answer] for history, answer in zip(histories, answers, strict=True)]
     expected = [plain(history, 2) for history in nexts]
     plain.engine.close()
+    monkeypatch.setattr("kvstore.memory.device_transfer.LAYERS_AHEAD", 1)
+    monkeypatch.setattr("kvstore.memory.device_transfer.GROUP_BYTES", 1)  # a save per layer, as of long steps
     with device(monkeypatch, has_triton), engine_on_cuda(model, tmp_path / "store") as engine:
         assert all(cache.device == DEVICE for layer in engine.loop.runner.caches for cache in layer)
         outputs = engine.generate(histories, [greedy(3)] * 2)
@@ -252,7 +256,7 @@ def test_a_capture_that_fails_leaves_the_allocator_as_it_was(monkeypatch):
         capturer.capture(work, None)()
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: _raise(FakeCudaError("CUDA error: unspecified")))
         with pytest.raises(KVStoreError, match=r"not work any more \(CUDA error: unspecified\); .*--enforce-eager"):
-            capturer._leave()
+            capturer._end_capture()
 
 
 def _raise(error: Exception):

@@ -151,7 +151,7 @@ def test_invariant_5_kill_at_any_moment_loses_no_acknowledged_turn(nursery, mode
         pid = nursery.start("chat", model, store, log, rng.randrange(1 << 30))
         assert nursery.line() == "ready"
         wanted = num_turns(log) + rng.randrange(8)  # by turns and not by the clock: a busy machine makes few
-        wait_until(lambda wanted=wanted: num_turns(log) >= wanted)
+        wait_until(lambda wanted=wanted: num_turns(log) >= wanted, "turns are made", 120.0)
         time.sleep(rng.uniform(0.02, 0.2))
         nursery.kill(pid)
         if number % 2:  # in between a crash is followed by the next run at once
@@ -227,7 +227,7 @@ def test_invariant_6_close_with_work_in_flight_keeps_what_was_finished(model, st
 def test_a_turn_is_on_disk_within_two_seconds_without_a_flush(model, store):
     with open_engine(model, store) as engine:
         ask(engine, tokens(2, 100), 2)
-        wait_until(lambda: engine.stats()["disk"]["blocks"] == 6)
+        wait_until(lambda: engine.stats()["disk"]["blocks"] == 6, "it is written")
 
 
 # -- full --------------------------------------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ def test_invariant_5_writes_that_fail_are_made_up_for(model, store, plain, monke
         prompt = tokens(50 + number, 60)
         with open_engine(model, store) as engine:
             out = ask(engine, prompt, 20)
-            wait_until(lambda engine=engine: engine.connector._store.is_idle and not engine.connector._degraded)
+            wait_until(lambda engine=engine: engine.connector._store.is_idle and not engine.connector._degraded, "idle")
             settle(engine)
             history = prompt + out.token_ids
         with open_engine(model, store) as engine:

@@ -23,8 +23,7 @@ from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.kv_cache_manager import KVCacheManager
 from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput
-from kvstore.engine.core.steps import Steps
-from kvstore.engine.model.step.runner import StepResult, StepTimes
+from kvstore.engine.core.steps import StepResult, Steps, StepTimes
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.memory.device_transfer import DeviceTransfer
 from kvstore.memory.layout import KVLayout
@@ -109,13 +108,13 @@ class Engine:
         )  # fmt: skip
         self.num_requests += 1
         self.talk_of[request.request_id] = talk
-        self.scheduler.add(request)
+        self.scheduler.roster.add(request)
 
     def step(self) -> None:
-        while len(self.scheduler.requests) < (NUM_SEQS if self.runs_ahead else 5):
+        while len(self.scheduler.roster.requests) < (NUM_SEQS if self.runs_ahead else 5):
             self.submit()
         if self.rng.random() < 0.05:
-            self.scheduler.finish(self.rng.choice(list(self.scheduler.requests)), "abort")
+            self.scheduler.roster.finish(self.rng.choice(list(self.scheduler.roster.requests)), "abort")
         self._evict_some()
         has_computed = self.steps.step(self._take_in)
         if not has_computed:
@@ -145,7 +144,7 @@ class Engine:
         sampled: list[list[int]] = []
         readings: list[tuple[list[int], list[int]]] = []  # HBM slots of a request's context, and its keys
         for one in output.scheduled:
-            request, end = self.scheduler.requests[one.request_id], one.num_computed_tokens + one.num_tokens
+            request, end = self.scheduler.roster.requests[one.request_id], one.num_computed_tokens + one.num_tokens
             assert one.allocation.copy is None
             table = [request.block_numbers[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(end)]
             unread = [] if end <= len(request.token_ids) else [self.unread[one.request_id]]
@@ -214,8 +213,8 @@ def run(
             if (engine.rng.random() < 0.4 or number % STEPS_AHEAD == 0) and engine.num_wrong:
                 break
         num_wrong = engine.num_wrong
-        for request_id in list(engine.scheduler.requests):
-            engine.scheduler.finish(request_id, "abort")
+        for request_id in list(engine.scheduler.roster.requests):
+            engine.scheduler.roster.finish(request_id, "abort")
         if not num_wrong:
             engine.connector.check_integrity(idle=True)
         assert not runs_ahead or num_wrong or engine.num_ahead > num_steps / 5

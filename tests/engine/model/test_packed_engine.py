@@ -164,5 +164,5 @@ def test_preemption_in_a_small_pool(case: Case, reference: Reference) -> None:
     options = {"hbm": pool_bytes(reference.network, 10), "max_num_batched_tokens": BUDGET}
     with pytest.warns(UserWarning, match="fewer than max_model_len"), watched(case.folder, **options) as engine:
         outputs = engine.answer([tokens(50 + i, length) for i, length in enumerate((60, 33, 48))], asking(40))
-        assert engine.engine.loop.scheduler.num_preemptions > 0
+        assert engine.engine.loop.scheduler.roster.num_preemptions > 0
         reference.check(*outputs)

@@ -229,7 +229,7 @@ def test_hbm_blocks_that_were_held_when_forgotten_are_erased_when_released(engin
     handle = engine.submit(tokens(1, 100, 100), greedy(20))
     for _ in range(8):
         engine.step()
-    (request,) = engine.loop.scheduler.requests.values()
+    (request,) = engine.loop.scheduler.roster.requests.values()
     blocks = list(request.block_numbers)
     engine.admin.forget(request.chain[:1])
     assert engine.loop.pool.lookup(request.chain[0]) is None and engine.loop.erasure.pending

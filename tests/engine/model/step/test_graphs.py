@@ -135,7 +135,7 @@ def test_an_aborted_request_and_an_error_leave_nothing_behind(open_with, plain, 
         engine.step()
     engine.abort(handles[1])
     with monkeypatch.context() as patch:
-        patch.setattr(engine.loop.runner.graphs, "_load", lambda *_: (_ for _ in ()).throw(RuntimeError("lost")))
+        patch.setattr(engine.loop.runner.graphs.tensors, "load", lambda *_: (_ for _ in ()).throw(RuntimeError("lost")))
         while engine.has_work:
             engine.step()
     assert [str(handle.error) for handle in handles] == ["lost", "None", "lost"]
@@ -392,7 +392,7 @@ def test_a_step_that_samples_nothing_is_waited_for_and_timed_by_the_next(model, 
     with open_engine(model, max_num_batched_tokens=32) as engine:
         runner, forward = engine.loop.runner, engine.loop.runner._forward
         marks = iter(range(100))
-        monkeypatch.setattr(runner, "_mark", lambda: Mark(log, next(marks)))
+        monkeypatch.setattr(runner.clock, "mark", lambda: Mark(log, next(marks)))
         monkeypatch.setattr(runner, "_forward", lambda *step: (log.append("forward"), forward(*step))[1])
         monkeypatch.setattr(engine.connector, "step_measured", lambda count, seconds: log.append((count, seconds)))
         ask(engine, tokens(800, 100), 2)

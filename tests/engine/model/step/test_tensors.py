@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvstore.engine.core.input_batch import StepInputs
-from kvstore.engine.model.step.tensors import Layout, step_tensors
+from kvstore.engine.model.step.tensors import StepLayout, step_tensors
 
 NAMES = ("token_ids", "positions", "slots", "sample_tokens", "query_start", "context_lens")
 
@@ -37,7 +37,7 @@ def made_up(counts: list[int], width: int, seed: int = 0) -> tuple[StepInputs, n
 @pytest.mark.parametrize("width", [1, 3, 8])
 def test_what_is_packed_is_unpacked(counts, width):
     inputs, table = made_up(counts, width)
-    layout = Layout(sum(counts), len(counts), len(inputs.sample_tokens), width)
+    layout = StepLayout(sum(counts), len(counts), len(inputs.sample_tokens), width)
     *arrays, blocks = layout.unpack(layout.pack(inputs, table, pinned=False))
     for name, array in zip(NAMES, arrays, strict=True):
         assert array.tolist() == getattr(inputs, name).tolist(), name
@@ -47,7 +47,7 @@ def test_what_is_packed_is_unpacked(counts, width):
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 2, 1, 5), (33, 33, 33, 0), (5, 1, 0, 7)])
 def test_arrays_begin_at_16_bytes_and_do_not_overlap(sizes):
-    places = Layout(*sizes).places()
+    places = StepLayout(*sizes).places()
     assert all(place.start % 4 == 0 for place in places)
     assert all(a.stop <= b.start < a.stop + 4 for a, b in itertools.pairwise(places))
 
@@ -55,7 +55,7 @@ def test_arrays_begin_at_16_bytes_and_do_not_overlap(sizes):
 def test_a_layout_for_more_requests_is_filled_up():
     inputs, table = made_up([1, 1, 1], 2)
     ordinals = np.arange(9)
-    layout = Layout(8, 8, 8, 2)
+    layout = StepLayout(8, 8, 8, 2)
     buffer = layout.pack(replace(inputs, query_start=ordinals, sample_tokens=ordinals[:8]), table, pinned=False)
     token_ids, positions, slots, samples, query_start, lens, blocks = (part.tolist() for part in layout.unpack(buffer))
     assert token_ids == [*inputs.token_ids, 0, 0, 0, 0, 0] and positions[3:] == [0] * 5

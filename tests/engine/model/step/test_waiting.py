@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvstore import Engine
-from kvstore.engine.model.step.waiting import WAITING, Waiting
+from kvstore.engine.model.step.waiting import WAITING, DeviceWaiting
 from tests.support import fake_cuda
 from tests.support.engines import greedy, save_model, tokens
 
@@ -33,14 +33,14 @@ def modes(monkeypatch) -> list[str]:
 
 def test_waiting_is_refused_for_a_while_only(modes):
     """Without a word of torch, which says at the first time that this is a prototype: that would end the capture."""
-    with pytest.raises(RuntimeError, match="waits"), Waiting().refused():
+    with pytest.raises(RuntimeError, match="waits"), DeviceWaiting().refused():
         raise RuntimeError("it waits")
     assert modes == ["warn", "error", "warn"]
 
 
 def test_trials_of_two_engines_leave_the_mode_as_it_was(modes):
     """The second one must not take the first one's mode for what was there before. Both start within `allowed`."""
-    waiting, inside, both = Waiting(), [], threading.Barrier(2)
+    waiting, inside, both = DeviceWaiting(), [], threading.Barrier(2)
 
     def start(number):
         with waiting.allowed():

@@ -1,7 +1,4 @@
-"""What callers see of running requests: text as it grows, stop strings, usage. No torch.
-
-Between the scheduler, which knows tokens, and the caller, who wants text.
-"""
+"""What callers see of running requests: pieces as they grow, ends, usage. Who makes text of tokens is handed in."""
 
 from __future__ import annotations
 
@@ -10,16 +7,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias
 
 from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.engine.core.request import Request
 from kvstore.engine.outputs import CachedTokensDetails, Choice, Piece, RequestOutput, Timings, TokenLogprob, Usage
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.text.detokenizer import Detokenizer
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 
 @dataclass(slots=True)
@@ -69,10 +62,11 @@ def tell(handles: Iterable[Handle]) -> None:
 
 
 class Totals:
-    """Requests and tokens of all outputs that were completed."""
+    """Requests and tokens of all outputs that were completed, and how many were aborted."""
 
     def __init__(self) -> None:
         self.num_requests = 0
+        self.num_aborted = 0
         self._tokens = dict.fromkeys(("prompt_tokens", "cached_tokens", "completion_tokens"), 0)
         self._cached_by_tier = dict.fromkeys(("hbm", "cpu", "disk", "reencoded"), 0)
 
@@ -97,57 +91,35 @@ def new_handle(
     return Handle(request_id, RequestOutput(request_id, prompt_token_ids, choices, usage, ttft_s=None), listener)
 
 
-class ChoiceText:
+class AnswerText(Protocol):
     """One choice as its caller sees it: token ids come in, pieces with text go out."""
-
-    def __init__(self, output: RequestOutput, index: int, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
-        self.choice = output.choices[index]
-        self._index = index
-        self._text = Detokenizer(
-            tokenizer if params.detokenize else None,
-            params.stop,
-            prompt_token_ids=output.prompt_token_ids,
-            min_tokens=params.min_tokens,
-        )
 
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended it."""
-        return self._text.stop_string
+        ...
 
-    def take(self, token_id: int, logprob: TokenLogprob | None, finish_reason: str | None) -> Piece:
+    def add_token(self, token_id: int, logprob: TokenLogprob | None, finish_reason: str | None) -> Piece:
         """What a new token brings. finish_reason: what ended the choice with it, unless a stop string does."""
-        choice = self.choice
-        choice.token_ids.append(token_id)
-        if choice.logprobs is not None and logprob is not None:
-            choice.logprobs.append(logprob)
-        released = "" if finish_reason == "stop" else self._text.append((token_id,))  # an end token has no text
-        if finish_reason is not None:
-            released += self._text.finish()
-        if self.stop_string is not None:
-            finish_reason = "stop"
-        choice.text += released
-        return Piece(self._index, released, (token_id,), finish_reason, None if logprob is None else (logprob,))
+        ...
 
     def end(self, finish_reason: str) -> Piece:
         """Its last piece, where it ends without a token."""
-        released = self._text.finish()
-        self.choice.text += released
-        return Piece(self._index, released, (), finish_reason)
+        ...
 
 
 class OutputProcessor:
-    """Tracks every choice of every running request."""
+    """Tracks every choice of every running request. text_of: makes the text of choice `index` of an output."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
-        self._tracked: dict[str, tuple[Handle, ChoiceText, Request]] = {}
+    def __init__(self, text_of: Callable[[RequestOutput, int, SamplingParams], AnswerText]) -> None:
+        self._text_of = text_of
+        self._tracked: dict[str, tuple[Handle, AnswerText, Request]] = {}
         self._open: dict[str, int] = {}  # handle id -> choices still running
 
     def add(self, handle: Handle, choices: Sequence[Request]) -> None:
         """Begin to track the n choices of one prompt."""
         for choice in choices:
-            text = ChoiceText(handle.output, choice.index, choice.params, self._tokenizer)
+            text = self._text_of(handle.output, choice.index, choice.params)
             self._tracked[choice.request_id] = (handle, text, choice)
         self._open[handle.request_id] = len(choices)
 
@@ -165,7 +137,7 @@ class OutputProcessor:
         if handle.output.ttft_s is None:
             handle.output.ttft_s = time.monotonic() - request.arrival_s
         running = request.finish_reason is None
-        piece = text.take(token_id, logprob, request.finish_reason)
+        piece = text.add_token(token_id, logprob, request.finish_reason)
         if text.stop_string is not None:
             request.finish_reason, request.stop_reason = "stop", text.stop_string
         handle.pieces.append(piece)

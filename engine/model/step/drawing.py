@@ -1,0 +1,153 @@
+"""One step's tokens, drawn from its logits by the parameters of their rows.
+
+Knows numbers and tensors; whose rows they are says `kvstore.engine.model.step.sampler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvstore.engine.model.step.draw import BROKEN, TOP_WIDTHS, UNSURE, argmax, argmax_of_usable, draw_all, draw_cut
+from kvstore.engine.outputs import TokenLogprob
+from kvstore.kernels.device import to_device
+
+LOWEST_LOGPROB = -9999.0  # for log 0, as in the OpenAI API: JSON has no infinity
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """token_ids [R] int64; logprobs: None when no row asked, else one entry per row (None where it did not ask)."""
+
+    token_ids: np.ndarray
+    logprobs: list[TokenLogprob | None] | None
+
+
+@dataclass(slots=True)
+class Drawn:
+    """tokens [R] int64, where the logits are; UNSURE or BROKEN for rows that are to be looked at again.
+
+    drawing: for that, None when the logits were given up.
+    """
+
+    tokens: torch.Tensor
+    drawing: Drawing | None
+
+    def read(self, token_ids: np.ndarray) -> SampledTokens:
+        """token_ids: `tokens`, brought to the host; changed in place where rows are looked at again."""
+        return SampledTokens(token_ids, None) if self.drawing is None else self.drawing.read(token_ids)
+
+
+class Drawing:
+    """raw [R, V]: the model's logits; edited: with bias, penalties and what is forbidden; state [R]: of the rows.
+
+    A row's token depends on nothing that belongs to another row.
+    """
+
+    def __init__(self, raw: torch.Tensor, edited: torch.Tensor, state: np.ndarray) -> None:
+        self._raw, self._edited, self._state = raw, edited, state
+        self._vocab_size = raw.shape[1]
+        self._random = np.flatnonzero(state["temperature"] > 0)
+        self._scaled: torch.Tensor | None = None  # this and the next are of the rows `random` [S] alone
+        self._cuts: Sequence[torch.Tensor] = ()  # numbers, top-p and top-k, [S] float64
+
+    def _tensor(self, values: np.ndarray) -> torch.Tensor:
+        return to_device(torch.from_numpy(values.copy()), self._raw.device)
+
+    @property
+    def is_greedy(self) -> bool:
+        return len(self._random) == 0
+
+    def best(self) -> torch.Tensor:  # [R]
+        """Of rows that are all greedy."""
+        return argmax(self._edited)
+
+    def draw(self, numbers: np.ndarray) -> torch.Tensor:  # [R]
+        """Greedy tokens, and random ones, each kind as one sub-batch; numbers [R] in [0, 1)."""
+        logits, random, state = self._edited, self._random, self._state
+        if len(random) == len(logits):
+            return self._draw_random(logits.float(), state, numbers)
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        greedy, others = self._tensor(np.flatnonzero(state["temperature"] == 0)), self._tensor(random)
+        tokens[greedy] = argmax(logits[greedy])
+        tokens[others] = self._draw_random(logits[others].float(), state[random], numbers[random])
+        return tokens
+
+    def read(self, token_ids: np.ndarray) -> SampledTokens:
+        """See `Drawn.read`."""
+        if (token_ids < 0).any():
+            self._look_again(token_ids)
+        return SampledTokens(token_ids, self._logprobs(token_ids))
+
+    def _draw_random(self, logits: torch.Tensor, state: np.ndarray, numbers: np.ndarray) -> torch.Tensor:
+        """Temperature, min-p, top-k, top-p and the draw; logits [S, V] float32, numbers [S] in [0, 1); -> [S].
+
+        What a device decides comes back as part of the tokens: it is waited for once, and again for rare rows only.
+        """
+        with np.errstate(divide="ignore"):  # log 0 = -inf is what "off" means here
+            least = np.log(state["min_p"])
+        columns = (np.maximum(state["temperature"], 1e-30), least, numbers, state["top_p"], state["top_k"])
+        temperature, lowest, *self._cuts = self._tensor(np.stack(columns))  # in one copy
+        best = logits.amax(-1, keepdim=True)
+        # The maximum is taken off first: it becomes exactly 0, and no temperature, however small, gives inf or NaN.
+        scaled = self._scaled = (logits - best).div_(temperature.float().unsqueeze(-1))
+        broken = ~best.isfinite()
+        if logits.device.type == "cuda" or bool(broken.any()):  # on CUDA, to ask would wait
+            scaled.masked_fill_(broken, 0.0)
+        if state["min_p"].any():
+            scaled.masked_fill_(scaled < lowest.float().unsqueeze(-1), -torch.inf)
+        return torch.where(broken.squeeze(-1), BROKEN, self._draw_each(scaled, state))
+
+    def _draw_each(self, scaled: torch.Tensor, state: np.ndarray) -> torch.Tensor:  # [S]
+        """Rows whose tokens are cut by top-k or top-p, and the others."""
+        cut, numbers = (state["top_k"] < self._vocab_size) | (state["top_p"] < 1), self._cuts[0]
+        some, others = np.flatnonzero(cut), np.flatnonzero(~cut)
+        if not len(others):
+            return self._draw_cut(scaled, state, some, TOP_WIDTHS[0])
+        if not len(some):
+            return draw_all(scaled, numbers)
+        drawn, where = torch.empty(len(scaled), dtype=torch.int64, device=scaled.device), self._tensor(others)
+        drawn[where] = draw_all(scaled[where], numbers[where])
+        drawn[self._tensor(some)] = self._draw_cut(scaled, state, some, TOP_WIDTHS[0])
+        return drawn
+
+    def _draw_cut(self, scaled: torch.Tensor, state: np.ndarray, rows: np.ndarray, width: int) -> torch.Tensor:
+        """Of these of the S rows, looking at the best `width` tokens: [len(rows)]."""
+        cuts = self._cuts
+        if len(rows) < len(scaled):
+            where = self._tensor(rows)
+            scaled, cuts = scaled[where], [column[where] for column in cuts]
+        numbers, top_p, top_k = cuts
+        all_limited = bool((state["top_k"][rows] < self._vocab_size).all())
+        return draw_cut(scaled, numbers, top_k.long(), top_p, width, all_limited)
+
+    def _look_again(self, token_ids: np.ndarray) -> None:
+        for width in (*TOP_WIDTHS[1:], self._vocab_size):
+            unsure = np.flatnonzero(token_ids == UNSURE)
+            if len(unsure):
+                assert self._scaled is not None
+                rows, state = np.searchsorted(self._random, unsure), self._state[self._random]
+                token_ids[unsure] = self._draw_cut(self._scaled, state, rows, width).cpu().numpy()
+        if len(broken := np.flatnonzero(token_ids == BROKEN)):
+            token_ids[broken] = argmax_of_usable(self._edited[self._tensor(broken)]).cpu().numpy()
+
+    def _logprobs(self, token_ids: np.ndarray) -> list[TokenLogprob | None] | None:
+        """Log-softmax of the unedited logits, as vLLM V1 reports it."""
+        asked = self._state["logprobs"]  # how many alternatives, -1: none
+        rows = np.flatnonzero(asked >= 0)
+        if len(rows) == 0:
+            return None
+        scores = torch.log_softmax(self._raw[self._tensor(rows)].float(), dim=-1)
+        scores = scores.nan_to_num_(nan=LOWEST_LOGPROB, neginf=LOWEST_LOGPROB)
+        own = scores.gather(1, self._tensor(token_ids[rows]).unsqueeze(-1)).squeeze(-1).tolist()
+        top = scores.topk(min(int(asked.max()), self._vocab_size), dim=-1)
+        values, ids = top.values.tolist(), top.indices.tolist()
+        result: list[TokenLogprob | None] = [None] * len(asked)
+        for i, row in enumerate(rows.tolist()):
+            k = int(asked[row])
+            alternatives = dict(zip(ids[i][:k], values[i][:k], strict=True))
+            result[row] = TokenLogprob(int(token_ids[row]), own[i], alternatives)
+        return result

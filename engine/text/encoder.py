@@ -1,0 +1,59 @@
+"""Parts of a prompt to token ids: template text as it stands, what people write as nothing but text."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from typing import Any
+
+# A private token before a part that is encoded by itself: tokenizers that mark the beginning of a text with a space
+# would else mark the beginning of every part.
+_ANCHOR = "\ue0f0kvstore\ue0f1"
+
+
+class TextEncoder:
+    """Of one tokenizer. Its control tokens are what template text may spell, and a person may not."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._backend = tokenizer.backend_tokenizer
+        self._controls = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
+
+    def spells_control(self, text: str) -> bool:
+        return any(token in text for token in self._controls)
+
+    def whole_tokens(self, text: str, count: int) -> int:
+        """The last `count` characters, or fewer: a cut through a control token moves behind it."""
+        cut = len(text) - count
+        for token in self._controls:
+            for start in range(max(0, cut - len(token) + 1), cut):
+                if text.startswith(token, start):
+                    return self.whole_tokens(text, len(text) - start - len(token))
+        return count
+
+    @cached_property
+    def _plain(self) -> Any:
+        """The same tokenizer without any control token but the anchor: whatever a text spells stays text."""
+        description = json.loads(self._backend.to_str())
+        description["added_tokens"] = []
+        plain = type(self._backend).from_str(json.dumps(description))
+        plain.add_special_tokens([_ANCHOR])
+        return plain
+
+    def encode(self, text: str) -> list[int]:
+        return _ids(self._backend, text)
+
+    def encode_part(self, text: str) -> list[int]:
+        """Template text within a prompt: what it gives behind a control token, if the tokenizer has one."""
+        if not text or not self._controls or text.startswith(tuple(self._controls)):
+            return self.encode(text)
+        return self.encode(self._controls[0] + text)[1:]
+
+    def encode_plain(self, text: str) -> list[int]:
+        if not text:
+            return []
+        return _ids(self._plain, _ANCHOR + text.replace(_ANCHOR, ""))[1:]
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    """As a batch of one: unlike `encode` it lets other threads run meanwhile."""
+    return list(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
