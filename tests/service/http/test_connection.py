@@ -24,6 +24,9 @@ def head(text: str) -> bytes:
     return text.replace("\n", "\r\n").encode()
 
 
+POST = head(f"POST /tokenize HTTP/1.1\nHost: localhost\nAuthorization: Bearer {KEY}\n")
+
+
 @pytest.mark.parametrize("sent", [b"", b"G", b"GET /health HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nHost: local"])
 def test_a_head_that_does_not_end_is_not_waited_for(server, sent):
     with server.connect() as raw:
@@ -75,8 +78,7 @@ def test_an_idle_connection_is_closed_in_the_end():
 
 def test_a_body_that_does_not_end_is_not_waited_for(server):
     with server.connect() as raw:
-        raw.sendall(head(f"POST /tokenize HTTP/1.1\nHost: localhost\nAuthorization: Bearer {KEY}\n"))
-        raw.sendall(head("Content-Length: 100\n\n") + BODY)
+        raw.sendall(POST + head("Content-Length: 100\n\n") + BODY)
         reply = read_answer(raw)
     assert (reply.status, reply.error["code"]) == (408, "body_timeout")
     server.wait_until_idle()
@@ -85,16 +87,14 @@ def test_a_body_that_does_not_end_is_not_waited_for(server):
 @pytest.mark.parametrize("length", [100_001, 10**12])
 def test_a_body_that_says_it_is_too_large_is_not_read(server, length):
     with server.connect() as raw:
-        raw.sendall(head(f"POST /tokenize HTTP/1.1\nHost: localhost\nAuthorization: Bearer {KEY}\n"))
-        raw.sendall(head(f"Content-Length: {length}\n\n"))
+        raw.sendall(POST + head(f"Content-Length: {length}\n\n"))
         reply = read_answer(raw)
     assert (reply.status, reply.error["code"]) == (413, "body_too_large")
 
 
 def test_a_body_that_grows_too_large_is_not_read_on(server):
     with server.connect() as raw:
-        raw.sendall(head(f"POST /tokenize HTTP/1.1\nHost: localhost\nAuthorization: Bearer {KEY}\n"))
-        raw.sendall(head("Transfer-Encoding: chunked\n\n") + b"1ADB0\r\n" + b" " * 0x1ADB0 + b"\r\n")
+        raw.sendall(POST + head("Transfer-Encoding: chunked\n\n") + b"1ADB0\r\n" + b" " * 0x1ADB0 + b"\r\n")
         reply = read_answer(raw)
     assert (reply.status, reply.error["code"]) == (413, "body_too_large")
 
@@ -108,15 +108,14 @@ def test_a_body_of_just_the_limit_is_read(server):
 def test_a_body_that_ends_too_early_leaves_nothing(server):
     for text in ("Content-Length: 100\n\n{", "Transfer-Encoding: chunked\n\n5\n{"):
         with server.connect() as raw:
-            raw.sendall(head(f"POST /tokenize HTTP/1.1\nHost: localhost\nAuthorization: Bearer {KEY}\n{text}"))
+            raw.sendall(POST + head(text))
     server.wait_until(lambda: not server.server.connections.open)
     server.wait_until_idle()
 
 
 def test_chunks_that_are_none(server):
     with server.connect() as raw:
-        raw.sendall(head(f"POST /tokenize HTTP/1.1\nHost: localhost\nAuthorization: Bearer {KEY}\n"))
-        raw.sendall(head("Transfer-Encoding: chunked\n\nxyz\n"))
+        raw.sendall(POST + head("Transfer-Encoding: chunked\n\nxyz\n"))
         assert read_answer(raw).status == 400
     server.wait_until_idle()
 

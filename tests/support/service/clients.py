@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import random
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tests.support.service.server_process import ServerProcess
@@ -115,24 +116,13 @@ class SessionClient:
         return reply.json() if reply.status == 200 else None
 
     def _streamed(self, server: ServerProcess, attempt: Attempt) -> dict | None:
-        stream = Stream(server, "/chat", attempt.body, **attempt.headers)
-        try:
-            assert stream.status in (200, 503), stream.next()
-            if stream.status == 503:
-                return None
-            while isinstance(event := stream.next(), dict):
-                self._progress.add()
-                if "error" in event:
-                    assert event["error"]["type"] == "server_error", event
-                    return None
-                attempt.session_id = event["session_id"]
-                if event["finish_reason"] is not None:
-                    assert event["message"]["content"] == attempt.text
-                    return event
-                attempt.text += event["delta"]["content"]
-            return None
-        finally:
-            stream.leave()
+        for event in events_of(server, "/chat", attempt.body, self._progress, **attempt.headers):
+            attempt.session_id = event["session_id"]
+            if event["finish_reason"] is not None:
+                assert event["message"]["content"] == attempt.text
+                return event
+            attempt.text += event["delta"]["content"]
+        return None
 
     def _acknowledged(self, answer: dict) -> None:
         attempt, self.attempt = self.attempt, None
@@ -251,24 +241,12 @@ class HistoryClient:
         return reply.json()["choices"][0]["message"]["content"], reply.json()["usage"]["total_tokens"]
 
     def _streamed(self, server: ServerProcess, body: dict) -> tuple[str, int] | None:
-        stream = Stream(server, "/v1/chat/completions", {**body, "stream_options": {"include_usage": True}})
-        text, num_tokens = "", None
-        try:
-            assert stream.status in (200, 503), stream.next()
-            if stream.status == 503:
-                return None
-            while isinstance(event := stream.next(), dict):
-                self._progress.add()
-                if "error" in event:
-                    assert event["error"]["type"] == "server_error", event
-                    return None
-                for choice in event["choices"]:
-                    text += choice["delta"].get("content") or ""
-                if event.get("usage"):
-                    num_tokens = event["usage"]["total_tokens"]
-            return (text, num_tokens) if event == "[DONE]" and num_tokens is not None else None
-        finally:
-            stream.leave()
+        text, body = "", {**body, "stream_options": {"include_usage": True}}
+        for event in events_of(server, "/v1/chat/completions", body, self._progress):
+            text += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+            if event.get("usage"):  # the last one
+                return text, event["usage"]["total_tokens"]
+        return None
 
     def check(self, server: ServerProcess) -> None:
         """Its history is its own: the server keeps none."""
@@ -282,6 +260,21 @@ class HistoryClient:
 
     def note_flush(self) -> None:
         self.num_durable = max(self.num_tokens - 1, 0)
+
+
+def events_of(server: ServerProcess, path: str, body: dict, progress: Progress, **headers: str) -> Iterator[dict]:
+    """Of a streamed answer; it ends early where the server is full, says that it failed, or dies."""
+    stream = Stream(server, path, body, **headers)
+    try:
+        assert stream.status in (200, 503), stream.next()
+        while stream.status == 200 and isinstance(event := stream.next(), dict):
+            progress.add()
+            if "error" in event:
+                assert event["error"]["type"] == "server_error", event
+                return
+            yield event
+    finally:
+        stream.leave()
 
 
 def check_cached(answer: dict, num_durable: int, tier: str | None) -> None:
