@@ -110,14 +110,11 @@ async def completions(request: web.Request) -> web.StreamResponse:
 async def _whole(one: CompletionExchange) -> web.Response:
     async with AsyncExitStack() as stack:
         answers = await one.start(stack)
-        watches = [Stopwatch() for _ in answers]
-        for answer, watch in zip(answers, watches, strict=True):
-            async for _ in watch.over(answer):
+        for answer in answers:
+            async for _ in _pieces(one, answer, as_they_come=len(answers) == 1):
                 pass
     choices: list[CompletionChoice] = []
-    for answer, watch, prompt in zip(answers, watches, one.prompts, strict=True):
-        check_ended(answer.output)
-        one.context.answer_ended(answer.output, PATH, watch.gaps_s if len(answers) == 1 else None)
+    for answer, prompt in zip(answers, one.prompts, strict=True):
         before = await one.prompt_text(answer, prompt)
         for choice in answer.output.choices:
             logprobs = None if choice.logprobs is None else _logprobs(one, choice.logprobs, len(before))
@@ -176,14 +173,18 @@ async def _read(one: CompletionExchange, answer: Answer, number: int, items: asy
         await items.put((number, None))
 
 
-async def _pieces(one: CompletionExchange, answer: Answer) -> AsyncIterator[Piece]:
-    """Those of one answer, which is counted once it has ended. Raises ApiError 503 when the server broke it off."""
+async def _pieces(one: CompletionExchange, answer: Answer, as_they_come: bool = True) -> AsyncIterator[Piece]:
+    """Those of one answer, which is counted once it has ended. Raises ApiError 503 when the server broke it off.
+
+    as_they_come: nothing else is read before them, so that the time between them tells something.
+    """
     watch = Stopwatch()
-    async for piece in watch.over(answer):
+    async for piece in answer:
+        watch.saw(piece)
         if piece.finish_reason != "abort":  # which is told as an error
             yield piece
     check_ended(answer.output)
-    one.context.answer_ended(answer.output, PATH, watch.gaps_s)
+    one.context.answer_ended(answer.output, PATH, watch.gaps_s if as_they_come else None)
 
 
 async def _chunk(

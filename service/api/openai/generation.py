@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from kvstore.engine.outputs import Piece, RequestOutput, TokenLogprob
 from kvstore.service.api.context import Context
 from kvstore.service.api.openai.schema import ChatLogprobs, TokenLogprobObject, TopLogprob
 from kvstore.service.http.errors import unavailable
-
-if TYPE_CHECKING:
-    from kvstore.engine.async_engine import Answer
 
 
 class Stopwatch:
@@ -28,12 +25,6 @@ class Stopwatch:
             if self._last_s is not None:
                 self.gaps_s.append(now_s - self._last_s)
             self._last_s = now_s
-
-    async def over(self, answer: Answer) -> AsyncIterator[Piece]:
-        """The pieces as they come."""
-        async for piece in answer:
-            self.saw(piece)
-            yield piece
 
 
 def check_ended(output: RequestOutput) -> None:
