@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import kvstore.disk.tier
 import kvstore.store.tiered
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import DegradedError, EngineClosedError, StoreLockedError
@@ -346,7 +347,7 @@ def test_invariant_1_reads_that_raise_end_in_computing(model, store, plain, monk
             raise lmdb.DiskError("injected")
 
         with monkeypatch.context() as patch:
-            patch.setattr(DiskTier, "_read", fail)
+            patch.setattr(kvstore.disk.tier, "_read", fail)
             outs = engine.generate([[*prompt, 1] for prompt in prompts], greedy(4))
         assert [out.token_ids for out in outs] == [plain([*prompt, 1], 4) for prompt in prompts]
         assert counters(engine)["read_failures"] == {"failed": 12}
@@ -357,7 +358,7 @@ def test_invariant_5_writes_that_fail_are_made_up_for(model, store, plain, monke
     """The nth transaction fails, for n until none does."""
     import lmdb
 
-    fill, count = DiskTier._fill, 0
+    begin, count = kvstore.disk.tier._delete_and_touch, 0
     for number in range(1000):
         count = 0
 
@@ -366,9 +367,9 @@ def test_invariant_5_writes_that_fail_are_made_up_for(model, store, plain, monke
             count += 1
             if count == number + 1:
                 raise lmdb.DiskError("injected")
-            return fill(*args)
+            return begin(*args)
 
-        monkeypatch.setattr(DiskTier, "_fill", failing)
+        monkeypatch.setattr(kvstore.disk.tier, "_delete_and_touch", failing)
         prompt = tokens(50 + number, 60)
         with open_engine(model, store) as engine:
             out = ask(engine, prompt, 20)
@@ -456,7 +457,7 @@ def test_flush_says_that_the_disk_cannot_write(model, store, monkeypatch):
 
     with open_engine(model, store) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(DiskTier, "_fill", fail)
+            patch.setattr(kvstore.disk.tier, "_delete_and_touch", fail)
             ask(engine, tokens(81, 60), 4)
             with pytest.raises(DegradedError, match="cannot write"):
                 engine.flush()

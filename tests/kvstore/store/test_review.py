@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 import kvstore.disk.io_queue
+import kvstore.disk.tier
 import kvstore.store.tiered
 from kvstore.blocks.records import Evict, ReadResult
 from kvstore.connector import NullConnector
@@ -119,7 +120,7 @@ def test_an_unforeseen_error_of_a_reader_ends_in_computing(engine, monkeypatch):
         raise ValueError("unforeseen")
 
     with monkeypatch.context() as patch:
-        patch.setattr(DiskTier, "_read", fail)
+        patch.setattr(kvstore.disk.tier, "_read", fail)
         assert ask(engine, tokens(2, 100)).token_ids == expected
     assert counters(engine)["read_failures"]["failed"] > 0
     settle(engine)
