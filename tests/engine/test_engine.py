@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from operator import attrgetter
 
 import pytest
 import torch
@@ -350,12 +351,12 @@ def test_a_failing_sampler_row_does_not_break_the_batch_for_ever(engine, greedy)
         ("scheduler", "update"),
         ("outputs", "process"),
         ("outputs", "add"),
-        ("scheduler", "add"),
+        ("scheduler.roster", "add"),
     ],
 )
 def test_an_error_at_any_stage_ends_what_runs_and_nothing_else(model, greedy, owner, method):
     with Engine(model) as engine:
-        part = getattr(engine.loop, owner)
+        part = attrgetter(owner)(engine.loop)
         original, calls = getattr(part, method), []
 
         def broken(*args):
