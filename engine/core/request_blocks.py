@@ -104,9 +104,8 @@ class RequestBlocks:
 
     def load_more(self, request: Request, num_tokens: int) -> None:
         """In this step, what `ask_again` has found, once there is room for it."""
-        if num_tokens:
-            self._load(request, request.num_computed_tokens, num_tokens)
-            self._count_cached(request, 0, request.num_computed_tokens)
+        self._load(request, request.num_computed_tokens, num_tokens)
+        self._count_cached(request, 0, request.num_computed_tokens)
 
     @staticmethod
     def num_to_compute(request: Request, num_before: int, most: int) -> int:

@@ -149,20 +149,22 @@ class Scheduler:
     def _schedule_running(self, budget: Budget, scheduled: list[Scheduled]) -> bool:
         """Returns whether some had to be preempted. The order is such that these are the last."""
         num_before, index, order = self.roster.num_preemptions, 0, self._tenants.running()
+        blocks = self.blocks
         while index < len(order) and budget.left > 0:
             request = order[index]
             index += 1
             most = budget.most(request)
             if most <= 0 or request.is_answered:
                 continue  # its tenant has had its share, or it ends when its last token is read
-            found = self.blocks.ask_again(request)
+            found = blocks.ask_again(request)
             if found.lookup is Lookup.PENDING:
                 continue  # what it waits for will be there before it could be computed
-            num_tokens = self.blocks.num_to_compute(request, request.num_computed_tokens + found.num_tokens, most)
+            num_tokens = blocks.num_to_compute(request, request.num_computed_tokens + found.num_tokens, most)
             allocation = self._allocate(request, found.num_tokens + num_tokens, order)
             if allocation is None:
                 break  # the request itself was the last, and is waiting again
-            self.blocks.load_more(request, found.num_tokens)
+            if found.num_tokens:
+                blocks.load_more(request, found.num_tokens)
             scheduled.append(self._scheduled(request, num_tokens, allocation))
             budget.spend(request, num_tokens)
         return self.roster.num_preemptions > num_before
@@ -235,11 +237,12 @@ class Scheduler:
         if failed_blocks:
             self.roster.roll_back(failed_blocks)
         progress: list[Progress] = []
+        requests, computed = self.roster.requests, self.blocks.computed
         for index, (step, token_ids) in enumerate(zip(output.scheduled, sampled, strict=True)):
-            request = self.roster.requests.get(step.request_id)
+            request = requests.get(step.request_id)
             if request is None or request.status is not Status.RUNNING:
                 continue  # ended while the step ran, or went back
-            self.blocks.computed(request, step.num_computed_tokens + step.num_tokens)
+            computed(request, step.num_computed_tokens + step.num_tokens)
             if not step.num_samples:
                 continue
             request.num_unread -= 1
