@@ -65,7 +65,7 @@ class Arm:
     def ask(self, salt: str = "") -> Any:
         from kvstore import SamplingParams
 
-        prompt = self.history + [self.rng.randrange(1, self.engine.spec.vocab_size) for _ in range(self.num_new)]
+        prompt = self.history + [self.rng.randrange(1, self.engine.facts.vocab_size) for _ in range(self.num_new)]
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         return self.engine.generate([prompt], params, cache_salt=salt)[0]
 
@@ -97,7 +97,7 @@ def open_arm(model: str, dtype: str, store: Path | None, load: str, history_toke
         tiers |= {"cpu": "1GiB", "disk": "4GiB", "path": store}
     say(f"loading the model ({'no store' if store is None else f'load={load}'})")
     engine = Engine(model, tiers, device="cpu", dtype=dtype, max_model_len=WINDOW, load=load)
-    history = random_prompts(1, history_tokens, engine.spec.vocab_size, seed=1)[0]
+    history = random_prompts(1, history_tokens, engine.facts.vocab_size, seed=1)[0]
     connector: Any = engine.connector
     throttle = None if store is None else Throttle(connector._disk_tier)
     return Arm(engine, history, num_new, random.Random(time.monotonic_ns()), throttle)
@@ -109,7 +109,7 @@ def compare(arms: dict[str, Arm], factors: tuple[float, ...], repeats: int, repo
         arm.ask("somebody else")
         arm.turn_s()
     compute_s = median([arms["compute"].turn_s() for _ in range(3)])
-    history_bytes = len(arms["auto"].history) // 16 * arms["auto"].engine.block_bytes
+    history_bytes = len(arms["auto"].history) // 16 * arms["auto"].engine.facts.block_bytes
     for factor in factors:
         bytes_per_s = history_bytes / (factor * compute_s)
         say(f"reading takes {factor:g} times as long as computing: {bytes_per_s / 1e6:.1f} MB/s")

@@ -68,7 +68,7 @@ class Person:
         """TTFT of one turn. Raises RuntimeError when its history did not come from `tier`; None: from nowhere."""
         from kvstore import SamplingParams
 
-        vocab_size = self.engine.spec.vocab_size
+        vocab_size = self.engine.facts.vocab_size
         prompt = self.history + [self.rng.randrange(1, vocab_size) for _ in range(self.num_new)]
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         output = self.engine.generate([prompt], params, cache_salt=salt)[0]
@@ -117,7 +117,7 @@ class Bench:
         engine = Engine(
             self.model, tiers, device="cpu", dtype=self.dtype, max_model_len=window, load=load
         )
-        history = random_prompts(1, self.plan.history_tokens, engine.spec.vocab_size, seed=1)[0]
+        history = random_prompts(1, self.plan.history_tokens, engine.facts.vocab_size, seed=1)[0]
         return Person(engine, history, self.plan.new_tokens, random.Random(time.monotonic_ns()))
 
     @property
@@ -255,7 +255,7 @@ def prefill_s(person: Person, num_prompts: int) -> float:
 
 def decode_s(person: Person, batch: int) -> float:
     """From the first token, of all together, to the last."""
-    prompts = random_prompts(batch, DECODE_PROMPT_TOKENS, person.engine.spec.vocab_size, seed=2)
+    prompts = random_prompts(batch, DECODE_PROMPT_TOKENS, person.engine.facts.vocab_size, seed=2)
     elapsed_s, ttft_s = _generate(person, prompts, 1 + DECODE_TOKENS)
     return elapsed_s - ttft_s
 

@@ -9,17 +9,26 @@ Knows the store by its seam (`kvstore.connector`); nothing of HTTP and of the co
 - `process/`: the loop in a process of its own
 - `builtin/`: the built-in model's files
 - `admin`: eviction, deletion of sessions, and the requests of other processes
-- `async_engine`: `AsyncEngine`: the engine in a thread of its own, and its sessions as `AsyncChat`
-- `blocking`: the library's blocking verbs, over an engine here or in another process
+- `async_engine`: `AsyncEngine`: an engine for asyncio, and its sessions as `AsyncChat`
 - `config`: the engine's options, built once and checked
-- `engine`: `Engine`: the step loop and the public interface
+- `core_process`: the program of the engine's own process
+- `engine`: `Engine`: front and core in one process
+- `front`: what a program sees of an engine, whatever process computes
+- `local_core`: the core in this process: loop, model and tiers put together
 - `lifetime`: how an engine ends: closed, dropped, at the interpreter's exit
 - `outputs`: what a caller gets back: choices, usage, pieces of a stream
+- `remote_engine`: `RemoteEngine`: an engine whose core runs in a process of its own
 - `sampling_params`: how a request is sampled and when it stops
 - `stats`: what an engine shows of itself
 - `storage`: from the engine's options to the tiers below HBM
 
 Decisions:
+
+An engine has two halves. The front has texts, sessions, answers and their files; the core has token ids, KV, the model
+and the tiers. They meet in the protocol `Core` of `sessions/core`, in one process or in two. The front opens and locks
+the store's directory and answers the owner's socket; the core gets a share of the lock, so the store stays locked until
+both have ended, and nobody slips in while the core is started again. What a person said does not depend on the core's
+process: it can be read while that is started again, and a turn is durable in the front.
 
 `hbm="auto"` on a CPU takes a quarter of the available memory, at most four times `max_num_seqs` full windows. On
 CUDA it leaves room for graphs and for activations that wait to be saved, and takes no more than 16 times

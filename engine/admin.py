@@ -1,6 +1,6 @@
 """Looking after a running engine: eviction over all tiers, deletion of sessions, and the requests of other processes.
 
-Knows the engine's verbs, its connector and its session store; no model. It does not keep its engine alive.
+Knows the core's verbs and the stores of sessions and answers; no model.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvstore.admin.commands import (
     EvictRequest,
@@ -24,14 +24,20 @@ from kvstore.admin.commands import (
 )
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict, Evicted
+from kvstore.engine.sessions.chats import Chats
 from kvstore.engine.text.prompts import check_session_id
-from kvstore.errors import EngineClosedError, RequestError, SessionBusyError, SessionNotFoundError, StoreError
+from kvstore.errors import (
+    EngineClosedError,
+    EngineDiedError,
+    RequestError,
+    SessionBusyError,
+    SessionNotFoundError,
+    StoreError,
+)
 from kvstore.sessions.answer_tables import owner_tag
+from kvstore.sessions.answers import AnswerStore
 from kvstore.sessions.record import SessionHead, SessionKey, Tombstone
 from kvstore.sessions.repair import Repaired
-
-if TYPE_CHECKING:
-    from kvstore.engine.engine import Engine
 
 DELETE_TIMEOUT_S = 60.0
 EXPIRY_ROUND_S = 30.0
@@ -43,20 +49,14 @@ RETRY_S = 2.0  # for all deletions together that a crash or a failing disk cut o
 class Admin:
     """What is done to an engine from outside its requests. Any thread may call it."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._held = weakref.ref(engine)  # a dropped engine is to end where it is dropped, not in the collector
-        self._sessions = engine.sessions
-        self.expires = True  # False where another process knows which sessions are in the middle of a turn
+    def __init__(self, chats: Chats, answers: AnswerStore) -> None:
+        self._chats = chats
+        self._core = chats.core
+        self._sessions = chats.sessions
+        self._answers = answers
         self._last_expiry_s = 0.0
         self._expiring = threading.Lock()
-        self._pins = dict[SessionKey, tuple[float, int | None]]()  # until when, and in which process of the engine
-
-    @property
-    def _engine(self) -> Engine:
-        engine = self._held()
-        if engine is None:
-            raise EngineClosedError("the engine is closed")
-        return engine
+        self._pins = dict[SessionKey, tuple[float, int]]()  # until when, and in which life of the core
 
     def resume(self) -> None:
         """Carry out deletions that a crash or a failing disk cut off, as far as that takes RETRY_S at most."""
@@ -66,35 +66,33 @@ class Admin:
                 return
             self._carry_out(tombstone, (), left)
 
-    # -- eviction ----------------------------------------------------------------------------------------------------
+    # -- the store ---------------------------------------------------------------------------------------------------
+    def stats(self) -> dict[str, object]:
+        """See `Engine.stats`."""
+        return {"model": self._core.facts.model_name, **self._core.stats(), "sessions": self._sessions.stats()}
+
     def evict(self, what: Evict) -> dict[str, Evicted]:
         """Give up KV that matches, in HBM, CPU, disk and what waits to be written; blocks in use stay. Per tier."""
-        self._engine.check_open()
-        below, block_ids = self._engine.connector.evict(what)
-        num_blocks = self._engine.evict_hbm(what, block_ids)
-        return {"hbm": Evicted(num_blocks, num_blocks * self._engine.block_bytes), **below}
+        self._core.check_open()
+        return self._core.evict(what)
 
-    def forget(self, block_ids: Iterable[BlockId], timeout_s: float = RETRY_S) -> bool:
+    def forget(self, block_ids: Sequence[BlockId], timeout_s: float = RETRY_S) -> bool:
         """Take KV that belongs to nobody any more from all tiers; True when it is gone from disk within the timeout."""
-        engine, wanted = self._engine, tuple(block_ids)
-        engine.forget_hbm(wanted)
-        found, is_gone = engine.connector.forget(wanted, timeout_s)
-        engine.forget_hbm(found)
-        return is_gone
+        return self._core.forget(block_ids, timeout_s)
 
     def verify(self, delete: bool = False) -> dict[str, object]:
         """Check every stored block and every session's records."""
-        return {**self._engine.connector.verify(delete), "sessions": asdict(self._sessions.check())}
+        return {**self._core.verify(delete), "sessions": asdict(self._sessions.check())}
 
     def compact(self) -> dict[str, object]:
         """Rewrite the store's files without what was deleted."""
         self._sessions.compact()  # first: it brings a removed file back, for which the blocks may leave no room
-        return self._engine.connector.compact()
+        return self._core.compact()
 
     # -- sessions ----------------------------------------------------------------------------------------------------
     def list_sessions(self, tenant: str = "", limit: int = 100, after: str | None = None) -> Sequence[SessionHead]:
         """The last used first. after: the `cursor` of the last one of the page before."""
-        self._engine.check_open()
+        self._core.check_open()
         self.expire()
         return self._sessions.list(tenant, limit, after)
 
@@ -104,7 +102,7 @@ class Admin:
         A turn that runs ends first, and is not stored. A session without a turn has nothing stored, but its object can
         be deleted. Raises RequestError when there is no such session, and StoreError when it cannot be deleted.
         """
-        self._engine.check_open()
+        self._core.check_open()
         check_session_id(session_id)
         num_blocks = self._delete_one(SessionKey(tenant, session_id), DELETE_TIMEOUT_S)
         if num_blocks is None:
@@ -116,25 +114,24 @@ class Admin:
 
         Raises RequestError when there is no such session or a turn of it runs, and StoreError.
         """
-        engine = self._engine
-        engine.check_open()
+        self._core.check_open()
         check_session_id(session_id)
         key = SessionKey(tenant, session_id)
-        chat = engine.chats.get(key)
+        chat = self._chats.known.get(key)
         if chat is not None and chat.is_busy:
             raise SessionBusyError(f"session {session_id} is busy with a turn", param="session_id")
         found = self._sessions.repair(key).wait()
         if found is None:
             raise SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
         if found.tombstone is not None:
-            engine.chats.pop(key, None)  # what it knows is not the session any more
+            self._chats.drop(key)  # what it knows is not the session any more
             self._carry_out(found.tombstone, (), DELETE_TIMEOUT_S)
         return found
 
     def _delete_one(self, key: SessionKey, timeout_s: float, only_expired: bool = False) -> int | None:
         """How many blocks the session had for itself; None when there is none, or none to delete."""
-        engine, unstored = self._engine, list[BlockId]()
-        chat = engine.chats.get(key)
+        unstored = list[BlockId]()
+        chat = self._chats.known.get(key)
         if only_expired and chat is not None and chat.is_busy:
             return None
         with nullcontext() if chat is None else chat.ending():
@@ -144,7 +141,7 @@ class Admin:
             self._pins.pop(key, None)
             if chat is not None:
                 unstored = chat.mark_deleted()
-                engine.chats.pop(key, None)
+                self._chats.drop(key)
         if tombstone is not None:
             self._carry_out(tombstone, unstored, timeout_s)
             return len(tombstone.block_ids)
@@ -157,7 +154,7 @@ class Admin:
         return head is not None and head.expires_s is not None and head.expires_s <= time.time()
 
     def _carry_out(self, tombstone: Tombstone, unstored: Sequence[BlockId], timeout_s: float) -> None:
-        self._engine.answers.forget_owner(owner_tag(tombstone.key.tenant, tombstone.key.session_id))
+        self._answers.forget_owner(owner_tag(tombstone.key.tenant, tombstone.key.session_id))
         if self.forget([*tombstone.block_ids, *unstored], timeout_s):
             self._sessions.finish_deletion(tombstone.number).wait()
 
@@ -168,29 +165,28 @@ class Admin:
         else to evict, pinned KV goes too. It does not outlive the process. Raises RequestError for an
         unknown session and for more than MAX_PIN_S.
         """
-        engine = self._engine
-        engine.check_open()
+        self._core.check_open()
         check_session_id(session_id)
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= MAX_PIN_S:
             raise RequestError(f"seconds is {seconds!r}; give 0 to {MAX_PIN_S:,} seconds", param="seconds")
         state = self._sessions.load(SessionKey(tenant, session_id))
         if state is None:
             raise SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
-        if state.head.fingerprint == engine.fingerprint:
-            engine.pin_kv(state.chain, seconds)
-            with engine.chats_lock:
+        if state.head.fingerprint == self._core.facts.fingerprint:
+            self._core.pin(state.chain, seconds)
+            with self._chats.lock:
                 self._note_pin(state.head.key, time.time() + seconds)
 
     def _note_pin(self, key: SessionKey, until_s: float) -> None:
         self._pins.pop(key, None)
-        self._pins[key] = (until_s, getattr(self._engine, "pid", None))
+        self._pins[key] = (until_s, self._core.life)
         if len(self._pins) > MAX_PINS:
             self._pins.pop(next(iter(self._pins)))
 
     def pinned_until(self, key: SessionKey) -> float | None:
         """When a pin of this session ends, in seconds since the epoch; None without one. It ends with its process."""
-        until_s, pid = self._pins.get(key, (0.0, None))
-        return until_s if until_s > time.time() and pid == getattr(self._engine, "pid", None) else None
+        until_s, life = self._pins.get(key, (0.0, None))
+        return until_s if until_s > time.time() and life == self._core.life else None
 
     def expire(self, key: SessionKey | None = None) -> None:
         """Delete this session if its time is over, and at most once in EXPIRY_ROUND_S seconds all whose time is over.
@@ -198,8 +194,6 @@ class Admin:
         One in the middle of a turn stays. A round also goes on with deletions that were cut off. Raises StoreError when
         the given session cannot be deleted; what fails in a round is tried again in the next one.
         """
-        if not self.expires:
-            return
         if key is not None and self._is_over(key):
             self._delete_one(key, RETRY_S, only_expired=True)
         now = time.monotonic()
@@ -207,7 +201,7 @@ class Admin:
             return
         try:
             self._last_expiry_s = now
-            with suppress(StoreError):
+            with suppress(StoreError, EngineDiedError):
                 for over in self._sessions.expired(time.time()):
                     self._delete_one(over, 0.0, only_expired=True)
                 self.resume()
@@ -250,7 +244,7 @@ class Admin:
 
 
 _COMMANDS: dict[str, Callable[[Admin, Any], dict[str, object]]] = {
-    "stats": lambda admin, _: admin._engine.stats(),
+    "stats": lambda admin, _: admin.stats(),
     "evict": Admin._evict,
     "verify": lambda admin, wanted: admin.verify(wanted.delete),
     "compact": lambda admin, _: admin.compact(),

@@ -11,10 +11,11 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.engine.core.output_processor import Handle
+from kvstore.engine.front import Front
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession, Turn
@@ -23,16 +24,23 @@ from kvstore.engine.text.prompts import prompt_ids
 from kvstore.errors import EngineClosedError, KVStoreError
 from kvstore.sessions.record import TurnRecord
 
-if TYPE_CHECKING:
-    from kvstore.engine.engine import Engine
-    from kvstore.engine.process.remote import RemoteEngine
-
 P = ParamSpec("P")
 T = TypeVar("T")
 MAX_IDS_AT_ONCE = 4096  # of a prompt that is looked at in the loop: well under a millisecond
 MAX_CALLS = 32  # blocking calls at once: turns that wait for the disk, templates, administration
 MAX_LONG_TEXTS = 2  # tokenized at once: each takes two hundred times its size meanwhile, and a processor
 LONG_TEXT_CHARS = 2**16
+
+
+@runtime_checkable
+class Reading(Protocol):
+    """What says when there is something to take in, so that no thread has to wait for it."""
+
+    def fileno(self) -> int: ...
+
+    def read_here(self) -> None: ...
+
+    def receive(self) -> None: ...
 
 
 class _Port:
@@ -238,14 +246,15 @@ class AsyncEngine:
     that waits for the engine may be called in that loop then, and it has to go on until `close` has returned.
     """
 
-    def __init__(self, engine: Engine | RemoteEngine, in_loop: bool = False) -> None:
-        self.engine = cast("Engine", engine)  # both have the same verbs
+    def __init__(self, engine: Front, in_loop: bool = False) -> None:
+        self.engine = engine
         self._ports: dict[asyncio.AbstractEventLoop, _Port] = {}
         self._workers = ThreadPoolExecutor(MAX_CALLS, "engine-call")
         self._long_texts = ThreadPoolExecutor(MAX_LONG_TEXTS, "engine-text")
-        self._read: RemoteEngine | None = None  # by the event loop that made this
+        self._read: Reading | None = None  # by the event loop that made this
         if in_loop:
-            self._read = cast("RemoteEngine", engine)
+            assert isinstance(engine, Reading), "this engine has no process that could be read"
+            self._read = engine
             self._read.read_here()
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._read.fileno(), self._read.receive)
@@ -332,9 +341,9 @@ class AsyncEngine:
         chosen = params or SamplingParams()
 
         def submit() -> Answer:
-            engine = self.engine
-            token_ids = prompt_ids(prompt, engine.tokenizer, engine.vocab_size, engine.max_request_tokens)
-            handle = self.engine.submit(token_ids, chosen, tenant, cache_salt, priority, spliced, port)
+            engine, facts = self.engine, self.engine.facts
+            token_ids = prompt_ids(prompt, engine.tokenizer, facts.vocab_size, facts.max_request_tokens)
+            handle = engine.submit(token_ids, chosen, tenant, cache_salt, priority, spliced, port)
             return Answer(self, handle, port)
 
         if isinstance(prompt, list) and len(prompt) <= MAX_IDS_AT_ONCE:

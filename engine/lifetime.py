@@ -10,10 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from kvstore.connector import KVConnector
 from kvstore.errors import StoreLockedError
 
 T = TypeVar("T")
@@ -22,58 +20,35 @@ LOCK_RETRY_S = 0.1
 OWN_THREADS = "kvstore-"  # how the names of our threads begin
 
 
-class Store(Protocol):
-    """Something of the engine's with a thread of its own, to be closed before the connector."""
+class Closing:
+    """What an engine has opened, closed once, the last first, each whatever the others raise.
 
-    def close(self) -> None: ...
-
-
-class Stepping(Protocol):
-    """What steps the engine; it is stopped before anything is closed."""
-
-    def stop(self) -> None: ...
-
-
-@dataclass(slots=True)
-class Gate:
-    """Whether an engine still takes requests, and the process that it belongs to."""
-
-    closed: bool = False
-    pid: int = field(default_factory=os.getpid)
-    closing: threading.Lock = field(default_factory=threading.Lock)  # held by who closes
-
-    @property
-    def is_inherited(self) -> bool:
-        """In a forked child: the engine's threads and files are the parent's."""
-        return os.getpid() != self.pid
-
-
-def shut(gate: Gate, loop: Stepping, connector: KVConnector, *stores: Store) -> None:
-    """Let a running step end, refuse further ones, and drain the store. Does nothing in a forked child."""
-    if gate.is_inherited:
-        return
-    with gate.closing:
-        if gate.closed:
-            return
-        loop.stop()
-        gate.closed = True
-        with ExitStack() as closing:  # each of them, whatever the others raise; the connector last
-            closing.callback(connector.close)
-            for store in stores:
-                closing.callback(store.close)
-
-
-def shut_dropped(gate: Gate, loop: Stepping, connector: KVConnector, *stores: Store) -> None:
-    """`shut` for an engine that was dropped: the collector may have found it in any thread.
-
-    One of our own threads may be the one that `shut` waits for, so there a fresh thread does it.
+    closed: it has been asked for. In a forked child nothing is done: threads and files are the parent's.
     """
-    if gate.is_inherited:
-        return
-    if threading.current_thread().name.startswith(OWN_THREADS):
-        threading.Thread(target=shut, args=(gate, loop, connector, *stores), name="engine-shut").start()
-    else:
-        shut(gate, loop, connector, *stores)
+
+    def __init__(self, opened: ExitStack) -> None:
+        self.closed = False
+        self._opened = opened
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # held by who closes
+
+    def close(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if not self.closed:
+                self.closed = True
+                self._opened.close()
+
+    def close_dropped(self) -> None:
+        """For an engine that was dropped: the collector may have found it in any thread.
+
+        One of our own threads may be the one that `close` waits for, so there a fresh thread does it.
+        """
+        if threading.current_thread().name.startswith(OWN_THREADS) and os.getpid() == self._pid:
+            threading.Thread(target=self.close, name="engine-shut").start()
+        else:
+            self.close()
 
 
 def open_waiting_for_lock(opened: Callable[[], T], timeout_s: float = LOCK_WAIT_S) -> T:

@@ -188,10 +188,6 @@ class KVConnector(Protocol):
         """Rewrite the disk's file without what was deleted."""
         ...
 
-    def serve(self, handler: Callable[[str, dict[str, object]], dict[str, object]]) -> None:
-        """Answer other processes at the store's socket with `handler(command, arguments)`, in a thread of its own."""
-        ...
-
     def flush(self) -> None:
         """Returns when every finished block is synced on disk. Raises DegradedError when the disk cannot write."""
         ...
@@ -328,9 +324,6 @@ class NullConnector:
 
     def compact(self) -> dict[str, object]:
         return {}
-
-    def serve(self, handler: Callable[[str, dict[str, object]], dict[str, object]]) -> None:
-        pass
 
     def flush(self) -> None:
         pass

@@ -89,7 +89,7 @@ def _local_engine() -> Callable[..., Any]:
 
 
 def _remote_engine(options: ServeOptions) -> Callable[..., Any]:
-    from kvstore.engine.process.remote import RemoteEngine
+    from kvstore.engine.remote_engine import RemoteEngine
 
     return partial(RemoteEngine, silence_s=options.engine_timeout_s, max_restarts=options.engine_restarts)
 

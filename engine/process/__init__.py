@@ -1,25 +1,24 @@
-"""The engine's loop in a process of its own: token ids and calls between two processes.
+"""The core in a process of its own: token ids and calls between two processes.
 
 Knows no HTTP.
 
-- `calls`: blocking calls, carried out there
+- `calls`: calls, carried out there
 - `channel`: messages through a socket pair, without a thread of their own
-- `core`: the program in that process
+- `core`: a core that is used through a channel, in that process
 - `life`: one life of it: started, greeted, spoken to, ended
 - `link`: that process watched, started again, closed; the requests in it
 - `outputs`: text and stop strings of running requests, made on this side
-- `parts`: sessions, answers and connector, each verb a call
 - `pulse`: signs of life of that process, and what follows when none comes
-- `remote`: `RemoteEngine`: an `Engine` whose steps run in another process
+- `remote`: `RemoteCore`: a `Core` that is in another process
 - `spinning`: how long a compute thread without work spins
 - `wire`: what the two say to each other
 - `wire_calls`: the table of calls and their types
 
 Decisions:
 
-The engine may run in a process of its own, as vLLM's does: a socket pair for requests and updates, which the event
-loop reads itself; ZeroMQ over Unix sockets in a private directory for blocking calls; msgspec for messages; nothing
-is pickled. It wins with few clients (8 to 15 % between tokens), and it can be started again.
+The core may run in a process of its own, as vLLM's does. Requests, updates and calls share one socket pair, which the
+event loop reads itself; a call has a number, and whoever waits for its answer waits in a thread. Messages are
+msgspec's; nothing is pickled. It wins with few clients (8 to 15 % between tokens), and it can be started again.
 
 It dies with its parent (parent-death signal and end of file). A thread in it writes a byte twice a second into a
 pipe, unless one round of the loop takes too long; the front counts silence and kills a process that gives no sign.

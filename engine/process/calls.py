@@ -1,58 +1,49 @@
-"""Blocking calls of the front, carried out in the engine's process: one thread and one socket for each at once.
-
-Knows the engine by its verbs. A call waits for the disk as long as it takes; the others go on beside it.
-"""
+"""Calls of the front, carried out in the engine's process: each in a thread, as it may wait for the disk."""
 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
-from operator import attrgetter
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
-import zmq
+import msgspec
 
-from kvstore.disk.committer import Ticket
-from kvstore.engine.process.wire import error_of, failure_of
-from kvstore.engine.process.wire_calls import MAX_CALLS, NOTHING, SIGNATURES, Answered, Call, decode_call, encode, raw
-from kvstore.errors import EngineClosedError, KVStoreError
+from kvstore.engine.process.wire import Answered, Call, encode, error_of, failure_of
+from kvstore.engine.process.wire_calls import SIGNATURES
+from kvstore.engine.sessions.core import Core
+from kvstore.errors import KVStoreError
+
+MAX_CALLS = 32  # at once; of more, the first wait for their turn
+NOTHING = msgspec.Raw(encode(None))
 
 
-class CallServer:
-    """endpoints: one for each socket, made here. Threads are daemons: they end with the process."""
+class Calls:
+    """send: takes what they brought, from any thread. Each thread of the front has one call on its way."""
 
-    def __init__(self, engine: Any, endpoints: Callable[[int], str]) -> None:
-        self._engine = engine
-        self._context = zmq.Context()
-        for number in range(MAX_CALLS):
-            socket = self._context.socket(zmq.PAIR)
-            socket.linger = 0
-            socket.bind(endpoints(number))
-            threading.Thread(target=self._serve, args=(socket,), name=f"core-call-{number}", daemon=True).start()
+    def __init__(self, core: Core, send: Callable[[bytes], None]) -> None:
+        self._core = core
+        self._send = send
+        self._threads = ThreadPoolExecutor(MAX_CALLS, "core-call")
 
-    def _serve(self, socket: zmq.Socket) -> None:
-        while True:
-            call = decode_call(socket.recv())
-            socket.send(encode(self._answer(call)))
+    def take_in(self, call: Call) -> None:
+        self._threads.submit(self._answer, call)
 
-    def _answer(self, call: Call) -> Answered:
+    def _answer(self, call: Call) -> None:
         try:
-            return Answered(call.number, raw(carry_out(self._engine, call)))
+            answered = Answered(call.number, msgspec.Raw(encode(carry_out(self._core, call))))
         except Exception as error:
             failure = failure_of(error)
             if type(error_of(failure)) is KVStoreError:
                 print(f"kvstore: {call.verb} failed: {failure.message}", file=sys.stderr, flush=True)
-            return Answered(call.number, NOTHING, failure)
+            answered = Answered(call.number, NOTHING, failure)
+        self._send(encode(answered))
 
 
-def carry_out(engine: Any, call: Call) -> object:
-    """The verb's result, of a ticket once it is durable. Raises KVStoreError for a verb that is not in the table."""
+def carry_out(core: Core, call: Call) -> object:
+    """The verb's result. Raises KVStoreError for a verb that is not in the table."""
     signature = SIGNATURES.get(call.verb)
     if signature is None:
         raise KVStoreError(f"unknown call {call.verb!r}")
     arguments = signature.decode_arguments(call.arguments)
-    if engine.closed:
-        raise EngineClosedError("the engine is closed")
-    result = attrgetter(call.verb)(engine)(*arguments)
-    return result.wait() if isinstance(result, Ticket) else result
+    core.check_open()
+    return getattr(core, call.verb)(*arguments)

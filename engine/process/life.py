@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import queue
 import selectors
 import signal
 import socket
@@ -16,84 +15,64 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import zmq
+import msgspec
 
 import kvstore
-from kvstore.admin.private_folder import PrivateFolder
 from kvstore.engine.process.channel import Channel
 from kvstore.engine.process.pulse import Pulse
 from kvstore.engine.process.spinning import spin_briefly
 from kvstore.engine.process.wire import (
+    Answered,
+    Call,
     Close,
     Hello,
     Start,
     Updates,
     decode_announcement,
-    decode_updates,
+    decode_outbound,
     encode,
     encode_start,
     error_of,
 )
-from kvstore.engine.process.wire_calls import MAX_CALLS, SIGNATURES, Call, decode_answer, raw
-from kvstore.errors import ConfigError, EngineDiedError, EngineOverloadedError, RequestError
+from kvstore.errors import EngineDiedError, EngineOverloadedError, RequestError
 
-SOCKET_PATH_BYTES = 107  # of a Unix socket, without its end
 SEND_LIMIT = 1 << 16  # messages on their way to the engine: far above what a front's limit on requests lets come
-CALL_WAIT_S = 30.0  # for one of MAX_CALLS
-POLL_MS = 100
 READY_POLL_MS = 50
 END_POLL_MS = 10
 
 
-def socket_folder() -> PrivateFolder:
-    """A new one: that only this user can enter it is what keeps others from the sockets. Raises ConfigError."""
-    for parent in (None, "/tmp"):
-        folder = PrivateFolder(parent)
-        if len(os.fsencode(folder.path / "99999-call-31")) <= SOCKET_PATH_BYTES:
-            return folder
-        folder.remove()
-    raise ConfigError("the folder for temporary files has too long a path for sockets; set TMPDIR to a shorter one")
-
-
 class CoreProcess:
-    """A process with an engine, and the sockets to it. Any thread may use it; the one that makes it has to outlive it.
+    """A process with a core, and the channel to it. Any thread may use it; the one that makes it has to outlive it.
 
-    That is because Linux counts the thread that started a process as its parent.
+    That is because Linux counts the thread that started a process as its parent. store: see `wire.Start`.
     """
 
-    def __init__(self, arguments: dict[str, Any], folder: Path, life: int, silence_s: float) -> None:
-        self._folder, self._life = folder, life
+    def __init__(self, arguments: dict[str, Any], store: tuple[str, int, int] | None, silence_s: float) -> None:
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
         self._retiring = threading.Lock()
         self._retired = False
-        self._context = zmq.Context()
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
         self._selector: selectors.BaseSelector | None = None
-        self._calls: queue.LifoQueue[tuple[int, zmq.Socket | None]] = queue.LifoQueue()
-        for number in reversed(range(MAX_CALLS)):
-            self._calls.put((number, None))
+        self._calls: dict[int, Future[msgspec.Raw]] = {}  # by number, until they are answered
         self._numbers = itertools.count()
         self._is_hung = False
         self._pulse = Pulse(silence_s, self._end_hung)
-        start = Start(os.getpid(), theirs.fileno(), self._pulse.writer, silence_s, str(folder), life, arguments)
+        start = Start(os.getpid(), theirs.fileno(), self._pulse.writer, silence_s, store, arguments)
         with theirs:
             try:
                 self._process = self._spawned(start)
             except BaseException:
                 self._pulse.close()
                 self._channel.close()
-                self._context.term()
                 raise
         self._pulse.listen()
-
-    def _endpoint(self, name: str) -> str:
-        return f"ipc://{self._folder}/{self._life}-{name}"
 
     @staticmethod
     def _spawned(start: Start) -> subprocess.Popen[bytes]:
@@ -105,10 +84,10 @@ class CoreProcess:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: Ctrl-C is for the front
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "kvstore.engine.process.core"],
+                [sys.executable, "-P", "-m", "kvstore.engine.core_process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                pass_fds=(start.channel, start.pulse),
+                pass_fds=(start.channel, start.pulse, *(start.store[1:] if start.store is not None else ())),
                 env=environment,
             )
         finally:
@@ -159,7 +138,22 @@ class CoreProcess:
         code = self._process.returncode
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
-    # -- requests ----------------------------------------------------------------------------------------------------
+    # -- what is said to it, and by it -------------------------------------------------------------------------------
+    def ask(self, verb: str, arguments: tuple[object, ...]) -> Future[msgspec.Raw]:
+        """A call; never waits. Its result or the core's own error is there once it has come, else EngineDiedError."""
+        try:
+            packed = msgspec.Raw(encode(arguments))
+        except UnicodeEncodeError:
+            raise RequestError("a text is not valid Unicode: it holds half a surrogate pair") from None
+        number, answer = next(self._numbers), Future[msgspec.Raw]()
+        self._calls[number] = answer
+        try:
+            self.send(encode(Call(number, verb, packed)))
+        except BaseException:
+            self._calls.pop(number, None)
+            raise
+        return answer
+
     def send(self, message: bytes) -> None:
         """Never waits. Raises EngineOverloadedError, and EngineDiedError when it is gone."""
         with self._sending:
@@ -199,7 +193,20 @@ class CoreProcess:
                 with self._sending:
                     self._channel.flush()
                     self._watch()
-        return [decode_updates(message) for message in messages]
+        updates: list[Updates] = []
+        for said in map(decode_outbound, messages):
+            if isinstance(said, Updates):
+                updates.append(said)
+            else:
+                self._answer(said)
+        return updates
+
+    def _answer(self, said: Answered) -> None:
+        answer = self._calls.pop(said.number)
+        if said.failure is None:
+            answer.set_result(said.result)
+        else:
+            answer.set_exception(error_of(said.failure))
 
     def _receive(self, timeout_ms: int) -> list[bytes]:
         """Waits for messages, at the beginning and at the end. None come once it is retired."""
@@ -207,45 +214,6 @@ class CoreProcess:
             if self._retired or not self._channel.poll(timeout_ms):
                 return []
             return self._channel.receive()
-
-    # -- calls -------------------------------------------------------------------------------------------------------
-    def call(self, verb: str, arguments: tuple[object, ...]) -> Any:
-        """The result of a verb of the table. Raises as the verb does, EngineDiedError, and EngineOverloadedError."""
-        try:
-            packed = raw(arguments)
-        except UnicodeEncodeError:
-            raise RequestError("a text is not valid Unicode: it holds half a surrogate pair") from None
-        try:
-            number, socket = self._calls.get(timeout=CALL_WAIT_S)
-        except queue.Empty:
-            raise EngineOverloadedError(f"{MAX_CALLS} calls of the engine wait for their end; try again") from None
-        try:
-            if self._retired:
-                raise EngineDiedError("the engine's process has ended")
-            if socket is None:
-                socket = self._connected(number)
-            return self._answered(socket, Call(next(self._numbers), verb, packed))
-        finally:
-            self._calls.put((number, socket))
-
-    def _connected(self, number: int) -> zmq.Socket:
-        socket = self._context.socket(zmq.PAIR)
-        socket.linger = 0
-        socket.connect(self._endpoint(f"call-{number}"))
-        return socket
-
-    def _answered(self, socket: zmq.Socket, call: Call) -> Any:
-        socket.send(encode(call))
-        while True:
-            if socket.poll(POLL_MS):
-                answer = decode_answer(socket.recv())
-                if answer.number != call.number:
-                    continue  # of a call whose caller was interrupted
-                if answer.failure is not None:
-                    raise error_of(answer.failure)
-                return SIGNATURES[call.verb].decode_result(answer.result)
-            if self._retired:
-                raise EngineDiedError(f"the engine's process ended during {call.verb}: it is not known to be done")
 
     # -- the end -----------------------------------------------------------------------------------------------------
     def end(self, timeout_s: float) -> None:
@@ -279,9 +247,7 @@ class CoreProcess:
             self._channel.close()
         if self._process.stdin is not None:
             self._process.stdin.close()
-        taken = [self._calls.get() for _ in range(MAX_CALLS)]  # who uses one gives it back within POLL_MS
-        for number, taken_socket in taken:
-            if taken_socket is not None:
-                taken_socket.close()
-            self._calls.put((number, None))  # for those who come now, and are told
-        self._context.term()
+        for answer in list(self._calls.values()):  # none is added any more
+            lost = "the engine's process ended during a call: it is not known to be done"
+            answer.set_exception(EngineDiedError(lost))
+        self._calls.clear()

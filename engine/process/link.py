@@ -1,6 +1,6 @@
 """The front's hold on the engine's process: started, watched, started again, closed; and the requests in it.
 
-A thread starts the process and waits for its end. Knows no text beyond `RemoteOutputs`, and no session.
+A thread starts the process and waits for its end. Knows no text beyond `RemoteOutputs`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Literal
 
-from kvstore.blocks.ids import BlockId
 from kvstore.engine.core.output_processor import Handle, tell
-from kvstore.engine.process.life import CoreProcess, socket_folder
+from kvstore.engine.process.life import CoreProcess
 from kvstore.engine.process.outputs import RemoteOutputs
 from kvstore.engine.process.wire import End, Hello, Update, encode
-from kvstore.engine.sessions.chat import ChatSession
+from kvstore.engine.process.wire_calls import SIGNATURES
 from kvstore.errors import EngineClosedError, EngineDiedError, EngineOverloadedError, KVStoreError
-from kvstore.sessions.record import SessionKey
 
 State = Literal["starting", "running", "restarting", "failed", "closed"]
 RESTART_WINDOW_S = 3600.0  # in which only so many restarts are tried
@@ -34,19 +32,28 @@ WATCH, READ = "kvstore-core-watch", "kvstore-core-read"
 
 
 class Link:
-    """state: of the engine. What is said in `lock` is for all threads; nobody waits for the process in it."""
+    """state: of the engine. What is said in `lock` is for all threads; nobody waits for the process in it.
 
-    def __init__(self, arguments: dict[str, Any], shutdown_s: float, silence_s: float, max_restarts: int) -> None:
+    store: of which each process gets a share, see `wire.Start`.
+    """
+
+    def __init__(
+        self,
+        arguments: dict[str, Any],
+        store: tuple[str, int, int] | None,
+        shutdown_s: float,
+        silence_s: float,
+        max_restarts: int,
+    ) -> None:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)  # something has ended, or the state is another
         self.state: State = "starting"
         self.num_restarts = 0
         self.outputs = RemoteOutputs()
         self.undelivered: list[Handle] = []  # ended without the engine's doing; to be told with the next
-        self.chats: weakref.WeakValueDictionary[SessionKey, ChatSession] = weakref.WeakValueDictionary()
-        self.roots: dict[str, BlockId] = {}
         self.hello: Hello
         self._arguments = arguments
+        self._store = store
         self._shutdown_s = shutdown_s
         self._silence_s = silence_s
         self._max_restarts = max_restarts
@@ -63,7 +70,6 @@ class Link:
         self.selector = selectors.DefaultSelector()  # ready when there is something to take in, whatever process lives
         self.selector.register(self._woken, selectors.EVENT_READ)
         weakref.finalize(self, _close_all, self.selector, self._woken, self._wake)
-        self._folder = socket_folder()
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=self._watch, name=WATCH, daemon=True)
         self._thread.start()
@@ -119,7 +125,7 @@ class Link:
         return min(2.0 ** (num_before - 1), MAX_DELAY_S) if num_before else 0.0
 
     def _begin(self) -> CoreProcess:
-        life = CoreProcess(self._arguments, self._folder.path, self.num_restarts, self._silence_s)
+        life = CoreProcess(self._arguments, self._store, self._silence_s)
         try:
             hello = life.greeted(lambda: not self._over)
             with self.changed:
@@ -134,12 +140,10 @@ class Link:
         return life
 
     def _lose(self, how: str) -> None:
-        """What ran ends with an error; what was known of the store is read from it again."""
+        """What ran ends with an error."""
         self._life = None
         self._note_end(how)
         self.undelivered += self.outputs.end_all(EngineDiedError(f"the engine's process ended ({how})"))
-        self.chats.clear()
-        self.roots.clear()
         self.changed.notify_all()
 
     def _note_end(self, how: str) -> None:
@@ -177,7 +181,6 @@ class Link:
         for thread in (self._thread, self.reader):
             if thread is not None and thread.name in (WATCH, READ) and thread is not threading.current_thread():
                 thread.join()
-        self._folder.remove()
 
     @property
     def pid(self) -> int | None:
@@ -204,8 +207,15 @@ class Link:
         return life
 
     def call(self, verb: str, *arguments: object) -> Any:
-        """A blocking verb of the engine."""
-        return self.check_open().call(verb, arguments)
+        """The result of a verb of the core. Raises as it does, EngineDiedError, and EngineOverloadedError."""
+        with self.lock:
+            life = self.check_open()
+            self.read()
+        answer = life.ask(verb, arguments)
+        while self.reader is threading.current_thread() and not answer.done():  # who else would take it in?
+            self.selector.select(POLL_S)
+            self.receive()
+        return SIGNATURES[verb].decode_result(answer.result())
 
     def end_request(self, request_id: str, index: int | None, reason: str) -> None:
         """To be called with the lock. One that cannot be told is gone, or stuck and killed for it."""
@@ -221,13 +231,23 @@ class Link:
 
     # -- what comes from it ------------------------------------------------------------------------------------------
     def read(self) -> None:
-        """Take in what comes, in a thread of its own. To be called with the lock, before a first request."""
+        """Take in what comes, in a thread of its own unless somebody does. To be called with the lock, before a first
+        request or call.
+        """
         if self.reader is None:
             self.reader = threading.Thread(target=self._read, name=READ, daemon=True)
             self.reader.start()
 
+    def read_here(self) -> None:
+        """From now on this thread calls `receive`, and no other one."""
+        with self.lock:
+            before, self.reader = self.reader, threading.current_thread()
+        if before is not None and before.name == READ:
+            self.wake()
+            before.join()
+
     def _read(self) -> None:
-        while not self._over or self.undelivered:
+        while self.reader is threading.current_thread() and (not self._over or self.undelivered):
             if self._wait():
                 self.receive()
 
@@ -297,14 +317,6 @@ class Link:
         with suppress(BlockingIOError):
             while os.read(self._woken, 64):
                 pass
-
-
-def close_dropped(link: Link) -> None:
-    """For an engine that nobody refers to any more: the collector may have found it in the thread to be waited for."""
-    if threading.current_thread().name in (WATCH, READ):
-        threading.Thread(target=link.close, name="engine-shut").start()
-    else:
-        link.close()
 
 
 def _close_all(selector: selectors.BaseSelector, *descriptors: int) -> None:

@@ -14,6 +14,7 @@ from kvstore import errors
 from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.engine.outputs import CachedTokensDetails, Timings, TokenLogprob
 from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.sessions.core import Facts
 from kvstore.errors import ContextLengthError, KVStoreError, RequestError, StoreLockedError
 
 MAX_MESSAGE_CHARS = 2000
@@ -67,31 +68,22 @@ def error_of(failure: Failure) -> KVStoreError:
 class Start(msgspec.Struct):
     """The first line that the process reads, as JSON. arguments: of `Engine`.
 
-    channel, pulse: descriptors of its ends. folder: of the sockets for calls. life: which one it is, in their names.
-    silence_s: it is killed after so long without a sign of life.
+    channel, pulse: descriptors of its ends. silence_s: it is killed after so long without a sign of life. store: the
+    path of the directory that the front owns, and descriptors that carry its locks; None without one.
     """
 
     parent: int
     channel: int
     pulse: int
     silence_s: float
-    folder: str
-    life: int
+    store: tuple[str, int, int] | None
     arguments: dict[str, Any]
 
 
 class Hello(msgspec.Struct, tag=True):
-    """The engine is ready. The numbers are what a front needs to check and to cut requests."""
+    """The engine is ready."""
 
-    pid: int
-    model_name: str
-    max_model_len: int
-    max_request_tokens: int
-    block_size: int
-    block_bytes: int
-    vocab_size: int
-    fingerprint: bytes
-    sampling_defaults: dict[str, int | float]  # a float alone would make one of top_k
+    facts: Facts
 
 
 class NotStarted(msgspec.Struct, tag=True):
@@ -155,7 +147,15 @@ class Close(msgspec.Struct, tag=True, array_like=True):
     """Close the engine in order and end the process."""
 
 
-Inbound = Submit | End | Close
+class Call(msgspec.Struct, tag=True, array_like=True):
+    """A verb of the core, by its name in `wire_calls`. number: of the answer that belongs to it."""
+
+    number: int
+    verb: str
+    arguments: msgspec.Raw
+
+
+Inbound = Submit | End | Call | Close
 
 
 def owner_to_wire(text: str) -> bytes:
@@ -201,11 +201,20 @@ class Updates(msgspec.Struct, tag=True, array_like=True):
     updates: list[Update]
 
 
+class Answered(msgspec.Struct, tag=True, array_like=True):
+    """What a call brought: its result, or why it failed."""
+
+    number: int
+    result: msgspec.Raw
+    failure: Failure | None = None
+
+
+Outbound = Updates | Answered
 Announcement = Hello | NotStarted
 
 encode = msgspec.msgpack.Encoder().encode
 decode_inbound = msgspec.msgpack.Decoder(Inbound).decode
-decode_updates = msgspec.msgpack.Decoder(Updates).decode
+decode_outbound = msgspec.msgpack.Decoder(Outbound).decode
 decode_announcement = msgspec.msgpack.Decoder(Announcement).decode
 encode_start = msgspec.json.Encoder().encode
 decode_start = msgspec.json.Decoder(Start).decode

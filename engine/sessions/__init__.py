@@ -2,8 +2,10 @@
 
 Loads no torch.
 
+- `blocking`: prompts answered while the caller waits
 - `chat`: a session: send, stream, fork; durable turn by turn
 - `chats`: sessions by their ids: opened, and hinted at
+- `core`: what conversations need of whatever computes
 - `recall`: the prompt of a history, with the ids of the answers that are known
 - `recall_ids`: digests by which histories and answers are found again
 - `recall_lines`: recent conversations by these digests, within a bound

@@ -1,28 +1,31 @@
 """A conversation as exact token ids: each turn's prompt is the ids so far plus what the template adds.
 
 A turn is durable before its last piece is handed out. When the window is full the oldest turns go; the KV of what is
-kept is spliced (see `engine/sessions/window.py`). Knows the engine by its verbs.
+kept is spliced (see `engine/sessions/window.py`). Knows no engine: a `Core` computes.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from kvstore.blocks.ids import BlockId, Lineage, extend_chain
 from kvstore.engine.core.output_processor import Handle, Listener
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.sessions.blocking import stream
+from kvstore.engine.sessions.core import Core
 from kvstore.engine.sessions.recall_ids import answer_ids
 from kvstore.engine.sessions.window import NextTurn, Window
 from kvstore.engine.text.chat_template import ChatTemplate, Message
 from kvstore.engine.text.prompts import check_length, check_params, check_session_id, check_text, check_truncation
 from kvstore.errors import (
     EngineClosedError,
+    EngineDiedError,
     RequestError,
     SessionBusyError,
     SessionExistsError,
@@ -30,10 +33,9 @@ from kvstore.errors import (
     StoreError,
 )
 from kvstore.sessions.record import SessionHead, SessionKey, SessionState, TurnRecord
+from kvstore.sessions.store import SessionStore
 
-if TYPE_CHECKING:
-    from kvstore.engine.engine import Engine
-
+FORGET_S = 2.0  # that blocks nobody needs are waited for; they age out otherwise
 MAX_HISTORY_CHARS = 2**21  # that a first turn brings, whatever is then left of it
 
 
@@ -42,6 +44,19 @@ def lineage_of(state: SessionState, root: BlockId) -> Lineage:
     if state.first_reencoded is None:
         return Lineage(root)
     return Lineage(root, state.first_reencoded, state.splice_parent, state.splice_end)
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What all sessions of an engine share. reopened: the session of an id with these kinds of truncation, after its
+    object was dropped.
+    """
+
+    core: Core
+    tokenizer: Any
+    template: ChatTemplate
+    sessions: SessionStore
+    reopened: Callable[[SessionKey, str, str], ChatSession]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +75,12 @@ class ChatSession:
     messages: the transcript, whole. token_ids: exactly what the model has seen and said, as far as it still is in the
     window. last: the last turn's output. truncated_tokens: how many tokens were dropped to stay within the window.
     num_turns: how many are stored. truncation, truncation_reuse: see `Engine.chat`. state: what is stored of it.
+    life: of the core that knows what this object told it.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        template: ChatTemplate,
+        means: Means,
         key: SessionKey,
         system: str | None = None,
         state: SessionState | None = None,
@@ -77,8 +92,9 @@ class ChatSession:
         self.truncation_reuse = "reencode"
         self.deleted = False
         self._key = key
-        self._engine = engine
-        self._template = template
+        self.life = means.core.life
+        self._means = means
+        self._core = means.core
         self._busy = threading.Lock()
         self._ending = threading.Lock()  # held to begin a turn, to store it, and to delete the session
         self._running: Turn | None = None
@@ -87,7 +103,7 @@ class ChatSession:
         self._number: int | None = None  # of the stored session, once there is one
         self.messages: list[Message] = list(self._system)
         self.num_turns = self.truncated_tokens = 0
-        self._window = Window(self._system, self.messages, 0, [], [], Lineage(engine.root(key.tenant)))
+        self._window = Window(self._system, self.messages, 0, [], [], Lineage(means.core.root(key.tenant)))
         if state is not None:
             self._resume(state)
 
@@ -95,8 +111,8 @@ class ChatSession:
         self._number = state.head.number
         self._system = [dict(message) for message in state.head.system]
         self.messages, self.num_turns, self.truncated_tokens = state.messages, state.turn, state.truncated_tokens
-        root = self._engine.root(self.tenant)
-        if state.head.fingerprint == self._engine.fingerprint:
+        root = self._core.root(self.tenant)
+        if state.head.fingerprint == self._core.facts.fingerprint:
             ids, chain, lineage, starts = state.token_ids, state.chain, lineage_of(state, root), state.turn_starts
         else:  # another model, whose ids may mean other texts: the transcript is tokenized again
             ids, chain, lineage, starts = [], [], Lineage(root), []
@@ -162,7 +178,7 @@ class ChatSession:
         turn = self.begin(said, params)
         final: Piece | None = None
         try:
-            for piece in self._engine.stream(turn.handle):
+            for piece in stream(self._core, turn.handle):
                 if piece.finish_reason is None:
                     yield piece
                 else:
@@ -185,7 +201,7 @@ class ChatSession:
             raise RequestError("detokenize is False; a turn is kept as text", param="detokenize")
         for message in messages:
             check_text(message["content"], "message")
-            check_length([message["content"]], self._engine.tokenizer, self._engine.max_request_tokens)
+            check_length([message["content"]], self._means.tokenizer, self._core.facts.max_request_tokens)
         if sum(len(message["content"]) for message in messages) > MAX_HISTORY_CHARS:
             raise RequestError(f"messages have more than {MAX_HISTORY_CHARS} characters", param="messages")
         said = [dict(message) for message in messages]
@@ -229,11 +245,12 @@ class ChatSession:
             window, said = self._with_history(said)
         text = said[-1]["content"]
         following = window.next_turn(
-            self._engine, self._template, text, params, self.tenant, self.truncation, self.truncation_reuse
+            self._core, self._means.template, text, params, self.tenant, self.truncation, self.truncation_reuse
         )
         try:
             spliced = (following.chain, following.lineage)
-            handle = self._engine.submit(following.prompt, params, self.tenant, spliced=spliced, listener=listener)
+            asked = [(following.prompt, params)]
+            [handle] = self._core.submit_all(asked, self.tenant, spliced=spliced, listener=listener)
         except BaseException:
             self._forget(self._unused(following, None))
             raise
@@ -262,7 +279,7 @@ class ChatSession:
 
     def _end(self, turn: Turn, keep: bool) -> TurnRecord | None:
         handle = turn.handle
-        self._engine.abort(handle)
+        self._core.abort(handle)
         if handle.output.finish_reason == "abort":
             with self._ending:  # a deletion that has ended it marks the session before it lets go of this
                 pass
@@ -294,7 +311,7 @@ class ChatSession:
 
     def _own(self, turn: NextTurn, handle: Handle) -> list[BlockId]:
         """Blocks that only this turn has: neither of the turns before it nor of the system prompt alone."""
-        known, first = self._window.chain, turn.turn_starts[0] // self._engine.block_size if turn.turn_starts else 0
+        known, first = self._window.chain, turn.turn_starts[0] // self._core.facts.block_size if turn.turn_starts else 0
         while first < min(len(known), len(handle.chain)) and known[first] == handle.chain[first]:
             first += 1
         return list(handle.chain[first:])
@@ -304,23 +321,23 @@ class ChatSession:
         if self.deleted or self._number is None:
             return self.deleted
         with suppress(StoreError):
-            head = self._engine.sessions.head(self._key)
+            head = self._means.sessions.head(self._key)
             return head is None or head.number != self._number
         return False
 
     def _forget(self, block_ids: Sequence[BlockId]) -> None:
-        if block_ids and not self._engine.closed:
-            with suppress(StoreError, EngineClosedError):
-                self._engine.admin.forget(block_ids)
+        if block_ids and not self._core.closed:
+            with suppress(StoreError, EngineClosedError, EngineDiedError):
+                self._core.forget(block_ids, FORGET_S)
 
     def _commit(self, running: Turn, lineage: Lineage) -> TurnRecord:
         """The turn becomes part of the conversation: text for people, ids for the next prompt. Waits for the disk."""
         turn, output = running.next, running.handle.output
         said: list[Message] = [*running.said, {"role": "assistant", "content": output.text}]
-        said_ids = answer_ids(self._engine.tokenizer, self._template, output.prompt_token_ids, output.choices[0])
+        said_ids = answer_ids(self._means.tokenizer, self._means.template, output.prompt_token_ids, output.choices[0])
         token_ids = [*output.prompt_token_ids, *said_ids]
         chain = list(turn.chain) if lineage == turn.lineage else []  # given up: the reused KV was missing
-        extend_chain(chain, lineage.root, token_ids, self._engine.block_size)
+        extend_chain(chain, lineage.root, token_ids, self._core.facts.block_size)
         append = not turn.rebase and lineage == self._window.lineage
         known, num_blocks = len(self._window.token_ids), len(self._window.chain)
         record = TurnRecord(
@@ -358,16 +375,15 @@ class ChatSession:
         if self.num_turns == 0 or (turn is not None and not 1 <= turn <= self.num_turns):
             raise RequestError(f"turn is {turn}; this session has {self.num_turns} turns", param="turn")
         key = SessionKey(self.tenant, session_id)
-        if self._engine.sessions.exists(key):
+        if self._means.sessions.exists(key):
             raise SessionExistsError(f"there is a session {session_id!r} already", param="session_id")
         try:
-            self._engine.sessions.fork(self._key, turn, key).wait()
+            self._means.sessions.fork(self._key, turn, key).wait()
         except StoreError as error:
-            if self._engine.sessions.exists(self._key):
+            if self._means.sessions.exists(self._key):
                 raise
             raise SessionNotFoundError(f"there is no session {self.session_id!r}", param="session_id") from error
-        self._engine.chats.pop(key, None)  # an object from before there was a turn
-        return self._engine.chat(session_id, self.tenant, None, self.truncation, self.truncation_reuse)
+        return self._means.reopened(key, self.truncation, self.truncation_reuse)
 
     def keep_last(self, num_turns: int) -> TurnRecord | None:
         """Take all but the last turns out of the window now; the transcript stays. Durable on return.
@@ -387,7 +403,7 @@ class ChatSession:
 
     def _keep_last(self, num_turns: int) -> TurnRecord | None:
         before = self._window
-        window = before.last(num_turns, self._engine, self.tenant, self.truncation_reuse)
+        window = before.last(num_turns, self._core, self.tenant, self.truncation_reuse)
         if window is None:
             return None
         lineage = window.lineage
@@ -411,12 +427,15 @@ class ChatSession:
     def _num_rendered(self, window: Window) -> int:
         """Tokens of a window whose ids are not known yet."""
         messages = window.kept(window.num_dropped)
-        return len(self._template.prompt_ids(messages)) if messages else 0
+        return len(self._means.template.prompt_ids(messages)) if messages else 0
 
     def _store(self, record: TurnRecord) -> SessionHead:
         """Durable on return."""
-        fingerprint, model = self._engine.fingerprint, self._engine.model_name
-        head = self._engine.sessions.commit_turn(self._key, record, fingerprint, model, self._number).wait()
+        facts = self._core.facts
+        committed = self._means.sessions.commit_turn(
+            self._key, record, facts.fingerprint, facts.model_name, self._number
+        )
+        head = committed.wait()
         self._number = head.number
         self.num_turns += 1
         return head
@@ -425,13 +444,13 @@ class ChatSession:
         """Delete the session by itself so many seconds after its last turn; None keeps it. Needs a first turn."""
         if self._number is None:
             raise RequestError("the session has no turn yet", param="ttl_s")
-        head = self._engine.sessions.set_ttl(self._key, ttl_s).wait()
+        head = self._means.sessions.set_ttl(self._key, ttl_s).wait()
         self._expire(head.expires_s)
 
     def _expire(self, at_s: float | None) -> None:
         """Its KV goes before that of others from then on."""
         if at_s != self._expires_s:
-            self._engine.expire_kv(self.chain, at_s)
+            self._core.expire(self.chain, at_s)
         self._expires_s = at_s
 
     @property
@@ -444,7 +463,7 @@ class ChatSession:
         """In here the session can be deleted: its turn has been ended, none begins, and none is stored."""
         with self._ending:
             if self._running is not None:
-                self._engine.abort(self._running.handle)
+                self._core.abort(self._running.handle)
             yield
 
     def mark_deleted(self) -> list[BlockId]:

@@ -1,18 +1,18 @@
 """Histories that come back as text, as the exact ids that the model has seen and said.
 
 An answer is known again by the digest of the whole history up to it, then by its text alone, within tenant and salt.
-Knows the engine by its verbs, which may be those of an engine in another process.
+Knows no engine: what computes is a `Core`, what is known lies in `AnswerStore`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvstore.blocks.ids import BlockId, Lineage, extend_chain
-from kvstore.engine.model.files import why_no_chat
 from kvstore.engine.outputs import RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.sessions.chats import Chats
 from kvstore.engine.sessions.recall_ids import Digests, Keys, answer_ids
 from kvstore.engine.sessions.recall_lines import Conversation, Lines, Names
 from kvstore.engine.sessions.window import NextTurn
@@ -26,32 +26,10 @@ MAX_TOKENS = 4_000_000  # 16 MB with what is beside them
 
 
 class RecallEngine(Protocol):
-    """What of an engine is used: the tokenizer and few calls, as they may go to another process."""
+    """What of an engine is used."""
 
+    chats: Chats
     answers: AnswerStore
-
-    @property
-    def model_name(self) -> str: ...
-
-    @property
-    def tokenizer(self) -> Any: ...
-
-    @property
-    def block_size(self) -> int: ...
-
-    @property
-    def max_request_tokens(self) -> int: ...
-
-    def root(self, tenant: str) -> BlockId: ...
-
-    def splice(
-        self,
-        chain: Sequence[BlockId],
-        token_ids: Sequence[int],
-        lineage: Lineage,
-        spans: Sequence[tuple[int, int]],
-        tenant: str = "",
-    ) -> tuple[list[BlockId], Lineage] | None: ...
 
 
 class Recall:
@@ -61,10 +39,12 @@ class Recall:
     """
 
     def __init__(self, engine: RecallEngine, max_tokens: int = MAX_TOKENS) -> None:
-        self._engine = engine
-        self._template = None if engine.tokenizer is None else ChatTemplate.of(engine.tokenizer)
+        self._core = engine.chats.core
+        self._language = engine.chats.language
+        self._answers = engine.answers
         self._lines = Lines(max_tokens)
-        tokens = {} if engine.tokenizer is None else engine.tokenizer.added_tokens_decoder
+        tokenizer = self._language.tokenizer
+        tokens = {} if tokenizer is None else tokenizer.added_tokens_decoder
         self._silent = frozenset(token_id for token_id, token in tokens.items() if token.special)
 
     def next_turn(
@@ -78,15 +58,12 @@ class Recall:
         Blocks that are spliced for a request that never ends are a cache's like any other, and age out.
         """
         check_truncation("auto", reuse)
-        template = self._template
-        if template is None:
-            why = why_no_chat(self._engine.model_name, self._engine.tokenizer is not None)
-            raise RequestError(why, param="messages")
+        template = self._language.chat_template()
         if not messages:
             raise RequestError("messages is empty; give at least one", param="messages")
         texts = [message["content"] for message in messages]
-        check_length(texts, self._engine.tokenizer, self._engine.max_request_tokens)
-        keys = Keys(self._engine.root(tenant), cache_salt)
+        check_length(texts, self._language.tokenizer, self._core.facts.max_request_tokens)
+        keys = Keys(self._core.root(tenant), cache_salt)
         digests = keys.of(messages)
         answered = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         known = self._lines.find(digests.histories[index] for index in reversed(answered))
@@ -114,9 +91,10 @@ class Recall:
         chain, turn_starts: of the NextTurn; lineage: what was used, which has no splice where that was given up.
         session_id: whose turn it was, see `forget_session`.
         """
-        if self._template is None or not messages:
+        template = self._language.template
+        if template is None or not messages:
             return
-        keys = Keys(self._engine.root(tenant), cache_salt)
+        keys = Keys(self._core.root(tenant), cache_salt)
         digests = keys.of(messages)
         starts = _turn_messages(messages)
         turns = list(zip(starts, turn_starts, strict=True)) if len(starts) == len(turn_starts) else []
@@ -126,12 +104,12 @@ class Recall:
         for choice in output.choices:
             if choice.finish_reason is None or not choice.token_ids:
                 continue
-            said = answer_ids(self._engine.tokenizer, self._template, output.prompt_token_ids, choice)
+            said = answer_ids(self._language.tokenizer, template, output.prompt_token_ids, choice)
             digest, history = keys.after(digests.histories[-1], {"role": "assistant", "content": choice.text})
             each = [*digests.messages, digest]
             # What its text does not show belongs to this conversation, not to another in which the text comes up.
             text = "" if self._silent.intersection(said) else choice.text
-            self._engine.answers.put(_names_of_answer(keys, history, text), said, owner)
+            self._answers.put(_names_of_answer(keys, history, text), said, owner)
             names = Names(history, _before(messages, digests), keys.end(each[: starts[0]], each[-2:]))
             ids = [*output.prompt_token_ids, *said]
             self._lines.add(names, Conversation(each, ids, chain[: lineage.splice_end], lineage, turns, owner))
@@ -140,7 +118,7 @@ class Recall:
         """Nothing that was noted for this session is known any more. Returns whether it is gone from disk too."""
         owner = owner_tag(tenant, session_id)
         self._lines.forget_owner(owner)
-        return self._engine.answers.forget_owner(owner)
+        return self._answers.forget_owner(owner)
 
     # -- prompts -----------------------------------------------------------------------------------------------------
     def _continued(
@@ -156,7 +134,7 @@ class Recall:
         first = 0 if known is None else len(known.messages)
         answered = [index for index in range(first, len(messages)) if messages[index]["role"] == "assistant"]
         names = [_names_of_answer(keys, digests.histories[i], messages[i]["content"]) for i in answered]
-        found = self._engine.answers.find(names) if names else []
+        found = self._answers.find(names) if names else []
         answers = {index: ids for index, ids in zip(answered, found, strict=True) if ids is not None}
         beginning = None if known is None else (first - 1, known.token_ids)
         recalled = template.history_ids(messages, answers, beginning) if answers or beginning else None
@@ -204,15 +182,15 @@ class Recall:
         kept = [head, *(start - (cut - head) for _, start in source.turns if start > cut)]
         following = self._starts(template, messages, prompt, recalled.ends, kept)
         exact = NextTurn(prompt, (), keys.lineage, 0, following)
-        if len(prompt) + max(params.max_tokens or 0, 1) > self._engine.max_request_tokens:
+        if len(prompt) + max(params.max_tokens or 0, 1) > self._core.facts.max_request_tokens:
             return exact  # it will be refused
-        size = self._engine.block_size
+        size = self._core.facts.block_size
         chain = list(source.chain)
         extend_chain(chain, source.lineage.root, ids, size)
         # The KV of the last token may not have been computed.
         chain = chain[: max((len(ids) - 1) // size, source.lineage.splice_end)]
         spans = [(0, head), (cut, len(ids))]
-        spliced = self._engine.splice(chain, ids, source.lineage, spans, tenant)
+        spliced = self._core.splice(chain, ids, source.lineage, spans, tenant)
         return exact if spliced is None else NextTurn(prompt, spliced[0], spliced[1], 0, following)
 
     @staticmethod

@@ -8,15 +8,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kvstore.blocks.ids import BlockId, Lineage, extend_chain
 from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.sessions.core import Core
 from kvstore.engine.text.chat_template import ChatTemplate, Message
 from kvstore.errors import ContextLengthError
-
-if TYPE_CHECKING:
-    from kvstore.engine.engine import Engine
 
 ANSWER_SHARE = 8  # without max_tokens, a turn keeps a window's 1/8 free for its answer
 
@@ -63,7 +60,7 @@ class Window:
 
     def next_turn(
         self,
-        engine: Engine,
+        core: Core,
         template: ChatTemplate,
         text: str,
         params: SamplingParams,
@@ -79,19 +76,19 @@ class Window:
             turn = NextTurn(prompt, self.chain, self.lineage, self.num_dropped, starts)
         else:
             turn = self._rendered(template, self.num_dropped, user)
-        window, answer = engine.max_request_tokens, params.max_tokens or 0
+        window, answer = core.facts.max_request_tokens, params.max_tokens or 0
         if truncation == "disabled":
             if len(turn.prompt) + max(answer, 1) > window:
-                raise self._too_long(engine, len(turn.prompt) + max(answer, 1), "prompt and answer need")
+                raise self._too_long(core, len(turn.prompt) + max(answer, 1), "prompt and answer need")
             return turn
         if len(turn.prompt) + (answer or max(1, window // ANSWER_SHARE)) <= window:
             return turn
         if len(self.messages) == len(self.system):  # a first turn: there is nothing to drop
             needed = len(turn.prompt) + max(answer, 1)
             if needed > window:
-                raise self._too_long(engine, needed, "system prompt, message and answer need")
+                raise self._too_long(core, needed, "system prompt, message and answer need")
             return turn
-        return self._truncated(engine, template, user, len(turn.prompt), max(answer, 1), tenant, reuse)
+        return self._truncated(core, template, user, len(turn.prompt), max(answer, 1), tenant, reuse)
 
     def _rendered(self, template: ChatTemplate, num_dropped: int, user: Message) -> NextTurn:
         """The whole prompt from the template; turn starts are known for a first turn only."""
@@ -112,7 +109,7 @@ class Window:
         return [*starts, num_known + len(end)]
 
     # -- truncation --------------------------------------------------------------------------------------------------
-    def last(self, num_turns: int, engine: Engine, tenant: str, reuse: str) -> Window | None:
+    def last(self, num_turns: int, core: Core, tenant: str, reuse: str) -> Window | None:
         """The window with its last turns only, their ids as they are; None when it has no more of them.
 
         Where turn starts are not known, or no turn is kept, it has no ids: the next prompt is rendered.
@@ -129,14 +126,14 @@ class Window:
         spliced = None
         if reuse == "reencode":
             spans = [(0, head), (cut, len(self.token_ids))]
-            spliced = engine.splice(self.chain, self.token_ids, self.lineage, spans, tenant)
+            spliced = core.splice(self.chain, self.token_ids, self.lineage, spans, tenant)
         chain, lineage = spliced or ([], self.lineage.exact)
-        extend_chain(chain, lineage.root, kept, engine.block_size)
+        extend_chain(chain, lineage.root, kept, core.facts.block_size)
         return Window(self.system, self.messages, num_dropped, kept, chain, lineage, starts)
 
     def _truncated(
         self,
-        engine: Engine,
+        core: Core,
         template: ChatTemplate,
         user: Message,
         num_tokens: int,
@@ -145,7 +142,7 @@ class Window:
         reuse: str,
     ) -> NextTurn:
         """Drop whole turns from the oldest on, until half the window is kept at most and the answer fits."""
-        window = engine.max_request_tokens
+        window = core.facts.max_request_tokens
         total = len(self.messages) - len(self.system)
         drops = range(min(self.num_dropped + 2, total), total + 1, 2)
         longest = min(window // 2, window - answer)  # of a prompt; it gets shorter from each to the next
@@ -157,9 +154,9 @@ class Window:
         turn = self._without(template, num_dropped, user)
         prompt = turn.prompt
         if len(prompt) > longest and not (num_dropped == total and len(prompt) + answer <= window):
-            raise self._too_long(engine, len(prompt) + answer, "system prompt, message and answer need")
+            raise self._too_long(core, len(prompt) + answer, "system prompt, message and answer need")
         if reuse == "reencode" and turn.turn_starts and num_dropped < total:
-            turn = self._spliced(engine, turn, tenant)
+            turn = self._spliced(core, turn, tenant)
         return NextTurn(
             prompt, turn.chain, turn.lineage, num_dropped, turn.turn_starts, num_tokens - len(prompt), True
         )
@@ -177,18 +174,18 @@ class Window:
                 return NextTurn(prompt, [], self.lineage.exact, num_dropped, starts)
         return self._rendered(template, num_dropped, user)
 
-    def _spliced(self, engine: Engine, turn: NextTurn, tenant: str) -> NextTurn:
+    def _spliced(self, core: Core, turn: NextTurn, tenant: str) -> NextTurn:
         """The same turn with the KV of what is kept, as far as it is stored; else it is computed."""
         head = turn.turn_starts[0]
         cut = self.turn_starts[len(self.turn_starts) - (len(turn.turn_starts) - 1)]
         spans = [(0, head), (cut, len(self.token_ids))]
-        spliced = engine.splice(self.chain, self.token_ids, self.lineage, spans, tenant)
+        spliced = core.splice(self.chain, self.token_ids, self.lineage, spans, tenant)
         if spliced is None:
             return turn
         chain, lineage = spliced
         return NextTurn(turn.prompt, chain, lineage, turn.num_dropped, turn.turn_starts)
 
-    def _too_long(self, engine: Engine, needed: int, what: str) -> ContextLengthError:
-        window = engine.max_request_tokens
-        where = "context window" if window == engine.max_model_len else "HBM pool"
+    def _too_long(self, core: Core, needed: int, what: str) -> ContextLengthError:
+        window = core.facts.max_request_tokens
+        where = "context window" if window == core.facts.max_model_len else "HBM pool"
         return ContextLengthError(f"{what} {needed} tokens, but the {where} has {window}", needed, window)

@@ -44,11 +44,15 @@ class LockInfo:
 
 
 class StoreDirectory:
-    """An owned store directory; `open` it. After a fork the child owns nothing, and every method raises there."""
+    """An owned store directory; `open` it. After a fork the child owns nothing, and every method raises there.
 
-    def __init__(self, path: Path, fd: int, lock_fd: int, secret: bytes) -> None:
+    is_share: it keeps the locks of another one, which says who the owner is.
+    """
+
+    def __init__(self, path: Path, fd: int, lock_fd: int, secret: bytes, is_share: bool = False) -> None:
         self.path = path
         self.secret = secret
+        self._is_share = is_share
         self._fd: int | None = fd
         self._lock_fd: int | None = lock_fd
         self._held = ((path, os.fstat(fd)), (path / LOCK_NAME, os.fstat(lock_fd)))
@@ -85,6 +89,27 @@ class StoreDirectory:
         except (RuntimeError, ValueError) as error:  # no home to expand to; a zero byte in the name
             raise StoreError(f"store directory {path!r} is no path: {error}") from None
 
+    def share(self) -> StoreDirectory:
+        """For a part that is closed by itself: the store stays locked until this one and all its shares are closed."""
+        fd, lock_fd = self.descriptors
+        return StoreDirectory(self.path, os.dup(fd), os.dup(lock_fd), self.secret, is_share=True)
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """That carry the locks. A process that inherits them makes its share of them with `inherited`."""
+        assert self._fd is not None and self._lock_fd is not None, "used after close"
+        return self._fd, self._lock_fd
+
+    @classmethod
+    def inherited(cls, path: str | Path, descriptors: tuple[int, int]) -> StoreDirectory:
+        """The share of a process that was started by the owner with these. Raises StoreError."""
+        for fd in descriptors:
+            os.set_inheritable(fd, False)
+        try:
+            return cls(Path(path), *descriptors, _load_secret(Path(path) / SECRET_NAME), is_share=True)
+        except OSError as error:
+            raise StoreError(f"store directory {path} cannot be used: {error.strerror or error}") from None
+
     def announce(self, socket_path: str | Path | None) -> None:
         """Let other processes know where the owner listens."""
         assert self._lock_fd is not None, "announced after close"
@@ -102,9 +127,10 @@ class StoreDirectory:
         return self._loss
 
     def close(self) -> None:
-        """Give it up; another owner may come at once."""
+        """Give it up; without shares another owner may come at once."""
         if self._lock_fd is not None:
-            os.ftruncate(self._lock_fd, 0)
+            if not self._is_share:
+                os.ftruncate(self._lock_fd, 0)
             self.let_go()
 
     def let_go(self) -> None:

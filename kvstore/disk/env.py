@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -27,6 +28,7 @@ LOGGER = logging.getLogger("kvstore.store")
 VERIFY_BELOW_BYTES = 4 << 30
 MIN_MAP_BYTES = 1 << 20
 MAX_READERS = 126
+LOOK_S = 0.5
 
 STRUCTURAL_ERRORS = (
     lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError, lmdb.VersionMismatchError,
@@ -45,6 +47,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _HEAP_BYTES = 32 << 20  # the most that glibc takes, and what its own adaptation ends at
 _KEPT_BYTES = 256 << 20
 
+_telling = threading.Lock()
 _open_environments: weakref.WeakValueDictionary[str, StoreEnvironment] = weakref.WeakValueDictionary()  # by real path
 
 
@@ -185,15 +188,32 @@ def keys_after(txn: Any, db: Any, after: bytes | None, limit: int) -> Iterator[t
 
 
 def tell_losses(store: Path) -> None:
-    """Log what of the environments that are open in a store is not in its place any more, once each."""
+    """Log what of the environments that are open in a store is not in its place any more, once each. By any thread."""
     real, told = os.path.realpath(store), set[str]()
-    for place, env in list(_open_environments.items()):
-        loss = env.loss() if os.path.dirname(place) == real else None
-        if loss != env.told_loss:
-            env.told_loss = loss
-            if loss is not None and loss not in told:  # of the whole store it is one for all
-                LOGGER.error(loss)
-                told.add(loss)
+    with _telling:
+        for place, env in list(_open_environments.items()):
+            loss = env.loss() if os.path.dirname(place) == real else None
+            if loss != env.told_loss:
+                env.told_loss = loss
+                if loss is not None and loss not in told:  # of the whole store it is one for all
+                    LOGGER.error(loss)
+                    told.add(loss)
+
+
+class LossWatch:
+    """Tells losses of the environments that this process has open in a store, in a thread of its own."""
+
+    def __init__(self, store: Path) -> None:
+        self._store = store
+        self._over = threading.Event()
+        threading.Thread(target=self._look, name="kvstore-files", daemon=True).start()
+
+    def _look(self) -> None:
+        while not self._over.wait(LOOK_S):
+            tell_losses(self._store)
+
+    def close(self) -> None:
+        self._over.set()
 
 
 def check_map_bytes(path: Path, map_bytes: int) -> None:

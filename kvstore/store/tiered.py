@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from kvstore.admin.control import ControlServer
 from kvstore.blocks.ids import BlockId, Lineage, lineage_root
 from kvstore.blocks.records import Evict, Evicted, SaveFence, TransferPlan
 from kvstore.config import CacheTiers
@@ -97,7 +96,6 @@ class TieredConnector:
         self._num_progress = self._num_seen = 0
         self._closed = False
         self._history = None if directory is None else History(directory.path)
-        self._control: ControlServer | None = None
         tiers.check_room(layout.block_bytes)
         num_slots = self._num_slots(tiers, layout, least_slots)
         self._arena = Arena(layout, num_slots, pin=device.type == "cuda")
@@ -381,10 +379,6 @@ class TieredConnector:
     def compact(self) -> dict[str, object]:
         return {} if self._disk_tier is None else self._disk_tier.compact().as_dict()
 
-    def serve(self, handler: Callable[[str, dict[str, object]], dict[str, object]]) -> None:
-        if self.directory is not None:
-            self._control = ControlServer(self.directory, handler)
-
     def flush(self) -> None:
         self._wait_until(lambda: self._store.is_idle or self._degraded is not None, None)
         if self._closed:
@@ -432,8 +426,6 @@ class TieredConnector:
         """Write what is in flight, within DRAIN_S, and give the store back. Twice does no harm."""
         if self._closed:
             return
-        if self._control is not None:
-            self._control.close()
         self._transfer.close()
         self._write_learned()
         if self._store.disk is not None:

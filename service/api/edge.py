@@ -210,7 +210,7 @@ def _checked_chars(texts: Sequence[str], param: str) -> int:
 async def detokenize(request: web.Request) -> web.Response:
     context, body = context_of(request), await read_body(request, DetokenizeBody)
     check_model(context, body.model)
-    tokenizer, size = _tokenizer(context), context.engine.engine.vocab_size
+    tokenizer, size = _tokenizer(context), context.engine.engine.facts.vocab_size
     if body.tokens and max(body.tokens) >= size:
         raise bad_request("tokens", f"token ids go from 0 to {size - 1}")
     async with context.limits.admit(tenant_of(request)):

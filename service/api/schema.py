@@ -123,7 +123,7 @@ def check_chars_of(context: Context, texts: Sequence[str]) -> None:
     """Raises ContextLengthError for what no window holds: before it waits for anything, and takes memory meanwhile."""
     engine = context.engine.engine
     if engine.tokenizer is not None:
-        check_chars(texts, engine.tokenizer, engine.max_request_tokens)
+        check_chars(texts, engine.tokenizer, engine.facts.max_request_tokens)
 
 
 def message_of(message: MessageIn, param: str) -> Message:

@@ -12,7 +12,7 @@ from typing import Any
 from kvstore.errors import KVStoreError
 from kvstore.service.http.logs import log
 
-NUM_OWN = 192  # beside connections: the store's files, sockets of calls to the engine's process, what the runtime opens
+NUM_OWN = 192  # beside connections: the store's files, the engine's process, what the runtime opens
 TOLD_S = 10.0  # between two words on connections that cannot be accepted
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 

@@ -5,7 +5,7 @@ process's id and, after each acknowledged turn, its number.
 import sys
 
 from kvstore import CacheTiers, SamplingParams
-from kvstore.engine.process.remote import RemoteEngine
+from kvstore.engine.remote_engine import RemoteEngine
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

@@ -224,7 +224,7 @@ def test_min_tokens_holds_back_eos_and_stop_strings(chat_model):
 
 def test_ids_beyond_the_tokenizer_are_the_models_and_decode_to_nothing(chat_model):
     with Engine(chat_model) as engine:
-        padded = engine.spec.vocab_size - 1
+        padded = engine.facts.vocab_size - 1
         assert padded >= len(engine.tokenizer)
         params = SamplingParams(temperature=0, max_tokens=3, logit_bias={padded: 100.0})
         (out,) = engine.generate([[padded, 5]], params)

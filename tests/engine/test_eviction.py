@@ -190,7 +190,7 @@ def test_how_an_answer_ended_is_known_of_its_conversation(model, disk, tmp_path)
     hbm = BLOCKS * LLAMA_BLOCK_BYTES
     tiers = CacheTiers(hbm=hbm, cpu=hbm if disk else 0, disk=disk, path=tmp_path)
     with by_hand(Engine(model, tiers, device="cpu", max_model_len=256)) as engine:
-        engine._call_token_ids = frozenset({7})
+        engine.core._call_token_ids = frozenset({7})
         endings = [
             SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logit_bias={9: 100}),
             SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logit_bias={7: 100}),

@@ -9,10 +9,12 @@ import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.request import urlopen
 
 import pytest
 
+from kvstore.engine.sessions.chats import Language
 from kvstore.engine.stats import describe_tiers
 from kvstore.errors import ConfigError, KVStoreError, ModelError
 from kvstore.service.api.sse import EventStream
@@ -51,6 +53,8 @@ class FakeEngine:
     """What an AsyncEngine asks of an engine that does nothing."""
 
     model_name, max_model_len, block_size, tokenizer, has_work, closed = "fake", 64, 16, None, False, False
+
+    chats, answers = SimpleNamespace(core=None, language=Language(None, None, "")), None
 
     def __init__(self) -> None:
         self.is_closed = False

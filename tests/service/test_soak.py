@@ -18,8 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvstore.engine.process.remote import RemoteEngine
-from kvstore.engine.process.wire_calls import MAX_CALLS
+from kvstore.engine.remote_engine import RemoteEngine
 from tests.support.service.serving import ADMIN, ADMIN_KEY, Reply, Serving, raw_request, read_to_end
 from tests.support.service.talking import Stream, tenants
 
@@ -279,7 +278,7 @@ def test_nothing_is_left_of_mixed_traffic(tmp_path, request, kind):
         check_idle(list(servers), store)
         after = Held()
         assert after.num_threads <= before.num_threads + 2
-        assert after.num_descriptors <= before.num_descriptors + (4 * MAX_CALLS if is_remote else 4)
+        assert after.num_descriptors <= before.num_descriptors + 4
         assert after.memory_bytes <= before.memory_bytes + GROWTH_BYTES
         for server in servers:
             for one in server.get("/sessions?limit=1000").json()["data"]:

@@ -4,8 +4,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvstore.engine.blocking import Bell
 from kvstore.engine.core.step_loop import StepLoop
+from kvstore.engine.sessions.blocking import Bell
 
 _wait = Bell.wait
 
@@ -25,7 +25,7 @@ Bell.wait = _wait_or_step
 def by_hand(engine):
     """From now on, and until it is closed, this engine is used by the calling thread only, and steps with `step()`."""
     loop, me = engine.loop, threading.get_ident()
-    put, stop, submit_all = loop.inbox.put, loop.stop, engine.submit_all
+    put, close, submit_all = loop.inbox.put, loop.inbox.close, engine.core.submit_all
     let_go = _hold(loop)
 
     def put_and_answer(*args, **kwargs):
@@ -41,12 +41,12 @@ def by_hand(engine):
                 handle.listener.loop = loop
         return handles
 
-    def stop_and_let_go():
+    def close_and_let_go():
         let_go.set()
-        stop()
+        close()
 
-    loop.inbox.put, loop.stop = put_and_answer, stop_and_let_go
-    engine.submit_all, engine.step = submit_all_with_loop, loop.round
+    loop.inbox.put, loop.inbox.close = put_and_answer, close_and_let_go
+    engine.core.submit_all, engine.step = submit_all_with_loop, loop.round
     return engine
 
 
@@ -69,13 +69,14 @@ def held(engine) -> Iterator[None]:
 
 
 def ended_at_once(engine):
-    """In the place of `Engine.submit`: what is queued is aborted before its first step."""
-    submit = engine.submit
+    """In the place of `Core.submit_all`: what is queued is aborted before its first step."""
+    submit_all = engine.core.submit_all
 
     def submit_and_abort(*args, **kwargs):
         with held(engine):
-            handle = submit(*args, **kwargs)
-            engine.loop.inbox.put(engine.loop.abort, handle)
-        return handle
+            handles = submit_all(*args, **kwargs)
+            for handle in handles:
+                engine.loop.inbox.put(engine.loop.abort, handle)
+        return handles
 
     return submit_and_abort

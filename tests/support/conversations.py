@@ -31,7 +31,7 @@ def fill(chat: ChatSession) -> None:
     chat.truncation = "disabled"
     while True:
         try:
-            chat._window.next_turn(chat._engine, chat._template, LONG, PARAMS, "", "disabled", "reencode")
+            chat._window.next_turn(chat._core, chat._means.template, LONG, PARAMS, "", "disabled", "reencode")
         except ContextLengthError:
             break
         chat.send(f"This is message number {chat.num_turns} of a talk.", PARAMS)
@@ -61,7 +61,7 @@ def nothing_is_left(engine: Engine) -> bool:
 def head_chain(engine: Engine, chat: ChatSession) -> list[bytes]:
     """Ids of the blocks of the system prompt."""
     chain: list[bytes] = []
-    extend_chain(chain, engine.root(""), engine._template.head_ids(chat._system), 16)
+    extend_chain(chain, engine.root(""), engine.chats.language.template.head_ids(chat._system), 16)
     return chain
 
 

@@ -406,7 +406,7 @@ def install(monkeypatch: pytest.MonkeyPatch, has_triton: bool) -> Driver:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned_copy(tensor))
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: driver.is_pinned(tensor))
     monkeypatch.setattr("kvstore.kernels.cuda.triton_support.has_triton", lambda: has_triton)
-    for module in ("kvstore.engine.engine", "kvstore.memory.device_transfer"):
+    for module in ("kvstore.engine.local_core", "kvstore.memory.device_transfer"):
         monkeypatch.setattr(f"{module}.has_triton", lambda: has_triton)
     if has_triton:
         _launch_in_the_interpreter(monkeypatch, driver)

@@ -46,7 +46,7 @@ class ChatExchange:
         body = self.body
         body.check()
         params = sampling_params(
-            body, self.context.engine.engine.sampling_defaults,
+            body, self.context.engine.engine.facts.sampling_defaults,
             max_tokens=body.max_completion_tokens or body.max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )  # fmt: skip

@@ -53,7 +53,7 @@ class CompletionExchange:
                 if isinstance(prompt, str):
                     check_chars_of(self.context, [prompt])
                 else:
-                    check_fits(len(prompt), self.params, engine.max_model_len, engine.max_request_tokens)
+                    check_fits(len(prompt), self.params, engine.max_model_len, engine.facts.max_request_tokens)
 
     async def start(self, stack: AsyncExitStack) -> list[Answer]:
         """All prompts are queued, or none: leaving the stack ends what runs."""
@@ -98,7 +98,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     check_model(context, body.model)
     body.check()
     params = sampling_params(
-        body, context.engine.engine.sampling_defaults, max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS,
+        body, context.engine.engine.facts.sampling_defaults, max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
     )  # fmt: skip
     one = CompletionExchange(context, tenant_of(request), body, body.prompts(), params)

@@ -35,7 +35,7 @@ def check_ended(output: RequestOutput) -> None:
 
 def fingerprint(context: Context) -> str:
     """What a client may compare: it changes with the weights, where they are known by a fingerprint."""
-    return "fp_" + (context.engine.engine.fingerprint.hex()[:10] or "memory")
+    return "fp_" + (context.engine.engine.facts.fingerprint.hex()[:10] or "memory")
 
 
 def token_text(tokenizer: Any, token_id: int) -> str:

@@ -41,7 +41,7 @@ from kvstore.service.http.routes import Route
 from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord
 
 if TYPE_CHECKING:
-    from kvstore.engine.engine import Engine
+    from kvstore.engine.front import Front
 
 ROUTE = "/v1/responses"
 RESPONSE_ID = re.compile(r"resp_([A-Za-z0-9_-]{1,128})_([1-9][0-9]{0,9})")
@@ -137,14 +137,14 @@ async def _wanted(
 
 def _params(context: Context, body: ResponseBody) -> SamplingParams:
     params = sampling_params(
-        body, context.engine.engine.sampling_defaults, max_tokens=body.max_output_tokens or body.max_tokens
+        body, context.engine.engine.facts.sampling_defaults, max_tokens=body.max_output_tokens or body.max_tokens
     )
     if params.n != 1:
         raise RequestError(f"n is {params.n}; a response has one answer", param="n")
     return params
 
 
-def _before(engine: Engine, tenant: str, place: tuple[str, int], name: str) -> Before:
+def _before(engine: Front, tenant: str, place: tuple[str, int], name: str) -> Before:
     key = SessionKey(tenant, place[0])
     engine.admin.expire(key)
     state = engine.sessions.load(key, place[1])
@@ -236,7 +236,7 @@ async def show(request: web.Request) -> web.Response:
     return json_response(_stored(head, record))
 
 
-def _read(engine: Engine, key: SessionKey, number: int, name: str) -> tuple[SessionHead, TurnRecord]:
+def _read(engine: Front, key: SessionKey, number: int, name: str) -> tuple[SessionHead, TurnRecord]:
     try:
         head = turns.find_session(engine, key)
     except SessionNotFoundError:

@@ -40,7 +40,7 @@ async def _wanted(context: Context, request: web.Request, body: ChatBody) -> Tur
     truncation, reuse = body.truncation or "auto", body.truncation_reuse or "reencode"
     check_truncation(truncation, reuse)
     system, said = said_of(body)
-    defaults = {"temperature": DEFAULT_TEMPERATURE, **context.engine.engine.sampling_defaults}
+    defaults = {"temperature": DEFAULT_TEMPERATURE, **context.engine.engine.facts.sampling_defaults}
     params = sampling_params(body, defaults)
     tenant, request_key, is_new = tenant_of(request), request_key_of(request), body.session_id is None
     if body.session_id is None:

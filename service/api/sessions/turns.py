@@ -30,7 +30,7 @@ from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord
 
 if TYPE_CHECKING:
     from kvstore.engine.async_engine import Answer
-    from kvstore.engine.engine import Engine
+    from kvstore.engine.front import Front
     from kvstore.engine.sessions.chat import ChatSession
 
 ID_BYTES = 16  # of a session's id, which is hexadecimal: it can stand in a command line
@@ -274,12 +274,12 @@ async def _ended(task: asyncio.Future[Any], running: Running) -> None:
         raise cancelled
 
 
-def _open_chat(engine: Engine, wanted: TurnRequest) -> ChatSession:
+def _open_chat(engine: Front, wanted: TurnRequest) -> ChatSession:
     key = wanted.key
     if wanted.is_new:
         if wanted.request_key is not None and engine.sessions.exists(key):
             raise SessionExistsError("the session of this Idempotency-Key has another history", param="session_id")
-        engine.chats.pop(key, None)  # left over from a first turn that failed
+        engine.chats.drop(key)  # left over from a first turn that failed
         return engine.chat(
             wanted.session_id, wanted.tenant, wanted.system, wanted.truncation, wanted.truncation_reuse, is_new=True
         )
@@ -304,7 +304,7 @@ def _open_chat(engine: Engine, wanted: TurnRequest) -> ChatSession:
 
 
 # -- sessions --------------------------------------------------------------------------------------------------------
-def find_session(engine: Engine, key: SessionKey) -> SessionHead:
+def find_session(engine: Front, key: SessionKey) -> SessionHead:
     """Raises SessionNotFoundError, the same for a foreign one, which has another key."""
     head = engine.sessions.head(key)
     if head is not None and head.expires_s is not None and head.expires_s <= time.time():
@@ -329,7 +329,7 @@ def unknown_session(session_id: str) -> SessionNotFoundError:
     return SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
 
 
-def fork(engine: Engine, source: SessionKey, turn: int | None, new_key: SessionKey) -> SessionHead:
+def fork(engine: Front, source: SessionKey, turn: int | None, new_key: SessionKey) -> SessionHead:
     """Raises SessionNotFoundError, and ApiError 400 for a turn that the session does not have."""
     head = find_session(engine, source)
     if head.num_turns == 0 or (turn is not None and not 1 <= turn <= head.num_turns):

@@ -152,7 +152,7 @@ def test_the_pool_is_sized_by_what_is_free(has_triton, tmp_path, monkeypatch):
     model = save_model(tmp_path / "model", **TINY)
     monkeypatch.setattr("kvstore.engine.model.memory.CUDA_WINDOWS", 1 << 40)
     with device(monkeypatch, has_triton), engine_on_cuda(model, hbm="auto", **ONE) as engine:
-        num_bytes = engine.loop.pool.num_blocks * engine.block_bytes
+        num_bytes = engine.loop.pool.num_blocks * engine.facts.block_bytes
         assert 0.25 * fake_cuda.FREE_BYTES < num_bytes < fake_cuda.FREE_BYTES
         assert (engine.loop.runner.graphs is not None) is has_triton
 

@@ -176,10 +176,11 @@ def test_a_second_owner_is_refused_with_the_first_ones_pid(model, store):
 
 
 def test_a_store_is_given_back_when_the_engine_cannot_be_made(model, store, monkeypatch):
-    import kvstore.engine.engine
+    import kvstore.engine.local_core
 
     with monkeypatch.context() as patch:
-        patch.setattr(kvstore.engine.engine, "ModelRunner", lambda *_: (_ for _ in ()).throw(MemoryError("injected")))
+        fails = lambda *_: (_ for _ in ()).throw(MemoryError("injected"))  # noqa: E731
+        patch.setattr(kvstore.engine.local_core, "ModelRunner", fails)
         with pytest.raises(MemoryError):
             open_engine(model, store)
     with open_engine(model, store) as opened:

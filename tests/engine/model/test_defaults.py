@@ -3,15 +3,15 @@
 import io
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from kvstore import Engine, SamplingParams
 from kvstore.engine.model.loading import load
-from kvstore.engine.process.remote import RemoteEngine
-from kvstore.engine.process.wire import decode_announcement, encode
+from kvstore.engine.process.wire import Hello, decode_announcement, encode
+from kvstore.engine.remote_engine import RemoteEngine
 from kvstore.service.command.terminal import run_chat
 from kvstore.service.settings.chat_options import ChatOptions
 from tests.support.engines import save_model
@@ -88,10 +88,10 @@ def test_every_route_answers_with_every_familys_defaults(model, engine_process):
     ship(model, "Qwen2.5")
     kind = RemoteEngine if engine_process else Engine
     with serving(engine_factory=lambda: kind(model, {"hbm": "4MiB"}, device="cpu")) as server:
-        assert kinds(server.engine.sampling_defaults) == kinds(EXPECTED["Qwen2.5"])  # as they really came
+        assert kinds(server.engine.facts.sampling_defaults) == kinds(EXPECTED["Qwen2.5"])  # as they really came
         for family in SHIPPED:
             become(server, ship(model, family))
-            assert kinds(server.engine.sampling_defaults) == kinds(EXPECTED[family])
+            assert kinds(server.engine.facts.sampling_defaults) == kinds(EXPECTED[family])
             for path, body in BODIES.items():
                 reply = server.post(path, body)
                 assert reply.status == 200, (family, path, reply.body)
@@ -100,11 +100,8 @@ def test_every_route_answers_with_every_familys_defaults(model, engine_process):
 
 def become(server: Serving, defaults: dict[str, float]) -> None:
     """The engine's process is started for one family only: what it would say for another goes the same way."""
-    if isinstance(server.engine, Engine):
-        server.engine.sampling_defaults = defaults
-        return
-    hello = msgspec.structs.replace(server.engine._link.hello, sampling_defaults=defaults)
-    server.engine._link.hello = decode_announcement(encode(hello))
+    facts = replace(server.engine.facts, sampling_defaults=defaults)
+    server.engine.facts = decode_announcement(encode(Hello(facts))).facts
 
 
 def test_the_terminal_answers_beside_the_defaults_of_qwen(model, monkeypatch, capsys):

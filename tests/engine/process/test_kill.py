@@ -6,18 +6,18 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 
 from kvstore import AsyncEngine, CacheTiers, Engine, SamplingParams
+from kvstore.admin.control import ask
+from kvstore.disk import directory as directory_module
+from kvstore.disk.directory import StoreDirectory, read_lock_info
 from kvstore.engine.lifetime import open_waiting_for_lock
-from kvstore.engine.process.life import socket_folder
-from kvstore.engine.process.remote import RemoteEngine
-from kvstore.engine.process.wire_calls import MAX_CALLS
-from kvstore.errors import EngineDiedError, StoreLockedError
+from kvstore.engine.remote_engine import RemoteEngine
+from kvstore.errors import EngineDiedError, StoreError, StoreLockedError
 from kvstore.sessions.record import SessionKey
 from tests.support.waiting import wait_in_loop, wait_until
 
@@ -58,9 +58,7 @@ async def killed_in_the_middle(engine: RemoteEngine, front: AsyncEngine) -> list
     await first.wait()
     os.kill(engine.pid, signal.SIGSTOP)
     tasks.append(asyncio.create_task(front.call(engine.flush)))  # a call on its way, as a commit could be
-    calls = engine._link._life._calls
-    while calls.qsize() == MAX_CALLS:
-        await asyncio.sleep(0.001)
+    await wait_in_loop(lambda: engine._link._life._calls)
     os.kill(engine.pid, signal.SIGKILL)
     return await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -71,7 +69,7 @@ def test_a_process_that_cannot_be_understood_is_ended_and_started_again(model, t
         def fails(message):
             raise ValueError("no such message")
 
-        monkeypatch.setattr("kvstore.engine.process.life.decode_updates", fails)
+        monkeypatch.setattr("kvstore.engine.process.life.decode_outbound", fails)
         handle = engine.submit(PROMPT, TEN)
         with pytest.raises(EngineDiedError):
             list(engine.stream(handle))
@@ -112,11 +110,11 @@ def test_a_killed_process_is_started_again_as_often_as_it_may(model, tmp_path, c
         errors = await killed_in_the_middle(engine, front)
         assert [type(error) for error in errors] == [EngineDiedError] * 10
         assert engine.state == "failed" and engine.closed and engine.pid is None
-        for wanted in (engine.stats, engine.check_open, lambda: engine.chat("talk"), lambda: engine.root("other")):
+        for wanted in (engine.stats, engine.flush, lambda: engine.chat("talk"), lambda: engine.root("other")):
             with pytest.raises(EngineDiedError, match="stays down"):
                 wanted()
         await front.close()
-        assert engine.state == "failed" and not engine._link._folder.path.exists()
+        assert engine.state == "failed"
 
     asyncio.run(asyncio.wait_for(scenario(), 300))
     following = ("is started again in 0 s, 1 of 2 an hour", "is started again in 1 s, 2 of 2", "is not started again")
@@ -165,35 +163,74 @@ def test_who_streams_in_the_loop_hears_of_the_end_and_of_the_next_process(model,
     assert engine.state == "closed" and engine.pid is None
 
 
-def test_a_killed_parent_takes_the_process_with_it(model, tmp_path, monkeypatch):
-    """Its folder for sockets may stay, and goes with the next start."""
-    path, places = tmp_path / "store", Path(tempfile.mkdtemp())  # short: sockets in a long path would go elsewhere
-    monkeypatch.setenv("TMPDIR", str(places))
-    monkeypatch.setattr("tempfile.tempdir", None)
+def test_a_killed_parent_takes_the_process_with_it(model, tmp_path):
+    """The store is locked until both have ended."""
+    path = tmp_path / "store"
     command = [sys.executable, str(HERE / "children/remote_child.py"), model, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE.parent) as parent:
         assert parent.stdout is not None
         core = int(parent.stdout.readline())
         acknowledged = [int(parent.stdout.readline()) for _ in range(3)]
-        assert is_running(core)
+        assert is_running(core) and read_lock_info(path).pid == parent.pid
         parent.kill()
         acknowledged += [int(line) for line in parent.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
         parent.wait()
         wait_until(lambda: not is_running(core), "the end of the engine's process")
-
-    def is_left_after_a_start() -> bool:
-        folder = socket_folder()
-        left = [place for place in places.iterdir() if place != folder.path]
-        folder.remove()
-        return bool(left)
-
-    # A process that has ended holds its locks until the last of its threads is gone.
-    wait_until(lambda: not is_left_after_a_start(), "the end of the folders for sockets")
+    assert read_lock_info(path) is None
     with Engine(model, tiers(path), device="cpu") as engine:
         state = engine.sessions.load(SessionKey("", "killed"))
         assert state.turn >= acknowledged[-1] == len(acknowledged)
         assert engine.chat("killed").send("go on", TEN).usage.prompt_tokens > 0
-    places.rmdir()
+
+
+def test_nobody_gets_the_store_while_one_of_the_two_lives(model, tmp_path):
+    """Neither while the engine's process is started again, nor while it outlives a front that gave its locks up."""
+    path = tmp_path / "store"
+    with RemoteEngine(model, tiers(path), device="cpu") as engine:
+        engine.chat("kept").send("Hello", TEN)
+        killed = engine.pid
+        os.kill(killed, signal.SIGKILL)
+        while engine.pid in (killed, None):
+            with pytest.raises(StoreLockedError):
+                StoreDirectory.open(path)
+            assert engine.sessions.head(SessionKey("", "kept")).num_turns == 1  # it can be read meanwhile
+        assert engine.chat("kept").num_turns == 1
+        stopped = engine.pid
+        os.kill(stopped, signal.SIGSTOP)
+        for part in (engine.sessions, engine.answers):
+            part.close()
+        for directory in [one for one in list(directory_module._directories) if one.path == path]:
+            directory.close()
+        with pytest.raises(StoreLockedError):
+            StoreDirectory.open(path)
+        os.kill(stopped, signal.SIGCONT)
+    StoreDirectory.open(path).close()
+
+
+def test_the_owners_socket_is_answered_by_the_front(model, tmp_path):
+    path = tmp_path / "store"
+    with RemoteEngine(model, tiers(path), device="cpu") as engine:
+        chat = engine.chat("asked")
+        chat.send("Hello, this is long enough to fill a block of tokens, and then another one.", TEN)
+        engine.flush()
+        assert ask(path, "stats", {}, 60)["process"]["pid"] == engine.pid
+        assert ask(path, "evict", {"all": True}, 60)["tiers"]["disk"]["blocks"] > 0
+        assert ask(path, "verify", {}, 60)["sessions"]["problems"] == []
+        found = ask(path, "sessions.delete", {"session": {"session_id": "asked"}}, 60)
+        assert found["deleted"] and chat.deleted and engine.chat("asked").num_turns == 0
+
+
+def test_files_that_are_removed_under_a_front_are_told(model, tmp_path, caplog):
+    path = tmp_path / "store"
+    with RemoteEngine(model, tiers(path), device="cpu") as engine:
+        engine.chat("lost").send("Hello", TEN)
+        (path / "sessions" / "data.mdb").unlink()
+        wait_until(lambda: "sessions/data.mdb was removed" in caplog.text, "the loss to be told")
+        with pytest.raises(StoreError, match="was removed"):
+            engine.chat("lost").send("Again", TEN)
+        (path / "lock").unlink()
+        wait_until(lambda: "lock was removed" in caplog.text, "the other loss to be told")
+        wait_until(lambda: engine.stats()["lost"] is not None, "the core to see it")
 
 
 def test_a_new_process_waits_for_a_lock_that_is_given_up(model, tmp_path):

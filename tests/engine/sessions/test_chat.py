@@ -1,5 +1,7 @@
 """Conversations: exact ids from turn to turn, truncation at turn boundaries, streams that are left early."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvstore import Engine, SamplingParams
@@ -145,7 +147,7 @@ def test_a_template_that_rewrites_history_falls_back_to_rendering_all(engine):
         messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
         assert template.next_ids([1, 2, 3], messages, "hello") is None
         chat = engine.chat("eleven")
-        chat._template = template
+        chat._means = replace(chat._means, template=template)
         chat.send("Hello there", PARAMS)
         out = chat.send("And again", PARAMS)
         assert tokenizer.decode(out.prompt_token_ids).startswith("<|user|> Hel<|end|><|assistant|> ")
@@ -202,7 +204,7 @@ def test_a_turn_that_is_ended_before_its_first_token_is_not_the_one_before(engin
     chat = engine.chat("thirteen")
     first = chat.send("Hi", PARAMS)
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "submit", ended_at_once(engine))
+        patch.setattr(engine.core, "submit_all", ended_at_once(engine))
         list(chat.stream("Hello again", PARAMS))
     assert chat.last is not first and chat.last.finish_reason == "abort" and len(chat.messages) == 2
     assert chat.send("And now?", PARAMS).finish_reason == "length"

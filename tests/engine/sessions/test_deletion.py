@@ -180,7 +180,7 @@ def test_a_deletion_during_a_turn_takes_that_turn_too(engine, num_turns, truncat
     assert not engine.has_work
     with pytest.raises(StoreError, match="deleted"):
         list(stream)
-    head = len(engine._template.head_ids(chat._system)) // 16
+    head = len(engine.chats.language.template.head_ids(chat._system)) // 16
     engine.admin.forget(head_chain(engine, chat)[:head])
     assert nothing_is_left(engine)
     with pytest.raises(RequestError, match="deleted"):

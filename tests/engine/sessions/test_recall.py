@@ -38,6 +38,11 @@ def stored(model, tmp_path):
         engine.check_integrity()
 
 
+def rendered(engine, messages):
+    """The ids that the template makes of a whole history."""
+    return engine.chats.language.template.prompt_ids(messages)
+
+
 def text_of(engine: Engine, token_ids) -> str:
     """Without control tokens: an answer may hold some that its text does not show."""
     return engine.tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -95,7 +100,7 @@ def params_of(random_: random.Random, free: str) -> SamplingParams:
 @pytest.mark.parametrize("system", ["", "Be brief.", "Never say <|end|>, äh."])
 def test_the_ids_of_a_session_that_had_the_same_conversation(builtin, system):
     random_ = random.Random(f"ids {system}")
-    template, num_odd = builtin._template, 0
+    template, num_odd = builtin.chats.language.template, 0
     for number in range(6):
         tenant = f"t{number}{system}"
         recall, chat = Recall(builtin), builtin.chat(f"chat-{number}", tenant, system=system or None)
@@ -142,7 +147,7 @@ def test_an_answer_is_known_by_its_text_when_what_was_before_it_changed(builtin)
             for out in outs[1:]:
                 said = "".join(chr(i) for i in out.token_ids)
                 assert said in "".join(chr(i) for i in prompt)
-            plain = builtin._template.prompt_ids(messages)
+            plain = rendered(builtin, messages)
             assert text_of(builtin, prompt) == text_of(builtin, plain)
             num_odd += prompt != plain
     assert num_odd > 3
@@ -158,7 +163,7 @@ def test_what_an_answers_text_does_not_show_stays_in_its_conversation(builtin):
         known = one.next_turn("seen", "", [*client.messages, user("x")], params).prompt
         assert known[: len(out.prompt_token_ids) + 7] == out.prompt_token_ids + out.token_ids
         messages = [user("Something else"), client.messages[1], user("x")]
-        assert one.next_turn("seen", "", messages, params).prompt == builtin._template.prompt_ids(messages)
+        assert one.next_turn("seen", "", messages, params).prompt == rendered(builtin, messages)
 
 
 def test_a_history_that_nobody_knows_is_what_the_template_makes_of_it(builtin):
@@ -169,7 +174,7 @@ def test_a_history_that_nobody_knows_is_what_the_template_makes_of_it(builtin):
         [assistant("b"), user("c")],
     ):  # fmt: skip
         turn = recall.next_turn("nobody", "", messages, greedy(4))
-        assert turn.prompt == builtin._template.prompt_ids(messages)
+        assert turn.prompt == rendered(builtin, messages)
     with pytest.raises(RequestError, match="messages is empty"):
         recall.next_turn("nobody", "", [], greedy(4))
     with pytest.raises(RequestError, match="truncation_reuse"):
@@ -192,11 +197,11 @@ def test_a_sessions_turns_are_known_until_it_is_deleted(builtin):
     assert recall.forget_session("other", "noted")
     assert recall.next_turn("own", "", messages, greedy(4)).prompt[: len(known)] == known
     assert recall.forget_session("own", "noted")
-    assert recall.next_turn("own", "", messages, greedy(4)).prompt == builtin._template.prompt_ids(messages)
+    assert recall.next_turn("own", "", messages, greedy(4)).prompt == rendered(builtin, messages)
 
 
 def test_an_answer_that_ends_with_a_space_keeps_its_ids_in_a_session_too(builtin):
-    template = builtin._template
+    template = builtin.chats.language.template
     messages = [user("hi"), assistant(" so ")]
     ids = [*template.prompt_ids(messages[:1]), 50, 51]
     following = template.next_ids(ids, messages, "ok")
@@ -266,7 +271,7 @@ def test_the_next_request_computes_only_what_is_new(builtin):
         other.messages = list(client.messages)
         out = other.send("And now?", params)
         assert out.usage.cached_tokens == 0 and out.prompt_token_ids[: len(known)] != known
-        assert out.prompt_token_ids == builtin._template.prompt_ids(other.messages[:-1])
+        assert out.prompt_token_ids == builtin.chats.language.template.prompt_ids(other.messages[:-1])
     salted = again.send("More?", params)
     assert salted.usage.cached_tokens >= (len(out.prompt_token_ids) - 1) // 16 * 16
 
@@ -302,7 +307,7 @@ def test_a_client_that_drops_its_oldest_turns_gets_a_splice(stored, system):
         out = client.send("What did I say first?", greedy(20))
         assert client.turn.lineage.splice_index is not None and client.lineage == client.turn.lineage
         assert out.usage.cached_tokens_details.reencoded > 0
-        plain = stored._template.prompt_ids(client.messages[:-1])
+        plain = rendered(stored, client.messages[:-1])
         assert text_of(stored, out.prompt_token_ids) == text_of(stored, plain)
         settle(stored)
         following = client.send("And then?", greedy(20))
@@ -339,8 +344,8 @@ def test_only_whole_turns_of_an_own_conversation_are_spliced(stored):
     assert client.recall.next_turn("", "", messages, greedy(2000), "reencode").lineage.splice_index is None
     assert client.recall.next_turn("", "", messages, greedy(4), "reencode").lineage.splice_index is not None
     # Another conversation began with the first of the kept turns: what is longer is still the better source.
-    said = Choice(kept[1]["content"], stored._template.encode_answer(kept[1]["content"]), "length")
-    prompt = stored._template.prompt_ids([*system, kept[0]])
+    said = Choice(kept[1]["content"], stored.chats.language.template.encode_answer(kept[1]["content"]), "length")
+    prompt = rendered(stored, [*system, kept[0]])
     usage = Usage(len(prompt), len(said.token_ids), CachedTokensDetails())
     client.recall.note("", "", [*system, kept[0]], RequestOutput("other", prompt, [said], usage, None))
     assert client.recall.next_turn("", "", messages, greedy(4), "reencode").lineage.splice_index is not None
@@ -348,7 +353,7 @@ def test_only_whole_turns_of_an_own_conversation_are_spliced(stored):
 
 def test_whatever_a_client_does_the_model_reads_what_the_template_says(stored):
     """Drops, edits, goes back, repeats, changes its mind on reuse; the service forgets. Nobody else's KV is used."""
-    template, bias = stored._template, no_controls(stored)
+    template, bias = stored.chats.language.template, no_controls(stored)
     num_spliced = num_odd = 0
     for seed in range(4):
         random_, recall = random.Random(seed), Recall(stored)
@@ -459,7 +464,7 @@ def test_digests_tell_owners_and_messages_apart():
 
 def test_many_clients_at_a_time(builtin):
     recall, wrong = Recall(builtin, max_tokens=1500), []
-    template = builtin._template
+    template = builtin.chats.language.template
     out = Client(builtin, recall, tenant="thread").send("Hello", SamplingParams(max_tokens=8, temperature=1.2, seed=4))
 
     def work(number: int) -> None:

@@ -142,7 +142,7 @@ def of_length(engine: Engine, system: str | None, length: int) -> str:
     text = "a"
     while True:
         head = [] if system is None else [{"role": "system", "content": system}]
-        size = len(engine._template.prompt_ids([*head, {"role": "user", "content": text}]))
+        size = len(engine.chats.language.template.prompt_ids([*head, {"role": "user", "content": text}]))
         if size == length:
             return text
         assert size < length
@@ -152,7 +152,7 @@ def of_length(engine: Engine, system: str | None, length: int) -> str:
 @pytest.mark.parametrize("system", [None, SYSTEM], ids=["no system prompt", "system prompt"])
 @pytest.mark.parametrize("truncation", ["auto", "disabled"])
 def test_a_first_turn_may_fill_the_window_to_its_last_token(engine, system, truncation):
-    window = engine.max_request_tokens
+    window = engine.facts.max_request_tokens
     for number, (size, max_tokens) in enumerate([(window - 1, None), (window - 20, None), (window - 10, 10)]):
         chat = engine.chat(f"fits-{number}", system=system, truncation=truncation)
         out = chat.send(of_length(engine, system, size), greedy(max_tokens))
@@ -162,7 +162,7 @@ def test_a_first_turn_may_fill_the_window_to_its_last_token(engine, system, trun
         again = chat.send if truncation == "auto" else None
         if again is not None:
             out = again("Hi", greedy(4))
-            first = engine._template.prompt_ids([*chat._system, {"role": "user", "content": "Hi"}])
+            first = engine.chats.language.template.prompt_ids([*chat._system, {"role": "user", "content": "Hi"}])
             assert out.prompt_token_ids == first and chat._window.num_dropped == 2
     for number, (size, max_tokens) in enumerate([(window, None), (window + 30, None), (window - 9, 10), (20, window)]):
         chat = engine.chat(f"does-not-{number}", system=system, truncation=truncation)
@@ -197,7 +197,7 @@ def test_a_truncating_turn_that_is_not_stored_leaves_no_reused_kv(engine, monkey
         if end == "step fails":
             patch.setattr(engine.loop.runner, "launch", lambda _: (_ for _ in ()).throw(RuntimeError("injected")))
         if end == "no token":
-            patch.setattr(engine, "submit", ended_at_once(engine))
+            patch.setattr(engine.core, "submit_all", ended_at_once(engine))
         if end == "no token":
             list(stream)
         else:

@@ -380,7 +380,7 @@ def test_the_reader_may_go_away():
     assert done.stderr == "" and done.stdout.strip() in ("0", "1")
 
 
-HEAVY = ("torch", "transformers", "numpy", "aiohttp", "zmq", "prometheus_client", "jinja2")
+HEAVY = ("torch", "transformers", "numpy", "aiohttp", "prometheus_client", "jinja2")
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,9 @@ def open_with(model, monkeypatch):
             return ModelRunner(model, config, num_blocks, connector, capturer)
 
         with monkeypatch.context() as patch:
-            patch.setattr("kvstore.engine.engine.ModelRunner", runner)
+            patch.setattr("kvstore.engine.local_core.ModelRunner", runner)
             if late is not None:
-                patch.setattr("kvstore.engine.engine.open_store", lambda *arguments: late(open_store(*arguments)))
+                patch.setattr("kvstore.engine.local_core.open_store", lambda *arguments: late(open_store(*arguments)))
             engine = by_hand(open_engine(model, path, **options))
         assert capturer is None or engine.loop.runner.graphs is not None
         if capturer is not None:

@@ -256,9 +256,9 @@ def test_stop_keeps_what_was_said(server):
 
 def test_a_stop_that_comes_before_the_turn_has_begun_counts(server, monkeypatch):
     key = SessionKey("alice", chat(server, "Hello")["session_id"])
-    turns, may, submit = server.context.turns, threading.Event(), server.engine.submit
+    turns, may, submit = server.context.turns, threading.Event(), server.engine.core.submit_all
     with ThreadPoolExecutor(1) as pool, monkeypatch.context() as patch:
-        patch.setattr(server.engine, "submit", lambda *args, **named: may.wait(30) and submit(*args, **named))
+        patch.setattr(server.engine.core, "submit_all", lambda *args, **named: may.wait(30) and submit(*args, **named))
         answer = pool.submit(server.post, "/chat", {"session_id": key.session_id, "message": "Count.", **LONG})
         server.wait_until(lambda: turns.running_on(key) is not None, "it has its session")
         assert turns.running_on(key).answer is None

@@ -1,21 +1,16 @@
-"""The library's blocking verbs, the same for an engine in this process and for one in a process of its own.
-
-Knows an engine by what it takes to queue requests and to abort them; another thread steps it.
-"""
+"""The library's blocking verbs over a core, which another thread steps."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from kvstore.engine.core.output_processor import Handle
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.sessions.core import Core
 from kvstore.engine.text.prompts import checked_prompts, prompt_ids
-
-if TYPE_CHECKING:
-    from kvstore.engine.engine import Engine
 
 
 class Bell:
@@ -37,7 +32,8 @@ class Bell:
 
 
 def generate(
-    engine: Engine,
+    core: Core,
+    tokenizer: Any,
     prompts: Sequence[str | Sequence[int]] | str,
     params: SamplingParams | Sequence[SamplingParams] | None,
     tenant: str,
@@ -46,20 +42,20 @@ def generate(
 ) -> list[RequestOutput]:
     """See `Engine.generate`."""
     texts, each = checked_prompts(prompts, params)
-    ids = [prompt_ids(prompt, engine.tokenizer, engine.vocab_size) for prompt in texts]
+    ids = [prompt_ids(prompt, tokenizer, core.facts.vocab_size) for prompt in texts]
     bell = Bell(only_ends=True)
-    handles = engine.submit_all(list(zip(ids, each, strict=True)), tenant, cache_salt, priority, listener=bell)
+    handles = core.submit_all(list(zip(ids, each, strict=True)), tenant, cache_salt, priority, listener=bell)
     try:
         for handle in handles:
             bell.wait(lambda: handle.done)  # noqa: B023 (it is asked here only)
             handle.raise_error()
     finally:
         for handle in handles:
-            engine.abort(handle)
+            core.abort(handle)
     return [handle.output for handle in handles]
 
 
-def stream(engine: Engine, handle: Handle) -> Iterator[Piece]:
+def stream(core: Core, handle: Handle) -> Iterator[Piece]:
     """See `Engine.stream`."""
     bell = handle.listener
     assert isinstance(bell, Bell), "somebody else listens to this request"
@@ -71,4 +67,4 @@ def stream(engine: Engine, handle: Handle) -> Iterator[Piece]:
                 bell.wait(lambda: handle.done or handle.pieces)
         handle.raise_error()
     finally:
-        engine.abort(handle)
+        core.abort(handle)

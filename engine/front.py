@@ -1,0 +1,182 @@
+"""What a program sees of an engine: prompts, conversations and their administration, over a core that computes.
+
+Loads no torch. Sessions and answers are here, whatever process the core is in.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, Self
+
+from kvstore.admin.control import ControlServer
+from kvstore.blocks.ids import BlockId, Lineage
+from kvstore.disk.directory import StoreDirectory
+from kvstore.engine.admin import Admin, weak_handler
+from kvstore.engine.core.output_processor import Handle, Listener
+from kvstore.engine.lifetime import Closing
+from kvstore.engine.model.files import why_no_chat
+from kvstore.engine.outputs import Piece, RequestOutput
+from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.sessions.blocking import generate, stream
+from kvstore.engine.sessions.chat import ChatSession
+from kvstore.engine.sessions.chats import Chats, Language
+from kvstore.engine.sessions.core import Core
+from kvstore.engine.text.chat_template import ChatTemplate
+from kvstore.sessions.answers import open_answers
+from kvstore.sessions.record import SessionKey
+from kvstore.sessions.store import open_sessions
+
+
+class Front:
+    """Made by `Engine` and `RemoteEngine`. A context manager.
+
+    core: what computes. facts: what is known of it. tokenizer: None where the model has none. chats, sessions, answers:
+    conversations and what is recognised of them. admin: evicts, verifies, compacts, lists and deletes sessions.
+    """
+
+    def __init__(self, core: Core, tokenizer: Any, directory: StoreDirectory | None, opened: ExitStack) -> None:
+        """opened: what is to be closed with it, with the core. directory: the store that this process owns."""
+        self.core = core
+        self.facts = core.facts
+        self.tokenizer = tokenizer
+        template = ChatTemplate.of(tokenizer)
+        why_not = why_no_chat(core.facts.model_name, tokenizer is not None)
+        self.sessions = open_sessions(directory)
+        opened.callback(self.sessions.close)
+        self.answers = open_answers(directory)
+        opened.callback(self.answers.close)
+        opened.callback(core.close)  # first, so that what it ends can still be stored
+        self.chats = Chats(core, Language(tokenizer, template, why_not), self.sessions)
+        self.admin = Admin(self.chats, self.answers)
+        self.admin.resume()
+        if directory is not None:
+            opened.callback(ControlServer(directory, weak_handler(self.admin)).close)
+        self._closing = Closing(opened.pop_all())
+        # Also when nobody has it any more or the interpreter exits; whoever has a session has its engine.
+        self._finalizer = weakref.finalize(self.chats, self._closing.close_dropped)
+
+    # -- what is known of the core -----------------------------------------------------------------------------------
+    @property
+    def model_name(self) -> str:
+        return self.facts.model_name
+
+    @property
+    def max_model_len(self) -> int:
+        """The window."""
+        return self.facts.max_model_len
+
+    @property
+    def block_size(self) -> int:
+        return self.facts.block_size
+
+    @property
+    def has_work(self) -> bool:
+        """Something runs or waits."""
+        return self.core.has_work
+
+    @property
+    def closed(self) -> bool:
+        """It takes no requests any more."""
+        return self._closing.closed or self.core.closed
+
+    # -- the library's interface -------------------------------------------------------------------------------------
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]] | str,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        tenant: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> list[RequestOutput]:
+        """Answer each prompt, a text or token ids. All run together; one output per prompt, in order.
+
+        params: one for all, or one each. tenant and cache_salt: prompts of another tenant or salt share no KV.
+        Raises RequestError or ContextLengthError before anything runs when one of them is wrong.
+        """
+        return generate(self.core, self.tokenizer, prompts, params, tenant, cache_salt, priority)
+
+    def chat(
+        self,
+        session_id: str,
+        tenant: str = "",
+        system: str | None = None,
+        truncation: str | None = None,
+        truncation_reuse: str | None = None,
+        is_new: bool = False,
+    ) -> ChatSession:
+        """The session of this id, created when unknown, else resumed. system: its system prompt, for a new one only.
+
+        While somebody holds the object of a session, all who ask for it get the same one; after a restart of the
+        engine's own process, ask for it again.
+        truncation: "auto" drops the oldest turns when the window is full, "disabled" raises ContextLengthError instead.
+        truncation_reuse: "reencode" keeps the KV of what is kept, "exact" computes it again. None leaves both as they
+        are: "auto" and "reencode" for a new object; they are not stored with the session.
+        is_new: nobody has used this id so far, so it is not looked for in the store.
+        Raises RequestError for a bad id or a model without a chat template, StoreError when it cannot be read.
+        """
+        key = SessionKey(tenant, session_id)
+        self.chats.check(key, system, truncation, truncation_reuse)
+        if not is_new:
+            self.admin.expire(key)
+        return self.chats.open(key, system, truncation, truncation_reuse, is_new)
+
+    def prefetch(self, session_id: str, tenant: str = "") -> None:
+        """A hint that this session's person is typing. Raises RequestError when there is no such session."""
+        self.chats.prefetch(session_id, tenant)
+
+    def flush(self) -> None:
+        """Returns when every finished block is synced on disk; at once without a disk tier.
+
+        Raises DegradedError when the disk cannot write.
+        """
+        self.core.flush()
+
+    def stats(self) -> dict[str, object]:
+        """Counters and gauges as a plain dict; step times are running totals in seconds."""
+        return self.admin.stats()
+
+    def close(self) -> None:
+        """End running requests as aborted and close the store. Does nothing in a forked child."""
+        self._closing.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+    def submit(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        tenant: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        spliced: tuple[Sequence[BlockId], Lineage] | None = None,
+        listener: Listener | None = None,
+    ) -> Handle:
+        """Queue one prompt of token ids; never waits. Raises as `generate`.
+
+        spliced: the chain of its first blocks, where these hold reused KV, and that chain's lineage.
+        listener: is told of what it says; without one, `stream` hands that out.
+        Raises EngineOverloadedError where the engine's own process has too many, and EngineDiedError without one.
+        """
+        return self.core.submit_all([(token_ids, params)], tenant, cache_salt, priority, spliced, listener)[0]
+
+    def stream(self, handle: Handle) -> Iterator[Piece]:
+        """Pieces of a submitted request as they come; leaving the loop early aborts it."""
+        yield from stream(self.core, handle)
+
+    def abort(self, handle: Handle, index: int | None = None, reason: str = "abort") -> None:
+        """End a request, or only choice `index` of it; its blocks have been given back on return.
+
+        reason: "stop" where the caller has found its end. Does nothing when it is done, or when the engine is closed.
+        """
+        self.core.abort(handle, index, reason)
+
+    def root(self, tenant: str) -> BlockId:
+        """Root of this tenant's chains."""
+        return self.core.root(tenant)

@@ -1,0 +1,137 @@
+"""What conversations need of whatever computes: token ids and KV, in this process or in another one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstore.blocks.ids import BlockId, Lineage
+from kvstore.blocks.records import Evict, Evicted
+from kvstore.engine.core.output_processor import Handle, Listener
+from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.text.prompts import check_fits, check_ids, check_ids_of, check_params
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a core once it is open.
+
+    max_model_len: the window. max_request_tokens: prompt and answer of one request together: the window, or the HBM
+    pool where that is smaller. vocab_size: of the model; a tokenizer's may be smaller. fingerprint: names weights and
+    layout where KV outlives the process, else empty. sampling_defaults: what the model's authors recommend.
+    """
+
+    model_name: str
+    max_model_len: int
+    max_request_tokens: int
+    block_size: int
+    block_bytes: int
+    vocab_size: int
+    fingerprint: bytes
+    sampling_defaults: dict[str, int | float]  # a float alone would make one of top_k
+
+
+def checked_request(token_ids: list[int], params: SamplingParams, facts: Facts) -> int:
+    """How many tokens may answer it. Raises RequestError, ContextLengthError where it cannot fit."""
+    check_params(params)
+    check_ids(token_ids, facts.vocab_size)
+    check_ids_of(params, facts.vocab_size)
+    return check_fits(len(token_ids), params, facts.max_model_len, facts.max_request_tokens)
+
+
+class Core(Protocol):
+    """Scheduler, model and tiers. Any thread may call it.
+
+    life: changes when what it was told in passing (pins, times to live, roots) is lost. has_work: something runs.
+    """
+
+    @property
+    def facts(self) -> Facts: ...
+
+    @property
+    def life(self) -> int: ...
+
+    @property
+    def closed(self) -> bool: ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def check_open(self) -> None:
+        """Raises EngineClosedError, or EngineDiedError where its process has ended."""
+        ...
+
+    def submit_all(
+        self,
+        prompts: Sequence[tuple[list[int], SamplingParams]],
+        tenant: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        spliced: tuple[Sequence[BlockId], Lineage] | None = None,
+        listener: Listener | None = None,
+    ) -> list[Handle]:
+        """See `Engine.submit`, for prompts that share a step if there is room. None is queued when one is wrong."""
+        ...
+
+    def abort(self, handle: Handle, index: int | None = None, reason: str = "abort") -> None:
+        """See `Engine.abort`."""
+        ...
+
+    def root(self, tenant: str) -> BlockId:
+        """Root of this tenant's chains."""
+        ...
+
+    def splice(
+        self,
+        chain: Sequence[BlockId],
+        token_ids: Sequence[int],
+        lineage: Lineage,
+        spans: Sequence[tuple[int, int]],
+        tenant: str,
+    ) -> tuple[list[BlockId], Lineage] | None:
+        """A chain out of spans [begin, end) of tokens of this one, its KV reused; None where that is not stored."""
+        ...
+
+    def prefetch(self, chain: Sequence[BlockId], token_ids: Sequence[int], lineage: Lineage, tenant: str) -> None:
+        """Somebody is likely to ask for this chain soon."""
+        ...
+
+    def pin(self, chain: Sequence[BlockId], seconds: float) -> None:
+        """For so long the KV of this chain stays longer than that of others."""
+        ...
+
+    def expire(self, chain: Sequence[BlockId], at_s: float | None) -> None:
+        """From this time on (seconds since the epoch) the KV of this chain goes before that of others.
+
+        A hint: nothing is raised where there is nobody to take it.
+        """
+        ...
+
+    def forget(self, block_ids: Sequence[BlockId], timeout_s: float) -> bool:
+        """Take KV that belongs to nobody any more from all tiers; True when it is gone from disk within the timeout."""
+        ...
+
+    def evict(self, what: Evict) -> dict[str, Evicted]:
+        """Give up KV that matches, in HBM, CPU, disk and what waits to be written; blocks in use stay. Per tier."""
+        ...
+
+    def verify(self, delete: bool) -> dict[str, object]:
+        """Check every stored block; delete: take out what is damaged."""
+        ...
+
+    def compact(self) -> dict[str, object]:
+        """Rewrite the file of blocks without what was deleted."""
+        ...
+
+    def flush(self) -> None:
+        """See `Engine.flush`."""
+        ...
+
+    def stats(self) -> dict[str, object]:
+        """Counters and gauges, but for sessions."""
+        ...
+
+    def close(self) -> None:
+        """End running requests as aborted, and give back its share of the store."""
+        ...
