@@ -112,20 +112,9 @@ class StoreEnvironment:
         """Only while no transaction is open."""
         self._env.set_mapsize(map_bytes)
 
-    def sync(self, force: bool = True) -> None:
+    def sync(self) -> None:
         """All that was committed is durable afterwards."""
-        self._env.sync(force)
-
-    def reader_check(self) -> int:
-        """Clear the slots of readers that died; returns how many."""
-        return self._env.reader_check()
-
-    def copy(self, path: str, compact: bool = True) -> None:
-        """Into `path`, an empty directory; without free pages."""
-        self._env.copy(path, compact=compact)
-
-    def path(self) -> str:
-        return str(self.directory)
+        self._env.sync(True)
 
     def loss(self) -> str | None:
         """What of this environment is not where it was when it was opened; None: nothing, or it is closed."""

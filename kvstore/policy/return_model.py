@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -69,8 +69,7 @@ class ReturnModel:
     prior under which the order is that of LRU.
     """
 
-    def __init__(self, horizon_s: float | None = None) -> None:
-        self.horizon_s = horizon_s
+    def __init__(self) -> None:
         self._returns: Table = [[0.0] * NUM_BUCKETS for _ in range(NUM_CATEGORIES)]
         self._passes: Table = [[0.0] * NUM_BUCKETS for _ in range(NUM_CATEGORIES)]
         self._totals = [0.0] * NUM_CATEGORIES
@@ -112,19 +111,18 @@ class ReturnModel:
             for table in (self._returns, self._passes):
                 table[category] = [count / 2 for count in table[category]]
 
-    def ranks(self, horizon_s: float | None = None) -> Table:
+    def ranks(self) -> Table:
         """What a conversation of this category is worth at the middle of each bucket; [category][bucket].
 
-        With a horizon, P(return within it). Without, the largest P(return within h) / E[time until return or h] over
-        all h: hits per block and second, as in LHD (Beckmann et al., NSDI 2018), which is the gap's Gittins index.
+        The largest P(return within h) / E[time until return or h] over all h: hits per block and second, as in LHD
+        (Beckmann et al., NSDI 2018), which is the gap's Gittins index.
         """
         hazards, rows = np.unique(self.hazards(), axis=0, return_inverse=True)  # most are equal
-        ranks = _density(hazards) if horizon_s is None else _within(hazards, horizon_s)
-        return cast(Table, ranks[rows].tolist())
+        return cast(Table, _density(hazards)[rows].tolist())
 
     def publish(self) -> None:
         """Make ranks of what was counted so far. Takes milliseconds, so not for every event."""
-        self.table = RankTable(self.table.version + 1, self.ranks(self.horizon_s))
+        self.table = RankTable(self.table.version + 1, self.ranks())
 
     def hazards(self) -> Array:
         """[category, bucket]; what counted nothing has the estimate of its group."""
@@ -143,9 +141,9 @@ class ReturnModel:
         }
 
     @classmethod
-    def from_dict(cls, state: object, horizon_s: float | None = None) -> ReturnModel:
+    def from_dict(cls, state: object) -> ReturnModel:
         """The model that `to_dict` describes. Raises ValueError for anything else."""
-        model = cls(horizon_s)
+        model = cls()
         if not isinstance(state, dict):
             raise ValueError(f"state of the model of returns: expected an object, got {type(state).__name__}")
         names = {str(category): category for category in range(NUM_CATEGORIES)}
@@ -178,22 +176,6 @@ def _shrunk(counts: Array, towards: Array) -> Array:
 def _survival(hazards: Array) -> Array:
     """P(away) at the start of each bucket, and at the end of the last."""
     return cast(Array, np.cumprod(np.insert(1 - hazards, 0, 1.0, axis=1), axis=1))
-
-
-def _alive_at(alive: Array, hazards: Array, ages_s: Sequence[float]) -> Array:
-    """P(away) at these ages. Hazard is even over time in the first bucket, and over its logarithm in the others."""
-    buckets = [bucket_of(age_s) for age_s in ages_s]
-    parts = [
-        2 * math.log2(age_s / LOWER_S[bucket]) if bucket else age_s / _FIRST_S
-        for age_s, bucket in zip(ages_s, buckets, strict=True)
-    ]
-    return cast(Array, alive[:, buckets] * (1 - hazards[:, buckets]) ** np.array(parts))
-
-
-def _within(hazards: Array, horizon_s: float) -> Array:
-    alive = _survival(hazards)
-    later_s = [age_s + horizon_s for age_s in _MIDDLE_S]
-    return 1 - _alive_at(alive, hazards, later_s) / _alive_at(alive, hazards, _MIDDLE_S)
 
 
 def _density(hazards: Array) -> Array:

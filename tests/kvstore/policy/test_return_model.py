@@ -83,11 +83,10 @@ def survival(model: ReturnModel, category: int) -> list[float]:
 
 
 def test_with_nothing_learned_it_is_lru():
-    for horizon_s in (None, 60.0, 3600.0):
-        rows = ReturnModel().ranks(horizon_s)
-        assert len(rows) == NUM_CATEGORIES
-        assert all(row == rows[0] for row in rows)
-        assert all(young > old > 0 for young, old in itertools.pairwise(rows[0])), horizon_s
+    rows = ReturnModel().ranks()
+    assert len(rows) == NUM_CATEGORIES
+    assert all(row == rows[0] for row in rows)
+    assert all(young > old > 0 for young, old in itertools.pairwise(rows[0]))
 
 
 def test_survival_begins_at_one_and_falls():
@@ -131,10 +130,10 @@ def test_ranks_know_a_hump():
             model.passed(8, bucket)
         if gap_s < math.inf:
             model.returned(8, gap_s)
-    for ranks in (model.ranks()[8], model.ranks(20.0)[8]):
-        just_left, minute, gone = ranks[bucket_of(1.0)], ranks[bucket_of(45.0)], ranks[bucket_of(600.0)]
-        assert minute > 1.3 * just_left
-        assert just_left > 5 * gone
+    ranks = model.ranks()[8]
+    just_left, minute, gone = ranks[bucket_of(1.0)], ranks[bucket_of(45.0)], ranks[bucket_of(600.0)]
+    assert minute > 1.3 * just_left
+    assert just_left > 5 * gone
 
 
 def test_the_index_is_the_best_ratio_over_all_horizons():
@@ -217,10 +216,6 @@ def test_published_ranks_are_new_objects():
     assert model.table.ranks != ranks
 
 
-def test_a_horizon_changes_what_is_published():
-    assert ReturnModel(60.0).table.ranks == ReturnModel().ranks(60.0)
-
-
 # -- persistence --
 def learned() -> ReturnModel:
     model = ReturnModel()
@@ -264,10 +259,10 @@ def test_extreme_state_gives_finite_ranks(which, num):
     counts = {"returns": [0] * NUM_BUCKETS, "passes": [0] * NUM_BUCKETS}
     counts[which] = [num] * NUM_BUCKETS
     model = ReturnModel.from_dict({str(c): dict(counts) for c in range(NUM_CATEGORIES)})
-    for rows in (model.ranks(), model.ranks(60.0)):
-        assert all(math.isfinite(rank) and rank >= 0 for row in rows for rank in row)
-    model.returned(0, 1.0)
-    assert 0 <= model.hazards().min() <= model.hazards().max() <= 1
+    rows = model.ranks()
+    assert all(math.isfinite(rank) and rank >= 0 for row in rows for rank in row)
+model.returned(0, 1.0)
+assert 0 <= model.hazards().min() <= model.hazards().max() <= 1
 
 
 # -- sorted entries --
