@@ -116,6 +116,126 @@ class TaskDone:
 Done = ReadDone | WriteDone | TaskDone
 
 
+class RankedReads:
+    """Reads and tasks that are queued: the smallest rank goes first, of the same rank who came first. One thread."""
+
+    def __init__(self) -> None:
+        self._order: list[tuple[Rank, int]] = []  # a heap; entries that are not in `_jobs` are void
+        self._jobs: dict[int, Read | Task] = {}  # by number
+        self._numbers: dict[int, int] = {}  # of the read into a slot
+        self._counter = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def add(self, job: Read | Task, rank: Rank) -> None:
+        number = next(self._counter)
+        self._jobs[number] = job
+        heapq.heappush(self._order, (rank, number))
+        if isinstance(job, Read):
+            self._numbers[job.slot] = number
+
+    def change_rank(self, slot: int, rank: Rank) -> None:
+        """A read that is not queued is ignored."""
+        if slot in self._numbers:
+            self.add(self._jobs.pop(self._numbers[slot]), rank)
+
+    def cancel(self, slot: int) -> bool:
+        """False when it is not queued."""
+        number = self._numbers.pop(slot, None)
+        return number is not None and self._jobs.pop(number) is not None
+
+    def first_rank(self) -> Rank | None:
+        """None: nothing is queued."""
+        while self._order and self._order[0][1] not in self._jobs:
+            heapq.heappop(self._order)
+        return self._order[0][0] if self._order else None
+
+    def pop(self) -> tuple[Rank, Read | Task]:
+        rank = self.first_rank()
+        assert rank is not None, "nothing is queued"
+        _, number = heapq.heappop(self._order)
+        job = self._jobs.pop(number)
+        if isinstance(job, Read):
+            del self._numbers[job.slot]
+        return rank, job
+
+    def clear(self) -> None:
+        self._order.clear()
+        self._jobs.clear()
+        self._numbers.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Of one transaction. touched: times of last use."""
+
+    writes: tuple[Write, ...]
+    deletes: tuple[BlockId, ...]
+    touched: dict[BlockId, float]
+
+
+class PendingWrites:
+    """What is to be written, deleted and touched. One thread. batch_bytes: of one transaction."""
+
+    def __init__(self, batch_bytes: int) -> None:
+        self._batch_bytes = batch_bytes
+        self._writes: deque[Write] = deque()
+        self._deletes: dict[BlockId, None] = {}
+        self._touched: dict[BlockId, float] = {}
+        self._touched_since = 0.0
+
+    def add(self, write: Write) -> None:
+        self._deletes.pop(write.record.block_id, None)  # it is overwritten
+        self._writes.append(write)
+
+    def delete(self, block_ids: Sequence[BlockId]) -> None:
+        self._deletes |= dict.fromkeys(block_ids)
+
+    def touch(self, touched: dict[BlockId, float], again: bool = False) -> None:
+        """again: they could not be written, and those that came meanwhile are later."""
+        if again or not self._touched:
+            self._touched_since = time.monotonic()
+        self._touched = touched | self._touched if again else self._touched | touched
+
+    def __len__(self) -> int:
+        """Writes."""
+        return len(self._writes)
+
+    def __bool__(self) -> bool:
+        return self.has_blocks or bool(self._touched)
+
+    @property
+    def has_blocks(self) -> bool:
+        """There is more than times of last use."""
+        return bool(self._writes or self._deletes)
+
+    def touched_wait_s(self, hurry: bool) -> float | None:
+        """How long times of last use may go on waiting for other work; None: there are none."""
+        if not self._touched:
+            return None
+        return 0.0 if hurry else max(0.0, self._touched_since + TOUCHED_WAIT_S - time.monotonic())
+
+    @property
+    def is_full(self) -> bool:
+        """There is a batch of writes, or something to delete, which makes room."""
+        is_large = self._writes and len(self._writes) * self._writes[0].view.nbytes >= self._batch_bytes
+        return bool(self._deletes or is_large)
+
+    def pop(self) -> Batch:
+        writes: list[Write] = []
+        size = 0
+        while self._writes and (not writes or size < self._batch_bytes):
+            writes.append(self._writes.popleft())
+            size += writes[-1].view.nbytes
+        # Deletes make room for writes. That of a block which is being written waits for the write.
+        writing = {write.record.block_id for write in (*writes, *self._writes)}
+        deletes = tuple(block_id for block_id in self._deletes if block_id not in writing)
+        self._deletes = {block_id: None for block_id in self._deletes if block_id in writing}
+        touched, self._touched = self._touched, {}
+        return Batch(tuple(writes), deletes, touched)
+
+
 class IoQueue:
     """Queues and threads. Queues are bounded by the arena's slots, since every entry holds one.
 
@@ -130,24 +250,13 @@ class IoQueue:
         self._disk = disk
         self._on_progress = on_progress
         self._batch_wait_s = batch_wait_s
-        self._batch_bytes = batch_bytes
-        self._lock = threading.Lock()
-        self._write_ready = threading.Condition(self._lock)
-        self._read_ready = threading.Condition(self._lock)
-        self._writes: deque[Write] = deque()
-        self._deletes: dict[BlockId, None] = {}
-        self._touched: dict[BlockId, float] = {}
-        self._touched_since = 0.0
-        self._reads: list[tuple[Rank, int]] = []  # a heap; entries that are not in `_jobs` are void
-        self._jobs: dict[int, Read | Task] = {}  # queued reads by number
-        self._numbers: dict[int, int] = {}  # of the queued read into a slot
-        self._counter = itertools.count()
-        self._began: dict[int, float] = {}  # when the running reads began
+        lock = threading.Lock()
+        self._write_ready, self._read_ready = threading.Condition(lock), threading.Condition(lock)
+        self._pending = PendingWrites(batch_bytes)
+        self._reads = RankedReads()
+        self._began: dict[int, float] = {}  # by reading thread
         self._done: deque[Done] = deque()
-        self._hurry = False
-        self._closing = False
-        self._num_active = 0
-        self._num_writing = 0
+        self._hurry = self._closing = self._is_writing = False
         names = [("kvstore-write", self._write_loop)] if disk is not None else []
         names += [(f"kvstore-read-{i}", self._read_loop) for i in range(num_readers)]
         self._threads = [threading.Thread(target=loop, name=name, daemon=True) for name, loop in names]
@@ -156,57 +265,42 @@ class IoQueue:
 
     # -- the control plane's side ------------------------------------------------------------------------------------
     def submit_write(self, write: Write) -> None:
-        with self._lock:
-            self._deletes.pop(write.record.block_id, None)  # it is overwritten
-            self._writes.append(write)
+        with self._write_ready:
+            self._pending.add(write)
             self._write_ready.notify()
 
     def submit_deletes(self, block_ids: Sequence[BlockId]) -> None:
         """After the writes that were submitted before."""
-        with self._lock:
-            self._deletes |= dict.fromkeys(block_ids)
+        with self._write_ready:
+            self._pending.delete(block_ids)
             self._write_ready.notify()
 
     def submit_touched(self, touched: dict[BlockId, float]) -> None:
         """Times of last use, which travel with the next transaction; in a hurry or after a while they are one alone."""
-        with self._lock:
-            if not self._touched:
-                self._touched_since = time.monotonic()
-            self._touched |= touched
+        with self._write_ready:
+            self._pending.touch(touched)
             self._write_ready.notify()
 
     def submit_read(self, read: Read | Task, rank: Rank = AT_ONCE) -> None:
         """Those of the smallest rank go first, and of the same rank in the order in which they came."""
-        with self._lock:
-            self._enqueue(read, rank)
+        with self._read_ready:
+            self._reads.add(read, rank)
             self._read_ready.notify()
-
-    def _enqueue(self, read: Read | Task, rank: Rank) -> None:
-        number = next(self._counter)
-        self._jobs[number] = read
-        heapq.heappush(self._reads, (rank, number))
-        if isinstance(read, Read):
-            self._numbers[read.slot] = number
 
     def rank_read(self, slot: int, rank: Rank) -> None:
         """A read that is queued gets another rank; one that runs or has ended goes on."""
-        with self._lock:
-            if slot in self._numbers:
-                self._enqueue(self._jobs.pop(self._numbers[slot]), rank)
+        with self._read_ready:
+            self._reads.change_rank(slot, rank)
 
     def cancel_read(self, slot: int) -> bool:
         """Drop a read that is queued; False when it runs or has ended."""
-        with self._lock:
-            number = self._numbers.pop(slot, None)
-            if number is None:
-                return False
-            del self._jobs[number]
-            return True
+        with self._read_ready:
+            return self._reads.cancel(slot)
 
     @property
     def stalled_s(self) -> float:
         """For how long the oldest running read or task has been running."""
-        with self._lock:
+        with self._read_ready:
             return time.perf_counter() - min(self._began.values()) if self._began else 0.0
 
     def completed(self) -> list[Done]:
@@ -218,25 +312,23 @@ class IoQueue:
 
     def hurry(self) -> None:
         """Write now what is queued, without waiting for a batch to fill."""
-        with self._lock:
-            self._hurry = bool(self._writes or self._deletes or self._touched)
+        with self._write_ready:
+            self._hurry = bool(self._pending)
             self._write_ready.notify()
 
     @property
     def is_idle(self) -> bool:
         """Nothing queued, nothing running, nothing that was not polled."""
-        with self._lock:
-            queued = self._writes or self._deletes or self._jobs or self._done
-            return not queued and not self._num_active and not self._num_writing
+        with self._read_ready:
+            queued = self._pending.has_blocks or self._reads or self._done
+            return not (queued or self._began or self._is_writing)
 
     def close(self, timeout_s: float) -> bool:
         """Write what is queued, drop the reads, end the threads. False when that took longer than given."""
         deadline = time.monotonic() + timeout_s
-        with self._lock:
+        with self._write_ready:
             self._closing = True
             self._reads.clear()
-            self._jobs.clear()
-            self._numbers.clear()
             self._write_ready.notify_all()
             self._read_ready.notify_all()
         for thread in self._threads:
@@ -246,102 +338,72 @@ class IoQueue:
     # -- threads -----------------------------------------------------------------------------------------------------
     def _write_loop(self) -> None:
         while (batch := self._next_batch()) is not None:
-            writes, deletes, touched = batch
             started = time.perf_counter()
             assert self._disk is not None
             stored_bytes: tuple[int, ...] = ()
             try:
-                outcome = self._disk.write([(w.record, w.view) for w in writes], deletes, touched)
+                outcome = self._disk.write([(w.record, w.view) for w in batch.writes], batch.deletes, batch.touched)
                 stored_bytes, error = tuple(outcome.stored_bytes), outcome.error
             except Exception as raised:  # whatever it is, the blocks are kept and tried again
                 error = f"{type(raised).__name__}: {raised}"
-            done = WriteDone(writes, deletes, stored_bytes, error, time.perf_counter() - started)
-            with self._lock:
-                if error is not None and not self._closing:
-                    self._touched = touched | self._touched
-                    self._touched_since = time.monotonic()
-                if writes or deletes:
+            done = WriteDone(batch.writes, batch.deletes, stored_bytes, error, time.perf_counter() - started)
+            with self._write_ready:
+                if error is not None and batch.touched and not self._closing:
+                    self._pending.touch(batch.touched, again=True)
+                if batch.writes or batch.deletes:
                     self._done.append(done)
-                self._num_writing = 0
+                self._is_writing = False
             self._on_progress()
 
-    def _next_batch(self) -> tuple[tuple[Write, ...], tuple[BlockId, ...], dict[BlockId, float]] | None:
-        """Up to the batch's bytes of writes, or what has come within the batch's time; None at the end."""
-        with self._lock:
-            while not self._writes and not self._deletes and (wait_s := self._touched_wait_s()) != 0:
+    def _next_batch(self) -> Batch | None:
+        """What fills a batch, or has come within its time; None at the end."""
+        with self._write_ready:
+            while not self._pending.has_blocks and (wait_s := self._touched_wait_s()) != 0:
                 if self._closing:
                     return None
                 self._write_ready.wait(wait_s)
             deadline = time.monotonic() + self._batch_wait_s
-            while not self._is_batch_full() and (left := deadline - time.monotonic()) > 0:
+            while not (self._hurry or self._closing or self._pending.is_full):
+                if (left := deadline - time.monotonic()) <= 0:
+                    break
                 self._write_ready.wait(left)
             self._hurry = False
-            writes: list[Write] = []
-            size = 0
-            while self._writes and (not writes or size < self._batch_bytes):
-                writes.append(self._writes.popleft())
-                size += writes[-1].view.nbytes
-            # Deletes make room for writes. That of a block which is being written waits for the write.
-            writing = {write.record.block_id for write in (*writes, *self._writes)}
-            deletes = tuple(block_id for block_id in self._deletes if block_id not in writing)
-            self._deletes = {block_id: None for block_id in self._deletes if block_id in writing}
-            touched, self._touched = self._touched, {}
-            self._num_writing = len(writes) + len(deletes)
-            return tuple(writes), deletes, touched
+            batch = self._pending.pop()
+            self._is_writing = bool(batch.writes or batch.deletes)
+            return batch
 
     def _touched_wait_s(self) -> float | None:
-        """How long times of last use may go on waiting for other work; None: there are none."""
-        if not self._touched:
-            return None
-        if self._hurry or self._closing:
-            return 0.0
-        return max(0.0, self._touched_since + TOUCHED_WAIT_S - time.monotonic())
-
-    def _is_batch_full(self) -> bool:
-        if self._hurry or self._closing or self._deletes:
-            return True
-        return bool(self._writes) and len(self._writes) * self._writes[0].view.nbytes >= self._batch_bytes
+        return self._pending.touched_wait_s(self._hurry or self._closing)
 
     def _read_loop(self) -> None:
-        while (taken := self._next_read()) is not None:
-            number, rank, job, num_before = taken
+        me = threading.get_ident()
+        while (taken := self._next_read(me)) is not None:
+            rank, job, num_before = taken
             started = time.perf_counter()
             result = self._read(job) if isinstance(job, Read) else self._run(job)
             seconds = time.perf_counter() - started
-            with self._lock:
-                num_active = (num_before + self._num_active) / 2
+            with self._read_ready:
+                num_active = (num_before + len(self._began)) / 2
                 if isinstance(result, TaskDone):
                     self._done.append(result)
                 elif isinstance(job, Read):
                     self._done.append(ReadDone(job, result, seconds, num_active))
-                self._num_active -= 1
-                del self._began[number]
+                del self._began[me]
                 # Who waits needs all of its blocks: waking it for each would cost more than the reads.
-                wake = self._next_rank() != rank or len(self._done) % WAKE_EVERY == 0
+                wake = self._reads.first_rank() != rank or len(self._done) % WAKE_EVERY == 0
             if wake:
                 self._on_progress()
 
-    def _next_rank(self) -> Rank | None:
-        """Of the read that goes next. The lock is held."""
-        while self._reads and self._reads[0][1] not in self._jobs:
-            heapq.heappop(self._reads)
-        return self._reads[0][0] if self._reads else None
-
-    def _next_read(self) -> tuple[int, Rank, Read | Task, int] | None:
-        """Number, rank and what is to be done, and how many readers are at work with it; None at the end."""
-        with self._lock:
-            while not self._jobs:
+    def _next_read(self, me: int) -> tuple[Rank, Read | Task, int] | None:
+        """What is to be done, its rank, and how many readers are at work with it; None at the end."""
+        with self._read_ready:
+            while not self._reads:
                 if self._closing:
                     return None
                 self._read_ready.wait()
-            self._next_rank()
-            rank, number = heapq.heappop(self._reads)
-            job = self._jobs.pop(number)
-            if isinstance(job, Read):
-                del self._numbers[job.slot]
-            self._num_active += 1
-            self._began[number] = time.perf_counter()
-            return number, rank, job, self._num_active
+            rank, job = self._reads.pop()
+            self._began[me] = time.perf_counter()
+            return rank, job, len(self._began)
 
     def _read(self, read: Read) -> ReadResult:
         assert self._disk is not None

@@ -6,7 +6,6 @@ Everything that decides is the store's own. Knows no trace and no request.
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 import time
 from collections import deque
@@ -17,7 +16,19 @@ from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import ReadResult, Transferred
 from kvstore.disk.blocks_file import WATERMARK
 from kvstore.disk.index import IndexEntry
-from kvstore.disk.io_queue import AT_ONCE, WAKE_EVERY, Done, IoQueue, Rank, Read, ReadDone, Task, Write, WriteDone
+from kvstore.disk.io_queue import (
+    AT_ONCE,
+    WAKE_EVERY,
+    Done,
+    IoQueue,
+    Rank,
+    RankedReads,
+    Read,
+    ReadDone,
+    Task,
+    Write,
+    WriteDone,
+)
 from kvstore.disk.tier import DiskTier
 from kvstore.memory.tier import CpuTier
 from kvstore.planning.replay_config import ReplayConfig
@@ -91,9 +102,7 @@ class VirtualIo:
     ) -> None:  # fmt: skip
         self._clock, self._disk, self._read_s, self._write_s = clock, disk, read_s, write_s
         self._on_progress = on_progress
-        self._order: list[tuple[Rank, int, int]] = []  # a heap; void where the slot has another number by now
-        self._queued: dict[int, tuple[int, Read]] = {}  # by slot
-        self._numbers = itertools.count()
+        self._reads = RankedReads()
         self._reading: tuple[Rank, Read] | None = None
         self._began_s = 0.0
         self._num_unseen = 0
@@ -104,35 +113,24 @@ class VirtualIo:
 
     # -- reads -------------------------------------------------------------------------------------------------------
     def submit_read(self, read: Read | Task, rank: Rank = AT_ONCE) -> None:
-        assert isinstance(read, Read), "a replay splices nothing"
-        self._enqueue(read, rank)
+        self._reads.add(read, rank)
         self._read_next()
 
-    def _enqueue(self, read: Read, rank: Rank) -> None:
-        number = next(self._numbers)
-        self._queued[read.slot] = (number, read)
-        heapq.heappush(self._order, (rank, number, read.slot))
-
     def rank_read(self, slot: int, rank: Rank) -> None:
-        if slot in self._queued:
-            self._enqueue(self._queued[slot][1], rank)
+        self._reads.change_rank(slot, rank)
 
     def cancel_read(self, slot: int) -> bool:
-        return self._queued.pop(slot, None) is not None
+        return self._reads.cancel(slot)
 
     @property
     def stalled_s(self) -> float:
         return 0.0 if self._reading is None else self._clock.now_s - self._began_s
 
-    def _next_rank(self) -> Rank | None:
-        while self._order and self._queued.get(self._order[0][2], (None,))[0] != self._order[0][1]:
-            heapq.heappop(self._order)
-        return self._order[0][0] if self._order else None
-
     def _read_next(self) -> None:
-        if self._reading is None and (rank := self._next_rank()) is not None:
-            _, _, slot = heapq.heappop(self._order)
-            self._reading, self._began_s = (rank, self._queued.pop(slot)[1]), self._clock.now_s
+        if self._reading is None and self._reads:
+            rank, read = self._reads.pop()
+            assert isinstance(read, Read), "a replay splices nothing"
+            self._reading, self._began_s = (rank, read), self._clock.now_s
             self._clock.at(self._clock.now_s + self._read_s, self._read_done)
 
     def _read_done(self, _: object) -> None:
@@ -140,7 +138,7 @@ class VirtualIo:
         (rank, read), self._reading = self._reading, None
         self._done.append(ReadDone(read, ReadResult.OK, self._read_s))
         self._num_unseen += 1
-        is_last = self._next_rank() != rank or self._num_unseen == WAKE_EVERY
+        is_last = self._reads.first_rank() != rank or self._num_unseen == WAKE_EVERY
         self._read_next()
         if is_last:
             self._num_unseen = 0
@@ -189,7 +187,7 @@ class VirtualIo:
 
     @property
     def is_idle(self) -> bool:
-        return not (self._reading or self._queued or self._is_writing or self._done)
+        return not (self._reading or self._reads or self._is_writing or self._done)
 
 
 class VirtualTransfers:

@@ -108,8 +108,8 @@ def held_slots(sim: Simulation) -> dict[int, int]:
 def check_bounds(sim: Simulation) -> None:
     """Invariant 7: queues are no longer than the arena has slots, records are of requests that there are."""
     num_slots, io = sim.cpu.pool.num_blocks, sim.connector._io
-    assert len(io._jobs) <= num_slots + len(sim.store._splicer._jobs), f"{len(io._jobs)} reads are queued"
-    assert len(io._writes) <= num_slots, f"{len(io._writes)} writes are queued"
+    assert len(io._reads) <= num_slots + len(sim.store._splicer._jobs), f"{len(io._reads)} reads are queued"
+    assert len(io._pending) <= num_slots, f"{len(io._pending)} writes are queued"
     known = sim.scheduler.roster.requests.keys()
     assert sim.store.lookups.requests.keys() <= known, "the store tracks a request that ended"
     assert len(sim.store._steps) <= 32, f"{len(sim.store._steps)} steps are in flight"

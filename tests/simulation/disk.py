@@ -16,7 +16,18 @@ from kvstore.blocks.records import BlockRecord, ReadResult, TransferPlan, Transf
 from kvstore.disk.blocks_file import WATERMARK
 from kvstore.disk.format import WriteError
 from kvstore.disk.index import IndexEntry
-from kvstore.disk.io_queue import NUM_READERS, WAKE_EVERY, IoQueue, Rank, Read, ReadDone, Task, TaskDone, WriteDone
+from kvstore.disk.io_queue import (
+    NUM_READERS,
+    WAKE_EVERY,
+    Batch,
+    IoQueue,
+    Rank,
+    Read,
+    ReadDone,
+    Task,
+    TaskDone,
+    WriteDone,
+)
 from kvstore.disk.tier import WriteOutcome
 from kvstore.errors import StoreError
 from kvstore.memory.tier import CpuTier, SlotState
@@ -200,9 +211,9 @@ class VirtualIo(IoQueue):
 
     def watch(self, disk: Disk | None, clock: Clock, arena: Arena, read_s: float, rng: random.Random) -> VirtualIo:
         self._disk, self.clock, self.arena, self.read_s, self.rng = disk, clock, arena, read_s, rng
-        self.num_reads_submitted = 0
+        self.num_reads_submitted = self.num_reads_begun = 0
         self._is_batch_due_s: float | None = None
-        self._writing: tuple | None = None
+        self._writing: Batch | None = None
         return self
 
     def submit_read(self, read, rank=(0,)) -> None:
@@ -211,8 +222,9 @@ class VirtualIo(IoQueue):
         self.clock.io.after(1e-4, self._start_reads)
 
     def _start_reads(self) -> None:
-        while self._num_active < NUM_READERS and self._jobs:
-            number, rank, job, num_before = self._next_read()
+        while len(self._began) < NUM_READERS and self._reads:
+            number = self.num_reads_begun = self.num_reads_begun + 1
+            rank, job, num_before = self._next_read(number)
             began_s = self.clock.now_s
             if isinstance(job, Read):
                 self.arena.begin(job.slot, "read from disk")
@@ -232,16 +244,15 @@ class VirtualIo(IoQueue):
     def _ended(self, number: int, rank: Rank, job: Read | Task, num_before: int, began_s: float) -> None:
         """As the end of a round of `_read_loop`."""
         result = self._read(job) if isinstance(job, Read) else self._run(job)
-        num_active = (num_before + self._num_active) / 2
+        num_active = (num_before + len(self._began)) / 2
         if isinstance(job, Read):
             self.arena.end(job.slot, "read from disk")
             self.arena.movers[job.slot] = "read"
             result = ReadDone(job, result, self.clock.now_s - began_s, num_active)
         assert isinstance(result, ReadDone | TaskDone)
         self._done.append(result)
-        self._num_active -= 1
         del self._began[number]
-        wake = self._next_rank() != rank or len(self._done) % WAKE_EVERY == 0
+        wake = self._reads.first_rank() != rank or len(self._done) % WAKE_EVERY == 0
         self._start_reads()
         if wake:
             self._on_progress()
@@ -270,37 +281,37 @@ class VirtualIo(IoQueue):
         self.clock.io.at(self._is_batch_due_s, self._start_batch)
 
     def _start_batch(self) -> None:
-        if self._writing is not None or not (self._writes or self._deletes or self._touched):
+        if self._writing is not None or not self._pending:
             return
         is_due = self._is_batch_due_s is not None and self.clock.now_s >= self._is_batch_due_s
-        is_touched_due = self._touched and self._touched_wait_s() == 0
-        if not is_due and not is_touched_due and not self._is_batch_full():
+        is_touched_due = self._touched_wait_s() == 0
+        if not (is_due or is_touched_due or self._hurry or self._closing or self._pending.is_full):
             return
         self._hurry = True  # so that the next line does not wait
-        writes, deletes, touched = self._writing = self._next_batch()
+        batch = self._writing = self._next_batch()
         self._is_batch_due_s = None
-        before = [bytes(write.view) for write in writes]
-        seconds = self.read_s * (1 + len(writes) / 2) * self.rng.uniform(0.5, 2.0)
-        self.clock.io.after(seconds, lambda: self._commit(writes, deletes, touched, before))
+        before = [bytes(write.view) for write in batch.writes]
+        seconds = self.read_s * (1 + len(batch.writes) / 2) * self.rng.uniform(0.5, 2.0)
+        self.clock.io.after(seconds, lambda: self._commit(batch, before))
 
-    def _commit(self, writes, deletes, touched, before) -> None:
-        assert [bytes(write.view) for write in writes] == before, "a slot was written while it was being stored"
-        outcome = self._disk.write([(w.record, w.view) for w in writes], deletes, touched)
-        for write in writes:
+    def _commit(self, batch: Batch, before: list[bytes]) -> None:
+        assert [bytes(write.view) for write in batch.writes] == before, "a slot was written while it was being stored"
+        outcome = self._disk.write([(w.record, w.view) for w in batch.writes], batch.deletes, batch.touched)
+        for write in batch.writes:
             self.arena.end(write.slot, "write to disk")
-        done = WriteDone(writes, deletes, tuple(outcome.stored_bytes), outcome.error, 0.01)
+        done = WriteDone(batch.writes, batch.deletes, tuple(outcome.stored_bytes), outcome.error, 0.01)
         if outcome.error is not None and not self._closing:
-            self._touched = touched | self._touched
-        if writes or deletes:
+            self._pending._touched = batch.touched | self._pending._touched
+        if batch.writes or batch.deletes:
             self._done.append(done)
-        self._num_writing, self._writing = 0, None
-        if self._writes or self._deletes:
+        self._is_writing, self._writing = False, None
+        if self._pending.has_blocks:
             self._wake_writer()
         self._on_progress()
 
     def close(self, timeout_s: float) -> bool:
         super().close(0.0)
-        while self._num_active or self._writing or self._writes or self._deletes:
+        while self._began or self._writing or self._pending.has_blocks:
             self._is_batch_due_s = self.clock.now_s
             self._start_batch()
             self.clock.advance_to(self.clock.io.next_s)

@@ -168,7 +168,7 @@ def held(queue: IoQueue, disk: FakeDisk, slots: list[int]) -> None:
     disk.gate.clear()
     for slot in slots:
         queue.submit_read(Read(slot, record(slot), block(0)))
-    while queue._num_active < len(slots):
+    while len(queue._began) < len(slots):
         pass
 
 
