@@ -18,6 +18,7 @@ from kvstore.disk.io_queue import (
     WriteDone,
     rank_of_request,
 )
+from tests.support.waiting import wait_until
 
 
 def record(number: int) -> BlockRecord:
@@ -40,6 +41,7 @@ class FakeDisk:
         self.gate = threading.Event()
         self.gate.set()
         self.error: str | None = None
+        self.num_reads = 0
 
     def write(self, puts, deletes, touched):
         self.gate.wait()
@@ -53,6 +55,7 @@ class FakeDisk:
         return Outcome(tuple(view.nbytes for _, view in puts))
 
     def read(self, expected, into):
+        self.num_reads += 1
         self.gate.wait()
         if expected.block_id not in self.blocks:
             return ReadResult.MISSING
@@ -168,8 +171,7 @@ def held(queue: IoQueue, disk: FakeDisk, slots: list[int]) -> None:
     disk.gate.clear()
     for slot in slots:
         queue.submit_read(Read(slot, record(slot), block(0)))
-    while len(queue._began) < len(slots):
-        pass
+    wait_until(lambda: disk.num_reads == len(slots), "both are reading")
 
 
 def test_reads_go_by_rank_and_then_in_their_order(made):

@@ -261,8 +261,8 @@ def test_extreme_state_gives_finite_ranks(which, num):
     model = ReturnModel.from_dict({str(c): dict(counts) for c in range(NUM_CATEGORIES)})
     rows = model.ranks()
     assert all(math.isfinite(rank) and rank >= 0 for row in rows for rank in row)
-model.returned(0, 1.0)
-assert 0 <= model.hazards().min() <= model.hazards().max() <= 1
+    model.returned(0, 1.0)
+    assert 0 <= model.hazards().min() <= model.hazards().max() <= 1
 
 
 # -- sorted entries --
