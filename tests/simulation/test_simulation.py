@@ -18,7 +18,8 @@ from kvstore.blocks.forest import EvictionTree
 from kvstore.blocks.records import ReadResult
 from kvstore.disk.io_queue import IoQueue, ReadDone, WriteDone
 from kvstore.engine.core.request import Request
-from kvstore.engine.core.scheduler import Scheduler
+from kvstore.engine.core.request_blocks import RequestBlocks
+from kvstore.engine.core.roster import Roster
 from kvstore.memory.tier import CpuTier
 from kvstore.store.lookup import Lookups
 from kvstore.store.store import KVStore
@@ -145,7 +146,7 @@ def parent_deleted_below_a_dirty_child(patch: pytest.MonkeyPatch) -> None:
 
 
 def failed_load_that_nobody_is_told_of(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_roll_back", lambda self, failed: None)
+    patch.setattr(Roster, "roll_back", lambda self, failed: None)
 
 
 def read_that_is_lost_with_its_rank(patch: pytest.MonkeyPatch) -> None:
@@ -175,13 +176,13 @@ def waiting_requests_that_do_not_count(patch: pytest.MonkeyPatch) -> None:
 
 
 def cached_tokens_counted_again(patch: pytest.MonkeyPatch) -> None:
-    count = Scheduler._count_cached
+    count = RequestBlocks._count_cached
 
     def again(self, request, num_hit, num_cached):
         request.num_seen_tokens = 0
         count(self, request, num_hit, num_cached)
 
-    patch.setattr(Scheduler, "_count_cached", again)
+    patch.setattr(RequestBlocks, "_count_cached", again)
 
 
 def request_that_keeps_its_slots(patch: pytest.MonkeyPatch) -> None:
