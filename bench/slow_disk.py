@@ -81,8 +81,8 @@ class Arm:
         self.engine.loop.call(self.engine.loop.pool.evict_all)
         if self.throttle is not None:
             connector: Any = self.engine.connector
-            with connector._lock:
-                connector._store.cpu.pool.evict_all()
+            with connector.parts.lock:
+                connector.parts.store.cpu.pool.evict_all()
 
     def set_speed(self, bytes_per_s: float | None) -> None:
         if self.throttle is not None:
@@ -99,7 +99,7 @@ def open_arm(model: str, dtype: str, store: Path | None, load: str, history_toke
     engine = Engine(model, tiers, device="cpu", dtype=dtype, max_model_len=WINDOW, load=load)
     history = random_prompts(1, history_tokens, engine.facts.vocab_size, seed=1)[0]
     connector: Any = engine.connector
-    throttle = None if store is None else Throttle(connector._disk_tier)
+    throttle = None if store is None else Throttle(connector.parts.disk)
     return Arm(engine, history, num_new, random.Random(time.monotonic_ns()), throttle)
 
 

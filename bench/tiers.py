@@ -355,8 +355,8 @@ def builtin_blocks(dtype: torch.dtype) -> list[bytes]:
         engine.generate([ids], SamplingParams(max_tokens=1))
         engine.check_integrity()  # waits until it is saved
         connector: Any = engine.connector  # a benchmark may look inside
-        slots = connector._cpu.blocks()
-        return [bytes(connector._arena.view(slot)) for slot in slots]
+        slots = connector.parts.cpu.blocks()
+        return [bytes(connector.parts.arena.view(slot)) for slot in slots]
 
 
 # -- lookups ---------------------------------------------------------------------------------------------------------

@@ -95,8 +95,8 @@ class Person:
     def evict_cpu(self) -> None:
         """Empty the CPU tier alone, for which the engine has no verb: its own eviction covers the disk, too."""
         connector = self.engine.connector
-        with connector._lock:
-            connector._store.cpu.pool.evict_all()
+        with connector.parts.lock:
+            connector.parts.store.cpu.pool.evict_all()
 
 
 @dataclass(slots=True)

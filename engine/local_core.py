@@ -198,15 +198,15 @@ class LocalCore:
 
     # -- the store ---------------------------------------------------------------------------------------------------
     def evict(self, what: Evict) -> dict[str, Evicted]:
-        below, block_ids = self.connector.evict(what)
+        below, block_ids = self.connector.upkeep.evict(what)
         num_blocks = self.loop.call(self.loop.erasure.evict, what, block_ids)
         return {"hbm": Evicted(num_blocks, num_blocks * self.facts.block_bytes), **below}
 
     def verify(self, delete: bool) -> dict[str, object]:
-        return self.connector.verify(delete)
+        return self.connector.upkeep.verify(delete)
 
     def compact(self) -> dict[str, object]:
-        return self.connector.compact()
+        return self.connector.upkeep.compact()
 
     def flush(self) -> None:
         self.check_open()

@@ -9,6 +9,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,27 +22,23 @@ from kvstore.memory.layout import KVLayout
 from kvstore.policy.conversation import Answer, Conversation, QueueKey
 from kvstore.policy.lookahead import LookAhead
 from kvstore.policy.steering import Steering
-from kvstore.store.lookup import Arrival, Lookup, Match
-from kvstore.store.saving import StepSpan
+from kvstore.store.seam import Arrival, Lookup, Match, StepSpan, Upkeep
 
 if TYPE_CHECKING:
     import torch
 
 
 class KVConnector(Protocol):
-    """Scheduler side runs in the control plane's thread; worker side beside the model's forward."""
+    """Scheduler side runs in the control plane's thread; worker side beside the model's forward.
+
+    Without a store, whatever returns None does nothing.
+    """
 
     directory: StoreDirectory | None  # the store's files, None when there are none
     fingerprint: bytes  # names the model and layout whose KV is stored; empty without a store
-
-    def lineage_root(self, tenant: str, cache_salt: str) -> BlockId:
-        """Root of this owner's chains. Called once per request."""
-        ...
-
-    @property
-    def hbm_order(self) -> Order:
-        """Of conversations in the engine's pool; its owner is the engine's thread."""
-        ...
+    hbm_order: Order  # of conversations in the engine's pool; its owner is the engine's thread
+    lineage_root: Callable[[str, str], BlockId]  # of the chains of a tenant with a cache salt; asked once per request
+    upkeep: Upkeep
 
     # -- scheduler side --------------------------------------------------------------------------------------------
     def on_new_request(
@@ -58,14 +55,10 @@ class KVConnector(Protocol):
     ) -> Arrival:
         """A request was queued (not yet scheduled): prefetch may begin. Called again after a preemption.
 
-        chain and token_ids are the request's own lists, which grow while it runs. key: its place in the queue.
+        chain, token_ids: all that is known now; later ones come with `StepSpan`. key: its place in the queue.
         conversation: what was returned for the same request before, or for another choice of its prompt. may_load
         False: a load for it failed, so compute.
         """
-        ...
-
-    def get_num_usable_blocks(self, request_id: str, num_hit_blocks: int) -> int:
-        """How many of its first blocks in HBM to use: fewer when one behind them is to be computed and saved now."""
         ...
 
     def get_num_new_matched_tokens(self, request_id: str, num_computed_tokens: int, max_tokens: int) -> Match:
@@ -79,7 +72,7 @@ class KVConnector(Protocol):
         self, request_id: str, block_numbers: Sequence[int], num_computed_tokens: int, num_external_tokens: int
     ) -> None:
         """HBM blocks were allocated for a hit of `num_external_tokens`; they go into the next plan."""
-        ...
+        return
 
     def build_connector_meta(self, spans: Sequence[StepSpan]) -> TransferPlan | None:
         """The transfers of this step, or None when there are none. Called once, at the end of scheduling.
@@ -88,74 +81,78 @@ class KVConnector(Protocol):
         """
         ...
 
-    def request_finished(self, request_id: str, block_numbers: Sequence[int], answer: Answer | None = None) -> None:
+    def request_finished(
+        self,
+        request_id: str,
+        answer: Answer | None = None,
+        new_ids: Sequence[BlockId] = (),
+        new_tokens: Sequence[int] = (),
+    ) -> None:
         """The request ended, was aborted or preempted; its HBM blocks are about to be released.
 
-        answer: how far it came and how it ended, for what is learned of returns.
+        answer: how far it came and how it ended, for what is learned of returns. new_ids, new_tokens: see `StepSpan`,
+        but to its very end.
         """
-        ...
-
-    def wait_for_progress(self, timeout_s: float) -> None:
-        """Returns when something in flight has ended since the last call: all requests wait for their blocks."""
-        ...
 
     # -- worker side -----------------------------------------------------------------------------------------------
     def register_kv_caches(self, kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Key and value cache of each layer, [num_blocks, block_size, num_kv_heads, head_dim]. Called once."""
-        ...
+        return
 
     def start_load_kv(self, plan: TransferPlan, row_starts: Sequence[int]) -> None:
         """Begin (on a CPU: prepare) the loads of a step, prepare its saves; returns at once. Called before the forward.
 
         row_starts: per scheduled request, the index of its first token in the step's flat row.
         """
-        ...
+        return
 
     def wait_for_layer_load(self, layer: int) -> None:
         """Before this layer attends: on a CPU loads what it needs, on CUDA orders the stream after its loads."""
-        ...
+        return
 
     def save_kv_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None:
         """Raw keys and values of this step's tokens, [num_tokens, num_kv_heads, head_dim]; returns at once.
 
         The tensors are kept until they are saved, and must not be written again but behind `wait_for_save`'s fence.
         """
-        ...
+        return
 
     def wait_for_save(self) -> SaveFence | None:
         """The forward pass has ended: hand over what was saved. Never waits for a slow tier.
 
         Returns what orders the next writing of this step's saved tensors; None when they may be written at once.
         """
-        ...
+        return None
 
-    def step_failed(self, plan: TransferPlan | None) -> None:
-        """The step of this plan raised, before or in its forward: nothing of it is to be kept."""
-        ...
+    def step_failed(self) -> None:
+        """Something raised while a step was planned or run: nothing of what is planned or running is to be kept."""
+        return
 
     def get_finished(self) -> tuple[int, ...]:
         """HBM blocks whose load failed since the last call: they hold nothing and are to be recomputed."""
         ...
 
+    def wait_for_progress(self, timeout_s: float) -> None:
+        """Returns when something in flight has ended since the last call: all requests wait for their blocks."""
+        return
+
     def step_measured(self, num_prefill_tokens: int, seconds: float) -> None:
         """A step that computed so many tokens of prompts took so long: what a load is weighed against."""
-        ...
+        return
 
     # -- beside them -----------------------------------------------------------------------------------------------
     def prefetch(self, chain: Sequence[BlockId], token_ids: Sequence[int], lineage: Lineage, tenant: str) -> None:
         """Somebody is likely to ask for this chain soon."""
-        ...
+        return
 
     def pin(self, chain: Sequence[BlockId], seconds: float) -> None:
         """Keep the conversation of this chain longer than others for so long; 0 ends a pin.
 
         A priority, not a lock: when there is nothing else to evict, pinned blocks go too.
         """
-        ...
 
     def expire(self, chain: Sequence[BlockId], at_s: float | None) -> None:
         """The conversation of this chain ends at this time of `time.time()`, and is evicted first from then on."""
-        ...
 
     def splice(
         self,
@@ -166,7 +163,7 @@ class KVConnector(Protocol):
         tenant: str,
     ) -> tuple[list[BlockId], Lineage] | None:
         """A chain for the kept `spans` of `token_ids` that reuses their KV; None when it has to be computed."""
-        ...
+        return None
 
     def forget(self, block_ids: Sequence[BlockId], timeout_s: float = 60.0) -> tuple[frozenset[BlockId], bool]:
         """Delete these blocks, in flight or not, from every tier below HBM, and what was computed after them.
@@ -176,49 +173,47 @@ class KVConnector(Protocol):
         """
         ...
 
-    def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
-        """Give up what matches, or with dry_run only count it: per tier, and the ids."""
-        ...
-
-    def verify(self, delete: bool = False) -> dict[str, object]:
-        """Check every block on disk; delete: take out what is damaged."""
-        ...
-
-    def compact(self) -> dict[str, object]:
-        """Rewrite the disk's file without what was deleted."""
-        ...
-
     def flush(self) -> None:
         """Returns when every finished block is synced on disk. Raises DegradedError when the disk cannot write."""
-        ...
+        return
 
     def stats(self) -> dict[str, object]: ...
-
-    def check_integrity(self, idle: bool) -> None: ...
 
     def close(self) -> None: ...
 
 
-class NullConnector:
-    """No store: every lookup is a miss and nothing is kept beyond HBM.
+class _NothingKept:
+    """The `Upkeep` of no store."""
+
+    def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
+        return {}, frozenset()
+
+    def verify(self, delete: bool = False) -> dict[str, object]:
+        return {}
+
+    def compact(self) -> dict[str, object]:
+        return {}
+
+    def check_integrity(self, idle: bool) -> None:
+        pass
+
+
+class NullConnector(KVConnector):
+    """No store: every lookup is a miss and nothing is kept beyond HBM. What is not said here does nothing.
 
     num_hbm_blocks: of the engine's pool, whose order of eviction is given here too. policy: see
     `kvstore.policy.policies`.
     """
 
-    directory: StoreDirectory | None = None
-    fingerprint = b""
-
     def __init__(self, num_hbm_blocks: int = 0, policy: str = "auto", clock: Callable[[], float] = time.time) -> None:
-        self._secret = secrets.token_bytes(32)
+        self.directory, self.fingerprint = None, b""
+        self.lineage_root = partial(lineage_root, secrets.token_bytes(32), "")
+        self.upkeep = _NothingKept()
         self._clock = clock
         self._steering = Steering(policy, clock, {"hbm": num_hbm_blocks})
         self._look_ahead = LookAhead(num_hbm_blocks, 0, self._steering.refresh)
-        self._requests: dict[str, tuple[Conversation, Sequence[BlockId]]] = {}
+        self._requests: dict[str, tuple[Conversation, list[BlockId]]] = {}
         self.hbm_order = self._steering.order("hbm")
-
-    def lineage_root(self, tenant: str, cache_salt: str) -> BlockId:
-        return lineage_root(self._secret, "", tenant, cache_salt)
 
     def on_new_request(
         self,
@@ -235,104 +230,50 @@ class NullConnector:
         # All its full blocks are there, if what is left is less than one of them.
         is_stored = bool(chain) and len(token_ids) - num_hbm_tokens < num_hbm_tokens / len(chain)
         found = self._steering.arrive(chain, conversation, is_stored)
-        self._requests[request_id] = (found, chain)
+        self._requests[request_id] = (found, list(chain))
         num_hit = round(num_hbm_tokens * len(chain) / max(len(token_ids), 1))
         self._look_ahead.add(request_id, key, found, num_hit)
         return Arrival([], found)
 
-    def get_num_usable_blocks(self, request_id: str, num_hit_blocks: int) -> int:
-        return num_hit_blocks
-
     def get_num_new_matched_tokens(self, request_id: str, num_computed_tokens: int, max_tokens: int) -> Match:
         return Match(Lookup.MISS)
-
-    def update_state_after_alloc(
-        self, request_id: str, block_numbers: Sequence[int], num_computed_tokens: int, num_external_tokens: int
-    ) -> None:
-        raise AssertionError("NullConnector never reports a hit")
 
     def build_connector_meta(self, spans: Sequence[StepSpan]) -> TransferPlan | None:
         for span in spans:
             self._look_ahead.start(span.request_id)
+            if span.new_ids:
+                self._requests[span.request_id][1].extend(span.new_ids)
         self._steering.poll()
         return None
 
-    def request_finished(self, request_id: str, block_numbers: Sequence[int], answer: Answer | None = None) -> None:
-        conversation, chain = self._requests.pop(request_id, (None, ()))
+    def request_finished(
+        self,
+        request_id: str,
+        answer: Answer | None = None,
+        new_ids: Sequence[BlockId] = (),
+        new_tokens: Sequence[int] = (),
+    ) -> None:
+        conversation, chain = self._requests.pop(request_id, (None, []))
         if conversation is not None:
             self._look_ahead.remove(request_id)
-            self._steering.leave(conversation, chain, answer)
-
-    def wait_for_progress(self, timeout_s: float) -> None:
-        pass
-
-    def register_kv_caches(self, kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        pass
-
-    def start_load_kv(self, plan: TransferPlan, row_starts: Sequence[int]) -> None:
-        raise AssertionError("NullConnector never plans a transfer")
-
-    def wait_for_layer_load(self, layer: int) -> None:
-        pass
-
-    def save_kv_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None:
-        pass
-
-    def wait_for_save(self) -> SaveFence | None:
-        return None
-
-    def step_failed(self, plan: TransferPlan | None) -> None:
-        pass
+            self._steering.leave(conversation, [*chain, *new_ids], answer)
 
     def get_finished(self) -> tuple[int, ...]:
         return ()
 
-    def step_measured(self, num_prefill_tokens: int, seconds: float) -> None:
-        pass
-
-    def prefetch(self, chain: Sequence[BlockId], token_ids: Sequence[int], lineage: Lineage, tenant: str) -> None:
-        pass
-
     def pin(self, chain: Sequence[BlockId], seconds: float) -> None:
-        found = self._steering.find(chain)
-        if found is not None:
+        if (found := self._steering.find(chain)) is not None:
             self._steering.pin(found, self._clock() + seconds)
 
     def expire(self, chain: Sequence[BlockId], at_s: float | None) -> None:
-        found = self._steering.find(chain)
-        if found is not None:
+        if (found := self._steering.find(chain)) is not None:
             self._steering.expire(found, math.inf if at_s is None else at_s)
-
-    def splice(
-        self,
-        chain: Sequence[BlockId],
-        token_ids: Sequence[int],
-        lineage: Lineage,
-        spans: Sequence[tuple[int, int]],
-        tenant: str,
-    ) -> tuple[list[BlockId], Lineage] | None:
-        return None
 
     def forget(self, block_ids: Sequence[BlockId], timeout_s: float = 60.0) -> tuple[frozenset[BlockId], bool]:
         return frozenset(block_ids), True
 
-    def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
-        return {}, frozenset()
-
-    def verify(self, delete: bool = False) -> dict[str, object]:
-        return {}
-
-    def compact(self) -> dict[str, object]:
-        return {}
-
-    def flush(self) -> None:
-        pass
-
     def stats(self) -> dict[str, object]:
         return {"policy": self._steering.as_dict()}
-
-    def check_integrity(self, idle: bool) -> None:
-        pass
 
     def close(self) -> None:
         pass
@@ -373,7 +314,7 @@ def open_connector(
     """
     if not tiers.cpu and not tiers.disk:
         return NullConnector(num_hbm_blocks, policy)
-    from kvstore.store.tiered import TieredConnector  # loads torch, lmdb and all that
+    from kvstore.store.assembly import open_tiered  # loads torch, lmdb and all that
 
     owned = hold_store(tiers) if directory is None else directory
-    return TieredConnector(tiers, layout, model, fingerprint, device, load, least_slots, num_hbm_blocks, policy, owned)
+    return open_tiered(tiers, layout, model, fingerprint, device, load, least_slots, num_hbm_blocks, policy, owned)

@@ -75,7 +75,6 @@ LARGE = [  # classes, and what they have too much of
     "kvstore.blocks.forest.EvictionTree lines methods",
     "kvstore.blocks.pool.BlockPool lines methods",
     "kvstore.connector.KVConnector methods",
-    "kvstore.connector.NullConnector methods",
     "kvstore.disk.index.DiskIndex lines methods",
     "kvstore.disk.io_queue.IoQueue attributes",
     "kvstore.engine.admin.Admin methods",
@@ -84,19 +83,16 @@ LARGE = [  # classes, and what they have too much of
     "kvstore.engine.process.link.Link lines methods attributes",
     "kvstore.engine.sessions.chat.ChatSession lines methods attributes",
     "kvstore.memory.device_transfer.DeviceTransfer lines attributes",
-    "kvstore.memory.tier.CpuTier methods",
+    "kvstore.memory.tier.CpuTier lines methods",
     "kvstore.planning.replay.Replay lines methods attributes",
     "kvstore.planning.virtual_io.VirtualIo attributes",
     "kvstore.policy.conversation.Conversation attributes",
     "kvstore.policy.policies.EvictionOrder attributes",
     "kvstore.sessions.store.SessionStore lines methods",
     "kvstore.stats.StoreStats attributes",
-    "kvstore.store.lookup.Lookups lines methods",
-    "kvstore.store.lookup.Tracked attributes",
-    "kvstore.store.prefetch.Prefetcher lines methods attributes",
-    "kvstore.store.store.KVStore lines methods attributes",
-    "kvstore.store.tiered.TieredConnector lines methods attributes",
-    "kvstore.store.write_back.WriteBack lines methods attributes",
+    "kvstore.store.control_plane.KVStore lines attributes",
+    "kvstore.store.tiered.TieredConnector methods",
+    "kvstore.store.write_back.WriteBack lines attributes",
     "tests.engine.faults.test_torn_blocks.Engine attributes",
     "tests.simulation.disk.Transfers attributes",
     "tests.simulation.people.People lines methods",
@@ -120,7 +116,6 @@ BARE = {
     "kvstore.engine.process.outputs._take",
     "kvstore.engine.sessions.recall_lines.find",
     "kvstore.forks._leave",
-    "kvstore.memory.tier.find",
     "kvstore.policy.conversation.find",
     "kvstore.policy.conversation.leave",
     "kvstore.policy.prefixes._find",
@@ -129,24 +124,18 @@ BARE = {
     "kvstore.sessions.answer_tables.find",
     "kvstore.sessions.answers.find",
     "kvstore.sessions.tables.find",
-    "kvstore.store.lookup.find",
-    "kvstore.store.lookup.leave",
-    "kvstore.store.lookup.take",
-    "kvstore.store.prefetch.leave",
-    "kvstore.store.store.leave",
-    "kvstore.store.store.take",
 }
 WAITS: set[str] = set()
 MAX_REACHES, MAX_PATCHES = 427, 303
 ENGINE_USES_OF_KVSTORE = {  # the seam, the sessions, and the records that cross
-    "blocks.ids", "blocks.pool", "blocks.records", "config", "errors", "connector", "store.lookup", "store.saving",
+    "blocks.ids", "blocks.pool", "blocks.records", "config", "errors", "connector", "store.seam",
     "policy.conversation", "memory.layout", "disk.directory", "sessions.store", "sessions.record", "sessions.check",
     "sessions.repair", "sessions.answers", "sessions.answer_tables", "admin.commands", "admin.private_folder",
     "disk.check", "disk.env", "admin.control",
 }  # fmt: skip
 TENSORS = ("kvstore.kernels", "kvstore.rope", "kvstore.memory", "kvstore.engine.model", "bench", "tests")
 ASSEMBLERS = {
-    "kvstore.store.tiered", "kvstore.engine.engine", "kvstore.engine.local_core", "kvstore.engine.storage",
+    "kvstore.store.assembly", "kvstore.engine.engine", "kvstore.engine.local_core", "kvstore.engine.storage",
     "kvstore.engine.remote_engine",  # loads the tokenizer, by the module that loads weights
 }  # fmt: skip
 DECIDES = {"kvstore.memory.tier", "kvstore.rope.splice", "kvstore.engine.model.files"}  # beside tensors, without any

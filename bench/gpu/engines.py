@@ -310,7 +310,7 @@ def load_alone_s(engine: Any, num_blocks: int) -> float:
     @torch.inference_mode()
     def load() -> float:
         engine.loop.pool.evict_all()  # nobody refers to what is overwritten
-        arena, caches = engine.connector._arena, engine.loop.runner.caches
+        arena, caches = engine.connector.parts.arena, engine.loop.runner.caches
         numbers = torch.arange(num_blocks)
         device = caches[0][0].device
 

@@ -7,6 +7,7 @@ from kvstore.blocks.ids import BlockId, Lineage, extend_chain
 from kvstore.engine.outputs import CachedTokensDetails
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.policy.conversation import Answer, Conversation
+from kvstore.store.seam import StepSpan
 
 
 class Status(Enum):
@@ -59,6 +60,8 @@ class Request:
     num_unread: int = 0  # tokens that were sampled and are on the device only: they count, and their ids are not known
     reads_at_once: bool = False  # no step may begin before its last token is read
     num_preemptions: int = 0
+    num_told_blocks: int = 0  # of its chain, that the store knows, and so many tokens
+    num_told_tokens: int = 0
     children: list["Request"] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -114,6 +117,26 @@ class Request:
         if len(self.token_ids) >= (len(self.chain) + 1) * self.block_size:
             extend_chain(self.chain, self.lineage.root, self.token_ids, self.block_size)
 
+    def take_news(self, is_end: bool = False) -> tuple[tuple[BlockId, ...], tuple[int, ...]]:
+        """Blocks that have become full since the last call, and the tokens that were not told before, to their end.
+
+        is_end: all tokens that there are.
+        """
+        if len(self.chain) == self.num_told_blocks and not is_end:
+            return _NO_NEWS
+        first, end = self.num_told_tokens, len(self.token_ids) if is_end else len(self.chain) * self.block_size
+        new_ids = tuple(self.chain[self.num_told_blocks :])
+        self.num_told_blocks, self.num_told_tokens = len(self.chain), max(first, end)
+        return new_ids, tuple(self.token_ids[first:end])
+
+    def span(self, first_token: int, num_tokens: int) -> StepSpan:
+        """What it computes in a step, for the store."""
+        return StepSpan(self.request_id, first_token, num_tokens, *self.take_news())
+
+    def all_told(self) -> None:
+        """The store has been told all that is known of it."""
+        self.num_told_blocks, self.num_told_tokens = len(self.chain), len(self.token_ids)
+
     def give_up_splice(self) -> None:
         """Reused KV is missing: the same tokens under their exact chain, computed, and shared by choices."""
         self.lineage = self.lineage.exact
@@ -137,3 +160,6 @@ class Request:
             self.finish_reason, self.stop_reason = "stop", token_id
         elif self.num_output_tokens >= self.max_output_tokens:
             self.finish_reason = "length"
+
+
+_NO_NEWS: tuple[tuple[BlockId, ...], tuple[int, ...]] = ((), ())

@@ -14,7 +14,7 @@ from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.kv_cache_manager import UNCHANGED, Allocation, KVCacheManager
 from kvstore.engine.core.request import Request
 from kvstore.engine.outputs import CachedTokensDetails
-from kvstore.store.lookup import Lookup, Match
+from kvstore.store.seam import Lookup, Match
 
 _NOTHING = Match(Lookup.MISS)
 
@@ -52,6 +52,7 @@ class RequestBlocks:
             request.conversation,
             request.may_load,
         )
+        request.all_told()
         request.conversation = found.conversation
         self.manager.pool.touch(hits, found.conversation)
         if request.arrival is None:
@@ -59,7 +60,7 @@ class RequestBlocks:
 
     def free(self, request: Request) -> None:
         """The request gives its blocks back; what it would have loaded is not wanted any more."""
-        self.connector.request_finished(request.request_id, request.block_numbers, request.answer)
+        self.connector.request_finished(request.request_id, request.answer, *request.take_news(is_end=True))
         self.manager.free(request)
         request.ask_at, request.num_unread = None, 0
 
@@ -71,15 +72,16 @@ class RequestBlocks:
             allocation = self.manager.allocate(request, 1)
             return Lookup.MISS if allocation is None else Admitted(1, allocation)
         hits = self.manager.match_prefix(request)
-        hits = hits[: self.connector.get_num_usable_blocks(request.request_id, len(hits))]
         num_hit = len(hits) * size
         external = self.connector.get_num_new_matched_tokens(
             request.request_id, num_hit, request.num_tokens - 1 - num_hit
         )
         if external.lookup is Lookup.PENDING:
             return Lookup.PENDING
+        num_hit -= external.num_unsaved
+        hits = hits[: num_hit // size]
         if num_hit + external.num_tokens < request.lineage.splice_end * size:
-            self.connector.request_finished(request.request_id, ())
+            self.connector.request_finished(request.request_id)
             request.give_up_splice()
             request.arrival = None  # that was of the blocks of its chain before
             self.announce(request)

@@ -118,7 +118,7 @@ class Roster:
     def reset(self, reason: str) -> None:
         """End every request and forget every block: after an error in the middle of a step."""
         for request in self.requests.values():
-            self.blocks.connector.request_finished(request.request_id, request.block_numbers)
+            self.blocks.connector.request_finished(request.request_id)
             request.status, request.finish_reason = Status.FINISHED, reason
             request.block_numbers, request.children = [], []
         self.requests.clear()

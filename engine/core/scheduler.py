@@ -15,8 +15,7 @@ from kvstore.engine.core.request import Request, Status
 from kvstore.engine.core.request_blocks import RequestBlocks
 from kvstore.engine.core.roster import Roster
 from kvstore.engine.core.tenants import Budget, TenantQueue
-from kvstore.store.lookup import Lookup
-from kvstore.store.saving import StepSpan
+from kvstore.store.seam import Lookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +110,7 @@ class Scheduler:
         budget = self._tenants.budget(limits.max_num_batched_tokens, limits.max_num_seqs - self.num_running)
         if not self._schedule_running(budget, scheduled):
             self._schedule_waiting(budget, scheduled, new_rows)
-        spans = [StepSpan(s.request_id, s.num_computed_tokens, s.num_tokens) for s in scheduled]
+        spans = [self.roster.requests[s.request_id].span(s.num_computed_tokens, s.num_tokens) for s in scheduled]
         plan = self.connector.build_connector_meta(spans)
         left = tuple(self.roster.left)
         self.roster.left.clear()

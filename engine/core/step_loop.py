@@ -163,7 +163,7 @@ class StepLoop:
             self.outputs.abort(handle, error)
         self._totals.num_aborted += len(ended)
         self._touched += ended
-        self.connector.step_failed(self.steps.plan)
+        self.connector.step_failed()
         self.steps.drop()
         self.scheduler.roster.reset("abort")
         self.runner.reset()
@@ -224,4 +224,4 @@ class StepLoop:
     def check_integrity(self) -> None:
         """See `Engine.check_integrity`."""
         self.scheduler.roster.check_integrity()
-        self.connector.check_integrity(idle=not self.scheduler.has_work)
+        self.connector.upkeep.check_integrity(idle=not self.scheduler.has_work)

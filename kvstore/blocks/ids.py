@@ -12,6 +12,7 @@ from dataclasses import dataclass
 BlockId = bytes  # 32 bytes, names a block's content by its whole history
 
 BLOCK_ID_BYTES = 32
+TOKEN_BYTES = 4  # of a token id in a block's record
 _TOKEN_TYPE = "I" if array("I").itemsize == 4 else "L"
 
 

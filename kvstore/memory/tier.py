@@ -3,14 +3,16 @@
 Owns slots and records, not bytes: the arena is given, or absent when a trace is replayed. One thread.
 """
 
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from itertools import islice
 
 from kvstore.blocks.forest import Order
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.pool import BlockPool
-from kvstore.blocks.records import BlockRecord
+from kvstore.blocks.records import BlockRecord, Evict
 from kvstore.policy.conversation import Conversation
 
 
@@ -36,11 +38,13 @@ class CpuTier:
         erase: Callable[[Sequence[int]], None] = lambda slots: None,
         keep: bool = True,
         order: Order | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.pool = BlockPool(num_slots, order)
         self.keep = keep
         self.num_removed = 0  # blocks that could be loaded and were given up for another reason than room
         self._erase = erase
+        self._clock = clock
         self._states = [SlotState.EMPTY] * num_slots
         self._records: list[BlockRecord | None] = [None] * num_slots
         self._conversations: list[Conversation | None] = [None] * num_slots
@@ -48,9 +52,9 @@ class CpuTier:
         self._pending_parents: Counter[BlockId] = Counter()
 
     # -- looking -----------------------------------------------------------------------------------------------------
-    def find(self, record_id: BlockId) -> int | None:
+    def slot_of(self, block_id: BlockId) -> int | None:
         """The slot of this block, PENDING or READY."""
-        return self.pool.lookup(record_id)
+        return self.pool.lookup(block_id)
 
     def state(self, slot: int) -> SlotState:
         return self._states[slot]
@@ -73,9 +77,7 @@ class CpuTier:
             self._states[slot], self._records[slot] = SlotState.EMPTY, None
         return slot
 
-    def announce(
-        self, slot: int, record: BlockRecord, now_s: float, conversation: Conversation | None = None
-    ) -> bool:
+    def announce(self, slot: int, record: BlockRecord, conversation: Conversation | None = None) -> bool:
         """From now on the slot is found under this record's id, PENDING. False when another slot has that block."""
         assert self._states[slot] is SlotState.EMPTY
         # What a staging area holds is on its way to or from disk: closure under parents is the disk's concern.
@@ -83,7 +85,7 @@ class CpuTier:
         if not self.pool.insert(slot, record.block_id, parent_id, owner):
             return False
         self._conversations[slot] = conversation
-        self._states[slot], self._records[slot], self._last_used_s[slot] = SlotState.PENDING, record, now_s
+        self._states[slot], self._records[slot], self._last_used_s[slot] = SlotState.PENDING, record, self._clock()
         self._pending_parents[record.parent_id] += 1
         return True
 
@@ -116,9 +118,17 @@ class CpuTier:
         if not self._pending_parents[record.parent_id]:
             del self._pending_parents[record.parent_id]
 
-    def is_awaited(self, block_id: BlockId) -> bool:
-        """Whether a block that is on its way builds on this one."""
-        return block_id in self._pending_parents
+    def is_needed(self, block_id: BlockId) -> bool:
+        """Whether somebody uses this block here, or a block builds on it."""
+        if block_id in self._pending_parents:
+            return True
+        slot = self.pool.lookup(block_id)
+        return slot is not None and (not self.pool.is_free(slot) or self.pool.has_children(slot))
+
+    def is_current(self, slot: int) -> bool:
+        """Whether what lies in this slot can be found."""
+        record = self._records[slot]
+        return record is not None and self.pool.block_id(slot) == record.block_id
 
     def forget(self, block_id: BlockId) -> int:
         """Give up a block and what hangs below it; returns how many. Holders keep their slots until they release."""
@@ -134,14 +144,14 @@ class CpuTier:
         if not self.keep and self.pool.is_free(slot) and self.pool.block_id(slot) is not None:
             self.fail(slot)
 
-    def touch(self, chain: Sequence[BlockId], now_s: float, conversation: Conversation | None = None) -> None:
+    def touch(self, chain: Sequence[BlockId], conversation: Conversation | None = None) -> None:
         """These blocks, head first, were of use just now. The time is noted at the last: the others stay with it.
 
         conversation: whose they are.
         """
         slots = [slot for slot in map(self.pool.lookup, chain) if slot is not None]
         if slots:
-            self._last_used_s[slots[-1]] = now_s
+            self._last_used_s[slots[-1]] = self._clock()
             self.pool.touch(slots, conversation if self.keep else None)
 
     def claim(self, chain: Sequence[BlockId], conversation: Conversation) -> None:
@@ -171,7 +181,7 @@ class CpuTier:
     # -- for eviction by hand ----------------------------------------------------------------------------------------
     def blocks(self) -> list[int]:
         """All slots with a findable block."""
-        return [slot for slot, record in enumerate(self._records) if self._is_current(slot, record)]
+        return [slot for slot in range(len(self._records)) if self.is_current(slot)]
 
     def parents_first(self) -> list[int]:
         """As `blocks`, each after its parent: what stops half-way leaves nothing without its parent."""
@@ -189,8 +199,43 @@ class CpuTier:
             found |= dict.fromkeys(reversed(path))
         return list(found)
 
-    def _is_current(self, slot: int, record: BlockRecord | None) -> bool:
-        return record is not None and self.pool.block_id(slot) == record.block_id
+    def with_descendants(self, block_ids: Iterable[BlockId]) -> list[BlockId]:
+        """These, here or not, and all that builds on them here, parents before children."""
+        children: dict[BlockId, list[BlockId]] = {}
+        for slot in self.blocks():
+            record = self._records[slot]
+            assert record is not None
+            children.setdefault(record.parent_id, []).append(record.block_id)
+        found = dict.fromkeys(block_ids)
+        queue = list(found)
+        for block_id in queue:
+            fresh = [child for child in children.get(block_id, ()) if child not in found]
+            found |= dict.fromkeys(fresh)
+            queue += fresh
+        return queue
+
+    def select(self, what: Evict, block_bytes: int) -> list[BlockId]:
+        """Blocks that match, the least recently used first, and tails before heads."""
+        conditions = (what.unused_for_s, what.model, what.block_ids, what.to_bytes)
+        if not what.everything and all(condition is None for condition in conditions):
+            return []
+        now, most = self._clock(), self.pool.num_cached
+        if what.to_bytes is not None:
+            most = max(0, most - what.to_bytes // block_bytes)
+
+        def matches(slot: int) -> bool:
+            record = self._records[slot]
+            assert record is not None
+            if what.unused_for_s is not None and now - self._last_used_s[slot] < what.unused_for_s:
+                return False
+            if record.model != (what.model or record.model):
+                return False
+            return what.block_ids is None or record.block_id in what.block_ids
+
+        slots = islice(self.pool.from_tails(self.last_used_s, matches), most)
+        ids = [record.block_id for record in map(self.record, slots) if record is not None]
+        # Nothing is linked in a staging area, and what waits to be written must not lose its parent.
+        return ids if self.keep else [one for one in self.with_descendants(ids) if self.slot_of(one) is not None]
 
     def as_dict(self, block_bytes: int) -> dict[str, object]:
         """Gauges and counters. A staging area has no blocks of its own."""
@@ -208,7 +253,7 @@ class CpuTier:
     def check_integrity(self, idle: bool = True) -> None:
         """Assert that states, records and the pool agree; with `idle`, that nobody holds a slot."""
         self.pool.check_integrity(idle)
-        for slot, record in enumerate(self._records):
-            if self._is_current(slot, record):
+        for slot in range(len(self._records)):
+            if self.is_current(slot):
                 assert self._states[slot] in (SlotState.PENDING, SlotState.READY), f"slot {slot}: {self._states[slot]}"
                 assert not idle or self._states[slot] is SlotState.READY, f"slot {slot} is in flight while idle"

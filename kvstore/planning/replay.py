@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from kvstore.blocks.ids import BlockId, Lineage
+from kvstore.blocks.ids import TOKEN_BYTES, BlockId, Lineage
 from kvstore.blocks.pool import BlockPool
 from kvstore.blocks.records import Transferred
 from kvstore.disk.io_queue import Rank
@@ -24,26 +24,26 @@ from kvstore.planning.traces import Trace, TraceRequest
 from kvstore.planning.virtual_io import VirtualClock, VirtualTransfers, num_cpu_slots, virtual_store
 from kvstore.policy.conversation import Answer, Conversation
 from kvstore.policy.steering import Steering
-from kvstore.store.lookup import Lookup, Match, Tracked
-from kvstore.store.saving import StepSpan
-from kvstore.store.store import KVStore
+from kvstore.store.control_plane import KVStore
+from kvstore.store.requests import Tracked
+from kvstore.store.seam import Lookup, Match, StepSpan
 
 PROGRESS_EVERY = 256  # requests
 ROUND_S = 0.25  # between two looks at a store that waits for room
 LINEAGE = Lineage(b"")  # the names of a trace's blocks say what they are built on
 
 
-class Tokens(Sequence[int]):
-    """So many tokens that nobody knows: any part of them is equal to any other."""
+class Tokens:
+    """The bytes of so many tokens that nobody knows: any part of them is equal to any other."""
 
     def __init__(self, num_tokens: int) -> None:
-        self._num_tokens = num_tokens
+        self._num_bytes = num_tokens * TOKEN_BYTES
 
     def __len__(self) -> int:
-        return self._num_tokens
+        return self._num_bytes
 
-    def __getitem__(self, index: object) -> tuple[int, ...]:  # type: ignore[override]
-        return ()
+    def __getitem__(self, index: object) -> bytes:
+        return b""
 
 
 def chain_of(request: TraceRequest) -> list[BlockId]:
@@ -78,7 +78,7 @@ class Job:
 
     @property
     def chain(self) -> list[BlockId]:
-        return cast("list[BlockId]", self.stored.chain)
+        return self.stored.chain
 
     @property
     def conversation(self) -> Conversation:
@@ -208,16 +208,16 @@ class Replay:
             store.poll(reads_ahead=False)
         hits = self._match(chain, request.num_tokens)
         num_tokens = len(hits) * self._block_size
-        is_stored = len(hits) == len(chain) if store is None else store.lookups.is_stored(chain, num_tokens)
+        is_stored = len(hits) == len(chain) if store is None else store.stored.has_end(chain, num_tokens)
         conversation = self._steering.arrive(chain, None, is_stored)
-        tokens = cast("Sequence[int]", Tokens(request.num_tokens))
+        tokens = cast(bytearray, Tokens(request.num_tokens))
         stored = Tracked(str(index), chain, tokens, LINEAGE, "", (0, number), conversation)
         job = Job(number, index, request, stored, self._clock.now_s, ["hbm"] * len(hits))
         self._pool.touch(hits, conversation)
         if store is not None and self._config.look_ahead:
             job.arrival += store.arrive(stored, num_tokens)
         elif store is not None:
-            job.arrival += store.lookups.tiers(chain, len(hits), self._num_matchable(job))
+            job.arrival += store.stored.tiers(chain, len(hits), self._num_matchable(job))
         return job
 
     def _match(self, chain: Sequence[BlockId], num_tokens: int) -> list[int]:
@@ -291,7 +291,7 @@ class Replay:
         while self._short and self._store is not None:
             _, job = self._short[0]
             if job.number in self._waiting:
-                wanted = job.stored.lowest - job.stored.front
+                wanted = job.stored.wanted.lowest - job.stored.wanted.front
                 if self._num_running and self._store.cpu.pool.num_free < wanted:
                     return
                 self._offer(job)
@@ -302,7 +302,7 @@ class Replay:
         hits = self._match(job.chain, job.request.num_tokens)
         found = self._match_below(job, hits)
         if found.lookup is Lookup.PENDING:
-            if job.stored.lowest > job.stored.front:  # some of its reads have not begun
+            if job.stored.wanted.lowest > job.stored.wanted.front:  # some of its reads have not begun
                 heapq.heappush(self._short, (job.number, job))
             return True
         num_new = self._total_blocks(job.request) - len(hits)
@@ -315,17 +315,17 @@ class Replay:
         """What the store has behind the hits in HBM, of which those go that are to be computed again."""
         store, size, name = self._store, self._block_size, job.stored.request_id
         num_most = self._num_matchable(job)
+        found = Match(Lookup.MISS)
         if store is not None:
-            if name not in store.lookups.requests:
+            if name not in store.requests.by_id:
                 store.arrive(job.stored, len(hits) * size)
-            del hits[store.num_usable(name, len(hits)) :]
+            found = store.match(name, len(hits) * size, (num_most - len(hits)) * size)
+            del hits[len(hits) - found.num_unsaved // size :]
         if job.schedule is None:
             job.schedule = ["hbm"] * len(hits)
             if store is not None:
-                job.schedule += store.lookups.tiers(job.chain, len(hits), num_most)
-        if store is None:
-            return Match(Lookup.MISS)
-        return store.match(name, len(hits) * size, (num_most - len(hits)) * size)
+                job.schedule += store.stored.tiers(job.chain, len(hits), num_most)
+        return found
 
     # -- a request that runs -----------------------------------------------------------------------------------------
     def _start(self, job: Job, hits: Sequence[int], num_new: int, num_loads: int) -> None:
@@ -351,11 +351,11 @@ class Replay:
         if store is None:
             return -math.inf
         if num_loads:
-            store.take(name, job.blocks[first : first + num_loads], first * size, num_loads * size)
+            store.load(name, job.blocks[first : first + num_loads], first * size, num_loads * size)
         plan = store.plan([StepSpan(name, job.num_hit * size, 0)])
         if plan is None:
             return -math.inf
-        store.begun(plan.ticket)
+        store.steps.begun(plan.ticket)
         num_bytes = num_loads * self._config.block_bytes
         load_s = num_bytes / self._service.load_bytes_per_s
         self._load_free_s = max(self._clock.now_s, self._load_free_s) + load_s
@@ -392,10 +392,10 @@ class Replay:
             return
         plan = store.plan([StepSpan(stored.request_id, first, end - first)])
         if plan is not None:
-            store.begun(plan.ticket)
+            store.steps.begun(plan.ticket)
             self._transfers.done.append(Transferred(plan.ticket, False, True))
-        if not stored.saving:
-            self._num_unsaved += sum(not store.lookups.holds(name) for name in job.chain[first_block:end_block])
+        if not stored.saving.goes_on:
+            self._num_unsaved += sum(not store.stored.holds(name) for name in job.chain[first_block:end_block])
 
     def _end(self, job: Job) -> None:
         request, stored = job.request, job.stored
@@ -406,7 +406,7 @@ class Replay:
         if self._store is None:
             self._steering.leave(job.conversation, job.chain, answer)
         else:
-            self._store.leave(stored.request_id, answer)
+            self._store.remove(stored.request_id, answer)
         if self._config.ttl_s is not None and not job.conversation.num_open:
             self._steering.expire(job.conversation, self._clock.now_s + self._config.ttl_s)
         self._pool.release(job.blocks)

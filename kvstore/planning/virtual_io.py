@@ -35,9 +35,10 @@ from kvstore.planning.replay_config import ReplayConfig
 from kvstore.policy.planner import Planner
 from kvstore.policy.steering import Steering
 from kvstore.stats import StoreStats
-from kvstore.store.lookup import Identity
-from kvstore.store.store import KVStore
-from kvstore.store.write_back import PAGE_BYTES, WriteBack
+from kvstore.store.control_plane import KVStore
+from kvstore.store.stored import Identity
+from kvstore.store.write_back import WriteBack
+from kvstore.store.write_queue import PAGE_BYTES
 
 STORE_BLOCK_BYTES = 2 << 20  # that a block takes, as the store is told: for such are the bounds of its queues
 BATCH_S = 0.05  # that a batch of writes takes at least, unless there are no more
@@ -220,15 +221,15 @@ def virtual_store(
     read_s, write_s = config.block_bytes / service.read_bytes_per_s, config.block_bytes / service.write_bytes_per_s
     virtual_io = VirtualIo(clock, disk, read_s, write_s, on_progress)
     io = cast(IoQueue, virtual_io)
-    cpu = CpuTier(num_slots, keep=bool(config.cpu_blocks), order=steering.order("cpu"))
+    cpu = CpuTier(num_slots, keep=bool(config.cpu_blocks), order=steering.order("cpu"), clock=clock)
     write_back = None
     if config.disk_blocks:
         memory = memoryview(bytes(STORE_BLOCK_BYTES))  # of all slots; nobody touches it, so it takes none
         write_back = WriteBack(cast(DiskTier, disk), cpu, io, lambda _: memory, stats, clock, steering)
-        while not write_back.index_loaded:  # of nothing, in a thread
+        while write_back.contents.index is None:  # of nothing, in a thread
             time.sleep(0.001)
             write_back.pump()
     planner = Planner(STORE_BLOCK_BYTES, block_size, always=True)
     identity = Identity(b"", "", block_size)
-    store = KVStore(cpu, io, write_back, transfers, identity, b"", planner, lambda _: None, stats, clock, steering)
+    store = KVStore(cpu, io, write_back, transfers, identity, planner, lambda _: None, stats, clock, steering)
     return store, virtual_io

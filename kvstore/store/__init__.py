@@ -1,16 +1,30 @@
 """The control plane: what travels between the tiers, for whom, and when. One thread.
 
-Moves no bytes itself and loads no torch, `tiered` apart, which puts the parts together.
+Moves no bytes itself and loads no torch, `assembly` apart, which puts the parts together.
 
+- `assembly`: opens the tiers and puts the parts together
+- `control_plane`: requests, steps and splices of a store, and what has ended of them
+- `deletion`: what is forgotten, or evicted by hand
+- `disk_contents`: what is on disk, also before its index is loaded
+- `disk_space`: what goes from the disk: to make room, deleted, lost
 - `history`: what a store remembers of its own traffic: times and lengths
-- `lookup`: what a request may load, held for it until it is scheduled
-- `prefetch`: whose blocks are read next: the queue's order meets the planner
+- `housekeeping`: the thread that polls while nobody steps
+- `learned`: what was learned, between two starts
+- `matching`: what a request may load when it is scheduled
+- `parts`: the parts of a store, and the order in which they end
+- `prefetch`: whose blocks are read next
+- `progress`: waiting for what worker threads do
 - `reads`: reads in flight, how urgent each is, and what becomes of those that nobody waits for
+- `requests`: what a request has in flight: held for it, read for it, saved of it
 - `saving`: which tokens of a step are saved, and where to
+- `seam`: what crosses the connector
 - `splicing`: new blocks out of runs of tokens of others
-- `store`: everything in flight between the tiers: steps, splices, evictions
-- `tiered`: the connector with tiers: builds the parts, one lock, one housekeeping thread
-- `write_back`: dirty slots, and what goes when the disk fills
+- `steps`: the transfers of steps that are in flight
+- `stored`: which blocks CPU and disk have together, and whose they are
+- `tiered`: the connector with tiers; one lock
+- `upkeep`: eviction by hand, checks, compaction
+- `write_back`: what is written next, and what becomes of what failed
+- `write_queue`: blocks that wait to be written, and those that the writer has
 
 Decisions:
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from kvstore.blocks.ids import BlockId
+from kvstore.policy.conversation import Answer
 
 FILE, OLDER_FILE = "history.jsonl", "history.1.jsonl"
 MAX_FILE_BYTES = 32 << 20  # some 200,000 requests in each of the two files
@@ -66,20 +67,17 @@ class History:
         """Whether a request of this id has ended a moment ago: it was preempted, or a load for it failed."""
         return request_id in self._ended
 
-    def left(
-        self, request_id: str, now_s: float, num_tokens: int, tip: BlockId | None, calls_tool: bool = False
-    ) -> None:
-        """It ended or was preempted, with so many tokens of prompt and answer. tip: the last full block of them."""
+    def left(self, request_id: str, now_s: float, answer: Answer, tip: BlockId | None) -> None:
+        """It ended or was preempted. answer: so far. tip: the last full block of prompt and answer."""
         entry = self._open.pop(request_id, None)
         if entry is None:
             return
         if len(self._ended) >= MAX_PENDING:
             self.num_lost += 1
             return
-        # One that was cancelled before its prompt was computed has no answer, not less than none.
-        entry.end_s, entry.num_output_tokens = now_s, max(num_tokens - entry.num_prompt_tokens, 0)
+        entry.end_s, entry.num_output_tokens = now_s, answer.num_tokens
         entry.tip = "" if tip is None else short_id(tip)
-        entry.calls_tool = calls_tool
+        entry.calls_tool = answer.calls_tool
         self._ended[request_id] = entry
 
     def take_lines(self, now_s: float, all_of_them: bool = False) -> list[str]:

@@ -7,63 +7,58 @@ be used without it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Save
 from kvstore.memory.tier import CpuTier, SlotState
 from kvstore.stats import StoreStats
-from kvstore.store.lookup import Lookups, Tracked
+from kvstore.store.requests import Requests, Tracked
+from kvstore.store.seam import StepSpan
+from kvstore.store.stored import StoredBlocks
 
 MAX_UNSAVED = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class StepSpan:
-    """What one request computes in a step: tokens [first_token, first_token + num_tokens)."""
-
-    request_id: str
-    first_token: int
-    num_tokens: int
-
-
 @dataclass(slots=True)
 class SaveStep:
-    """Slots of one step's saves. written: each holds a reference for it; complete: those that are full with it.
+    """Slots of one step's saves."""
 
-    num_unnamed: blocks that are full with it, too, and have no id yet.
-    """
-
-    saves: list[Save]
-    written: list[int]
-    complete: list[tuple[str, int]]  # (request id, slot)
-    num_unnamed: int = 0
+    saves: list[Save] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)  # each holds a reference for it
+    complete: list[int] = field(default_factory=list)  # those that are full with it
+    num_unnamed: int = 0  # blocks that are full with it, too, and have no id yet
 
 
 class Saver:
-    """Plans saves, and knows the blocks of HBM that should have been saved and were not."""
+    """Plans saves, and knows the blocks of HBM that should have been saved and were not.
+
+    has_disk: what was evicted below HBM is worth computing again, as there is room for all.
+    """
 
     def __init__(
-        self, cpu: CpuTier, lookups: Lookups, block_size: int, stats: StoreStats, clock: Callable[[], float]
+        self, cpu: CpuTier, requests: Requests, stored: StoredBlocks, stats: StoreStats, has_disk: bool
     ) -> None:
         self._cpu = cpu
-        self._lookups = lookups
-        self._block_size = block_size
+        self._requests = requests
+        self._stored = stored
+        self._block_size = stored.block_size
         self._stats = stats
-        self._clock = clock
+        self._has_disk = has_disk
         # Block id -> its parent: holes that a later request closes by computing from there.
         self._unsaved: OrderedDict[BlockId, BlockId] = OrderedDict()
         # Full blocks whose last token was not read from the device yet: step, request, index, and slot if it is saved.
         self._unnamed: list[tuple[SaveStep, Tracked, int, int | None]] = []
 
+    # -- a step's saves ----------------------------------------------------------------------------------------------
     def plan(self, spans: Sequence[StepSpan], may_save: bool, step: SaveStep) -> None:
         """Slots for the tokens of a step, noted in `step` as they are taken, so that an error leaves none behind.
 
         may_save False: the queue is full, so every block that begins is dropped.
         """
         for scheduled, span in enumerate(spans):
-            request = self._lookups.requests.get(span.request_id)
+            request = self._requests.by_id.get(span.request_id)
             if request is not None:
                 self._plan_request(request, scheduled, span, may_save, step)
 
@@ -73,7 +68,7 @@ class Saver:
             first = max(span.first_token, index * size)
             last = min(end, (index + 1) * size)
             full = last == (index + 1) * size
-            slot = self._slot(request, index, first == index * size, full, may_save)
+            slot = self._slot_for(request, index, first == index * size, may_save)
             if slot is not None:
                 save = Save(scheduled, first - span.first_token, last - first, slot, first - index * size)
                 step.saves.append(save)
@@ -85,12 +80,16 @@ class Saver:
             elif full:
                 self._filled(request, index, slot, step)
 
-    def name(self) -> None:
-        """Go on with the blocks whose last token is known by now, or whose request has left."""
+    def name_full_blocks(self, ending: Tracked | None = None) -> None:
+        """Go on with the blocks whose last token is known by now, or whose request has left.
+
+        ending: a request that leaves now. Its last token was computed for nothing, if at all.
+        """
         unnamed, self._unnamed = self._unnamed, []
         for step, request, index, slot in unnamed:
-            is_here = self._lookups.requests.get(request.request_id) is request
-            if is_here and len(request.chain) <= index:
+            is_here = self._requests.by_id.get(request.request_id) is request
+            end = len(request.chain) if request is not ending else request.num_loadable(self._block_size)
+            if is_here and end <= index:
                 self._unnamed.append((step, request, index, slot))
                 continue
             step.num_unnamed -= 1
@@ -104,24 +103,31 @@ class Saver:
             step.num_unnamed = 0
         self._unnamed = []
 
+    def drop_partial(self, request: Tracked) -> None:
+        """Give back the slot of a block that will not become full."""
+        if request.saving.partial is not None:
+            self._cpu.release(request.saving.partial[1])
+            request.saving.partial = None
+
     def _filled(self, request: Tracked, index: int, slot: int | None, step: SaveStep) -> None:
         if slot is not None:
             self._complete(request, index, slot, step)
-        elif index == request.hole:
+        elif index == request.saving.hole:
             self._mark(request, index)
 
-    def _slot(self, request: Tracked, index: int, begins: bool, full: bool, may_save: bool) -> int | None:
+    def _slot_for(self, request: Tracked, index: int, begins: bool, may_save: bool) -> int | None:
         """Where this block's tokens go; None when they are not saved."""
-        if not begins and request.partial is not None and request.partial[0] == index:
-            return self._continued(request, *request.partial)
+        saving = request.saving
+        if not begins and saving.partial is not None and saving.partial[0] == index:
+            return self._continued(request, *saving.partial)
         self.drop_partial(request)
-        if len(request.chain) > index and self._lookups.holds(request.chain[index]):
+        if len(request.chain) > index and self._stored.holds(request.chain[index]):
             self._unsaved.pop(request.chain[index], None)
             return None  # somebody has saved it
-        if not request.saving:
+        if not saving.goes_on:
             return None
         if not begins:  # its first tokens were computed by another choice of the same prompt: nothing to do with room
-            request.saving, request.hole = False, index
+            saving.goes_on, saving.hole = False, index
             return None
         if not self._has_parent(request, index):
             self._orphan(request, index)
@@ -130,7 +136,7 @@ class Saver:
         if slot is None:
             self._drop(request, index)
             return None
-        request.partial = (index, slot)
+        saving.partial = (index, slot)
         return slot
 
     def _continued(self, request: Tracked, index: int, slot: int) -> int | None:
@@ -141,9 +147,22 @@ class Saver:
         self._drop(request, index)
         return None
 
+    def _complete(self, request: Tracked, index: int, slot: int, step: SaveStep) -> None:
+        """The step fills this block: from now on it is found, PENDING. The request's reference becomes the step's."""
+        request.saving.partial = None
+        if not self._has_parent(request, index):  # evicted or deleted since the block was begun
+            self._orphan(request, index)
+            self._cpu.release(slot)
+        elif self._cpu.announce(slot, self._stored.record(request, index), request.conversation):
+            step.complete.append(slot)
+            self._unsaved.pop(request.chain[index], None)
+        else:  # another request of this step fills the same block
+            self._cpu.release(slot)
+
+    # -- what was not saved ------------------------------------------------------------------------------------------
     def _drop(self, request: Tracked, index: int) -> None:
         self._stats.dropped_saves += 1
-        request.saving, request.hole = False, index
+        request.saving.goes_on, request.saving.hole = False, index
 
     def _orphan(self, request: Tracked, index: int) -> None:
         """What this block is built on was evicted below HBM: where there is a disk, a later turn stores it again.
@@ -151,30 +170,16 @@ class Saver:
         Without one the CPU tier is too small for what HBM holds, and computing again would only evict others.
         """
         self._stats.orphan_saves += 1
-        request.saving = False
-        if self._lookups.has_disk:
+        request.saving.goes_on = False
+        if self._has_disk:
             first = index - 1
-            while first > 0 and not self._lookups.holds(request.chain[first - 1]):
+            while not self._has_parent(request, first):
                 first -= 1
             self._mark(request, first)
 
     def _has_parent(self, request: Tracked, index: int) -> bool:
         """Whether what this block is built on is stored: without it nobody could ever load the block."""
-        if index == 0:
-            return True
-        return self._lookups.holds(request.chain[index - 1])
-
-    def _complete(self, request: Tracked, index: int, slot: int, step: SaveStep) -> None:
-        """The step fills this block: from now on it is found, PENDING. The request's reference becomes the step's."""
-        request.partial = None
-        if not self._has_parent(request, index):  # evicted or deleted since the block was begun
-            self._orphan(request, index)
-            self._cpu.release(slot)
-        elif self._cpu.announce(slot, self._lookups.record(request, index), self._clock(), request.conversation):
-            step.complete.append((request.request_id, slot))
-            self._unsaved.pop(request.chain[index], None)
-        else:  # another request of this step fills the same block
-            self._cpu.release(slot)
+        return index == 0 or self._stored.holds(request.chain[index - 1])
 
     def _mark(self, request: Tracked, index: int) -> None:
         self._unsaved[request.chain[index]] = request.lineage.parent(request.chain, index)
@@ -187,26 +192,20 @@ class Saver:
         if record is not None:
             self._unsaved[record.block_id] = record.parent_id
 
-    def num_usable(self, chain: Sequence[BlockId], num_hit: int, root: BlockId) -> int:
+    def num_usable(self, request: Tracked, num_hit: int) -> int:
         """Of `num_hit` blocks in HBM those before a hole that can be closed now: what follows is computed and saved."""
         if not self._unsaved:
             return num_hit
         for index in range(num_hit):
-            parent = self._unsaved.get(chain[index])
+            parent = self._unsaved.get(request.chain[index])
             if parent is None:
                 continue
-            if self._lookups.holds(chain[index]):
-                del self._unsaved[chain[index]]
+            if self._stored.holds(request.chain[index]):
+                del self._unsaved[request.chain[index]]
                 continue
-            stored = index == 0 or self._lookups.holds(parent) or parent == root
+            stored = index == 0 or self._stored.holds(parent) or parent == request.lineage.root
             return index if stored and self._cpu.pool.num_free >= num_hit - index else num_hit
         return num_hit
-
-    def drop_partial(self, request: Tracked) -> None:
-        """Give back the slot of a block that will not become full."""
-        if request.partial is not None:
-            self._cpu.release(request.partial[1])
-            request.partial = None
 
     @property
     def num_unsaved(self) -> int:

@@ -48,14 +48,14 @@ class Slow:
     def __init__(self, model, path, cpu, block_s: float = 0.01) -> None:
         tiers = CacheTiers(hbm="2MiB", cpu=cpu, disk="32MiB", path=path)
         self.engine = by_hand(Engine(model, tiers, device="cpu", load="auto"))
-        planner = self.planner = self.engine.connector._planner
+        planner = self.planner = self.engine.connector.parts.store.planner
         ask(self.engine, PROMPT)
         settle(self.engine)
         self.forget()
         self.believe(block_s, block_s)
         for measured in ("loaded", "read", "computed"):
             setattr(planner, measured, lambda *_: None)
-        self.gate = Gate(self.engine.connector._disk_tier)
+        self.gate = Gate(self.engine.connector.parts.disk)
         self.num_computed = 0
         launch = self.engine.loop.runner.launch
 
@@ -74,9 +74,9 @@ class Slow:
             cls.read(planner, planner.block_bytes, read_s)
 
     def forget(self) -> None:
-        with self.engine.connector._lock:
+        with self.engine.connector.parts.lock:
             self.engine.loop.pool.evict_all()
-            self.engine.connector._cpu.pool.evict_all()
+            self.engine.connector.parts.cpu.pool.evict_all()
 
     def wait(self, num_read: int) -> None:
         """Until so many blocks were read."""
@@ -224,7 +224,7 @@ def test_a_cancelled_request_in_the_queue_leaves_the_disk_to_others(model, tmp_p
 def test_all_who_wait_are_not_looked_at_for_each_of_many_that_come_before_a_step(model, tmp_path):
     slow = Slow(model, tmp_path / "store", "2MiB")
     with slow.engine:
-        looked, look_ahead = [], slow.engine.connector._store._prefetcher._look_ahead
+        looked, look_ahead = [], slow.engine.connector.parts.store.prefetcher.waiting
         to_prefetch = look_ahead.to_prefetch
         look_ahead.to_prefetch = lambda: looked.append(len(look_ahead)) or to_prefetch()
         handles = [slow.submit(2) for _ in range(400)]
@@ -247,7 +247,7 @@ def test_a_hint_reads_ahead_and_what_it_read_is_kept_for_a_while(model, tmp_path
         num_read = counters(slow.engine)["read"]
         connector.prefetch(handle.chain, PROMPT, handle.lineage, "")
         slow.wait(num_read + NUM_BLOCKS)
-        conversation = connector._steering.find(handle.chain)
+        conversation = connector.parts.store.steering.find(handle.chain)
         assert conversation.pinned_until_s > time.time() + 20
         out = ask(slow.engine, PROMPT, 6)
         assert cached(out) == (0, NUM_BLOCKS * SIZE, 0, 0) and out.token_ids == plain(PROMPT, 6)

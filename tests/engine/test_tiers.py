@@ -9,8 +9,8 @@ import threading
 import pytest
 import torch
 
+import kvstore.disk.tier
 import kvstore.memory.transfer
-import kvstore.store.tiered
 from kvstore import Engine
 from kvstore.blocks.ids import BlockId, Lineage, extend_chain
 from kvstore.blocks.records import Evict
@@ -88,7 +88,7 @@ def test_invariant_1_same_tokens_cold_and_warm(model, plain, store):
 
 def test_invariant_1_same_tokens_with_hbm_evicted(model, plain, store):
     def evict(engine):
-        engine.connector.check_integrity(idle=True)
+        engine.connector.upkeep.check_integrity(idle=True)
         engine.loop.pool.evict_all()
         return engine
 
@@ -193,8 +193,8 @@ def test_invariant_1_many_random_requests_beside_evictions(model, plain, store):
                 if event < 0.15:
                     engine.loop.pool.evict_all()
                 elif event < 0.3:
-                    with engine.connector._lock:
-                        engine.connector._cpu.pool.evict_all()
+                    with engine.connector.parts.lock:
+                        engine.connector.parts.cpu.pool.evict_all()
                 elif event < 0.35:
                     engine.admin.evict(Evict(everything=True))
                 elif event < 0.45:
@@ -248,8 +248,8 @@ def test_invariant_2_for_every_rotation_and_a_splice_rotates_at_the_new_position
         engine.loop.pool.evict_all()
         assert cached(ask(engine, [*prompt, 1])) == (0, 144, 0, 0)
         assert all(map(torch.equal, hbm_blocks(engine, chain), computed))
-        arena, cpu = engine.connector._arena.tensor, engine.connector._cpu
-        raw = torch.cat([arena[cpu.find(block_id)] for block_id in chain], dim=2)  # [layers, 2, tokens, heads, dim]
+        arena, cpu = engine.connector.parts.arena.tensor, engine.connector.parts.cpu
+        raw = torch.cat([arena[cpu.slot_of(block_id)] for block_id in chain], dim=2)  # [layers, 2, tokens, heads, dim]
         spans = [(0, 21), (60, 144)]
         kept = [i for start, end in spans for i in range(start, end)]
         root = Lineage(engine.root(""))
@@ -261,7 +261,7 @@ def test_invariant_2_for_every_rotation_and_a_splice_rotates_at_the_new_position
         assert cached(handle.output) == (16, 0, 0, 16 * (len(spliced) - 1))
         found = hbm_blocks(engine, spliced)
         count = 16 * len(spliced)
-        for layer, rotation in enumerate(engine.connector._arena.layout.rotations):
+        for layer, rotation in enumerate(engine.connector.parts.arena.layout.rotations):
             key = raw[layer, 0, kept[:count]]
             expected = key if rotation is None else rotation.at(torch.arange(count)).apply(key)
             assert torch.equal(found[2 * layer].flatten(0, 1), expected)
@@ -349,14 +349,14 @@ def test_choices_that_share_a_block_are_not_dropped_for_want_of_room(model, plai
 
 def test_invariant_8_a_full_cpu_tier_drops_and_leaves_no_lasting_hole(model, plain, store, monkeypatch):
     """A disk so slow that every slot is dirty."""
-    go, write = threading.Event(), kvstore.store.tiered.DiskTier.write
+    go, write = threading.Event(), kvstore.disk.tier.DiskTier.write
 
     def slow(*args):
         go.wait(60)
         return write(*args)
 
     with open_engine(model, store, cpu=8 * LLAMA_BLOCK_BYTES) as engine:
-        monkeypatch.setattr(kvstore.store.tiered.DiskTier, "write", slow)
+        monkeypatch.setattr(kvstore.disk.tier.DiskTier, "write", slow)
         first, history = tokens(63, 84), tokens(64, 70)
         ask(engine, first)
         out = ask(engine, history, 30)

@@ -97,44 +97,45 @@ def check_always(sim: Simulation) -> None:
 def held_slots(sim: Simulation) -> dict[int, int]:
     """How many references to each slot are known to the requests."""
     held: dict[int, int] = {}
-    for request in sim.store.lookups.requests.values():
-        for slot in request.slots.values():
+    for request in sim.store.requests.by_id.values():
+        for slot in request.wanted.slots.values():
             held[slot] = held.get(slot, 0) + 1
-        if request.partial is not None:
-            held[request.partial[1]] = held.get(request.partial[1], 0) + 1
+        if request.saving.partial is not None:
+            held[request.saving.partial[1]] = held.get(request.saving.partial[1], 0) + 1
     return held
 
 
 def check_bounds(sim: Simulation) -> None:
     """Invariant 7: queues are no longer than the arena has slots, records are of requests that there are."""
-    num_slots, io = sim.cpu.pool.num_blocks, sim.connector._io
-    assert len(io._reads) <= num_slots + len(sim.store._splicer._jobs), f"{len(io._reads)} reads are queued"
+    num_slots, io = sim.cpu.pool.num_blocks, sim.connector.parts.io
+    assert len(io._reads) <= num_slots + len(sim.store.splicer._jobs), f"{len(io._reads)} reads are queued"
     assert len(io._pending) <= num_slots, f"{len(io._pending)} writes are queued"
     known = sim.scheduler.roster.requests.keys()
-    assert sim.store.lookups.requests.keys() <= known, "the store tracks a request that ended"
-    assert len(sim.store._steps) <= 32, f"{len(sim.store._steps)} steps are in flight"
+    assert sim.store.requests.by_id.keys() <= known, "the store tracks a request that ended"
+    assert len(sim.store.steps.by_ticket) <= 32, f"{len(sim.store.steps.by_ticket)} steps are in flight"
     if (disk := sim.store.disk) is not None:
-        assert len(disk._dirty) + len(disk._queued) <= num_slots, "more is dirty than there is"
-        assert disk._queued_bytes <= sim.config.max_queued_bytes + 4096, f"{disk._queued_bytes} bytes are queued"
-        assert disk._queued_bytes >= 0
+        assert len(disk.queue.dirty) + len(disk.queue.submitted) <= num_slots, "more is dirty than there is"
+        assert disk.queue.num_bytes <= sim.config.max_queued_bytes + 4096, f"{disk.queue.num_bytes} bytes are queued"
+        assert disk.queue.num_bytes >= 0
         assert len(disk.reads) <= num_slots
 
 
 def on_disk(sim: Simulation) -> dict[BlockId, BlockId]:
     """Blocks of the index and their parents; what is being deleted is not there."""
     disk = sim.store.disk
-    if disk is None or disk._index is None:
+    if disk is None or disk.contents.index is None:
         return {}
-    return {key: entry.parent_id for key, entry in disk._index._entries.items() if key not in disk._deleting}
+    entries, removing = disk.contents.index._entries, disk.contents.removing
+    return {key: entry.parent_id for key, entry in entries.items() if key not in removing}
 
 
 def check_closed(sim: Simulation) -> None:
     """Invariant 8: what CPU and disk hold together is closed under parents."""
     disk = sim.store.disk
     if disk is not None:
-        if disk._index is None or disk._disk.file.broken:  # what hangs below lost blocks is not known
+        if disk.contents.index is None or disk._disk.file.broken:  # what hangs below lost blocks is not known
             return
-        disk._index.check_integrity()
+        disk.contents.index.check_integrity()
     stored = on_disk(sim)
     records = [sim.cpu.record(slot) for slot in sim.cpu.blocks()]
     in_cpu = {record.block_id: record.parent_id for record in records if record is not None}
@@ -151,7 +152,7 @@ def check_reads(sim: Simulation) -> None:
         return
     ended = stats.read + sum(stats.read_failures.values()) + stats.cancelled_reads
     known = ended + len(disk.reads)
-    submitted = sim.connector._io.num_reads_submitted
+    submitted = sim.connector.parts.io.num_reads_submitted
     assert known == submitted, f"{submitted} reads: {ended} ended and {len(disk.reads)} are known"
 
 
@@ -162,7 +163,7 @@ def check_idle(sim: Simulation, is_thorough: bool) -> None:
     assert sim.pool.num_in_use == 0, f"{sim.pool.num_in_use} HBM blocks are held while nothing runs"
     assert sim.cpu.pool.num_in_use == 0, f"{sim.cpu.pool.num_in_use} CPU slots are held while nothing runs"
     assert not sim.arena.busy, f"while idle: {dict(sim.arena.busy)}"
-    assert not sim.store.lookups.requests
+    assert not sim.store.requests.by_id
     assert all(one.wanted is None for one in conversations(sim)), "nobody waits, and something is wanted"
     assert all(one.num_open == 0 for one in conversations(sim)), "no request, and a conversation has one"
     check_counters(sim)
@@ -176,17 +177,17 @@ def check_idle(sim: Simulation, is_thorough: bool) -> None:
 def in_flight(sim: Simulation) -> str:
     """What keeps the store from being idle."""
     store, disk = sim.store, sim.store.disk
-    found = [f"steps {list(store._steps)}", f"ended {len(store._ended)}", f"splices {store._splicer._jobs}"]
-    found += [f"hints {list(store._prefetcher._hints)}"]
+    found = [f"steps {list(store.steps.by_ticket)}", f"ended {len(store.ended)}", f"splices {store.splicer._jobs}"]
+    found += [f"hints {list(store.prefetcher.hints)}"]
     if disk is not None:
-        found += [f"dirty {len(disk._dirty)}", f"deleting {len(disk._deleting)}", f"undeleted {len(disk._undeleted)}"]
-        found += [f"reads {len(disk.reads)}", f"degraded {disk.degraded}", f"index {disk.index_loaded}"]
-        found += [f"queue is idle: {sim.connector._io.is_idle}"]
+        found += [f"dirty {len(disk.queue.dirty)}", f"deleting {len(disk.contents.removing)}"]
+        found += [f"reads {len(disk.reads)}", f"degraded {disk.degraded}", f"index {disk.contents.index is not None}"]
+        found += [f"queue is idle: {sim.connector.parts.io.is_idle}"]
     return ", ".join(found)
 
 
 def conversations(sim: Simulation) -> Iterable:
-    return list(sim.connector._steering._conversations._tips_of)
+    return list(sim.connector.parts.store.steering._conversations._tips_of)
 
 
 def check_counters(sim: Simulation) -> None:
@@ -200,7 +201,7 @@ def check_counters(sim: Simulation) -> None:
     assert seen["loads planned"] == landed + failed
     assert seen["loads taken"] >= seen["loads planned"]
     assert stats.prefetch_wasted <= stats.prefetched
-    assert stats.prefetched <= sim.connector._io.num_reads_submitted
+    assert stats.prefetched <= sim.connector.parts.io.num_reads_submitted
     assert stats.read >= seen["published by read"], "published is only what was read"
     assert stats.identity_mismatches == 0, "a block of another history was found under an id"
     if not sim.config.cpu_slots or not sim.config.disk_blocks:
@@ -210,16 +211,16 @@ def check_counters(sim: Simulation) -> None:
 def check_disk(sim: Simulation) -> None:
     """The index is what is on disk, and what the tier counts as written is or was there."""
     disk = sim.store.disk
-    if disk is None or disk._index is None or disk.degraded is not None or disk._disk.file.broken:
+    if disk is None or disk.contents.index is None or disk.degraded is not None or disk._disk.file.broken:
         return
     values = sim.platter.values
-    assert disk._index._entries.keys() == values.keys(), "the index and the disk disagree"
+    assert disk.contents.index._entries.keys() == values.keys(), "the index and the disk disagree"
     assert sim.store.stats.written == sim.counts_of_store["blocks written"], "written blocks are miscounted"
-    assert not disk._queued_of, "bytes of tenants are counted as queued while idle"
+    assert not disk.queue._bytes_of, "bytes of tenants are counted as queued while idle"
     if sim.limit_bytes is not None:
-        most = max(disk._index._tenant_bytes.values(), default=0)
+        most = max(disk.contents.index._tenant_bytes.values(), default=0)
         assert most <= sim.limit_bytes, f"{most} bytes of a tenant that may have {sim.limit_bytes}"
-    assert disk._queued_bytes == 0 and not disk._dirty and not disk._dirty_parents and not disk._queued
+    assert disk.queue.num_bytes == 0 and not disk.queue.dirty and not disk.queue._parents and not disk.queue.submitted
     for block_id, (_, _, value) in values.items():
         assert value == sim.book.blocks[block_id]
 
@@ -247,8 +248,8 @@ def check_arrival(sim: Simulation, tiers: list[str], chain: list[BlockId], num_h
         if index < num_hbm:
             assert tier == "hbm"
         elif tier == "cpu":
-            assert sim.config.cpu_slots and sim.cpu.find(block_id) is not None, "a hit in the CPU tier that is none"
+            assert sim.config.cpu_slots and sim.cpu.slot_of(block_id) is not None, "a hit in the CPU tier that is none"
         else:
             assert tier == "disk" and sim.store.disk is not None
-            in_flight = sim.cpu.find(block_id) is not None
+            in_flight = sim.cpu.slot_of(block_id) is not None
             assert in_flight or block_id in sim.platter.values, "a hit on disk that is none"

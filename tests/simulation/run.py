@@ -1,7 +1,7 @@
 """A seeded simulation of days of traffic: the real scheduler, pools and store over virtual bytes, time and faults.
 
 `python -m tests.simulation.run CONFIGURATION SEED [HOURS]` replays a run. Real is everything that decides, down to the
-glue of `TieredConnector`; `simulated_parts`, `simulated_disk` and `simulated_runner` stand for what moves bytes,
+glue of `kvstore.store.tiered`; `simulated_parts`, `simulated_disk` and `simulated_runner` stand for what moves bytes,
 `simulated_people` for who asks; `simulated_checks` says what must hold.
 """
 
@@ -18,7 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import kvstore.store.tiered
 from kvstore.blocks.ids import BlockId
 from kvstore.config import CacheTiers
 from kvstore.engine.config import SchedulerConfig
@@ -26,7 +25,7 @@ from kvstore.engine.core.kv_cache_manager import KVCacheManager
 from kvstore.engine.core.request import Request, Status
 from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput
 from kvstore.engine.core.steps import StepResult, Steps
-from kvstore.store.tiered import TieredConnector
+from kvstore.store import assembly, housekeeping, learned, progress, tiered
 from tests.simulation import checks
 from tests.simulation.disk import PAGE_BYTES, Disk, Faults, InjectedError, Platter, Transfers, VirtualIo, Weather
 from tests.simulation.parts import START_S, Arena, Book, Clock, Condition, Thread, WatchedCpu, WatchedPool
@@ -130,11 +129,15 @@ class Simulation:
             "Arena": self._make_arena, "CpuTier": self._make_cpu, "DiskTier": self._make_disk, "IoQueue": self._make_io,
             "Transfer": self._make_transfers, "time": clock.module, "threading": threads, "STAGING_BYTES": 0,
         }  # fmt: skip
-        stack.enter_context(mock.patch.multiple(kvstore.store.tiered, **parts))
+        stack.enter_context(mock.patch.multiple(assembly, **parts))
+        for module in (progress, housekeeping):
+            stack.enter_context(mock.patch.multiple(module, time=clock.module, threading=threads))
+        for module in (learned, tiered):
+            stack.enter_context(mock.patch.object(module, "time", clock.module))
         stack.enter_context(mock.patch("os.urandom", lambda count: b"s" * count))
         stack.enter_context(mock.patch("kvstore.disk.io_queue.time", clock.module))
         stack.enter_context(mock.patch("kvstore.disk.index_loader.threading", threads))
-        stack.enter_context(mock.patch("kvstore.store.write_back.PAGE_BYTES", PAGE_BYTES))
+        stack.enter_context(mock.patch("kvstore.store.write_queue.PAGE_BYTES", PAGE_BYTES))
         stack.enter_context(mock.patch("kvstore.store.write_back.MAX_QUEUED_BYTES", self.config.max_queued_bytes))
         stack.enter_context(mock.patch("kvstore.policy.planner.ASSUMED_READ_RATE", self.book.block_bytes / 0.005))
         stack.enter_context(mock.patch("kvstore.policy.planner.LEAST_CHUNK_TOKENS", 16))
@@ -144,8 +147,9 @@ class Simulation:
         self.arena = Arena(self.book, num_slots)
         return self.arena
 
-    def _make_cpu(self, num_slots, erase, keep, order) -> WatchedCpu:
-        self.cpu = WatchedCpu(num_slots, erase, keep, order).watch(self.arena, self.counts_of_store, self.may_fail)
+    def _make_cpu(self, num_slots, erase, keep, order, clock) -> WatchedCpu:
+        cpu = WatchedCpu(num_slots, erase, keep, order, clock)
+        self.cpu = cpu.watch(self.arena, self.counts_of_store, self.may_fail)
         return self.cpu
 
     def _make_disk(self, directory, capacity_bytes, codec, itemsize) -> Disk:
@@ -175,11 +179,11 @@ class Simulation:
         dtype = SimpleNamespace(itemsize=2)
         layout = SimpleNamespace(block_bytes=self.book.block_bytes, block_size=config.block_size, dtype=dtype)
         least_slots = 2 * config.seqs + -(-config.window // config.block_size)
-        self.connector = TieredConnector(
+        self.connector = assembly.open_tiered(
             tiers, layout, "model", lambda _: "ab" * 32, SimpleNamespace(type="cpu"), config.load, least_slots,
             config.hbm_blocks, config.eviction, self.directory if config.disk_blocks else None,
         )  # fmt: skip
-        self.store = self.connector._store
+        self.store = self.connector.parts.store
         self.pool = WatchedPool(config.hbm_blocks, self.connector.hbm_order).watch(self.book)
         limits = SchedulerConfig(config.window, config.block_size, config.seqs, config.budget, config.policy)
         self.scheduler = Scheduler(limits, KVCacheManager(self.pool, config.block_size), self.connector)
@@ -198,7 +202,7 @@ class Simulation:
 
     def _watch_plan(self) -> None:
         """Where slots for saves are taken something may fail; elsewhere that is no place for an error."""
-        plan = self.store._saver.plan
+        plan = self.store.saver.plan
 
         def watched(*given: object) -> None:
             self.cpu.is_planning = True
@@ -207,7 +211,7 @@ class Simulation:
             finally:
                 self.cpu.is_planning = False
 
-        self.store._saver.plan = watched
+        self.store.saver.plan = watched
 
     def _sum_up(self) -> None:
         """What was counted since the store was opened goes to the counts of the whole run."""
@@ -235,7 +239,7 @@ class Simulation:
 
     def _watch_index(self) -> None:
         """The disk's order begins anew with each index."""
-        index = None if self.store.disk is None else self.store.disk._index
+        index = None if self.store.disk is None else self.store.disk.contents.index
         if index is not None and index is not self._watched_index:
             self._watched_index = index
             checks.watch_order(self, index._tree, lambda block_id: block_id)
@@ -245,11 +249,11 @@ class Simulation:
         self.note(f"{'crash' if crash else 'restart'} with {len(self.scheduler.roster.requests)} requests")
         self.counts["crashes" if crash else "restarts"] += 1
         if crash:
-            if self.connector._io._writing is not None and self.rng.random() < 0.5:
+            if self.connector.parts.io._writing is not None and self.rng.random() < 0.5:
                 self.clock.advance(1.0)  # the transaction has just passed
         else:
             self.people.all_ended(self.scheduler.roster.requests)
-            self.connector.step_failed(self.steps.plan)
+            self.connector.step_failed()
             self.scheduler.roster.reset("abort")
             self.connector.close()
             if self.store.disk is None or self.store.disk.degraded is None:
@@ -403,7 +407,7 @@ class Simulation:
         """As the engine does after an error in the middle of a step."""
         self.counts["failed steps"] += 1
         ended = dict(self.scheduler.roster.requests)
-        self.connector.step_failed(self.steps.plan)
+        self.connector.step_failed()
         self.steps.drop()
         self.scheduler.roster.reset("abort")
         self.runner = self.steps._runner = Runner(self)
@@ -435,10 +439,10 @@ class Simulation:
         if self.scheduler.has_work:
             self.step()
             return True
-        if self.connector._num_progress != self._seen_progress:
-            self._seen_progress, self._round_s = self.connector._num_progress, 0.25
+        if self.connector.parts.progress.num != self._seen_progress:
+            self._seen_progress, self._round_s = self.connector.parts.progress.num, 0.25
             self._round_at_s = min(self._round_at_s, clock.now_s + 0.05)
-        is_settled = self.store.is_idle and not self.store._prefetcher._hints and not self._index_is_loading
+        is_settled = self.store.is_idle and not self.store.prefetcher.hints and not self._index_is_loading
         if is_settled:
             self._unsettled_since_s = clock.now_s
         assert clock.now_s - self._unsettled_since_s < HOUR_S, f"work in flight for ever: {checks.in_flight(self)}"
@@ -464,7 +468,7 @@ class Simulation:
 
     @property
     def _index_is_loading(self) -> bool:
-        return self.store.disk is not None and not self.store.disk.index_loaded
+        return self.store.disk is not None and self.store.disk.contents.index is None
 
     def _keep_house(self) -> None:
         """A round of the connector's own thread."""
@@ -475,7 +479,7 @@ class Simulation:
             self.store.disk.persist_touched()
             self._touched_s = self.clock.now_s
         if self.clock.now_s - self._learned_s > HOUR_S:
-            self.connector._write_learned()
+            self.connector.parts.write_learned()
             self._learned_s = self.clock.now_s
 
 

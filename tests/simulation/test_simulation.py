@@ -21,8 +21,10 @@ from kvstore.engine.core.request import Request
 from kvstore.engine.core.request_blocks import RequestBlocks
 from kvstore.engine.core.roster import Roster
 from kvstore.memory.tier import CpuTier
-from kvstore.store.lookup import Lookups
-from kvstore.store.store import KVStore
+from kvstore.store.control_plane import KVStore
+from kvstore.store.disk_space import DiskSpace
+from kvstore.store.requests import Requests
+from kvstore.store.steps import StepsInFlight
 from kvstore.store.write_back import WriteBack
 from tests.simulation.run import CONFIGS, Simulation
 
@@ -81,33 +83,33 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def load_of_a_wrong_slot(patch: pytest.MonkeyPatch) -> None:
-    take = Lookups.take
+    hand_out = Requests.hand_out
 
     def swapped(self, *given):
-        loads = take(self, *given)
+        loads = hand_out(self, *given)
         if len(loads) > 1:
             loads[:2] = [replace(loads[0], slot=loads[1].slot), replace(loads[1], slot=loads[0].slot)]
         return loads
 
-    patch.setattr(Lookups, "take", swapped)
+    patch.setattr(Requests, "hand_out", swapped)
 
 
 def slot_given_back_before_its_load(patch: pytest.MonkeyPatch) -> None:
-    take, end = Lookups.take, KVStore._end_loads
+    hand_out, end = Requests.hand_out, StepsInFlight.transferred
 
     def early(self, *given):
-        loads = take(self, *given)
+        loads = hand_out(self, *given)
         for load in reversed(loads):
             self._cpu.release(load.slot)
         return loads
 
-    def late(self, step, succeeded):
-        for load in step.loads:
-            self.cpu.acquire(load.slot)
-        end(self, step, succeeded)
+    def late(self, done):
+        for load in self.by_ticket[done.ticket].loads if done.is_load else ():
+            self._cpu.acquire(load.slot)
+        end(self, done)
 
-    patch.setattr(Lookups, "take", early)
-    patch.setattr(KVStore, "_end_loads", late)
+    patch.setattr(Requests, "hand_out", early)
+    patch.setattr(StepsInFlight, "transferred", late)
 
 
 def write_that_is_not_counted(patch: pytest.MonkeyPatch) -> None:
@@ -142,7 +144,7 @@ def parent_evicted_before_its_child(patch: pytest.MonkeyPatch) -> None:
 
 
 def parent_deleted_below_a_dirty_child(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WriteBack, "_is_pinned", lambda self, block_id: False)
+    patch.setattr(DiskSpace, "_is_pinned", lambda self, block_id: False)
 
 
 def failed_load_that_nobody_is_told_of(patch: pytest.MonkeyPatch) -> None:
@@ -186,16 +188,16 @@ def cached_tokens_counted_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def request_that_keeps_its_slots(patch: pytest.MonkeyPatch) -> None:
-    leave = Lookups.leave
+    remove = Requests.remove
 
     def holding(self, request_id):
-        request = self.requests.get(request_id)
+        request = self.by_id.get(request_id)
         if request is not None:
-            for slot in request.slots.values():
+            for slot in request.wanted.slots.values():
                 self._cpu.acquire(slot)
-        return leave(self, request_id)
+        return remove(self, request_id)
 
-    patch.setattr(Lookups, "leave", holding)
+    patch.setattr(Requests, "remove", holding)
 
 
 def choices_that_keep_a_splice(patch: pytest.MonkeyPatch) -> None:
@@ -211,7 +213,7 @@ def choices_that_keep_a_splice(patch: pytest.MonkeyPatch) -> None:
 
 def quarantine_that_keeps_orphans(patch: pytest.MonkeyPatch) -> None:
     """As it was until the simulation found it."""
-    patch.setattr(WriteBack, "_forget_what_it_held_up", lambda self, index: None)
+    patch.setattr(DiskSpace, "_forget_orphans", lambda self, index: None)
 
 
 # The bug, the configuration that is to find it, and what is to be said of it.

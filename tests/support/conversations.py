@@ -68,11 +68,11 @@ def head_chain(engine: Engine, chat: ChatSession) -> list[bytes]:
 def kv_of(engine: Engine, chain: list[bytes]) -> dict[bytes, list[bytes]]:
     """What to look for of each block: a run of its values and its raw keys as the arena has them, and its ids."""
     connector, found = engine.connector, {}
-    with connector._lock:
+    with connector.parts.lock:
         for block_id in chain:
-            slot = connector._cpu.find(block_id)
+            slot = connector.parts.cpu.slot_of(block_id)
             if slot is not None:
-                layer = connector._arena.tensor[slot, 1]
+                layer = connector.parts.arena.tensor[slot, 1]
                 found[block_id] = [layer[side, 3].numpy().tobytes() for side in (0, 1)]
     return found
 
@@ -83,7 +83,7 @@ def hbm_bytes(engine: Engine) -> bytes:
 
 def places(engine: Engine, path) -> dict[str, bytes]:
     files = {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*.mdb") if p.name == "data.mdb"}
-    return {"hbm": hbm_bytes(engine), "arena": bytes(engine.connector._arena._memory), **files}
+    return {"hbm": hbm_bytes(engine), "arena": bytes(engine.connector.parts.arena._memory), **files}
 
 
 def check_gone(engine: Engine, path, needles: list[bytes]) -> None:

@@ -102,8 +102,8 @@ def settle(engine) -> None:
 def evict_cpu(engine) -> None:
     """Everything that is on disk leaves the CPU tier."""
     settle(engine)
-    with engine.connector._lock:
-        engine.connector._cpu.pool.evict_all()
+    with engine.connector.parts.lock:
+        engine.connector.parts.cpu.pool.evict_all()
 
 
 def tokens(seed: int, count: int, vocab: int = 160) -> list[int]:
@@ -115,11 +115,11 @@ def tokens(seed: int, count: int, vocab: int = 160) -> list[int]:
 def stored_parents(engine) -> dict[bytes, bytes]:
     """Of every block that CPU or disk hold, its parent."""
     connector = engine.connector
-    with connector._lock:
-        cpu = connector._cpu
+    with connector.parts.lock:
+        cpu = connector.parts.cpu
         found = {cpu.record(slot).block_id: cpu.record(slot).parent_id for slot in cpu.blocks()}
-    if connector._disk_tier is not None:
-        found |= {entry.block_id: entry.parent_id for batch in connector._disk_tier.scan() for entry in batch}
+    if connector.parts.disk is not None:
+        found |= {entry.block_id: entry.parent_id for batch in connector.parts.disk.scan() for entry in batch}
     return found
 
 

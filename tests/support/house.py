@@ -16,7 +16,7 @@ from kvstore.engine.core.kv_cache_manager import KVCacheManager
 from kvstore.engine.core.request import Request, Status
 from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.store.lookup import Arrival, Lookup, Match
+from kvstore.store.seam import Arrival, Lookup, Match
 
 ROOT = lineage_root(b"secret", "model")
 EMPTY = -1
@@ -94,9 +94,9 @@ class FakeStore(NullConnector):
         loads, self._loads = self._loads, []
         return TransferPlan(tuple(loads)) if loads else None
 
-    def request_finished(self, request_id, block_numbers, answer=None):
-        super().request_finished(request_id, block_numbers, answer)
-        self.calls.append(("finished", request_id, len(block_numbers)))
+    def request_finished(self, request_id, answer=None, new_ids=(), new_tokens=()):
+        super().request_finished(request_id, answer, new_ids, new_tokens)
+        self.calls.append(("finished", request_id))
 
 
 class House:

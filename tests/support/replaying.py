@@ -108,7 +108,7 @@ class LateSaves:
         self.num_late = 0
 
     def __getattr__(self, name: str):
-        if name in ("flush", "close", "check_integrity", "wait_for_progress", "step_failed"):
+        if name in ("flush", "close", "upkeep", "wait_for_progress", "step_failed"):
             self.catch_up()
         return getattr(self._inner, name)
 

@@ -4,7 +4,7 @@ import pytest
 
 from kvstore.engine.core.request import Status
 from kvstore.engine.outputs import CachedTokensDetails
-from kvstore.store.lookup import Arrival, Lookup, Match
+from kvstore.store.seam import Arrival, Lookup, Match
 from tests.kvstore.test_connector import stored
 from tests.support.house import FakeStore, House, steps_of
 

@@ -39,8 +39,8 @@ def params_of(rng: random.Random) -> SamplingParams:
 
 def stored(engine) -> set[tuple[bytes, ...]]:
     """Every block of the CPU tier by its tokens and those before it."""
-    with engine.connector._lock:
-        cpu = engine.connector._cpu
+    with engine.connector.parts.lock:
+        cpu = engine.connector.parts.cpu
         records = {cpu.record(slot).block_id: cpu.record(slot) for slot in cpu.blocks()}
 
     def path(block_id: BlockId) -> tuple[bytes, ...]:

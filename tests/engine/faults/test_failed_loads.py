@@ -8,7 +8,7 @@ import threading
 import pytest
 
 import kvstore.memory.transfer
-import kvstore.store.tiered
+import kvstore.store.assembly
 from kvstore.kernels import block_copy
 from tests.support.by_hand import by_hand
 from tests.support.engines import (
@@ -88,7 +88,7 @@ def test_invariant_8_what_a_failed_step_saved_is_never_published(engine, plain, 
     """The step computes whole blocks behind the loaded ones: on garbage, under exact ids."""
     stem, rest = some_tokens(4, 64), some_tokens(5, 60)
     store_and_evict(engine, stem)
-    saved = engine.connector._transfer
+    saved = engine.connector.parts.transfer
     original, ended = saved.end, threading.Event()
 
     def end(succeeded=True):
@@ -246,7 +246,7 @@ def test_invariant_8_a_forward_that_raises_in_its_middle_stores_nothing_of_its_s
         with pytest.raises(RuntimeError, match="injected"):
             ask(engine, prompt)
     settle(engine)
-    assert counters(engine)["saved"] == 0 and engine.connector._cpu.pool.num_cached == 0
+    assert counters(engine)["saved"] == 0 and engine.connector.parts.cpu.pool.num_cached == 0
     out = ask(engine, prompt, 6)
     assert sum(cached(out)) == 0 and out.token_ids == plain(prompt, 6)
     settle(engine)
@@ -355,15 +355,15 @@ def test_invariant_1_a_stored_chain_larger_than_the_free_slots_is_loaded_as_far_
     model, plain, tmp_path, monkeypatch, cpu
 ):
     """Writes that fail hold their slots: a request that cannot get enough must not wait for ever."""
-    monkeypatch.setattr(kvstore.store.tiered, "STAGING_BYTES", 0)
+    monkeypatch.setattr(kvstore.store.assembly, "STAGING_BYTES", 0)
     if cpu:
         cpu = 40 * LLAMA_BLOCK_BYTES
     with by_hand(open_engine(model, tmp_path / "s", cpu=cpu, max_num_seqs=2)) as engine:
         prompt = some_tokens(97, 200)
         store_and_evict(engine, prompt)
         evict_cpu(engine)
-        pool = engine.connector._cpu.pool
-        with engine.connector._lock:  # as if what cannot be written stood there
+        pool = engine.connector.parts.cpu.pool
+        with engine.connector.parts.lock:  # as if what cannot be written stood there
             held = pool.allocate(pool.num_free - 5)
         handle = engine.submit([*prompt, 1], greedy(4))
         for _ in range(300):
@@ -371,7 +371,7 @@ def test_invariant_1_a_stored_chain_larger_than_the_free_slots_is_loaded_as_far_
                 break
             engine.step()
         done = handle.done
-        with engine.connector._lock:
+        with engine.connector.parts.lock:
             pool.release(held)
         engine.abort(handle)
         assert done, "it waits for slots that nobody will give back"

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import kvstore.disk.tier
-import kvstore.store.tiered
+import kvstore.store.parts
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import DegradedError, EngineClosedError, StoreLockedError
 from kvstore.sessions.record import SessionKey
@@ -374,7 +374,8 @@ def test_invariant_5_writes_that_fail_are_made_up_for(model, store, plain, monke
         prompt = tokens(50 + number, 60)
         with open_engine(model, store) as engine:
             out = ask(engine, prompt, 20)
-            wait_until(lambda engine=engine: engine.connector._store.is_idle and not engine.connector._degraded, "idle")
+            parts = engine.connector.parts
+            wait_until(lambda parts=parts: parts.store.is_idle and not parts.degraded, "idle")
             settle(engine)
             history = prompt + out.token_ids
         with open_engine(model, store) as engine:
@@ -414,7 +415,7 @@ def test_a_disk_that_is_stuck_does_not_hold_up_the_end_for_ever(model, store, mo
         go.wait(30)
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(kvstore.store.tiered, "DRAIN_S", 0.2)
+    monkeypatch.setattr(kvstore.store.parts, "DRAIN_S", 0.2)
     monkeypatch.setattr(DiskTier, "write", stuck)
     engine = open_engine(model, store)
     ask(engine, tokens(80, 100), 4)

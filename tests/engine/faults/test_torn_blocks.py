@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import torch
 
-import kvstore.store.tiered
 from kvstore.blocks.ids import Lineage
 from kvstore.blocks.pool import BlockPool
 from kvstore.config import CacheTiers
@@ -28,7 +27,7 @@ from kvstore.engine.sampling_params import SamplingParams
 from kvstore.memory.device_transfer import DeviceTransfer
 from kvstore.memory.layout import KVLayout
 from kvstore.memory.streams import CudaStreams, Queue, Streams
-from kvstore.store.tiered import TieredConnector
+from kvstore.store import assembly
 from tests.support.simulated_streams import Broken, SimulatedStreams
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 3, 2, 8, 4
@@ -57,7 +56,7 @@ class Engine:
         self.streams, self.device, self.rng = streams, device, random.Random(seed)
         layout = KVLayout(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.float32, (None,) * NUM_LAYERS)
         tiers = CacheTiers(cpu=CPU_SLOTS * layout.block_bytes, disk=0)
-        self.connector = TieredConnector(
+        self.connector = assembly.open_tiered(
             tiers, layout, "model", lambda _: "ab" * 32, device, "always", 1, HBM_BLOCKS, "lru", None
         )
         self.pool = BlockPool(HBM_BLOCKS, self.connector.hbm_order)
@@ -87,12 +86,12 @@ class Engine:
         if self.rng.random() < 0.3:
             self.pool.evict_all()
         if self.rng.random() < 0.2:
-            with self.connector._lock:
-                cpu = self.connector._cpu.pool
+            with self.connector.parts.lock:
+                cpu = self.connector.parts.cpu.pool
                 cpu.evict_all()
                 for slot in range(CPU_SLOTS):
                     if cpu.is_free(slot) and cpu.block_id(slot) is None:
-                        self.connector._arena.tensor[slot] = -1.0
+                        self.connector.parts.arena.tensor[slot] = -1.0
 
     # -- requests ----------------------------------------------------------------------------------------------------
     def submit(self) -> None:
@@ -216,7 +215,7 @@ def run(
         for request_id in list(engine.scheduler.roster.requests):
             engine.scheduler.roster.finish(request_id, "abort")
         if not num_wrong:
-            engine.connector.check_integrity(idle=True)
+            engine.connector.upkeep.check_integrity(idle=True)
         assert not runs_ahead or num_wrong or engine.num_ahead > num_steps / 5
         return num_wrong, engine.connector.stats()
     finally:
@@ -231,7 +230,7 @@ def simulated(seed: int, broken: Broken | None = None, slow: Queue | None = None
             "kvstore.memory.device_transfer.LAYERS_AHEAD", 1
         ),  # of three layers: some are launched in the forward
         mock.patch.object(
-            TieredConnector, "_make_transfer", lambda self, device: DeviceTransfer(self._arena, streams, self._wake)
+            assembly, "make_transfer", lambda device, arena, wake: DeviceTransfer(arena, streams, wake)
         ),
     ):
         yield streams
@@ -314,7 +313,7 @@ def run_on_gpu(seed: int, num_steps: int, dropped: tuple[Queue, Queue] | None = 
     streams = SleepyStreams(device, seed, dropped)
     with (
         mock.patch("kvstore.memory.device_transfer.LAYERS_AHEAD", 1),
-        mock.patch.object(kvstore.store.tiered, "CudaStreams", lambda _: streams),
+        mock.patch.object(assembly, "CudaStreams", lambda _: streams),
         torch.inference_mode(),
     ):
         return run(streams, device, seed, num_steps)

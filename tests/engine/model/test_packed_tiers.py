@@ -116,8 +116,8 @@ def test_many_requests_beside_evictions(model: Stored, path: Path) -> None:
                 if rng.random() < 0.3:
                     engine.engine.loop.pool.evict_all()
                 if rng.random() < 0.2:
-                    with engine.engine.connector._lock:
-                        engine.engine.connector._cpu.pool.evict_all()
+                    with engine.engine.connector.parts.lock:
+                        engine.engine.connector.parts.cpu.pool.evict_all()
         engine.finish()
         settle(engine.engine)
         assert counters(engine.engine)["loaded"] > 0 and engine.num_mixed > 0

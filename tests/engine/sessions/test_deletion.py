@@ -87,8 +87,8 @@ def unrecorded(opened, monkeypatch):
     with failing_to_store(monkeypatch, engine), pytest.raises(StoreError):
         chat.send("This is never stored, and is long enough to fill more than one block of tokens.", greedy(30))
     settle(engine)
-    with engine.connector._lock:
-        cpu = engine.connector._cpu
+    with engine.connector.parts.lock:
+        cpu = engine.connector.parts.cpu
         every = [cpu.record(slot).block_id for slot in cpu.blocks()]
     assert len(every) > len(chat.chain) + 1
     return engine, [part for parts in kv_of(engine, every).values() for part in parts]

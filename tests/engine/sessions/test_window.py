@@ -226,14 +226,14 @@ def test_a_splice_whose_sources_are_deleted_meanwhile_is_abandoned(engine):
     fill(chat)
     settle(engine)
     copying, go_on = threading.Event(), threading.Event()
-    copy = engine.connector._store._splicer._copy
+    copy = engine.connector.parts.store.splicer._copy
 
     def slow(pieces):
         copying.set()
         assert go_on.wait(10)
         copy(pieces)
 
-    engine.connector._store._splicer._copy = slow
+    engine.connector.parts.store.splicer._copy = slow
     stream = chat.stream(LONG, PARAMS)
     reader = threading.Thread(target=lambda: list(stream))
     reader.start()

@@ -54,11 +54,11 @@ def test_rates_and_returns_are_there_after_a_restart(model, tmp_path):
         for number in range(3):
             ask(engine, PROMPT + tokens(number, 40))
         settle(engine)
-        old = engine.connector._planner.as_dict()
+        old = engine.connector.parts.store.planner.as_dict()
     found = json.loads((tmp_path / "store" / FILE_NAME).read_text())
     assert found.keys() == {"steering", "rates"}
     with open_engine(model, tmp_path / "store") as engine:
-        assert engine.connector._planner.as_dict() == pytest.approx(old)
+        assert engine.connector.parts.store.planner.as_dict() == pytest.approx(old)
         assert old["prefill_tokens_per_s"] > 0 and counters(engine)["policy_file_errors"] == 0
 
 
@@ -68,7 +68,7 @@ def test_rates_and_returns_are_there_after_a_restart(model, tmp_path):
 )
 def test_whatever_is_in_the_file_the_store_opens_and_starts_anew(model, tmp_path, content):
     with open_engine(model, tmp_path / "store") as engine:
-        content = content.replace("THIS ONE", engine.connector._fingerprint)
+        content = content.replace("THIS ONE", engine.connector.fingerprint.hex())
     (tmp_path / "store" / FILE_NAME).write_text(content)
     with open_engine(model, tmp_path / "store") as engine:
         assert counters(engine)["policy_file_errors"] == 1
@@ -86,17 +86,17 @@ def test_pins_and_ends_of_conversations_that_only_the_disk_knows(model, tmp_path
     with open_engine(model, tmp_path / "store") as engine:
         connector, chain = engine.connector, handle.chain
         connector.pin(chain, 60.0)
-        found = connector._steering.find(chain)
+        found = connector.parts.store.steering.find(chain)
         assert found.pinned_until_s > time.time() + 50
         connector.pin(chain, 0)
         assert found.pinned_until_s <= time.time()
         connector.expire(chain, 5.0)
-        assert connector._steering.find(chain) is found and found.expires_s == 5.0
+        assert connector.parts.store.steering.find(chain) is found and found.expires_s == 5.0
         connector.expire(chain, None)
         assert found.expires_s == math.inf
         connector.pin([b"x" * 32], 60.0)  # nobody has this
         connector.expire([b"x" * 32], 1.0)
-        assert connector._steering.find([b"x" * 32]) is None
+        assert connector.parts.store.steering.find([b"x" * 32]) is None
 
 
 def test_without_a_disk_there_is_no_file(model, tmp_path):

@@ -18,7 +18,7 @@ from kvstore.memory.device_transfer import DeviceTransfer
 from kvstore.memory.layout import KVLayout
 from kvstore.memory.streams import CudaStreams, Queue
 from kvstore.rope.rotary import Rotation, Style
-from kvstore.store.tiered import TieredConnector
+from kvstore.store import assembly
 from tests.support.engines import ask, cached, counters, open_engine, settle
 from tests.support.engines import tokens as some_tokens
 from tests.support.simulated_streams import SimulatedStreams
@@ -423,7 +423,7 @@ def slow_device():
     """Engines of this test move their blocks in slow queues beside the model."""
     streams = SimulatedStreams(5, computes_here=True)
     with mock.patch.object(
-        TieredConnector, "_make_transfer", lambda self, device: DeviceTransfer(self._arena, streams, self._wake)
+        assembly, "make_transfer", lambda device, arena, wake: DeviceTransfer(arena, streams, wake)
     ):
         yield streams
     streams.close()

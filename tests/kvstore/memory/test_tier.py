@@ -14,7 +14,7 @@ def record(name: str, parent: str = "root") -> BlockRecord:
 
 def put(tier: CpuTier, name: str, parent: str = "root") -> int:
     slot = tier.reserve()
-    assert slot is not None and tier.announce(slot, record(name, parent), 1.0)
+    assert slot is not None and tier.announce(slot, record(name, parent))
     tier.publish(slot)
     return slot
 
@@ -26,13 +26,13 @@ def names(tier: CpuTier) -> set[str]:
 def test_a_slot_is_found_while_its_bytes_are_on_their_way():
     tier = CpuTier(4)
     slot = tier.reserve()
-    assert tier.state(slot) is SlotState.EMPTY and tier.find(record("a").block_id) is None
-    assert tier.announce(slot, record("a"), 1.0)
-    assert tier.find(record("a").block_id) == slot and tier.state(slot) is SlotState.PENDING
+    assert tier.state(slot) is SlotState.EMPTY and tier.slot_of(record("a").block_id) is None
+    assert tier.announce(slot, record("a"))
+    assert tier.slot_of(record("a").block_id) == slot and tier.state(slot) is SlotState.PENDING
     tier.publish(slot)
     assert tier.state(slot) is SlotState.READY
     other = tier.reserve()
-    assert not tier.announce(other, record("a"), 1.0), "another slot has that block"
+    assert not tier.announce(other, record("a")), "another slot has that block"
     tier.release(slot)
     tier.release(other)
     tier.check_integrity()
@@ -64,7 +64,7 @@ def test_the_chain_that_was_used_last_goes_last():
         head, tail = put(tier, name), put(tier, name + "2", name)
         tier.release(head)
         tier.release(tail)
-    tier.touch([record("a").block_id, record("a2").block_id], 2.0)
+    tier.touch([record("a").block_id, record("a2").block_id])
     tier.reserve()
     tier.reserve()
     assert names(tier) == {"a", "a2"}
@@ -115,9 +115,9 @@ def test_at_random_what_stays_is_closed_under_parents(seed):
                 parent = rng.choice([*sorted(names(tier)), "root"])
                 count += 1
                 if parent != "root" and rng.random() < 0.3:
-                    tier.acquire(tier.find(record(parent).block_id))
-                    held.append(tier.find(record(parent).block_id))
-                assert tier.announce(slot, record(f"n{count}", parent), count)
+                    tier.acquire(tier.slot_of(record(parent).block_id))
+                    held.append(tier.slot_of(record(parent).block_id))
+                assert tier.announce(slot, record(f"n{count}", parent))
                 tier.publish(slot)
                 held.append(slot)
         elif action < 0.9 and held:
@@ -147,7 +147,7 @@ def test_what_is_given_up_for_another_reason_than_room_is_counted_once():
     tier = CpuTier(4)
     slots = [put(tier, "a"), put(tier, "b", "a")]
     pending = tier.reserve()
-    tier.announce(pending, record("c", "b"), 1.0)
+    tier.announce(pending, record("c", "b"))
     tier.fail(slots[0])
     tier.fail(slots[1])
     tier.forget(record("b").block_id)

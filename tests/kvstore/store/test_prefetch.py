@@ -4,7 +4,7 @@ import pytest
 
 from kvstore.blocks.ids import Lineage
 from kvstore.disk.io_queue import AS_HINT, AT_ONCE, rank_of_request
-from kvstore.store.lookup import Lookup, Match, Tracked
+from kvstore.store.seam import Lookup, Match
 from tests.support.store.prefetch_bench import ROOT, SIZE, Bench
 
 
@@ -17,7 +17,7 @@ def test_reads_go_in_the_order_of_expected_start_and_each_tail_first():
     assert bench.stats.prefetched == 8
     for request in (urgent, first, second):
         assert bench.match(request) == Match(Lookup.HIT, len(request.chain) * SIZE)
-        bench.leave(request)
+        bench.remove(request)
     assert bench.stats.prefetch_hits == 8 and bench.stats.prefetch_wasted == 8, "they left without loading"
     bench.check_idle()
 
@@ -25,14 +25,14 @@ def test_reads_go_in_the_order_of_expected_start_and_each_tail_first():
 def test_only_as_many_as_fit_are_read_ahead_and_the_next_one_when_the_first_has_started():
     bench = Bench(8)
     requests = [bench.arrive(bench.request(3)) for _ in range(4)]
-    assert [len(request.slots) for request in requests] == [3, 3, 0, 0]
+    assert [len(request.wanted.slots) for request in requests] == [3, 3, 0, 0]
     bench.read()
-    bench.take(requests[0], 0, bench.match(requests[0]))
-    bench.prefetcher.scheduled(requests[0])
+    bench.load(requests[0], 0, bench.match(requests[0]))
+    bench.prefetcher.start(requests[0])
     bench.prefetcher.poll()
-    assert [len(request.slots) for request in requests] == [0, 3, 3, 0]
+    assert [len(request.wanted.slots) for request in requests] == [0, 3, 3, 0]
     for request in requests:
-        bench.leave(request)
+        bench.remove(request)
     bench.check_idle()
 
 
@@ -40,13 +40,13 @@ def test_what_others_hold_is_not_filled():
     bench = Bench(8)
     held = [bench.cpu.reserve() for _ in range(4)]
     requests = [bench.arrive(bench.request(3)) for _ in range(2)]
-    assert [len(request.slots) for request in requests] == [3, 0]
+    assert [len(request.wanted.slots) for request in requests] == [3, 0]
     for slot in held:
         bench.cpu.release(slot)
-    bench.leave(requests[0])
+    bench.remove(requests[0])
     bench.prefetcher.poll()
-    assert len(requests[1].slots) == 3
-    bench.leave(requests[1])
+    assert len(requests[1].wanted.slots) == 3
+    bench.remove(requests[1])
     bench.check_idle()
 
 
@@ -55,18 +55,18 @@ def test_the_first_in_the_queue_takes_slots_back_from_those_who_wait_behind_it()
     behind = [bench.arrive(bench.request(4, sequence=10 + i)) for i in range(2)]
     bench.read(2)  # of the earlier of the two
     urgent = bench.arrive(bench.request(6, priority=-1))
-    assert len(urgent.slots) == 6 and [len(other.slots) for other in behind] == [0, 0]
+    assert len(urgent.wanted.slots) == 6 and [len(other.wanted.slots) for other in behind] == [0, 0]
     assert set(bench.io.queued.values()) == {urgent.rank}, "reads of those behind were dropped"
     assert bench.stats.cancelled_reads == 6
     assert bench.match(behind[0]).lookup is Lookup.PENDING, "it waits, and does not disturb"
-    assert len(urgent.slots) == 6
+    assert len(urgent.wanted.slots) == 6
     bench.read()
-    bench.take(urgent, 0, bench.match(urgent))
-    bench.prefetcher.scheduled(urgent)
+    bench.load(urgent, 0, bench.match(urgent))
+    bench.prefetcher.start(urgent)
     bench.prefetcher.poll()
-    assert [len(other.slots) for other in behind] == [4, 4]
+    assert [len(other.wanted.slots) for other in behind] == [4, 4]
     for request in (urgent, *behind):
-        bench.leave(request)
+        bench.remove(request)
     bench.check_idle()
 
 
@@ -74,10 +74,10 @@ def test_a_request_that_waits_for_slots_of_an_earlier_one_goes_on_with_what_ther
     bench = Bench(4)
     held = [bench.cpu.reserve() for _ in range(2)]  # say, blocks that cannot be written
     request = bench.arrive(bench.request(3))
-    assert bench.match(request).lookup is Lookup.PENDING and len(request.slots) == 2
+    assert bench.match(request).lookup is Lookup.PENDING and len(request.wanted.slots) == 2
     assert bench.read() == request.chain[1::-1]
     assert bench.match(request) == Match(Lookup.HIT, 2 * SIZE)
-    bench.leave(request)
+    bench.remove(request)
     for slot in held:
         bench.cpu.release(slot)
     bench.check_idle()
@@ -92,7 +92,7 @@ def test_a_request_in_flight_does_not_keep_those_behind_from_what_is_there():
     assert bench.match(first).lookup is Lookup.PENDING
     assert bench.match(behind) == Match(Lookup.HIT, 2 * SIZE)
     for request in (first, behind):
-        bench.leave(request)
+        bench.remove(request)
     bench.check_idle()
 
 
@@ -102,27 +102,27 @@ def test_reads_of_a_request_that_goes_away_are_dropped_and_one_that_runs_ends_un
     request = bench.arrive(bench.request(5))
     bench.read(2)
     running = bench.next_read()
-    bench.leave(request)
+    bench.remove(request)
     assert not bench.io.queued and bench.stats.cancelled_reads == 2
     bench.end_read(running)
     bench.check_idle()
     again = bench.arrive(bench.request(1))
     assert bench.read() == again.chain
-    bench.leave(again)
+    bench.remove(again)
     bench.check_idle()
 
 
 def test_reads_that_another_request_wants_too_go_on_as_urgently_as_it_needs_them():
     bench = Bench(16)
     one = bench.arrive(bench.request(4, sequence=5))
-    other = Tracked("other", one.chain, one.token_ids, one.lineage, "", (0, 3), one.conversation)
+    other = bench.same(one, "other", (0, 3))
     bench.arrive(other)
     assert set(bench.io.queued.values()) == {other.rank}, "the earlier of the two says how urgent they are"
-    bench.leave(one)
+    bench.remove(one)
     assert len(bench.io.queued) == 4 and not bench.stats.cancelled_reads
     bench.read()
     assert bench.match(other) == Match(Lookup.HIT, 4 * SIZE)
-    bench.leave(other)
+    bench.remove(other)
     bench.check_idle()
 
 
@@ -131,10 +131,10 @@ def test_a_failed_read_ends_what_is_loaded_and_drops_what_is_behind_it():
     request = bench.arrive(bench.request(6))
     bench.read(2)
     bench.end_read(bench.next_read(), succeeded=False)  # block 3
-    assert bench.match(request).lookup is Lookup.PENDING and request.end == 3
+    assert bench.match(request).lookup is Lookup.PENDING and request.wanted.end == 3
     bench.read()
     assert bench.match(request) == Match(Lookup.HIT, 3 * SIZE)
-    bench.leave(request)
+    bench.remove(request)
     bench.check_idle()
 
 
@@ -142,25 +142,24 @@ def test_a_failed_read_ends_what_is_loaded_and_drops_what_is_behind_it():
 def test_a_hint_is_read_after_what_anybody_waits_for():
     bench = Bench(64)
     hinted = bench.request(3)
-    assert bench.prefetcher.hint(hinted) == 3
+    assert bench.hint(hinted) == 3
     waiting = bench.arrive(bench.request(2))
     assert bench.read() == waiting.chain[::-1] + hinted.chain[::-1]
-    assert not any(bench.cpu.pool.ref_count(slot) for slot in map(bench.cpu.find, hinted.chain))
-    bench.leave(waiting)
+    assert not any(bench.cpu.pool.ref_count(slot) for slot in map(bench.cpu.slot_of, hinted.chain))
+    bench.remove(waiting)
     bench.check_idle()
 
 
 def test_a_request_for_what_a_hint_is_reading_makes_that_urgent():
     bench = Bench(64)
     hinted = bench.request(3)
-    bench.prefetcher.hint(hinted)
+    bench.hint(hinted)
     assert set(bench.io.queued.values()) == {AS_HINT}
-    chain, token_ids, conversation = hinted.chain, hinted.token_ids, hinted.conversation
-    request = bench.arrive(Tracked("r", chain, token_ids, hinted.lineage, "", (0, 9), conversation))
+    request = bench.arrive(bench.same(hinted, "r", (0, 9)))
     assert request.arrival == ["disk"] * 3 and set(bench.io.queued.values()) == {rank_of_request((0, 9))}
     bench.read()
     assert bench.match(request) == Match(Lookup.HIT, 3 * SIZE)
-    bench.leave(request)
+    bench.remove(request)
     bench.check_idle()
 
 
@@ -168,11 +167,11 @@ def test_a_hint_never_takes_what_a_waiting_request_needs_and_gives_way_to_one():
     bench = Bench(16)
     waiting = bench.arrive(bench.request(8))
     hinted = bench.request(8)
-    assert bench.prefetcher.hint(hinted) == 4, "a quarter stays free"
+    assert bench.hint(hinted) == 4, "a quarter stays free"
     late = bench.arrive(bench.request(8))
-    assert len(late.slots) == 8 and len(waiting.slots) == 8 and bench.stats.cancelled_reads == 4
+    assert len(late.wanted.slots) == 8 and len(waiting.wanted.slots) == 8 and bench.stats.cancelled_reads == 4
     for request in (waiting, late):
-        bench.leave(request)
+        bench.remove(request)
     bench.check_idle()
 
 
@@ -182,11 +181,11 @@ def test_conversations_in_the_window_are_marked_as_wanted_until_they_start():
     bench.prefetcher.poll()
     assert request.conversation.wanted == request.key and request.conversation in bench.refreshed
     bench.read()
-    bench.take(request, 0, bench.match(request))
-    bench.prefetcher.scheduled(request)
+    bench.load(request, 0, bench.match(request))
+    bench.prefetcher.start(request)
     bench.prefetcher.poll()
     assert request.conversation.wanted is None
-    bench.leave(request)
+    bench.remove(request)
     bench.check_idle()
 
 
@@ -196,7 +195,7 @@ def test_a_share_of_the_tier_is_kept_blank_for_reads(num_slots, num_blank):
     bench = Bench(num_slots)
     for index in range(num_slots):
         slot = bench.cpu.reserve()
-        bench.cpu.announce(slot, bench.lookups.record(bench.request(1, stored=False), 0), 0.0)
+        bench.cpu.announce(slot, bench.stored.record(bench.request(1, stored=False), 0))
         bench.cpu.publish(slot)
         bench.cpu.release(slot)
         bench.prefetcher.poll()
@@ -213,7 +212,7 @@ def test_what_is_better_computed_is_not_read():
     assert set(bench.io.queued.values()) <= {AS_HINT}, "but a few, to see whether the disk is still so slow"
     assert len(bench.io.queued) == 16
     assert bench.match(request) == Match(Lookup.MISS)
-    bench.leave(request)
+    bench.remove(request)
     bench.check_idle()
 
 
@@ -224,18 +223,18 @@ def test_the_head_is_computed_while_the_tail_is_read_until_they_meet():
     assert len(bench.io.queued) == 64
     frontier = 0
     match = bench.match(request)
-    assert match == Match(Lookup.MISS, 0, 48 * SIZE) and request.is_open
-    bench.prefetcher.scheduled(request)
-    assert len(request.slots) == 64, "it holds what it will load"
+    assert match == Match(Lookup.MISS, 0, 48 * SIZE) and request.wanted.is_open
+    bench.prefetcher.start(request)
+    assert len(request.wanted.slots) == 64, "it holds what it will load"
     while match.lookup is not Lookup.HIT:
         assert match.lookup is Lookup.MISS and match.num_compute_tokens
         frontier += match.num_compute_tokens // SIZE
         bench.read(match.num_compute_tokens // SIZE)
         match = bench.match(request, frontier)
     assert 64 <= frontier <= 70 and match == Match(Lookup.HIT, (128 - frontier) * SIZE)
-    bench.take(request, frontier, match)
-    assert not request.slots and bench.stats.split_prefills == 1
-    bench.leave(request)
+    bench.load(request, frontier, match)
+    assert not request.wanted.slots and bench.stats.split_prefills == 1
+    bench.remove(request)
     bench.check_idle()
 
 
@@ -245,12 +244,12 @@ def test_a_disk_that_is_faster_than_predicted_reads_more_of_the_head():
     for _ in range(200):
         bench.planner.read(1000, 0.0005)
     bench.read(50)
-    assert len(request.slots) > 64, "while it waits, more is read than was planned"
+    assert len(request.wanted.slots) > 64, "while it waits, more is read than was planned"
     match = bench.match(request)
     assert match.lookup is Lookup.PENDING, "what is left will be read sooner than it could be computed"
     bench.read()
     assert bench.match(request) == Match(Lookup.HIT, 128 * SIZE)
-    bench.leave(request)
+    bench.remove(request)
     bench.check_idle()
 
 
@@ -267,8 +266,8 @@ def test_a_disk_that_becomes_slow_while_a_request_waits_for_it_makes_it_compute(
         frontier += match.num_compute_tokens // SIZE
         match = bench.match(request, frontier)
     assert frontier == 60 and match == Match(Lookup.HIT, 40 * SIZE)
-    bench.take(request, frontier, match)
-    bench.leave(request)
+    bench.load(request, frontier, match)
+    bench.remove(request)
     bench.io.stalled_s = 0.0
     bench.check_idle()
 
@@ -276,18 +275,17 @@ def test_a_disk_that_becomes_slow_while_a_request_waits_for_it_makes_it_compute(
 def test_what_lies_in_memory_is_loaded_before_the_rest_is_computed():
     bench = Bench(200, load_s=1.0, compute_s=0.01)
     request = bench.request(100)
-    head = Tracked("head", request.chain[:40], request.token_ids[: 40 * SIZE + 1], request.lineage, "", (0, 99))
-    head.conversation = request.conversation
+    head = bench.same(request, "head", (0, 99), 40)
     bench.disk.stored -= set(request.chain[40:])
-    bench.prefetcher.hint(head)
+    bench.hint(head)
     bench.read()
     bench.disk.stored |= set(request.chain)
     bench.arrive(request)
     assert request.arrival == ["cpu"] * 40 + ["disk"] * 60
     match = bench.match(request)
     assert match == Match(Lookup.HIT, 40 * SIZE), "and nothing more is to be asked for"
-    bench.take(request, 0, match)
-    bench.leave(request)
+    bench.load(request, 0, match)
+    bench.remove(request)
     bench.check_idle()
 
 
@@ -295,10 +293,10 @@ def test_a_request_that_was_split_and_goes_away_leaves_nothing_behind():
     bench = Bench(200, load_s=0.01, compute_s=0.01)
     request = bench.arrive(bench.request(128))
     bench.match(request)
-    bench.prefetcher.scheduled(request)
+    bench.prefetcher.start(request)
     bench.read(20)
     running = bench.next_read()
-    bench.leave(request)
+    bench.remove(request)
     assert not bench.io.queued and bench.stats.cancelled_reads == 43
     bench.end_read(running)
     bench.check_idle()
@@ -308,18 +306,18 @@ def test_what_was_passed_by_the_frontier_is_read_last_if_blocks_in_use_build_on_
     bench = Bench(200, load_s=0.01, compute_s=0.01)
     request = bench.arrive(bench.request(128))
     bench.match(request)
-    bench.prefetcher.scheduled(request)
+    bench.prefetcher.start(request)
     bench.read(40)
     assert bench.match(request, 88) == Match(Lookup.HIT, 40 * SIZE)
-    loads = bench.lookups.take(request, range(40), 88, 40)
+    loads = bench.requests.hand_out(request, range(40), 88, 40)
     assert len(bench.io.queued) == 24 and set(bench.io.queued.values()) == {AS_HINT}
-    bench.disk.reads.finish()
-    assert len(bench.io.queued) == 24 and bench.cpu.find(request.chain[-1]) is not None, "what is in use stays"
+    bench.reads.finish()
+    assert len(bench.io.queued) == 24 and bench.cpu.slot_of(request.chain[-1]) is not None, "what is in use stays"
     for load in reversed(loads):
         bench.cpu.release(load.slot)
-    bench.disk.reads.finish()
+    bench.reads.finish()
     assert not bench.io.queued
-    bench.leave(request)
+    bench.remove(request)
     bench.check_idle()
 
 
@@ -331,22 +329,21 @@ def test_a_spliced_chain_is_loaded_as_a_whole_or_not_at_all():
     assert len(bench.io.queued) == 10 and bench.match(request).lookup is Lookup.PENDING
     bench.read()
     assert bench.match(request) == Match(Lookup.HIT, 10 * SIZE)
-    bench.leave(request)
+    bench.remove(request)
     bench.check_idle()
 
 
 def test_hbm_may_lose_blocks_and_get_others_while_a_request_waits():
     bench = Bench(64)
     request = bench.request(8)
-    bench.lookups.arrive(request, 4, 8)
-    bench.prefetcher.arrive(request)
+    bench.arrive(request, 4)
     bench.read()
-    assert bench.match(request, 2).lookup is Lookup.PENDING and request.first == 2
+    assert bench.match(request, 2).lookup is Lookup.PENDING and request.wanted.first == 2
     assert bench.read() == request.chain[3:1:-1]
     assert bench.match(request, 2) == Match(Lookup.HIT, 6 * SIZE)
     assert bench.match(request, 6) == Match(Lookup.HIT, 2 * SIZE)
     assert bench.match(request, 8) == Match(Lookup.MISS)
-    bench.leave(request)
+    bench.remove(request)
     bench.check_idle()
 
 

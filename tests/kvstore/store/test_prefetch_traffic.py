@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from kvstore.store.lookup import Lookup, Tracked
+from kvstore.store.requests import Tracked
+from kvstore.store.seam import Lookup
 from tests.support.store.prefetch_bench import SIZE, Bench
 
 
@@ -27,28 +28,27 @@ class Traffic:
         bench.prefetcher.poll()
         bench.cpu.check_integrity(idle=False)
         for request in self.waiting:
-            assert request.begun or not request.slots
-            assert all(request.first <= index < request.end for index in request.slots)
+            wanted = request.wanted
+            assert wanted.is_begun or not wanted.slots
+            assert all(wanted.first <= index < wanted.end for index in wanted.slots)
 
     def come(self) -> None:
         stem, bench = self.rng.choice(self.stems), self.bench
         bench.num_made += 1
         count = self.rng.randrange(1, len(stem.chain) + 1)
         key = (self.rng.choice([0, 0, -1]), bench.num_made)
-        tokens = stem.token_ids[: count * SIZE + 1]
-        request = Tracked(f"r{bench.num_made}", stem.chain[:count], tokens, stem.lineage, "", key, stem.conversation)
-        self.waiting.append(bench.arrive(request))
+        self.waiting.append(bench.arrive(bench.same(stem, f"r{bench.num_made}", key, count)))
         self.waiting.sort(key=lambda one: one.key)
 
     def go(self) -> None:
         if self.waiting and self.rng.random() < 0.2:
-            self.bench.leave(self.waiting.pop(self.rng.randrange(len(self.waiting))))
+            self.bench.remove(self.waiting.pop(self.rng.randrange(len(self.waiting))))
         elif self.running and self.rng.random() < 0.2:
-            self.bench.leave(self.running.pop(self.rng.randrange(len(self.running)))[0])
+            self.bench.remove(self.running.pop(self.rng.randrange(len(self.running)))[0])
 
     def hint(self) -> None:
         stem = self.rng.choice(self.stems)
-        self.bench.prefetcher.hint(Tracked("", stem.chain, stem.token_ids, stem.lineage, "", (0, 0), stem.conversation))
+        self.bench.hint(self.bench.same(stem, "", (0, 0)))
 
     def read(self) -> None:
         for _ in range(self.rng.randrange(8)):
@@ -63,20 +63,20 @@ class Traffic:
                 self.running[place] = (request, min(ask_at, frontier + self.rng.randrange(1, 9)), ask_at)
         for entry in [entry for entry in self.running if entry[2] is None]:
             self.running.remove(entry)
-            self.bench.leave(entry[0])
+            self.bench.remove(entry[0])
             self.num_ended += 1
         for request in list(self.waiting):
             if len(self.running) < 2 and (entry := self.go_on(request, 0)) is not None:
                 self.waiting.remove(request)
                 self.running.append(entry)
-                self.bench.prefetcher.scheduled(request)
+                self.bench.prefetcher.start(request)
 
     def go_on(self, request: Tracked, frontier: int) -> tuple[Tracked, int, int | None] | None:
         match = self.bench.match(request, frontier)
         if match.lookup is Lookup.PENDING:
             return None
         if match.num_tokens:
-            self.bench.take(request, frontier, match)
+            self.bench.load(request, frontier, match)
         frontier += match.num_tokens // SIZE
         more = match.num_compute_tokens
         return request, frontier, None if more is None else frontier + more // SIZE

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 import kvstore.disk.io_queue
 import kvstore.disk.tier
+import kvstore.store.parts
 import kvstore.store.tiered
 from kvstore.blocks.records import Evict, ReadResult
 from kvstore.connector import NullConnector
@@ -16,8 +17,7 @@ from kvstore.disk.format import WriteError
 from kvstore.disk.io_queue import IoQueue, Read, Task, Write
 from kvstore.disk.tier import DiskTier, WriteOutcome
 from kvstore.errors import StoreError
-from kvstore.store.saving import SaveStep
-from kvstore.store.store import _Step
+from kvstore.store.steps import StepTransfers
 from tests.kvstore.disk.test_io_queue import FakeDisk, block, record
 from tests.support.engines import (
     ask,
@@ -42,7 +42,7 @@ def engine(model, tmp_path):
 
 def chain_of(engine, prompt) -> list[bytes]:
     """Ids of the blocks of this prompt on disk, head first."""
-    parents = {e.block_id: e.parent_id for batch in engine.connector._disk_tier.scan() for e in batch}
+    parents = {e.block_id: e.parent_id for batch in engine.connector.parts.disk.scan() for e in batch}
     chain = [block_id for block_id, parent in parents.items() if parent not in parents]
     while len(chain) < len(parents):
         chain.append(next(block_id for block_id, parent in parents.items() if parent == chain[-1]))
@@ -98,7 +98,7 @@ def test_times_of_last_use_alone_are_written_at_the_end_in_a_hurry_and_after_a_w
 
 def test_use_in_a_session_that_writes_nothing_is_remembered(model, tmp_path):
     def last_use(engine) -> float:
-        return max(e.last_access_s for batch in engine.connector._disk_tier.scan() for e in batch)
+        return max(e.last_access_s for batch in engine.connector.parts.disk.scan() for e in batch)
 
     with open_engine(model, tmp_path / "store") as engine:
         ask(engine, tokens(1, 100))
@@ -148,18 +148,18 @@ def test_the_housekeeper_survives_an_error_which_is_counted(engine, monkeypatch)
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.connector._store.disk, "pump", fail)
+        patch.setattr(engine.connector.parts.store.disk, "pump", fail)
         wait_until(lambda: counters(engine)["housekeeping_errors"] >= 2)
-    assert engine.connector._housekeeper.is_alive()
+    assert engine.connector._housekeeper.is_alive
     ask(engine, tokens(4, 100))
     wait_until(lambda: engine.stats()["disk"]["blocks"] == BLOCKS)
 
 
 def test_an_error_while_collecting_loses_only_that_outcome(engine, monkeypatch):
-    store, seen = engine.connector._store, []
+    store, seen = engine.connector.parts.store, []
     monkeypatch.setattr(store, "_collect", lambda one: seen.append(one) or 1 // len(seen[1:]))
-    with engine.connector._lock:
-        store._ended += [1, 2, 3]
+    with engine.connector.parts.lock:
+        store.ended += [1, 2, 3]
         with pytest.raises(ZeroDivisionError):
             store.poll()
         store.poll()
@@ -170,7 +170,7 @@ def test_an_error_while_collecting_loses_only_that_outcome(engine, monkeypatch):
 def test_a_damaged_file_that_cannot_be_put_aside_is_tried_again_later(engine, monkeypatch):
     expected = ask(engine, tokens(5, 100)).token_ids
     settle(engine)
-    disk, tries = engine.connector._disk_tier, []
+    disk, tries = engine.connector.parts.disk, []
 
     def refuse(*_):
         tries.append(time.monotonic())
@@ -181,7 +181,7 @@ def test_a_damaged_file_that_cannot_be_put_aside_is_tried_again_later(engine, mo
         disk.file.broken = True
         wait_until(lambda: len(tries) == 2)
         assert tries[1] - tries[0] > 0.4 and disk.file.broken and "put aside" in engine.stats()["disk"]["degraded"]
-        assert counters(engine)["housekeeping_errors"] == 0 and engine.connector._housekeeper.is_alive()
+        assert counters(engine)["housekeeping_errors"] == 0 and engine.connector._housekeeper.is_alive
         engine.loop.pool.evict_all()
         assert ask(engine, tokens(5, 100)).token_ids == expected
     wait_until(lambda: not disk.file.broken)
@@ -190,7 +190,7 @@ def test_a_damaged_file_that_cannot_be_put_aside_is_tried_again_later(engine, mo
 
 
 def parent_of_chain(engine) -> bytes:
-    parents = {e.block_id: e.parent_id for batch in engine.connector._disk_tier.scan() for e in batch}
+    parents = {e.block_id: e.parent_id for batch in engine.connector.parts.disk.scan() for e in batch}
     (root,) = set(parents.values()) - set(parents)
     return root
 
@@ -201,11 +201,11 @@ def test_after_a_damaged_file_parents_are_written_before_their_children(engine):
         ask(engine, tokens(seed, 100))
     settle(engine)
     connector = engine.connector
-    with connector._lock:
-        connector._store.disk._dirty.clear()
-        for slot in connector._cpu.blocks()[::2]:  # another order than that of the slots
-            connector._cpu.touch([connector._cpu.record(slot).block_id], time.time())
-        order = [connector._cpu.record(slot) for slot in connector._store.disk._cpu.parents_first()]
+    with connector.parts.lock:
+        connector.parts.store.disk.queue.dirty.clear()
+        for slot in connector.parts.cpu.blocks()[::2]:  # another order than that of the slots
+            connector.parts.cpu.touch([connector.parts.cpu.record(slot).block_id])
+        order = [connector.parts.cpu.record(slot) for slot in connector.parts.cpu.parents_first()]
     ids = [one.block_id for one in order]
     assert len(ids) == 2 * BLOCKS and len(set(ids)) == len(ids)
     assert all(ids.index(one.parent_id) < ids.index(one.block_id) for one in order if one.parent_id in ids)
@@ -224,19 +224,19 @@ def test_a_step_that_is_cut_off_after_it_was_planned_holds_nothing(engine, monke
         patch.setattr(kvstore.store.tiered.TieredConnector, "build_connector_meta", cut_off)
         with pytest.raises(MemoryError):
             ask(engine, tokens(8, 100))
-    assert not engine.connector._store._steps
-    with engine.connector._lock:
-        assert not engine.connector._cpu.blocks(), "blocks that will never come"
+    assert not engine.connector.parts.store.steps.by_ticket
+    with engine.connector.parts.lock:
+        assert not engine.connector.parts.cpu.blocks(), "blocks that will never come"
 
 
 def test_a_step_that_has_begun_is_not_dropped_by_the_failure_of_another(engine):
-    store = engine.connector._store
-    with engine.connector._lock:
-        store._steps[1001] = step = _Step((), SaveStep([], [], []))
-        store.begun(1001)
-        store.drop_unbegun()
-        assert store._steps == {1001: step}
-        del store._steps[1001]
+    store = engine.connector.parts.store
+    with engine.connector.parts.lock:
+        store.steps.by_ticket[1001] = step = StepTransfers()
+        store.steps.begun(1001)
+        store.steps.drop_unbegun()
+        assert store.steps.by_ticket == {1001: step}
+        del store.steps.by_ticket[1001]
 
 
 # -- forgetting --------------------------------------------------------------------------------------------------------
@@ -244,13 +244,13 @@ def test_forget_names_what_went_and_waits_for_nothing_else(engine):
     ask(engine, tokens(9, 100))
     settle(engine)
     chain = chain_of(engine, tokens(9, 100))
-    with engine.connector._lock:
-        engine.connector._store.disk._deleting[b"?" * 32] = 0  # of an eviction that does not end
+    with engine.connector.parts.lock:
+        engine.connector.parts.store.disk.contents.removing[b"?" * 32] = 0  # of an eviction that does not end
     started = time.monotonic()
     assert engine.connector.forget(chain[2:3], timeout_s=20.0) == (frozenset(chain[2:]), True)
     assert time.monotonic() - started < 5
-    with engine.connector._lock:
-        del engine.connector._store.disk._deleting[b"?" * 32]
+    with engine.connector.parts.lock:
+        del engine.connector.parts.store.disk.contents.removing[b"?" * 32]
     assert chain_of(engine, range(32)) == chain[:2]
     assert NullConnector().forget(chain) == (frozenset(chain), True)
 
@@ -305,7 +305,7 @@ def test_a_deletion_before_the_index_is_loaded_holds_nobody_up_and_takes_what_is
     with open_engine(model, path) as engine:
         forgetting = threading.Thread(target=lambda: found.append(engine.connector.forget(chain[1:2], 20.0)))
         forgetting.start()
-        evicting = threading.Thread(target=lambda: found.append(engine.connector.evict(Evict(dry_run=True))))
+        evicting = threading.Thread(target=lambda: found.append(engine.connector.upkeep.evict(Evict(dry_run=True))))
         evicting.start()
         wait_until(lambda: counters(engine)["forgotten"] == 1)
         assert cached(ask(engine, tokens(11, 40)))[2] == 16, "steps go on, and the block is gone"
@@ -314,7 +314,7 @@ def test_a_deletion_before_the_index_is_loaded_holds_nobody_up_and_takes_what_is
         evicting.join()
         assert (frozenset(chain[1:]), True) in found and len(found) == 2
         settle(engine)
-        assert chain[0] in {e.block_id for batch in engine.connector._disk_tier.scan() for e in batch}
+        assert chain[0] in {e.block_id for batch in engine.connector.parts.disk.scan() for e in batch}
 
 
 def test_an_index_that_cannot_be_loaded_is_empty_and_counted(model, stored, monkeypatch):
@@ -327,16 +327,16 @@ def test_an_index_that_cannot_be_loaded_is_empty_and_counted(model, stored, monk
         assert counters(engine)["housekeeping_errors"] == 1
         ask(engine, tokens(12, 100))
         settle(engine)
-        disk = engine.connector._store.disk
-        assert not disk._journal and not disk._early_touches
+        disk = engine.connector.parts.store.disk
+        assert not disk.contents._journal and not disk.contents._early_touches
 
 
 @pytest.mark.filterwarnings("ignore:.*is damaged")
 def test_an_index_of_a_file_that_was_put_aside_is_dropped(model, stored, monkeypatch):
     go = slow_scan(monkeypatch)
     with open_engine(model, stored[0]) as engine:
-        engine.connector._disk_tier.file.broken = True
-        wait_until(lambda: not engine.connector._disk_tier.file.broken)
+        engine.connector.parts.disk.file.broken = True
+        wait_until(lambda: not engine.connector.parts.disk.file.broken)
         go.set()
         settle(engine)
         time.sleep(0.5)
@@ -351,7 +351,7 @@ def test_every_verb_refuses_a_forked_child_before_it_takes_a_lock(engine):
     held = threading.Event()
 
     def hold():
-        with connector._lock:
+        with connector.parts.lock:
             held.set()
             go.wait(20)
 
@@ -360,11 +360,11 @@ def test_every_verb_refuses_a_forked_child_before_it_takes_a_lock(engine):
     held.wait(20)
     calls = (
         connector.stats, connector.get_finished, connector.flush, lambda: connector.wait_for_progress(0.0),
-        lambda: connector.get_num_usable_blocks("", 0), lambda: connector.get_num_new_matched_tokens("", 0, 0),
-        lambda: connector.update_state_after_alloc("", (), 0, 0), lambda: connector.request_finished("", ()),
-        lambda: connector.step_failed(None), lambda: connector.check_integrity(False), connector.verify,
-        lambda: connector.forget(()), lambda: connector.evict(Evict()), lambda: connector.build_connector_meta(()),
-        connector.compact, lambda: connector.pin((), 1.0),
+        lambda: connector.get_num_new_matched_tokens("", 0, 0),
+        lambda: connector.update_state_after_alloc("", (), 0, 0), lambda: connector.request_finished(""),
+        connector.step_failed, lambda: connector.upkeep.check_integrity(False), connector.upkeep.verify,
+        lambda: connector.forget(()), lambda: connector.upkeep.evict(Evict()),
+        lambda: connector.build_connector_meta(()), connector.upkeep.compact, lambda: connector.pin((), 1.0),
     )  # fmt: skip
     if (child := os.fork()) == 0:
         num_refused = 0
@@ -389,7 +389,7 @@ def test_flush_ends_when_the_store_is_closed(model, tmp_path, monkeypatch):
         go.wait(20)
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(kvstore.store.tiered, "DRAIN_S", 0.2)
+    monkeypatch.setattr(kvstore.store.parts, "DRAIN_S", 0.2)
     monkeypatch.setattr(DiskTier, "write", stuck)
     engine = open_engine(model, tmp_path / "store")
     ask(engine, tokens(13, 100))

@@ -26,8 +26,8 @@ def opened(model, path, **options):
 
 
 def on_disk(engine, tenant: str) -> int:
-    with engine.connector._lock:
-        return engine.connector._store.disk._index.bytes_of(tenant)
+    with engine.connector.parts.lock:
+        return engine.connector.parts.store.disk.contents.index.bytes_of(tenant)
 
 
 def talk(engine, tenant: str, seeds) -> None:
@@ -43,8 +43,8 @@ def hit_on_disk(engine, tenant: str, seed: int) -> int:
 
 
 def is_closed(engine, *tenants: str) -> bool:
-    with engine.connector._lock:
-        engine.connector._store.disk._index.check_integrity()
+    with engine.connector.parts.lock:
+        engine.connector.parts.store.disk.contents.index.check_integrity()
     return bool(check_closed(engine, {engine.connector.lineage_root(tenant, "") for tenant in tenants}))
 
 

@@ -1,14 +1,17 @@
 """A CPU tier and a disk without bytes, whose reads end when the test says so, and a planner that is told its rates."""
 
-from kvstore.blocks.ids import Lineage, extend_chain
+from kvstore.blocks.ids import Lineage, extend_chain, token_bytes
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Conversation
 from kvstore.policy.planner import Planner
 from kvstore.policy.steering import Steering
 from kvstore.stats import StoreStats
-from kvstore.store.lookup import Identity, Lookups, Match, Tracked
+from kvstore.store.matching import Matcher, choose
 from kvstore.store.prefetch import Prefetcher
 from kvstore.store.reads import DiskReads
+from kvstore.store.requests import Requests, Tracked
+from kvstore.store.seam import Match
+from kvstore.store.stored import Identity, StoredBlocks
 
 ROOT, SIZE = b"r" * 32, 4
 
@@ -36,8 +39,7 @@ class FakeIo:
 class FakeDisk:
     """`stored` ids are on disk."""
 
-    def __init__(self, reads: DiskReads) -> None:
-        self.reads = reads
+    def __init__(self) -> None:
         self.stored: set[bytes] = set()
 
     def contains(self, block_id):
@@ -55,12 +57,14 @@ class Bench:
 
     def __init__(self, num_slots: int, load_s: float | None = None, compute_s: float | None = None) -> None:
         """load_s, compute_s: of a block, from disk and anew; None: unknown, so everything is loaded."""
-        self.now, self.stats, self.io = [0.0], StoreStats(), FakeIo()
-        steering = Steering("lru", lambda: self.now[0], {"cpu": num_slots})
-        self.cpu = CpuTier(num_slots, order=steering.order("cpu"))
-        self.disk = FakeDisk(DiskReads(self.cpu, self.io, lambda slot: memoryview(b""), self.stats))
+        self.stats, self.io = StoreStats(), FakeIo()
+        steering = Steering("lru", lambda: 0.0, {"cpu": num_slots})
+        self.cpu = CpuTier(num_slots, order=steering.order("cpu"), clock=lambda: 0.0)
+        self.disk = FakeDisk()
+        self.reads = DiskReads(self.cpu, self.io, lambda slot: memoryview(b""), self.stats)
         identity = Identity(b"f" * 32, "model", SIZE)
-        self.lookups = Lookups(self.cpu, self.disk, identity, self.stats, lambda: self.now[0])
+        self.stored = StoredBlocks(self.cpu, self.disk, self.reads, identity, self.stats, lambda: 0.0)
+        self.requests = Requests(self.cpu, self.stored, self.reads, self.stats)
         self.planner = Planner(1000, SIZE)
         if compute_s is not None:
             self.planner.computed(10_000 * SIZE, 10_000 * compute_s)
@@ -69,9 +73,12 @@ class Bench:
             self.planner.loaded(1000, 1e-6)
         self.refreshed: list[Conversation] = []
         self.prefetcher = Prefetcher(
-            self.cpu, self.disk, self.lookups, self.planner, self.stats, lambda: self.now[0], SIZE, 1000,
+            self.cpu, self.requests, lambda request: choose(request, self.planner, self.reads), 1000,
             self.refreshed.append,
         )  # fmt: skip
+        self.matcher = Matcher(
+            self.requests, self.prefetcher, self.planner, self.reads, self.stats, lambda: 0.0, may_try=True
+        )
         self.num_made = 0
 
     def request(self, num_blocks: int, sequence: int | None = None, priority: int = 0, stored: bool = True) -> Tracked:
@@ -83,26 +90,27 @@ class Bench:
             self.disk.stored |= set(chain)
         key = (priority, self.num_made if sequence is None else sequence)
         conversation = Conversation(self.num_made, self.num_made, 0.0, 0.0)
-        return Tracked(f"r{self.num_made}", chain, tokens, Lineage(ROOT), "", key, conversation)
+        content = bytearray(token_bytes(tokens))
+        return Tracked(f"r{self.num_made}", chain, content, Lineage(ROOT), "", key, conversation)
 
-    def arrive(self, request: Tracked) -> Tracked:
-        self.lookups.arrive(request, 0, len(request.chain))
+    def arrive(self, request: Tracked, num_hbm_blocks: int = 0) -> Tracked:
+        self.requests.arrive(request, num_hbm_blocks)
         self.prefetcher.arrive(request)
         return request
 
     def match(self, request: Tracked, first: int = 0) -> Match:
-        return self.prefetcher.match(request, first, len(request.chain))
+        return self.matcher.match(request, first, len(request.chain))
 
-    def take(self, request: Tracked, first: int, match: Match) -> None:
+    def load(self, request: Tracked, first: int, match: Match) -> None:
         num_blocks = match.num_tokens // SIZE
-        loads = self.lookups.take(request, range(num_blocks), first, num_blocks)
+        loads = self.requests.hand_out(request, range(num_blocks), first, num_blocks)
         assert [load.block_id for load in loads] == request.chain[first : first + num_blocks]
         for load in reversed(loads):
             self.cpu.release(load.slot)
 
-    def leave(self, request: Tracked) -> None:
-        self.prefetcher.leave(request.request_id)
-        self.lookups.leave(request.request_id)
+    def remove(self, request: Tracked) -> None:
+        self.prefetcher.remove(request.request_id)
+        self.requests.remove(request.request_id)
 
     def next_read(self) -> int:
         """The queued read that goes next, which now runs."""
@@ -112,15 +120,28 @@ class Bench:
 
     def end_read(self, slot: int, succeeded: bool = True) -> bytes | None:
         record = self.cpu.record(slot)
-        self.disk.reads.end(slot)
+        self.reads.end(slot)
         if not succeeded:
             self.cpu.fail(slot)
-        elif self.cpu.find(record.block_id) == slot:
+        elif self.cpu.slot_of(record.block_id) == slot:
             self.cpu.publish(slot)
         self.cpu.release(slot)
         self.prefetcher.landed()
         self.prefetcher.poll()
         return record.block_id
+
+    def hint(self, request: Tracked) -> int:
+        """Returns how many reads were begun for it."""
+        request.key, num_before = None, self.stats.prefetched
+        self.prefetcher.hint(request)
+        return self.stats.prefetched - num_before
+
+    def same(self, request: Tracked, name: str, key: tuple[int, int], end: int | None = None) -> Tracked:
+        """Another request for the blocks of this one, or the first of them."""
+        chain, tokens = request.chain[:end], request.tokens
+        if end is not None:
+            tokens = tokens[: 4 * (end * SIZE + 1)]
+        return Tracked(name, chain, tokens, request.lineage, "", key, request.conversation)
 
     def read(self, count: int = 1_000_000) -> list[bytes]:
         """End so many reads; returns their blocks in order."""
@@ -134,4 +155,4 @@ class Bench:
         self.prefetcher.drop_hints()
         self.prefetcher.check_integrity(idle=True)
         self.cpu.check_integrity(idle=True)
-        assert not self.disk.reads
+        assert not self.reads

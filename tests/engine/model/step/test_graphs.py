@@ -198,9 +198,9 @@ def stored(engine) -> dict[bytes, torch.Tensor]:
     """KV of the blocks in the CPU tier, by their tokens."""
     settle(engine)
     connector = engine.connector
-    with connector._lock:
-        slots = {connector._cpu.record(slot).tokens: slot for slot in connector._cpu.blocks()}
-        return {ids: connector._arena.tensor[slot].clone() for ids, slot in slots.items()}
+    with connector.parts.lock:
+        slots = {connector.parts.cpu.record(slot).tokens: slot for slot in connector.parts.cpu.blocks()}
+        return {ids: connector.parts.arena.tensor[slot].clone() for ids, slot in slots.items()}
 
 
 def talk(engine) -> None:

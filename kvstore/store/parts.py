@@ -1,0 +1,111 @@
+"""The parts of a store with tiers, put together by `assembly`, and the order in which they end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvstore.blocks.records import SaveFence, TransferPlan, Transferred
+from kvstore.disk.directory import StoreDirectory
+from kvstore.disk.io_queue import IoQueue
+from kvstore.disk.tier import DiskTier
+from kvstore.errors import DegradedError, StoreError
+from kvstore.memory.tier import CpuTier
+from kvstore.stats import Histogram
+from kvstore.store.control_plane import KVStore
+from kvstore.store.learned import Learned
+from kvstore.store.progress import StoreProgress
+
+if TYPE_CHECKING:
+    import torch
+
+DRAIN_S = 5.0  # for what is in flight when the store is closed
+
+
+class DataPlane(Protocol):
+    """What moves KV between HBM and the arena (`kvstore.memory.transfer`, `kvstore.memory.device_transfer`)."""
+
+    load_seconds: Histogram
+
+    @property
+    def can_save(self) -> bool: ...
+
+    def completed(self) -> list[Transferred]: ...
+
+    def register(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None: ...
+
+    def begin(self, plan: TransferPlan, row_starts: Sequence[int]) -> None: ...
+
+    def wait_for_layer(self, layer: int) -> None: ...
+
+    def save_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None: ...
+
+    def end(self, succeeded: bool = True) -> SaveFence | None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoreParts:
+    """lock: of the control plane, held by whoever calls `store`. disk, directory None: there is no disk."""
+
+    directory: StoreDirectory | None
+    secret: bytes
+    lock: AbstractContextManager[Any]
+    progress: StoreProgress
+    store: KVStore
+    cpu: CpuTier
+    arena: Any  # a `kvstore.memory.arena.Arena`
+    transfer: DataPlane
+    disk: DiskTier | None
+    io: IoQueue
+    learned: Learned
+
+    @property
+    def degraded(self) -> str | None:
+        """Why nothing can be written to disk."""
+        return None if self.store.disk is None else self.store.disk.degraded
+
+    def wait_until(self, is_so: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Poll until it is so; False when that took longer than given, or when the store was closed."""
+
+        def polled() -> bool:
+            with self.lock:
+                self.store.poll()
+                return is_so()
+
+        return self.progress.wait_until(polled, self.io.hurry, timeout_s)
+
+    def flush(self) -> None:
+        """See `KVConnector.flush`."""
+        self.wait_until(lambda: self.store.is_idle or self.degraded is not None, None)
+        if self.progress.closed:
+            raise StoreError("the store was closed; what was not on disk by then is computed again")
+        if self.degraded is not None:
+            raise DegradedError(f"the disk tier cannot write: {self.degraded}; what is in memory is kept and retried")
+        if self.disk is not None:
+            self.disk.sync()
+
+    def write_learned(self) -> None:
+        self.learned.write(self.store.steering, self.store.planner, self.lock)
+
+    def drain(self) -> None:
+        """Write what is in flight, within DRAIN_S; afterwards nobody waits for progress any more."""
+        self.transfer.close()
+        self.write_learned()
+        with self.lock:
+            self.store.finish()
+        self.wait_until(lambda: self.store.is_idle or self.degraded is not None, DRAIN_S)
+        self.progress.close()
+
+    def close(self) -> None:
+        """After `drain`: give back files and memory."""
+        self.learned.write_history(self.lock, is_end=True)
+        ended = self.io.close(DRAIN_S)
+        if self.disk is not None and ended:
+            self.disk.close()
+        if self.directory is not None and ended:  # else a write is stuck: nobody else may have the file meanwhile
+            self.directory.close()
+        self.arena.close()

@@ -1,0 +1,46 @@
+"""What whoever looks after a store asks of it: eviction by hand, checks, compaction."""
+
+from __future__ import annotations
+
+from kvstore.blocks.ids import BlockId
+from kvstore.blocks.records import Evict, Evicted
+from kvstore.forks import leave_to_parent
+from kvstore.store.parts import StoreParts
+
+INDEX_S = 60.0  # for the index of a disk that was just opened, when blocks are to be chosen by it
+
+
+class TieredUpkeep:
+    """See `kvstore.store.seam.Upkeep`."""
+
+    def __init__(self, parts: StoreParts) -> None:
+        self._parts = parts
+        leave_to_parent(self, "the store")
+
+    def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
+        disk = self._parts.store.disk
+        if disk is not None:  # waited for here, where nobody is held up
+            self._parts.wait_until(lambda: disk.contents.index is not None, INDEX_S)
+        with self._parts.lock:
+            self._parts.store.poll()
+            return self._parts.store.deletion.evict(what)
+
+    def verify(self, delete: bool = False) -> dict[str, object]:
+        if self._parts.disk is None:
+            return {}
+        report = self._parts.disk.verify()
+        if delete and report.bad_ids:
+            with self._parts.lock:
+                for block_id in report.bad_ids:
+                    self._parts.store.disk.space.delete_tree(block_id)  # type: ignore[union-attr]
+        return report.as_dict()
+
+    def compact(self) -> dict[str, object]:
+        return {} if self._parts.disk is None else self._parts.disk.compact().as_dict()
+
+    def check_integrity(self, idle: bool) -> None:
+        store = self._parts.store
+        if idle:
+            self._parts.wait_until(lambda: store.is_idle, 10.0)
+        with self._parts.lock:
+            store.check_integrity(idle)
