@@ -126,7 +126,7 @@ BARE = {
     "kvstore.sessions.tables.find",
 }
 WAITS: set[str] = set()
-MAX_REACHES, MAX_PATCHES = 427, 303
+MAX_REACHES, MAX_PATCHES = 270, 303
 ENGINE_USES_OF_KVSTORE = {  # the seam, the sessions, and the records that cross
     "blocks.ids", "blocks.pool", "blocks.records", "config", "errors", "connector", "store.seam",
     "policy.conversation", "memory.layout", "disk.directory", "sessions.store", "sessions.record", "sessions.check",
