@@ -55,7 +55,7 @@ bench: $(STAMP)
 GPU_CHECK := $(PYTHON) -m pytest -m gpu -W default
 gpu:
 	nvidia-smi
-	$(PYTHON) -c "import torch, triton, lmdb, msgspec, zmq, xxhash, zstandard, psutil; print(torch.__version__, triton.__version__)"
+	$(PYTHON) -c "import torch, triton, lmdb, msgspec, xxhash, zstandard, psutil; print(torch.__version__, triton.__version__)"
 	$(GPU_CHECK) -x tests/kvstore/memory/test_arena.py tests/kernels/test_write_kv.py tests/kvstore/memory/test_device_transfer.py tests/engine/model/step/test_tensors.py
 	$(GPU_CHECK) -x tests/kernels/cuda/test_block_copy.py tests/kernels/cuda/test_attention.py
 	$(PYTHON) -m bench.gpu --part check --part copy --json gpu-kernels.json

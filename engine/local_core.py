@@ -57,8 +57,6 @@ class LocalCore:
         self._random = random.Random(config.seed)
         self._counter = itertools.count()
         with ExitStack() as opened:
-            if directory is not None:
-                opened.callback(directory.close)
             with WAITING.allowed():
                 self._build(config, directory, opened)
             opened.callback(self.loop.stop)
@@ -72,18 +70,22 @@ class LocalCore:
             if config.chat_template is not None and (template := ChatTemplate.of(tokenizer)) is not None:
                 template.check()
 
-        loaded = load(
-            config.model, config.device, config.dtype, config.max_model_len, config.tokenizer, config.revision,
-            config.chat_template, check,
-        )  # fmt: skip
-        self.tokenizer = loaded.tokenizer
-        self._eos_token_ids = loaded.eos_token_ids
-        self._call_token_ids = loaded.call_token_ids
-        model = intercept(loaded.model, loaded.max_model_len, pack=True)
-        limits = config.scheduler(loaded.max_model_len)
-        has_graphs = loaded.device.type == "cuda" and has_triton() and not config.enforce_eager
-        has_store = bool(config.tiers.cpu or config.tiers.disk)
-        num_blocks = num_hbm_blocks(model, limits, config.tiers.hbm, has_graphs, has_store)
+        with ExitStack() as held:  # until the tiers have it: they keep it while a write is stuck
+            if directory is not None:
+                held.callback(directory.close)
+            loaded = load(
+                config.model, config.device, config.dtype, config.max_model_len, config.tokenizer, config.revision,
+                config.chat_template, check,
+            )  # fmt: skip
+            self.tokenizer = loaded.tokenizer
+            self._eos_token_ids = loaded.eos_token_ids
+            self._call_token_ids = loaded.call_token_ids
+            model = intercept(loaded.model, loaded.max_model_len, pack=True)
+            limits = config.scheduler(loaded.max_model_len)
+            has_graphs = loaded.device.type == "cuda" and has_triton() and not config.enforce_eager
+            has_store = bool(config.tiers.cpu or config.tiers.disk)
+            num_blocks = num_hbm_blocks(model, limits, config.tiers.hbm, has_graphs, has_store)
+            held.pop_all()
         with torch.cuda.device_of(next(loaded.model.parameters())):  # whose context pins the arena
             self.connector = open_store(config, loaded, model, num_blocks, directory)
         opened.callback(self.connector.close)

@@ -203,6 +203,7 @@ def test_how_an_answer_ended_is_known_of_its_conversation(model, disk, tmp_path)
             handle = engine.submit(tokens(seed, PROMPT), params)
             while not handle.done:
                 engine.step()
-            conversation = engine.connector.parts.store.steering.find(chain_of(engine, tokens(seed, PROMPT)))
+            steering = engine.connector.parts.store.steering if disk else engine.connector._steering
+            conversation = steering.find(chain_of(engine, tokens(seed, PROMPT)))
             found.append(conversation.answer)
     assert found == [Answer(5), Answer(3, calls_tool=True), Answer(1, calls_tool=True)]

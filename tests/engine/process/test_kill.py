@@ -176,7 +176,7 @@ def test_a_killed_parent_takes_the_process_with_it(model, tmp_path):
         acknowledged += [int(line) for line in parent.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
         parent.wait()
         wait_until(lambda: not is_running(core), "the end of the engine's process")
-    assert read_lock_info(path) is None
+    wait_until(lambda: read_lock_info(path) is None, "the end of its last thread, which holds the locks")
     with Engine(model, tiers(path), device="cpu") as engine:
         state = engine.sessions.load(SessionKey("", "killed"))
         assert state.turn >= acknowledged[-1] == len(acknowledged)

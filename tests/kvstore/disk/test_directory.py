@@ -460,7 +460,9 @@ def test_a_verifier_that_dies_means_damage(tmp_path, monkeypatch):
 def test_a_verifier_that_is_ended_from_outside_says_nothing_about_the_file(tmp_path, monkeypatch, name):
     path = tmp_path / "env"
     values = fill(path)
-    (tmp_path / "walker.py").write_text(f"import os, signal; os.kill(os.getpid(), signal.{name})")
+    # A background job ignores SIGINT.
+    reset = "" if name == "SIGKILL" else f"signal.signal(signal.{name}, signal.SIG_DFL); "
+    (tmp_path / "walker.py").write_text(f"import os, signal; {reset}os.kill(os.getpid(), signal.{name})")
     with monkeypatch.context() as patch:
         patch.setattr(disk_check, "WALKER", str(tmp_path / "walker.py"))
         with pytest.raises(StoreError, match=f"was ended by {name} from outside; nothing was changed"):
