@@ -64,8 +64,9 @@ class DiskSpace:
         self.delete(self._cpu.with_descendants(self._contents.with_descendants([block_id, *gone])))
 
     def index_has_come(self) -> None:
-        """What hangs below blocks that were lost before goes, too."""
-        lost, self._lost_early = self._lost_early, []
+        """What hangs below blocks that were lost before goes, too, unless these were computed and written again."""
+        lost = {block_id for block_id in self._lost_early if not self._contents.contains(block_id)}
+        self._lost_early = []
         below = [block_id for block_id in self._contents.with_descendants(lost) if block_id not in lost]
         if below:
             self.delete(below)

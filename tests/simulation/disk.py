@@ -301,7 +301,7 @@ class VirtualIo(IoQueue):
             self.arena.end(write.slot, "write to disk")
         done = WriteDone(batch.writes, batch.deletes, tuple(outcome.stored_bytes), outcome.error, 0.01)
         if outcome.error is not None and not self._closing:
-            self._pending._touched = batch.touched | self._pending._touched
+            self._pending.touch(batch.touched, again=True)
         if batch.writes or batch.deletes:
             self._done.append(done)
         self._is_writing, self._writing = False, None
