@@ -91,8 +91,9 @@ class Admin:
 
     # -- sessions ----------------------------------------------------------------------------------------------------
     def list_sessions(self, tenant: str = "", limit: int = 100, after: str | None = None) -> Sequence[SessionHead]:
-        """The last used first. after: the `cursor` of the last one of the page before."""
-        self._core.check_open()
+        """The last used first. after: the `cursor` of the last one of the page before. Also while the core restarts."""
+        if self._core.closed:
+            raise EngineClosedError("the engine is closed")
         self.expire()
         return self._sessions.list(tenant, limit, after)
 
