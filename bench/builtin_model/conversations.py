@@ -45,6 +45,8 @@ UNKNOWN = "something I don't know. You haven't told me."
 # So many of the acknowledgements say the fact again, in the words of the answers. Fewer in training: a model that
 # always finds the value in its own words does not learn to look for it in the user's.
 REPEATED_SHARE = {TRAIN: 0.55, HELD_OUT: 0.85}
+# So many of the questions, where a told fact could be asked for, are about something that was never told.
+UNKNOWN_SHARE = {TRAIN: 0.28, HELD_OUT: 0.4}
 COMPOSED_SHARE = 0.5  # of the phrasings of training are put together from parts
 TAILS = (  # what may follow a fact in training
     " That's it.| I hope you like it.| Isn't that nice?| You know how it is.| I thought you should know.| Okay?|"
@@ -106,7 +108,6 @@ class Maker:
     known: dict[str, Asked] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)  # keys asked for since they were told
     small_share: float = 0.2
-    unknown_share: float = 0.4
     turn: int = 0
 
     def __post_init__(self) -> None:
@@ -128,7 +129,7 @@ class Maker:
             turn = self.tell(untold)
         elif self.known and self.rng.random() < 0.13:
             turn = self.correct()
-        elif not askable or self.rng.random() < self.unknown_share:
+        elif not askable or self.rng.random() < UNKNOWN_SHARE[self.split]:
             turn = self.ask_unknown()
         else:
             turn = self.ask(askable)
