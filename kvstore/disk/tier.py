@@ -257,6 +257,7 @@ class DiskTier:
             "capacity_bytes": file.capacity_bytes,
             "capacity": format_size(file.capacity_bytes),
             "broken": file.broken,
+            "was_reset": file.was_reset,
             "lost": file.lost,
             "codec": self.codec,
             **self._counts.as_dict(),
