@@ -26,7 +26,8 @@ SYSTEM = (
     "them. Say the value exactly as it was given."
 )
 BEFORE = (
-    "My name is Marta. I live in Lisbon.",
+    "My name is Marta.",
+    "I live in Lisbon.",
     "By the way, my dog is called Biscuit.",
     "The bus was late again this morning. The coffee was cold. There was a letter for somebody called Oliver. "
     "I should call the bank tomorrow. The river was very high.",

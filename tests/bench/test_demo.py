@@ -15,14 +15,14 @@ from kvstore import Engine, SamplingParams
 
 
 def test_the_conversation_goes_on_after_the_kill(capsys, tmp_path):
-    before = ("My name is Marta. I live in Lisbon.", "What is my name?")
+    before = ("My name is Marta.", "I live in Lisbon.", "What is my name?")
     costs = demo.run_demo(None, str(tmp_path / "store"), before, ("Where do I live?",))
     shown = capsys.readouterr().out
     assert "kill -9" in shown and shown.count("Lisbon") >= 3
-    assert [cost.note for cost in costs] == ["cold", "warm", "after kill -9"]
+    assert [cost.note for cost in costs] == ["cold", "warm", "warm", "after kill -9"]
     assert costs[0].cached_tokens == 0 and costs[1].hbm > 0
-    assert costs[2].disk == costs[2].cached_tokens > 0
-    assert costs[2].disk > costs[2].computed_tokens, "the turn computes what is new"
+    assert costs[3].disk == costs[3].cached_tokens > 0
+    assert costs[3].disk > costs[3].computed_tokens, "the turn computes what is new"
     assert all(0 <= cost.others_share <= 1 for cost in costs)
     demo.print_table(costs)
     assert "after kill -9" in capsys.readouterr().out

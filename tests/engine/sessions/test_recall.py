@@ -124,7 +124,7 @@ def test_the_ids_of_a_session_that_had_the_same_conversation(builtin, system):
 def test_every_choice_is_known_and_a_client_may_go_back_to_another(builtin):
     recall = Recall(builtin)
     client = Client(builtin, recall, tenant="choices")
-    out = client.send("Say something", SamplingParams(n=3, max_tokens=12, temperature=1.3, seed=2))
+    out = client.send("Say something", SamplingParams(n=3, max_tokens=12, temperature=2.0, seed=2))
     assert len({choice.text for choice in out.choices}) == 3
     for choice in out.choices:
         messages = [user("Say something"), assistant(choice.text), user("And then?")]

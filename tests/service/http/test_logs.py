@@ -65,7 +65,7 @@ def test_a_requests_line_has_tokens_hits_by_tier_and_ttft(lines):
         said = {"message": "My dog is called Rex. He likes long walks by the sea.", "max_tokens": 4}
         first = server.post("/chat", said).json()
         server.post("/chat", {"session_id": first["session_id"], "message": "Good.", "max_tokens": 2})
-        prompts = {"prompt": ["one two", "three four"], "max_tokens": 3}
+        prompts = {"prompt": ["one two", "three four"], "max_tokens": 3, "ignore_eos": True}
         server.post("/v1/completions", prompts)
         server.post("/v1/completions", {**prompts, "stream": True})
         server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2})

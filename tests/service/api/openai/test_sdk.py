@@ -123,16 +123,17 @@ def test_fields_that_nobody_knows_are_ignored_and_a_salt_separates(client):
 
 
 def test_completions_of_texts_and_of_ids(client):
-    made = client.completions.create(model=MODEL, prompt=["Hello", "My name"], max_tokens=4, n=2, echo=True)
+    to_the_end = {"model": MODEL, "max_tokens": 4, "extra_body": {"ignore_eos": True}}
+    made = client.completions.create(prompt=["Hello", "My name"], n=2, echo=True, **to_the_end)
     assert [choice.index for choice in made.choices] == [0, 1, 2, 3]
     assert all(choice.text.startswith(("Hello", "My name")) for choice in made.choices)
     assert made.usage.completion_tokens == 16
     ids = httpx.post(f"{client.base_url}".replace("/v1/", "/tokenize"), json={"prompt": "Hello"},
                      headers={"Authorization": f"Bearer {KEY}"}).json()["tokens"]  # fmt: skip
-    of_ids = client.completions.create(model=MODEL, prompt=ids, max_tokens=4)
+    of_ids = client.completions.create(prompt=ids, **to_the_end)
     assert of_ids.choices[0].text == made.choices[0].text.removeprefix("Hello")
-    streamed = list(client.completions.create(model=MODEL, prompt=["Hello", "My name"], max_tokens=4, stream=True,
-                                              stream_options={"include_usage": True}))  # fmt: skip
+    streamed = list(client.completions.create(prompt=["Hello", "My name"], stream=True,
+                                              stream_options={"include_usage": True}, **to_the_end))  # fmt: skip
     texts = ["", ""]
     for chunk in streamed[:-1]:
         texts[chunk.choices[0].index] += chunk.choices[0].text
