@@ -241,14 +241,19 @@ def test_who_rests_has_no_helper_and_gets_a_bound_one_again():
 RESTING = """
 import json, os, threading, torch
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from kvstore.kernels.cpu.threads import Team
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
 torch.set_num_threads(2)
 team, x, cpus = Team(), torch.ones(300, 300), []
 
 def alone():
-    tasks = [int(task) for task in os.listdir("/proc/self/task")]
-    return [task for task in tasks if len(os.sched_getaffinity(task)) == 1 and task != threading.get_native_id()]
+    found = []
+    for task in map(int, os.listdir("/proc/self/task")):
+        with suppress(ProcessLookupError):  # it has just ended
+            if len(os.sched_getaffinity(task)) == 1 and task != threading.get_native_id():
+                found.append(task)
+    return found
 
 def step():
     with team.step(64):
