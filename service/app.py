@@ -1,7 +1,5 @@
 """The aiohttp application: all routes, and what happens around every one of them. Knows no handler's business."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

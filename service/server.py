@@ -1,7 +1,5 @@
 """`kvstore serve`: opens the port, loads the model beside it, serves, and ends in order. Owns the process' signals."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import gc
@@ -21,7 +19,9 @@ from typing import Any
 
 from aiohttp import web
 
+from kvstore.engine.async_engine import AsyncEngine
 from kvstore.engine.model.files import check_speaks, why_no_chat
+from kvstore.engine.sessions.recall import Recall
 from kvstore.engine.stats import describe_tiers
 from kvstore.errors import KVStoreError
 from kvstore.service.api.context import Context
@@ -94,7 +94,7 @@ def _remote_engine(options: ServeOptions) -> Callable[..., Any]:
     return partial(RemoteEngine, silence_s=options.engine_timeout_s, max_restarts=options.engine_restarts)
 
 
-async def _serve(server: Server, open_engine: OpenEngine) -> int:
+async def _serve(server: "Server", open_engine: OpenEngine) -> int:
     ended = _signals()
     await server.listen()
     log("loading the model", {"address": server.address})
@@ -190,9 +190,6 @@ class Server:
 
     async def load(self, open_engine: OpenEngine) -> None:
         """Load the model in a thread; requests are served once this returns."""
-        from kvstore.engine.async_engine import AsyncEngine
-        from kvstore.engine.sessions.recall import Recall
-
         engine = await in_thread(open_engine)
         self.context.open(AsyncEngine(engine, in_loop=hasattr(engine, "fileno")), Recall(engine))
         if engine.tokenizer is not None and not engine.tokenizer.chat_template:

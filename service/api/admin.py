@@ -1,7 +1,5 @@
 """Routes of the administrator: counters, eviction, flush, tenants. All need the administrator's key."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,15 +1,15 @@
 """What every handler can reach: the engine, the options and the service's own parts. Knows no route."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from aiohttp import web
 
+from kvstore.engine.async_engine import AsyncEngine
 from kvstore.engine.outputs import CachedTokensDetails, RequestOutput, Usage
+from kvstore.engine.sessions.recall import Recall
 from kvstore.service.api.metrics import Metrics
 from kvstore.service.api.recent_stats import RecentStats
 from kvstore.service.api.sessions.running import Turns
@@ -17,10 +17,6 @@ from kvstore.service.http.access import Access
 from kvstore.service.http.errors import ApiError
 from kvstore.service.http.limits import Deadline, Limits
 from kvstore.service.settings.serve_options import ServeOptions
-
-if TYPE_CHECKING:
-    from kvstore.engine.async_engine import AsyncEngine
-    from kvstore.engine.sessions.recall import Recall
 
 State = Literal["starting", "running", "stopping", "failed"]
 

@@ -1,7 +1,5 @@
 """Routes around the answers: health, metrics, version, models, tokens of a text and texts of tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Annotated, Any

@@ -3,8 +3,6 @@
 Names and meanings are vLLM's where there is an equal one. Counters begin anew with the engine, as Prometheus expects.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any

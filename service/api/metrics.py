@@ -3,8 +3,6 @@
 Belongs to the event loop's thread. Labels are bounded: a route's pattern, never a path; no tenant, no user.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -3,8 +3,6 @@
 Describes; knows no handler's business. What a handler answers is checked against it in the tests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from http import HTTPStatus

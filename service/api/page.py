@@ -1,7 +1,5 @@
 """The chat page: static files that hold no data, served from a fixed list with a strict content policy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from aiohttp import web

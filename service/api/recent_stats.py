@@ -1,13 +1,10 @@
 """The engine's counters as they were last told, so that a long step keeps neither /health nor /metrics waiting."""
 
-from __future__ import annotations
-
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from kvstore.engine.async_engine import AsyncEngine
+from kvstore.engine.async_engine import AsyncEngine
 
 WAIT_S = 0.5
 STUCK_S = 10.0  # longer than any step, unless the device is far too small for its model

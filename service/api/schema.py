@@ -3,8 +3,6 @@
 Knows the shapes that several routes share; those of one route stand beside it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -3,8 +3,6 @@
 Knows nothing of what the events say.
 """
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 from types import TracebackType

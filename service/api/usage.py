@@ -1,7 +1,5 @@
 """Token counts and times as clients see them: OpenAI's names, and under them which tier each cached token came from."""
 
-from __future__ import annotations
-
 import msgspec
 
 from kvstore.engine.outputs import CachedTokensDetails, Timings, Usage

@@ -3,8 +3,6 @@
 Keys are held and compared as digests, always over all keys, so that the time says nothing about them.
 """
 
-from __future__ import annotations
-
 import hmac
 import re
 import stat

@@ -1,7 +1,5 @@
 """One TCP connection: the deadlines and the cap that aiohttp has none of its own for. Knows no route."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets
@@ -29,7 +27,7 @@ class Connections:
     """The open connections of one server."""
 
     options: ServeOptions
-    open: set[Connection] = field(default_factory=set)
+    open: set["Connection"] = field(default_factory=set)
 
     @property
     def is_full(self) -> bool:

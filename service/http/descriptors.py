@@ -1,7 +1,5 @@
 """Descriptors of files and connections: as many as the server may need, or a clear word at the start."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import logging

@@ -3,8 +3,6 @@
 Knows no route. Nothing of an unexpected exception's text reaches a client.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import msgspec

@@ -3,8 +3,6 @@
 Everything else that is not known is ignored, as clients of other servers expect. Knows no body.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import islice
 from typing import Any

@@ -3,8 +3,6 @@
 Counted are sequences: each choice of each prompt is one, so that a request counts by the work that it asks for.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator

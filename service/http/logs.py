@@ -1,7 +1,5 @@
 """The server's log: one line a request, as text or as JSON, without anything that a person wrote."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

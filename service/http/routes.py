@@ -1,7 +1,5 @@
 """What a route declares: method, path, handler, who may use it, and the types of its bodies. Plain data."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass

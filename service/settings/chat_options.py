@@ -1,7 +1,5 @@
 """Flags of `kvstore chat` beside those of the engine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from kvstore.service.settings.options import choice, count, flag, number, plain_text, session_id, ttl_flag

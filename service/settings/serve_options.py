@@ -1,7 +1,5 @@
 """Flags of `kvstore serve` beside those of the engine, and the checked values that the service's parts receive."""
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from dataclasses import dataclass

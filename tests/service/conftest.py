@@ -1,7 +1,5 @@
 """Fixtures of several files: a server as two tenants see it, a browser's pages, a command without settings."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

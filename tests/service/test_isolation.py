@@ -1,7 +1,5 @@
 """Two tenants on one server: nothing of one is a hit, a session, a retry or a word for the other, on any tier."""
 
-from __future__ import annotations
-
 import logging
 import re
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ A client that is told the end of a turn has it for ever, whoever is killed right
 is there whole or not at all; nothing is there twice. `--long` makes it many rounds.
 """
 
-from __future__ import annotations
-
 import signal
 from contextlib import closing
 from functools import partial

@@ -1,7 +1,5 @@
 """The page and OpenAI's routes behind a real nginx on the same host, and pages of other origins that were allowed."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import shutil

@@ -3,8 +3,6 @@
 `--long` makes it minutes. Each client draws what it does from a seed; only how they interleave is chance.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import random

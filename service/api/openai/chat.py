@@ -1,7 +1,5 @@
 """POST /v1/chat/completions: the whole history in every request, and yet its KV is found again."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Sequence

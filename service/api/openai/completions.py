@@ -1,17 +1,15 @@
 """POST /v1/completions: prompts as text or token ids, answered as they are, without a chat template."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from kvstore.engine.async_engine import Answer
 from kvstore.engine.outputs import Piece, TokenLogprob
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.prompts import check_fits
@@ -24,10 +22,6 @@ from kvstore.service.api.schema import check_chars_of, read_body, sampling_param
 from kvstore.service.api.sse import EventStream
 from kvstore.service.api.usage import UsageObject, sum_usage
 from kvstore.service.http.routes import Route
-
-if TYPE_CHECKING:
-    from kvstore.engine.async_engine import Answer
-
 
 PATH = "/v1/completions"
 DEFAULT_MAX_TOKENS = 16  # OpenAI's

@@ -1,7 +1,5 @@
 """From an answer of the engine to what clients get: pieces with times, log probabilities, ends. Knows no route."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

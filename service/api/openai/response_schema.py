@@ -1,7 +1,5 @@
 """Bodies, answers and events of /v1/responses, in OpenAI's shapes. Knows no handler."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import msgspec

@@ -4,17 +4,16 @@ A response is a turn of a session. One that goes on from the last turn is the se
 while another runs, it begins a fork.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import web
 
+from kvstore.engine.front import Front
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import check_truncation
@@ -39,9 +38,6 @@ from kvstore.service.api.sse import EventStream
 from kvstore.service.http.errors import ApiError
 from kvstore.service.http.routes import Route
 from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord
-
-if TYPE_CHECKING:
-    from kvstore.engine.front import Front
 
 ROUTE = "/v1/responses"
 RESPONSE_ID = re.compile(r"resp_([A-Za-z0-9_-]{1,128})_([1-9][0-9]{0,9})")

@@ -1,7 +1,5 @@
 """Bodies and answers of OpenAI's chat completions and completions. Fields that are not listed are ignored."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import msgspec

@@ -4,26 +4,21 @@ Answers that this server gave are recognised in the history and stand in the pro
 (`engine/sessions/recall.py`).
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from kvstore.engine.async_engine import Answer
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.sessions.window import NextTurn
 from kvstore.engine.text.chat_template import Message
 from kvstore.service.api.context import Context
 from kvstore.service.api.openai.generation import Stopwatch, check_ended
 from kvstore.service.api.schema import check_chars_of, num_chars_of
 from kvstore.service.api.sessions.turns import ID_BYTES, TurnResult
-
-if TYPE_CHECKING:
-    from kvstore.engine.async_engine import Answer
-    from kvstore.engine.sessions.window import NextTurn
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +54,10 @@ class StatelessTurn:
     def output(self) -> RequestOutput:
         return self._answer.output
 
-    def __aiter__(self) -> StatelessTurn:
-        return self
-
-    async def __anext__(self) -> Piece:
-        piece = await anext(self._answer)
-        self.watch.saw(piece)
-        return piece
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        async for piece in self._answer:
+            self.watch.saw(piece)
+            yield piece
 
     async def finish(self) -> TurnResult:
         """To be called before the client knows that its answer has ended: its next request may come right then."""

@@ -1,7 +1,5 @@
 """POST /chat: one turn of a session, streamed or not. Knows nothing of what `turns` does to run it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from aiohttp import web

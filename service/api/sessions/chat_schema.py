@@ -1,7 +1,5 @@
 """Bodies and answers of /chat and /sessions. Knows no handler."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, TypeVar
 

@@ -3,8 +3,6 @@
 A session of another tenant is answered like one that never was.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Sequence

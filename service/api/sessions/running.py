@@ -3,21 +3,16 @@
 Used in the server's event loop only.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from kvstore.engine.async_engine import Answer
+from kvstore.engine.sessions.chat import ChatSession
 from kvstore.errors import SessionBusyError
 from kvstore.sessions.record import SessionKey
-
-if TYPE_CHECKING:
-    from kvstore.engine.async_engine import Answer
-    from kvstore.engine.sessions.chat import ChatSession
 
 MAX_KEPT = 256
 MAX_KEPT_TOKENS = 2_000_000  # about 40 bytes each

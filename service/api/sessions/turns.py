@@ -3,8 +3,6 @@
 Shared by the routes that talk. Knows no route, and none of their bodies and events.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import secrets
@@ -13,12 +11,15 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import web
 
+from kvstore.engine.async_engine import Answer
+from kvstore.engine.front import Front
 from kvstore.engine.outputs import CachedTokensDetails, Piece, Timings, Usage
 from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.sessions.chat import ChatSession
 from kvstore.engine.text.chat_template import Message
 from kvstore.errors import SessionBusyError, SessionExistsError, SessionNotFoundError, StoreError
 from kvstore.service.api.context import Context
@@ -27,11 +28,6 @@ from kvstore.service.api.schema import check_chars_of
 from kvstore.service.api.sessions.running import Running
 from kvstore.service.http.errors import ApiError, bad_request, unavailable
 from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord
-
-if TYPE_CHECKING:
-    from kvstore.engine.async_engine import Answer
-    from kvstore.engine.front import Front
-    from kvstore.engine.sessions.chat import ChatSession
 
 ID_BYTES = 16  # of a session's id, which is hexadecimal: it can stand in a command line
 MAX_REQUEST_KEY = 255
@@ -107,15 +103,9 @@ class StoredTurn:
         self._result = result_of(wanted.session_id, record)
         self.session_id = wanted.session_id
         self.number = record.number
-        self._pieces = iter([Piece(0, self._result.text, ())])
 
-    def __aiter__(self) -> StoredTurn:
-        return self
-
-    async def __anext__(self) -> Piece:
-        for piece in self._pieces:
-            return piece
-        raise StopAsyncIteration
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        yield Piece(0, self._result.text, ())
 
     async def finish(self) -> TurnResult:
         return self._result
@@ -139,18 +129,15 @@ class LiveTurn:
         self._answer = answer
         self._running = running
 
-    def __aiter__(self) -> LiveTurn:
-        return self
-
-    async def __anext__(self) -> Piece:
+    async def __aiter__(self) -> AsyncIterator[Piece]:
         try:
-            piece = await anext(self._answer)
+            async for piece in self._answer:
+                self.watch.saw(piece)
+                yield piece
         except StoreError:
             if self._chat.deleted:
                 raise unknown_session(self._wanted.session_id) from None
             raise
-        self.watch.saw(piece)
-        return piece
 
     async def finish(self) -> TurnResult:
         record, output = self._answer.turn, self._answer.output

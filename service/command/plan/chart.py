@@ -3,8 +3,6 @@
 Knows a plan as --json prints it, and nothing of how it came about.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

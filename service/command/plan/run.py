@@ -4,8 +4,6 @@ Knows flags and the order of the work; kvstore.planning.replay answers, plan_sou
 it.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import json
@@ -14,11 +12,11 @@ import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvstore.config import parse_size
 from kvstore.errors import ConfigError
-from kvstore.planning.replay_config import ReplayConfig, ServiceModel
+from kvstore.planning.replay_config import ReplayConfig, ReplayResult, ServiceModel
 from kvstore.planning.sizing import (
     CPU_SHARE,
     KV_BYTES_PER_TOKEN,
@@ -52,9 +50,6 @@ from kvstore.service.settings.options import (
     directory,
     file,
 )
-
-if TYPE_CHECKING:
-    from kvstore.planning.replay_config import ReplayResult
 
 MAX_POINTS = 100
 PICTURES = (".png", ".svg")

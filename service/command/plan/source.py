@@ -3,8 +3,6 @@
 Knows where numbers come from, and nothing of what is made of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

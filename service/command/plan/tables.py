@@ -1,7 +1,5 @@
 """What `kvstore plan` prints for a person: what was replayed, what was assumed, a table, a chart and the advice."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Answers in the chat page: imported histories, Markdown as it should look, and Markdown that means harm."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Iterator

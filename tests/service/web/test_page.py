@@ -1,7 +1,5 @@
 """The chat page in a headless browser, against a real server: what a person sees, types and never has to fear."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

@@ -1,7 +1,5 @@
 """A headless Chromium that is installed already, and pages in it that note every error. Downloads nothing."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 An acknowledged turn is there for ever; one that was not acknowledged is there whole or not at all; nothing is twice.
 """
 
-from __future__ import annotations
-
 import http.client
 import random
 import threading

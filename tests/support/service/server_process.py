@@ -1,7 +1,5 @@
 """`kvstore serve` as a process of its own on a free port, to be killed, ended and started again on the same store."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A running service in a thread of its own, and small clients for it."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json

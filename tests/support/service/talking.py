@@ -1,7 +1,5 @@
 """What tests of /chat, /sessions and /v1/responses share: a server with two tenants, streams read event by event."""
 
-from __future__ import annotations
-
 import http.client
 import json
 from collections.abc import Iterator
