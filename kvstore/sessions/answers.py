@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import lmdb
@@ -69,14 +69,6 @@ class _Recent:
         return True
 
 
-@dataclass(slots=True)
-class _Counts:
-    committed: int = 0
-    dropped: int = 0  # not stored: too large, too many waited, or the disk failed
-    evicted: int = 0
-    failed: int = 0  # uses of the disk
-
-
 class AnswerStore:
     """Answers, the oldest dropped when it is full. Every method may be called from any thread.
 
@@ -85,7 +77,8 @@ class AnswerStore:
     """
 
     def __init__(self, open_environment: Callable[[], StoreEnvironment] | None) -> None:
-        self._counts = _Counts()
+        # dropped: not stored, as it is too large, too many waited, or the disk failed. failed: uses of the disk.
+        self._counts = dict.fromkeys(("committed", "dropped", "evicted", "failed"), 0)
         self._lock = threading.Lock()
         self._recent = _Recent()  # without files all of it, else what is not on disk
         self._forgotten: list[bytes] = []  # owners that are still to be removed from disk
@@ -114,7 +107,7 @@ class AnswerStore:
             yield
         except ERRORS:
             with self._lock:
-                self._counts.failed += 1
+                self._counts["failed"] += 1
 
     def put(self, keys: Sequence[bytes], token_ids: Sequence[int], owner: bytes = b"") -> None:
         """Remember the ids of an answer under each of its keys, instead of what these led to. owner: see `owner_tag`.
@@ -125,13 +118,13 @@ class AnswerStore:
         with self._lock:
             is_full = self._committer is not None and self._committer.num_queued >= MAX_CHANGES // 2
             if self._is_closed or is_full or len(token_ids) > MAX_ANSWER_TOKENS:
-                self._counts.dropped += 1
+                self._counts["dropped"] += 1
                 return
             self._recent.add(self._number, Answer(tuple(keys), token_bytes(token_ids), owner or NO_OWNER))
             if self._committer is None:
-                self._counts.evicted += self._recent.shrink(MEMORY_TOKENS)
+                self._counts["evicted"] += self._recent.shrink(MEMORY_TOKENS)
             else:
-                self._counts.dropped += self._recent.shrink(MAX_WAITING_TOKENS)
+                self._counts["dropped"] += self._recent.shrink(MAX_WAITING_TOKENS)
                 self._committer.submit(self._number)  # never waits: there is room
             self._number += 1
 
@@ -185,7 +178,7 @@ class AnswerStore:
     def stats(self) -> dict[str, int]:
         """answers: how many there are, on disk or in memory; the rest are counters."""
         with self._lock:
-            shown = {"answers": len(self._recent.answers), **asdict(self._counts), "damaged": 0}
+            shown = {"answers": len(self._recent.answers), **self._counts, "damaged": 0}
         with self._counting(), self._reading() as (tables, txn):
             if tables is not None:
                 shown |= {"answers": shown["answers"] + tables.num_answers(txn), "damaged": tables.num_damaged}
@@ -210,11 +203,11 @@ class AnswerStore:
         num_evicted = self._write(answers, forgotten)
         with self._lock:
             if num_evicted is None:
-                self._counts.dropped += len(answers)  # they stay in memory until there are too many
+                self._counts["dropped"] += len(answers)  # they stay in memory until there are too many
             else:
-                self._counts.evicted += num_evicted
+                self._counts["evicted"] += num_evicted
                 for number, _ in answers:
-                    self._counts.committed += self._recent.remove(number)
+                    self._counts["committed"] += self._recent.remove(number)
                 for owner in forgotten:  # once: it may have been forgotten again meanwhile
                     self._forgotten.remove(owner)
         for ticket in group:
@@ -228,7 +221,7 @@ class AnswerStore:
                 return None if tables is None else tables.write(answers, forgotten)
         except Exception:  # whatever it is: nothing here raises into a request
             with self._lock:
-                self._counts.failed += 1
+                self._counts["failed"] += 1
             return None
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from kvstore.disk.check import DATA_FILE
 from kvstore.disk.env import StoreEnvironment
@@ -20,26 +20,6 @@ from kvstore.errors import DegradedError
 from kvstore.sessions.tables import TABLES, View
 
 FIRST_MAP_BYTES = 64 << 20
-
-
-class Storage(Protocol):
-    """Where the tables are: on disk or in memory."""
-
-    def read(self) -> AbstractContextManager[View]: ...
-
-    def write(self) -> AbstractContextManager[View]: ...
-
-    def grow(self) -> None: ...
-
-    def reopen(self) -> None: ...
-
-    def compact(self) -> None: ...
-
-    def is_lost(self) -> bool: ...
-
-    def num_bytes(self) -> int: ...
-
-    def close(self) -> None: ...
 
 
 class _LmdbView:
@@ -215,17 +195,13 @@ class MemoryTables:
             yield it.keys[at], it.values[it.keys[at]]
             at += step
 
-    def grow(self) -> None:
-        raise MemoryError
+    def compact(self) -> None:
+        """There is no file."""
 
-    def reopen(self) -> None: ...
-
-    def compact(self) -> None: ...
+    grow = reopen = close = compact
 
     def is_lost(self) -> bool:
         return False
 
     def num_bytes(self) -> int:
         return sum(len(k) + len(v) for it in self._tables.values() for k, v in it.values.items())
-
-    def close(self) -> None: ...

@@ -1,7 +1,7 @@
 """Sessions that survive: what callers hand in is committed in groups, each group one synced transaction.
 
-What a transaction does is in `session_tables`, what is stored in `session_record`, where in `session_storage`. Knows no
-KV, no tier and no request. Nothing here calls back.
+What a transaction does is in `tables`, what is stored in `record`, where in `storage`. Knows no KV, no tier and no
+request. Nothing here calls back.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from kvstore.sessions import repair as session_repair
 from kvstore.sessions import tables
 from kvstore.sessions.check import CheckReport, check
 from kvstore.sessions.marker import SessionMarker
-from kvstore.sessions.record import Message, SessionHead, SessionKey, SessionState, Tombstone, TurnRecord
+from kvstore.sessions.record import SessionHead, SessionKey, SessionState, Tombstone, TurnRecord
 from kvstore.sessions.repair import AsideTurn, Repaired
-from kvstore.sessions.storage import FIRST_MAP_BYTES, DiskTables, MemoryTables, Storage
+from kvstore.sessions.storage import FIRST_MAP_BYTES, DiskTables, MemoryTables
 from kvstore.sessions.tables import View
 
 T = TypeVar("T")
@@ -47,22 +47,23 @@ class SessionStore:
     raise StoreError, naming a session that is damaged.
 
     open_environment: called at the start, after `compact` and after a fatal error of LMDB, each time with the one
-    before closed; it must allow 9 named databases. None: everything is kept in memory (see MemorySessionStore).
+    before closed; it must allow 9 named databases. None: everything is kept in memory, the same in all but durability,
+    and holds the `max_sessions` used last.
     """
 
     def __init__(
         self,
         open_environment: Callable[[], StoreEnvironment] | None,
         clock: Callable[[], float] = time.time,
-        max_sessions: int | None = None,
+        max_sessions: int = 10_000,
     ) -> None:
         try:
-            self._storage: Storage = MemoryTables() if open_environment is None else DiskTables(open_environment)
+            self._storage = MemoryTables() if open_environment is None else DiskTables(open_environment)
         except IO_ERRORS as error:
             raise StoreError(f"the session store cannot be opened: {error}") from error
         self._clock = clock
         self._max_sessions = max_sessions
-        self._recent: OrderedDict[SessionKey, None] = OrderedDict()  # only with max_sessions; the oldest use first
+        self._recent: OrderedDict[SessionKey, None] = OrderedDict()  # in memory only; the oldest use first
         self._recent_lock = threading.Lock()
         self._marker: SessionMarker | None = None
         self._missing: str | None = None  # what the store held before
@@ -72,14 +73,6 @@ class SessionStore:
         self._largest_group = 0
         self._committer = Committer("the session store", self._commit, MAX_QUEUE)
         leave_to_parent(self, "the session store")
-
-    def create(
-        self, key: SessionKey, system: Sequence[Message] = (), fingerprint: bytes = b"", model: str = "",
-        ttl_s: float | None = None,
-    ) -> Ticket[SessionHead]:  # fmt: skip
-        """A session without turns. Refused when the id is taken."""
-        draft = tables.draft_head(key, self._clock(), system, fingerprint, model, ttl_s)
-        return self._submit(self._explaining(key, lambda view: tables.create(view, draft)))
 
     def commit_turn(
         self, key: SessionKey, turn: TurnRecord, fingerprint: bytes = b"", model: str = "",
@@ -158,26 +151,18 @@ class SessionStore:
         """Sessions whose time is over, the longest first. They stay until they are deleted."""
         return self._read(lambda view: tables.expired(view, now, limit))
 
-    def blocks_of(self, key: SessionKey) -> set[BlockId]:
-        """Every block any of its turns lists, also those before a truncation. Empty when there is no such session."""
-        return self._read_of(key, lambda view: tables.blocks_of(view, key))
-
     def unshared_blocks_of(self, key: SessionKey) -> set[BlockId]:
-        """The blocks that a deletion would name at this moment."""
+        """The blocks that a deletion would name at this moment: of all its turns, also those before a truncation."""
         return self._read_of(key, lambda view: tables.unshared_blocks_of(view, key))
 
     def pending_deletions(self) -> Sequence[Tombstone]:
         """Deletions to be carried through; to be read at the start too, for those that a crash cut off."""
         return self._read(tables.pending_deletions)
 
-    def check(self, progress: Callable[[int, int], None] | None = None) -> CheckReport:
-        """Read and compare everything, in one snapshot; progress(done, total) is called by this thread per session.
-
-        While it runs, the file cannot give space back or have its map grown: a commit may wait for its end. So
-        `progress` must not use the store.
-        """
+    def check(self) -> CheckReport:
+        """Read and compare everything, in one snapshot. Commits may wait for its end, where the map has to grow."""
         self._read(self._note_missing)
-        report = self._read(lambda view: check(view, progress))
+        report = self._read(check)
         missing = () if self._missing is None else (self._missing,)
         return replace(report, problems=(*missing, *report.problems))
 
@@ -211,17 +196,17 @@ class SessionStore:
 
     def stats(self) -> dict[str, int]:
         def count(view: View) -> dict[str, int]:
-            shown = (tables.HEADS, tables.TURNS, tables.REFS, tables.TOMBSTONES)
-            num = [view.count(table) for table in shown]
-            num.append(sum(tables.is_there(view, number) for number in self._damaged))
             self._note_missing(view)
-            return dict(zip(("sessions", "turns", "refs", "pending_deletions", "damaged"), num, strict=True))
+            shown = {"sessions": tables.HEADS, "turns": tables.TURNS, "refs": tables.REFS}
+            shown["pending_deletions"] = tables.TOMBSTONES
+            damaged = sum(tables.is_there(view, number) for number in self._damaged)
+            return {name: view.count(table) for name, table in shown.items()} | {"damaged": damaged}
 
-        counts = self._read(count)
-        extra = {"bytes": self._storage.num_bytes(), "queued": self._committer.num_queued}
-        extra |= {"largest_group": self._largest_group, "lost": int(self._storage.is_lost())}
-        extra["missing"] = int(self._missing is not None)
-        return counts | extra | self._counts
+        return self._read(count) | self._counts | {
+            "bytes": self._storage.num_bytes(), "queued": self._committer.num_queued,
+            "largest_group": self._largest_group, "lost": int(self._storage.is_lost()),
+            "missing": int(self._missing is not None),
+        }  # fmt: skip
 
     def close(self) -> None:
         """Carry out what is queued, sync and close. Calling it again does nothing."""
@@ -289,8 +274,8 @@ class SessionStore:
         self._counts["commits"] += 1
         self._counts["refused"] += num_refused
         self._counts["committed"] += len(outcomes) - num_refused
-        if self._max_sessions is not None:
-            self._keep_within(self._max_sessions, outcomes)
+        if isinstance(self._storage, MemoryTables):
+            self._keep_within(outcomes)
         return outcomes
 
     def _transact(self, group: Sequence[Ticket[Any]]) -> Sequence[object]:
@@ -300,7 +285,7 @@ class SessionStore:
                     self._storage.compact()
                     return [None]
                 with self._storage.write() as view:
-                    return [self._outcome(view, ticket) for ticket in group]
+                    return [_outcome(view, ticket) for ticket in group]
             except lmdb.MapFullError:
                 self._storage.grow()
                 self._counts["grown"] += 1
@@ -308,19 +293,13 @@ class SessionStore:
                 self._storage.reopen()
         raise DegradedError("its map is still full after it was doubled many times")
 
-    def _outcome(self, view: View, ticket: Ticket[Any]) -> object:
-        try:
-            return ticket.change(view)
-        except StoreError as error:
-            return error  # it has written nothing: the others of the group go on
-
     def _note_use(self, key: SessionKey) -> None:
-        if self._max_sessions is not None:
+        if isinstance(self._storage, MemoryTables):
             with self._recent_lock:
                 self._recent[key] = None
                 self._recent.move_to_end(key)
 
-    def _keep_within(self, max_sessions: int, outcomes: Sequence[object]) -> None:
+    def _keep_within(self, outcomes: Sequence[object]) -> None:
         """Drop the least recently used sessions over the limit. Their blocks age out of the cache by themselves."""
         for outcome in outcomes:
             if isinstance(outcome, SessionHead):
@@ -329,7 +308,7 @@ class SessionStore:
                 with self._recent_lock:
                     self._recent.pop(outcome.key, None)
         with self._storage.write() as view, self._recent_lock:
-            while view.count(tables.HEADS) > max_sessions:
+            while view.count(tables.HEADS) > self._max_sessions:
                 key, _ = self._recent.popitem(last=False)
                 number = tables.find(view, key)
                 if number is not None:  # else it was deleted while it was being read
@@ -337,15 +316,17 @@ class SessionStore:
                     self._counts["dropped"] += 1
 
 
-def MemorySessionStore(max_sessions: int = 10_000, clock: Callable[[], float] = time.time) -> SessionStore:
-    """A SessionStore where there is no disk: the same in all but durability, and holding the sessions used last."""
-    return SessionStore(None, clock, max_sessions)
+def _outcome(view: View, ticket: Ticket[Any]) -> object:
+    try:
+        return ticket.change(view)
+    except StoreError as error:
+        return error  # it has written nothing: the others of the group go on
 
 
 def open_sessions(directory: StoreDirectory | None) -> SessionStore:
     """The sessions of an owned store; without one, in memory."""
     if directory is None:
-        return MemorySessionStore()
+        return SessionStore(None)
     path = directory.path / "sessions"
     sessions = SessionStore(
         lambda: open_environment(path, FIRST_MAP_BYTES, max_dbs=16, metasync=True, on_loss=ON_LOSS)

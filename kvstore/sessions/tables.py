@@ -205,15 +205,13 @@ def _put_head(view: View, head: SessionHead, before: SessionHead | None = None) 
         _delete_places(view, before)
     view.put(HEADS, be64(head.number), value)
     view.put(ORDER, order_key(head), b"")
-    expiry = expiry_key(head)
-    if expiry is not None:
+    if (expiry := expiry_key(head)) is not None:
         view.put(EXPIRY, expiry, b"")
 
 
 def _delete_places(view: View, head: SessionHead) -> None:
     view.delete(ORDER, order_key(head))
-    expiry = expiry_key(head)
-    if expiry is not None:
+    if (expiry := expiry_key(head)) is not None:
         view.delete(EXPIRY, expiry)
 
 
@@ -279,8 +277,7 @@ def append(view: View, draft: SessionHead, turn: TurnRecord, payload: bytes, exp
 
 def fork(view: View, source: SessionKey, turn: int | None, new_key: SessionKey, now_s: float) -> SessionHead:
     """A new session with the first turns of another. It shares their blocks, and none of their idempotency keys."""
-    if source.tenant != new_key.tenant:
-        raise StoreError(f"session {new_key.session_id} cannot be a fork of another tenant's session")
+    assert source.tenant == new_key.tenant, "a fork of another tenant's session"
     head = read_head(view, source)
     if head is None:
         raise StoreError(f"there is no session {source.session_id} to fork")
@@ -310,12 +307,6 @@ def set_ttl(view: View, key: SessionKey, ttl_s: float | None) -> SessionHead:
     return after
 
 
-def blocks_of(view: View, key: SessionKey) -> set[BlockId]:
-    head = read_head(view, key)
-    turns = [] if head is None else read_turns(view, head, head.num_turns)
-    return {block_id for turn in turns for block_id in turn.chain}
-
-
 def unshared(view: View, block_ids: set[BlockId], number: int) -> set[BlockId]:
     """Those of the blocks that no session but this one refers to."""
     mine = be64(number)
@@ -324,7 +315,7 @@ def unshared(view: View, block_ids: set[BlockId], number: int) -> set[BlockId]:
 
 def unshared_blocks_of(view: View, key: SessionKey) -> set[BlockId]:
     number = find(view, key)
-    return set() if number is None else unshared(view, blocks_of(view, key), number)
+    return set() if number is None else unshared(view, _known_blocks(view, number), number)
 
 
 def delete(view: View, key: SessionKey) -> Tombstone | None:
@@ -347,7 +338,7 @@ def put_tombstone(view: View, tombstone: Tombstone) -> None:
 
 def remove(view: View, key: SessionKey, number: int) -> set[BlockId]:
     """Everything stored of a session; returns its blocks."""
-    block_ids = _known_blocks(view, key, number)
+    block_ids = _known_blocks(view, number)
     try:
         _delete_places(view, head_of(view, number, "session"))
     except StoreError:
@@ -364,7 +355,7 @@ def remove(view: View, key: SessionKey, number: int) -> set[BlockId]:
     return block_ids
 
 
-def _known_blocks(view: View, key: SessionKey, number: int) -> set[BlockId]:
+def _known_blocks(view: View, number: int) -> set[BlockId]:
     """From the turns; where those cannot be read, from a walk over all references."""
     try:
         head = head_of(view, number, "session")
@@ -428,9 +419,7 @@ def expired(view: View, now_s: float, limit: int) -> list[SessionKey]:
 
 
 def draft_head(
-    key: SessionKey, now_s: float, system: Sequence[Message] = (), fingerprint: bytes = b"", model: str = "",
-    ttl_s: float | None = None,
-) -> SessionHead:  # fmt: skip
+    key: SessionKey, now_s: float, system: Sequence[Message] = (), fingerprint: bytes = b"", model: str = ""
+) -> SessionHead:
     """A head whose number is not given yet."""
-    own = tuple(dict(message) for message in system)
-    return SessionHead(key, 0, now_s, now_s, system=own, fingerprint=fingerprint, model=label(model), ttl_s=ttl_s)
+    return SessionHead(key, 0, now_s, now_s, system=tuple(system), fingerprint=fingerprint, model=label(model))

@@ -9,8 +9,11 @@ import sys
 import threading
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from kvstore.disk.env import StoreEnvironment, open_environment
 from kvstore.errors import StoreError
+from kvstore.sessions import tables
 from kvstore.sessions.record import SessionKey, SessionState, TurnRecord
 from kvstore.sessions.store import SessionStore
 
@@ -65,6 +68,15 @@ def open_file(directory: Path) -> StoreEnvironment:
 
 def disk_store(path: Path, clock=None) -> SessionStore:
     return SessionStore(lambda: open_file(path / "sessions"), clock or Clock())
+
+
+def create(store: SessionStore, key: SessionKey, *about, ttl_s=None):
+    """A session without turns, as only the store itself makes one. about: system prompt, fingerprint and model."""
+
+    def work(view):
+        return tables.create(view, replace(tables.draft_head(key, store._clock(), *about), ttl_s=ttl_s))
+
+    return store._submit(store._explaining(key, work))
 
 
 def talk(store: SessionStore, key: SessionKey, num_turns: int, **changes) -> list[TurnRecord]:

@@ -11,7 +11,7 @@ from kvstore.sessions import tables as session_tables
 from kvstore.sessions.record import SessionKey
 from kvstore.sessions.store import SessionStore, open_sessions
 from kvstore.sessions.tables import HEADS, NAMES, ORDER, REFS, REQUESTS, TURNS, be64
-from tests.children.session_child import TENANT, content, disk_store, expected, make_turn, talk
+from tests.children.session_child import TENANT, content, create, disk_store, expected, make_turn, talk
 from tests.support.service.serving import serving
 from tests.support.session_tables import tables_of
 
@@ -23,7 +23,7 @@ SYSTEM = ({"role": "system", "content": "Be red."},)
 def store(tmp_path):
     """With five turns of one session, and another one that shares nothing with it."""
     found = disk_store(tmp_path)
-    found.create(KEY, SYSTEM, b"f" * 32, "model", ttl_s=1e6).wait()
+    create(found, KEY, SYSTEM, b"f" * 32, "model", ttl_s=1e6).wait()
     talk(found, KEY, 5)
     talk(found, SessionKey(TENANT, "blue"), 2)
     yield found
@@ -139,7 +139,7 @@ def test_an_entry_that_is_gone_is_made_again(store, table):
     assert found.head.key in [head.key for head in store.list(TENANT)]
 
 
-@pytest.mark.parametrize("change", [SessionStore.create, SessionStore.delete])
+@pytest.mark.parametrize("change", [create, SessionStore.delete])
 def test_a_change_that_damage_refuses_says_what_to_do(store, change):
     store.delete(SessionKey(TENANT, "blue")).wait()
     spoil(store, NAMES)

@@ -7,8 +7,8 @@ from kvstore.errors import StoreError
 from kvstore.sessions import record as session_record
 from kvstore.sessions import tables
 from kvstore.sessions.record import SessionKey
-from kvstore.sessions.store import MemorySessionStore
-from tests.children.session_child import TENANT, Clock, content, disk_store, expected, make_turn, talk
+from kvstore.sessions.store import SessionStore
+from tests.children.session_child import TENANT, Clock, content, create, disk_store, expected, make_turn, talk
 from tests.support.session_tables import tables_of
 
 KEY = SessionKey(TENANT, "red")
@@ -21,7 +21,7 @@ def test_a_flipped_bit_in_a_record_is_reported(store):
         place, value = list(view.scan(tables.TURNS))[1]
         view.put(tables.TURNS, place, value[:50] + bytes([value[50] ^ 4]) + value[51:])
     reads = [
-        lambda: store.load(KEY), lambda: store.blocks_of(KEY), lambda: store.turn(KEY, 2),
+        lambda: store.load(KEY), lambda: store.turn(KEY, 2),
         lambda: store.turn_of_request(KEY, "request 2"), lambda: store.fork(KEY, 2, SessionKey(TENANT, "new")).wait(),
     ]  # fmt: skip
     for read in reads:
@@ -35,13 +35,13 @@ def test_a_flipped_bit_in_a_record_is_reported(store):
 
 
 def test_damaged_counters_and_tombstones_stop_nobody(store):
-    first = store.create(KEY).wait()
-    lost, kept = (store.delete(store.create(SessionKey(TENANT, name)).wait().key).wait() for name in ("lost", "kept"))
+    first = create(store, KEY).wait()
+    lost, kept = (store.delete(create(store, SessionKey(TENANT, name)).wait().key).wait() for name in ("lost", "kept"))
     with tables_of(store) as view:
         for place, value in list(view.scan(tables.COUNTERS)):
             view.put(tables.COUNTERS, place, value[:-1])
         view.put(tables.TOMBSTONES, tables.be64(lost.number), b"")
-    assert store.create(SessionKey(TENANT, "green")).wait().number > first.number + 2
+    assert create(store, SessionKey(TENANT, "green")).wait().number > first.number + 2
     assert store.delete(SessionKey(TENANT, "green")).wait().number > kept.number
     assert store.pending_deletions()[0] == kept
     assert [problem[:21] for problem in store.check().problems] == ["deletion 1 is damaged"]
@@ -53,7 +53,7 @@ def test_damaged_counters_and_tombstones_stop_nobody(store):
 @pytest.mark.parametrize("kind", ["disk", "memory"])
 def test_a_record_in_anothers_place_is_damaged(tmp_path, kind, table, sealed):
     """Also by somebody who can compute the checksum: a session never shows another's text."""
-    store = disk_store(tmp_path) if kind == "disk" else MemorySessionStore(clock=Clock())
+    store = disk_store(tmp_path) if kind == "disk" else SessionStore(None, Clock())
     foreign = SessionKey("foreign", "green")
     talk(store, foreign, 2)
     talk(store, KEY, 2)
