@@ -9,8 +9,9 @@ import torch
 
 from kvstore.connector import KVConnector, open_connector
 from kvstore.disk.directory import StoreDirectory
+from kvstore.disk.weights import weights_digest
 from kvstore.engine.config import EngineConfig
-from kvstore.engine.model.fingerprint import fingerprint, weights_digest
+from kvstore.engine.model.fingerprint import fingerprint
 from kvstore.engine.model.interception import PositionFreeModel
 from kvstore.engine.model.loading import Loaded
 from kvstore.memory.layout import KVLayout

@@ -131,7 +131,7 @@ ENGINE_USES_OF_KVSTORE = {  # the seam, the sessions, and the records that cross
     "blocks.ids", "blocks.pool", "blocks.records", "config", "errors", "connector", "store.seam",
     "policy.conversation", "memory.layout", "disk.directory", "sessions.store", "sessions.record", "sessions.check",
     "sessions.repair", "sessions.answers", "sessions.answer_tables", "admin.commands", "admin.private_folder",
-    "disk.check", "disk.env", "admin.control",
+    "disk.check", "disk.env", "disk.weights", "admin.control",
 }  # fmt: skip
 TENSORS = ("kvstore.kernels", "kvstore.rope", "kvstore.memory", "kvstore.engine.model", "bench", "tests")
 ASSEMBLERS = {

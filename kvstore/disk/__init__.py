@@ -19,6 +19,7 @@ Usable alone: without arena, without torch, without the CPU tier.
 - `tier`: blocks in LMDB: write, read, scan
 - `verify`: a check of every block
 - `walk`: the structural check, a program of its own
+- `weights`: a model's weights as one digest
 
 Decisions:
 

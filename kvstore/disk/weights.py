@@ -1,0 +1,99 @@
+"""A model's weights as one digest, kept between starts: what blocks of another file under the same name differ by.
+
+Reads the files as bytes, and knows no tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from kvstore.disk.check import write_durably
+from kvstore.errors import ModelError
+
+_MAX_THREADS = 4
+
+
+class _FileState(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What changes when a file is written: as long as all of it is the same, its digest holds."""
+
+    path: str  # of the file itself, behind links
+    size: int
+    mtime_ns: int
+    ctime_ns: int  # moves also when the time of modification is put back
+    inode: int
+
+    @classmethod
+    def of(cls, file: Path) -> _FileState:
+        stat = file.stat()
+        return cls(str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+
+
+class _Cache(msgspec.Struct):
+    """Digests, 64 hex digits, by file state."""
+
+    version: Literal[1]
+    files: list[tuple[_FileState, Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]]]
+
+
+def weights_digest(directory: str | Path, cache: Path | None = None) -> str:
+    """SHA-256, 64 hex digits, over names, sizes and contents of a model's safetensors files.
+
+    cache: a JSON file that keeps each file's digest by path, size, times and inode; when it is damaged or cannot be
+    written, files are read again.
+    Raises ModelError when there are no such files or they cannot be read.
+    """
+    try:
+        files = sorted(Path(directory).glob("*.safetensors"))
+        if not files:
+            raise ModelError(f"{directory} has no *.safetensors file; only safetensors weights are loaded")
+        digests = _file_digests(files, cache)
+        sizes = [file.stat().st_size for file in files]
+    except OSError as error:
+        raise ModelError(f"cannot read the weights of {directory}: {error}") from error
+    named = [[file.name, size, digest] for file, size, digest in zip(files, sizes, digests, strict=True)]
+    return hashlib.sha256(json.dumps(named).encode()).hexdigest()
+
+
+def _file_digests(files: list[Path], cache: Path | None) -> list[str]:
+    """Each file's SHA-256, several at a time: hashlib works without the interpreter's lock."""
+    states = [_FileState.of(file) for file in files]
+    known = _read_cache(cache)
+    missing = [(file, state) for file, state in zip(files, states, strict=True) if state not in known]
+    if not missing:
+        return [known[state] for state in states]
+    with ThreadPoolExecutor(min(len(missing), _MAX_THREADS, os.cpu_count() or 1)) as threads:
+        fresh = dict(zip([s for _, s in missing], threads.map(_hash_file, [f for f, _ in missing]), strict=True))
+    settled = {state: fresh[state] for file, state in missing if _FileState.of(file) == state}
+    if cache is not None and settled:
+        paths = {state.path for state in states}
+        kept = {state: digest for state, digest in known.items() if state in states or state.path not in paths}
+        _write_cache(cache, kept | settled)
+    return [(known | fresh)[state] for state in states]
+
+
+def _hash_file(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _read_cache(cache: Path | None) -> dict[_FileState, str]:
+    """Digest by file state; empty when there is no cache or it is not what this version writes."""
+    try:
+        return {} if cache is None else dict(msgspec.json.decode(cache.read_bytes(), type=_Cache).files)
+    except (OSError, msgspec.MsgspecError, RecursionError):
+        return {}
+
+
+def _write_cache(cache: Path, entries: dict[_FileState, str]) -> None:
+    """A place that cannot be written costs the next start's time."""
+    with suppress(OSError):
+        cache.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_durably(cache, msgspec.json.encode(_Cache(1, list(entries.items()))))
