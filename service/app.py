@@ -64,12 +64,6 @@ def route_of(request: web.Request) -> Route | None:
     return getattr(request.match_info.handler, "route", None)
 
 
-def request_id_for(request: web.Request) -> str:
-    """The client's own where it is a sane one."""
-    given = request.headers.get("X-Request-Id", "")
-    return given if REQUEST_ID.fullmatch(given) else new_request_id()
-
-
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["Server"] = "kvstore"
     response.headers["X-Request-Id"] = request[EXCHANGE].request_id
@@ -84,7 +78,8 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
 @web.middleware
 async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     """One line in the log and one count for every request, whatever became of it."""
-    exchange = request[EXCHANGE] = Exchange(request_id_for(request))
+    given = request.headers.get("X-Request-Id", "")
+    exchange = request[EXCHANGE] = Exchange(given if REQUEST_ID.fullmatch(given) else new_request_id())
     started, status = time.perf_counter(), CLIENT_GONE
     known = ANSWERED.set(exchange)
     try:
@@ -137,7 +132,8 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         if told.code == "internal_error":
             log("a handler failed", {"request_id": exchange.request_id}, logging.ERROR, error)
         _let_go(error)
-        _count_refusal(context_of(request), told)
+        if told.status in (401, 403, 413, 429, 503) and told.code is not None:  # turned away without having tried
+            context_of(request).metrics.refused(told.code)
         exchange.status, exchange.error_code = told.status, told.code
         begun = exchange.response
         if begun is None or not begun.prepared:
@@ -179,12 +175,6 @@ def _cleaned_up(task: asyncio.Future[web.StreamResponse]) -> None:
     error = None if task.cancelled() else task.exception()
     if isinstance(error, Exception) and not isinstance(error, ReaderGone) and api_error(error).code == "internal_error":
         log("a handler failed after its client had gone", {}, logging.ERROR, error)
-
-
-def _count_refusal(context: Context, error: ApiError) -> None:
-    """Turned away without having tried."""
-    if error.status in (401, 403, 413, 429, 503) and error.code is not None:
-        context.metrics.refused(error.code)
 
 
 @web.middleware

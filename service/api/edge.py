@@ -1,6 +1,5 @@
 """Routes around the answers: health, metrics, version, models, tokens of a text and texts of tokens."""
 
-from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Annotated, Any
 
@@ -13,7 +12,7 @@ from kvstore import __version__
 from kvstore.engine.model.files import why_no_chat
 from kvstore.engine.text.chat_template import ChatTemplate, Message
 from kvstore.service.api.context import Context, context_of, tenant_of
-from kvstore.service.api.schema import Messages, TokenId, messages_of, read_body
+from kvstore.service.api.schema import Messages, TokenId, messages_of, num_chars_of, read_body
 from kvstore.service.http.errors import ApiError, bad_request
 from kvstore.service.http.routes import Route
 
@@ -134,11 +133,8 @@ async def show_model(request: web.Request) -> web.Response:
 def check_model(context: Context, name: str | None) -> None:
     """Raises ApiError 404 unless it is this server's model, or none is named."""
     if name is not None and name not in (context.model_name, context.engine.engine.model_name):
-        shown = name[:80]
-        raise ApiError(
-            404, f"there is no model {shown!r}; this server has {context.model_name!r}", param="model",
-            code="model_not_found",
-        )  # fmt: skip
+        message = f"there is no model {name[:80]!r}; this server has {context.model_name!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def _model(context: Context) -> Model:
@@ -180,11 +176,11 @@ async def tokenize(request: web.Request) -> web.Response:
         raise bad_request("prompt", "give either prompt or messages", "missing")
     if body.messages is not None:
         messages = messages_of(body.messages)
-        num_chars = _checked_chars([message["content"] for message in messages], "messages")
+        num_chars = _checked_chars(num_chars_of(messages), "messages")
         to_ids = partial(_chat_ids, tokenizer, messages)
     else:
         assert body.prompt is not None
-        num_chars = _checked_chars([body.prompt], "prompt")
+        num_chars = _checked_chars(len(body.prompt), "prompt")
         to_ids = partial(_encode, tokenizer, body.prompt, body.add_special_tokens is not False)
 
     def tokenized() -> web.Response:
@@ -196,12 +192,10 @@ async def tokenize(request: web.Request) -> web.Response:
         return await context.engine.call_with_text(num_chars, tokenized)
 
 
-def _checked_chars(texts: Sequence[str], param: str) -> int:
-    num_chars = sum(map(len, texts))
+def _checked_chars(num_chars: int, param: str) -> int:
     if num_chars > MAX_TOKENIZED_CHARS:
-        raise bad_request(
-            param, f"{param} has {num_chars} characters; at most {MAX_TOKENIZED_CHARS} are tokenized at once"
-        )
+        message = f"{param} has {num_chars} characters; at most {MAX_TOKENIZED_CHARS} are tokenized at once"
+        raise bad_request(param, message)
     return num_chars
 
 

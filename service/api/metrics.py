@@ -6,10 +6,9 @@ Belongs to the event loop's thread. Labels are bounded: a route's pattern, never
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
 
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector, generate_latest
-from prometheus_client.registry import Collector
 
 from kvstore.engine.outputs import RequestOutput
 from kvstore.service.api.engine_metrics import Stats, counter, engine_families, histogram
@@ -30,9 +29,7 @@ REQUEST_BOUNDS_S = (
 HTTP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 COUNT_BOUNDS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
-# Of each answer: the attribute of its timings.
-PHASES = (("queue", "queue_s"), ("load", "load_s"), ("prefill", "prefill_s"), ("decode", "decode_s"))
-PHASE_TEXTS = {
+PHASES = {  # of each answer, as in its timings
     "queue": "Waiting for its turn.",
     "load": "Waiting for blocks from disk before the first step.",
     "prefill": "From the first step to the first token.",
@@ -54,7 +51,7 @@ class Metrics:
         self._http_s = _histograms(HTTP_BOUNDS_S)
         self._ttft_s, self._e2e_s = _histograms(TTFT_BOUNDS_S), _histograms(REQUEST_BOUNDS_S)
         self._itl_s, self._per_token_s = _histograms(TOKEN_BOUNDS_S), _histograms(TOKEN_BOUNDS_S)
-        self._phases = {phase: Histogram(REQUEST_BOUNDS_S) for phase, _ in PHASES}
+        self._phases = {phase: Histogram(REQUEST_BOUNDS_S) for phase in PHASES}
         self._prompt_tokens, self._generation_tokens = Histogram(COUNT_BOUNDS), Histogram(COUNT_BOUNDS)
 
     def request_ended(self, route: str, method: str, status: int, seconds: float) -> None:
@@ -74,9 +71,9 @@ class Metrics:
             self._finished[(choice.finish_reason or "abort",)] += 1
         self._prompt_tokens.observe(usage.prompt_tokens)
         self._generation_tokens.observe(usage.completion_tokens)
-        for phase, name in PHASES:
-            if (seconds := getattr(timings, name)) is not None:
-                self._phases[phase].observe(seconds)
+        for phase, found in self._phases.items():
+            if (seconds := getattr(timings, f"{phase}_s")) is not None:
+                found.observe(seconds)
         if output.ttft_s is not None:
             self._ttft_s[labels].observe(output.ttft_s)
             self._e2e_s[labels].observe(output.ttft_s + (timings.decode_s or 0.0))
@@ -88,7 +85,8 @@ class Metrics:
 
     def render(self, stats: Stats) -> bytes:
         """The page. stats: `Engine.stats()`, or nothing when no engine answers."""
-        return generate_latest(_Page([*self._families(), *engine_families(stats), *self._process.collect()]))
+        families = [*self._families(), *engine_families(stats), *self._process.collect()]
+        return generate_latest(SimpleNamespace(collect=lambda: families))
 
     def _families(self) -> Iterator[Metric]:
         yield counter("http_requests", "HTTP requests.", self._requests, ["route", "method", "status"])
@@ -101,18 +99,10 @@ class Metrics:
         yield _shown("request_time_per_output_token_seconds", text, self._per_token_s, ["route"])
         yield _shown("e2e_request_latency_seconds", "From arrival to the last token.", self._e2e_s, ["route"])
         for phase, found in self._phases.items():
-            yield histogram(f"request_{phase}_time_seconds", PHASE_TEXTS[phase], {(): found.as_dict()})
+            yield histogram(f"request_{phase}_time_seconds", PHASES[phase], {(): found.as_dict()})
         yield histogram("request_prompt_tokens", "Prompt tokens of an answer.", {(): self._prompt_tokens.as_dict()})
         text = "Tokens generated for an answer."
         yield histogram("request_generation_tokens", text, {(): self._generation_tokens.as_dict()})
-
-
-class _Page(Collector):
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> list[Metric]:
-        return self._families
 
 
 def _histograms(bounds: tuple[float, ...]) -> defaultdict[Labels, Histogram]:
@@ -120,5 +110,4 @@ def _histograms(bounds: tuple[float, ...]) -> defaultdict[Labels, Histogram]:
 
 
 def _shown(name: str, text: str, found: dict[Labels, Histogram], labels: Sequence[str]) -> Metric:
-    shown: dict[Labels, dict[str, Any]] = {values: one.as_dict() for values, one in found.items()}
-    return histogram(name, text, shown, labels)
+    return histogram(name, text, {values: one.as_dict() for values, one in found.items()}, labels)

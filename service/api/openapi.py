@@ -24,14 +24,12 @@ Json = dict[str, Any]
 
 def describe(routes: Sequence[Route]) -> Json:
     """An OpenAPI document of these routes."""
-    types = {type_: None for route in routes for type_ in (route.body, route.answer) if _is_json(type_)}
+    types = {type_: None for route in routes for type_ in (route.body, route.answer) if type_ not in (None, str)}
     found, components = msgspec.json.schema_components([ErrorBody, *types], ref_template=REF)
-    error, *others = found
-    schemas = dict(zip(types, others, strict=True))
+    error, schemas = found[0], dict(zip(types, found[1:], strict=True))
     paths: Json = {}
     for route in routes:
-        path = route.template
-        paths.setdefault(path, {})[route.method.lower()] = _operation(route, schemas, error)
+        paths.setdefault(route.template, {})[route.method.lower()] = _operation(route, schemas, error)
     return {
         "openapi": VERSION,
         "info": {
@@ -46,10 +44,6 @@ def describe(routes: Sequence[Route]) -> Json:
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer", "description": "A key, if any is set."}},
         },
     }
-
-
-def _is_json(type_: type | None) -> bool:
-    return type_ not in (None, str)
 
 
 def _operation(route: Route, schemas: dict[type | None, Json], error: Json) -> Json:

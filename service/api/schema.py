@@ -8,6 +8,8 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -89,10 +91,7 @@ class Sampling(msgspec.Struct, kw_only=True):
     cache_salt: CacheSalt | None = None
 
 
-_SAMPLED = (
-    "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "seed", "logit_bias", "stop", "stop_token_ids", "ignore_eos",
-)  # fmt: skip
+_SAMPLED = [one.name for one in fields(SamplingParams) if one.name in Sampling.__struct_fields__]
 
 
 def sampling_params(body: Sampling, defaults: Mapping[str, float], **more: Any) -> SamplingParams:
@@ -125,7 +124,7 @@ def check_chars_of(context: Context, texts: Sequence[str]) -> None:
 
 
 def message_of(message: MessageIn, param: str) -> Message:
-    role = {"developer": "system"}.get(message.role, message.role)
+    role = "system" if message.role == "developer" else message.role
     if role in ("tool", "function"):
         raise bad_request(f"{param}.role", f"messages of the role {role!r} are not supported", "unsupported_role")
     if role not in ("system", "user", "assistant"):
@@ -270,10 +269,8 @@ def _syntax_error(raw: bytes | bytearray, text: str) -> ApiError:
     """Not JSON; where it is only for NaN or Infinity, the field is named."""
     param = None
     if len(raw) <= MAX_SEARCHED_BYTES and re.search(rb"NaN|Infinity", raw):
-        try:
+        with suppress(ValueError, RecursionError):
             param = next(_not_finite(json.loads(raw), ""), None)
-        except (ValueError, RecursionError):
-            param = None
     if param is not None:
         return bad_request(param, f"{param} is not a finite number")
     place = re.search(r"\(byte [0-9]+\)", text)

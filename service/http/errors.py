@@ -65,14 +65,28 @@ def error_response(error: ApiError) -> web.Response:
     )
 
 
+_REFUSED: tuple[tuple[type[Exception], int, str], ...] = (  # in the error's own words; the first kind that it is of
+    (kv.ContextLengthError, 400, "context_length_exceeded"),
+    (kv.SessionBusyError, 409, "session_busy"),
+    (kv.SessionExistsError, 409, "session_exists"),
+    (kv.SessionNotFoundError, 404, "session_not_found"),
+    (kv.SessionDamagedError, 409, "session_damaged"),
+    (kv.RequestError, 400, "invalid_value"),
+    (kv.ConfigError, 400, "invalid_value"),  # arguments of an administrator's command
+)
+
+
 def api_error(error: Exception) -> ApiError:
     """What a client is told of an exception; anything that is not known to be its own fault is "internal error"."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, kv.RequestError):
-        return _request_error(error)
-    if isinstance(error, kv.ConfigError):  # arguments of an administrator's command
-        return ApiError(400, str(error), code="invalid_value")
+    for kind, status, code in _REFUSED:
+        if isinstance(error, kind):
+            type_ = "server_error" if code == "session_damaged" else "invalid_request_error"
+            headers = NO_RETRY if status == 409 else None
+            return ApiError(
+                status, str(error), type=type_, param=getattr(error, "param", None), code=code, headers=headers
+            )
     if isinstance(error, kv.EngineClosedError):
         return unavailable("the server is shutting down or its engine has failed", "engine_closed")
     if isinstance(error, kv.EngineDiedError):
@@ -84,8 +98,6 @@ def api_error(error: Exception) -> ApiError:
         return unavailable(lost, "store_lost", is_final=True)
     if isinstance(error, kv.DegradedError):
         return unavailable("the disk tier cannot write at the moment: what was to be kept is not", "store_degraded")
-    if isinstance(error, kv.SessionDamagedError):
-        return ApiError(409, str(error), type="server_error", code="session_damaged", headers=NO_RETRY)
     if isinstance(error, kv.StoreError):
         return unavailable("the store could not carry this out", "store_error")
     if isinstance(error, web.HTTPException):
@@ -98,19 +110,6 @@ def unavailable(message: str, code: str, retry_after_s: int | None = None, is_fi
     headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
     headers |= NO_RETRY if is_final else {}
     return ApiError(503, message, type="server_error", code=code, headers=headers)
-
-
-def _request_error(error: kv.RequestError) -> ApiError:
-    status, code, headers = 400, "invalid_value", None
-    if isinstance(error, kv.ContextLengthError):
-        code = "context_length_exceeded"
-    elif isinstance(error, kv.SessionBusyError):
-        status, code, headers = 409, "session_busy", NO_RETRY
-    elif isinstance(error, kv.SessionExistsError):
-        status, code, headers = 409, "session_exists", NO_RETRY
-    elif isinstance(error, kv.SessionNotFoundError):
-        status, code = 404, "session_not_found"
-    return ApiError(status, str(error), param=error.param, code=code, headers=headers)
 
 
 def _http_error(error: web.HTTPException) -> ApiError:

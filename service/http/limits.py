@@ -22,7 +22,7 @@ LARGE_BODY_BYTES = 2**20
 class _Waiter:
     """A request that waits for its turn."""
 
-    turn: asyncio.Future[None]
+    turn: asyncio.Future[bool]
     num_sequences: int
 
 
@@ -158,18 +158,18 @@ class Limits:
         """Returns when it was let in."""
         waiter = _Waiter(asyncio.get_running_loop().create_future(), num_sequences)
         tenant.waiters.append(waiter)
+        was_let_in = False
         try:
             async with asyncio.timeout(self._options.queue_timeout_s):
-                await waiter.turn
-        except BaseException as error:
-            if waiter.turn.done() and not waiter.turn.cancelled():
-                self._give_back(tenant, num_sequences)  # the turn came just as the waiting was given up
-            else:
+                was_let_in = await waiter.turn
+        except TimeoutError:
+            raise _too_many("the request has waited too long for others of this key") from None
+        finally:
+            if waiter in tenant.waiters:
                 tenant.waiters.remove(waiter)
                 self._let_in(tenant)  # who stood behind a larger one may have room
-            if isinstance(error, TimeoutError):
-                raise _too_many("the request has waited too long for others of this key") from None
-            raise
+            elif not was_let_in:
+                self._give_back(tenant, num_sequences)  # the turn came just as the waiting was given up
 
     def _give_back(self, tenant: _Tenant, num_sequences: int) -> None:
         tenant.num_running -= num_sequences
@@ -184,7 +184,7 @@ class Limits:
                 return
             tenant.waiters.remove(waiter)
             tenant.num_running += waiter.num_sequences
-            waiter.turn.set_result(None)
+            waiter.turn.set_result(True)
 
     @asynccontextmanager
     async def body(self, num_bytes: int | None) -> AsyncIterator[None]:
@@ -219,5 +219,6 @@ class Limits:
 
 
 def _too_many(message: str) -> ApiError:
-    headers = {"Retry-After": str(RETRY_AFTER_S)}
-    return ApiError(429, message, type="rate_limit_error", code="rate_limit_exceeded", headers=headers)
+    return ApiError(
+        429, message, type="rate_limit_error", code="rate_limit_exceeded", headers={"Retry-After": str(RETRY_AFTER_S)}
+    )

@@ -10,17 +10,8 @@ from aiohttp import web
 from kvstore.engine.outputs import Piece, TokenLogprob
 from kvstore.service.api.context import Context, context_of, tenant_of
 from kvstore.service.api.edge import check_model, json_response
+from kvstore.service.api.openai import schema
 from kvstore.service.api.openai.generation import chat_logprobs, fingerprint
-from kvstore.service.api.openai.schema import (
-    AssistantMessage,
-    ChatChoice,
-    ChatCompletion,
-    ChatCompletionBody,
-    ChatCompletionChunk,
-    ChatLogprobs,
-    ChunkChoice,
-    ChunkDelta,
-)
 from kvstore.service.api.openai.stateless import StatelessRequest, open_stateless
 from kvstore.service.api.schema import messages_of, read_body, sampling_params
 from kvstore.service.api.sse import EventStream
@@ -35,7 +26,7 @@ class ChatExchange:
     """One request and what every event of its answer repeats."""
 
     context: Context
-    body: ChatCompletionBody
+    body: schema.ChatCompletionBody
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -53,20 +44,20 @@ class ChatExchange:
             body.priority or 0,
         )  # fmt: skip
 
-    def chunk(self, choice: ChunkChoice | None, usage: UsageObject | None = None) -> ChatCompletionChunk:
-        return ChatCompletionChunk(
+    def chunk(self, choice: schema.ChunkChoice | None, usage: UsageObject | None = None) -> schema.ChatCompletionChunk:
+        return schema.ChatCompletionChunk(
             id=self.id, created=self.created, model=self.context.model_name, choices=[] if choice is None else [choice],
             usage=usage, system_fingerprint=fingerprint(self.context),
         )  # fmt: skip
 
-    def logprobs(self, found: Sequence[TokenLogprob] | None) -> ChatLogprobs | None:
+    def logprobs(self, found: Sequence[TokenLogprob] | None) -> schema.ChatLogprobs | None:
         if found is None:
             return None
         return chat_logprobs(self.context.engine.engine.tokenizer, found, self.body.top_logprobs or 0)
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    context, body = context_of(request), await read_body(request, ChatCompletionBody)
+    context, body = context_of(request), await read_body(request, schema.ChatCompletionBody)
     check_model(context, body.model)
     one = ChatExchange(context, body)
     history = one.history(tenant_of(request))
@@ -80,10 +71,10 @@ async def _whole(one: ChatExchange, history: StatelessRequest) -> web.Response:
         await turn.finish()
     choices = []
     for index, choice in enumerate(turn.output.choices):
-        message, logprobs = AssistantMessage(choice.text), one.logprobs(choice.logprobs)
-        choices.append(ChatChoice(index, message, choice.finish_reason, logprobs, choice.stop_reason))
+        message, logprobs = schema.AssistantMessage(choice.text), one.logprobs(choice.logprobs)
+        choices.append(schema.ChatChoice(index, message, choice.finish_reason, logprobs, choice.stop_reason))
     return json_response(
-        ChatCompletion(
+        schema.ChatCompletion(
             id=one.id, created=one.created, model=one.context.model_name, choices=choices,
             usage=usage_object(turn.output.usage), system_fingerprint=fingerprint(one.context),
         )
@@ -98,16 +89,17 @@ async def _stream(request: web.Request, one: ChatExchange, history: StatelessReq
         async for piece in turn:
             if piece.index not in begun:
                 begun.add(piece.index)
-                await events.send(one.chunk(ChunkChoice(piece.index, ChunkDelta("assistant", ""))))
+                await events.send(one.chunk(schema.ChunkChoice(piece.index, schema.ChunkDelta("assistant", ""))))
             if piece.text or piece.logprobs:
-                delta, logprobs = ChunkDelta(content=piece.text), one.logprobs(piece.logprobs or None)
-                await events.send(one.chunk(ChunkChoice(piece.index, delta, logprobs=logprobs)))
+                delta, logprobs = schema.ChunkDelta(content=piece.text), one.logprobs(piece.logprobs or None)
+                await events.send(one.chunk(schema.ChunkChoice(piece.index, delta, logprobs=logprobs)))
             if piece.finish_reason is not None:
                 ends[piece.index] = piece
         await turn.finish()
         for index, piece in ends.items():
             reason = turn.output.choices[index].stop_reason
-            await events.send(one.chunk(ChunkChoice(index, ChunkDelta(), piece.finish_reason, stop_reason=reason)))
+            end = schema.ChunkChoice(index, schema.ChunkDelta(), piece.finish_reason, stop_reason=reason)
+            await events.send(one.chunk(end))
         options = one.body.stream_options
         if options is not None and options.include_usage:
             await events.send(one.chunk(None, usage_object(turn.output.usage)))
@@ -116,7 +108,7 @@ async def _stream(request: web.Request, one: ChatExchange, history: StatelessReq
 
 ROUTES = (
     Route(
-        "POST", PATH, chat_completions, "user", "The answer to a conversation.", ChatCompletionBody, ChatCompletion,
-        "openai",
+        "POST", PATH, chat_completions, "user", "The answer to a conversation.", schema.ChatCompletionBody,
+        schema.ChatCompletion, "openai",
     ),
 )  # fmt: skip

@@ -9,7 +9,7 @@ from kvstore.engine.text.chat_template import Message
 from kvstore.service.api.schema import ContentPart, Count, MessageIn, Sampling, message_of
 from kvstore.service.api.sessions.turns import TurnResult
 from kvstore.service.api.usage import CachedTokens, usage_object
-from kvstore.service.http.errors import ApiError, bad_request
+from kvstore.service.http.errors import bad_request
 
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
@@ -132,12 +132,9 @@ class ResponseDeleted(msgspec.Struct):
 def usage_of(result: TurnResult) -> ResponseUsage:
     usage = usage_object(result.usage)
     cached = usage.prompt_tokens_details
+    details = InputTokensDetails(cached.cached_tokens, cached.cached_tokens_details)
     return ResponseUsage(
-        usage.prompt_tokens,
-        InputTokensDetails(cached.cached_tokens, cached.cached_tokens_details),
-        usage.completion_tokens,
-        OutputTokensDetails(),
-        usage.total_tokens,
+        usage.prompt_tokens, details, usage.completion_tokens, OutputTokensDetails(), usage.total_tokens
     )
 
 
@@ -178,10 +175,8 @@ def said_of(body: ResponseBody) -> tuple[str | None, list[Message]]:
 
 def _message(item: InputItem, param: str) -> Message:
     if item.type not in (None, "message"):
-        raise ApiError(
-            400, f"{param} is of the type {item.type[:40]!r}; only messages are supported", param=f"{param}.type",
-            code="unsupported_content",
-        )  # fmt: skip
+        message = f"{param} is of the type {item.type[:40]!r}; only messages are supported"
+        raise bad_request(f"{param}.type", message, "unsupported_content")
     for name, value in (("role", item.role), ("content", item.content)):
         if value is None:
             raise bad_request(f"{param}.{name}", f"{param}.{name} is missing", "missing")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from aiohttp import web
+from msgspec import UNSET
 
 from kvstore.engine.front import Front
 from kvstore.engine.sampling_params import SamplingParams
@@ -20,20 +21,11 @@ from kvstore.engine.text.prompts import check_truncation
 from kvstore.errors import RequestError, SessionBusyError, SessionNotFoundError
 from kvstore.service.api.context import Context, context_of, tenant_of
 from kvstore.service.api.edge import check_model, json_response
-from kvstore.service.api.openai.response_schema import (
-    OutputText,
-    ResponseBody,
-    ResponseDeleted,
-    ResponseObject,
-    check_supported,
-    completed,
-    message_item,
-    said_of,
-)
+from kvstore.service.api.openai import response_schema as schema
 from kvstore.service.api.openai.stateless import StatelessRequest, StatelessTurn, open_stateless
 from kvstore.service.api.schema import read_body, sampling_params
 from kvstore.service.api.sessions import turns
-from kvstore.service.api.sessions.turns import OpenTurn, Ttl, TurnRequest, new_session_id, open_turn, request_key_of
+from kvstore.service.api.sessions.turns import OpenTurn, TurnRequest, new_session_id, open_turn, request_key_of
 from kvstore.service.api.sse import EventStream
 from kvstore.service.http.errors import ApiError
 from kvstore.service.http.routes import Route
@@ -73,12 +65,12 @@ def _place(name: str, param: str) -> tuple[str, int]:
 
 # -- making one ------------------------------------------------------------------------------------------------------
 async def create(request: web.Request) -> web.StreamResponse:
-    context, body = context_of(request), await read_body(request, ResponseBody)
+    context, body = context_of(request), await read_body(request, schema.ResponseBody)
     check_model(context, body.model)
-    check_supported(body)
+    schema.check_supported(body)
     wanted, before = await _wanted(context, request, body)
     opened = _opened(context, body, wanted, before)
-    draft = ResponseObject(
+    draft = schema.ResponseObject(
         id="",
         created_at=int(time.time()),
         status="in_progress",
@@ -100,16 +92,16 @@ async def create(request: web.Request) -> web.StreamResponse:
             pass
         draft.id = response_id(turn.session_id, turn.number)
         result = await turn.finish()
-    return json_response(completed(draft, result))
+    return json_response(schema.completed(draft, result))
 
 
 async def _wanted(
-    context: Context, request: web.Request, body: ResponseBody
+    context: Context, request: web.Request, body: schema.ResponseBody
 ) -> tuple[TurnRequest, Before | None]:
     """The turn as it is if nothing went on from the one before meanwhile."""
     truncation, reuse = body.truncation or "disabled", body.truncation_reuse or "reencode"
     check_truncation(truncation, reuse)
-    system, said = said_of(body)
+    system, said = schema.said_of(body)
     params = _params(context, body)
     tenant, request_key = tenant_of(request), request_key_of(request)
     before = None
@@ -123,15 +115,14 @@ async def _wanted(
     elif before is not None:  # another system prompt: nothing of the old conversation's KV fits
         said = [*before.transcript, *said]
     session_id = await new_session_id(context, tenant, request_key, f"{ROUTE} {body.previous_response_id}")
-    default_s = context.options.ttl_s
-    ttl = None if goes_on or default_s is None else Ttl(default_s)
+    ttl = UNSET if goes_on or context.options.ttl_s is None else context.options.ttl_s
     wanted = TurnRequest(
-        tenant, session_id, not goes_on, system, said, params, ROUTE, truncation, reuse, request_key, ttl=ttl,
-    )  # fmt: skip
+        tenant, session_id, not goes_on, system, said, params, ROUTE, truncation, reuse, request_key, ttl=ttl
+    )
     return wanted, before if goes_on else None
 
 
-def _params(context: Context, body: ResponseBody) -> SamplingParams:
+def _params(context: Context, body: schema.ResponseBody) -> SamplingParams:
     params = sampling_params(
         body, context.engine.engine.facts.sampling_defaults, max_tokens=body.max_output_tokens or body.max_tokens
     )
@@ -152,7 +143,7 @@ def _before(engine: Front, tenant: str, place: tuple[str, int], name: str) -> Be
 
 
 def _opened(
-    context: Context, body: ResponseBody, wanted: TurnRequest, before: Before | None
+    context: Context, body: schema.ResponseBody, wanted: TurnRequest, before: Before | None
 ) -> AbstractAsyncContextManager[AnyTurn]:
     if body.store is False:
         messages = [*before.transcript, *wanted.messages] if before is not None else list(wanted.messages)
@@ -201,21 +192,21 @@ class _Events:
 
 
 async def _streamed(
-    request: web.Request, opened: AbstractAsyncContextManager[AnyTurn], draft: ResponseObject
+    request: web.Request, opened: AbstractAsyncContextManager[AnyTurn], draft: schema.ResponseObject
 ) -> web.StreamResponse:
     async with EventStream(request, done=False) as stream, opened as turn:
         events = _Events(stream)
         draft.id = response_id(turn.session_id, turn.number)
         await events.send("response.created", response=draft)
         await events.send("response.in_progress", response=draft)
-        item = message_item(draft.id, None, "in_progress")
+        item = schema.message_item(draft.id, None, "in_progress")
         part = {"item_id": item.id, "output_index": 0, "content_index": 0}
         await events.send("response.output_item.added", output_index=0, item=item)
-        await events.send("response.content_part.added", **part, part=OutputText(text=""))
+        await events.send("response.content_part.added", **part, part=schema.OutputText(text=""))
         async for piece in turn:
             if piece.text:
                 await events.send("response.output_text.delta", **part, delta=piece.text, logprobs=[])
-        response = completed(draft, await turn.finish())
+        response = schema.completed(draft, await turn.finish())
         message = response.output[0]
         await events.send("response.output_text.done", **part, text=message.content[0].text, logprobs=[])
         await events.send("response.content_part.done", **part, part=message.content[0])
@@ -243,11 +234,11 @@ def _read(engine: Front, key: SessionKey, number: int, name: str) -> tuple[Sessi
     return head, record
 
 
-def _stored(head: SessionHead, record: TurnRecord) -> ResponseObject:
+def _stored(head: SessionHead, record: TurnRecord) -> schema.ResponseObject:
     session_id, last = head.key.session_id, record.number - 1
     if head.parent is not None and head.parent.turn == last:
         session_id = head.parent.session_id
-    draft = ResponseObject(
+    draft = schema.ResponseObject(
         id=response_id(head.key.session_id, record.number),
         created_at=int(record.created_s),
         status="completed",
@@ -255,7 +246,7 @@ def _stored(head: SessionHead, record: TurnRecord) -> ResponseObject:
         model=head.model,
         previous_response_id=response_id(session_id, last) if last else None,
     )
-    return completed(draft, turns.result_of(head.key.session_id, record))
+    return schema.completed(draft, turns.result_of(head.key.session_id, record))
 
 
 async def delete(request: web.Request) -> web.Response:
@@ -265,12 +256,12 @@ async def delete(request: web.Request) -> web.Response:
     key = SessionKey(tenant, session_id)
     await context.engine.call(_read, context.engine.engine, key, number, name)
     await turns.delete(context, key)
-    return json_response(ResponseDeleted(name, "response", True))
+    return json_response(schema.ResponseDeleted(name, "response", True))
 
 
-_TAG = "responses"
+_TAG, _ANSWER = "responses", schema.ResponseObject
 ROUTES = (
-    Route("POST", ROUTE, create, "user", "A response, as one turn of a session.", ResponseBody, ResponseObject, _TAG),
-    Route("GET", f"{ROUTE}/{{id}}", show, "user", "A stored response.", None, ResponseObject, _TAG),
-    Route("DELETE", f"{ROUTE}/{{id}}", delete, "user", "Delete its conversation.", None, ResponseDeleted, _TAG),
+    Route("POST", ROUTE, create, "user", "A response, as one turn of a session.", schema.ResponseBody, _ANSWER, _TAG),
+    Route("GET", f"{ROUTE}/{{id}}", show, "user", "A stored response.", None, _ANSWER, _TAG),
+    Route("DELETE", f"{ROUTE}/{{id}}", delete, "user", "Delete its conversation.", None, schema.ResponseDeleted, _TAG),
 )

@@ -1,7 +1,5 @@
 """POST /chat: one turn of a session, streamed or not. Knows nothing of what `turns` does to run it."""
 
-from typing import Any
-
 from aiohttp import web
 from msgspec import UNSET
 
@@ -10,7 +8,7 @@ from kvstore.service.api.context import Context, context_of, tenant_of
 from kvstore.service.api.edge import check_model, json_response
 from kvstore.service.api.schema import read_body, sampling_params
 from kvstore.service.api.sessions.chat_schema import ChatAnswer, ChatBody, LastEvent, chat_answer, said_of, turn_id
-from kvstore.service.api.sessions.turns import Ttl, TurnRequest, new_session_id, open_turn, request_key_of
+from kvstore.service.api.sessions.turns import TurnRequest, new_session_id, open_turn, request_key_of
 from kvstore.service.api.sse import EventStream
 from kvstore.service.http.errors import bad_request
 from kvstore.service.http.routes import Route
@@ -46,35 +44,24 @@ async def _wanted(context: Context, request: web.Request, body: ChatBody) -> Tur
     else:
         session_id = body.session_id
         check_session_id(session_id)
-    return TurnRequest(
-        tenant, session_id, is_new, system, said, params, ROUTE, truncation, reuse, request_key,
-        ttl=_ttl(context, body, is_new),
-    )  # fmt: skip
-
-
-def _ttl(context: Context, body: ChatBody, is_new: bool) -> Ttl | None:
-    if not isinstance(body.ttl, type(UNSET)):
-        return Ttl(body.ttl)
     default_s = context.options.ttl_s
-    return Ttl(default_s) if is_new and default_s is not None else None
+    ttl = default_s if body.ttl is UNSET and is_new and default_s is not None else body.ttl
+    return TurnRequest(
+        tenant, session_id, is_new, system, said, params, ROUTE, truncation, reuse, request_key, ttl=ttl
+    )
 
 
 async def _streamed(request: web.Request, context: Context, wanted: TurnRequest) -> web.StreamResponse:
     async with EventStream(request) as events, open_turn(context, wanted) as turn:
-        head = {
-            "id": turn_id(wanted.session_id, turn.number), "session_id": wanted.session_id, "turn": turn.number,
-        }  # fmt: skip
-        await events.send(_event(head, {"role": "assistant", "content": ""}))
+        name = turn_id(wanted.session_id, turn.number)
+        event = {"id": name, "session_id": wanted.session_id, "turn": turn.number, "finish_reason": None}
+        await events.send({**event, "delta": {"role": "assistant", "content": ""}})
         async for piece in turn:
             if piece.text:
-                await events.send(_event(head, {"content": piece.text}))
+                await events.send({**event, "delta": {"content": piece.text}})
         result = await turn.finish()
         await events.send(chat_answer(result, wanted.is_new, LastEvent))
     return events.response
-
-
-def _event(head: dict[str, Any], delta: dict[str, str]) -> dict[str, Any]:
-    return {**head, "delta": delta, "finish_reason": None}
 
 
 ROUTES = (Route("POST", ROUTE, chat, "user", "One turn of a session.", ChatBody, ChatAnswer, "sessions"),)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
 from kvstore.engine.async_engine import Answer
 from kvstore.engine.front import Front
@@ -34,20 +35,13 @@ MAX_REQUEST_KEY = 255
 
 
 @dataclass(frozen=True, slots=True)
-class Ttl:
-    """seconds: how long a session lives after its last turn; None: for ever."""
-
-    seconds: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class TurnRequest:
     """What a turn is asked for.
 
     messages: without the system prompt, which stands in `system`; None: none is named. is_new: the session is made by
     this turn. fork_of: it is made as a fork of another one, if there is none of this id yet. after_turn: the session
-    has so many turns, or it is busy. request_key: the Idempotency-Key. ttl: None leaves it as it is. route: of the
-    metrics.
+    has so many turns, or it is busy. request_key: the Idempotency-Key. ttl: seconds, or None for ever; unset leaves it
+    as it is. route: of the metrics.
     """
 
     tenant: str
@@ -62,7 +56,7 @@ class TurnRequest:
     request_key: str | None = None
     fork_of: Parent | None = None
     after_turn: int | None = None
-    ttl: Ttl | None = None
+    ttl: float | UnsetType | None = UNSET
 
     @property
     def key(self) -> SessionKey:
@@ -156,9 +150,9 @@ class LiveTurn:
 
     def _settle(self) -> None:
         """How long the session lives, and that stateless clients may quote the answer."""
-        chat, ttl = self._chat, self._wanted.ttl
-        if ttl is not None:
-            chat.set_ttl(ttl.seconds)
+        chat = self._chat
+        if not isinstance(self._wanted.ttl, UnsetType):
+            chat.set_ttl(self._wanted.ttl)
         with suppress(StoreError):  # it only saves work
             self._context.recall.note(
                 chat.tenant, "", chat.shown_messages[:-1], self._answer.output, chat.chain, chat.lineage,
@@ -235,10 +229,8 @@ async def _live(context: Context, wanted: TurnRequest, running: Running) -> Asyn
             turn = LiveTurn(context, wanted, chat, answer, running)
             try:
                 yield turn
-            except BaseException:
-                running.leaving = True
-                raise
             finally:
+                running.leaving = True
                 context.answer_ended(answer.output, wanted.route, turn.watch.gaps_s)
     finally:
         if wanted.fork_of is not None and (chat is None or chat.num_turns == num_before):
