@@ -24,7 +24,7 @@ Json = dict[str, Any]
 
 def describe(routes: Sequence[Route]) -> Json:
     """An OpenAPI document of these routes."""
-    types = {type_: None for route in routes for type_ in (route.body, route.answer) if type_ not in (None, str)}
+    types: dict[type | None, None] = dict.fromkeys(type_ for route in routes for type_ in (route.body, route.answer))
     found, components = msgspec.json.schema_components([ErrorBody, *types], ref_template=REF)
     error, schemas = found[0], dict(zip(types, found[1:], strict=True))
     paths: Json = {}

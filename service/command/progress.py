@@ -15,14 +15,14 @@ OnProgress = Callable[[float | None], None]
 
 
 @contextmanager
-def no_progress(note: str) -> Iterator[OnProgress]:
-    """For whoever prints results for a program."""
-    yield lambda fraction: None
+def progress(note: str, is_silent: bool = False) -> Iterator[OnProgress]:
+    """What is yielded is to be told the share that is done, from 0 to 1, or None for a mere sign of life.
 
-
-@contextmanager
-def progress(note: str) -> Iterator[OnProgress]:
-    """What is yielded is to be told the share that is done, from 0 to 1, or None for a mere sign of life."""
+    is_silent: for whoever prints results for a program.
+    """
+    if is_silent:
+        yield lambda fraction: None
+        return
     shown = _Bar(note) if sys.stderr.isatty() else _Lines(note)
     ended = threading.Event()
     thread = threading.Thread(target=_tick, args=(shown, ended), name="kvstore-progress", daemon=True)

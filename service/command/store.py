@@ -15,7 +15,7 @@ import msgspec
 from kvstore.admin.commands import MAX_SESSIONS, EvictRequest, SessionName
 from kvstore.admin.control import NoOwner, ask
 from kvstore.errors import ConfigError
-from kvstore.service.command.progress import no_progress, progress
+from kvstore.service.command.progress import progress
 from kvstore.service.command.terminal import tell_in_lines, tolerate_any_text
 from kvstore.service.settings.config_file import told
 from kvstore.service.settings.options import (
@@ -239,7 +239,7 @@ def _is_printed_as_json(values: Mapping[str, Any], result: Mapping[str, Any]) ->
 
 def carry_out(values: Mapping[str, Any], command: str, arguments: dict[str, Any], note: str) -> Mapping[str, Any]:
     """Through the owner's socket, or on the files of a store that nobody owns; it says so when it takes its time."""
-    with (no_progress if values["json"] else progress)(note) as on_progress:
+    with progress(note, values["json"]) as on_progress:
         return ask_or_open(values["store"], command, arguments, on_progress)
 
 

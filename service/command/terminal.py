@@ -14,15 +14,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from kvstore.engine.model.files import check_speaks
+from kvstore.engine.outputs import RequestOutput
+from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.stats import describe_tiers
 from kvstore.errors import ConfigError, RequestError, StoreError
 from kvstore.service.settings.chat_options import ChatOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from kvstore.engine.outputs import RequestOutput, Usage
-    from kvstore.engine.sampling_params import SamplingParams
 
 HELP = """/help  this text
 /new   start a new conversation
@@ -36,7 +35,7 @@ MAX_SHOWN_CHARS = 1000  # of each message of the exchange that a resumed convers
 
 def run_chat(
     model: str | None,
-    engine_arguments: dict[str, object],
+    engine_arguments: dict[str, Any],
     options: ChatOptions,
     engine_factory: Callable[..., Any] | None = None,
 ) -> int:
@@ -44,7 +43,10 @@ def run_chat(
 
     Raises KVStoreError when the model cannot be loaded, ConfigError when an option is wrong.
     """
-    params = _sampling_params(options)
+    try:
+        params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
+    except RequestError as error:
+        raise ConfigError(str(error)) from error
     tolerate_any_text()
     from rich.console import Console
 
@@ -52,7 +54,10 @@ def run_chat(
     with _loading(Console(stderr=True), model), interruptible():
         if engine_factory is None:
             check_speaks(model, engine_arguments, chats=True)
-        engine = (engine_factory or _engine_class())(model, **engine_arguments)
+            from kvstore.engine.engine import Engine  # loads torch, hence here
+
+            engine_factory = Engine
+        engine = engine_factory(model, **engine_arguments)
     with engine:
         if options.max_tokens is not None and options.max_tokens >= engine.max_model_len:
             raise ConfigError(f"--max-tokens is {options.max_tokens}; the window has {engine.max_model_len} tokens")
@@ -70,21 +75,6 @@ def tell_in_lines() -> None:
 
 def one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     print(f"kvstore: {message}", file=sys.stderr)
-
-
-def _engine_class() -> Callable[..., Any]:
-    from kvstore.engine.engine import Engine  # loads torch, hence here
-
-    return Engine
-
-
-def _sampling_params(options: ChatOptions) -> "SamplingParams":
-    from kvstore.engine.sampling_params import SamplingParams
-
-    try:
-        return SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
-    except RequestError as error:
-        raise ConfigError(str(error)) from error
 
 
 def tolerate_any_text() -> None:
@@ -130,12 +120,14 @@ def printable(text: str) -> str:
     return "".join(c for c in text if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160))
 
 
-def turn_summary(output: "RequestOutput", elapsed_s: float) -> str:
+def turn_summary(output: RequestOutput, elapsed_s: float) -> str:
     """One line of a turn's numbers; `elapsed_s` is the time from the message to the end of the answer."""
     usage = output.usage
+    counts = {shown: getattr(usage.cached_tokens_details, name) for name, shown in TIER_NAMES.items()}
+    given = ", ".join(f"{name} {count:,}" for name, count in counts.items() if count)
     parts = [
         f"prompt {usage.prompt_tokens:,} tokens",
-        f"cached {usage.cached_tokens:,}{_by_tier(usage)}",
+        f"cached {usage.cached_tokens:,}" + (f" ({given})" if given else ""),
         f"computed {usage.prompt_tokens - usage.cached_tokens:,}",
     ]
     if output.ttft_s is not None:
@@ -148,17 +140,10 @@ def turn_summary(output: "RequestOutput", elapsed_s: float) -> str:
     return "[" + " · ".join(parts) + "]"
 
 
-def _by_tier(usage: "Usage") -> str:
-    """Where the cached tokens came from, the tiers that gave none left out."""
-    counts = {shown: getattr(usage.cached_tokens_details, name) for name, shown in TIER_NAMES.items()}
-    given = ", ".join(f"{name} {count:,}" for name, count in counts.items() if count)
-    return f" ({given})" if given else ""
-
-
 class TerminalChat:
     """Reads messages, streams answers, and shows what each turn cost."""
 
-    def __init__(self, engine: Any, options: ChatOptions, params: "SamplingParams", console: "Console") -> None:
+    def __init__(self, engine: Any, options: ChatOptions, params: SamplingParams, console: "Console") -> None:
         self._engine = engine
         self._options = options
         self._params = params

@@ -39,7 +39,7 @@ def chart(plan: Mapping[str, Any], width: int, plain: bool = False) -> list[str]
     ideal = plan["ideal"]["token_hit_rate"] if plan["ideal"] else curve[-1].hit_rate
     top = min(max(math.ceil(max(ideal, curve[-1].hit_rate) * 10) / 10, 0.1), 1.0)
     grid = [[" "] * columns for _ in range(HEIGHT + 1)]
-    _draw_ideal(grid, ideal / top)
+    grid[_level(ideal / top)] = [IDEAL if column % 2 == 0 else " " for column in range(columns)]
     _draw_curve(grid, curve, places, top)
     if plan["knee"]:
         at = next(i for i, point in enumerate(curve) if point.capacity >= plan["knee"]["total_bytes"])
@@ -61,11 +61,6 @@ def _places(capacities: list[int], columns: int) -> list[int]:
 
 def _level(share: float) -> int:
     return min(max(round(share * HEIGHT), 0), HEIGHT)
-
-
-def _draw_ideal(grid: list[list[str]], share: float) -> None:
-    row = grid[_level(share)]
-    row[:] = [IDEAL if column % 2 == 0 else " " for column in range(len(row))]
 
 
 def _draw_curve(grid: list[list[str]], curve: list[Point], places: list[int], top: float) -> None:

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Set
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from kvstore.planning.sizing import (
 from kvstore.planning.trace_formats import FORMATS
 from kvstore.policy.policies import POLICIES
 from kvstore.service.command.plan.source import Source, from_file, from_store, needed_kv_bytes
-from kvstore.service.command.progress import no_progress, progress
+from kvstore.service.command.progress import progress
 from kvstore.service.command.store import carry_out
 from kvstore.service.command.terminal import tell_in_lines, tolerate_any_text
 from kvstore.service.settings.config_file import told
@@ -167,7 +167,7 @@ def _question(values: Mapping[str, Any]) -> Question:
     """Read the trace and decide what to replay. Raises ConfigError and StoreError."""
     block_size, num_requests = values["block_size"], values["requests"]
     stats = None if values["trace"] is not None else carry_out(values, "stats", {}, "reading the store")
-    with _progress_of(values)("reading the traffic"):
+    with progress("reading the traffic", values["json"]):
         if stats is None:
             source = from_file(values["trace"], values["format"], block_size, num_requests)
         else:
@@ -209,21 +209,9 @@ def _chosen_sizes(
     return [Sizes(*one) for one in grid], assumed
 
 
-def _progress_of(values: Mapping[str, Any]) -> Callable[[str], Any]:
-    return no_progress if values["json"] else progress
-
-
 # -- the answer ------------------------------------------------------------------------------------------------------
-@dataclass(slots=True)
-class Answer:
-    """Results as far as there are any; no_cache: with no block used twice, ideal: with room for all of them."""
-
-    no_cache: dict[str, Any] | None = None
-    ideal: dict[str, Any] | None = None
-    points: list[dict[str, Any]] = field(default_factory=list)
-
-
-def _replay_all(question: Question, answer: Answer, on_progress: Callable[[float | None], None]) -> None:
+def _replay_all(question: Question, answer: dict[str, Any], on_progress: Callable[[float | None], None]) -> None:
+    """Add to the answer's points; no_cache: with no block used twice, ideal: with room for all of them."""
     from kvstore.planning.replay import replay
 
     num_replays, num_requests = len(question.sizes) + 2, question.demand.num_requests
@@ -238,14 +226,16 @@ def _replay_all(question: Question, answer: Answer, on_progress: Callable[[float
     hbm_alone = Sizes(question.hbm_bytes, 0, 0)
     simple = replace(question.config(hbm_alone), policy="lru", look_ahead=False)
     unlimited = replace(simple, cpu_blocks=question.demand.working_set_blocks + question.demand.largest_blocks)
-    answer.no_cache = row(hbm_alone, simple, reuses=False)
-    answer.ideal = row(hbm_alone, unlimited)
+    answer["no_cache"] = row(hbm_alone, simple, reuses=False)
+    answer["ideal"] = row(hbm_alone, unlimited)
     for sizes in question.sizes:
-        answer.points.append(row(sizes, question.config(sizes)))
+        answer["points"].append(row(sizes, question.config(sizes)))
 
 
 def _row(sizes: Sizes, result: ReplayResult, question: Question) -> dict[str, Any]:
     num_tokens = max(result.num_prompt_tokens, 1)
+    num_dropped = result.num_dropped_saves + result.num_dropped_writes
+    num_saved = result.bytes_moved["save"] // question.geometry.block_bytes
     return {
         "hbm_bytes": sizes.hbm,
         "cpu_bytes": sizes.cpu,
@@ -256,22 +246,16 @@ def _row(sizes: Sizes, result: ReplayResult, question: Question) -> dict[str, An
         "ttft_mean_s": result.ttft_mean_s,
         "ttft_p90_s": result.ttft_p90_s,
         "load": load_of(question.demand, result.token_hit_rate, question.service),
-        "dropped_share": _dropped_share(result, question.geometry.block_bytes),
+        "dropped_share": num_dropped / max(num_saved + result.num_dropped_saves, 1),  # of what should have been saved
         "num_refused": result.num_refused,
     }
 
 
-def _dropped_share(result: ReplayResult, block_bytes: int) -> float:
-    """Of the blocks that were computed and should have been saved."""
-    num_dropped = result.num_dropped_saves + result.num_dropped_writes
-    num_saved = result.bytes_moved["save"] // block_bytes
-    return num_dropped / max(num_saved + result.num_dropped_saves, 1)
-
-
-def _plan(question: Question, answer: Answer) -> dict[str, Any]:
+def _plan(question: Question, answer: dict[str, Any]) -> dict[str, Any]:
     """All of it, as --json prints it."""
+    points = answer["points"]
     demand, trace, geometry = question.demand, question.source.trace, question.geometry
-    bend = knee([Point(row["total_bytes"], row["token_hit_rate"]) for row in answer.points])
+    bend = knee([Point(row["total_bytes"], row["token_hit_rate"]) for row in points])
     return {
         "trace": {
             "name": question.source.name,
@@ -294,11 +278,9 @@ def _plan(question: Question, answer: Answer) -> dict[str, Any]:
             "computed_tokens": question.source.computed_tokens,
             "sizes": question.assumed,
         },
-        "no_cache": answer.no_cache,
-        "ideal": answer.ideal,
-        "points": answer.points,
-        "knee": None if bend is None else best_row(answer.points, bend.capacity),
-        "is_complete": len(answer.points) == len(question.sizes),
+        **answer,
+        "knee": None if bend is None else best_row(points, bend.capacity),
+        "is_complete": len(points) == len(question.sizes),
     }
 
 
@@ -321,12 +303,13 @@ def run_plan(argv: list[str], environment: Mapping[str, str]) -> int:
     _check({name for name, setting in given.settings.items() if setting.is_of_flag}, values)
     tolerate_any_text()
     tell_in_lines()
-    question, answer = _question(values), Answer()
+    question = _question(values)
+    answer: dict[str, Any] = {"no_cache": None, "ideal": None, "points": []}
     try:
-        with _progress_of(values)("replaying") as on_progress:
+        with progress("replaying", values["json"]) as on_progress:
             _replay_all(question, answer, on_progress)
     except KeyboardInterrupt:
-        if answer.points:
+        if answer["points"]:
             _show(_plan(question, answer), values)
         raise
     _show(_plan(question, answer), values)

@@ -79,6 +79,6 @@ def test_it_ends_with_an_interruption(stderr, monkeypatch):
 
 def test_nothing_for_a_program(stderr):
     noted = stderr(is_terminal=True)
-    with progress.no_progress("checking") as update:
+    with progress.progress("checking", is_silent=True) as update:
         update(0.5)
     assert noted.getvalue() == ""
