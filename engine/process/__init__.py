@@ -2,7 +2,6 @@
 
 Knows no HTTP.
 
-- `calls`: calls, carried out there
 - `channel`: messages through a socket pair, without a thread of their own
 - `core`: a core that is used through a channel, in that process
 - `life`: one life of it: started, greeted, spoken to, ended
@@ -12,7 +11,6 @@ Knows no HTTP.
 - `remote`: `RemoteCore`: a `Core` that is in another process
 - `spinning`: how long a compute thread without work spins
 - `wire`: what the two say to each other
-- `wire_calls`: the table of calls and their types
 
 Decisions:
 

@@ -7,15 +7,19 @@ import select
 import sys
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+
+import msgspec
 
 from kvstore.engine.core.output_processor import Handle
 from kvstore.engine.core.step_loop import StepLoop
 from kvstore.engine.outputs import CachedTokensDetails, Timings
-from kvstore.engine.process.calls import Calls
 from kvstore.engine.process.channel import Channel
 from kvstore.engine.process.pulse import Heart
 from kvstore.engine.process.wire import (
+    SIGNATURES,
+    Answered,
     Call,
     Close,
     End,
@@ -31,9 +35,11 @@ from kvstore.engine.process.wire import (
     params_of,
 )
 from kvstore.engine.sessions.core import Core
-from kvstore.errors import EngineClosedError
+from kvstore.errors import EngineClosedError, KVStoreError
 
 POLL_MS = 1000  # between two looks whether the engine has ended by itself
+MAX_CALLS = 32  # at once; of more, the first wait for their turn
+NOTHING = msgspec.Raw(encode(None))
 
 
 class CoreServer:
@@ -45,7 +51,7 @@ class CoreServer:
         self._channel = channel
         self._heart = heart
         self._lock = threading.Lock()  # of the ids and of sending
-        self._calls = Calls(core, self._send)
+        self._calls = ThreadPoolExecutor(MAX_CALLS, "core-call")  # as each may wait for the disk
         self._running: dict[str, Handle] = {}  # by the front's ids
         self._ids: dict[str, str] = {}  # the front's, by the engine's
         self._told: Exception | None = None  # what has ended requests
@@ -75,11 +81,21 @@ class CoreServer:
             if isinstance(message, Submit):
                 self._submit(message)
             elif isinstance(message, Call):
-                self._calls.take_in(message)
+                self._calls.submit(self._answer, message)
             elif isinstance(message, Close):
                 self._over = True
             else:
                 self._end(message)
+
+    def _answer(self, call: Call) -> None:
+        try:
+            answered = Answered(call.number, msgspec.Raw(encode(carry_out(self._core, call))))
+        except Exception as error:
+            failure = failure_of(error)
+            if failure.kind == "KVStoreError":
+                print(f"kvstore: {call.verb} failed: {failure.message}", file=sys.stderr, flush=True)
+            answered = Answered(call.number, NOTHING, failure)
+        self._send(encode(answered))
 
     def _submit(self, message: Submit) -> None:
         tenant, salt, ids = owner_of(message.tenant), owner_of(message.cache_salt), message.token_ids
@@ -125,6 +141,16 @@ class CoreServer:
         if error is not None and error is not self._told:
             print(f"kvstore: a step of the engine failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         self._told = error
+
+
+def carry_out(core: Core, call: Call) -> object:
+    """The verb's result. Raises KVStoreError for a verb that is not in the table."""
+    signature = SIGNATURES.get(call.verb)
+    if signature is None:
+        raise KVStoreError(f"unknown call {call.verb!r}")
+    arguments = signature.decode_arguments(call.arguments)
+    core.check_open()
+    return getattr(core, call.verb)(*arguments)
 
 
 def update_of(request_id: str, handle: Handle) -> Update:

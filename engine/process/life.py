@@ -55,7 +55,6 @@ class CoreProcess:
     def __init__(self, arguments: dict[str, Any], store: tuple[str, int, int] | None, silence_s: float) -> None:
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
-        self._retiring = threading.Lock()
         self._retired = False
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
@@ -68,7 +67,7 @@ class CoreProcess:
         with theirs:
             try:
                 self._process = self._spawned(start)
-            except BaseException:
+            except Exception:
                 self._pulse.close()
                 self._channel.close()
                 raise
@@ -149,7 +148,7 @@ class CoreProcess:
         self._calls[number] = answer
         try:
             self.send(encode(Call(number, verb, packed)))
-        except BaseException:
+        except Exception:
             self._calls.pop(number, None)
             raise
         return answer
@@ -237,17 +236,15 @@ class CoreProcess:
 
     def retire(self) -> None:
         """It has ended: nothing is sent or received any more, and who waits for an answer gets EngineDiedError."""
-        with self._retiring:
+        with self._receiving, self._sending:
             if self._retired:
                 return
             self._retired = True
-        self._pulse.end()
-        with self._receiving, self._sending:
             self._watch()
             self._channel.close()
+        self._pulse.end()
         if self._process.stdin is not None:
             self._process.stdin.close()
         for answer in list(self._calls.values()):  # none is added any more
-            lost = "the engine's process ended during a call: it is not known to be done"
-            answer.set_exception(EngineDiedError(lost))
+            answer.set_exception(EngineDiedError("the engine's process ended in a call: it is not known to be done"))
         self._calls.clear()

@@ -19,8 +19,7 @@ from typing import Any, Literal
 from kvstore.engine.core.output_processor import Handle, tell
 from kvstore.engine.process.life import CoreProcess
 from kvstore.engine.process.outputs import RemoteOutputs
-from kvstore.engine.process.wire import End, Hello, Update, encode
-from kvstore.engine.process.wire_calls import SIGNATURES
+from kvstore.engine.process.wire import SIGNATURES, End, Hello, Update, encode
 from kvstore.errors import EngineClosedError, EngineDiedError, EngineOverloadedError, KVStoreError
 
 State = Literal["starting", "running", "restarting", "failed", "closed"]
@@ -81,10 +80,9 @@ class Link:
     # -- the process -------------------------------------------------------------------------------------------------
     def _watch(self) -> None:
         """The parent of every process in turn: as long as this thread lives, so do they."""
-        life: CoreProcess | None
         try:
-            life = self._begin()
-        except BaseException as error:
+            life: CoreProcess | None = self._begin()
+        except Exception as error:
             self._started.set_exception(error)
             return
         self._started.set_result(None)
@@ -100,7 +98,12 @@ class Link:
 
     def _begun_again(self) -> CoreProcess | None:
         """The next process, as soon as there is one; None when the engine is closed or has failed."""
-        while self._has_to_begin():
+        while True:
+            with self.changed:
+                if self.state == "restarting":
+                    self.changed.wait_for(lambda: self._over, self._delay_s)
+                if self.state != "restarting":
+                    return None
             self.num_restarts += 1
             try:
                 return self._begin()
@@ -110,14 +113,6 @@ class Link:
                     if not self._over:
                         self._note_end(f"it could not be started: {why}")
                 self.wake()
-        return None
-
-    def _has_to_begin(self) -> bool:
-        """Whether another process has to be started; waits until it is time for it."""
-        with self.changed:
-            if self.state == "restarting":
-                self.changed.wait_for(lambda: self._over, self._delay_s)
-            return self.state == "restarting"
 
     @property
     def _delay_s(self) -> float:
@@ -134,7 +129,7 @@ class Link:
                 life.watch_with(self.selector)
                 self._life, self.hello, self.state = life, hello, "running"
                 self.changed.notify_all()
-        except BaseException:
+        except Exception:
             life.kill()
             raise
         return life
@@ -248,8 +243,8 @@ class Link:
 
     def _read(self) -> None:
         while self.reader is threading.current_thread() and (not self._over or self.undelivered):
-            if self._wait():
-                self.receive()
+            self.selector.select(POLL_S)
+            self.receive()
 
     def receive(self) -> None:
         """Take in what has come, and tell who listens. By one thread at a time; never waits."""
@@ -287,21 +282,6 @@ class Link:
             LOGGER.exception("the engine's process cannot be understood; it is ended")
             life.stop()
             return []
-
-    def _wait(self) -> bool:
-        """Waits a while until there is something to take in."""
-        self._drain_wake()
-        with self.changed:
-            if self.undelivered:
-                return True
-            if self._over:
-                return False
-            life = self._life
-            if life is None:
-                self.changed.wait(POLL_S)
-        if life is not None:
-            return any(key.fileobj != self._woken for key, _ in self.selector.select(POLL_S))
-        return bool(self.undelivered)
 
     def wake(self) -> None:
         with suppress(BlockingIOError):

@@ -91,7 +91,7 @@ class RemoteCore:
                         link.outputs.end(handle, error)
                         raise
                     handles.append(handle)
-        except BaseException:
+        except Exception:
             for handle in handles:
                 self.abort(handle)
             raise
@@ -122,9 +122,7 @@ class RemoteCore:
         spans: Sequence[tuple[int, int]],
         tenant: str,
     ) -> tuple[list[BlockId], Lineage] | None:
-        spliced: tuple[list[BlockId], Lineage] | None
-        spliced = self._link.call("splice", chain, token_ids, lineage, spans, tenant)
-        return spliced
+        return self._link.call("splice", chain, token_ids, lineage, spans, tenant)
 
     def prefetch(self, chain: Sequence[BlockId], token_ids: Sequence[int], lineage: Lineage, tenant: str) -> None:
         self._link.call("prefetch", chain, token_ids, lineage, tenant)
@@ -137,20 +135,17 @@ class RemoteCore:
             self._link.call("expire", chain, at_s)
 
     def forget(self, block_ids: Sequence[BlockId], timeout_s: float) -> bool:
-        return bool(self._link.call("forget", block_ids, timeout_s))
+        return self._link.call("forget", block_ids, timeout_s)
 
     # -- the store ---------------------------------------------------------------------------------------------------
     def evict(self, what: Evict) -> dict[str, Evicted]:
-        evicted: dict[str, Evicted] = self._link.call("evict", what)
-        return evicted
+        return self._link.call("evict", what)
 
     def verify(self, delete: bool) -> dict[str, object]:
-        report: dict[str, object] = self._link.call("verify", delete)
-        return report
+        return self._link.call("verify", delete)
 
     def compact(self) -> dict[str, object]:
-        report: dict[str, object] = self._link.call("compact")
-        return report
+        return self._link.call("compact")
 
     def flush(self) -> None:
         self._link.call("flush")

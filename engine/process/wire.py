@@ -6,7 +6,7 @@ Knows no socket and no engine. Bytes are msgpack; nothing in them names code.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
@@ -14,7 +14,7 @@ from kvstore import errors
 from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.engine.outputs import CachedTokensDetails, Timings, TokenLogprob
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.sessions.core import Facts
+from kvstore.engine.sessions.core import Core, Facts
 from kvstore.errors import ContextLengthError, KVStoreError, RequestError, StoreLockedError
 
 MAX_MESSAGE_CHARS = 2000
@@ -22,46 +22,30 @@ MAX_MESSAGE_CHARS = 2000
 
 # -- exceptions ------------------------------------------------------------------------------------------------------
 class Failure(msgspec.Struct, array_like=True):
-    """An exception. kind: its class; numbers: tokens asked for and the limit, or the pid that holds a lock."""
+    """An exception. kind: its class; more: what it is made of beside its message."""
 
     kind: str
     message: str
-    param: str | None = None
-    numbers: tuple[int, ...] = ()
-
-
-_PLAIN = (
-    errors.ConfigError, errors.ModelError, errors.UnsupportedModelError, errors.StoreError, errors.DegradedError,
-    errors.StoreLostError, errors.SessionDamagedError,
-    errors.EngineClosedError, errors.EngineDiedError, errors.EngineOverloadedError, KVStoreError,
-)  # fmt: skip
-_OF_REQUESTS = (RequestError, errors.SessionBusyError, errors.SessionNotFoundError, errors.SessionExistsError)
-_PLAIN_BY_NAME = {cls.__name__: cls for cls in _PLAIN}
-_OF_REQUESTS_BY_NAME = {cls.__name__: cls for cls in _OF_REQUESTS}
+    more: tuple[str | int | None, ...] = ()
 
 
 def failure_of(error: BaseException) -> Failure:
     """Nothing of a trace; what is no KVStoreError becomes one that names its class."""
     message = str(error)[:MAX_MESSAGE_CHARS]
+    if not isinstance(error, KVStoreError):
+        return Failure("KVStoreError", f"the engine failed: {type(error).__name__}: {message}")
+    kind = next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == errors.__name__)
     if isinstance(error, ContextLengthError):
-        return Failure("ContextLengthError", message, None, (error.requested_tokens, error.limit_tokens))
+        return Failure(kind, message, (error.requested_tokens, error.limit_tokens))
     if isinstance(error, StoreLockedError):
-        return Failure("StoreLockedError", message, None, () if error.pid is None else (error.pid,))
-    for cls in type(error).__mro__:
-        if cls in _PLAIN or cls in _OF_REQUESTS:
-            return Failure(cls.__name__, message, error.param if isinstance(error, RequestError) else None)
-    return Failure("KVStoreError", f"the engine failed: {type(error).__name__}: {message}")
+        return Failure(kind, message, (error.pid,))
+    return Failure(kind, message, (error.param,) if isinstance(error, RequestError) else ())
 
 
 def error_of(failure: Failure) -> KVStoreError:
-    """The exception again, of the same class; of an unknown one a KVStoreError."""
-    if failure.kind == "ContextLengthError" and len(failure.numbers) == 2:
-        return ContextLengthError(failure.message, *failure.numbers)
-    if failure.kind == "StoreLockedError":
-        return StoreLockedError(failure.message, next(iter(failure.numbers), None))
-    if failure.kind in _OF_REQUESTS_BY_NAME:
-        return _OF_REQUESTS_BY_NAME[failure.kind](failure.message, failure.param)
-    return _PLAIN_BY_NAME.get(failure.kind, KVStoreError)(failure.message)
+    """The exception again, of the same class."""
+    error: KVStoreError = getattr(errors, failure.kind)(failure.message, *failure.more)
+    return error
 
 
 # -- the start -------------------------------------------------------------------------------------------------------
@@ -148,7 +132,7 @@ class Close(msgspec.Struct, tag=True, array_like=True):
 
 
 class Call(msgspec.Struct, tag=True, array_like=True):
-    """A verb of the core, by its name in `wire_calls`. number: of the answer that belongs to it."""
+    """A verb of the core. number: of the answer that belongs to it."""
 
     number: int
     verb: str
@@ -208,6 +192,19 @@ class Answered(msgspec.Struct, tag=True, array_like=True):
     result: msgspec.Raw
     failure: Failure | None = None
 
+
+class Signature:
+    """Types of one verb of `Core`: the tuple of its arguments, and its result."""
+
+    def __init__(self, verb: str) -> None:
+        types = get_type_hints(getattr(Core, verb))
+        self.decode_result = msgspec.msgpack.Decoder(types.pop("return")).decode
+        self.decode_arguments = msgspec.msgpack.Decoder(tuple[tuple(types.values())]).decode  # type: ignore[misc]
+
+
+# The calls that a front may make to the engine's own process. What is not in the table cannot be called.
+CALLS = "root splice prefetch pin expire forget evict verify compact flush stats".split()
+SIGNATURES = {verb: Signature(verb) for verb in CALLS}
 
 Outbound = Updates | Answered
 Announcement = Hello | NotStarted

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -26,25 +25,7 @@ from kvstore.errors import (
     EngineOverloadedError,
     ModelError,
     RequestError,
-    SessionBusyError,
-    SessionExistsError,
     SessionNotFoundError,
-    StoreError,
-)
-from kvstore.sessions.record import SessionKey
-from tests.engine.sessions.test_chat import (  # the same conversations, with this module's `engine`  # noqa: F401
-    test_a_message_that_alone_exceeds_the_window_is_refused_and_costs_nothing,
-    test_an_answer_cut_by_a_stop_string_continues_from_its_text,
-    test_an_end_token_is_not_doubled,
-    test_bad_messages_are_refused_before_anything_runs,
-    test_ids_are_those_of_the_template_when_answers_are_tokenized_as_usual,
-    test_leaving_a_stream_keeps_what_was_said,
-    test_one_turn_at_a_time,
-    test_sessions_are_found_again_per_tenant,
-    test_text_that_spells_a_control_token_stays_text,
-    test_the_second_turn_computes_only_what_is_new,
-    test_truncation_drops_whole_turns_and_keeps_the_system_prompt,
-    test_truncation_makes_room_for_the_answer_that_is_asked_for,
 )
 from tests.support.by_hand import held
 from tests.support.engines import save_model
@@ -124,20 +105,6 @@ def test_stop_strings_end_an_answer_where_they_do_in_one_process(engine, here, f
     assert len(handles[0].chain) == len(handles[1].chain)
     now = engine.stats()["requests"]
     assert (now["aborted"], now["finished"]) == (before["aborted"], before["finished"] + 1)
-
-
-def test_many_streams_at_once_answer_as_alone(engine, here):
-    prompts = [[i % 150 + 3] * (5 + i % 30) for i in range(64)]
-    known = [out.token_ids for out in here.generate(prompts, TEN)]
-
-    async def scenario():
-        async def read(prompt):
-            return [token for piece in [p async for p in front.stream(prompt, TEN)] for token in piece.token_ids]
-
-        return await asyncio.gather(*(read(prompt) for prompt in prompts))
-
-    front = AsyncEngine(engine)
-    assert asyncio.run(scenario()) == known and is_unread(front)
 
 
 def is_unread(front: AsyncEngine) -> bool:
@@ -233,23 +200,6 @@ def test_a_truncated_session_keeps_its_kv_and_its_answers(engine, here):
     assert [out.token_ids for out in outs] == known
 
 
-def test_forks_and_lists(engine):
-    chat = engine.chat("trunk", "forks")
-    for text in ("one", "two", "three"):
-        chat.send(text, TEN)
-    fork = chat.fork("branch", 2)
-    assert (fork.num_turns, fork.messages) == (2, chat.messages[:4])
-    assert fork.token_ids == chat.token_ids[: len(fork.token_ids)]
-    heads = engine.admin.list_sessions("forks")
-    assert {head.key.session_id for head in heads} == {"trunk", "branch"} and heads[0].parent.turn == 2
-    with pytest.raises(SessionExistsError):
-        chat.fork("branch")
-    engine.prefetch("branch", "forks")
-    engine.admin.pin("branch", 10, "forks")
-    assert 0 < engine.admin.pinned_until(SessionKey("forks", "branch")) - time.time() <= 10
-    assert engine.admin.pinned_until(SessionKey("forks", "trunk")) is None
-
-
 def test_errors_arrive_as_they_are(engine):
     with pytest.raises(ContextLengthError) as told:
         engine.generate([[1] * 300], TEN)
@@ -264,31 +214,6 @@ def test_errors_arrive_as_they_are(engine):
     with pytest.raises(RequestError, match="surrogate"):
         engine.root("half \ud83d")
     assert engine.generate([PROMPT], TEN, cache_salt="half \ud83d")[0].usage.completion_tokens == 10
-
-
-def test_a_deletion_ends_the_turn_that_runs(engine):
-    chat = engine.chat("doomed")
-    chat.send("Something that nobody else has said in here, so that its blocks are its own", TEN)
-    stream = chat.stream("two", LONG)
-    next(stream)
-    assert engine.admin.delete_session("doomed") > 0
-    with pytest.raises(StoreError, match="deleted"):
-        list(stream)
-    assert engine.sessions.head(chat._key) is None and engine.chat("doomed").num_turns == 0
-
-
-def test_a_session_whose_time_is_over_goes_unless_its_turn_runs(engine):
-    chat = engine.chat("brief")
-    chat.send("one", TEN)
-    stream = chat.stream("two", TEN)
-    next(stream)
-    chat.set_ttl(0.0)
-    engine.admin._last_expiry_s = 0.0
-    engine.admin.expire(chat._key)
-    list(stream)
-    assert chat.num_turns == 2
-    engine.admin.expire(chat._key)
-    assert engine.sessions.head(chat._key) is None
 
 
 def test_administration(engine):
@@ -312,20 +237,6 @@ def test_more_requests_than_are_taken_are_refused(engine, monkeypatch):
         engine.abort(handle)
         assert handle.done and handle.output.finish_reason == "abort" and handle.lineage is not None
     assert len(engine.generate([PROMPT], TEN)[0].token_ids) == 10
-
-
-def test_threads_may_generate_at_once(engine, here):
-    known, found = [out.token_ids for out in here.generate([[i + 9] * 20 for i in range(6)], TEN)], {}
-
-    def ask(i):
-        found[i] = engine.generate([[i + 9] * 20], TEN)[0].token_ids
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[i] for i in range(6)] == known
 
 
 def test_nothing_of_the_configuration_is_in_the_list_of_processes(engine):
@@ -386,16 +297,6 @@ def test_an_update_that_cannot_be_taken_in_ends_its_request_alone(engine, here, 
     list(engine.stream(second))
     assert "could not be taken in" in caplog.text
     assert second.error is None and second.output.text == text_of(here)
-
-
-def test_two_turns_at_once_are_refused_here(engine):
-    chat = engine.chat("busy")
-    stream = chat.stream("one", TEN)
-    next(stream)
-    with pytest.raises(SessionBusyError):
-        chat.send("two", TEN)
-    list(stream)
-    assert chat.num_turns == 1
 
 
 def test_a_step_that_fails_there_is_told_to_every_request_and_the_engine_goes_on(here, capfd, monkeypatch):

@@ -8,8 +8,9 @@ import pytest
 from kvstore import SamplingParams, errors
 from kvstore.blocks.ids import Lineage
 from kvstore.blocks.records import Evict
-from kvstore.engine.process.calls import carry_out
+from kvstore.engine.process.core import carry_out
 from kvstore.engine.process.wire import (
+    SIGNATURES,
     Call,
     Params,
     Submit,
@@ -22,7 +23,6 @@ from kvstore.engine.process.wire import (
     params_of,
     params_to_wire,
 )
-from kvstore.engine.process.wire_calls import SIGNATURES
 from kvstore.errors import ContextLengthError, KVStoreError, RequestError, SessionBusyError, StoreLockedError
 
 CLASSES = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, KVStoreError)]
