@@ -85,14 +85,10 @@ class KVCacheManager:
         child.num_computed_tokens = child.num_prompt_tokens
         child.num_hashed_blocks = child.num_prompt_tokens // self.block_size
 
-    def cache_loading_blocks(self, request: Request, num_blocks: int) -> None:
-        """Put `num_blocks` behind the hits into the map while they are being loaded: others of this step share them."""
-        for index in range(request.num_hashed_blocks, request.num_hashed_blocks + num_blocks):
-            self._insert(request, index)
-        request.num_hashed_blocks += num_blocks
-
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
-        """Put the blocks that are filled by its first `num_tokens` tokens, which are computed, into the pool's map."""
+        """Put the blocks that are filled by its first `num_tokens` tokens into the pool's map: they are computed, or
+        being loaded, and others of this step share them.
+        """
         full = num_tokens // self.block_size
         for index in range(request.num_hashed_blocks, full):
             self._insert(request, index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
 from typing import Protocol, TypeAlias
 
@@ -38,10 +38,6 @@ class Handle:
         """What it will end with; others may share the error."""
         self.error, self.trace = error, None if error is None else error.__traceback__
 
-    def end(self, error: Exception) -> None:
-        self.fail(error)
-        self.done = True
-
     def raise_error(self) -> None:
         """If it ended with one."""
         if self.error is not None:
@@ -65,21 +61,19 @@ class Totals:
     """Requests and tokens of all outputs that were completed, and how many were aborted."""
 
     def __init__(self) -> None:
-        self.num_requests = 0
-        self.num_aborted = 0
-        self._tokens = dict.fromkeys(("prompt_tokens", "cached_tokens", "completion_tokens"), 0)
-        self._cached_by_tier = dict.fromkeys(("hbm", "cpu", "disk", "reencoded"), 0)
+        self.num_requests = self.num_aborted = self._num_prompt = self._num_completion = 0
+        self._cached = CachedTokensDetails()
 
     def add(self, usage: Usage) -> None:
         self.num_requests += 1
-        for name in self._tokens:
-            self._tokens[name] += getattr(usage, name)
-        for tier in self._cached_by_tier:
-            self._cached_by_tier[tier] += getattr(usage.cached_tokens_details, tier)
+        self._num_prompt += usage.prompt_tokens
+        self._num_completion += usage.completion_tokens
+        self._cached += usage.cached_tokens_details
 
     def as_dict(self) -> dict[str, object]:
         """The tokens."""
-        return {**self._tokens, "cached_by_tier": dict(self._cached_by_tier)}
+        counts = {"prompt_tokens": self._num_prompt, "completion_tokens": self._num_completion}
+        return {**counts, "cached_tokens": self._cached.total, "cached_by_tier": asdict(self._cached)}
 
 
 def new_handle(
@@ -97,15 +91,12 @@ class AnswerText(Protocol):
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended it."""
-        ...
 
     def add_token(self, token_id: int, logprob: TokenLogprob | None, finish_reason: str | None) -> Piece:
         """What a new token brings. finish_reason: what ended the choice with it, unless a stop string does."""
-        ...
 
     def end(self, finish_reason: str) -> Piece:
         """Its last piece, where it ends without a token."""
-        ...
 
 
 class OutputProcessor:
@@ -170,16 +161,14 @@ class OutputProcessor:
         handle, _, _ = self._tracked.pop(request.request_id)
         choice = handle.output.choices[request.index]
         choice.finish_reason, choice.stop_reason = request.finish_reason, request.stop_reason
-        details = request.cached or CachedTokensDetails()
-        completion = handle.output.usage.completion_tokens + len(choice.token_ids)
+        usage = handle.output.usage
+        details = usage.cached_tokens_details
         if request.index == 0:
             handle.chain, handle.lineage = tuple(request.chain), request.lineage
             handle.output.timings = _timings(request, handle.output.ttft_s)
-            handle.output.usage = Usage(request.num_prompt_tokens, completion, details)
-        else:
-            handle.output.usage = Usage(
-                request.num_prompt_tokens, completion, handle.output.usage.cached_tokens_details
-            )
+            details = request.cached or details
+        num_completion = usage.completion_tokens + len(choice.token_ids)
+        handle.output.usage = Usage(request.num_prompt_tokens, num_completion, details)
         self._open[handle.request_id] -= 1
         if self._open[handle.request_id] == 0:
             del self._open[handle.request_id]

@@ -133,10 +133,6 @@ class Request:
         """What it computes in a step, for the store."""
         return StepSpan(self.request_id, first_token, num_tokens, *self.take_news())
 
-    def all_told(self) -> None:
-        """The store has been told all that is known of it."""
-        self.num_told_blocks, self.num_told_tokens = len(self.chain), len(self.token_ids)
-
     def give_up_splice(self) -> None:
         """Reused KV is missing: the same tokens under their exact chain, computed, and shared by choices."""
         self.lineage = self.lineage.exact

@@ -42,17 +42,11 @@ class RequestBlocks:
         """Let the store know what this request may load; at its arrival also note which tier holds what."""
         hits = self.manager.match_prefix(request)
         found = self.connector.on_new_request(
-            request.request_id,
-            request.chain,
-            request.token_ids,
-            request.lineage,
-            request.tenant,
-            len(hits) * self.manager.block_size,
-            (self.priority(request), request.place),
-            request.conversation,
+            request.request_id, request.chain, request.token_ids, request.lineage, request.tenant,
+            len(hits) * self.manager.block_size, (self.priority(request), request.place), request.conversation,
             request.may_load,
-        )
-        request.all_told()
+        )  # fmt: skip
+        request.num_told_blocks, request.num_told_tokens = len(request.chain), len(request.token_ids)
         request.conversation = found.conversation
         self.manager.pool.touch(hits, found.conversation)
         if request.arrival is None:
@@ -129,8 +123,8 @@ class RequestBlocks:
         size = self.manager.block_size
         blocks = request.block_numbers[first_token // size : (first_token + num_tokens) // size]
         self.connector.update_state_after_alloc(request.request_id, blocks, first_token, num_tokens)
-        self.manager.cache_loading_blocks(request, len(blocks))
         request.num_computed_tokens += num_tokens
+        self.manager.cache_full_blocks(request, request.num_computed_tokens)
 
     def _count_cached(self, request: Request, num_hit: int, num_cached: int) -> None:
         """Tokens before `num_cached` that it has never computed, by the tier that held their block when it arrived.

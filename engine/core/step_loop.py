@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
 from kvstore.engine.core.erasure import Erasure
 from kvstore.engine.core.inbox import Inbox
@@ -25,24 +25,14 @@ IDLE_WAIT_S = 0.02
 REST_AFTER_S = 0.003  # without work: other engines of this process may have some
 
 
-class Watch(Protocol):
-    """Who wants to know whether the loop hangs."""
+class Watch:
+    """Who wants to know whether the loop hangs; this one does not."""
 
     def begin(self) -> None:
         """A round begins."""
-        ...
 
     def rest(self) -> None:
         """What follows is waiting, which may take any time."""
-        ...
-
-
-class _NoWatch:
-    def begin(self) -> None:
-        pass
-
-    def rest(self) -> None:
-        pass
 
 
 class StepLoop:
@@ -58,7 +48,7 @@ class StepLoop:
         self.pool = scheduler.manager.pool
         self.erasure = Erasure(self.pool, runner.overwrite)
         self.inbox = Inbox()
-        self.watch: Watch = _NoWatch()
+        self.watch = Watch()
         self._thread = threading.Thread(target=self._run, name="kvstore-engine", daemon=True)
         self._totals = Totals()
         self.steps = Steps(scheduler, runner, runs_ahead)
@@ -179,7 +169,8 @@ class StepLoop:
         except Exception as error:
             for handle, _ in prompts:
                 if not handle.done:
-                    handle.end(error)
+                    handle.fail(error)
+                    handle.done = True
                     self._touched.append(handle)
 
     def abort(self, handle: Handle, index: int | None = None, reason: str = "abort") -> None:
@@ -206,7 +197,7 @@ class StepLoop:
                 "waiting": scheduler.num_waiting,
                 "finished": self._totals.num_requests,
                 "aborted": self._totals.num_aborted,
-                "preemptions": self.scheduler.roster.num_preemptions,
+                "preemptions": scheduler.roster.num_preemptions,
             },
             "tokens": self._totals.as_dict(),
             "hbm": {

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvstore.blocks.records import TransferPlan
 from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput
 from kvstore.engine.outputs import TokenLogprob
@@ -52,56 +51,43 @@ class StepTimes:
 TakeIn = Callable[[SchedulerOutput, StepResult], None]  # what was launched, and what was read of it
 
 
-class Computes(Protocol):
-    """Computes steps in the order of their launches."""
+class Runner(Protocol):
+    """The model, as the loop that steps knows it: computes steps in the order of their launches, all in one thread."""
 
     times: StepTimes
 
     def launch(self, output: SchedulerOutput) -> Any:
         """Returns what is to be read, maybe before it is computed."""
-        ...
 
     def read(self, launched: Any) -> StepResult:
         """Waits for a step's samples."""
-        ...
-
-
-class Runner(Computes, Protocol):
-    """The model, as the loop that steps knows it. All of it is called by the loop's thread."""
 
     def prepare(self) -> None:
         """Before the first step."""
-        ...
 
     def working(self) -> AbstractContextManager[None]:
         """In here a step may run: what has to be alone in the process waits."""
-        ...
 
     def overwrite(self, blocks: Sequence[int]) -> None:
         """Nothing that stood in these HBM blocks is left."""
-        ...
 
     def rest(self) -> None:
         """No step is expected for a while."""
-        ...
 
     def reset(self) -> None:
         """After an error: no request is in the batch any more."""
-        ...
 
     def close(self) -> None:
         """No step comes any more: all KV is given up."""
-        ...
 
 
 class Steps:
     """runs_ahead: False reads each step at once."""
 
-    def __init__(self, scheduler: Scheduler, runner: Computes, runs_ahead: bool) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, runs_ahead: bool) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self.runs_ahead = runs_ahead
-        self.plan: TransferPlan | None = None  # of the last step
         self._in_flight: tuple[SchedulerOutput, Any] | None = None  # the last step, until it is read
 
     def step(self, take_in: TakeIn) -> bool:
@@ -109,9 +95,7 @@ class Steps:
         if not self._may_run_ahead():
             self._read(take_in)
         started = time.perf_counter()
-        self.plan = None
         output = self._scheduler.schedule()
-        self.plan = output.plan
         self._runner.times.schedule_s += time.perf_counter() - started
         launched = self._runner.launch(output)
         self._read(take_in)
@@ -122,7 +106,7 @@ class Steps:
 
     def drop(self) -> None:
         """After an error: what is in flight is of no use to anybody."""
-        self.plan = self._in_flight = None
+        self._in_flight = None
 
     def _read(self, take_in: TakeIn) -> None:
         if self._in_flight is None:

@@ -1,6 +1,6 @@
 """Signs of life of the engine's process: a byte now and then through a pipe, and what follows when none comes.
 
-Both ends are here. Knows no engine and no request.
+Both ends are here. Knows no request.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from kvstore.engine.core.step_loop import Watch
+
 BEAT_S = 0.5
 MIN_SILENCE_S = 2.0  # a shorter one would be chance
 SLOW_FACTOR = 10  # loading without a sign, and one step, may take so many times the silence that is allowed
 
 
-class Heart:
+class Heart(Watch):
     """Beats in a thread of the engine's process, unless one round of its loop takes longer than limit_s.
 
     The thread needs the interpreter's lock, so what keeps that for long is noticed as well. Time in which the thread

@@ -60,7 +60,6 @@ class Core(Protocol):
 
     def check_open(self) -> None:
         """Raises EngineClosedError, or EngineDiedError where its process has ended."""
-        ...
 
     def submit_all(
         self,
@@ -72,15 +71,12 @@ class Core(Protocol):
         listener: Listener | None = None,
     ) -> list[Handle]:
         """See `Engine.submit`, for prompts that share a step if there is room. None is queued when one is wrong."""
-        ...
 
     def abort(self, handle: Handle, index: int | None = None, reason: str = "abort") -> None:
         """See `Engine.abort`."""
-        ...
 
     def root(self, tenant: str) -> BlockId:
         """Root of this tenant's chains."""
-        ...
 
     def splice(
         self,
@@ -91,47 +87,36 @@ class Core(Protocol):
         tenant: str,
     ) -> tuple[list[BlockId], Lineage] | None:
         """A chain out of spans [begin, end) of tokens of this one, its KV reused; None where that is not stored."""
-        ...
 
     def prefetch(self, chain: Sequence[BlockId], token_ids: Sequence[int], lineage: Lineage, tenant: str) -> None:
         """Somebody is likely to ask for this chain soon."""
-        ...
 
     def pin(self, chain: Sequence[BlockId], seconds: float) -> None:
         """For so long the KV of this chain stays longer than that of others."""
-        ...
 
     def expire(self, chain: Sequence[BlockId], at_s: float | None) -> None:
         """From this time on (seconds since the epoch) the KV of this chain goes before that of others.
 
         A hint: nothing is raised where there is nobody to take it.
         """
-        ...
 
     def forget(self, block_ids: Sequence[BlockId], timeout_s: float) -> bool:
         """Take KV that belongs to nobody any more from all tiers; True when it is gone from disk within the timeout."""
-        ...
 
     def evict(self, what: Evict) -> dict[str, Evicted]:
         """Give up KV that matches, in HBM, CPU, disk and what waits to be written; blocks in use stay. Per tier."""
-        ...
 
     def verify(self, delete: bool) -> dict[str, object]:
         """Check every stored block; delete: take out what is damaged."""
-        ...
 
     def compact(self) -> dict[str, object]:
         """Rewrite the file of blocks without what was deleted."""
-        ...
 
     def flush(self) -> None:
         """See `Engine.flush`."""
-        ...
 
     def stats(self) -> dict[str, object]:
         """Counters and gauges, but for sessions."""
-        ...
 
     def close(self) -> None:
         """End running requests as aborted, and give back its share of the store."""
-        ...

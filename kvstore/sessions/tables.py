@@ -61,7 +61,6 @@ class View(Protocol):
         self, table: str, prefix: bytes = b"", reverse: bool = False, before: bytes | None = None
     ) -> Iterator[tuple[bytes, bytes]]:
         """Entries whose key starts so, in order; reverse: from the last one, or the last before `before`, down."""
-        ...
 
 
 def be64(number: int) -> bytes:
