@@ -7,12 +7,14 @@ cannot be written costs lines, never a request.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, BinaryIO
+
+import msgspec
+from msgspec import Meta
 
 from kvstore.blocks.ids import BlockId
 from kvstore.policy.conversation import Answer
@@ -20,25 +22,26 @@ from kvstore.policy.conversation import Answer
 FILE, OLDER_FILE = "history.jsonl", "history.1.jsonl"
 MAX_FILE_BYTES = 32 << 20  # some 200,000 requests in each of the two files
 MAX_PENDING = 1 << 16
-MAX_TIMESTAMP_S, MAX_TOKENS = 1e12, 1 << 30  # of a line that is sound
 SETTLED_S = 5.0  # after its end a request that was only preempted would have come back
 
 
-@dataclass(slots=True)
-class _Entry:
-    arrival_s: float
+class Line(msgspec.Struct, omit_defaults=True):
+    """What is said of a request. tip: its last full block, by which a later process knows it; after: the tip by which
+    it was recognised itself.
+    """
+
     session: str
-    num_prompt_tokens: int
-    after: str
-    end_s: float | None = None
-    num_output_tokens: int = 0
-    calls_tool: bool = False
+    timestamp: Annotated[float, Meta(gt=-1e12, lt=1e12)]
+    input_length: Annotated[int, Meta(ge=1, le=1 << 30)]
+    output_length: Annotated[int, Meta(ge=0, le=1 << 30)]
     tip: str = ""
+    calls_tool: bool = False
+    after: str = ""
 
 
-def short_id(block_id: BlockId) -> str:
+def short_id(block_id: BlockId | None) -> str:
     """Enough of a block id to link lines by."""
-    return block_id[:8].hex()
+    return "" if block_id is None else block_id[:8].hex()
 
 
 class History:
@@ -47,9 +50,8 @@ class History:
     def __init__(self, directory: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
         self._path, self._older = directory / FILE, directory / OLDER_FILE
         self._max_file_bytes = max_file_bytes
-        self._open: dict[str, _Entry] = {}
-        self._ended: dict[str, _Entry] = {}
-        self.num_lost = 0
+        self._open: dict[str, Line] = {}
+        self._ended: dict[str, tuple[Line, float]] = {}  # and when it did
 
     def arrived(
         self, request_id: str, now_s: float, session: str, num_prompt_tokens: int, after: BlockId | None
@@ -58,10 +60,10 @@ class History:
 
         now_s: since the epoch, for lines outlive the process. session: a name that no other process gives again.
         """
-        entry = self._ended.pop(request_id, None)
-        if entry is None:
-            entry = _Entry(now_s, session, num_prompt_tokens, "" if after is None else short_id(after))
-        self._open[request_id] = entry
+        if request_id in self._ended:
+            self._open[request_id], _ = self._ended.pop(request_id)
+        else:
+            self._open[request_id] = Line(session, round(now_s, 3), num_prompt_tokens, 0, after=short_id(after))
 
     def is_back(self, request_id: str) -> bool:
         """Whether a request of this id has ended a moment ago: it was preempted, or a load for it failed."""
@@ -69,41 +71,32 @@ class History:
 
     def left(self, request_id: str, now_s: float, answer: Answer, tip: BlockId | None) -> None:
         """It ended or was preempted. answer: so far. tip: the last full block of prompt and answer."""
-        entry = self._open.pop(request_id, None)
-        if entry is None:
-            return
-        if len(self._ended) >= MAX_PENDING:
-            self.num_lost += 1
-            return
-        entry.end_s, entry.num_output_tokens = now_s, answer.num_tokens
-        entry.tip = "" if tip is None else short_id(tip)
-        entry.calls_tool = answer.calls_tool
-        self._ended[request_id] = entry
+        line = self._open.pop(request_id, None)
+        if line is not None and len(self._ended) < MAX_PENDING:
+            line.output_length, line.calls_tool, line.tip = answer.num_tokens, answer.calls_tool, short_id(tip)
+            self._ended[request_id] = line, now_s
 
     def take_lines(self, now_s: float, all_of_them: bool = False) -> list[str]:
         """Lines of the requests that have ended for good, to be given to `write`."""
         lines = []
-        for request_id, entry in list(self._ended.items()):
-            assert entry.end_s is not None
-            if not all_of_them and 0 <= now_s - entry.end_s < SETTLED_S:
+        for request_id, (line, end_s) in list(self._ended.items()):
+            if not all_of_them and 0 <= now_s - end_s < SETTLED_S:
                 break  # they stand in the order of their ends
             del self._ended[request_id]
-            lines.append(_line(entry))
+            lines.append(_text(line) + "\n")
         return lines
 
     def write(self, lines: Iterable[str]) -> None:
-        """Append. Does no more than count when the file system refuses."""
+        """Append, unless the file system refuses."""
         data = "".join(lines).encode()
         if not data:
             return
-        try:
+        with suppress(OSError):
             if self._path.exists() and self._path.stat().st_size + len(data) > self._max_file_bytes:
                 self._path.replace(self._older)
             handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
             with os.fdopen(handle, "r+b") as file:
                 file.write(_after_what_was_cut(file) + data)
-        except OSError:
-            self.num_lost += data.count(b"\n")
 
 
 def _after_what_was_cut(file: BinaryIO) -> bytes:
@@ -114,19 +107,8 @@ def _after_what_was_cut(file: BinaryIO) -> bytes:
     return b"" if file.read(1) == b"\n" else b"\n"
 
 
-def _line(entry: _Entry) -> str:
-    found: dict[str, object] = {
-        "session": entry.session,
-        "timestamp": round(entry.arrival_s, 3),
-        "input_length": entry.num_prompt_tokens,
-        "output_length": entry.num_output_tokens,
-        "tip": entry.tip,
-    }
-    if entry.calls_tool:
-        found["calls_tool"] = True
-    if entry.after:
-        found["after"] = entry.after
-    return json.dumps(found) + "\n"
+def _text(line: Line) -> str:
+    return msgspec.json.encode(line).decode()
 
 
 def history_files(directory: Path) -> list[Path]:
@@ -141,39 +123,20 @@ def joined(lines: Iterable[str]) -> Iterator[str]:
     """
     session_of: dict[str, str] = {}  # by tip
     first_name: dict[str, str] = {}  # of a session that goes on under another name
-    found = []
-    for line in lines:
-        entry = _entry(line)
-        if entry is None:
-            continue
-        after, tip, session = entry.pop("after", ""), entry.pop("tip", ""), entry["session"]
-        if after in session_of and session not in first_name:
-            first_name[session] = session_of[after]
-        entry["session"] = session = first_name.get(session, session)
-        if tip:
-            session_of[tip] = session
-        found.append(entry)
-    found.sort(key=lambda entry: entry["timestamp"])
-    return map(json.dumps, found)
+    found = [line for line in map(_line, lines) if line is not None]
+    for line in found:
+        if line.after in session_of and line.session not in first_name:
+            first_name[line.session] = session_of[line.after]
+        line.session = first_name.get(line.session, line.session)
+        if line.tip:
+            session_of[line.tip] = line.session
+        line.after = line.tip = ""
+    return map(_text, sorted(found, key=lambda line: line.timestamp))
 
 
-def _entry(line: str) -> dict[str, Any] | None:
-    """The fields of a line; None when a reader of traces would refuse it."""
+def _line(text: str) -> Line | None:
+    """None for one that a reader of traces would refuse."""
     try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
+        return msgspec.json.decode(text, type=Line)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    if not isinstance(entry, dict) or not isinstance(entry.get("session"), str):
-        return None
-    timestamp, num_prompt, num_output = (entry.get(name) for name in ("timestamp", "input_length", "output_length"))
-    if isinstance(timestamp, bool) or not isinstance(timestamp, int | float):
-        return None
-    if not abs(timestamp) < MAX_TIMESTAMP_S:  # nor is NaN
-        return None
-    is_sound = _is_count(num_prompt, 1) and _is_count(num_output, 0)
-    is_linked = all(isinstance(entry.get(name, ""), str) for name in ("after", "tip"))
-    return entry if is_sound and is_linked and isinstance(entry.get("calls_tool", False), bool) else None
-
-
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MAX_TOKENS
