@@ -7,7 +7,7 @@ Owns links and ends, not blocks: keys are whatever names a block in its tier. Th
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -72,13 +72,13 @@ class EvictionTree(Generic[K]):
     def parent(self, key: K) -> K | None:
         return self._parents.get(key)
 
-    def children(self, key: K) -> Iterable[K]:
+    def children(self, key: K) -> Collection[K]:
         children = self._children.get(key)
         if children is None:
             return ()
         return children if isinstance(children, set) else (children,)
 
-    def conversations(self, key: K) -> Iterable[Conversation]:
+    def conversations(self, key: K) -> Collection[Conversation]:
         """Those that end at this block."""
         ends = self._ends.get(key)
         if ends is None:
@@ -110,10 +110,7 @@ class EvictionTree(Generic[K]):
                 yield key
                 key = self._parents.get(key)
                 if key is not None:
-                    if key not in num_left:
-                        children = self._children[key]
-                        num_left[key] = len(children) if isinstance(children, set) else 1
-                    num_left[key] -= 1
+                    num_left[key] = num_left.get(key, len(self.children(key))) - 1
                     if num_left[key]:
                         break
 
@@ -143,13 +140,15 @@ class EvictionTree(Generic[K]):
         if parent is not None and self._end_of.get(conversation) == parent:  # the usual case: thousands may end there
             self._move_end(conversation, key)
             return
-        ends = () if parent is None else self.conversations(parent)
-        own = [one for one in ends if one.number == conversation.number]
-        if own:  # it, or the copy that stands for this branch
-            self._move_end(max(own, key=lambda one: one.branch), key)
-        else:
+        own = None if parent is None else self._own_end(conversation, parent)
+        if own is None:
             self._leave_branch(conversation)
-            self._move_end(conversation, key)
+        self._move_end(own or conversation, key)
+
+    def _own_end(self, conversation: Conversation, key: K) -> Conversation | None:
+        """Of those that end here it, or the copy that stands for this branch."""
+        own = [one for one in self.conversations(key) if one.number == conversation.number]
+        return max(own, key=lambda one: one.branch, default=None)
 
     def _leave_branch(self, conversation: Conversation) -> None:
         old = self._end_of.get(conversation)
@@ -170,10 +169,9 @@ class EvictionTree(Generic[K]):
         if old == end or self._order is None:
             return
         if old is not None and old not in path:
-            own = [one for one in self.conversations(end) if one.number == conversation.number]
-            if own:  # a copy stood for this branch: now it stands for the other one
+            if (own := self._own_end(conversation, end)) is not None:  # now it stands for the other branch
                 self._move_end(conversation, None)
-                self._move_end(max(own, key=lambda one: one.branch), old)
+                self._move_end(own, old)
             else:
                 self._leave_branch(conversation)
         self._move_end(conversation, end)
@@ -196,8 +194,7 @@ class EvictionTree(Generic[K]):
         """A block that names no cached block as its parent goes before this one all the same: a splice."""
         if key not in self._keys or parent not in self._keys or self._parents.get(key) in self._keys:
             return
-        before = self._parents.pop(key, None)
-        if before is not None:
+        if (before := self._parents.pop(key, None)) is not None:
             self._unlink(key, before)
         self._link(key, parent)
 
@@ -308,27 +305,18 @@ class EvictionTree(Generic[K]):
         is_pinned: those that stay for another reason than being held.
         """
         taken: list[K] = []
-        for key in self._unpinned(is_pinned):
-            size -= size_of(key)
-            self.remove(key)
-            taken.append(key)
-            if size <= 0:
-                break
-        return taken
-
-    def _unpinned(self, is_pinned: Callable[[K], bool]) -> Iterator[K]:
-        """What goes next, one after the other; the caller removes each."""
         aside: list[K] = []
-        try:
-            while (key := self.next()) is not None:
-                if is_pinned(key):
-                    self.hold(key)
-                    aside.append(key)
-                else:
-                    yield key
-        finally:
-            for key in reversed(aside):
-                self.rest(key, first=True)  # where it was
+        while size > 0 and (key := self.next()) is not None:
+            if is_pinned(key):
+                self.hold(key)
+                aside.append(key)
+            else:
+                size -= size_of(key)
+                self.remove(key)
+                taken.append(key)
+        for key in reversed(aside):
+            self.rest(key, first=True)  # where it was
+        return taken
 
     def clear(self) -> None:
         """Nothing is cached any more."""
@@ -342,11 +330,11 @@ class EvictionTree(Generic[K]):
         for key, parent in self._parents.items():
             assert key in self._keys, "a link from a block that is not cached"
             assert key in self.children(parent), f"{key!r}: its parent does not know it"
-        assert sum(len(list(self.children(key))) for key in self._children) == len(self._parents), "a lost child"
+        assert sum(len(self.children(key)) for key in self._children) == len(self._parents), "a lost child"
         for conversation, key in self._end_of.items():
             assert key in self._keys, f"conversation {conversation.number} ends at a block that is not cached"
             assert conversation in self.conversations(key), f"conversation {conversation.number} ends nowhere"
-        assert sum(len(list(self.conversations(key))) for key in self._ends) == len(self._end_of), "a lost end"
+        assert sum(len(self.conversations(key)) for key in self._ends) == len(self._end_of), "a lost end"
         for key in self._keys:
             free = key not in self._children and not self._is_held(key)
             is_nobodys = self._order is None or key not in self._ends

@@ -27,7 +27,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_evictions = 0  # to make room
         self.num_forgotten = 0  # for any other reason
-        self._ref_counts: list[int] = []
+        self._ref_counts = [0] * num_blocks
         self._tree: EvictionTree[int] = EvictionTree(order, self._is_held)
         self._clear()
 
@@ -36,7 +36,7 @@ class BlockPool:
         self._block_ids: list[BlockId | None] = [None] * self.num_blocks
         self._by_id: dict[BlockId, int] = {}
         self._stale: set[int] = set()
-        self._num_in_use = 0
+        self.num_in_use = 0  # blocks that somebody holds
         self._tree.clear()
         self._blank: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))  # free and without an id
 
@@ -48,17 +48,12 @@ class BlockPool:
         """Blocks that nobody holds, cached ones included: what `allocate` can hand out, if who holds a block also holds
         those it is linked to.
         """
-        return self.num_blocks - self._num_in_use
+        return self.num_blocks - self.num_in_use
 
     @property
     def num_blank(self) -> int:
         """Free blocks in which nothing is cached."""
         return len(self._blank)
-
-    @property
-    def num_in_use(self) -> int:
-        """Blocks that somebody holds."""
-        return self._num_in_use
 
     @property
     def num_cached(self) -> int:
@@ -85,15 +80,12 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks from the front of the eviction order, one reference each. Needs count <= num_free."""
         assert 0 <= count <= self.num_free, f"{count} blocks asked for, {self.num_free} free"
-        found = [self._take() for _ in range(count)]
+        found = [self.try_allocate() for _ in range(count)]
         assert None not in found, "a block is held whose parent nobody holds"
         return found  # type: ignore[return-value]
 
     def try_allocate(self) -> int | None:
         """One block as `allocate` gives it, or None when everything is held."""
-        return self._take()
-
-    def _take(self) -> int | None:
         if self._blank:
             block, _ = self._blank.popitem(last=False)
         elif (block := self._tree.next()) is None:  # type: ignore[assignment]
@@ -103,7 +95,7 @@ class BlockPool:
             self.num_evictions += 1
         self._stale.discard(block)
         self._ref_counts[block] = 1
-        self._num_in_use += 1
+        self.num_in_use += 1
         return block
 
     def evict_one(self) -> int | None:
@@ -123,7 +115,7 @@ class BlockPool:
                     del self._blank[block]
                 else:
                     self._tree.hold(block)
-                self._num_in_use += 1
+                self.num_in_use += 1
             self._ref_counts[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -132,7 +124,7 @@ class BlockPool:
             assert self._ref_counts[block] > 0, f"block {block} was released once too often"
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
-                self._num_in_use -= 1
+                self.num_in_use -= 1
                 if self._block_ids[block] is None:
                     self._make_blank(block)
                 else:
@@ -157,11 +149,7 @@ class BlockPool:
             self._tree.touch(block)
 
     def insert(
-        self,
-        block: int,
-        block_id: BlockId,
-        parent_id: BlockId | None = None,
-        conversation: Conversation | None = None,
+        self, block: int, block_id: BlockId, parent_id: BlockId | None = None, conversation: Conversation | None = None
     ) -> bool:
         """Let `block`, which is in use and holds this content, be found by its id. False when another one holds it.
 
@@ -212,10 +200,7 @@ class BlockPool:
 
     def evict_all(self) -> int:
         """Forget the ids of all free blocks; returns how many. Blocks in use stay, and what they are linked to."""
-        count = 0
-        while self.evict_one() is not None:
-            count += 1
-        return count
+        return sum(1 for _ in iter(self.evict_one, None))
 
     def cached_blocks(self) -> list[int]:
         """All blocks that can be found by an id."""
@@ -251,5 +236,5 @@ class BlockPool:
             assert (block_id is not None) == (block in self._tree), f"block {block}: cached and not in the order"
         assert len(self._by_id) == sum(i is not None for i in self._block_ids), "an id leads to a block without it"
         self._tree.check_integrity()
-        assert self._num_in_use == sum(count > 0 for count in self._ref_counts), "blocks in use are miscounted"
+        assert self.num_in_use == sum(count > 0 for count in self._ref_counts), "blocks in use are miscounted"
         assert not idle or not self.num_in_use, f"{self.num_in_use} blocks still held"
