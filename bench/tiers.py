@@ -355,7 +355,7 @@ def builtin_blocks(dtype: torch.dtype) -> list[bytes]:
         engine.generate([ids], SamplingParams(max_tokens=1))
         engine.check_integrity()  # waits until it is saved
         connector: Any = engine.connector  # a benchmark may look inside
-        slots = connector.parts.cpu.blocks()
+        slots = connector.parts.cpu.pool.cached_blocks()
         return [bytes(connector.parts.arena.view(slot)) for slot in slots]
 
 

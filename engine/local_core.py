@@ -6,6 +6,7 @@ Any thread may call it, and waits for `kvstore.engine.core.step_loop`, the only 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -190,11 +191,11 @@ class LocalCore:
 
     def expire(self, chain: Sequence[BlockId], at_s: float | None) -> None:
         with suppress(EngineClosedError):
-            self.loop.call(self.connector.expire, chain, at_s)
+            self.loop.call(self.connector.pin, chain, None, math.inf if at_s is None else at_s)
 
     def forget(self, block_ids: Sequence[BlockId], timeout_s: float) -> bool:
         self.loop.call(self.loop.erasure.forget, tuple(block_ids))
-        found, is_gone = self.connector.forget(block_ids, timeout_s)
+        found, is_gone = self.connector.upkeep.forget(block_ids, timeout_s)
         self.loop.call(self.loop.erasure.forget, tuple(found))
         return is_gone
 
@@ -212,7 +213,7 @@ class LocalCore:
 
     def flush(self) -> None:
         self.check_open()
-        self.connector.flush()
+        self.connector.upkeep.flush()
 
     def stats(self) -> dict[str, object]:
         shape = {"block_bytes": self.facts.block_bytes, "block_size": self.facts.block_size}

@@ -5,7 +5,6 @@ Verbs and meanings are those of vLLM's V1 KV connector, so that an adapter stays
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvstore.blocks.forest import Order
 from kvstore.blocks.ids import BlockId, Lineage, lineage_root
-from kvstore.blocks.records import Evict, Evicted, SaveFence, TransferPlan
+from kvstore.blocks.records import SaveFence, TransferPlan
 from kvstore.config import CacheTiers
 from kvstore.disk.directory import StoreDirectory
 from kvstore.memory.layout import KVLayout
@@ -66,7 +65,7 @@ class KVConnector(Protocol):
 
         When the answer says to compute some tokens first, it is asked again for the running request after these.
         """
-        ...
+        return Match(Lookup.MISS)
 
     def update_state_after_alloc(
         self, request_id: str, block_numbers: Sequence[int], num_computed_tokens: int, num_external_tokens: int
@@ -130,7 +129,7 @@ class KVConnector(Protocol):
 
     def get_finished(self) -> tuple[int, ...]:
         """HBM blocks whose load failed since the last call: they hold nothing and are to be recomputed."""
-        ...
+        return ()
 
     def wait_for_progress(self, timeout_s: float) -> None:
         """Returns when something in flight has ended since the last call: all requests wait for their blocks."""
@@ -145,14 +144,12 @@ class KVConnector(Protocol):
         """Somebody is likely to ask for this chain soon."""
         return
 
-    def pin(self, chain: Sequence[BlockId], seconds: float) -> None:
+    def pin(self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None = None) -> None:
         """Keep the conversation of this chain longer than others for so long; 0 ends a pin.
 
-        A priority, not a lock: when there is nothing else to evict, pinned blocks go too.
+        A priority, not a lock: when there is nothing else to evict, pinned blocks go too. expires_s: of `time.time()`;
+        from then on it is evicted first; math.inf takes that back. None: as it was.
         """
-
-    def expire(self, chain: Sequence[BlockId], at_s: float | None) -> None:
-        """The conversation of this chain ends at this time of `time.time()`, and is evicted first from then on."""
 
     def splice(
         self,
@@ -165,37 +162,14 @@ class KVConnector(Protocol):
         """A chain for the kept `spans` of `token_ids` that reuses their KV; None when it has to be computed."""
         return None
 
-    def forget(self, block_ids: Sequence[BlockId], timeout_s: float = 60.0) -> tuple[frozenset[BlockId], bool]:
-        """Delete these blocks, in flight or not, from every tier below HBM, and what was computed after them.
-
-        Returns all that were forgotten, and whether they are gone from disk too: False when that took longer than given
-        or when the disk cannot write.
-        """
-        ...
-
-    def flush(self) -> None:
-        """Returns when every finished block is synced on disk. Raises DegradedError when the disk cannot write."""
-        return
-
     def stats(self) -> dict[str, object]: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return
 
 
-class _NothingKept:
-    """The `Upkeep` of no store."""
-
-    def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
-        return {}, frozenset()
-
-    def verify(self, delete: bool = False) -> dict[str, object]:
-        return {}
-
-    def compact(self) -> dict[str, object]:
-        return {}
-
-    def check_integrity(self, idle: bool) -> None:
-        pass
+class _NothingKept(Upkeep):
+    """Of no store."""
 
 
 class NullConnector(KVConnector):
@@ -209,7 +183,6 @@ class NullConnector(KVConnector):
         self.directory, self.fingerprint = None, b""
         self.lineage_root = partial(lineage_root, secrets.token_bytes(32), "")
         self.upkeep = _NothingKept()
-        self._clock = clock
         self._steering = Steering(policy, clock, {"hbm": num_hbm_blocks})
         self._look_ahead = LookAhead(num_hbm_blocks, 0, self._steering.refresh)
         self._requests: dict[str, tuple[Conversation, list[BlockId]]] = {}
@@ -235,9 +208,6 @@ class NullConnector(KVConnector):
         self._look_ahead.add(request_id, key, found, num_hit)
         return Arrival([], found)
 
-    def get_num_new_matched_tokens(self, request_id: str, num_computed_tokens: int, max_tokens: int) -> Match:
-        return Match(Lookup.MISS)
-
     def build_connector_meta(self, spans: Sequence[StepSpan]) -> TransferPlan | None:
         for span in spans:
             self._look_ahead.start(span.request_id)
@@ -258,25 +228,12 @@ class NullConnector(KVConnector):
             self._look_ahead.remove(request_id)
             self._steering.leave(conversation, [*chain, *new_ids], answer)
 
-    def get_finished(self) -> tuple[int, ...]:
-        return ()
-
-    def pin(self, chain: Sequence[BlockId], seconds: float) -> None:
+    def pin(self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None = None) -> None:
         if (found := self._steering.find(chain)) is not None:
-            self._steering.pin(found, self._clock() + seconds)
-
-    def expire(self, chain: Sequence[BlockId], at_s: float | None) -> None:
-        if (found := self._steering.find(chain)) is not None:
-            self._steering.expire(found, math.inf if at_s is None else at_s)
-
-    def forget(self, block_ids: Sequence[BlockId], timeout_s: float = 60.0) -> tuple[frozenset[BlockId], bool]:
-        return frozenset(block_ids), True
+            self._steering.pin(found, seconds, expires_s)
 
     def stats(self) -> dict[str, object]:
         return {"policy": self._steering.as_dict()}
-
-    def close(self) -> None:
-        pass
 
 
 def hold_store(tiers: CacheTiers) -> StoreDirectory | None:

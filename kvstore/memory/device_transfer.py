@@ -33,7 +33,7 @@ from kvstore.kernels.cuda.triton_support import has_triton
 from kvstore.kernels.device import to_device
 from kvstore.memory.arena import Arena
 from kvstore.memory.streams import Event, Queue, Streams
-from kvstore.memory.transfer import token_places
+from kvstore.memory.transfer import block_load, token_places
 from kvstore.stats import Histogram
 
 LAYERS_AHEAD = 4  # whose loads are launched before the layer that attends: all of them first would keep it waiting
@@ -142,13 +142,7 @@ class DeviceTransfer:
         streams = self._streams
         load = self._load = _Load(plan.ticket, len(plan.loads) * self.arena.layout.block_bytes)
         try:
-            load.blocks = BlockLoad(
-                self.arena.tensor,
-                [one.slot for one in plan.loads],
-                [one.block_number for one in plan.loads],
-                [one.position for one in plan.loads],
-                self.arena.layout.rotations,
-            )
+            load.blocks = block_load(self.arena, plan.loads)
             streams.wait(Queue.LOAD, streams.record(Queue.COMPUTE))
             load.start = streams.record(Queue.LOAD)
         except Exception:  # out of memory, a device that has failed: these blocks are computed instead
@@ -280,19 +274,12 @@ class DeviceTransfer:
 
     def completed(self) -> list[Transferred]:
         """Steps whose loads or saves have ended since the last call. One thread at a time calls it."""
-        ended: list[Transferred] = []
         with self._lock:
             while self._held and _is_reached(self._held[0].saved):
                 self._num_held_bytes -= self._held.popleft().num_bytes
-            still: list[_Load | _Save] = []
-            for job in self._in_flight:
-                done = self._outcome(job)
-                if done is None:
-                    still.append(job)
-                else:
-                    ended.append(done)
-            self._in_flight = still
-        return ended
+            outcomes = [(job, self._outcome(job)) for job in self._in_flight]
+            self._in_flight = [job for job, ended in outcomes if ended is None]
+        return [ended for _, ended in outcomes if ended is not None]
 
     def _outcome(self, job: _Load | _Save) -> Transferred | None:
         """None while it is in flight. Where the device has failed, everything ends, and has failed."""

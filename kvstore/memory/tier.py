@@ -51,7 +51,6 @@ class CpuTier:
         self._last_used_s = [0.0] * num_slots
         self._pending_parents: Counter[BlockId] = Counter()
 
-    # -- looking -----------------------------------------------------------------------------------------------------
     def slot_of(self, block_id: BlockId) -> int | None:
         """The slot of this block, PENDING or READY."""
         return self.pool.lookup(block_id)
@@ -65,9 +64,6 @@ class CpuTier:
     def conversation(self, slot: int) -> Conversation | None:
         """Whose request brought the block."""
         return self._conversations[slot]
-
-    def last_used_s(self, slot: int) -> float:
-        return self._last_used_s[slot]
 
     # -- the life of a slot ------------------------------------------------------------------------------------------
     def reserve(self) -> int | None:
@@ -127,8 +123,7 @@ class CpuTier:
 
     def is_current(self, slot: int) -> bool:
         """Whether what lies in this slot can be found."""
-        record = self._records[slot]
-        return record is not None and self.pool.block_id(slot) == record.block_id
+        return self.pool.block_id(slot) is not None
 
     def forget(self, block_id: BlockId) -> int:
         """Give up a block and what hangs below it; returns how many. Holders keep their slots until they release."""
@@ -141,7 +136,7 @@ class CpuTier:
     def release(self, slot: int) -> None:
         """Give back one reference."""
         self.pool.release((slot,))
-        if not self.keep and self.pool.is_free(slot) and self.pool.block_id(slot) is not None:
+        if not self.keep and self.pool.is_free(slot) and self.is_current(slot):
             self.fail(slot)
 
     def touch(self, chain: Sequence[BlockId], conversation: Conversation | None = None) -> None:
@@ -149,16 +144,15 @@ class CpuTier:
 
         conversation: whose they are.
         """
-        slots = [slot for slot in map(self.pool.lookup, chain) if slot is not None]
+        slots = [slot for slot in map(self.slot_of, chain) if slot is not None]
         if slots:
             self._last_used_s[slots[-1]] = self._clock()
             self.pool.touch(slots, conversation if self.keep else None)
 
     def claim(self, chain: Sequence[BlockId], conversation: Conversation) -> None:
         """These blocks, head first, are wanted by this conversation, as far as they are here."""
-        slots = [slot for slot in map(self.pool.lookup, chain) if slot is not None]
-        if slots and self.keep:
-            self.pool.touch(slots, conversation)
+        if self.keep:
+            self.pool.touch([slot for slot in map(self.slot_of, chain) if slot is not None], conversation)
 
     def link(self, block_id: BlockId, parent_id: BlockId) -> None:
         """The first block of a splice goes before the block in front of it, though it names another parent."""
@@ -179,40 +173,25 @@ class CpuTier:
         self._erase(stale)
 
     # -- for eviction by hand ----------------------------------------------------------------------------------------
-    def blocks(self) -> list[int]:
-        """All slots with a findable block."""
-        return [slot for slot in range(len(self._records)) if self.is_current(slot)]
+    def _children(self) -> dict[BlockId, list[BlockId]]:
+        """Of each block, here or not, those that build on it here, linked or not."""
+        children: dict[BlockId, list[BlockId]] = {}
+        for record in map(self.record, self.pool.cached_blocks()):
+            assert record is not None
+            children.setdefault(record.parent_id, []).append(record.block_id)
+        return children
 
-    def parents_first(self) -> list[int]:
-        """As `blocks`, each after its parent: what stops half-way leaves nothing without its parent."""
-        slots = {record.block_id: slot for slot in self.blocks() if (record := self._records[slot]) is not None}
-        found: dict[int, None] = {}
-        seen: set[int] = set()
-        for start in slots.values():
-            path: list[int] = []
-            slot: int | None = start
-            while slot is not None and slot not in seen:
-                seen.add(slot)
-                path.append(slot)
-                record = self._records[slot]
-                slot = None if record is None else slots.get(record.parent_id)
-            found |= dict.fromkeys(reversed(path))
-        return list(found)
+    def absent_parents(self) -> list[BlockId]:
+        """Blocks that others here build on, and which are not here."""
+        return [block_id for block_id in self._children() if self.slot_of(block_id) is None]
 
     def with_descendants(self, block_ids: Iterable[BlockId]) -> list[BlockId]:
         """These, here or not, and all that builds on them here, parents before children."""
-        children: dict[BlockId, list[BlockId]] = {}
-        for slot in self.blocks():
-            record = self._records[slot]
-            assert record is not None
-            children.setdefault(record.parent_id, []).append(record.block_id)
-        found = dict.fromkeys(block_ids)
-        queue = list(found)
-        for block_id in queue:
-            fresh = [child for child in children.get(block_id, ()) if child not in found]
-            found |= dict.fromkeys(fresh)
-            queue += fresh
-        return queue
+        children, found = self._children(), list(dict.fromkeys(block_ids))
+        given = set(found)
+        for block_id in found:
+            found += [child for child in children.pop(block_id, ()) if child not in given]
+        return found
 
     def select(self, what: Evict, block_bytes: int) -> list[BlockId]:
         """Blocks that match, the least recently used first, and tails before heads."""
@@ -228,11 +207,9 @@ class CpuTier:
             assert record is not None
             if what.unused_for_s is not None and now - self._last_used_s[slot] < what.unused_for_s:
                 return False
-            if record.model != (what.model or record.model):
-                return False
-            return what.block_ids is None or record.block_id in what.block_ids
+            return what.model in (None, record.model) and (what.block_ids is None or record.block_id in what.block_ids)
 
-        slots = islice(self.pool.from_tails(self.last_used_s, matches), most)
+        slots = islice(self.pool.from_tails(self._last_used_s.__getitem__, matches), most)
         ids = [record.block_id for record in map(self.record, slots) if record is not None]
         # Nothing is linked in a staging area, and what waits to be written must not lose its parent.
         return ids if self.keep else [one for one in self.with_descendants(ids) if self.slot_of(one) is not None]
@@ -253,7 +230,8 @@ class CpuTier:
     def check_integrity(self, idle: bool = True) -> None:
         """Assert that states, records and the pool agree; with `idle`, that nobody holds a slot."""
         self.pool.check_integrity(idle)
-        for slot in range(len(self._records)):
-            if self.is_current(slot):
-                assert self._states[slot] in (SlotState.PENDING, SlotState.READY), f"slot {slot}: {self._states[slot]}"
-                assert not idle or self._states[slot] is SlotState.READY, f"slot {slot} is in flight while idle"
+        for slot in self.pool.cached_blocks():
+            state, record = self._states[slot], self._records[slot]
+            assert record is not None and record.block_id == self.pool.block_id(slot), f"slot {slot}: another record"
+            assert state in (SlotState.PENDING, SlotState.READY), f"slot {slot}: {state}"
+            assert not idle or state is SlotState.READY, f"slot {slot} is in flight while idle"

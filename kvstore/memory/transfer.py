@@ -54,6 +54,11 @@ def token_places(saves: Sequence[Save], row_starts: Sequence[int], block_size: i
     return np.stack([np.repeat(rows, counts) + within, np.repeat(slots, counts) + within])
 
 
+def block_load(arena: Arena, loads: Sequence[Load]) -> BlockLoad:
+    slots, numbers = [load.slot for load in loads], [load.block_number for load in loads]
+    return BlockLoad(arena.tensor, slots, numbers, [load.position for load in loads], arena.layout.rotations)
+
+
 class Transfer:
     """Has no thread: what is begun ends within the step."""
 
@@ -74,23 +79,12 @@ class Transfer:
         """Prepare the plan's loads and saves. row_starts: first token of each scheduled request's part."""
         if plan.saves:
             self.arena.reach(max(save.slot for save in plan.saves))
-        save = self._save_step(plan.ticket, plan.saves, row_starts) if plan.saves else None
-        self._load = self._load_job(plan.ticket, plan.loads) if plan.loads else None
+        save = None
+        if plan.saves:
+            rows, slots = torch.from_numpy(token_places(plan.saves, row_starts, self.arena.layout.block_size))
+            save = _SaveStep(plan.ticket, rows, slots)
+        self._load = _LoadJob(plan.ticket, block_load(self.arena, plan.loads), len(plan.loads)) if plan.loads else None
         self._save = save
-
-    def _load_job(self, ticket: int, loads: Sequence[Load]) -> _LoadJob:
-        blocks = BlockLoad(
-            self.arena.tensor,
-            [load.slot for load in loads],
-            [load.block_number for load in loads],
-            [load.position for load in loads],
-            self.arena.layout.rotations,
-        )
-        return _LoadJob(ticket, blocks, len(loads))
-
-    def _save_step(self, ticket: int, saves: Sequence[Save], row_starts: Sequence[int]) -> _SaveStep:
-        rows, slots = token_places(saves, row_starts, self.arena.layout.block_size)
-        return _SaveStep(ticket, torch.from_numpy(rows), torch.from_numpy(slots))
 
     def wait_for_layer(self, layer: int) -> None:
         """Returns when this layer's blocks are in HBM, or its step's loads have failed.
@@ -162,7 +156,7 @@ class Transfer:
     def completed(self) -> list[Transferred]:
         """Steps whose loads or saves have ended since the last call."""
         done: list[Transferred] = []
-        while self._done:
+        while self._done:  # one at a time: the computing thread appends meanwhile
             done.append(self._done.popleft())
         return done
 

@@ -211,7 +211,7 @@ class Replay:
         is_stored = len(hits) == len(chain) if store is None else store.stored.has_end(chain, num_tokens)
         conversation = self._steering.arrive(chain, None, is_stored)
         tokens = cast(bytearray, Tokens(request.num_tokens))
-        stored = Tracked(str(index), chain, tokens, LINEAGE, "", (0, number), conversation)
+        stored = Tracked(chain, tokens, LINEAGE, "", str(index), (0, number), conversation)
         job = Job(number, index, request, stored, self._clock.now_s, ["hbm"] * len(hits))
         self._pool.touch(hits, conversation)
         if store is not None and self._config.look_ahead:
@@ -408,7 +408,7 @@ class Replay:
         else:
             self._store.remove(stored.request_id, answer)
         if self._config.ttl_s is not None and not job.conversation.num_open:
-            self._steering.expire(job.conversation, self._clock.now_s + self._config.ttl_s)
+            self._steering.pin(job.conversation, None, self._clock.now_s + self._config.ttl_s)
         self._pool.release(job.blocks)
         self._num_running -= 1
         self._blocked = None

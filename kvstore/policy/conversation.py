@@ -105,12 +105,7 @@ class Learner(Protocol):
         ...
 
 
-class Newcomers(Protocol):
-    """What looks at first prompts (`kvstore.policy.prefixes`)."""
-
-    def begin(
-        self, newcomer: Conversation, chain: Sequence[Hashable], make: Callable[[float], Conversation]
-    ) -> None: ...
+BeginPrefix = Callable[[Conversation, Sequence[Hashable], Callable[[float], Conversation]], None]
 
 
 class Conversations:
@@ -119,14 +114,14 @@ class Conversations:
     A prompt's last block that others had before is no tip: behind a system prompt that many share, every newcomer would
     be taken for the one who came last. Block ids may be any hashable names, so that a trace's own can be used. Every
     operation is O(1), but for a chain that continues nothing known, which is looked through from its end.
+
+    begin_prefix: told of first prompts (`kvstore.policy.prefixes`).
     """
 
     def __init__(
-        self, learner: Learner | None = None, max_known: int = MAX_KNOWN, prefixes: Newcomers | None = None
+        self, learner: Learner | None = None, max_known: int = MAX_KNOWN, begin_prefix: BeginPrefix | None = None
     ) -> None:
-        self._learner = learner
-        self._prefixes = prefixes
-        self._max_known = max_known
+        self._learner, self._max_known, self._begin_prefix = learner, max_known, begin_prefix
         self._tips: dict[Hashable, Conversation] = {}
         self._tips_of: OrderedDict[Conversation, tuple[Hashable, ...]] = OrderedDict()  # in order of use
         self._open: dict[Conversation, tuple[int, bool]] = {}  # blocks of its prompt; whether the last one was stored
@@ -138,11 +133,7 @@ class Conversations:
 
     def find(self, chain: Sequence[Hashable]) -> Conversation | None:
         """The conversation that this chain is the latest of, or that it continues."""
-        for block_id in reversed(chain):
-            found = self._tips.get(block_id)
-            if found is not None:
-                return found
-        return None
+        return next((self._tips[block_id] for block_id in reversed(chain) if block_id in self._tips), None)
 
     def arrive(
         self, chain: Sequence[Hashable], now_s: float, known: Conversation | None = None, is_stored: bool = False
@@ -162,8 +153,8 @@ class Conversations:
             self._learner.forgotten(conversation)  # it was not gone
         conversation.num_open += 1
         self._use(conversation, now_s)
-        if is_new and chain and self._prefixes is not None:
-            self._prefixes.begin(conversation, chain, self.make)
+        if is_new and chain and self._begin_prefix is not None:
+            self._begin_prefix(conversation, chain, self.make)
         return conversation
 
     def _count_turn(self, conversation: Conversation, now_s: float) -> None:
@@ -243,8 +234,7 @@ class Conversations:
     def forget(self, block_ids: Iterable[Hashable]) -> None:
         """These blocks were deleted: so were the conversations that end there."""
         for block_id in block_ids:
-            conversation = self._tips.get(block_id)
-            if conversation is not None:
+            if (conversation := self._tips.get(block_id)) is not None:
                 self._forget(conversation)
 
 

@@ -34,9 +34,7 @@ class LookAhead:
     every change: O(log n), and what enters or leaves it.
     """
 
-    def __init__(
-        self, num_cpu_blocks: int, num_disk_blocks: int, refresh: Callable[[Conversation], None] = lambda _: None
-    ) -> None:
+    def __init__(self, num_cpu_blocks: int, num_disk_blocks: int, refresh: Callable[[Conversation], None]) -> None:
         self.num_cpu_blocks = num_cpu_blocks
         self._num_protected_blocks = num_cpu_blocks + num_disk_blocks
         self._refresh = refresh
@@ -56,7 +54,7 @@ class LookAhead:
         """A request waits. Known ones are replaced."""
         self.remove(request_id)
         waiting = self._by_id[request_id] = Waiting(key, request_id, conversation, num_blocks)
-        index = bisect.bisect_right(self._order, key, key=_key)
+        index = bisect.bisect_right(self._order, key, key=lambda other: other.key)
         self._order.insert(index, waiting)
         if index < self._end:
             self._end += 1
@@ -65,10 +63,9 @@ class LookAhead:
 
     def remove(self, request_id: Hashable) -> None:
         """It is gone. Unknown ones are ignored."""
-        waiting = self._by_id.pop(request_id, None)
-        if waiting is None:
+        if (waiting := self._by_id.pop(request_id, None)) is None:
             return
-        index = bisect.bisect_left(self._order, waiting.key, key=_key)
+        index = bisect.bisect_left(self._order, waiting.key, key=lambda other: other.key)
         while self._order[index] is not waiting:  # keys of different requests may be equal
             index += 1
         del self._order[index]
@@ -123,12 +120,7 @@ class LookAhead:
         self._mark(waiting.conversation)
 
     def _mark(self, conversation: Conversation) -> None:
-        keys = self._keys.get(conversation)
-        wanted = keys[0] if keys else None
+        wanted = next(iter(self._keys.get(conversation, ())), None)
         if conversation.wanted != wanted:
             conversation.wanted = wanted
             self._refresh(conversation)
-
-
-def _key(waiting: Waiting) -> QueueKey:
-    return waiting.key

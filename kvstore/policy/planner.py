@@ -41,14 +41,6 @@ class Choice:
     num_next: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Disk:
-    """num_ahead: blocks of others that are read before. stalled_s: how long the oldest read has been running."""
-
-    num_ahead: int = 0
-    stalled_s: float = 0.0
-
-
 class Rate:
     """Amount per second, as a mean that forgets: what took long counts more than what took no time."""
 
@@ -130,16 +122,19 @@ class Planner:
         self._num_computed += 1
         return self._num_computed % _RETRY_EVERY == 0
 
-    def choose(self, num_blocks: int, num_unread: int, disk: Disk, is_open: bool = False) -> Choice:
+    def choose(
+        self, num_blocks: int, num_unread: int, num_ahead: int = 0, stalled_s: float = 0.0, is_open: bool = False
+    ) -> Choice:
         """How to get `num_blocks` stored blocks, of which the first `num_unread` have to come from disk.
 
+        num_ahead: blocks of others that are read before. stalled_s: how long the oldest read has been running.
         is_open: the request runs already, computing. Then nobody is kept waiting for its place, and little is enough.
         """
         compute_s = self._compute_s
         if self._always or compute_s is None or not num_unread:
             return Choice(Way.LOAD)
         read_s, load_s = self.read_s, self._load_s or 0.0
-        wait_s = disk.num_ahead * read_s + max(0.0, disk.stalled_s - read_s)  # what takes long is likely to go on
+        wait_s = num_ahead * read_s + max(0.0, stalled_s - read_s)  # what takes long is likely to go on
         all_load_s = wait_s + num_unread * read_s + num_blocks * load_s
         all_compute_s = num_blocks * compute_s
         meeting = math.ceil((wait_s + num_unread * read_s) / (compute_s + read_s))  # as long computed as read

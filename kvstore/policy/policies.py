@@ -13,7 +13,6 @@ from kvstore.policy.conversation import Conversation
 from kvstore.policy.return_model import LOWER_S, UPPER_S, AgeShelves, Entry, ReturnModel, SortedEntries, bucket_of
 
 POLICIES = ("auto", "fifo", "lru", "return")
-FIXED_POLICIES = ("fifo", "lru", "return")
 
 
 class Queue(Protocol):
@@ -46,16 +45,9 @@ class KeyQueue:
 
     def add(self, conversation: Conversation) -> None:
         self.discard(conversation)
-        entry = self._entries[conversation] = (
-            *self._key_of(conversation),
-            conversation.number,
-            conversation.branch,
-            conversation,
-        )
+        key = self._key_of(conversation)
+        entry = self._entries[conversation] = (*key, conversation.number, conversation.branch, conversation)
         self._sorted.add(entry)
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def discard(self, conversation: Conversation) -> None:
         entry = self._entries.pop(conversation, None)
@@ -157,21 +149,12 @@ class ReturnQueue:
 
     def _lower_than(self, category: int, bucket: int) -> list[int]:
         """The younger buckets of lower rank, by rising rank. Few or none where value falls with age."""
-        found = self._lower.get((category, bucket))
-        if found is None:
+        if (found := self._lower.get((category, bucket))) is None:
             ranks = self._table.ranks[category]
             younger = range(bucket - 1, -1, -1)  # sorting is stable: of equal ranks the older one first
             found = sorted((b for b in younger if ranks[b] < ranks[bucket]), key=ranks.__getitem__)
             self._lower[category, bucket] = found
         return found
-
-
-def make_queue(policy: str, model: ReturnModel) -> Queue:
-    """An empty queue of a fixed policy."""
-    assert policy in FIXED_POLICIES, f"{policy} is not one of {FIXED_POLICIES}"
-    if policy == "return":
-        return ReturnQueue(model)
-    return KeyQueue(_by_use if policy == "lru" else _by_number)
 
 
 def _by_number(conversation: Conversation) -> Entry:
@@ -201,7 +184,8 @@ class EvictionOrder:
         self._model = model
         self._clock = clock
         self.policy_in_force = "return" if policy == "auto" else policy
-        self._ordinary = make_queue(self.policy_in_force, model)
+        key_of = {"fifo": _by_number, "lru": _by_use}.get(policy)
+        self._ordinary: Queue = ReturnQueue(model) if key_of is None else KeyQueue(key_of)
         self._expired = KeyQueue(lambda conversation: (conversation.expires_s,))
         self._pinned = KeyQueue(lambda conversation: (conversation.pinned_until_s,))
         self._wanted = KeyQueue(_by_want)

@@ -9,10 +9,12 @@ import bisect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from kvstore.policy.categories import GROUPS, NUM_CATEGORIES, category_of
 from kvstore.policy.conversation import Conversation
@@ -60,6 +62,16 @@ class RankTable:
     ranks: Table
 
 
+_Counts = Annotated[list[Annotated[float, Meta(ge=0, le=1e12)]], Meta(min_length=NUM_BUCKETS, max_length=NUM_BUCKETS)]
+
+
+class _Counted(msgspec.Struct, forbid_unknown_fields=True):
+    """Of one category, as it is stored."""
+
+    returns: _Counts
+    passes: _Counts
+
+
 class ReturnModel:
     """Per category a life table of the time away: of those away at a bucket's start, how many returned within it.
 
@@ -75,11 +87,6 @@ class ReturnModel:
         self._totals = [0.0] * NUM_CATEGORIES
         self.table = RankTable(0, [])
         self.publish()
-
-    @property
-    def version(self) -> int:
-        """Of the published ranks."""
-        return self.table.version
 
     @property
     def num_returns(self) -> float:
@@ -144,27 +151,19 @@ class ReturnModel:
     def from_dict(cls, state: object) -> ReturnModel:
         """The model that `to_dict` describes. Raises ValueError for anything else."""
         model = cls()
-        if not isinstance(state, dict):
-            raise ValueError(f"state of the model of returns: expected an object, got {type(state).__name__}")
-        names = {str(category): category for category in range(NUM_CATEGORIES)}
-        for name, counts in state.items():
-            if name not in names or not isinstance(counts, dict) or counts.keys() != {"returns", "passes"}:
-                raise ValueError(f"state of the model of returns: {name!r} is no category with returns and passes")
-            category = names[name]
-            model._returns[category] = _checked(name, counts["returns"])
-            model._passes[category] = _checked(name, counts["passes"])
-            model._totals[category] = sum(model._returns[category]) + sum(model._passes[category])
+        try:
+            found = msgspec.convert(state, dict[str, _Counted])
+        except msgspec.ValidationError as error:
+            raise ValueError(f"state of the model of returns: {error}") from error
+        categories = {str(category): category for category in range(NUM_CATEGORIES)}
+        if unknown := found.keys() - categories:
+            raise ValueError(f"state of the model of returns: {unknown} are no categories")
+        for name, counted in found.items():
+            category = categories[name]
+            model._returns[category], model._passes[category] = counted.returns, counted.passes
+            model._totals[category] = sum(counted.returns) + sum(counted.passes)
         model.publish()
         return model
-
-
-def _checked(name: str, counts: object) -> list[float]:
-    if not isinstance(counts, list) or len(counts) != NUM_BUCKETS:
-        raise ValueError(f"state of the model of returns: category {name} needs {NUM_BUCKETS} counts")
-    for count in counts:
-        if isinstance(count, bool) or not isinstance(count, int | float) or not 0 <= count <= 1e12:
-            raise ValueError(f"state of the model of returns: category {name} has a count of {count!r}")
-    return [float(count) for count in counts]
 
 
 def _shrunk(counts: Array, towards: Array) -> Array:

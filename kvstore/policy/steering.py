@@ -46,7 +46,8 @@ class Steering:
         self._prefixes = None
         if self._policy in ("return", "auto"):
             self._prefixes = Prefixes(self._learner, max(self._capacities.values(), default=0))
-        self._conversations = Conversations(self._learner, most, self._prefixes)
+        begin_prefix = None if self._prefixes is None else self._prefixes.begin
+        self._conversations = Conversations(self._learner, most, begin_prefix)
         self._orders = {tier: EvictionOrder(self._policy, self._model, self._clock) for tier in self._capacities}
 
     def order(self, tier: str) -> EvictionOrder:
@@ -91,14 +92,12 @@ class Steering:
         """Conversations of which only the last stored block is known, from `make`. Best in few large batches."""
         self._conversations.adopt(found, self._clock())
 
-    def pin(self, conversation: Conversation, until_s: float) -> None:
-        """Keep it longer than ordinary ones until then; the last call counts."""
-        conversation.pinned_until_s = until_s
-        self.refresh(conversation)
-
-    def expire(self, conversation: Conversation, at_s: float) -> None:
-        """From then on it goes first; math.inf takes that back."""
-        conversation.expires_s = at_s
+    def pin(self, conversation: Conversation, seconds: float | None, expires_s: float | None = None) -> None:
+        """See `KVConnector.pin`."""
+        if seconds is not None:
+            conversation.pinned_until_s = self._clock() + seconds
+        if expires_s is not None:
+            conversation.expires_s = expires_s
         self.refresh(conversation)
 
     def refresh(self, conversation: Conversation) -> None:
@@ -124,7 +123,7 @@ class Steering:
             "num_prefixes": 0 if self._prefixes is None else len(self._prefixes),
             "num_away": self._learner.num_away,
             "num_returns_learned": round(self._model.num_returns),
-            "ranks_version": self._model.version,
+            "ranks_version": self._model.table.version,
             "state_was_bad": self.state_was_bad,
         }
 

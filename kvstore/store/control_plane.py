@@ -6,7 +6,6 @@ Knows slots and ids, no tensor.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -25,9 +24,9 @@ from kvstore.store.prefetch import Prefetcher
 from kvstore.store.requests import Requests, Tracked
 from kvstore.store.saving import Saver
 from kvstore.store.seam import Match, StepSpan
-from kvstore.store.splicing import ChainContent, Piece, Splicer, plan_chain
+from kvstore.store.splicing import Piece, Splicer, plan_chain
 from kvstore.store.steps import StepsInFlight
-from kvstore.store.stored import Identity, StoredBlocks
+from kvstore.store.stored import ChainContent, Identity, StoredBlocks
 from kvstore.store.write_back import WriteBack
 
 HINT_S = 30.0  # that what was read on a hint is kept before other things
@@ -67,8 +66,8 @@ class KVStore:
             cpu, self.requests, lambda request: choose(request, planner, reads),
             0 if disk is None else disk.capacity_bytes // planner.block_bytes, steering.refresh,
         )  # fmt: skip
-        self._matcher = Matcher(self.requests, self.prefetcher, planner, reads, stats, clock, may_try=cpu.keep)
-        self.saver = Saver(cpu, self.requests, self.stored, stats, has_disk=disk is not None)
+        self._matcher = Matcher(self.requests, self.prefetcher, planner, reads, stats, clock, cpu.keep)
+        self.saver = Saver(cpu, self.requests, self.stored, stats, disk is not None)
         self.splicer = Splicer(cpu, io, self.stored, reads, copy, stats)
         self.steps = StepsInFlight(cpu, self.saver, stats, self._landed)
         self.deletion = Deletion(cpu, disk, steering, stats, planner.block_bytes, self._unnamed_slots)
@@ -192,28 +191,21 @@ class KVStore:
             self.steering.move(conversation, planned.chain)
         return planned.chain, planned.lineage
 
-    def prefetch(self, content: ChainContent) -> None:
+    def prefetch(self, hint: Tracked) -> None:
         """Read what of this chain is on disk only, when nobody waits.
 
         Its conversation is kept for a while, so that what was read is still there when the person presses enter.
         """
         if self.disk is None or not self.cpu.keep:
             return
-        conversation = self._conversation_of(content.chain)
-        until_s = self._clock() + HINT_S
-        if conversation is not None and conversation.pinned_until_s < until_s:
-            self.steering.pin(conversation, until_s)
-        tokens = bytearray(content.tokens)
-        hint = Tracked("", content.chain, tokens, content.lineage, content.tenant, conversation=conversation)
+        conversation = hint.conversation = self._conversation_of(hint.chain)
+        if conversation is not None and conversation.pinned_until_s < self._clock() + HINT_S:
+            self.steering.pin(conversation, HINT_S)
         self.prefetcher.hint(hint)
 
-    def pin(self, chain: Sequence[BlockId], seconds: float) -> None:
+    def pin(self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None) -> None:
         if (conversation := self._conversation_of(chain)) is not None:
-            self.steering.pin(conversation, self._clock() + seconds)
-
-    def expire(self, chain: Sequence[BlockId], at_s: float | None) -> None:
-        if (conversation := self._conversation_of(chain)) is not None:
-            self.steering.expire(conversation, math.inf if at_s is None else at_s)
+            self.steering.pin(conversation, seconds, expires_s)
 
     def _conversation_of(self, chain: Sequence[BlockId]) -> Conversation | None:
         """The conversation of this chain; one is made when nobody is known to have it but its end is stored."""

@@ -6,6 +6,7 @@ Control plane, one thread. Forgotten blocks leave no bytes behind in the arena.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict, Evicted
@@ -15,24 +16,18 @@ from kvstore.stats import StoreStats
 from kvstore.store.write_back import WriteBack
 
 
+@dataclass(eq=False)
 class Deletion:
     """disk None: there is none. unnamed_slots: those that are being filled and have no id yet."""
 
-    def __init__(
-        self,
-        cpu: CpuTier,
-        disk: WriteBack | None,
-        steering: Steering,
-        stats: StoreStats,
-        block_bytes: int,
-        unnamed_slots: Callable[[], Iterable[int]],
-    ) -> None:
-        self._cpu = cpu
-        self._disk = disk
-        self._steering = steering
-        self._stats = stats
-        self._block_bytes = block_bytes
-        self._unnamed_slots = unnamed_slots
+    _cpu: CpuTier
+    _disk: WriteBack | None
+    _steering: Steering
+    _stats: StoreStats
+    _block_bytes: int
+    _unnamed_slots: Callable[[], Iterable[int]]
+
+    def __post_init__(self) -> None:
         self._waiting: list[tuple[tuple[BlockId, ...], set[BlockId]]] = []  # what is below them is not known yet
         self._to_erase: set[int] = set()  # slots with something forgotten in them that were held at that time
 
@@ -57,8 +52,7 @@ class Deletion:
             for block_ids, found in waiting:
                 below = [block_id for block_id in self._with_descendants(block_ids) if block_id not in found]
                 found.update(below)
-                if below:
-                    self._forget(below)
+                self._forget(below)
         if self._to_erase:
             self._erase()
 
@@ -99,9 +93,8 @@ class Deletion:
         in_cpu = self._cpu.select(what, self._block_bytes)
         found = {"cpu": Evicted(len(in_cpu), len(in_cpu) * self._block_bytes)}
         chosen = set(in_cpu)
-        if not what.dry_run:
-            for block_id in in_cpu:
-                self._cpu.forget(block_id)
+        for block_id in () if what.dry_run else in_cpu:
+            self._cpu.forget(block_id)
         if self._disk is not None:
             on_disk, found["disk"] = self._disk.space.select(what)
             chosen.update(on_disk)

@@ -9,11 +9,10 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from kvstore.blocks.ids import BlockId
-from kvstore.blocks.records import BlockRecord, Evict, Evicted
+from kvstore.blocks.records import BlockRecord
 from kvstore.disk.index import DiskIndex, IndexEntry
 from kvstore.disk.index_loader import IndexLoader
 from kvstore.disk.tier import DiskTier
-from kvstore.errors import StoreError
 from kvstore.policy.conversation import Conversation
 from kvstore.policy.steering import Steering
 from kvstore.stats import StoreStats
@@ -26,24 +25,19 @@ class DiskContents:
     """Until the index is loaded LMDB itself is asked, and what happens is noted, to be repeated on the index."""
 
     def __init__(self, disk: DiskTier, steering: Steering, stats: StoreStats, clock: Callable[[], float]) -> None:
-        self._disk = disk
-        self._steering = steering
-        self._stats = stats
-        self._clock = clock
+        self._disk, self._steering, self._stats, self._clock = disk, steering, stats, clock
         self.index: DiskIndex | None = None
         self.removing: dict[BlockId, int] = {}  # what is being deleted, and the bytes that will be free
         # The last that happened to each block: written, or None: deleted.
         self._journal: dict[BlockId, tuple[IndexEntry, Conversation | None] | None] = {}
-        self._early_touches: deque[tuple[tuple[BlockId, ...], float, Conversation | None]] = deque(
-            maxlen=MAX_EARLY_TOUCHES
-        )
+        self._early_touches = deque[tuple[tuple[BlockId, ...], float, Conversation | None]](maxlen=MAX_EARLY_TOUCHES)
         self._to_adopt: list[tuple[Hashable, Conversation]] = []
         self._loader = IndexLoader(disk, steering.order("disk"), clock)
 
     def poll(self) -> bool:
         """Whether the index has just come."""
-        has_come = False
-        if (loaded := self._loader.take()) is not None:
+        loaded, has_come = self._loader.take(), False
+        if loaded is not None:
             self._stats.housekeeping_errors += not loaded.is_whole
             if has_come := self.index is None:
                 self._to_adopt, self.index = loaded.found, loaded.index
@@ -76,7 +70,6 @@ class DiskContents:
         self._to_adopt = []
         self.removing.clear()
 
-    # -- looking -----------------------------------------------------------------------------------------------------
     def contains(self, block_id: BlockId) -> bool:
         """Whether the disk has this block; false for one that is being deleted."""
         if block_id in self.removing or self._disk.file.broken:
@@ -88,29 +81,13 @@ class DiskContents:
     def with_descendants(self, block_ids: Iterable[BlockId]) -> list[BlockId]:
         """These blocks and all that hangs below them on disk, as far as that is known: before the index is, nothing."""
         found = dict.fromkeys(block_ids)
-        if self.index is None:
+        if (index := self.index) is None:
             return list(found)
-        named = set(found)
-        for block_id in list(found):
-            entry = self.index.get(block_id)
-            if entry is None or entry.parent_id not in named:  # the others are below one of these
-                found |= dict.fromkeys(self.index.descendants(block_id))
+        for block_id, entry in [(block_id, index.get(block_id)) for block_id in found]:
+            if entry is None or entry.parent_id not in found:  # the others are below one of these
+                found |= dict.fromkeys(index.descendants(block_id))
         return list(found)
 
-    def select(self, what: Evict, is_pinned: Callable[[BlockId], bool]) -> tuple[list[BlockId], Evicted]:
-        """Blocks on disk that match, tails first, and how much that is. What is in use stays, unless it is named.
-
-        Raises StoreError as long as the index is not loaded.
-        """
-        index = self.index
-        if index is None:
-            raise StoreError(f"the index of {self._disk.file.path} is still being loaded; try again in a while")
-        named = what.everything or what.block_ids is not None
-        chosen = index.select(what) if named else index.select(what, is_pinned)
-        entries = [index.get(block_id) for block_id in chosen]
-        return chosen, Evicted(len(chosen), sum(entry.stored_bytes for entry in entries if entry is not None))
-
-    # -- what happens ------------------------------------------------------------------------------------------------
     def claim(self, chain: Sequence[BlockId], conversation: Conversation) -> None:
         """These blocks, head first, are wanted by this conversation, as far as they are on disk."""
         if self.index is not None:

@@ -6,40 +6,34 @@ Control plane, one thread. What CPU and disk hold together stays closed under pa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.disk.blocks_file import WATERMARK
-from kvstore.disk.index import DiskIndex
 from kvstore.disk.io_queue import IoQueue
 from kvstore.disk.tier import DiskTier
+from kvstore.errors import StoreError
 from kvstore.memory.tier import CpuTier
 from kvstore.stats import StoreStats
 from kvstore.store.disk_contents import DiskContents
 
 
+@dataclass(eq=False)
 class DiskSpace:
     """is_parent_of_dirty: whether a block builds on this one that waits to be written."""
 
-    def __init__(
-        self,
-        disk: DiskTier,
-        cpu: CpuTier,
-        io: IoQueue,
-        contents: DiskContents,
-        stats: StoreStats,
-        is_parent_of_dirty: Callable[[BlockId], bool],
-    ) -> None:
-        self._disk = disk
-        self._cpu = cpu
-        self._io = io
-        self._contents = contents
-        self._stats = stats
-        self._is_parent_of_dirty = is_parent_of_dirty
+    _disk: DiskTier
+    _cpu: CpuTier
+    _io: IoQueue
+    _contents: DiskContents
+    _stats: StoreStats
+    _is_parent_of_dirty: Callable[[BlockId], bool]
+
+    def __post_init__(self) -> None:
         self._failed: dict[BlockId, None] = {}  # deletions that failed, and wait to be tried again
         self._lost_early: list[BlockId] = []  # what hangs below them is not known before the index is
 
-    # -- deleting ----------------------------------------------------------------------------------------------------
     def delete(self, block_ids: Sequence[BlockId]) -> None:
         """Take blocks from the disk and from the CPU tier. Whoever holds a slot there keeps it."""
         sizes = [self._contents.remove(block_id) for block_id in block_ids]
@@ -52,7 +46,8 @@ class DiskSpace:
             self._cpu.forget(block_id)
             self._contents.removing[block_id] = size
             self._failed.pop(block_id, None)
-        self._io.submit_deletes([block_id for block_id, _ in blocks])
+        if blocks:
+            self._io.submit_deletes([block_id for block_id, _ in blocks])
 
     def delete_tree(self, block_id: BlockId, gone: Sequence[BlockId] = ()) -> None:
         """A block is lost: it goes, and with it what was computed after it, which nobody could use.
@@ -67,9 +62,7 @@ class DiskSpace:
         """What hangs below blocks that were lost before goes, too, unless these were computed and written again."""
         lost = {block_id for block_id in self._lost_early if not self._contents.contains(block_id)}
         self._lost_early = []
-        below = [block_id for block_id in self._contents.with_descendants(lost) if block_id not in lost]
-        if below:
-            self.delete(below)
+        self.delete([block_id for block_id in self._contents.with_descendants(lost) if block_id not in lost])
 
     def deleted(self, block_ids: Iterable[BlockId]) -> None:
         """They are gone."""
@@ -81,13 +74,10 @@ class DiskSpace:
 
     def delete_again(self) -> bool:
         """Submit what has failed once more; False when nothing has."""
-        if not self._failed:
-            return False
-        again = [block_id for block_id in self._failed if block_id in self._contents.removing]
-        self._failed.clear()
-        if again:
+        failed, self._failed = self._failed, {}
+        if again := [block_id for block_id in failed if block_id in self._contents.removing]:
             self._io.submit_deletes(again)
-        return True
+        return bool(failed)
 
     def is_deleting(self, block_ids: Iterable[BlockId]) -> bool:
         """Whether some of these are not gone from disk yet."""
@@ -99,18 +89,14 @@ class DiskSpace:
 
     def begin_anew(self) -> None:
         """The file was put aside: of the CPU tier's blocks those are of no use whose parent was on disk only."""
-        if self._contents.index is not None:
-            self._forget_orphans(self._contents.index)
+        index = self._contents.index
+        if index is not None:
+            lost = [one for one in self._cpu.absent_parents() if one in index]
+            for block_id in self._cpu.with_descendants(lost):
+                self._cpu.forget(block_id)
         self._lost_early.clear()
         self._failed.clear()
         self._contents.begin_anew()
-
-    def _forget_orphans(self, index: DiskIndex) -> None:
-        records = [record for record in map(self._cpu.record, self._cpu.blocks()) if record is not None]
-        parents = dict.fromkeys(record.parent_id for record in records)
-        lost = [one for one in parents if one in index and self._cpu.slot_of(one) is None]
-        for block_id in self._cpu.with_descendants(lost):
-            self._cpu.forget(block_id)
 
     # -- making room -------------------------------------------------------------------------------------------------
     def make_room(self, incoming_bytes: int, num_queued_bytes: int) -> bool:
@@ -132,8 +118,7 @@ class DiskSpace:
             return False
         victims = self._contents.index.take_victims(num_bytes, self._is_pinned)
         self._stats.disk_evictions += len(victims)
-        if victims:
-            self._submit([(entry.block_id, entry.stored_bytes) for entry in victims])
+        self._submit([(entry.block_id, entry.stored_bytes) for entry in victims])
         return bool(victims)
 
     def _is_pinned(self, block_id: BlockId) -> bool:
@@ -141,5 +126,14 @@ class DiskSpace:
         return self._is_parent_of_dirty(block_id) or self._cpu.is_needed(block_id)
 
     def select(self, what: Evict) -> tuple[list[BlockId], Evicted]:
-        """See `DiskContents.select`."""
-        return self._contents.select(what, self._is_pinned)
+        """Blocks on disk that match, tails first, and how much that is. What is in use stays, unless it is named.
+
+        Raises StoreError as long as the index is not loaded.
+        """
+        index = self._contents.index
+        if index is None:
+            raise StoreError(f"the index of {self._disk.file.path} is still being loaded; try again in a while")
+        named = what.everything or what.block_ids is not None
+        chosen = index.select(what) if named else index.select(what, self._is_pinned)
+        entries = [index.get(block_id) for block_id in chosen]
+        return chosen, Evicted(len(chosen), sum(entry.stored_bytes for entry in entries if entry is not None))

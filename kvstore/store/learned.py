@@ -22,9 +22,7 @@ class Learned:
     """folder None: nothing outlives the process. model: its name, by which rates are remembered."""
 
     def __init__(self, folder: Path | None, model: str, stats: StoreStats) -> None:
-        self._folder = folder
-        self._model = model
-        self._stats = stats
+        self._folder, self._model, self._stats = folder, model, stats
         self.history = None if folder is None else History(folder)
         self._read: dict[str, object] = {}
         try:

@@ -6,8 +6,9 @@ Control plane, one thread. The planner says which way is faster, `requests` what
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from kvstore.policy.planner import Choice, Disk, Planner, Way
+from kvstore.policy.planner import Choice, Planner, Way
 from kvstore.stats import StoreStats
 from kvstore.store.prefetch import Prefetcher
 from kvstore.store.reads import DiskReads
@@ -25,32 +26,25 @@ def choose(request: Tracked, planner: Planner, reads: DiskReads | None) -> Choic
     if not request.is_exact or reads is None:  # without a disk: what is on its way is a splice, or a save
         return Choice(Way.LOAD)
     wanted = request.wanted
-    disk = Disk(reads.num_before(request.rank), reads.stalled_s)
-    return planner.choose(wanted.end - wanted.front, wanted.back - wanted.front, disk, wanted.is_open)
+    num_ahead, front = reads.num_before(request.rank), wanted.front
+    return planner.choose(wanted.end - front, wanted.back - front, num_ahead, reads.stalled_s, wanted.is_open)
 
 
+@dataclass(eq=False)
 class Matcher:
-    """Answers the scheduler, one request at a time."""
+    """Answers the scheduler, one request at a time.
 
-    def __init__(
-        self,
-        requests: Requests,
-        prefetcher: Prefetcher,
-        planner: Planner,
-        reads: DiskReads | None,
-        stats: StoreStats,
-        clock: Callable[[], float],
-        may_try: bool,
-    ) -> None:
-        """may_try: what is read for nobody is kept in memory, so a slow disk may be tried."""
-        self._requests = requests
-        self._prefetcher = prefetcher
-        self._planner = planner
-        self._reads = reads
-        self._stats = stats
-        self._clock = clock
-        self._may_try = may_try
-        self._try_at = 0.0
+    may_try: what is read for nobody is kept in memory, so a slow disk may be tried.
+    """
+
+    _requests: Requests
+    _prefetcher: Prefetcher
+    _planner: Planner
+    _reads: DiskReads | None
+    _stats: StoreStats
+    _clock: Callable[[], float]
+    _may_try: bool
+    _try_at: float = 0.0
 
     def match(self, request: Tracked, first: int, end: int) -> Match:
         """What of blocks [first, end) can be loaded; called when it is to be scheduled, or has computed so far."""
@@ -105,7 +99,7 @@ class Matcher:
             return
         self._try_at = now_s + TRIED_SHARE * TRIED_BLOCKS * self._planner.read_s
         wanted = request.wanted
-        tail = Tracked("", request.chain, request.tokens, request.lineage, request.tenant)
+        tail = Tracked(request.chain, request.tokens, request.lineage, request.tenant)
         tail.wanted.is_asked = True
         self._requests.hold(tail, max(wanted.front, wanted.back - TRIED_BLOCKS), wanted.back)
         self._prefetcher.read_as_hint(tail)

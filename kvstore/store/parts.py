@@ -7,14 +7,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvstore.blocks.records import SaveFence, TransferPlan, Transferred
+from kvstore.blocks.records import SaveFence, TransferPlan
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.io_queue import IoQueue
 from kvstore.disk.tier import DiskTier
-from kvstore.errors import DegradedError, StoreError
 from kvstore.memory.tier import CpuTier
 from kvstore.stats import Histogram
-from kvstore.store.control_plane import KVStore
+from kvstore.store.control_plane import KVStore, Transfers
 from kvstore.store.learned import Learned
 from kvstore.store.progress import StoreProgress
 
@@ -24,15 +23,10 @@ if TYPE_CHECKING:
 DRAIN_S = 5.0  # for what is in flight when the store is closed
 
 
-class DataPlane(Protocol):
+class DataPlane(Transfers, Protocol):
     """What moves KV between HBM and the arena (`kvstore.memory.transfer`, `kvstore.memory.device_transfer`)."""
 
     load_seconds: Histogram
-
-    @property
-    def can_save(self) -> bool: ...
-
-    def completed(self) -> list[Transferred]: ...
 
     def register(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None: ...
 
@@ -77,16 +71,6 @@ class StoreParts:
                 return is_so()
 
         return self.progress.wait_until(polled, self.io.hurry, timeout_s)
-
-    def flush(self) -> None:
-        """See `KVConnector.flush`."""
-        self.wait_until(lambda: self.store.is_idle or self.degraded is not None, None)
-        if self.progress.closed:
-            raise StoreError("the store was closed; what was not on disk by then is computed again")
-        if self.degraded is not None:
-            raise DegradedError(f"the disk tier cannot write: {self.degraded}; what is in memory is kept and retried")
-        if self.disk is not None:
-            self.disk.sync()
 
     def write_learned(self) -> None:
         self.learned.write(self.store.steering, self.store.planner, self.lock)

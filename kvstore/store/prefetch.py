@@ -35,10 +35,7 @@ class Prefetcher:
         num_disk_blocks: int,
         refresh: Callable[[Conversation], None],
     ) -> None:
-        self._cpu = cpu
-        self._requests = requests
-        self._choose = choose
-        self._has_disk = num_disk_blocks > 0
+        self._cpu, self._requests, self._choose, self._has_disk = cpu, requests, choose, num_disk_blocks > 0
         num_slots = cpu.pool.num_blocks
         may_keep_blank = self._has_disk and cpu.keep and num_slots >= 4 * BLANK_SHARE
         self.num_blank = num_slots // BLANK_SHARE if may_keep_blank else 0
@@ -49,7 +46,6 @@ class Prefetcher:
         self._has_changed = False
         self._num_new = 0  # requests that have come since all were looked at
 
-    # -- the life of a request ---------------------------------------------------------------------------------------
     def arrive(self, request: Tracked) -> None:
         """It waits from now on; what it needs from disk is read ahead, where many wait from the next step on."""
         assert request.conversation is not None and request.key is not None
@@ -62,12 +58,11 @@ class Prefetcher:
 
     def start(self, request: Tracked) -> None:
         """It runs in the next step."""
-        if request.request_id not in self.waiting:
-            return
-        self.waiting.start(request.request_id)
-        if not request.wanted.is_open:
-            self._requests.let_go(request)  # a choice that shares its prompt's blocks was never asked for
-        self._has_changed = True
+        if request.request_id in self.waiting:
+            self.waiting.start(request.request_id)
+            if not request.wanted.is_open:
+                self._requests.let_go(request)  # a choice that shares its prompt's blocks was never asked for
+            self._has_changed = True
 
     def remove(self, request_id: str) -> None:
         """It has ended or was preempted, and holds nothing any more."""
@@ -147,7 +142,6 @@ class Prefetcher:
         """Of those who want slots: who runs comes first, a hint last. No two are equal: nobody waits in a ring."""
         return request.key is None or request.request_id in self.waiting, request.rank
 
-    # -- hints -------------------------------------------------------------------------------------------------------
     def hint(self, wanted: Tracked) -> None:
         """Read what of this chain is on disk only, into slots that nobody waits for."""
         self._requests.hold(wanted, 0, len(wanted.chain))

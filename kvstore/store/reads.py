@@ -18,10 +18,7 @@ class DiskReads:
     """view: the bytes of a slot."""
 
     def __init__(self, cpu: CpuTier, io: IoQueue, view: Callable[[int], memoryview], stats: StoreStats) -> None:
-        self._cpu = cpu
-        self._io = io
-        self._view = view
-        self._stats = stats
+        self._cpu, self._io, self._view, self._stats = cpu, io, view, stats
         self._ranks: dict[int, Rank] = {}  # of each slot
         self._counts: Counter[Rank] = Counter()
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.blocks.ids import TOKEN_BYTES, BlockId, Lineage
+from kvstore.blocks.ids import TOKEN_BYTES
 from kvstore.blocks.records import BlockRecord, Load
 from kvstore.disk.io_queue import AS_HINT, Rank, rank_of_request
 from kvstore.memory.tier import CpuTier, SlotState
 from kvstore.policy.conversation import Conversation, QueueKey
 from kvstore.stats import StoreStats
 from kvstore.store.reads import DiskReads
-from kvstore.store.stored import StoredBlocks
+from kvstore.store.stored import ChainContent, StoredBlocks
 
 
 @dataclass(slots=True)
@@ -51,14 +51,10 @@ class Saving:
 
 
 @dataclass(slots=True, eq=False)
-class Tracked:
-    """A request as the store sees it. tokens: little-endian u32. key: its place in the queue; None for a hint."""
+class Tracked(ChainContent):
+    """A request as the store sees it. key: its place in the queue; None for a hint."""
 
-    request_id: str
-    chain: list[BlockId]
-    tokens: bytearray
-    lineage: Lineage
-    tenant: str
+    request_id: str = ""
     key: QueueKey | None = None
     conversation: Conversation | None = None
     may_load: bool = True
@@ -91,10 +87,7 @@ class Requests:
     """Holds what requests want and hands it out. reads None: there is no disk."""
 
     def __init__(self, cpu: CpuTier, stored: StoredBlocks, reads: DiskReads | None, stats: StoreStats) -> None:
-        self._cpu = cpu
-        self._stored = stored
-        self._reads = reads
-        self._stats = stats
+        self._cpu, self._stored, self._reads, self._stats = cpu, stored, reads, stats
         self.block_size = stored.block_size
         self.by_id: dict[str, Tracked] = {}
 

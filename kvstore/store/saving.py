@@ -31,27 +31,26 @@ class SaveStep:
     num_unnamed: int = 0  # blocks that are full with it, too, and have no id yet
 
 
+@dataclass(eq=False)
 class Saver:
     """Plans saves, and knows the blocks of HBM that should have been saved and were not.
 
     has_disk: what was evicted below HBM is worth computing again, as there is room for all.
     """
 
-    def __init__(
-        self, cpu: CpuTier, requests: Requests, stored: StoredBlocks, stats: StoreStats, has_disk: bool
-    ) -> None:
-        self._cpu = cpu
-        self._requests = requests
-        self._stored = stored
-        self._block_size = stored.block_size
-        self._stats = stats
-        self._has_disk = has_disk
+    _cpu: CpuTier
+    _requests: Requests
+    _stored: StoredBlocks
+    _stats: StoreStats
+    _has_disk: bool
+
+    def __post_init__(self) -> None:
+        self._block_size = self._stored.block_size
         # Block id -> its parent: holes that a later request closes by computing from there.
         self._unsaved: OrderedDict[BlockId, BlockId] = OrderedDict()
         # Full blocks whose last token was not read from the device yet: step, request, index, and slot if it is saved.
         self._unnamed: list[tuple[SaveStep, Tracked, int, int | None]] = []
 
-    # -- a step's saves ----------------------------------------------------------------------------------------------
     def plan(self, spans: Sequence[StepSpan], may_save: bool, step: SaveStep) -> None:
         """Slots for the tokens of a step, noted in `step` as they are taken, so that an error leaves none behind.
 
@@ -172,10 +171,7 @@ class Saver:
         self._stats.orphan_saves += 1
         request.saving.goes_on = False
         if self._has_disk:
-            first = index - 1
-            while not self._has_parent(request, first):
-                first -= 1
-            self._mark(request, first)
+            self._mark(request, next(first for first in range(index - 1, -1, -1) if self._has_parent(request, first)))
 
     def _has_parent(self, request: Tracked, index: int) -> bool:
         """Whether what this block is built on is stored: without it nobody could ever load the block."""
@@ -188,8 +184,7 @@ class Saver:
 
     def lost(self, slot: int) -> None:
         """A save has failed after its slot was announced."""
-        record = self._cpu.record(slot)
-        if record is not None:
+        if (record := self._cpu.record(slot)) is not None:
             self._unsaved[record.block_id] = record.parent_id
 
     def num_usable(self, request: Tracked, num_hit: int) -> int:

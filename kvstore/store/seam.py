@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -62,20 +63,32 @@ class StepSpan:
 
 
 class Upkeep(Protocol):
-    """What whoever looks after a store asks of it, beside the requests."""
+    """What whoever looks after a store asks of it, beside the requests. Without a store there is nothing to do."""
 
     def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
         """Give up what matches, or with dry_run only count it: per tier, and the ids."""
-        ...
+        return {}, frozenset()
+
+    def forget(self, block_ids: Sequence[BlockId], timeout_s: float = 60.0) -> tuple[frozenset[BlockId], bool]:
+        """Delete these blocks, in flight or not, from every tier below HBM, and what was computed after them.
+
+        Returns all that were forgotten, and whether they are gone from disk too: False when that took longer than given
+        or when the disk cannot write.
+        """
+        return frozenset(block_ids), True
+
+    def flush(self) -> None:
+        """Returns when every finished block is synced on disk. Raises DegradedError when the disk cannot write."""
+        return
 
     def verify(self, delete: bool = False) -> dict[str, object]:
         """Check every block on disk; delete: take out what is damaged."""
-        ...
+        return {}
 
     def compact(self) -> dict[str, object]:
         """Rewrite the disk's file without what was deleted."""
-        ...
+        return {}
 
     def check_integrity(self, idle: bool) -> None:
         """Assert that all counts agree. idle: no request is there; waits for what is in flight first."""
-        ...
+        return

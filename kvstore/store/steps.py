@@ -30,10 +30,7 @@ class StepsInFlight:
     """landed: called with each slot that became READY, whose reference it takes over."""
 
     def __init__(self, cpu: CpuTier, saver: Saver, stats: StoreStats, landed: Callable[[int], None]) -> None:
-        self._cpu = cpu
-        self._saver = saver
-        self._stats = stats
-        self._landed = landed
+        self._cpu, self._saver, self._stats, self._landed = cpu, saver, stats, landed
         self.by_ticket: dict[int, StepTransfers] = {}
         self._last_ticket = 0
         self._next_loads: list[Load] = []  # of the step that is being scheduled

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvstore.blocks.ids import TOKEN_BYTES, BlockId, Lineage
 from kvstore.blocks.records import BlockRecord
@@ -15,6 +14,7 @@ from kvstore.disk.records import label
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Conversation
 from kvstore.stats import StoreStats
+from kvstore.store.disk_contents import DiskContents
 from kvstore.store.reads import DiskReads
 
 
@@ -27,54 +27,31 @@ class Identity:
     block_size: int
 
 
-class OnDisk(Protocol):
-    """What is on disk, as far as requests ask."""
+@dataclass(slots=True, eq=False)
+class ChainContent:
+    """A chain as far as it is named, and its tokens: little-endian u32."""
 
-    def contains(self, block_id: BlockId) -> bool: ...
-
-    def claim(self, chain: Sequence[BlockId], conversation: Conversation) -> None: ...
-
-    def link(self, block_id: BlockId, parent_id: BlockId) -> None: ...
-
-
-class Content(Protocol):
-    """A chain with its tokens as `kvstore.blocks.ids.token_bytes` gives them, which may both be longer by now."""
-
-    @property
-    def chain(self) -> Sequence[BlockId]: ...
-
-    @property
-    def tokens(self) -> bytes | bytearray: ...
-
-    @property
-    def lineage(self) -> Lineage: ...
-
-    @property
-    def tenant(self) -> str: ...
+    chain: list[BlockId]
+    tokens: bytes | bytearray
+    lineage: Lineage
+    tenant: str
 
 
+@dataclass(eq=False)
 class StoredBlocks:
     """disk, reads None: there is none."""
 
-    def __init__(
-        self,
-        cpu: CpuTier,
-        disk: OnDisk | None,
-        reads: DiskReads | None,
-        identity: Identity,
-        stats: StoreStats,
-        clock: Callable[[], float],
-    ) -> None:
-        self._cpu = cpu
-        self._disk = disk
-        self._reads = reads
-        self._identity = identity
-        self._stats = stats
-        self._clock = clock
-        self.block_size = identity.block_size
-        self._block_bytes = identity.block_size * TOKEN_BYTES
+    _cpu: CpuTier
+    _disk: DiskContents | None
+    _reads: DiskReads | None
+    _identity: Identity
+    _stats: StoreStats
+    _clock: Callable[[], float]
 
-    def record(self, content: Content, index: int) -> BlockRecord:
+    def __post_init__(self) -> None:
+        self.block_size = self._identity.block_size
+
+    def record(self, content: ChainContent, index: int) -> BlockRecord:
         """The record of a full block."""
         return BlockRecord(
             block_id=content.chain[index],
@@ -86,8 +63,9 @@ class StoredBlocks:
             created_s=self._clock(),
         )
 
-    def _tokens(self, content: Content, index: int) -> bytes:
-        return bytes(content.tokens[index * self._block_bytes : (index + 1) * self._block_bytes])
+    def _tokens(self, content: ChainContent, index: int) -> bytes:
+        block_bytes = self.block_size * TOKEN_BYTES
+        return bytes(content.tokens[index * block_bytes : (index + 1) * block_bytes])
 
     def is_on_disk(self, block_id: BlockId) -> bool:
         return self._disk is not None and self._disk.contains(block_id)
@@ -102,7 +80,7 @@ class StoredBlocks:
             return bool(chain)
         return self.holds(chain[-1])
 
-    def slot_of(self, content: Content, index: int) -> int | None:
+    def slot_of(self, content: ChainContent, index: int) -> int | None:
         """The slot of this block after comparing whose it is."""
         slot = self._cpu.slot_of(content.chain[index])
         if slot is None:
@@ -123,13 +101,10 @@ class StoredBlocks:
         found: list[str] = []
         for block_id in chain[first:end]:
             slot = self._cpu.slot_of(block_id)
-            if slot is not None:
-                is_coming = self._reads is not None and slot in self._reads
-                found.append("disk" if is_coming or not self._cpu.keep else "cpu")
-            elif self.is_on_disk(block_id):
-                found.append("disk")
-            else:
+            if slot is None and not self.is_on_disk(block_id):
                 break
+            is_there = slot is not None and self._cpu.keep and (self._reads is None or slot not in self._reads)
+            found.append("cpu" if is_there else "disk")
         return found
 
     def claim(self, chain: Sequence[BlockId], lineage: Lineage, conversation: Conversation) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from kvstore.blocks.forest import Order
 from kvstore.blocks.ids import BlockId, Lineage, lineage_root, token_bytes
@@ -16,11 +15,8 @@ from kvstore.store.housekeeping import Housekeeper
 from kvstore.store.parts import StoreParts
 from kvstore.store.requests import Tracked
 from kvstore.store.seam import Arrival, Match, StepSpan, Upkeep
-from kvstore.store.splicing import ChainContent
+from kvstore.store.stored import ChainContent
 from kvstore.store.upkeep import TieredUpkeep
-
-if TYPE_CHECKING:
-    import torch
 
 
 class TieredConnector:
@@ -33,6 +29,9 @@ class TieredConnector:
         self.lineage_root: Callable[[str, str], BlockId] = partial(lineage_root, parts.secret, fingerprint)
         self.hbm_order: Order = parts.store.steering.order("hbm")
         self.upkeep: Upkeep = TieredUpkeep(parts)
+        self.register_kv_caches = parts.transfer.register
+        self.wait_for_layer_load = parts.transfer.wait_for_layer
+        self.save_kv_layer = parts.transfer.save_layer
         self._num_seen = 0
         self._closed = False
         self._housekeeper = Housekeeper(parts)
@@ -51,12 +50,12 @@ class TieredConnector:
         conversation: Conversation | None = None,
         may_load: bool = True,
     ) -> Arrival:
-        tokens = bytearray(token_bytes(token_ids))
         with self.parts.lock:
             store, history = self.parts.store, self.parts.learned.history
             store.poll(reads_ahead=False)
             found = store.steering.arrive(chain, conversation, store.stored.has_end(chain, num_hbm_tokens))
-            request = Tracked(request_id, list(chain), tokens, lineage, tenant, key, found, may_load)
+            tokens = bytearray(token_bytes(token_ids))
+            request = Tracked(list(chain), tokens, lineage, tenant, request_id, key, found, may_load)
             if history is not None and (conversation is None or history.is_back(request_id)):
                 after = found.first_block if found.number < 0 else None
                 history.arrived(request_id, time.time(), found.name, len(token_ids), after)
@@ -95,18 +94,9 @@ class TieredConnector:
                 history.left(request_id, time.time(), answer or Answer(0), tip)
 
     # -- worker side -------------------------------------------------------------------------------------------------
-    def register_kv_caches(self, kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self.parts.transfer.register(kv_caches)
-
     def start_load_kv(self, plan: TransferPlan, row_starts: Sequence[int]) -> None:
         self.parts.transfer.begin(plan, row_starts)
         self.parts.store.steps.begun(plan.ticket)
-
-    def wait_for_layer_load(self, layer: int) -> None:
-        self.parts.transfer.wait_for_layer(layer)
-
-    def save_kv_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None:
-        self.parts.transfer.save_layer(layer, raw_key, value)
 
     def wait_for_save(self) -> SaveFence | None:
         return self.parts.transfer.end()
@@ -134,18 +124,14 @@ class TieredConnector:
 
     # -- beside them -------------------------------------------------------------------------------------------------
     def prefetch(self, chain: Sequence[BlockId], token_ids: Sequence[int], lineage: Lineage, tenant: str) -> None:
-        content = ChainContent(list(chain), token_bytes(token_ids), lineage, tenant)
+        hint = Tracked(list(chain), token_bytes(token_ids), lineage, tenant)
         with self.parts.lock:
             self.parts.store.poll()
-            self.parts.store.prefetch(content)
+            self.parts.store.prefetch(hint)
 
-    def pin(self, chain: Sequence[BlockId], seconds: float) -> None:
+    def pin(self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None = None) -> None:
         with self.parts.lock:
-            self.parts.store.pin(chain, seconds)
-
-    def expire(self, chain: Sequence[BlockId], at_s: float | None) -> None:
-        with self.parts.lock:
-            self.parts.store.expire(chain, at_s)
+            self.parts.store.pin(chain, seconds, expires_s)
 
     def splice(
         self,
@@ -161,17 +147,6 @@ class TieredConnector:
             spliced = self.parts.store.splice(content, spans, self.parts.secret)
             self.parts.store.poll()
             return spliced
-
-    def forget(self, block_ids: Sequence[BlockId], timeout_s: float = 60.0) -> tuple[frozenset[BlockId], bool]:
-        deletion = self.parts.store.deletion
-        with self.parts.lock:
-            found = deletion.forget(block_ids)
-        self.parts.wait_until(lambda: deletion.is_forgotten(found) or deletion.cannot_forget(found), timeout_s)
-        with self.parts.lock:
-            return frozenset(found), deletion.is_forgotten(found)
-
-    def flush(self) -> None:
-        self.parts.flush()
 
     def stats(self) -> dict[str, object]:
         with self.parts.lock:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict, Evicted
+from kvstore.errors import DegradedError, StoreError
 from kvstore.forks import leave_to_parent
 from kvstore.store.parts import StoreParts
 
@@ -24,6 +27,24 @@ class TieredUpkeep:
         with self._parts.lock:
             self._parts.store.poll()
             return self._parts.store.deletion.evict(what)
+
+    def forget(self, block_ids: Sequence[BlockId], timeout_s: float = 60.0) -> tuple[frozenset[BlockId], bool]:
+        deletion = self._parts.store.deletion
+        with self._parts.lock:
+            found = deletion.forget(block_ids)
+        self._parts.wait_until(lambda: deletion.is_forgotten(found) or deletion.cannot_forget(found), timeout_s)
+        with self._parts.lock:
+            return frozenset(found), deletion.is_forgotten(found)
+
+    def flush(self) -> None:
+        parts = self._parts
+        parts.wait_until(lambda: parts.store.is_idle or parts.degraded is not None, None)
+        if parts.progress.closed:
+            raise StoreError("the store was closed; what was not on disk by then is computed again")
+        if parts.degraded is not None:
+            raise DegradedError(f"the disk tier cannot write: {parts.degraded}; what is in memory is kept and retried")
+        if parts.disk is not None:
+            parts.disk.sync()
 
     def verify(self, delete: bool = False) -> dict[str, object]:
         if self._parts.disk is None:

@@ -66,6 +66,7 @@ class WriteBack:
         tenant_bytes: int | None = None,
     ) -> None:
         self._disk, self._cpu, self._io, self._stats, self._clock = disk, cpu, io, stats, clock
+        self.capacity_bytes = disk.file.capacity_bytes
         self._tenant_bytes = tenant_bytes
         self.reads = DiskReads(cpu, io, view, stats)
         self.contents = DiskContents(disk, steering, stats, clock)
@@ -75,10 +76,6 @@ class WriteBack:
         self._retry, self._heal = Backoff(clock), Backoff(clock)  # of writes, of putting a damaged file aside
         self._num_full = 0
         self._stuck_since_s: float | None = None
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self._disk.file.capacity_bytes
 
     # -- reads -------------------------------------------------------------------------------------------------------
     def read_done(self, done: ReadDone) -> None:
@@ -122,8 +119,8 @@ class WriteBack:
 
     def _submit_first(self) -> bool:
         """Of the dirty ones; False when it has to wait."""
-        slot = self.queue.dirty[0]
-        record, size = self._cpu.record(slot), self.queue.file_bytes(slot)
+        slot, size = self.queue.dirty[0], self.queue.file_bytes
+        record = self._cpu.record(slot)
         assert record is not None
         if not self._cpu.is_current(slot) or self.contents.contains(record.block_id):
             self._cpu.release(self.queue.drop_first(record))  # deleted, or there already
@@ -198,7 +195,7 @@ class WriteBack:
         if done.error == WriteError.MAP_FULL and self._num_full < MAX_FULL and self.contents.index is not None:
             # There is room, in pieces that are too small or not free before another transaction or two.
             self._num_full += 1
-            self.space.evict(sum(self.queue.file_bytes(write.slot) for write in done.writes))
+            self.space.evict(len(done.writes) * self.queue.file_bytes)
             self.space.delete_again()
             return
         self.degraded = done.error
@@ -221,9 +218,10 @@ class WriteBack:
         self.degraded, self._retry.at_s = None, 0.0
         self.space.begin_anew()
         self.queue.doubt_submitted()
-        known = self.queue.slots
-        for slot in self._cpu.parents_first():
-            if self._cpu.state(slot) is SlotState.READY and slot not in known:
+        known = self.queue.submitted.union(self.queue.dirty)
+        # Parents first: what stops half-way leaves nothing without its parent.
+        for slot in map(self._cpu.slot_of, self._cpu.with_descendants(self._cpu.absent_parents())):
+            if slot is not None and self._cpu.state(slot) is SlotState.READY and slot not in known:
                 self._cpu.acquire(slot)
                 self.add_dirty(slot)
         return True

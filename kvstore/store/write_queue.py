@@ -16,55 +16,51 @@ PAGE_BYTES = 4096
 
 
 class WriteQueue:
-    """view: the bytes of a slot."""
+    """view: the bytes of a slot. file_bytes: what an incompressible block takes in the file: whole pages, with the
+    value's header.
+    """
 
     def __init__(self, io: IoQueue, view: Callable[[int], memoryview]) -> None:
-        self._io = io
-        self._view = view
+        self._io, self._view = io, view
+        self.file_bytes = (view(0).nbytes // PAGE_BYTES + 1) * PAGE_BYTES
         self.dirty: deque[int] = deque()
         self.submitted: set[int] = set()  # slots that the writer has
-        self.num_bytes = 0  # that these take in the file
-        self._bytes_of: Counter[str] = Counter()  # by tenant
+        self._of_tenants: Counter[str] = Counter()  # how many of these
         self._unsure: set[int] = set()  # those that may have gone to an environment that was put aside
         self._parents: Counter[BlockId] = Counter()  # of all these
 
-    def add(self, slot: int, record: BlockRecord) -> None:
-        self.dirty.append(slot)
-        self._parents[record.parent_id] += 1
+    @property
+    def num_bytes(self) -> int:
+        """That the writer has, as they count in the file."""
+        return len(self.submitted) * self.file_bytes
+
+    def bytes_of(self, tenant: str) -> int:
+        """Those of a tenant."""
+        return self._of_tenants[tenant] * self.file_bytes
 
     def is_parent(self, block_id: BlockId) -> bool:
         """Whether one of these builds on this block."""
         return block_id in self._parents
 
-    def file_bytes(self, slot: int) -> int:
-        """What an incompressible block takes in the file: whole pages, with the value's header."""
-        return (self._view(slot).nbytes // PAGE_BYTES + 1) * PAGE_BYTES
-
-    def bytes_of(self, tenant: str) -> int:
-        """Of the blocks that the writer has."""
-        return self._bytes_of[tenant]
+    def add(self, slot: int, record: BlockRecord) -> None:
+        self.dirty.append(slot)
+        self._parents[record.parent_id] += 1
 
     def submit_first(self, record: BlockRecord) -> None:
         """The writer gets the first dirty one, which has this record."""
         slot = self.dirty.popleft()
-        self.num_bytes += self.file_bytes(slot)
-        self._bytes_of[record.tenant] += self.file_bytes(slot)
+        self._of_tenants[record.tenant] += 1
         self.submitted.add(slot)
         self._io.submit_write(Write(slot, record, self._view(slot)))
 
     def drop_first(self, record: BlockRecord) -> int:
         """The first dirty one is not written; returns its slot."""
-        slot = self.dirty.popleft()
         self.remove(record)
-        return slot
+        return self.dirty.popleft()
 
     def ended(self, writes: Sequence[Write]) -> None:
         """The writer does not have these any more."""
-        for write in writes:
-            size = self.file_bytes(write.slot)
-            self.num_bytes -= size
-            self._bytes_of[write.record.tenant] -= size
-        self._bytes_of = +self._bytes_of  # without those of whom nothing is queued
+        self._of_tenants -= Counter(write.record.tenant for write in writes)
         self.submitted.difference_update(write.slot for write in writes)
 
     def put_back(self, writes: Sequence[Write]) -> None:
@@ -87,7 +83,3 @@ class WriteQueue:
         is_so = slot in self._unsure
         self._unsure.discard(slot)
         return is_so
-
-    @property
-    def slots(self) -> set[int]:
-        return self.submitted.union(self.dirty)

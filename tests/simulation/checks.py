@@ -83,7 +83,7 @@ def check_always(sim: Simulation) -> None:
     sim.scheduler.roster.check_integrity()
     sim.store.check_integrity(idle=False)
     sim.pool.check_content()
-    for slot in sim.cpu.blocks():
+    for slot in sim.cpu.pool.cached_blocks():
         if sim.cpu.state(slot) is SlotState.READY:
             sim.cpu.check_content(slot)
     held = held_slots(sim)
@@ -137,7 +137,7 @@ def check_closed(sim: Simulation) -> None:
             return
         disk.contents.index.check_integrity()
     stored = on_disk(sim)
-    records = [sim.cpu.record(slot) for slot in sim.cpu.blocks()]
+    records = [sim.cpu.record(slot) for slot in sim.cpu.pool.cached_blocks()]
     in_cpu = {record.block_id: record.parent_id for record in records if record is not None}
     for where, blocks in (("cpu", in_cpu), ("disk", stored)):
         for block_id, parent_id in blocks.items():
@@ -216,7 +216,7 @@ def check_disk(sim: Simulation) -> None:
     values = sim.platter.values
     assert disk.contents.index._entries.keys() == values.keys(), "the index and the disk disagree"
     assert sim.store.stats.written == sim.counts_of_store["blocks written"], "written blocks are miscounted"
-    assert not disk.queue._bytes_of, "bytes of tenants are counted as queued while idle"
+    assert not disk.queue._of_tenants, "bytes of tenants are counted as queued while idle"
     if sim.limit_bytes is not None:
         most = max(disk.contents.index._tenant_bytes.values(), default=0)
         assert most <= sim.limit_bytes, f"{most} bytes of a tenant that may have {sim.limit_bytes}"

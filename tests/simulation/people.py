@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -212,8 +213,8 @@ class People:
             sim.connector.pin(talk.chain, seconds)
             sim.counts["pins"] += 1
         if rng.random() < 0.05:
-            at_s = rng.choice([sim.clock.now_s + rng.expovariate(1 / HOUR_S), None])
-            sim.connector.expire(talk.chain, at_s)
+            at_s = rng.choice([sim.clock.now_s + rng.expovariate(1 / HOUR_S), math.inf])
+            sim.connector.pin(talk.chain, None, at_s)
             sim.counts["expiries"] += 1
         if rng.random() < 0.02:
             self._maybe_delete(talk)

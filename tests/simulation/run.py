@@ -325,7 +325,7 @@ class Simulation:
         for _ in range(2):
             for block in [block for block in map(self.pool.lookup, block_ids) if block is not None]:
                 self.pool.forget(block)
-            found, is_gone = self.connector.forget(block_ids, 2.0)
+            found, is_gone = self.connector.upkeep.forget(block_ids, 2.0)
             block_ids = list(found)
         self.forgotten |= found
         self.counts["forgotten at once" if is_gone else "forgotten later"] += 1

@@ -89,7 +89,7 @@ def unrecorded(opened, monkeypatch):
     settle(engine)
     with engine.connector.parts.lock:
         cpu = engine.connector.parts.cpu
-        every = [cpu.record(slot).block_id for slot in cpu.blocks()]
+        every = [cpu.record(slot).block_id for slot in cpu.pool.cached_blocks()]
     assert len(every) > len(chat.chain) + 1
     return engine, [part for parts in kv_of(engine, every).values() for part in parts]
 

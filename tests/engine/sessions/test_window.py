@@ -238,7 +238,7 @@ def test_a_splice_whose_sources_are_deleted_meanwhile_is_abandoned(engine):
     reader = threading.Thread(target=lambda: list(stream))
     reader.start()
     assert copying.wait(10)
-    engine.connector.forget(chat.chain[1:])
+    engine.connector.upkeep.forget(chat.chain[1:])
     go_on.set()
     reader.join(30)
     assert counters(engine)["spliced"] == 0 and counters(engine)["given_up_splices"] == 1

@@ -90,12 +90,11 @@ def test_pins_and_ends_of_conversations_that_only_the_disk_knows(model, tmp_path
         assert found.pinned_until_s > time.time() + 50
         connector.pin(chain, 0)
         assert found.pinned_until_s <= time.time()
-        connector.expire(chain, 5.0)
+        connector.pin(chain, None, 5.0)
         assert connector.parts.store.steering.find(chain) is found and found.expires_s == 5.0
-        connector.expire(chain, None)
+        connector.pin(chain, None, math.inf)
         assert found.expires_s == math.inf
-        connector.pin([b"x" * 32], 60.0)  # nobody has this
-        connector.expire([b"x" * 32], 1.0)
+        connector.pin([b"x" * 32], 60.0, 1.0)  # nobody has this
         assert connector.parts.store.steering.find([b"x" * 32]) is None
 
 

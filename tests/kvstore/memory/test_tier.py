@@ -20,7 +20,7 @@ def put(tier: CpuTier, name: str, parent: str = "root") -> int:
 
 
 def names(tier: CpuTier) -> set[str]:
-    return {tier.record(slot).block_id.decode().strip() for slot in tier.blocks()}
+    return {tier.record(slot).block_id.decode().strip() for slot in tier.pool.cached_blocks()}
 
 
 def test_a_slot_is_found_while_its_bytes_are_on_their_way():
@@ -124,8 +124,8 @@ def test_at_random_what_stays_is_closed_under_parents(seed):
             tier.release(held.pop(rng.randrange(len(held))))
         elif names(tier):
             tier.forget(record(rng.choice(sorted(names(tier)))).block_id)
-        there = {tier.record(slot).block_id for slot in tier.blocks()}
-        missing = {tier.record(s).parent_id for s in tier.blocks()} - there - {record("x").parent_id}
+        there = {tier.record(slot).block_id for slot in tier.pool.cached_blocks()}
+        missing = {tier.record(s).parent_id for s in tier.pool.cached_blocks()} - there - {record("x").parent_id}
         assert not missing
         tier.check_integrity(idle=False)
     for slot in held:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from kvstore.policy.planner import LEAST_SAVING_S, STEP_TOKENS, Choice, Disk, Planner, Rate, StepRate, Way
+from kvstore.policy.planner import LEAST_SAVING_S, STEP_TOKENS, Choice, Planner, Rate, StepRate, Way
 
 SIZE = 16
 
@@ -43,7 +43,7 @@ def test_the_faster_one_wins_by_more_than_20_ms_and_10_percent():
 
 def test_always_loads_whatever_it_costs():
     assert planner(1e3, 1e6, always=True).should_load(10_000)
-    assert planner(1e3, 1e6, always=True).choose(100, 100, Disk(stalled_s=100)).way is Way.LOAD
+    assert planner(1e3, 1e6, always=True).choose(100, 100, stalled_s=100).way is Way.LOAD
 
 
 def test_a_slow_sample_does_not_last_for_ever():
@@ -71,7 +71,7 @@ def test_a_slow_sample_does_not_last_for_ever():
     ],
 )
 def test_decisions(num_blocks, num_unread, read_s, compute_s, way, num_head):
-    choice = with_disk(read_s, compute_s).choose(num_blocks, num_unread, Disk())
+    choice = with_disk(read_s, compute_s).choose(num_blocks, num_unread)
     assert choice.way is way and abs(choice.num_blocks - num_head) <= 1
     assert (choice.num_next > 0) == (way is Way.BOTH) and choice.num_next <= choice.num_blocks
 
@@ -79,42 +79,42 @@ def test_decisions(num_blocks, num_unread, read_s, compute_s, way, num_head):
 def test_nothing_is_computed_before_computing_was_measured():
     made = Planner(1600, SIZE)
     made.read(1600, 10.0)
-    assert made.choose(100, 100, Disk()).way is Way.LOAD
+    assert made.choose(100, 100).way is Way.LOAD
 
 
 def test_a_disk_that_was_never_measured_is_taken_for_an_ordinary_one():
     made = Planner(1600, SIZE)
     made.computed(1000, 1.0)
-    assert made.choose(100, 100, Disk()).way is Way.LOAD
+    assert made.choose(100, 100).way is Way.LOAD
 
 
 def test_what_is_read_before_counts():
     made = with_disk(0.003, 0.01)
-    assert made.choose(100, 100, Disk()).way is Way.LOAD
-    queued = made.choose(100, 100, Disk(num_ahead=200))
+    assert made.choose(100, 100).way is Way.LOAD
+    queued = made.choose(100, 100, num_ahead=200)
     assert queued.way is Way.BOTH and queued.num_blocks > 60
-    assert made.choose(100, 100, Disk(num_ahead=50_000)).way is Way.COMPUTE
+    assert made.choose(100, 100, num_ahead=50_000).way is Way.COMPUTE
 
 
 def test_a_read_that_takes_long_is_expected_to_go_on():
     made = with_disk(0.001, 0.01)
-    assert made.choose(100, 100, Disk(stalled_s=0.002)).way is Way.LOAD
-    assert made.choose(100, 100, Disk(stalled_s=5.0)).way is Way.COMPUTE
+    assert made.choose(100, 100, stalled_s=0.002).way is Way.LOAD
+    assert made.choose(100, 100, stalled_s=5.0).way is Way.COMPUTE
 
 
 def test_a_request_that_computes_anyway_waits_for_little():
     made = with_disk(0.001, 0.002)
-    assert made.choose(10, 10, Disk()).way is Way.LOAD
+    assert made.choose(10, 10).way is Way.LOAD
     made = with_disk(0.01, 0.001)
-    assert made.choose(2, 2, Disk()).way is Way.LOAD, "20 ms against 2"
-    assert made.choose(2, 2, Disk(), is_open=True).way is not Way.LOAD
+    assert made.choose(2, 2).way is Way.LOAD, "20 ms against 2"
+    assert made.choose(2, 2, is_open=True).way is not Way.LOAD
 
 
 def test_never_slower_than_the_better_of_both_by_more_than_a_tenth_or_20_ms():
     """By its own rates: what it chooses, against loading everything and against computing everything."""
     speeds = [10 ** (exponent / 4) for exponent in range(-20, 5)]
     for read_s, compute_s, num_blocks in itertools.product(speeds, [0.0005, 0.005, 0.05], [1, 5, 30, 300, 3000]):
-        choice = with_disk(read_s, compute_s).choose(num_blocks, num_blocks, Disk())
+        choice = with_disk(read_s, compute_s).choose(num_blocks, num_blocks)
         load_s, all_compute_s = num_blocks * (read_s + 1e-6), num_blocks * compute_s
         steps_s = 10 * STEP_TOKENS / SIZE * compute_s
         took_s = {
@@ -174,7 +174,7 @@ def test_what_was_measured_outlives_the_process():
     old, new = with_disk(0.01, 0.01), Planner(1600, SIZE)
     new.restore(json.loads(json.dumps(old.state())))
     assert new.as_dict() == pytest.approx(old.as_dict())
-    assert new.choose(100, 100, Disk()) == Choice(Way.BOTH, 50, 37)
+    assert new.choose(100, 100) == Choice(Way.BOTH, 50, 37)
     new.restore(None)
 
 

@@ -62,23 +62,23 @@ def test_fifo_goes_by_the_first_request(clock):
 def test_pins_wants_and_expiry_reach_every_order(clock):
     steering = Steering("lru", clock, CAPACITIES)
     one, two = talk(steering, clock, ["a"]), talk(steering, clock, ["b"])
-    steering.pin(one, clock.now_s + 50)
+    steering.pin(one, 50)
     assert firsts(steering) == [two, two]
     two.wanted = (0, 1)
     steering.refresh(two)
     assert firsts(steering) == [one, one]
-    steering.expire(two, clock.now_s + 10)
+    steering.pin(two, None, clock.now_s + 10)
     clock.now_s += 10
     assert firsts(steering) == [one, one], "the other one is wanted, expired or not"
     two.wanted = None
     steering.refresh(two)
-    steering.pin(two, clock.now_s + 5000)
+    steering.pin(two, 5000)
     assert firsts(steering) == [two, two], "an expiry breaks a pin"
-    steering.expire(two, math.inf)
+    steering.pin(two, None, math.inf)
     assert firsts(steering) == [one, one], "its pin ends first"
-    steering.pin(two, 0.0)
+    steering.pin(two, 0)
     assert firsts(steering) == [two, two], "the other one is still pinned"
-    steering.pin(one, 0.0)
+    steering.pin(one, 0)
     assert firsts(steering) == [one, one]
 
 

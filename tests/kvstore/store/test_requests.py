@@ -44,7 +44,7 @@ def tracked(name: str, first: int, num_blocks: int) -> Tracked:
     tokens = list(range(first, first + 4 * num_blocks + 1))
     chain: list[bytes] = []
     extend_chain(chain, ROOT, tokens, 4)
-    return Tracked(name, chain, bytearray(token_bytes(tokens)), Lineage(ROOT), "", (0, 0))
+    return Tracked(chain, bytearray(token_bytes(tokens)), Lineage(ROOT), "", name, (0, 0))
 
 
 @pytest.fixture

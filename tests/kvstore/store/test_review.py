@@ -203,9 +203,11 @@ def test_after_a_damaged_file_parents_are_written_before_their_children(engine):
     connector = engine.connector
     with connector.parts.lock:
         connector.parts.store.disk.queue.dirty.clear()
-        for slot in connector.parts.cpu.blocks()[::2]:  # another order than that of the slots
+        for slot in connector.parts.cpu.pool.cached_blocks()[::2]:  # another order than that of the slots
             connector.parts.cpu.touch([connector.parts.cpu.record(slot).block_id])
-        order = [connector.parts.cpu.record(slot) for slot in connector.parts.cpu.parents_first()]
+        cpu = connector.parts.cpu
+        below = cpu.with_descendants(cpu.absent_parents())
+        order = [cpu.record(slot) for slot in map(cpu.slot_of, below) if slot is not None]
     ids = [one.block_id for one in order]
     assert len(ids) == 2 * BLOCKS and len(set(ids)) == len(ids)
     assert all(ids.index(one.parent_id) < ids.index(one.block_id) for one in order if one.parent_id in ids)
@@ -226,7 +228,7 @@ def test_a_step_that_is_cut_off_after_it_was_planned_holds_nothing(engine, monke
             ask(engine, tokens(8, 100))
     assert not engine.connector.parts.store.steps.by_ticket
     with engine.connector.parts.lock:
-        assert not engine.connector.parts.cpu.blocks(), "blocks that will never come"
+        assert not engine.connector.parts.cpu.pool.cached_blocks(), "blocks that will never come"
 
 
 def test_a_step_that_has_begun_is_not_dropped_by_the_failure_of_another(engine):
@@ -247,12 +249,12 @@ def test_forget_names_what_went_and_waits_for_nothing_else(engine):
     with engine.connector.parts.lock:
         engine.connector.parts.store.disk.contents.removing[b"?" * 32] = 0  # of an eviction that does not end
     started = time.monotonic()
-    assert engine.connector.forget(chain[2:3], timeout_s=20.0) == (frozenset(chain[2:]), True)
+    assert engine.connector.upkeep.forget(chain[2:3], timeout_s=20.0) == (frozenset(chain[2:]), True)
     assert time.monotonic() - started < 5
     with engine.connector.parts.lock:
         del engine.connector.parts.store.disk.contents.removing[b"?" * 32]
     assert chain_of(engine, range(32)) == chain[:2]
-    assert NullConnector().forget(chain) == (frozenset(chain), True)
+    assert NullConnector().upkeep.forget(chain) == (frozenset(chain), True)
 
 
 def test_forget_does_not_wait_for_a_disk_that_cannot_write_and_is_made_up_for(engine, monkeypatch):
@@ -267,11 +269,11 @@ def test_forget_does_not_wait_for_a_disk_that_cannot_write_and_is_made_up_for(en
     with monkeypatch.context() as patch:
         patch.setattr(DiskTier, "write", fail)
         started = time.monotonic()
-        assert engine.connector.forget(chain, timeout_s=20.0) == (frozenset(chain), False)
+        assert engine.connector.upkeep.forget(chain, timeout_s=20.0) == (frozenset(chain), False)
         assert time.monotonic() - started < 5
         wait_until(lambda: len(tries) == 2)
         assert tries[1] - tries[0] > 0.4, "a deletion that failed is not tried again at once"
-    wait_until(lambda: engine.connector.forget(chain, timeout_s=20.0) == (frozenset(chain), True))
+    wait_until(lambda: engine.connector.upkeep.forget(chain, timeout_s=20.0) == (frozenset(chain), True))
     settle(engine)
     assert engine.stats()["disk"]["blocks"] == 0
 
@@ -303,7 +305,7 @@ def test_a_deletion_before_the_index_is_loaded_holds_nobody_up_and_takes_what_is
     path, chain = stored
     go, found = slow_scan(monkeypatch), []
     with open_engine(model, path) as engine:
-        forgetting = threading.Thread(target=lambda: found.append(engine.connector.forget(chain[1:2], 20.0)))
+        forgetting = threading.Thread(target=lambda: found.append(engine.connector.upkeep.forget(chain[1:2], 20.0)))
         forgetting.start()
         evicting = threading.Thread(target=lambda: found.append(engine.connector.upkeep.evict(Evict(dry_run=True))))
         evicting.start()
@@ -359,11 +361,11 @@ def test_every_verb_refuses_a_forked_child_before_it_takes_a_lock(engine):
     thread.start()
     held.wait(20)
     calls = (
-        connector.stats, connector.get_finished, connector.flush, lambda: connector.wait_for_progress(0.0),
+        connector.stats, connector.get_finished, connector.upkeep.flush, lambda: connector.wait_for_progress(0.0),
         lambda: connector.get_num_new_matched_tokens("", 0, 0),
         lambda: connector.update_state_after_alloc("", (), 0, 0), lambda: connector.request_finished(""),
         connector.step_failed, lambda: connector.upkeep.check_integrity(False), connector.upkeep.verify,
-        lambda: connector.forget(()), lambda: connector.upkeep.evict(Evict()),
+        lambda: connector.upkeep.forget(()), lambda: connector.upkeep.evict(Evict()),
         lambda: connector.build_connector_meta(()), connector.upkeep.compact, lambda: connector.pin((), 1.0),
     )  # fmt: skip
     if (child := os.fork()) == 0:
@@ -396,7 +398,7 @@ def test_flush_ends_when_the_store_is_closed(model, tmp_path, monkeypatch):
 
     def flush():
         try:
-            engine.connector.flush()
+            engine.connector.upkeep.flush()
         except StoreError as error:
             raised.append(str(error))
 

@@ -77,7 +77,7 @@ class Bench:
             self.refreshed.append,
         )  # fmt: skip
         self.matcher = Matcher(
-            self.requests, self.prefetcher, self.planner, self.reads, self.stats, lambda: 0.0, may_try=True
+            self.requests, self.prefetcher, self.planner, self.reads, self.stats, lambda: 0.0, True
         )
         self.num_made = 0
 
@@ -91,7 +91,7 @@ class Bench:
         key = (priority, self.num_made if sequence is None else sequence)
         conversation = Conversation(self.num_made, self.num_made, 0.0, 0.0)
         content = bytearray(token_bytes(tokens))
-        return Tracked(f"r{self.num_made}", chain, content, Lineage(ROOT), "", key, conversation)
+        return Tracked(chain, content, Lineage(ROOT), "", f"r{self.num_made}", key, conversation)
 
     def arrive(self, request: Tracked, num_hbm_blocks: int = 0) -> Tracked:
         self.requests.arrive(request, num_hbm_blocks)
@@ -141,7 +141,7 @@ class Bench:
         chain, tokens = request.chain[:end], request.tokens
         if end is not None:
             tokens = tokens[: 4 * (end * SIZE + 1)]
-        return Tracked(name, chain, tokens, request.lineage, "", key, request.conversation)
+        return Tracked(chain, tokens, request.lineage, "", name, key, request.conversation)
 
     def read(self, count: int = 1_000_000) -> list[bytes]:
         """End so many reads; returns their blocks in order."""

@@ -199,7 +199,7 @@ def stored(engine) -> dict[bytes, torch.Tensor]:
     settle(engine)
     connector = engine.connector
     with connector.parts.lock:
-        slots = {connector.parts.cpu.record(slot).tokens: slot for slot in connector.parts.cpu.blocks()}
+        slots = {connector.parts.cpu.record(slot).tokens: slot for slot in connector.parts.cpu.pool.cached_blocks()}
         return {ids: connector.parts.arena.tensor[slot].clone() for ids, slot in slots.items()}
 
 
