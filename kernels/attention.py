@@ -4,6 +4,7 @@ import functools
 import logging
 
 import torch
+from torch import Tensor
 
 from kvstore.kernels import attention_torch
 from kvstore.kernels.cuda import flash as attention_flash
@@ -14,14 +15,9 @@ log = logging.getLogger(__name__)
 
 
 def paged_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    batch: PagedBatch,
+    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch,
     scoring: Scoring,
-) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+) -> Tensor:  # [num_tokens, num_heads, head_dim]  # fmt: skip
     """Attention of all tokens of a step. Same result as `kvstore.kernels.reference.paged_attention`.
 
     query: [num_tokens, num_heads, head_dim]; key, value: this step's, [num_tokens, num_kv_heads, head_dim], already in
@@ -33,8 +29,8 @@ def paged_attention(
 
 
 def attend_paged(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, batch: PagedBatch, scoring: Scoring
-) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, scoring: Scoring
+) -> Tensor:  # [num_tokens, num_heads, head_dim]
     """The same by kernels that read the pages themselves. Prefill: the fastest that can; decode: always Triton's.
 
     A CUDA graph needs a grid that fits any context, which foreign kernels choose from lengths on the host; and a step
@@ -56,17 +52,12 @@ def attend_paged(
     return out
 
 
-def _setting(query: torch.Tensor, key_cache: torch.Tensor, scoring: Scoring) -> attention_flash.PrefillSetting:
+def _setting(query: Tensor, key_cache: Tensor, scoring: Scoring) -> attention_flash.PrefillSetting:
     return attention_flash.PrefillSetting(
-        device=query.device,
-        dtype=query.dtype,
-        num_heads=query.shape[1],
-        num_kv_heads=key_cache.shape[2],
-        head_dim=query.shape[2],
-        block_size=key_cache.shape[1],
-        has_window=scoring.window is not None,
+        device=query.device, dtype=query.dtype, num_heads=query.shape[1], num_kv_heads=key_cache.shape[2],
+        head_dim=query.shape[2], block_size=key_cache.shape[1], has_window=scoring.window is not None,
         has_softcap=scoring.softcap is not None,
-    )
+    )  # fmt: skip
 
 
 @functools.cache

@@ -5,6 +5,7 @@ A prefill goes to compiled code where there is some for it (`kvstore.kernels.cpu
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from kvstore.kernels.cpu.prefill import prefill
 from kvstore.kernels.paged_batch import DecodeGroup, PagedBatch, Scoring
@@ -14,14 +15,9 @@ PIECE_TOKENS = 128  # query tokens per matrix product in prefill: small enough f
 
 
 def paged_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    batch: PagedBatch,
+    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch,
     scoring: Scoring,
-) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+) -> Tensor:  # [num_tokens, num_heads, head_dim]  # fmt: skip
     """As `kvstore.kernels.attention.paged_attention`, for a host that knows the batch's lists."""
     num_requests = len(batch.context_lens)
     groups = batch.decode_groups(scoring.window, query.dtype) if batch.num_decodes else []
@@ -47,8 +43,8 @@ def paged_attention(
 
 
 def _decode(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, group: DecodeGroup, scoring: Scoring
-) -> torch.Tensor:  # [size, num_heads, head_dim]
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, group: DecodeGroup, scoring: Scoring
+) -> Tensor:  # [size, num_heads, head_dim]
     """One call for a group: the query heads that share a KV head stand in the place of query positions."""
     _, block_size, num_kv_heads, head_dim = key_cache.shape
     queries = query[: group.size] if group.rows is None else query.index_select(0, group.rows)
@@ -74,14 +70,7 @@ def _decode(
     return result.reshape(group.size, -1, head_dim)
 
 
-def _prefill(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scoring: Scoring,
-    out: torch.Tensor,
-    batch: PagedBatch,
-) -> None:
+def _prefill(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, out: Tensor, batch: PagedBatch) -> None:
     """Several tokens of one request over its whole context, in pieces of queries.
 
     query, out: [num_tokens, num_heads, head_dim]; key, value: [context_len, num_kv_heads, head_dim].
@@ -115,7 +104,7 @@ def _prefill(
         out_grouped[:, :, start:end] = result.view(*piece.shape)
 
 
-def _hide(scores: torch.Tensor, offset: int, window: int | None) -> None:
+def _hide(scores: Tensor, offset: int, window: int | None) -> None:
     """Mask in place, [..., num_queries, num_keys]: query q stands at key `offset + q`."""
     num_queries, num_keys = scores.shape[-2:]
     positions = torch.arange(num_keys, device=scores.device)
@@ -126,9 +115,7 @@ def _hide(scores: torch.Tensor, offset: int, window: int | None) -> None:
         scores[..., offset:].masked_fill_(positions[offset:] > own, float("-inf"))
 
 
-def _weights(
-    scores: torch.Tensor, mask: torch.Tensor | None, softcap: float | None, sinks: torch.Tensor | None
-) -> torch.Tensor:
+def _weights(scores: Tensor, mask: Tensor | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
     """Softmax of [..., num_queries, num_keys]; sinks, broadcastable to [..., num_queries, 1], only take weight away."""
     if softcap is not None:
         hidden = scores == float("-inf")
@@ -141,7 +128,7 @@ def _weights(
     return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
 
 
-def _fused_is_fast(query: torch.Tensor, context_len: int) -> bool:
+def _fused_is_fast(query: Tensor, context_len: int) -> bool:
     """Whether torch's fused attention beats matrix products here: not for 16-bit floats on a CPU without AMX tiles.
 
     With something before the tokens it needs a mask, which is worth it only with tiles, and up to a size.

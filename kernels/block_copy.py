@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 import torch
+from torch import Tensor
 
 from kvstore.kernels import reference
 from kvstore.kernels.cpu import block_copy as copy_native
@@ -16,7 +17,7 @@ from kvstore.kernels.cuda.triton_support import runs_kernels
 from kvstore.kernels.device import to_device
 from kvstore.rope.rotary import Rotation
 
-RawLayer = tuple[int, torch.Tensor, torch.Tensor]  # layer, raw keys and values, [num_tokens, num_kv_heads, head_dim]
+RawLayer = tuple[int, Tensor, Tensor]  # layer, raw keys and values, [num_tokens, num_kv_heads, head_dim]
 
 
 class BlockLoad:
@@ -27,27 +28,23 @@ class BlockLoad:
     """
 
     def __init__(
-        self,
-        arena: torch.Tensor,
-        slots: Sequence[int] | torch.Tensor,
-        block_numbers: Sequence[int] | torch.Tensor,
-        positions: Sequence[int] | torch.Tensor,
-        rotations: Sequence[Rotation | None],
-    ) -> None:
+        self, arena: Tensor, slots: Sequence[int] | Tensor, block_numbers: Sequence[int] | Tensor,
+        positions: Sequence[int] | Tensor, rotations: Sequence[Rotation | None],
+    ) -> None:  # fmt: skip
         self._arena = arena
         self._slots = torch.as_tensor(slots, dtype=torch.int64)
         self._block_numbers = torch.as_tensor(block_numbers, dtype=torch.int64)
         self._positions = torch.as_tensor(positions, dtype=torch.int64)
         assert len(self._slots) == len(self._block_numbers) == len(self._positions)
         self._rotations = rotations
-        self._places: torch.Tensor | None = None
+        self._places: Tensor | None = None
         self._native: copy_native.NativeLoad | None = None
 
-    def load_layer(self, layer: int, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+    def load_layer(self, layer: int, key_cache: Tensor, value_cache: Tensor) -> None:
         """Fill this layer's HBM blocks; caches: [num_blocks, block_size, num_kv_heads, head_dim]."""
         self.load_layers(layer, [(key_cache, value_cache)])
 
-    def load_layers(self, first: int, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def load_layers(self, first: int, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
         """As `load_layer` for the layers from `first` on; by kernels, one launch for those that rotate alike."""
         if not len(self._slots) or not caches:
             return
@@ -61,12 +58,12 @@ class BlockLoad:
                     self._arena, layer, self._slots, *pair, self._block_numbers, self._positions, rotation
                 )
 
-    def _load_by_code(self, layer: int, key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
+    def _load_by_code(self, layer: int, key_cache: Tensor, value_cache: Tensor) -> bool:
         if self._native is None:
             self._native = copy_native.NativeLoad(self._arena, self._slots, self._block_numbers, self._positions)
         return self._native.load_layer(layer, key_cache, value_cache, self._rotations[layer])
 
-    def load_by_kernel(self, first: int, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def load_by_kernel(self, first: int, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
         """As `load_layers`, by a kernel that reads the arena, pinned memory, over the bus."""
         from kvstore.kernels.cuda import kv as kv_triton
 
@@ -79,9 +76,7 @@ class BlockLoad:
             kv_triton.load(self._arena, alike, self._places, self._rotations[alike[0][0]])
 
 
-def save_layers(
-    arena: torch.Tensor, layers: Sequence[RawLayer], rows: torch.Tensor | None, slots: torch.Tensor
-) -> None:
+def save_layers(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | None, slots: Tensor) -> None:
     """Several layers of one step. rows: which of its tokens are saved, [n] int64, None for all; slots: where, [n]."""
     if not layers or not len(slots):
         return
@@ -89,9 +84,7 @@ def save_layers(
         _save_by_torch(arena, layers, rows, slots)
 
 
-def save_to_arena(
-    arena: torch.Tensor, layers: Sequence[RawLayer], rows: torch.Tensor | None, slots: torch.Tensor
-) -> None:
+def save_to_arena(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | None, slots: Tensor) -> None:
     """As `save_layers`, in the order of the current stream: on CUDA a kernel writes to the arena over the bus.
 
     rows, slots: int64, on the device of the keys; a slot of -1 is skipped. The arena is pinned, and the keys and values
@@ -107,9 +100,7 @@ def save_to_arena(
     kv_triton.save(arena, layers, rows, slots)
 
 
-def _save_by_torch(
-    arena: torch.Tensor, layers: Sequence[RawLayer], rows: torch.Tensor | None, slots: torch.Tensor
-) -> None:
+def _save_by_torch(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | None, slots: Tensor) -> None:
     for layer, key, value in layers:
         pair = (key, value) if rows is None else (key[rows.to(key.device)], value[rows.to(key.device)])
         reference.save_tokens(arena, layer, *pair, slots)

@@ -1,9 +1,10 @@
 """How small tensors come to a device, and back."""
 
 import torch
+from torch import Tensor
 
 
-def to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(numbers: Tensor, device: torch.device) -> Tensor:
     """A small tensor on the device without a wait: from pageable memory, a copy waits for all that is queued.
 
     What is there already comes back as it is.
@@ -13,7 +14,7 @@ def to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
     return numbers.pin_memory().to(device, non_blocking=True)
 
 
-def start_to_host(numbers: torch.Tensor) -> torch.Tensor:
+def start_to_host(numbers: Tensor) -> Tensor:
     """A copy on the host that is there when the device has come to it; nothing waits. On a CPU the tensor itself."""
     if numbers.device.type != "cuda":
         return numbers

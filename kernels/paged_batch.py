@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from kvstore.kernels.device import to_device
 
@@ -19,7 +20,7 @@ class Scoring:
     scale: float
     window: int | None = None
     softcap: float | None = None
-    sinks: torch.Tensor | None = None  # [num_heads]
+    sinks: Tensor | None = None  # [num_heads]
 
     @property
     def plain(self) -> bool:
@@ -35,11 +36,11 @@ class DecodeGroup:
     run: first block when it is one request whose blocks lie in one run: a view of the cache, no copy.
     """
 
-    rows: torch.Tensor | None
+    rows: Tensor | None
     size: int
     context_len: int
-    blocks: torch.Tensor
-    mask: torch.Tensor | None
+    blocks: Tensor
+    mask: Tensor | None
     run: int | None = None
 
 
@@ -51,9 +52,9 @@ class DeviceBatch:
     bounds: in a CUDA graph they are those of the capture). A request whose context_len is 0 is padding.
     """
 
-    query_start: torch.Tensor
-    context_lens: torch.Tensor
-    block_table: torch.Tensor
+    query_start: Tensor
+    context_lens: Tensor
+    block_table: Tensor
     num_decodes: int
     max_query_len: int
     max_context_len: int
@@ -72,14 +73,9 @@ class PagedBatch:
     """
 
     def __init__(
-        self,
-        query_start: list[int],
-        context_lens: list[int],
-        block_table: torch.Tensor,
-        slots: torch.Tensor,
-        block_size: int,
+        self, query_start: list[int], context_lens: list[int], block_table: Tensor, slots: Tensor, block_size: int,
         on_device: DeviceBatch | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.query_start = query_start
         self.context_lens = context_lens
         self.block_table = block_table
@@ -88,9 +84,9 @@ class PagedBatch:
         self._on_device = on_device
         self._groups: dict[int | None, list[DecodeGroup]] = {}
         self._runs: dict[int, int | None] = {}
-        self._masks: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        self._masks: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
-    def at(self, tokens: torch.Tensor) -> "PagedBatch":
+    def at(self, tokens: Tensor) -> "PagedBatch":
         """The layout in which each of these tokens, [n] in order, is a request of its own; its slots are left out."""
         numbers = tokens.tolist()
         requests = [bisect.bisect_right(self.query_start, token) - 1 for token in numbers]
@@ -114,13 +110,11 @@ class PagedBatch:
         packed = to_device(torch.cat(parts).to(torch.int32), self.slots.device)
         query_start, context_lens, blocks = packed.split([len(part) for part in parts])
         return DeviceBatch(
-            query_start=query_start,
-            context_lens=context_lens,
-            block_table=blocks.view(self.block_table.shape),
+            query_start=query_start, context_lens=context_lens, block_table=blocks.view(self.block_table.shape),
             num_decodes=self.num_decodes,
             max_query_len=max(end - start for start, end in itertools.pairwise(self.query_start)),
             max_context_len=max(self.context_lens),
-        )
+        )  # fmt: skip
 
     def decode_groups(self, window: int | None, dtype: torch.dtype) -> list[DecodeGroup]:
         """The decode requests in groups for layers with this window; built at its first use in a step."""
@@ -162,15 +156,12 @@ class PagedBatch:
         blocks = torch.where(used, blocks, blocks[:, :1]).flatten()  # pad with its own: nobody reads another's
         move = device.type != "cpu"
         return DecodeGroup(
-            rows=rows.to(device) if rows is not None and move else rows,
-            size=size,
-            context_len=context_len,
-            blocks=blocks.to(device) if move else blocks,
-            mask=mask.to(device) if mask is not None and move else mask,
+            rows=rows.to(device) if rows is not None and move else rows, size=size, context_len=context_len,
+            blocks=blocks.to(device) if move else blocks, mask=mask.to(device) if mask is not None and move else mask,
             run=run,
-        )
+        )  # fmt: skip
 
-    def causal_mask(self, num_tokens: int, before: int, dtype: torch.dtype) -> torch.Tensor:
+    def causal_mask(self, num_tokens: int, before: int, dtype: torch.dtype) -> Tensor:
         """What so many tokens after `before` others may see, [num_tokens, before + num_tokens], 0 or -inf."""
         name = (num_tokens, before, dtype)
         if name not in self._masks:
@@ -187,7 +178,7 @@ class PagedBatch:
             self._runs[i] = first if in_order else None
         return self._runs[i]
 
-    def gather(self, cache: torch.Tensor, i: int) -> torch.Tensor:  # [context_len, num_kv_heads, head_dim]
+    def gather(self, cache: Tensor, i: int) -> Tensor:  # [context_len, num_kv_heads, head_dim]
         """Keys or values of request i, as a view of the cache where its blocks lie in one run."""
         context_len, run = self.context_lens[i], self.run_start(i)
         if run is not None:

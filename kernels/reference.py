@@ -1,13 +1,12 @@
 """The torch twins of the kernels: plain, slow where need be, right on every device. The oracle of the tests."""
 
 import torch
+from torch import Tensor
 
 from kvstore.rope.rotary import Rotation
 
 
-def write_kv(
-    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
-) -> None:
+def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
     """Put new keys and values, [num_tokens, num_kv_heads, head_dim], into their slots, [num_tokens]; -1 is skipped.
 
     Caches: [num_blocks, block_size, num_kv_heads, head_dim].
@@ -20,14 +19,9 @@ def write_kv(
 
 
 def rotate_and_write(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slots: torch.Tensor,
+    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor,
     rotation: Rotation | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rotate query, [num_tokens, num_heads, head_dim], and key, write key and value, return rotated query and key.
 
     rotation: one row per token, None to rotate nothing. The rest as `write_kv`.
@@ -39,15 +33,9 @@ def rotate_and_write(
 
 
 def load_blocks(
-    arena: torch.Tensor,
-    layer: int,
-    slots: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_numbers: torch.Tensor,
-    positions: torch.Tensor,
-    rotation: Rotation | None,
-) -> None:
+    arena: Tensor, layer: int, slots: Tensor, key_cache: Tensor, value_cache: Tensor, block_numbers: Tensor,
+    positions: Tensor, rotation: Rotation | None,
+) -> None:  # fmt: skip
     """One layer of N blocks from arena slots, [N], to HBM blocks, [N]; keys are rotated on the way.
 
     arena: [num_slots, num_layers, 2, block_size, num_kv_heads, head_dim], raw keys and values; caches: [num_blocks,
@@ -63,7 +51,7 @@ def load_blocks(
     value_cache[block_numbers] = value
 
 
-def save_tokens(arena: torch.Tensor, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+def save_tokens(arena: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
     """Raw keys and values of one layer, [num_tokens, num_kv_heads, head_dim], into their token slots, [num_tokens].
 
     arena: as in `load_blocks`; a token slot is arena slot * block_size + offset, and -1 is skipped.
@@ -76,14 +64,9 @@ def save_tokens(arena: torch.Tensor, layer: int, key: torch.Tensor, value: torch
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:  # [num_query_tokens, num_heads, head_dim]
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # [num_query_tokens, num_heads, head_dim]  # fmt: skip
     """Causal attention of the last tokens of one sequence over all of it, in float32.
 
     query: [num_query_tokens, num_heads, head_dim]; key, value: [context_len, num_kv_heads, head_dim].
@@ -108,17 +91,10 @@ def attend(
 
 
 def paged_attention(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    query_start: list[int],
-    context_lens: list[int],
-    block_table: torch.Tensor,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, query_start: list[int], context_lens: list[int],
+    block_table: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # [num_tokens, num_heads, head_dim]  # fmt: skip
     """Attention of a mixed batch over the paged cache, one request after the other.
 
     query: [num_tokens, num_heads, head_dim]; block_table: [num_requests, max_blocks]; request i has the tokens

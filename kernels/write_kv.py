@@ -3,7 +3,7 @@
 On CUDA one Triton kernel does both, on a CPU compiled code; without either, torch operations. The bits are the same.
 """
 
-import torch
+from torch import Tensor
 
 from kvstore.kernels import reference
 from kvstore.kernels.cpu import decode as decode_native
@@ -11,9 +11,7 @@ from kvstore.kernels.cuda.triton_support import runs_kernels
 from kvstore.rope.rotary import Rotation
 
 
-def write_kv(
-    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
-) -> None:
+def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
     """As `kvstore.kernels.reference.write_kv`: [num_tokens, num_kv_heads, head_dim] each; a slot of -1 is skipped."""
     if runs_kernels(key):
         from kvstore.kernels.cuda import kv as kv_triton
@@ -31,14 +29,9 @@ def write_kv(
 
 
 def rotate_and_write(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slots: torch.Tensor,
+    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor,
     rotation: Rotation | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # query and key, rotated
+) -> tuple[Tensor, Tensor]:  # query and key, rotated  # fmt: skip
     """Rotate query and key by `rotation`, which has one row per token (see `Rotation.at`); write key and value.
 
     query: [num_tokens, num_heads, head_dim]; the rest as in `write_kv`. Rotated tensors are new; with None for the

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
+from torch import Tensor
 
 
 class Style(Enum):
@@ -18,8 +19,8 @@ class Style(Enum):
 
 
 def rotate(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, style: Style, upcast: bool = False
-) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+    x: Tensor, cos: Tensor, sin: Tensor, style: Style, upcast: bool = False
+) -> Tensor:  # [num_tokens, num_heads, head_dim]
     """Rotate the first 2 * cos.shape[-1] elements of each head; the rest passes through.
 
     x: [num_tokens, num_heads, head_dim]; cos, sin: [num_tokens, rotary_dim / 2] at each token's position, in the dtype
@@ -50,7 +51,7 @@ class TableLayout(Enum):
     REPEATED = "each value stands twice"
     SINGLE = "each value stands once"
 
-    def pick(self, table: torch.Tensor) -> torch.Tensor:
+    def pick(self, table: Tensor) -> Tensor:
         """One value per pair, [..., rotary_dim / 2], contiguous."""
         if self is TableLayout.HALVES:
             table = table[..., : table.shape[-1] // 2]
@@ -66,8 +67,8 @@ class Spread:
     What compiled code rotates halves with: a - b is a + (-b), and rounding is symmetric.
     """
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    cos: Tensor
+    sin: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +79,18 @@ class Rotation:
     tokens on a CPU, see `spread_out`.
     """
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    cos: Tensor
+    sin: Tensor
     style: Style
     upcast: bool = False
     layout: TableLayout = TableLayout.HALVES
     spread: Spread | None = None
 
-    def over(self, cos: torch.Tensor, sin: torch.Tensor) -> "Rotation":
+    def over(self, cos: Tensor, sin: Tensor) -> "Rotation":
         """The same rotation with the model's full table, [max_positions, width] as its rotary module returns it."""
         return replace(self, cos=self.layout.pick(cos), sin=self.layout.pick(sin))
 
-    def at(self, positions: torch.Tensor) -> "Rotation":
+    def at(self, positions: Tensor) -> "Rotation":
         """The same rotation for the tokens of one step: rows of the table at `positions` [num_tokens]."""
         return replace(self, cos=self.cos[positions], sin=self.sin[positions], spread=None)
 
@@ -104,14 +105,12 @@ class Rotation:
         """Whether rotating elements of this dtype rounds the sum alone, as torch's type promotion would do it."""
         return self.upcast or torch.promote_types(self.cos.dtype, dtype) == torch.float32
 
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
+    def apply(self, x: Tensor) -> Tensor:
         """Rotate x [num_tokens, num_heads, head_dim]; the table must have one row per token (see `at`)."""
         return rotate(x, self.cos, self.sin, self.style, self.upcast)
 
 
-def match_rotation(
-    raw: torch.Tensor, rotated: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> "Rotation | None":
+def match_rotation(raw: Tensor, rotated: Tensor, cos: Tensor, sin: Tensor) -> "Rotation | None":
     """Find the rotation that turns `raw` into `rotated`, both [num_tokens, num_heads, head_dim], bit for bit.
 
     cos, sin: [num_tokens, width], one row per token as the model's rotary module returned them, in whichever layout it

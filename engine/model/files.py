@@ -24,8 +24,7 @@ STATE_SPACE_MODELS = ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")  # the
 UNPACKED_METHODS = ("mxfp4",)  # which transformers turns into plain weights while it loads
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _CONVERT = (
-    "python -c \"from transformers import AutoModelForCausalLM as M; "
-    "M.from_pretrained('{0}').save_pretrained('{0}')\""
+    "python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{0}').save_pretrained('{0}')\""
 )
 _NO_TOKENIZER = "{} has no tokenizer (tokenizer.json); give another model's with --tokenizer (in Python, tokenizer=)"
 _NO_TEMPLATE = (

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface
 
 from kvstore.errors import UnsupportedModelError
@@ -28,30 +29,20 @@ class AttentionStep(Protocol):
     """What travels through `forward` as the keyword argument `kvstore_step`: one step's attention, layer by layer."""
 
     @property
-    def sample_rows(self) -> torch.Tensor | None:
+    def sample_rows(self) -> Tensor | None:
         """Tokens whose logits are asked for, [num_samples], where the last layer is to give these alone."""
         ...
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Raw query, key and value, [num_tokens, heads, head_dim], to the attention's output, shaped as query."""
         ...
 
 
 def _attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    kvstore_step: AttentionStep | None = None,
-    **_: object,
-) -> tuple[torch.Tensor, None]:
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, kvstore_step: AttentionStep | None = None, **_: object,
+) -> tuple[Tensor, None]:  # fmt: skip
     """The attention function that Hugging Face calls, [1, heads, num_tokens, head_dim] each."""
     if kvstore_step is None:
         kvstore_step = module.kvstore_carrier.step  # StableLM and Nemotron do not pass keyword arguments on
@@ -73,7 +64,7 @@ class StepCarrier:
     def __init__(self, network: Any) -> None:
         self.step: AttentionStep | None = None
         self.pruned_layer: int | None = None  # the last one, if it can leave out tokens that are not sampled
-        self.lean: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None  # see `kvstore.engine.model.lean`
+        self.lean: Callable[[Tensor, Tensor], Tensor] | None = None  # see `kvstore.engine.model.lean`
         network.kvstore_carrier = self
         for module in network.modules():
             if hasattr(module, "layer_idx"):
@@ -93,13 +84,11 @@ class RotaryTap:
     def __init__(self, module: torch.nn.Module, max_model_len: int) -> None:
         self.original = module.forward
         self.max_model_len = max_model_len
-        self.tables: dict[SourceKey, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.tables: dict[SourceKey, tuple[Tensor, Tensor]] = {}
         self.revealed: SourceKey | str | None = "all"
         module.forward = self
 
-    def __call__(
-        self, x: torch.Tensor, position_ids: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, x: Tensor, position_ids: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         key: SourceKey = (*args, *kwargs.values())
         if key not in self.tables:
             self.tables[key] = self._table(x, args, kwargs)
@@ -109,9 +98,7 @@ class RotaryTap:
         shape = (*position_ids.shape, cos.shape[-1])
         return cos.new_ones(1).expand(shape), cos.new_zeros(1).expand(shape)
 
-    def _table(
-        self, x: torch.Tensor, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _table(self, x: Tensor, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Tensor, Tensor]:
         """All positions at once: a frequency that depends on the length is thereby fixed by max_model_len."""
         positions = torch.arange(self.max_model_len, device=x.device).unsqueeze(0)
         values = self.original(x[:, :1], positions, *args, **kwargs)
@@ -137,8 +124,8 @@ class ModelSpec:
 
 
 def run_step(
-    network: Any, token_ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep, sample_tokens: torch.Tensor
-) -> torch.Tensor:  # [num_samples, vocab_size]
+    network: Any, token_ids: Tensor, positions: Tensor, step: AttentionStep, sample_tokens: Tensor
+) -> Tensor:  # [num_samples, vocab_size]
     """The intercepted network's forward over one flat row of tokens, [num_tokens], with `step` as its attention."""
     carrier = network.kvstore_carrier
     carrier.step = step
@@ -146,12 +133,9 @@ def run_step(
         if carrier.lean is not None:
             return carrier.lean(token_ids, sample_tokens)
         return network(
-            input_ids=token_ids.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=sample_tokens if step.sample_rows is None else 0,
-            kvstore_step=step,
-        ).logits[0]
+            input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False,
+            logits_to_keep=sample_tokens if step.sample_rows is None else 0, kvstore_step=step,
+        ).logits[0]  # fmt: skip
     finally:
         carrier.step = None
 
@@ -159,12 +143,12 @@ def run_step(
 class LayerConnector(Protocol):
     """What a forward needs of a `KVConnector`."""
 
-    def save_kv_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None: ...
+    def save_kv_layer(self, layer: int, raw_key: Tensor, value: Tensor) -> None: ...
 
     def wait_for_layer_load(self, layer: int) -> None: ...
 
 
-KVCaches = list[tuple[torch.Tensor, torch.Tensor]]  # per layer, [num_blocks, block_size, num_kv_heads, head_dim]
+KVCaches = list[tuple[Tensor, Tensor]]  # per layer, [num_blocks, block_size, num_kv_heads, head_dim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +159,11 @@ class PagedStep:
     caches: KVCaches
     rotations: Sequence[Rotation | None]  # per layer, at this step's positions
     connector: LayerConnector
-    sample_rows: torch.Tensor | None = None  # [num_samples], where `pruned_layer` computes the output of these alone
+    sample_rows: Tensor | None = None  # [num_samples], where `pruned_layer` computes the output of these alone
     pruned_layer: int | None = None
     decode: DecodeStep | None = None  # computes what of a step of single tokens it knows, on a CPU
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         self.connector.save_kv_layer(layer, key, value)
         key_cache, value_cache = self.caches[layer]
         slots, rotation = self.batch.slots, self.rotations[layer]
@@ -226,14 +208,9 @@ class PositionFreeModel:
             return [(torch.zeros(shape, **options), torch.zeros(shape, **options)) for _ in range(self.spec.num_layers)]
 
     def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        batch: PagedBatch,
-        caches: KVCaches,
-        connector: LayerConnector,
-        sample_tokens: torch.Tensor,
-    ) -> torch.Tensor:  # [num_samples, vocab_size]
+        self, token_ids: Tensor, positions: Tensor, batch: PagedBatch, caches: KVCaches, connector: LayerConnector,
+        sample_tokens: Tensor,
+    ) -> Tensor:  # [num_samples, vocab_size]  # fmt: skip
         """Compute one step's tokens, [num_tokens], of all requests in one row; logits of `sample_tokens` only."""
         at = {id(r): r.at(positions).spread_out() for r in self.rotations if r is not None}
         rotations = [None if r is None else at[id(r)] for r in self.rotations]
@@ -242,7 +219,7 @@ class PositionFreeModel:
         with torch.cuda.device_of(token_ids):  # where Triton launches; a CPU changes nothing
             return run_step(self.network, token_ids, positions, step, sample_tokens)
 
-    def _pruned(self, token_ids: torch.Tensor, sample_tokens: torch.Tensor) -> tuple[torch.Tensor | None, int | None]:
+    def _pruned(self, token_ids: Tensor, sample_tokens: Tensor) -> tuple[Tensor | None, int | None]:
         """The samples and the layer that computes these alone, where that leaves out enough tokens to pay."""
         carrier = self.network.kvstore_carrier
         layer = carrier.pruned_layer

@@ -44,15 +44,9 @@ class Loaded:
 
 
 def load(
-    model: str | Path | None,
-    device: str,
-    dtype: str,
-    max_model_len: int | None,
-    tokenizer_of: str | None = None,
-    revision: str | None = None,
-    chat_template: str | None = None,
-    check: Callable[[Any, Any], None] | None = None,
-) -> Loaded:
+    model: str | Path | None, device: str, dtype: str, max_model_len: int | None, tokenizer_of: str | None = None,
+    revision: str | None = None, chat_template: str | None = None, check: Callable[[Any, Any], None] | None = None,
+) -> Loaded:  # fmt: skip
     """Load a causal LM from safetensors with eager attention, as its authors wrote it.
 
     model: None for the built-in one, a local directory, or a hub id. dtype "auto": as stored in the checkpoint.
@@ -183,11 +177,9 @@ def _device(name: str) -> torch.device:
 
 
 def load_tokenizer(
-    model: str | Path | None,
-    tokenizer_of: str | None = None,
-    revision: str | None = None,
+    model: str | Path | None, tokenizer_of: str | None = None, revision: str | None = None,
     chat_template: str | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """What `load` finds as the tokenizer, alone; weights are not fetched. Raises ModelError and ConfigError."""
     return _tokenizer_for(find_model(model, revision, with_weights=False), tokenizer_of, chat_template)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvstore.connector import NullConnector
 from kvstore.engine.model.interception import (
@@ -38,14 +39,12 @@ class Recorder:
     sample_rows = None
 
     def __init__(self) -> None:
-        self.queries: dict[int, torch.Tensor] = {}
-        self.keys: dict[int, torch.Tensor] = {}
-        self.values: dict[int, torch.Tensor] = {}
+        self.queries: dict[int, Tensor] = {}
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
         self.windows: dict[int, int | None] = {}
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         if layer in self.keys:
             raise UnsupportedModelError(f"layer {layer} attends twice in one forward pass")
         self.queries[layer], self.keys[layer], self.values[layer] = query.clone(), key.clone(), value
@@ -110,7 +109,7 @@ def _is_on_cpu(network: Any) -> bool:
     return network.device.type == "cpu"
 
 
-def _record(network: Any, token_ids: torch.Tensor, positions: torch.Tensor) -> Recorder:
+def _record(network: Any, token_ids: Tensor, positions: Tensor) -> Recorder:
     recorder = Recorder()
     run_step(network, token_ids, positions, recorder, torch.zeros_like(positions[:1]))
     return recorder
@@ -136,9 +135,7 @@ def _spec(network: Any, recorder: Recorder, vocab_size: int, max_model_len: int)
     return ModelSpec(len(recorder.keys), num_kv_heads, head_dim, dtype, vocab_size, max_model_len)
 
 
-def _check_positions(
-    network: Any, token_ids: torch.Tensor, positions: torch.Tensor, plain: Recorder, max_model_len: int
-) -> None:
+def _check_positions(network: Any, token_ids: Tensor, positions: Tensor, plain: Recorder, max_model_len: int) -> None:
     """Raw keys must not change when all positions move."""
     moved = _record(network, token_ids, positions.flip(0) if len(positions) == max_model_len else positions + 1)
     for layer, key in plain.keys.items():
@@ -147,7 +144,7 @@ def _check_positions(
 
 
 def _observe_rotations(
-    network: Any, taps: list[RotaryTap], token_ids: torch.Tensor, plain: Recorder, max_model_len: int
+    network: Any, taps: list[RotaryTap], token_ids: Tensor, plain: Recorder, max_model_len: int
 ) -> list[Rotation | None]:
     """Per layer the rotation that its model applies, found by revealing one source of cos and sin at a time."""
     rotations: list[Rotation | None] = [None] * len(plain.keys)
@@ -164,13 +161,9 @@ def _observe_rotations(
 
 
 def _assign(
-    rotations: list[Rotation | None],
-    plain: Recorder,
-    shown: Recorder,
-    tap: RotaryTap,
-    source: SourceKey,
-    positions: torch.Tensor,
-) -> None:
+    rotations: list[Rotation | None], plain: Recorder, shown: Recorder, tap: RotaryTap, source: SourceKey,
+    positions: Tensor,
+) -> None:  # fmt: skip
     cos, sin = tap.tables[source]
     table: Rotation | None = None
     for layer, key in plain.keys.items():
@@ -185,7 +178,7 @@ def _assign(
         rotations[layer] = table
 
 
-def _check_pruning(model: PositionFreeModel, token_ids: torch.Tensor, expected: torch.Tensor) -> None:
+def _check_pruning(model: PositionFreeModel, token_ids: Tensor, expected: Tensor) -> None:
     """A last layer that computes the samples alone must give their logits, else it computes all tokens."""
     carrier = model.network.kvstore_carrier
     if carrier.pruned_layer is not None:
@@ -195,9 +188,7 @@ def _check_pruning(model: PositionFreeModel, token_ids: torch.Tensor, expected: 
             carrier.pruned_layer = None
 
 
-def _check_logits(
-    model: PositionFreeModel, token_ids: torch.Tensor, expected: torch.Tensor, last_only: bool = False
-) -> None:
+def _check_logits(model: PositionFreeModel, token_ids: Tensor, expected: Tensor, last_only: bool = False) -> None:
     """Through the paged cache, in chunks and one decode step, the logits must be those of the untouched model.
 
     last_only: only those of each chunk's last token are asked for, as in a prefill.

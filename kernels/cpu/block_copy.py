@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from kvstore.kernels.cpu import native
 from kvstore.rope.rotary import Rotation, Style
@@ -58,9 +59,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 class NativeLoad:
     """A load's blocks as the compiled code takes them. slots, block_numbers, positions: int64 on the CPU, [N]."""
 
-    def __init__(
-        self, arena: torch.Tensor, slots: torch.Tensor, block_numbers: torch.Tensor, positions: torch.Tensor
-    ) -> None:
+    def __init__(self, arena: Tensor, slots: Tensor, block_numbers: Tensor, positions: Tensor) -> None:
         self._arena = arena
         self._held = [numbers.contiguous() for numbers in (slots, block_numbers, positions)]
         num_slots, _, _, *block_shape = arena.shape
@@ -71,9 +70,7 @@ class NativeLoad:
         )
         self._turns: dict[int, _Rotate | None] = {}
 
-    def load_layer(
-        self, layer: int, key_cache: torch.Tensor, value_cache: torch.Tensor, rotation: Rotation | None
-    ) -> bool:
+    def load_layer(self, layer: int, key_cache: Tensor, value_cache: Tensor, rotation: Rotation | None) -> bool:
         """As `BlockLoad.load_layer`; raises IndexError, and has written nothing, where a number is out of range."""
         library, arena = native.library(), self._arena
         if library is None or not arena.is_contiguous():
@@ -86,12 +83,10 @@ class NativeLoad:
             return False
         self._load.num_blocks = min(len(key_cache), len(value_cache))
         failed = _declared(library).kvstore_load_layer(
-            ctypes.addressof(self._load),
-            None if turn is None else ctypes.addressof(turn),
-            arena.data_ptr() + layer * arena.stride(1) * arena.element_size(),
-            key_cache.data_ptr(),
+            ctypes.addressof(self._load), None if turn is None else ctypes.addressof(turn),
+            arena.data_ptr() + layer * arena.stride(1) * arena.element_size(), key_cache.data_ptr(),
             value_cache.data_ptr(),
-        )
+        )  # fmt: skip
         if failed:
             raise IndexError("a load names a slot, a block or a position that is not there")
         return True
@@ -102,7 +97,7 @@ class NativeLoad:
         return self._turns[id(rotation)]
 
 
-def _turn_of(rotation: Rotation, arena: torch.Tensor) -> _Rotate | None:
+def _turn_of(rotation: Rotation, arena: Tensor) -> _Rotate | None:
     """None where the compiled code does not know the dtypes. The rotation's tables must outlive it."""
     cos, sin = rotation.cos, rotation.sin
     if cos.dtype != sin.dtype or cos.shape != sin.shape or not (cos.is_contiguous() and sin.is_contiguous()):
@@ -115,10 +110,7 @@ def _turn_of(rotation: Rotation, arena: torch.Tensor) -> _Rotate | None:
 
 
 def save_layers(
-    arena: torch.Tensor,
-    layers: Sequence[tuple[int, torch.Tensor, torch.Tensor]],
-    rows: torch.Tensor | None,
-    slots: torch.Tensor,
+    arena: Tensor, layers: Sequence[tuple[int, Tensor, Tensor]], rows: Tensor | None, slots: Tensor
 ) -> bool:
     """As `block_copy.save_layers`. Raises IndexError as a load does."""
     library = native.library()
@@ -137,9 +129,7 @@ def save_layers(
     return True
 
 
-def _layer_table(
-    arena: torch.Tensor, layers: Sequence[tuple[int, torch.Tensor, torch.Tensor]]
-) -> "ctypes.Array[ctypes.c_int64] | None":
+def _layer_table(arena: Tensor, layers: Sequence[tuple[int, Tensor, Tensor]]) -> "ctypes.Array[ctypes.c_int64] | None":
     """Of each layer its number, where its keys and values are, and the bytes from one token to the next."""
     dtype, item_bytes, shape = arena.dtype, arena.element_size(), layers[0][1].shape
     inner, num_layers = arena.stride()[4:], arena.shape[1]

@@ -53,15 +53,9 @@ class DecodeStep:
         self._at = ctypes.addressof(step)
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
         scoring: Scoring,
-    ) -> Tensor | None:  # [num_tokens, num_heads, head_dim]
+    ) -> Tensor | None:  # [num_tokens, num_heads, head_dim]  # fmt: skip
         """Rotate, write and attend, as `write_kv.rotate_and_write` and `attention.paged_attention` after it.
 
         query: [num_tokens, num_heads, head_dim], key and value with num_kv_heads, raw; rows may be strided. None, and
@@ -128,13 +122,7 @@ def _tables_of(rotation: Rotation | None, cache: Tensor) -> tuple[int, int] | No
 
 
 def rotate_and_write(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slots: Tensor,
-    rotation: Rotation,
+    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, rotation: Rotation
 ) -> tuple[Tensor, Tensor] | None:  # query and key, rotated
     """As `write_kv.rotate_and_write`; None, and nothing written, for what is not known here."""
     num_blocks, block_size, num_kv_heads, head_dim = key_cache.shape

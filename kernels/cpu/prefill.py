@@ -8,6 +8,7 @@ import threading
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from kvstore.kernels.cpu import layer as layer_native
 from kvstore.kernels.cpu import native
@@ -52,7 +53,7 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
 
-    def at_least(self, num_bytes: int) -> torch.Tensor:
+    def at_least(self, num_bytes: int) -> Tensor:
         if len(self.memory) < num_bytes:
             self.memory = torch.empty(num_bytes, dtype=torch.uint8)
         return self.memory
@@ -62,14 +63,9 @@ _scratch = _Scratch()
 
 
 def prefill(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    batch: PagedBatch,
-    request: int,
-    scoring: Scoring,
-    out: torch.Tensor,
-) -> bool:
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, request: int, scoring: Scoring,
+    out: Tensor,
+) -> bool:  # fmt: skip
     """Attention of this request's tokens over all of its context, which is in the caches; False: not done, not known.
 
     query, out: [num_tokens, num_heads, head_dim], of the request; caches: [num_blocks, block_size, num_kv_heads,

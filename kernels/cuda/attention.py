@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kvstore.kernels.paged_batch import DeviceBatch, Scoring
 
@@ -190,24 +191,14 @@ def _join(
 
 
 def decode(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    layout: DeviceBatch,
-    scoring: Scoring,
-    out: torch.Tensor,
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: DeviceBatch, scoring: Scoring, out: Tensor
 ) -> None:
     """The requests of one token. Shapes and launches follow from the layout's host numbers alone: may be captured."""
     _launch(query, key_cache, value_cache, layout, scoring, out, 0, layout.num_decodes, 1)
 
 
 def prefill(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    layout: DeviceBatch,
-    scoring: Scoring,
-    out: torch.Tensor,
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: DeviceBatch, scoring: Scoring, out: Tensor
 ) -> None:
     """The requests after those of one token."""
     first = layout.num_decodes
@@ -215,16 +206,9 @@ def prefill(
 
 
 def _launch(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    layout: DeviceBatch,
-    scoring: Scoring,
-    out: torch.Tensor,
-    first: int,
-    end: int,
-    max_query_len: int,
-) -> None:
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: DeviceBatch, scoring: Scoring, out: Tensor,
+    first: int, end: int, max_query_len: int,
+) -> None:  # fmt: skip
     """Requests first .. end - 1, none longer than `max_query_len`; those before them have one token each."""
     assert key_cache.is_contiguous() and value_cache.is_contiguous() and out.is_contiguous() and query.stride(2) == 1
     num_heads, head_dim = query.shape[1:]
@@ -250,8 +234,7 @@ def _launch(
         0.0 if softcap is None else 2 * LOG2E * scoring.scale / softcap,
         KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, WIDTH=width, BLOCK_SIZE=block_size,
         TILE_ROWS=shape.rows, TILE_KEYS=shape.keys, MIN_TILES=shape.min_split // shape.keys, WINDOW=scoring.window or 0,
-        SOFTCAP=softcap is not None, ONE_TOKEN=max_query_len == 1,
-        num_warps=shape.num_warps, num_stages=num_stages,
+        SOFTCAP=softcap is not None, ONE_TOKEN=max_query_len == 1, num_warps=shape.num_warps, num_stages=num_stages,
     )  # fmt: skip
     if num_splits > 1:
         _join[(num_tokens - first, num_heads)](

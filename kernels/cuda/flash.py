@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from kvstore.kernels import reference
 from kvstore.kernels.paged_batch import DeviceBatch, PagedBatch, Scoring
 
 log = logging.getLogger(__name__)
 
-Prefill = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, DeviceBatch, Scoring], torch.Tensor]
+Prefill = Callable[[Tensor, Tensor, Tensor, DeviceBatch, Scoring], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,48 +56,32 @@ def has_torch_varlen() -> bool:
 
 
 def flash3(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, layout: DeviceBatch, scoring: Scoring
-) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: DeviceBatch, scoring: Scoring
+) -> Tensor:  # [num_tokens, num_heads, head_dim]
     """By flash-attn 3: pages of any size."""
     flash_attn_interface = importlib.import_module("flash_attn_interface")
 
     first = layout.num_decodes
     return flash_attn_interface.flash_attn_with_kvcache(
-        query,
-        key_cache,
-        value_cache,
-        cache_seqlens=layout.context_lens[first:],
-        page_table=layout.block_table[first:],
-        cu_seqlens_q=layout.query_start[first:],
-        max_seqlen_q=layout.max_query_len,
-        softmax_scale=scoring.scale,
-        causal=True,
-        window_size=_window(scoring),
+        query, key_cache, value_cache, cache_seqlens=layout.context_lens[first:],
+        page_table=layout.block_table[first:], cu_seqlens_q=layout.query_start[first:],
+        max_seqlen_q=layout.max_query_len, softmax_scale=scoring.scale, causal=True, window_size=_window(scoring),
         softcap=scoring.softcap or 0.0,
-    )
+    )  # fmt: skip
 
 
 def torch_varlen(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, layout: DeviceBatch, scoring: Scoring
-) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: DeviceBatch, scoring: Scoring
+) -> Tensor:  # [num_tokens, num_heads, head_dim]
     """By torch's own; it has no soft cap."""
     from torch.nn.attention.varlen import varlen_attn
 
     first = layout.num_decodes
     return varlen_attn(
-        query,
-        key_cache,
-        value_cache,
-        layout.query_start[first:],
-        None,
-        layout.max_query_len,
-        layout.max_context_len,
-        scale=scoring.scale,
-        window_size=_window(scoring),
-        enable_gqa=query.shape[1] != key_cache.shape[2],
-        seqused_k=layout.context_lens[first:],
-        block_table=layout.block_table[first:],
-    )
+        query, key_cache, value_cache, layout.query_start[first:], None, layout.max_query_len, layout.max_context_len,
+        scale=scoring.scale, window_size=_window(scoring), enable_gqa=query.shape[1] != key_cache.shape[2],
+        seqused_k=layout.context_lens[first:], block_table=layout.block_table[first:],
+    )  # fmt: skip
 
 
 def _window(scoring: Scoring) -> tuple[int, int]:

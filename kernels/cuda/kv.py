@@ -12,6 +12,7 @@ from itertools import groupby
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kvstore.kernels.device import to_device
 from kvstore.rope.rotary import Rotation, Style
@@ -22,8 +23,8 @@ NUM_PROGRAMS = 16
 NUM_WARPS = 8
 TILE = 4096  # elements of keys, and of values, that a program moves at a time: two 16-byte loads per thread for each
 
-RawLayer = tuple[int, torch.Tensor, torch.Tensor]  # layer, raw keys and values, [num_tokens, num_kv_heads, head_dim]
-CachedLayer = tuple[int, torch.Tensor, torch.Tensor]  # layer, key and value cache
+RawLayer = tuple[int, Tensor, Tensor]  # layer, raw keys and values, [num_tokens, num_kv_heads, head_dim]
+CachedLayer = tuple[int, Tensor, Tensor]  # layer, key and value cache
 
 
 # -- parts of kernels: `rows`, [n, 1], are pointers to the first element of heads --------------------------------------
@@ -128,14 +129,9 @@ def _write_kernel(
 
 
 def rotate_and_write(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slots: torch.Tensor,
+    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor,
     rotation: Rotation | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `kvstore.kernels.write_kv.rotate_and_write`: rotated query and key, new and contiguous; without rotation as
     given."""
     num_tokens, num_heads, head_dim = query.shape
@@ -164,14 +160,12 @@ def rotate_and_write(
     return new_query, new_key
 
 
-def write(
-    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
-) -> None:
+def write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
     """As `kvstore.kernels.reference.write_kv`."""
     rotate_and_write(key, key, value, key_cache, value_cache, slots, None)
 
 
-def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
+def _rows_of(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -217,7 +211,7 @@ def _load_kernel(
         item += tl.num_programs(0)
 
 
-def load(arena: torch.Tensor, layers: Sequence[CachedLayer], places: torch.Tensor, rotation: Rotation | None) -> None:
+def load(arena: Tensor, layers: Sequence[CachedLayer], places: Tensor, rotation: Rotation | None) -> None:
     """N blocks of some layers, in order; arena and caches as in `kvstore.kernels.reference.load_blocks`, the arena
     pinned host memory.
 
@@ -285,7 +279,7 @@ def _save_kernel(
         item += tl.num_programs(0)
 
 
-def save(arena: torch.Tensor, layers: Sequence[RawLayer], rows: torch.Tensor | None, slots: torch.Tensor) -> None:
+def save(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | None, slots: Tensor) -> None:
     """As `kvstore.kernels.block_copy.save_to_arena`: one launch for all layers whose keys and values have the same
     strides."""
     if not layers or not len(slots):
@@ -314,7 +308,7 @@ def _shape_of(layer: RawLayer) -> tuple[int, int, int, int, bool]:
 
 
 @lru_cache(maxsize=512)
-def _numbers_on(device: torch.device, stream: int, numbers: tuple[int, ...]) -> torch.Tensor:
+def _numbers_on(device: torch.device, stream: int, numbers: tuple[int, ...]) -> Tensor:
     """Kept, since a graph's buffers, and often an allocator's, come back: then a save copies nothing to the device.
 
     stream: of the save, in whose order the copy is, and in which alone the result may be used.
@@ -322,5 +316,5 @@ def _numbers_on(device: torch.device, stream: int, numbers: tuple[int, ...]) -> 
     return to_device(torch.tensor(numbers), device)
 
 
-def _stream(tensor: torch.Tensor) -> int:
+def _stream(tensor: Tensor) -> int:
     return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0

@@ -255,12 +255,9 @@ def _no_constant(name: str) -> NoReturn:
 
 # -- the asking side -------------------------------------------------------------------------------------------------
 def ask(
-    path: str | Path,
-    command: str,
-    arguments: Mapping[str, Any],
-    timeout_s: float,
+    path: str | Path, command: str, arguments: Mapping[str, Any], timeout_s: float,
     on_progress: OnProgress | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """The owner's answer to a command; path: the store's directory. on_progress: called at every sign of life.
 
     timeout_s: how long the owner may be silent. Raises NoOwner when nobody owns the store, OwnerSilentError when the

@@ -108,11 +108,9 @@ MakeSteering = Callable[[VirtualClock, Mapping[str, int]], Steering]  # of the c
 
 
 def replay(
-    trace: Trace,
-    config: ReplayConfig,
-    progress: Callable[[int], None] | None = None,
+    trace: Trace, config: ReplayConfig, progress: Callable[[int], None] | None = None,
     steering: MakeSteering | None = None,
-) -> ReplayResult:
+) -> ReplayResult:  # fmt: skip
     """Serve the trace. progress: called now and then with the number of requests that have ended.
 
     steering: in place of that of the policy.
@@ -124,12 +122,9 @@ class Replay:
     """One run of a trace. Use once: `run`, and then perhaps `check_integrity`."""
 
     def __init__(
-        self,
-        trace: Trace,
-        config: ReplayConfig,
-        progress: Callable[[int], None] | None = None,
+        self, trace: Trace, config: ReplayConfig, progress: Callable[[int], None] | None = None,
         steering: MakeSteering | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if config.warm_up >= len(trace.requests):
             raise ConfigError(f"a warm-up of {config.warm_up} leaves none of {len(trace.requests)} requests; give less")
         self._trace, self._config, self._service = trace, config, config.service
@@ -469,23 +464,16 @@ class Replay:
         assert tally.first_s is not None, "the warm-up never ended"
         duration_s = tally.last_s - tally.first_s
         return ReplayResult(
-            num_requests=tally.num_requests,
-            num_refused=tally.num_refused,
-            num_prompt_tokens=tally.num_prompt_tokens,
-            num_hit_tokens=tally.num_hit_blocks * self._block_size,
-            num_blocks=tally.num_blocks,
-            num_hit_blocks=tally.num_hit_blocks,
-            hits_at_arrival={tier: tally.hits_at_arrival[tier] for tier in TIERS},
+            num_requests=tally.num_requests, num_refused=tally.num_refused, num_prompt_tokens=tally.num_prompt_tokens,
+            num_hit_tokens=tally.num_hit_blocks * self._block_size, num_blocks=tally.num_blocks,
+            num_hit_blocks=tally.num_hit_blocks, hits_at_arrival={tier: tally.hits_at_arrival[tier] for tier in TIERS},
             hits_at_schedule={tier: tally.hits_at_schedule[tier] for tier in TIERS},
             bytes_moved={way: moved[way] * self._config.block_bytes for way in ("save", "load", "write", "read")},
-            num_evicted={tier: moved[tier] for tier in TIERS},
-            num_dropped_saves=moved["unsaved"],
-            num_dropped_writes=moved["unwritten"],
-            ttft_mean_s=math.fsum(ttft_s) / len(ttft_s) if ttft_s else 0.0,
+            num_evicted={tier: moved[tier] for tier in TIERS}, num_dropped_saves=moved["unsaved"],
+            num_dropped_writes=moved["unwritten"], ttft_mean_s=math.fsum(ttft_s) / len(ttft_s) if ttft_s else 0.0,
             ttft_p90_s=ttft_s[-(-9 * len(ttft_s) // 10) - 1] if ttft_s else 0.0,
-            mean_queue=tally.queue_area / duration_s if duration_s else 0.0,
-            duration_s=duration_s,
-        )
+            mean_queue=tally.queue_area / duration_s if duration_s else 0.0, duration_s=duration_s,
+        )  # fmt: skip
 
     def check_integrity(self) -> None:
         """Assert, after the run, that nobody holds anything and that all counts agree."""

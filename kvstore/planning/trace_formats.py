@@ -34,12 +34,9 @@ ANSWERING_ROLES = {"a", "gpt", "assistant", "chatgpt", "bard", "bing", "model"} 
 
 
 def read_trace(
-    path: Path,
-    trace_format: str,
-    block_size: int | None = None,
-    arrivals: Arrivals = DEFAULT_ARRIVALS,
+    path: Path, trace_format: str, block_size: int | None = None, arrivals: Arrivals = DEFAULT_ARRIVALS,
     max_context: int | None = None,
-) -> Trace:
+) -> Trace:  # fmt: skip
     """The trace in a file. Raises ConfigError with the file, the line and what is expected there.
 
     block_size: tokens a block; None is the format's own (mooncake 512, bailian 16, else 128). arrivals, max_context: of

@@ -6,6 +6,7 @@ Pure functions of tensors; knows no requests and no parameters beyond top-k and 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 # How many of the best tokens to look at for top-k and top-p, in turn, before everything is sorted.
 TOP_WIDTHS = (128, 2048)
@@ -14,7 +15,7 @@ CHUNK = 128
 UNSURE, BROKEN = -1, -2  # in the place of a token: more has to be looked at; there is no usable number
 
 
-def argmax(logits: torch.Tensor) -> torch.Tensor:
+def argmax(logits: Tensor) -> Tensor:
     """Best token of each row [S], the lowest id among equals; BROKEN where there is a NaN. Waits for nothing."""
     if logits.device.type == "cpu":  # numpy's is vectorised: 0.13 ms against 0.84 ms for [64, 32000]
         values = logits.float().numpy()
@@ -25,13 +26,13 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     return torch.where(best.values.isnan(), BROKEN, best.indices)
 
 
-def argmax_of_usable(logits: torch.Tensor) -> torch.Tensor:
+def argmax_of_usable(logits: Tensor) -> Tensor:
     """As `argmax`; NaN counts as the lowest number."""
     lowest = torch.finfo(torch.float32).min
     return logits.float().nan_to_num_(nan=lowest, neginf=lowest).argmax(-1)
 
 
-def draw_all(scaled: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+def draw_all(scaled: Tensor, numbers: Tensor) -> Tensor:
     """Inverse CDF over all tokens, by id: scaled [S, V] with maximum 0, overwritten; numbers [S] float64; -> [S]."""
     padding = -scaled.shape[1] % CHUNK
     weights = (F.pad(scaled, (0, padding), value=-torch.inf) if padding else scaled).exp_()
@@ -48,14 +49,7 @@ def draw_all(scaled: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     return chunk.squeeze(-1) * CHUNK + offset
 
 
-def draw_cut(
-    scaled: torch.Tensor,
-    numbers: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    width: int,
-    all_limited: bool,
-) -> torch.Tensor:
+def draw_cut(scaled: Tensor, numbers: Tensor, top_k: Tensor, top_p: Tensor, width: int, all_limited: bool) -> Tensor:
     """Inverse CDF over the tokens that top_k [S] and then top_p [S] leave, best first, lowest id first among equals.
 
     Looks at the best `width` tokens, and gives UNSURE for the rows that need more: a row's own matter alone, so its
@@ -87,7 +81,7 @@ def draw_cut(
     return torch.where(more | goes_on.squeeze(-1), UNSURE, tokens)
 
 
-def _best(scaled: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _best(scaled: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
     """The `width` highest values of each row, highest first, and their ids where cheap (equals in any order)."""
     if width < scaled.shape[1]:
         best = scaled.topk(width, dim=-1)
@@ -97,17 +91,17 @@ def _best(scaled: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor 
     return scaled.sort(dim=-1, descending=True).values, None
 
 
-def _token_at(equal: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+def _token_at(equal: Tensor, place: Tensor) -> Tensor:
     """Id of the place-th token [S], counted from 0, that is True in equal [S, V]."""
     equals = equal.nonzero()  # by row, then by id
     num_equals = torch.bincount(equals[:, 0], minlength=len(equal))
     return equals[num_equals.cumsum(0) - num_equals + place, 1]
 
 
-def _at(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _at(table: Tensor, index: Tensor) -> Tensor:
     return table.gather(1, index.unsqueeze(-1)).squeeze(-1)
 
 
-def _below(numbers: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+def _below(numbers: Tensor, mass: Tensor) -> Tensor:
     """numbers * mass as [S, 1], strictly below mass, so that `first sum above it` always exists and has weight."""
     return torch.minimum(numbers * mass, torch.nextafter(mass, torch.zeros_like(mass))).unsqueeze(-1)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvstore.engine.model.step.draw import BROKEN, TOP_WIDTHS, UNSURE, argmax, argmax_of_usable, draw_all, draw_cut
 from kvstore.engine.outputs import TokenLogprob
@@ -33,7 +34,7 @@ class Drawn:
     drawing: for that, None when the logits were given up.
     """
 
-    tokens: torch.Tensor
+    tokens: Tensor
     drawing: Drawing | None
 
     def read(self, token_ids: np.ndarray) -> SampledTokens:
@@ -47,25 +48,25 @@ class Drawing:
     A row's token depends on nothing that belongs to another row.
     """
 
-    def __init__(self, raw: torch.Tensor, edited: torch.Tensor, state: np.ndarray) -> None:
+    def __init__(self, raw: Tensor, edited: Tensor, state: np.ndarray) -> None:
         self._raw, self._edited, self._state = raw, edited, state
         self._vocab_size = raw.shape[1]
         self._random = np.flatnonzero(state["temperature"] > 0)
-        self._scaled: torch.Tensor | None = None  # this and the next are of the rows `random` [S] alone
-        self._cuts: Sequence[torch.Tensor] = ()  # numbers, top-p and top-k, [S] float64
+        self._scaled: Tensor | None = None  # this and the next are of the rows `random` [S] alone
+        self._cuts: Sequence[Tensor] = ()  # numbers, top-p and top-k, [S] float64
 
-    def _tensor(self, values: np.ndarray) -> torch.Tensor:
+    def _tensor(self, values: np.ndarray) -> Tensor:
         return to_device(torch.from_numpy(values.copy()), self._raw.device)
 
     @property
     def is_greedy(self) -> bool:
         return len(self._random) == 0
 
-    def best(self) -> torch.Tensor:  # [R]
+    def best(self) -> Tensor:  # [R]
         """Of rows that are all greedy."""
         return argmax(self._edited)
 
-    def draw(self, numbers: np.ndarray) -> torch.Tensor:  # [R]
+    def draw(self, numbers: np.ndarray) -> Tensor:  # [R]
         """Greedy tokens, and random ones, each kind as one sub-batch; numbers [R] in [0, 1)."""
         logits, random, state = self._edited, self._random, self._state
         if len(random) == len(logits):
@@ -82,7 +83,7 @@ class Drawing:
             self._look_again(token_ids)
         return SampledTokens(token_ids, self._logprobs(token_ids))
 
-    def _draw_random(self, logits: torch.Tensor, state: np.ndarray, numbers: np.ndarray) -> torch.Tensor:
+    def _draw_random(self, logits: Tensor, state: np.ndarray, numbers: np.ndarray) -> Tensor:
         """Temperature, min-p, top-k, top-p and the draw; logits [S, V] float32, numbers [S] in [0, 1); -> [S].
 
         What a device decides comes back as part of the tokens: it is waited for once, and again for rare rows only.
@@ -101,7 +102,7 @@ class Drawing:
             scaled.masked_fill_(scaled < lowest.float().unsqueeze(-1), -torch.inf)
         return torch.where(broken.squeeze(-1), BROKEN, self._draw_each(scaled, state))
 
-    def _draw_each(self, scaled: torch.Tensor, state: np.ndarray) -> torch.Tensor:  # [S]
+    def _draw_each(self, scaled: Tensor, state: np.ndarray) -> Tensor:  # [S]
         """Rows whose tokens are cut by top-k or top-p, and the others."""
         cut, numbers = (state["top_k"] < self._vocab_size) | (state["top_p"] < 1), self._cuts[0]
         some, others = np.flatnonzero(cut), np.flatnonzero(~cut)
@@ -114,7 +115,7 @@ class Drawing:
         drawn[self._tensor(some)] = self._draw_cut(scaled, state, some, TOP_WIDTHS[0])
         return drawn
 
-    def _draw_cut(self, scaled: torch.Tensor, state: np.ndarray, rows: np.ndarray, width: int) -> torch.Tensor:
+    def _draw_cut(self, scaled: Tensor, state: np.ndarray, rows: np.ndarray, width: int) -> Tensor:
         """Of these of the S rows, looking at the best `width` tokens: [len(rows)]."""
         cuts = self._cuts
         if len(rows) < len(scaled):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.input_batch import StepInputs
@@ -47,7 +48,7 @@ class FormTensors:
         places = StepLayout(max_tokens, max_requests, max_requests, max_blocks).places()
         self._arrived = torch.zeros(places[-1].stop, dtype=torch.int32, device=device)
         self._table = torch.zeros(max_requests, max_blocks, dtype=torch.int32, device=device)
-        self._logits: torch.Tensor | None = None
+        self._logits: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -55,7 +56,7 @@ class FormTensors:
         shared = [self._arrived, self._table, *([] if self._logits is None else [self._logits])]
         return sum(tensor.nbytes for tensor in shared)
 
-    def load(self, form: Form, inputs: StepInputs, table: np.ndarray, sampled: torch.Tensor | None = None) -> None:
+    def load(self, form: Form, inputs: StepInputs, table: np.ndarray, sampled: Tensor | None = None) -> None:
         """Bring a step's arrays, padded to the form, to where the graphs read them. Tokens that pad a prompt belong to
         no request: nobody attends to them, and they attend to nothing. sampled: see `tensors.fill_in`."""
         size, ordinals = form.num_requests, self._ordinals
@@ -87,7 +88,7 @@ class FormTensors:
         batch = PagedBatch(host_start, host_lens, host_table, slots, self._block_size, on_device)
         return StepTensors(token_ids, positions, samples, batch)
 
-    def share(self, logits: torch.Tensor) -> torch.Tensor:
+    def share(self, logits: Tensor) -> Tensor:
         """Logits to where those of all forms are left: a step reads them before the next one begins."""
         if self._logits is None:
             self._logits = logits.new_empty((len(self._table), logits.shape[1]))

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvstore.blocks.records import SaveFence, TransferPlan
 from kvstore.connector import KVConnector
@@ -39,8 +40,8 @@ class StepOutput:
     """What a step leaves: logits, [num_requests, vocab_size], and raw keys and values per layer, [num_tokens,
     num_kv_heads, head_dim] each. Of a replay they hold until the next one."""
 
-    logits: torch.Tensor
-    layers: list[tuple[torch.Tensor, torch.Tensor]]
+    logits: Tensor
+    layers: list[tuple[Tensor, Tensor]]
 
 
 Work = Callable[[StepTensors], StepOutput]
@@ -106,12 +107,12 @@ class _Kept:
     """Stands where the connector does in a capture: loads nothing, and keeps what would be saved."""
 
     def __init__(self) -> None:
-        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def wait_for_layer_load(self, layer: int) -> None:
         pass
 
-    def save_kv_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None:
+    def save_kv_layer(self, layer: int, raw_key: Tensor, value: Tensor) -> None:
         self.layers[layer] = (raw_key, value)
 
 
@@ -228,14 +229,9 @@ class StepGraphs:
         return found if found in self._replays and count == len(inputs.sample_rows) else None
 
     def run(
-        self,
-        form: Form,
-        inputs: StepInputs,
-        table: np.ndarray,
-        plan: TransferPlan | None,
-        connector: KVConnector,
-        sampled: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # [num_requests, vocab_size]
+        self, form: Form, inputs: StepInputs, table: np.ndarray, plan: TransferPlan | None, connector: KVConnector,
+        sampled: Tensor | None = None,
+    ) -> Tensor:  # [num_requests, vocab_size]  # fmt: skip
         """The step's logits, which hold until the next step; its saves are handed to the connector, and ended.
 
         table: [num_requests, width] block numbers. sampled: see `kvstore.engine.model.step.tensors.fill_in`.

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvstore.blocks.records import TransferPlan
 from kvstore.connector import KVConnector
@@ -36,13 +37,9 @@ class ModelRunner:
     """One model, its caches and its persistent batch. capturer: makes the graphs of decode steps, None for none."""
 
     def __init__(
-        self,
-        model: PositionFreeModel,
-        config: SchedulerConfig,
-        num_blocks: int,
-        connector: KVConnector,
+        self, model: PositionFreeModel, config: SchedulerConfig, num_blocks: int, connector: KVConnector,
         capturer: Capturer | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model = model
         self.connector = connector
         self.caches = model.new_caches(num_blocks, config.block_size)
@@ -140,7 +137,7 @@ class ModelRunner:
         self.times.sample_s += time.perf_counter() - started
         return StepResult(token_ids, logprobs, tuple(ids[i] for i in np.flatnonzero(firsts < 0)))
 
-    def _go_on_unread(self) -> torch.Tensor | None:
+    def _go_on_unread(self) -> Tensor | None:
         """Before a launch. Returns the tokens of the step before, if they have not been read: numbers below 0 stand for
         them. Where it has none it is waited for: what is to be saved of a step is kept until it is computed.
         """
@@ -195,7 +192,7 @@ class ModelRunner:
             for cache in layer:
                 cache.index_copy_(0, destination, cache.index_select(0, source))
 
-    def _forward(self, inputs: StepInputs, plan: TransferPlan | None, sampled: torch.Tensor | None) -> torch.Tensor:
+    def _forward(self, inputs: StepInputs, plan: TransferPlan | None, sampled: Tensor | None) -> Tensor:
         width = -(-int(inputs.context_lens.max()) // self._config.block_size)
         table = self.batch.block_table[inputs.rows, :width]
         has_loads = plan is not None and bool(plan.loads)  # layer by layer, which a graph does not wait for
@@ -212,7 +209,7 @@ class ModelRunner:
         self.connector.wait_for_save()
         return logits
 
-    def _draw(self, inputs: StepInputs, launched: Launched, logits: torch.Tensor) -> None:
+    def _draw(self, inputs: StepInputs, launched: Launched, logits: Tensor) -> None:
         """The step's tokens, on their way to the host."""
         if not len(inputs.sample_rows):
             return

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from kvstore.engine.model.step.drawing import Drawing, Drawn, SampledTokens
 from kvstore.engine.sampling_params import SamplingParams
@@ -71,14 +72,9 @@ class Sampler:
             self._reset(row)
 
     def set_row(
-        self,
-        row: int,
-        params: SamplingParams,
-        seed: int,
-        stop_token_ids: Sequence[int],
-        prompt_token_ids: np.ndarray,
+        self, row: int, params: SamplingParams, seed: int, stop_token_ids: Sequence[int], prompt_token_ids: np.ndarray,
         output_token_ids: np.ndarray,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """A request joins at `row`, maybe resumed with output tokens. stop_token_ids: eos and stop ids, which
         min_tokens forbids. Ids beyond the vocabulary are ignored in stop_token_ids and logit_bias."""
         self.clear_row(row)
@@ -126,7 +122,7 @@ class Sampler:
         self._stops.pop(row, None)
         self._reset(row)
 
-    def append(self, rows: np.ndarray, token_ids: np.ndarray | torch.Tensor) -> None:
+    def append(self, rows: np.ndarray, token_ids: np.ndarray | Tensor) -> None:
         """Token token_ids[i] was accepted as the next output token of rows[i]; both [R]. A row may repeat, in order.
 
         What only the device knows is not waited for; a row without a token, below 0, is going to be set anew.
@@ -138,7 +134,7 @@ class Sampler:
             tokens = self._tensor(token_ids) if isinstance(token_ids, np.ndarray) else token_ids
             self._penalties.add(self._tensor(slots[penalised]), tokens[self._tensor(penalised)].clamp_(min=0))
 
-    def sample(self, logits: torch.Tensor, rows: np.ndarray, choice_offsets: np.ndarray | None = None) -> SampledTokens:
+    def sample(self, logits: Tensor, rows: np.ndarray, choice_offsets: np.ndarray | None = None) -> SampledTokens:
         """One token for each row of logits [R, V] of any float dtype, which stay as they are; rows [R].
 
         A row may repeat, with another choice_offsets [R] each time, which is added to its seed. Logits without one
@@ -147,7 +143,7 @@ class Sampler:
         drawn = self.draw(logits, rows, choice_offsets)
         return drawn.read(drawn.tokens.cpu().numpy())
 
-    def draw(self, logits: torch.Tensor, rows: np.ndarray, choice_offsets: np.ndarray | None = None) -> Drawn:
+    def draw(self, logits: Tensor, rows: np.ndarray, choice_offsets: np.ndarray | None = None) -> Drawn:
         """As `sample`, as far as nothing has to be waited for on CUDA."""
         assert logits.shape == (len(rows), self._vocab_size), (logits.shape, len(rows), self._vocab_size)
         state = self._state[rows]
@@ -169,10 +165,10 @@ class Sampler:
     def _known(self, token_ids: np.ndarray) -> np.ndarray:
         return token_ids[token_ids < self._vocab_size]
 
-    def _tensor(self, values: np.ndarray) -> torch.Tensor:
+    def _tensor(self, values: np.ndarray) -> Tensor:
         return to_device(torch.from_numpy(values.copy()), self._device)
 
-    def _edit(self, raw: torch.Tensor, rows: np.ndarray, state: np.ndarray) -> torch.Tensor:
+    def _edit(self, raw: Tensor, rows: np.ndarray, state: np.ndarray) -> Tensor:
         """Bias, min_tokens and penalties, in this order, on a copy; `raw` itself when no row wants any."""
         biased = np.flatnonzero(state["biased"])
         held = np.flatnonzero(state["num_output_tokens"] < state["min_tokens"])
@@ -191,9 +187,10 @@ class Sampler:
             self._penalties.apply(logits, penalised, state[penalised])
         return logits
 
-    def _positions(self, indices: np.ndarray, ids: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _positions(self, indices: np.ndarray, ids: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
         """Index of logits: every id of ids[i] in row indices[i]."""
         return self._tensor(np.repeat(indices, [len(some) for some in ids])), self._tensor(np.concatenate(ids))
+
 
 class _Penalties:
     """Token counts of the rows that use penalties, in a pool of dense rows that grows when it must."""
@@ -221,12 +218,12 @@ class _Penalties:
     def release(self, slot: int) -> None:
         self._free.append(slot)
 
-    def add(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+    def add(self, slots: Tensor, token_ids: Tensor) -> None:
         one = torch.ones((), dtype=torch.int32, device=self._counts.device)
         self._counts.index_put_((slots, token_ids), one, accumulate=True)
         self._seen.index_put_((slots, token_ids), one.bool())
 
-    def apply(self, logits: torch.Tensor, indices: np.ndarray, state: np.ndarray) -> None:
+    def apply(self, logits: Tensor, indices: np.ndarray, state: np.ndarray) -> None:
         """Changes rows `indices` [P] of logits float32, whose state is `state` [P], where tokens have been seen."""
         names = ("penalty_slot", "repetition_penalty", "frequency_penalty", "presence_penalty")
         columns = np.stack([indices, *(state[name] for name in names)]).astype(np.float64)
@@ -250,13 +247,7 @@ class _Penalties:
         self._free.extend(range(new - 1, old - 1, -1))
 
 
-def _penalised(
-    values: torch.Tensor,
-    counts: torch.Tensor,
-    repetition: torch.Tensor,
-    frequency: torch.Tensor,
-    presence: torch.Tensor,
-) -> torch.Tensor:
+def _penalised(values: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:
     """As vLLM does: repetition as a factor that makes the logit smaller, then frequency and presence."""
     values = torch.where(values > 0, values / repetition, values * repetition)
     return values - frequency * counts - presence * (counts > 0)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvstore.engine.core.input_batch import StepInputs
 from kvstore.kernels.paged_batch import DeviceBatch, PagedBatch
@@ -22,9 +23,9 @@ _PADDING = (0, 0, -1, 0, 0, 0, 0)  # of each array below; slot -1: nothing is wr
 class StepTensors:
     """token_ids, positions: [num_tokens]; sample_tokens: [num_samples], tokens whose logits are wanted; all int64."""
 
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    sample_tokens: torch.Tensor
+    token_ids: Tensor
+    positions: Tensor
+    sample_tokens: Tensor
     batch: PagedBatch
 
 
@@ -44,7 +45,7 @@ class StepLayout:
         starts = itertools.accumulate((-(-count // _UNIT) * _UNIT for count in counts), initial=0)
         return [slice(start, start + count) for start, count in zip(starts, counts, strict=False)]
 
-    def pack(self, inputs: StepInputs, table: np.ndarray, pinned: bool) -> torch.Tensor:
+    def pack(self, inputs: StepInputs, table: np.ndarray, pinned: bool) -> Tensor:
         """The buffer, on the host, new for every step.
 
         table: [requests of the step, width]; where the layout has more than the step, padding follows. Pinned memory is
@@ -64,14 +65,14 @@ class StepLayout:
             part[len(array) :] = padding
         return buffer
 
-    def unpack(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+    def unpack(self, buffer: Tensor) -> list[Tensor]:
         """The arrays in this order, as views of a buffer on any device; the block table is [num_requests, width]."""
         parts = [buffer[place] for place in self.places()]
         wide = [part.view(torch.int64) for part in parts[:4]]
         return [*wide, *parts[4:6], parts[6].view(self.num_requests, self.width)]
 
 
-def fill_in(token_ids: torch.Tensor, sampled: torch.Tensor) -> None:
+def fill_in(token_ids: Tensor, sampled: Tensor) -> None:
     """Put samples [num_samples] of the step before where `StepInputs` has numbers below 0 for them. Waits for nothing.
 
     A sample below 0 was not drawn yet: whatever is computed from it is thrown away.
