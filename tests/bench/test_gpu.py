@@ -11,10 +11,8 @@ import torch
 
 from bench.gpu import __main__ as gpu
 from bench.gpu import kernels as gpu_kernels
-from bench.gpu.case import CASES, Clock, Goal, OutOfTimeError, Weights, _config, _parameter_shapes, rehearsal
+from bench.gpu.case import CASES, Clock, OutOfTimeError, Weights, _config, _parameter_shapes
 from bench.gpu.engines import decode_limit
-from kvstore.kernels.attention import paged_attention
-from kvstore.kernels.paged_batch import PagedBatch
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -69,13 +67,6 @@ def test_goals_are_judged_by_the_ratio_beside_them(whole):
         assert row["result"] == ("reached" if holds else "missed")
 
 
-def test_a_returning_turn_is_measured_from_each_tier_and_its_kv_is_what_was_computed(whole):
-    names = [row["measure"] for row in whole[0]["results"] if row["part"] == "ttft"]
-    assert names[:2] == ["KV back from cpu", "KV back from disk"]
-    ways = ["history recomputed", "HBM hit", "CPU hit", "disk hit, page cache warm"]
-    assert names[2:] == [f"{length} + 16 tokens, {way}" for length in (64, 256) for way in ways]
-
-
 def test_no_row_claims_a_gpu(whole):
     document, out, said = whole
     assert said.startswith(gpu.REHEARSAL) and gpu.REHEARSAL in out
@@ -93,21 +84,6 @@ def test_a_wrong_kernel_is_seen_and_is_the_exit_code(bench, monkeypatch):
     code, rows, _ = bench("--part", "check")
     assert code == 1
     assert [row["measure"] for row in rows if row["result"] == "MISMATCH"] == ["write_kv"]
-
-
-def forgetful(query, key, value, key_cache, value_cache, batch, scoring):
-    """Leaves out the last page of the longest request."""
-    lens = [n - batch.block_size if n == max(batch.context_lens) else n for n in batch.context_lens]
-    less = PagedBatch(batch.query_start, lens, batch.block_table, batch.slots, batch.block_size)
-    return paged_attention(query, key, value, key_cache, value_cache, less, scoring)
-
-
-@pytest.mark.parametrize("wrong", [forgetful, lambda *args: paged_attention(*args) * float("nan")])
-def test_attention_that_forgets_a_page_or_makes_no_number_is_seen(bench, monkeypatch, wrong):
-    monkeypatch.setattr(gpu_kernels, "paged_attention", wrong)
-    code, rows, _ = bench("--part", "check")
-    assert code == 1
-    assert [row["measure"] for row in rows if row["result"] == "MISMATCH"] == ["paged attention"]
 
 
 def test_a_part_that_raises_is_a_row_and_the_next_one_runs(bench, monkeypatch):
@@ -148,11 +124,6 @@ def test_a_kill_leaves_the_results_so_far(tmp_path, how):
     assert (gpu.REHEARSAL in out) == (how == signal.SIGTERM)  # the table
 
 
-def test_goals():
-    assert [Goal(0.9).verdict(ratio) for ratio in (0.89, 0.9)] == ["missed", "reached"]
-    assert [Goal(1.15, at_most=True).verdict(ratio) for ratio in (1.15, 1.16)] == ["reached", "missed"]
-
-
 def test_sizes_of_the_models_and_the_limit_of_their_decoding():
     found = {case.name: sum(shape.numel() for shape in _parameter_shapes(_config(case)).values()) for case in CASES}
     assert {name: round(count / 1e6) for name, count in found.items()} == {"Qwen-2.5-0.5B": 494, "Llama-3.1-8B": 8030}
@@ -160,10 +131,3 @@ def test_sizes_of_the_models_and_the_limit_of_their_decoding():
     weights = Weights(Path(), 8_030_000_000, 15_000_000_000)
     assert decode_limit(CASES[1], weights, 1, 15e12) == pytest.approx(1000, rel=0.002)
     assert decode_limit(CASES[1], weights, 64, 15e12) == pytest.approx(64_000 / (1 + 64 * 160 * 131072 / 15e9))
-
-
-def test_the_rehearsal_is_small_and_fits_its_own_window():
-    for case in map(rehearsal, CASES):
-        assert case.kv_bytes_per_token * case.window < 2**20
-        assert max(case.histories) + case.new_tokens < case.window
-        assert max(history + new for history, new in case.overlaps) < case.window

@@ -69,24 +69,6 @@ def test_the_oracle_hits_most(policy, seed):
         assert replay_one_tier(made, capacity, policy).num_hit_blocks <= best
 
 
-def test_fifo_and_lru_differ_as_they_should():
-    """Two blocks' room: 1 is the oldest, 2 the least recently used, and 1 and 3 come again."""
-    made = trace(*(request([name], at_s=at_s) for at_s, name in enumerate([1, 2, 1, 3, 1, 3])))
-    hits = {policy: replay_one_tier(made, 2, policy).num_hit_blocks for policy in ("fifo", "lru")}
-    assert hits == {"fifo": 2, "lru": 3}
-
-
-def test_one_tier_takes_closed_loops_in_the_order_of_the_trace():
-    made = trace(request([1]), request([1, 2], at_s=5.0, after=0), request([1], at_s=1.0))
-    assert replay_one_tier(made, 10, "auto").num_hit_blocks == 2
-
-
 def test_a_tier_of_nothing_is_refused():
     with pytest.raises(ConfigError, match="a tier of 0 blocks"):
         replay_one_tier(trace(request([1])), 0, "lru")
-
-
-def test_progress_is_told():
-    told = []
-    replay_one_tier(chained_trace(0, num_requests=2100), 10, "lru", told.append)
-    assert told == [1000, 2000]

@@ -186,20 +186,3 @@ def test_ratios_and_goals_follow_from_what_was_measured(match):
     assert (returned["ours"], returned["peer"], returned["goal"], returned["reached"]) == (40, 80, "<= 0.2", "no")
     assert found["last turn, after a restart / ours warm"]["ratio"] == pytest.approx(2)
     assert len(warm["all_ours"]) == len(returned["all_peer"]) == 2 * SIZES.num_talks
-
-
-def test_both_sides_are_asked_the_same_but_for_their_own_answers(match):
-    match.speed(repeats=1)
-    match.turns(rounds=1, restarts=2)
-
-    def said(side):
-        """Every question without the side's own answers, by conversation; fresh prompts come first, in their order."""
-        asked = [
-            (talk, max_tokens, list(map(len, prompts)), [[token for token in one if token < OWN] for one in prompts])
-            for prompts, max_tokens, talk in side.asked
-        ]
-        return sorted(asked, key=lambda one: one[0])
-
-    ours, peer = said(match.sides["ours"]), said(match.sides["peer"])
-    assert ours == peer and len(ours) > 30
-    assert [side.runs for side in match.sides.values()] == [3, 3]

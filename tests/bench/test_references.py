@@ -27,42 +27,10 @@ def hits_one_by_one(policy, capacity, requests):
 
 
 # -- by hand ---------------------------------------------------------------------------------------------------------
-def test_fifo_does_not_care_for_touches_and_lru_does():
-    requests = [[1, 2], [1], [3], [1], [4], [1]]  # FIFO: 2 1 | 1 3 | 3 4; LRU: 1 | 3 1 | 1 4
-    assert hits_one_by_one("fifo", 2, requests) == [0, 1, 0, 1, 0, 0]
-    assert hits_one_by_one("lru", 2, requests) == [0, 1, 0, 1, 0, 1]
-
-
 @pytest.mark.parametrize("policy", REFERENCES)
 def test_the_head_of_a_request_that_is_too_long_stays(policy):
     # All three come again at the same time, and of these Belady gives up the one touched last: 2, for 1.
     assert hits_one_by_one(policy, 2, [[1, 2, 3], [1, 2, 3]])[1] == (1 if policy == "belady" else 2)
-
-
-@pytest.mark.parametrize("policy", REFERENCES)
-def test_hits_are_a_prefix_counted_before_the_request_itself(policy):
-    assert hits_one_by_one(policy, 9, [[1, 1], [2], [3, 2], [1, 3, 2, 4], [4]]) == [0, 0, 0, 3, 1]
-
-
-def test_lfu_remembers_counts_and_evicts_the_longest_untouched_of_equals():
-    requests = [[1], [1], [2], [3], [2], [3], [1]]
-    # Counts 1: 2, 2: 1; 3 replaces 2; 2 comes back with count 2 and replaces 3 (1); 3 comes back with 2 and replaces
-    # the longer untouched of 1 and 2, which have 2 each. A count that began anew would replace 2 instead.
-    assert hits_one_by_one("lfu", 2, requests) == [0, 1, 0, 0, 0, 0, 0]
-    assert hits_one_by_one("lfu", 2, [*requests[:-1], [2]])[-1] == 1
-
-
-def test_belady_evicts_what_comes_last_and_lets_nothing_pass():
-    assert hits_one_by_one("belady", 2, [[1], [2], [3], [1], [2]]) == [0, 0, 0, 1, 0]
-    assert hits_one_by_one("belady", 1, [[1], [2], [1]]) == [0, 0, 0], "2 is kept though it never comes back"
-
-
-def test_s3fifo_keeps_in_the_main_queue_what_was_touched_twice():
-    # Ten blocks fill the cache, the small queue has one of them: 1. Touched twice it moves, so 11 evicts 2 of the main.
-    filled = [[name] for name in range(1, 11)]
-    assert hits_one_by_one("s3fifo", 10, [*filled, [1], [1], [11], [1], [2]])[10:] == [1, 1, 0, 1, 0]
-    # Touched once it goes, but its name is remembered: when it comes back it goes to the main queue, and 11 goes.
-    assert hits_one_by_one("s3fifo", 10, [*filled, [1], [11], [1], [12], [1], [11]])[10:] == [1, 0, 0, 0, 1, 0]
 
 
 def test_tokens_of_a_partial_block_count_as_many_as_there_are():
@@ -78,12 +46,6 @@ def test_tokens_of_a_partial_block_count_as_many_as_there_are():
 def test_the_warm_up_is_replayed_but_not_counted():
     hits = References(trace_of([[1], [1], [2]]), warm_up=1).replay("lru", 2)
     assert (hits.num_blocks, hits.num_hit_blocks) == (2, 1)
-
-
-def test_progress_is_told():
-    told = []
-    References(trace_of([[1]] * 2500)).replay("lru", 2, told.append)
-    assert told == [1000, 2000]
 
 
 # -- beside the plainest twins ---------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import pytest
 
 from bench.traffic import KINDS, MAX_CONTEXT, generate
 from kvstore.errors import ConfigError
-from kvstore.planning.traces import CHAIN_STRIDE
 
 
 def shown(trace):
@@ -56,22 +55,6 @@ def test_agents_go_on_at_once_behind_a_call():
     assert len(loop) > 2000 and len(task) > 100
     assert loop[len(loop) // 2] < 4 < 60 < task[len(task) // 2]
     assert loop[-1] > 60, "some tools take long"
-
-
-def test_documents_stand_under_many_conversations():
-    trace = generate(3000, 1, 128, "documents")
-    first = [r for r in trace.requests if r.after < 0]
-    uses: dict[int, int] = {}
-    for request in first:
-        uses[request.chain[0] // CHAIN_STRIDE] = uses.get(request.chain[0] // CHAIN_STRIDE, 0) + 1
-    counts = sorted(uses.values())
-    assert counts.count(1) > 100 and counts[-1] > 20
-    assert sum(r.num_tokens for r in first) / len(first) > 5000
-
-
-def test_by_night_few_come():
-    times = [r.arrival_s % 86400 for r in generate(20_000, 2, 128, "documents").requests if r.after < 0]
-    assert sum(17 * 3600 < at < 23 * 3600 for at in times) * 3 < sum(5 * 3600 < at < 11 * 3600 for at in times)
 
 
 def test_what_cannot_be_made_is_refused():
