@@ -75,13 +75,6 @@ def test_any_shape_and_strides(heads, strides, kernel_device):
         check(step, kinds(torch.bfloat16, heads[-1], kernel_device)[name][0])
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 17])
-def test_any_number_of_tokens(num_tokens, kernel_device):
-    step = Step(num_tokens, (2, 1, 8), torch.float32, device=kernel_device)
-    for name in ("half", "none"):
-        check(step, kinds(torch.float32, 8, kernel_device)[name][0])
-
-
 @settings(max_examples=25)
 @given(
     st.integers(0, 6),

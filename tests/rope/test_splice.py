@@ -66,12 +66,6 @@ def test_pieces_are_few(case):
             assert a.source_block != b.source_block or a.source_offset + a.length != b.source_offset
 
 
-def test_a_cut_at_block_boundaries_copies_whole_blocks():
-    plan = plan_splice([(0, 4), (12, 20)], 4, 5)
-    blocks = (SplicedBlock(1, (SplicePiece(3, 0, 0, 4),)), SplicedBlock(2, (SplicePiece(4, 0, 0, 4),)))
-    assert plan == SplicePlan(1, blocks, 12)
-
-
 def test_a_cut_inside_blocks_puts_pieces_together():
     plan = plan_splice([(0, 2), (5, 16)], 4, 4)
     first = SplicedBlock(0, (SplicePiece(0, 0, 0, 2), SplicePiece(1, 1, 2, 2)))

@@ -28,7 +28,7 @@ from kvstore.store.steps import StepsInFlight
 from kvstore.store.write_back import WriteBack
 from tests.simulation.run import CONFIGS, Simulation
 
-NUM_SEEDS, NUM_LONG_SEEDS, LONG_HOURS = 1, 40, 72.0
+NUM_LONG_SEEDS, LONG_HOURS = 40, 72.0
 MORE = ("queue", "restarts", "bad-disk", "tiny-cpu", "tiny-disk", "everything", "everything")
 BY_NAME = {config.name: config for config in CONFIGS}
 RUNS = [(config.name, 1) for config in CONFIGS] + [(name, 2 + i) for i, name in enumerate(MORE)]

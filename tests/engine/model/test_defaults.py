@@ -22,20 +22,9 @@ SHIPPED = {
         "bos_token_id": 151643, "pad_token_id": 151643, "do_sample": True, "eos_token_id": [151645, 151643],
         "repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20,
     },
-    "Qwen3": {
-        "bos_token_id": 151643, "do_sample": True, "eos_token_id": [151645, 151643], "pad_token_id": 151643,
-        "temperature": 0.6, "top_k": 20, "top_p": 0.95,
-    },
     "Gemma3": {
         "bos_token_id": 2, "cache_implementation": "hybrid", "do_sample": True, "eos_token_id": [1, 106],
         "pad_token_id": 0, "top_k": 64, "top_p": 0.95,
-    },
-    "Llama3": {
-        "bos_token_id": 128000, "do_sample": True, "eos_token_id": [128001, 128008, 128009], "temperature": 0.6,
-        "max_length": 4096, "top_p": 0.9,
-    },
-    "Mistral": {
-        "_from_model_config": True, "bos_token_id": 1, "do_sample": True, "eos_token_id": 2, "temperature": 0.15,
     },
     "Phi3": {
         "_from_model_config": True, "bos_token_id": 1, "eos_token_id": [32000, 32001, 32007], "pad_token_id": 32000,
@@ -44,10 +33,7 @@ SHIPPED = {
 }  # fmt: skip
 EXPECTED = {
     "Qwen2.5": {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05},
-    "Qwen3": {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
     "Gemma3": {"top_p": 0.95, "top_k": 64},
-    "Llama3": {"temperature": 0.6, "top_p": 0.9},
-    "Mistral": {"temperature": 0.15},
     "Phi3": {},
     "whole numbers": {"temperature": 1, "top_p": 1, "top_k": 5, "repetition_penalty": 1},
 }

@@ -76,24 +76,6 @@ def test_a_turn_is_the_same_from_every_tier(model: Stored, path: Path) -> None:
         assert {tuple(out.token_ids) for out in (anew, *outputs)} == {tuple(anew.token_ids)}
 
 
-def test_turns_that_load_beside_decodes_after_a_restart(model: Stored, path: Path) -> None:
-    histories = [tokens(10 + i, length) for i, length in enumerate((50, 128, 97))]
-    with watched(model.folder, path, **OPTIONS) as engine:
-        answers = engine.answer(histories, asking(10))
-    model.reference.check(*answers)
-    with watched(model.folder, path, **OPTIONS) as engine:
-        handles = [engine.engine.submit(tokens(20, 7), asking(40))]
-        for history, answer in zip(histories, answers, strict=True):
-            for _ in range(4):
-                engine.engine.step()
-            handles.append(engine.engine.submit([*history, *answer.token_ids, *tokens(21, 20)], asking(10)))
-        engine.finish()
-        outputs = [handle.output for handle in handles]
-        assert [cached(out)[2] for out in outputs] == [0, 48, 128, 96] and engine.num_mixed > 0
-        assert counters(engine.engine)["loaded"] == (48 + 128 + 96) // 16
-        model.reference.check(*outputs)
-
-
 def test_preempted_requests_resume_by_loading(model: Stored, path: Path) -> None:
     options = {**OPTIONS, "hbm": pool_bytes(model.reference.network, 14)}
     with pytest.warns(UserWarning, match="fewer than max_model_len"), watched(model.folder, path, **options) as engine:

@@ -113,15 +113,6 @@ def test_code_that_multiplies_wrongly_is_not_used():
     assert not layer_native._multiplies(second_tile_of_rows_left_out, num_columns(), max_rows())
 
 
-def test_without_products_in_c_onednn_computes_them(monkeypatch):
-    monkeypatch.setattr(layer_native, "num_columns", lambda: 0)
-    weight, bias = linear(64, 64)
-    packed = PackedLinear(weight, bias)
-    assert packed.native is None
-    x = random_rows(1, 3, 64)
-    torch.testing.assert_close(packed(x), F.linear(x, weight, bias), atol=3e-2, rtol=2e-2)
-
-
 @needs_tiles
 def test_tiles_of_onednn_stay_as_they_were():
     """oneDNN, between products of ours with other numbers of rows, computes what it did before."""

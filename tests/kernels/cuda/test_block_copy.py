@@ -183,19 +183,6 @@ def test_the_same_buffers_are_described_once(kernel_device):
     assert (after.hits, after.misses) == (before.hits + 1, before.misses)
 
 
-@pytest.mark.parametrize("rows", [None, [3, 4, 5]])
-def test_on_a_cpu_the_door_saves_as_the_twin(rows):
-    saving = Saving(Memory((16, 2, 32), torch.bfloat16, "cpu"), "packed")
-    arena, slots = saving.memory.arena.tensor, torch.tensor([17, -1, 0])
-    twin = arena.clone()
-    part = [(layer, *(t[:3] if rows is None else t[rows] for t in pair)) for layer, *pair in saving.layers]
-    for layer, *pair in part:
-        reference.save_tokens(twin, layer, *pair, slots)
-    layers = part if rows is None else saving.layers
-    save_to_arena(arena, layers, None if rows is None else torch.tensor(rows), slots)
-    assert torch.equal(arena, twin)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", KINDS)
 def test_load_layers_on_a_device(name):

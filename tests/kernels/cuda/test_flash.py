@@ -161,19 +161,6 @@ def test_a_package_whose_import_fails_is_as_good_as_none(install, tmp_path, monk
     assert "flash_attn_interface is installed but cannot be used (libcudart.so.11: cannot open)" in caplog.text
 
 
-def test_it_is_found_out_once(install):
-    calls = []
-
-    def counted(*arguments, **options):
-        calls.append(1)
-        return flash_attn_with_kvcache(*arguments, **options)
-
-    counted.named = "flash_attn_with_kvcache"
-    install(("flash_attn_interface", counted))
-    assert attention._foreign_prefill(setting()) is attention._foreign_prefill(setting())
-    assert len(calls) == 1
-
-
 def test_torch_takes_what_the_stand_in_takes():
     from torch.nn.attention import varlen
 

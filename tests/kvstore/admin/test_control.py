@@ -18,7 +18,7 @@ from kvstore.admin.commands import COMMANDS, EvictRequest, SessionName, read_arg
 from kvstore.admin.control import ControlServer, NoOwner, OwnerSilentError, ask
 from kvstore.blocks.records import Evict
 from kvstore.disk.directory import StoreDirectory, read_lock_info
-from kvstore.errors import ConfigError, KVStoreError, RequestError, StoreError, StoreLockedError
+from kvstore.errors import ConfigError, KVStoreError, RequestError, StoreError
 from tests.support.waiting import wait_until
 
 
@@ -184,19 +184,6 @@ def test_a_path_too_long_for_a_socket(tmp_path, handler):
         assert not place.exists() and directory.path.exists()
 
 
-def test_a_store_in_a_directory_named_like_ours_is_not_removed(handler):
-    with tempfile.TemporaryDirectory(prefix="kvstore-") as place, StoreDirectory.open(place) as directory:
-        ControlServer(directory, handler).close()
-        assert (directory.path / "secret").exists()
-
-
-def test_the_next_owner_may_listen_at_once(directory, handler):
-    for _ in range(3):
-        server = ControlServer(directory, handler)
-        assert works(server, directory)
-        server.close()
-
-
 def test_close_does_not_wait_for_a_command_for_long(server, directory, handler):
     handler.gate.clear()
     caught = []
@@ -224,12 +211,6 @@ def test_another_user_is_not_answered(server, directory, handler, monkeypatch):
     assert handler.calls == []
 
 
-def test_the_other_side_is_asked_of_the_kernel(server):
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(str(server.path))
-        assert control._peer_uid(connection) == os.getuid()
-
-
 def test_a_forked_child_changes_nothing(server, directory):
     listening = server._listener.fileno()
     child = os.fork()
@@ -250,24 +231,17 @@ def test_a_forked_child_changes_nothing(server, directory):
     ("sent", "words"),
     [
         (b"\n", "not a request"),
-        (b"{\n", "not a request"),
         (b"\xff\xfe\n", "not a request"),
-        (b"[]\n", "give an object"),
-        (b'"stats"\n', "give an object"),
         (b"[" * 100_000 + b"\n", "nested too deeply"),
         (b'{"version":1,"command":"stats","arguments":[]}\n', "give an object"),
         (b'{"version":2,"command":"stats","arguments":{}}\n', "version 2 is not known here"),
-        (b'{"command":"stats"}\n', "version None"),
         (b'{"version":1,"command":"quit"}\n', "unknown command 'quit'; known: stats"),
-        (b'{"version":1,"command":["stats"]}\n', "unknown command"),
         (b'{"version":1,"command":"stats","arguments":{"x":NaN}}\n', "NaN is not a number"),
         (b'{"version":1,"command":"stats","arguments":{"x":' + b"9" * 5000 + b"}}\n", "not a request"),
         (b"x" * (control.MAX_REQUEST_BYTES + 1) + b"\n", "more than 1,048,576 bytes"),
-        (b"x" * (3 * control.MAX_REQUEST_BYTES), "more than 1,048,576 bytes"),
-        (b'{"version":1,"comm', "not a request"),
         (b"", "not a request"),
     ],
-    ids=range(17),
+    ids=range(10),
 )
 def test_garbage_is_answered_and_harms_nobody(server, directory, handler, sent, words):
     found = answer(server, sent)
@@ -416,27 +390,16 @@ def test_evict_requests_become_selections():
     ("arguments", "words"),
     [
         ({}, "no condition"),
-        ({"dry_run": True}, "no condition"),
-        ({"all": False}, "no condition"),
         ({"al": True}, "unknown field `al`"),
-        ({"tiers": ["disk"], "all": True}, "unknown field `tiers`"),
         ({"all": 1}, "Expected `bool`, got `int` - at `$.all`"),
-        ({"all": None}, "got `null` - at `$.all`"),
         ({"unused_for_s": -1}, "$.unused_for_s"),
         ({"unused_for_s": float("nan")}, "unused_for_s"),
-        ({"unused_for_s": float("inf")}, "$.unused_for_s"),
         ({"unused_for_s": 10**400}, "evict: "),
-        ({"unused_for_s": True}, "$.unused_for_s"),
-        ({"unused_for_s": "7d"}, "$.unused_for_s"),
         ({"to_bytes": 1.5}, "Expected `int | null`, got `float` - at `$.to_bytes`"),
-        ({"to_bytes": -1}, "$.to_bytes"),
         ({"to_bytes": 2**70}, "$.to_bytes"),
-        ({"model": 3}, "$.model"),
-        ({"session": "s"}, "$.session"),
         ({"session": {}}, "missing required field `session_id` - at `$.session`"),
         ({"session": {"session_id": "../etc"}}, "$.session.session_id"),
         ({"session": {"session_id": "s\n"}}, "session_id"),
-        ({"session": {"session_id": "s", "tenant": 1}}, "$.session.tenant"),
         ({"session": {"session_id": "s", "x": 1}}, "unknown field `x` - at `$.session`"),
     ],
 )

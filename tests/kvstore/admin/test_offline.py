@@ -1,12 +1,10 @@
 """The commands on a small real store that nobody owns."""
 
 import shutil
-import struct
 
 import pytest
 
 from kvstore.admin.offline import OfflineStore, stored_capacity
-from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.disk.directory import StoreDirectory, read_lock_info
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import ConfigError, DegradedError, StoreError, StoreLockedError
@@ -22,7 +20,6 @@ from tests.support.store.small_store import (
     block_ids,
     damage,
     make_store,
-    payload,
 )
 
 ANNA = {"session": {"tenant": "", "session_id": "anna"}}
@@ -153,23 +150,6 @@ def test_verify_says_when_a_whole_file_was_set_aside(store):
     assert [place.split("/")[1] for place in report["set_aside"]] in (["blocks", "sessions"], ["sessions", "blocks"])
     assert (report["num_ok"], report["sessions"]["num_sessions"]) == (0, 0)
     assert handle(store, "verify")["set_aside"] == []
-
-
-def test_what_a_command_leaves_is_still_right(store):
-    evict(store, **ANNA)
-    handle(store, "compact")
-    with StoreDirectory.open(store.path) as directory:
-        disk = DiskTier(directory, CAPACITY_BYTES)
-        for batch in list(disk.scan()):
-            for entry in batch:
-                tokens = {b: [9] * 16 for b in store.lone} | {b: [1] * 16 for b in store.shared}
-                tokens |= {b: [3] * 16 for b in store.bert}
-                packed = struct.pack("<16I", *tokens[entry.block_id])
-                record = BlockRecord(entry.block_id, entry.parent_id, packed, b"f" * 32, "", entry.model)
-                into = bytearray(len(payload(entry.block_id)))
-                assert disk.read(record, memoryview(into)) is ReadResult.OK
-                assert into == payload(entry.block_id)
-        disk.close()
 
 
 def test_compact_gives_space_back(store):

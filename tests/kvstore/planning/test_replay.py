@@ -294,13 +294,6 @@ def test_wrong_rates_and_capacities():
         ServiceModel(read_bytes_per_s=math.nan)
 
 
-def test_progress_is_told():
-    made = chained_trace(0, num_requests=600)
-    told = []
-    replay(made, config(prefill_tokens_per_s=math.inf), told.append)
-    assert told == [256, 512]
-
-
 # -- random traffic --------------------------------------------------------------------------------------------------
 TIERS = [(60, 0, 0), (60, 40, 0), (60, 0, 40), (60, 3, 30), (60, 30, 150), (200, 100, 2000), (60, 150, 1)]
 

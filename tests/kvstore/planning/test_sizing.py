@@ -77,18 +77,6 @@ def test_no_knee(curve):
     assert knee(curve) is None
 
 
-def test_the_order_and_the_unit_do_not_matter():
-    curve = points(0.1, 0.35, 0.6, 0.72, 0.74, 0.75, 0.75)
-    assert knee(curve[::-1]) == knee(curve)
-    assert knee([Point(one.capacity * GIB, one.hit_rate) for one in curve]) == Point(8 * GIB, 0.72)
-
-
-def test_a_less_sensitive_search_finds_less():
-    curve = [Point(x, min(x, 3) / 3 * 0.6 + max(x - 3, 0) * 0.05) for x in range(11)]
-    assert knee(curve, sensitivity=1.0) == curve[3]
-    assert knee(curve, sensitivity=10.0) is None
-
-
 def test_the_best_so_far_never_falls():
     found = best_so_far(points(0.3, 0.2, 0.5, 0.4, 0.1, capacities=[4, 2, 4, 8, 1]))
     assert found == points(0.1, 0.2, 0.5, 0.5, capacities=[1, 2, 4, 8])
@@ -142,11 +130,6 @@ def test_stateless_conversations_are_recognised_and_shared_blocks_counted_once()
     ]
     demand = extent(Trace("three", 10, requests))
     assert (demand.num_conversations, demand.working_set_blocks, demand.duration_s) == (2, 6, 2.0)
-
-
-def test_the_working_set_is_that_of_all_names():
-    trace = generate(300, seed=3)
-    assert extent(trace).working_set_blocks == len({name for request in trace.requests for name in request.chain})
 
 
 def test_the_last_requests_keep_their_order_and_their_times():

@@ -119,21 +119,6 @@ def test_edits_match_the_reference(seed):
     assert torch.equal(logits, before)
 
 
-def test_append_counts_tokens_like_set_row_does():
-    params = SamplingParams(temperature=0, frequency_penalty=1, repetition_penalty=1.3, min_tokens=5)
-    prompt, output = [1, 3, 3], [4, 4, 0, 9]
-    stepwise = make(10, params, params, prompt=prompt)
-    for token_id in output:
-        stepwise.append(np.array([1]), np.array([token_id]))
-    at_once = make(10, params, params, prompt=prompt)
-    at_once.append(np.array([1, 1, 1, 1]), np.array(output))
-    resumed = make(10, params, params, prompt=prompt, output=output)
-    logits = logits_of(10)
-    expected = reference_edit(logits[0].numpy(), params, prompt, output)
-    for sampler in (stepwise, at_once, resumed):
-        np.testing.assert_allclose(sampler._edit(logits, np.array([1]), sampler._state[[1]])[0], expected, rtol=1e-5)
-
-
 def test_min_tokens_forbids_the_stop_ids_until_there_are_enough():
     logits = torch.zeros(1, 8)
     logits[0, [EOS, 6]] = 10.0
@@ -147,13 +132,6 @@ def test_min_tokens_forbids_the_stop_ids_until_there_are_enough():
         sampler.append(np.array([0]), token_ids)
         tokens += token_ids.tolist()
     assert tokens == [0, 0, 0, EOS]
-
-
-def test_min_tokens_with_random_sampling_never_gives_a_stop_id():
-    logits = torch.zeros(1, 4)
-    logits[0, EOS] = 20.0
-    tokens = draw(logits, SamplingParams(min_tokens=1), 500)
-    assert set(tokens.tolist()) == {0, 1, 3}
 
 
 def test_logit_bias_beyond_the_vocabulary_is_ignored():
@@ -186,16 +164,6 @@ def test_tokens_follow_the_reference_distribution(params, vocab_size):
     logits = logits_of(vocab_size, seed=vocab_size)
     tokens = np.concatenate([draw(logits, params, 1000, seed=1000 * i) for i in range(4)])
     assert_distribution(tokens, reference_probabilities(logits[0].numpy(), params))
-
-
-def test_one_stream_of_a_row_follows_the_distribution_too():
-    logits = logits_of(20, scale=1.0)
-    sampler = make(20, SamplingParams(), seeds=[12345])
-    tokens = []
-    for _ in range(4000):
-        tokens.append(sampler.sample(logits, np.array([0])).token_ids[0])
-        sampler.append(np.array([0]), tokens[-1:])
-    assert_distribution(np.array(tokens), reference_probabilities(logits[0].numpy(), SamplingParams()))
 
 
 def test_top_k_keeps_exactly_k_of_equal_logits_the_lowest_ids():
@@ -329,18 +297,6 @@ def test_move_and_clear_rows():
     assert sampler.sample(logits, np.array([3])).token_ids[0] == logits.argmax()
 
 
-def test_penalty_memory_is_only_taken_by_rows_that_need_it():
-    sampler = make(100, *[SamplingParams()] * 16)
-    assert len(sampler._penalties._counts) == 0
-    none = np.array([], np.int64)
-    for row in range(5):
-        sampler.set_row(row, SamplingParams(presence_penalty=1), 0, [], none, none)
-    assert len(sampler._penalties._counts) == 8
-    for _ in range(20):
-        sampler.set_row(3, SamplingParams(presence_penalty=1), 0, [], none, none)
-    assert len(sampler._penalties._counts) == 8
-
-
 # --- logprobs ---
 
 
@@ -391,11 +347,6 @@ def test_broken_rows_give_a_defined_token_and_leave_the_others_alone(params):
     assert sampled.token_ids[4] == whole[4]
     for entry in sampled.logprobs or []:
         assert np.isfinite([entry.logprob, *entry.top.values()]).all()
-
-
-def test_an_empty_batch():
-    sampled = make(10, SamplingParams()).sample(torch.zeros(0, 10), np.array([], np.int64))
-    assert sampled.token_ids.shape == (0,)
 
 
 # --- property ---

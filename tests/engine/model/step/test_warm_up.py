@@ -1,7 +1,6 @@
 """What is warmed up: every form of a kernel that a step may launch, and nothing is left of it."""
 
 import itertools
-import threading
 from collections import Counter
 
 import pytest
@@ -10,13 +9,12 @@ import torch
 from kvstore import Engine
 from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.model.probe import intercept
-from kvstore.engine.model.step.runner import ModelRunner
 from kvstore.engine.model.step.warm_up import step_forms, warm_up
 from kvstore.errors import ModelError
 from kvstore.kernels.attention import attend_paged
 from kvstore.kernels.cuda.triton_support import has_triton
 from kvstore.kernels.paged_batch import PagedBatch, Scoring
-from tests.support.engines import ask, greedy, open_engine, save_model, settle, tokens
+from tests.support.engines import ask, save_model, settle, tokens
 from tests.support.models import make_model
 
 MAX_LEN = 4096
@@ -53,24 +51,6 @@ def test_what_fails_is_named(monkeypatch):
     form = "a step of 16 tokens with a context of 16 fails on cpu in torch.float32 with OutOfResources: "
     with pytest.raises(ModelError, match=form + "shared memory, Required: 300000; give another dtype, or device=cpu"):
         warm_up(model, model.new_caches(3, 16), SchedulerConfig(256))
-
-
-def test_the_thread_that_steps_is_the_one_that_is_warmed_up(tmp_path, monkeypatch):
-    """cuBLAS keeps a handle and a workspace for each thread: the first request would wait for them."""
-    threads, prepare, launch = [], ModelRunner.prepare, ModelRunner.launch
-
-    def noting(original):
-        def noted(*args):
-            threads.append(threading.current_thread().name)
-            return original(*args)
-
-        return noted
-
-    monkeypatch.setattr(ModelRunner, "prepare", noting(prepare))
-    monkeypatch.setattr(ModelRunner, "launch", noting(launch))
-    with open_engine(save_model(tmp_path)) as engine:
-        assert len(engine.generate([tokens(1, 20)], greedy(5))[0].token_ids) == 5
-    assert len(threads) == 6 and set(threads) == {"kvstore-engine"}
 
 
 class Launches:
