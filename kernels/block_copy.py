@@ -53,15 +53,12 @@ class BlockLoad:
             return
         for layer, pair in enumerate(caches, first):
             rotation = self._rotations[layer]
-            if not (pair[0].is_cpu and self._load_by_code(layer, *pair)):
+            if self._native is None:
+                self._native = copy_native.NativeLoad(self._arena, self._slots, self._block_numbers, self._positions)
+            if not (pair[0].is_cpu and self._native.load_layer(layer, *pair, rotation)):
                 reference.load_blocks(
                     self._arena, layer, self._slots, *pair, self._block_numbers, self._positions, rotation
                 )
-
-    def _load_by_code(self, layer: int, key_cache: Tensor, value_cache: Tensor) -> bool:
-        if self._native is None:
-            self._native = copy_native.NativeLoad(self._arena, self._slots, self._block_numbers, self._positions)
-        return self._native.load_layer(layer, key_cache, value_cache, self._rotations[layer])
 
     def load_by_kernel(self, first: int, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
         """As `load_layers`, by a kernel that reads the arena, pinned memory, over the bus."""

@@ -126,7 +126,7 @@ class PagedBatch:
         order = sorted(range(self.num_decodes), key=self.context_lens.__getitem__, reverse=True)
         groups: list[list[int]] = []
         for i in order:
-            alone = self.context_lens[i] >= VIEW_TOKENS and self.run_start(i) is not None
+            alone = self._is_alone([i])
             longest = self.context_lens[groups[-1][0]] if groups and not alone else 0
             if groups and not alone and 2 * self.context_lens[i] >= longest and not self._is_alone(groups[-1]):
                 groups[-1].append(i)

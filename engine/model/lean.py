@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvstore.engine.model.packing import FusedRMSNorm, PackedLinear, ProjectionSlice
+from kvstore.engine.model.packing import FusedRMSNorm, PackedLinear, ProjectionSlice, are_close
 from kvstore.kernels.cpu.layer import NativeLayer, max_rows, native_layer
 from kvstore.kernels.paged_batch import Scoring
 
@@ -173,7 +173,7 @@ class _Witness:
         except (RuntimeError, TypeError, AttributeError):
             return None
         pairs = zip((expected, *own.seen[0][:3]), (found, *trial.seen[0][:3]), strict=True)
-        if not all(_close(a, b) for a, b in pairs):
+        if not all(are_close(a, b, _ULPS) for a, b in pairs):
             return None
         candidate.native = native
         if native is not None and not self._agrees(candidate, hidden_states[:, : max_rows()], found):
@@ -184,14 +184,7 @@ class _Witness:
         """Whether a few rows come out as they did among all."""
         trial = _Trial()
         self.carrier.step = trial
-        return _close(expected[:, : hidden_states.shape[1]], candidate(hidden_states))
-
-
-def _close(expected: Tensor, found: Tensor) -> bool:
-    if expected.shape != found.shape or expected.dtype != found.dtype:
-        return False
-    a, b = expected.float(), found.float()
-    return bool(((a - b).abs().amax(-1) <= a.abs().amax(-1) * torch.finfo(found.dtype).eps * _ULPS).all())
+        return are_close(expected[:, : hidden_states.shape[1]], candidate(hidden_states), _ULPS)
 
 
 def lean_layers(network: Any, run: Callable[[], Tensor]) -> None:

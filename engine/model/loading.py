@@ -107,7 +107,7 @@ def _config(source: str) -> Any:
 def _network(source: str, config: Any, dtype: str) -> Any:
     torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     bar = transformers.utils.logging.is_progress_bar_enabled()
-    if _weight_bytes(source) < _QUICK_BYTES:
+    if sum(file.stat().st_size for file in Path(source).glob("*.safetensors")) < _QUICK_BYTES:
         transformers.utils.logging.disable_progress_bar()
     verbosity = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()  # else it prints a table of what does not fit
@@ -135,11 +135,6 @@ def _network(source: str, config: Any, dtype: str) -> Any:
         shapes = f"has shape {list(found)}, but config.json asks for {list(wanted)}"
         raise ModelError(f"{source}: the weight {key} {shapes}; they are of two models, or one of them was changed")
     return network
-
-
-def _weight_bytes(source: str) -> int:
-    """Size of a checkpoint."""
-    return sum(file.stat().st_size for file in Path(source).glob("*.safetensors"))
 
 
 def _window(config: Any, asked: int | None) -> int:

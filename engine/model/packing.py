@@ -297,7 +297,7 @@ def _torch_norm(norm: Any) -> nn.Module | None:
     weight, eps = norm.weight, _eps_of(norm)
     x, wide = _samples(weight.shape[0], weight.dtype).to(weight.device), weight.detach().float()
     candidates = (TorchRMSNorm(weight, scale, eps) for scale in (weight.detach(), 1.0 + wide))
-    return next((candidate for candidate in candidates if _agrees(candidate, norm, x, ulps=2)), None)
+    return next((candidate for candidate in candidates if _agrees(candidate, norm, x)), None)
 
 
 def _fused_norm(norm: Any) -> nn.Module | None:
@@ -314,7 +314,7 @@ def _fused_norm(norm: Any) -> nn.Module | None:
     expected = norm(x).float()
     errors = [float((candidate(x).float() - expected).abs().sum()) for candidate in candidates]
     best = candidates[errors.index(min(errors))]
-    return best if _agrees(best, norm, x, ulps=2) else None
+    return best if _agrees(best, norm, x) else None
 
 
 def _samples(width: int, dtype: torch.dtype) -> Tensor:
@@ -324,16 +324,19 @@ def _samples(width: int, dtype: torch.dtype) -> Tensor:
     return rows.to(dtype)
 
 
-def _agrees(candidate: nn.Module, original: nn.Module, x: Tensor, ulps: int) -> bool:
-    """Whether both give the same per row, to `ulps` roundings of the row's largest value."""
+def are_close(expected: Tensor, found: Tensor, ulps: int) -> bool:
+    """Whether both are the same per row, to `ulps` roundings of the row's largest value."""
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        return False
+    a, b = expected.float(), found.float()
+    return bool(((a - b).abs().amax(-1) <= a.abs().amax(-1) * torch.finfo(found.dtype).eps * ulps).all())
+
+
+def _agrees(candidate: nn.Module, original: nn.Module, x: Tensor) -> bool:
     try:
-        expected, actual = original(x), candidate(x)
+        return are_close(original(x), candidate(x), ulps=2)
     except (RuntimeError, TypeError):
         return False
-    if expected.dtype != actual.dtype or expected.shape != actual.shape:
-        return False
-    bound = expected.float().abs().amax(-1) * torch.finfo(x.dtype).eps * ulps
-    return bool(((expected.float() - actual.float()).abs().amax(-1) <= bound).all())
 
 
 def _shorten_lookups(model: nn.Module) -> None:

@@ -133,8 +133,6 @@ def rotate_and_write(
         return None
     if key.shape != (len(query), num_kv_heads, head_dim) or value.shape != key.shape or query.shape[2] != head_dim:
         return None
-    if value_cache.shape != key_cache.shape:
-        return None
     starts = query.stride(), key.stride(), value.stride()
     if any(stride[1:] != (head_dim, 1) for stride in starts) or len(slots) != len(query):
         return None

@@ -78,8 +78,6 @@ def prefill(
         return False
     if head_dim % _DIM_UNIT or head_dim > MAX_HEAD_DIM or query.stride()[1:] != (head_dim, 1):
         return False
-    if value_cache.shape != key_cache.shape or out.shape != query.shape:
-        return False
     if not (key_cache.is_contiguous() and value_cache.is_contiguous() and out.is_contiguous()):
         return False
     library = _library() if query.device.type == "cpu" else None

@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from kvstore.admin.commands import COMMANDS
+import msgspec
+
 from kvstore.admin.private_folder import PrivateFolder
 from kvstore.disk.check import SOCKET_NAME
 from kvstore.disk.directory import read_lock_info
@@ -150,25 +151,25 @@ class ControlServer:
                 return
             try:
                 line = _receive_line(connection, MAX_REQUEST_BYTES, time.monotonic() + self._request_s)
-                command, arguments = _parse(line)
-            except (OSError, ValueError) as error:  # a timeout and bad JSON too
+                request = _parse(line)
+            except (OSError, ValueError, msgspec.MsgspecError) as error:  # a timeout too
                 connection.settimeout(self._request_s)
                 _send(connection, _error("failure", f"not a request: {_one_line(error)}"))
                 return
             connection.settimeout(self._request_s)
             with _Pulse(connection):
-                answer = self._answer(command, arguments)
+                answer = self._answer(request)
             _send(connection, answer)
         except (OSError, RuntimeError):  # the connection broke, or no thread can be had: the other side sees its end
             pass
         finally:
             self._forget(connection)
 
-    def _answer(self, command: str, arguments: dict[str, Any]) -> bytes:
+    def _answer(self, request: _Request) -> bytes:
         if self._closing.is_set():
             return _error("failure", "the store's owner is closing it; try again")
         try:
-            answer = _line({"ok": True, "result": self._handler(command, arguments)})
+            answer = _line({"ok": True, "result": self._handler(request.command, request.arguments)})
         except ConfigError as error:
             return _error("config", _one_line(error))
         except StoreError as error:
@@ -233,24 +234,20 @@ def _peer_uid(connection: socket.socket) -> int:
     return int(uid)
 
 
-def _parse(line: bytes) -> tuple[str, dict[str, Any]]:
-    """Command and arguments of a request. Raises ValueError, also as ConfigError."""
+class _Request(msgspec.Struct, frozen=True):
+    version: int
+    command: str
+    arguments: dict[str, Any] = {}
+
+
+def _parse(line: bytes) -> _Request:
     try:
-        request = json.loads(line, parse_constant=_no_constant)
+        request = msgspec.json.decode(line, type=_Request)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    if not isinstance(request, dict) or not isinstance(request.get("arguments", {}), dict):
-        raise ValueError("give an object with version, command and arguments")
-    if request.get("version") != VERSION:
-        raise ValueError(f"version {str(request.get('version'))[:40]} is not known here, {VERSION} is; use one kvstore")
-    command = request.get("command")
-    if not isinstance(command, str) or command not in COMMANDS:
-        raise ValueError(f"unknown command {str(command)[:40]!r}; known: {', '.join(COMMANDS)}")
-    return command, request.get("arguments", {})
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number of JSON")
+    if request.version != VERSION:
+        raise ValueError(f"version {request.version} is not known here, {VERSION} is; use one kvstore")
+    return request
 
 
 # -- the asking side -------------------------------------------------------------------------------------------------

@@ -173,7 +173,7 @@ def best_so_far(points: Sequence[Point]) -> list[Point]:
     return [Point(capacity, hit_rate) for capacity, hit_rate in best.items()]
 
 
-def knee(points: Sequence[Point], sensitivity: float = SENSITIVITY) -> Point | None:
+def knee(points: Sequence[Point]) -> Point | None:
     """Where a curve of hit rate over capacity bends: more capacity brings less than it did on average.
 
     Kneedle (Satopaa, Albrecht, Irwin, Raghavan: Finding a "Kneedle" in a Haystack, ICDCSW 2011) on capacity as it is,
@@ -184,7 +184,7 @@ def knee(points: Sequence[Point], sensitivity: float = SENSITIVITY) -> Point | N
     if len(curve) < 3 or curve[-1].hit_rate - curve[0].hit_rate < FLAT:
         return None
     distances = _above_the_diagonal(curve)
-    needed = sensitivity / (len(curve) - 1)  # the mean distance of two points
+    needed = SENSITIVITY / (len(curve) - 1)  # the mean distance of two points
     found: tuple[float, Point] | None = None
     for index in range(1, len(curve) - 1):
         here = distances[index]

@@ -5,14 +5,12 @@ Knows neither the files that traces come in (trace_formats does) nor how they ar
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
 
 from kvstore.errors import ConfigError
 
@@ -61,45 +59,11 @@ class Trace:
     notes: tuple[str, ...] = ()
 
 
-class SplicedChain(Sequence[int]):
-    """Names of a conversation that begins with shared blocks: two ranges, so that a million chains fit in memory."""
-
-    __slots__ = ("_own", "_shared")
-
-    def __init__(self, shared: range, own: range) -> None:
-        self._shared, self._own = shared, own
-
-    def __len__(self) -> int:
-        return len(self._shared) + len(self._own)
-
-    def __iter__(self) -> Iterator[int]:
-        return itertools.chain(self._shared, self._own)
-
-    def __reversed__(self) -> Iterator[int]:
-        return itertools.chain(reversed(self._own), reversed(self._shared))
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[int]: ...
-    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
-        num_shared = len(self._shared)
-        if isinstance(index, slice):
-            start, stop, step = index.indices(len(self))
-            if start >= num_shared and step > 0:
-                return self._own[start - num_shared : max(stop - num_shared, 0) : step]
-            if step != 1:
-                return [self[i] for i in range(start, stop, step)]
-            return SplicedChain(self._shared[start:stop], self._own[: max(stop - num_shared, 0)])
-        position = range(len(self))[index]
-        return self._shared[position] if position < num_shared else self._own[position - num_shared]
-
-
 def chain_names(number: int, num_blocks: int, num_shared: int = 0, prefix: int = 0) -> Sequence[int]:
     """Names of chain `number` (from 1): the first `num_shared` blocks are those of every chain with this prefix."""
     own = range(number * CHAIN_STRIDE, number * CHAIN_STRIDE + max(num_blocks - num_shared, 0))
     start = -prefix * CHAIN_STRIDE
-    return SplicedChain(range(start, start + min(num_shared, num_blocks)), own) if num_shared else own
+    return array("q", [*range(start, start + min(num_shared, num_blocks)), *own]) if num_shared else own
 
 
 # -- from conversations to requests ----------------------------------------------------------------------------------
@@ -195,8 +159,11 @@ class TurnsToRequests:
             chain = chain_names(self._num_chains, num_blocks, num_shared, prefix.number)
             now_s += turn.gap_s if after >= 0 else 0.0
             arrival_s = turn.gap_s if after >= 0 else start_s
-            request = TraceRequest(chain, num_tokens, answer, arrival_s, after, None, True, turn.calls_tool)
-            after = self._draft(request, now_s)
+            self._drafts.append(
+                TraceRequest(chain, num_tokens, answer, arrival_s, after, None, True, turn.calls_tool)
+            )
+            self._nominal_s.append(now_s)
+            after = len(self._drafts) - 1
             now_s += answer / ANSWER_TOKENS_PER_S
 
     def _room(self, prefix: Prefix) -> float:
@@ -207,24 +174,14 @@ class TurnsToRequests:
             raise ConfigError(f"a context of {self._max_context} tokens has no room for a message; give more")
         return self._max_context - prefix.num_tokens
 
-    def _draft(self, request: TraceRequest, nominal_s: float) -> int:
-        self._drafts.append(request)
-        self._nominal_s.append(nominal_s)
-        return len(self._drafts) - 1
-
     def requests(self, limit: int | None = None) -> list[TraceRequest]:
         """All, or the first `limit`; each stands behind the one that it follows."""
         order = sorted(range(len(self._drafts)), key=self._nominal_s.__getitem__)[:limit]
         places = array("q", bytes(8 * len(self._drafts)))
         for place, draft in enumerate(order):
             places[draft] = place
-        return [self._placed(self._drafts[draft], places) for draft in order]
-
-    @staticmethod
-    def _placed(draft: TraceRequest, places: array[int]) -> TraceRequest:
-        if draft.after < 0:
-            return draft
-        return replace(draft, after=places[draft.after])
+        drafts = (self._drafts[draft] for draft in order)
+        return [draft if draft.after < 0 else replace(draft, after=places[draft.after]) for draft in drafts]
 
 
 def _fit(history: deque[int], num_history: int, turn: Turn, room: float) -> tuple[int, int, int]:

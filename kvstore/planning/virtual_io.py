@@ -104,8 +104,7 @@ class VirtualIo:
         self._clock, self._disk, self._read_s, self._write_s = clock, disk, read_s, write_s
         self._on_progress = on_progress
         self._reads = RankedReads()
-        self._reading: tuple[Rank, Read] | None = None
-        self._began_s = 0.0
+        self._reading: tuple[Rank, Read, float] | None = None  # since when
         self._num_unseen = 0
         self._writes: deque[Write] = deque()
         self._deletes: dict[BlockId, None] = {}
@@ -125,18 +124,18 @@ class VirtualIo:
 
     @property
     def stalled_s(self) -> float:
-        return 0.0 if self._reading is None else self._clock.now_s - self._began_s
+        return 0.0 if self._reading is None else self._clock.now_s - self._reading[2]
 
     def _read_next(self) -> None:
         if self._reading is None and self._reads:
             rank, read = self._reads.pop()
             assert isinstance(read, Read), "a replay splices nothing"
-            self._reading, self._began_s = (rank, read), self._clock.now_s
+            self._reading = rank, read, self._clock.now_s
             self._clock.at(self._clock.now_s + self._read_s, self._read_done)
 
     def _read_done(self, _: object) -> None:
         assert self._reading is not None
-        (rank, read), self._reading = self._reading, None
+        (rank, read, _), self._reading = self._reading, None
         self._done.append(ReadDone(read, ReadResult.OK, self._read_s))
         self._num_unseen += 1
         is_last = self._reads.first_rank() != rank or self._num_unseen == WAKE_EVERY

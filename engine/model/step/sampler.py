@@ -64,12 +64,11 @@ class Sampler:
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._state = np.zeros(max_rows, _STATE)
+        self._clear = np.array((0, 0, vocab_size, 1, 1, 0, 0, 0, 0, 0, -1, _NO_SLOT, False), _STATE)
+        self._state = np.full(max_rows, self._clear)
         self._biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # row -> token ids, biases
         self._stops: dict[int, np.ndarray] = {}  # row -> token ids that min_tokens forbids
         self._penalties = _Penalties(max_rows, vocab_size, device)
-        for row in range(max_rows):
-            self._reset(row)
 
     def set_row(
         self, row: int, params: SamplingParams, seed: int, stop_token_ids: Sequence[int], prompt_token_ids: np.ndarray,
@@ -81,25 +80,19 @@ class Sampler:
         stops = self._known(np.asarray(stop_token_ids, np.int64))
         bias_ids = np.fromiter(params.logit_bias.keys(), np.int64, len(params.logit_bias))
         biases = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
-        state = self._state
-        state["temperature"][row] = params.temperature
-        state["min_p"][row] = params.min_p
-        state["top_k"][row] = min(params.top_k or self._vocab_size, self._vocab_size)
-        state["top_p"][row] = params.top_p
-        state["seed"][row] = seed & _UINT64_MASK
-        state["num_output_tokens"][row] = len(output_token_ids)
-        state["logprobs"][row] = -1 if params.logprobs is None else params.logprobs
         if params.min_tokens and len(stops):
-            state["min_tokens"][row] = params.min_tokens
             self._stops[row] = stops
         if params.logit_bias:
-            state["biased"][row] = True
             self._biases[row] = (self._known(bias_ids), biases[bias_ids < self._vocab_size])
-        if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
-            state["repetition_penalty"][row] = params.repetition_penalty
-            state["presence_penalty"][row] = params.presence_penalty
-            state["frequency_penalty"][row] = params.frequency_penalty
-            state["penalty_slot"][row] = self._penalties.acquire(prompt_token_ids, output_token_ids)
+        penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        slot = _NO_SLOT
+        if penalties != (1, 0, 0):
+            slot = self._penalties.acquire(prompt_token_ids, output_token_ids)
+        self._state[row] = (
+            params.temperature, params.min_p, min(params.top_k or self._vocab_size, self._vocab_size), params.top_p,
+            *penalties, seed & _UINT64_MASK, len(output_token_ids), params.min_tokens if len(stops) else 0,
+            -1 if params.logprobs is None else params.logprobs, slot, bool(params.logit_bias),
+        )  # fmt: skip
 
     def move_row(self, src: int, dst: int) -> None:
         """The request at `src` is at `dst` from now on; who was at `dst` is forgotten and `src` is free."""
@@ -111,7 +104,7 @@ class Sampler:
             self._biases[dst] = self._biases.pop(src)
         if src in self._stops:
             self._stops[dst] = self._stops.pop(src)
-        self._reset(src)
+        self._state[src] = self._clear
 
     def clear_row(self, row: int) -> None:
         """The request at `row` left. A row that is clear already stays so."""
@@ -120,7 +113,7 @@ class Sampler:
             self._penalties.release(slot)
         self._biases.pop(row, None)
         self._stops.pop(row, None)
-        self._reset(row)
+        self._state[row] = self._clear
 
     def append(self, rows: np.ndarray, token_ids: np.ndarray | Tensor) -> None:
         """Token token_ids[i] was accepted as the next output token of rows[i]; both [R]. A row may repeat, in order.
@@ -153,14 +146,6 @@ class Sampler:
             return Drawn(drawing.best(), drawing)
         seeds = state["seed"] if choice_offsets is None else state["seed"] + choice_offsets.astype(np.uint64)
         return Drawn(drawing.draw(uniforms(seeds, state["num_output_tokens"].astype(np.uint64))), drawing)
-
-    def _reset(self, row: int) -> None:
-        self._state[row] = np.zeros((), _STATE)
-        self._state["top_k"][row] = self._vocab_size
-        self._state["top_p"][row] = 1.0
-        self._state["repetition_penalty"][row] = 1.0
-        self._state["logprobs"][row] = -1
-        self._state["penalty_slot"][row] = _NO_SLOT
 
     def _known(self, token_ids: np.ndarray) -> np.ndarray:
         return token_ids[token_ids < self._vocab_size]
