@@ -8,7 +8,6 @@ import threading
 from functools import cache
 
 import torch
-from torch import Tensor
 
 from kvstore.kernels.cpu import layer as layer_native
 from kvstore.kernels.cpu import native
@@ -53,7 +52,7 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
 
-    def at_least(self, num_bytes: int) -> Tensor:
+    def at_least(self, num_bytes: int) -> torch.Tensor:
         if len(self.memory) < num_bytes:
             self.memory = torch.empty(num_bytes, dtype=torch.uint8)
         return self.memory
@@ -63,9 +62,14 @@ _scratch = _Scratch()
 
 
 def prefill(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, request: int, scoring: Scoring,
-    out: Tensor,
-) -> bool:  # fmt: skip
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    batch: PagedBatch,
+    request: int,
+    scoring: Scoring,
+    out: torch.Tensor,
+) -> bool:
     """Attention of this request's tokens over all of its context, which is in the caches; False: not done, not known.
 
     query, out: [num_tokens, num_heads, head_dim], of the request; caches: [num_blocks, block_size, num_kv_heads,
@@ -77,6 +81,8 @@ def prefill(
     if not scoring.plain or any(tensor.dtype != torch.bfloat16 for tensor in tensors) or num_heads % num_kv_heads:
         return False
     if head_dim % _DIM_UNIT or head_dim > MAX_HEAD_DIM or query.stride()[1:] != (head_dim, 1):
+        return False
+    if value_cache.shape != key_cache.shape or out.shape != query.shape:
         return False
     if not (key_cache.is_contiguous() and value_cache.is_contiguous() and out.is_contiguous()):
         return False

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvstore.kernels import attention_torch
 from kvstore.kernels.cpu import layer as layer_native
+from kvstore.kernels.cpu import prefill as prefill_native
 from kvstore.kernels.cpu.prefill import prefill
 from kvstore.kernels.paged_batch import Scoring
 from tests.support.paged import Paged
@@ -129,3 +130,9 @@ def test_what_c_does_not_know_is_left_to_torch():
         job.table[0, 2] = bad
         assert not prefill(job.query, *job.caches, job.batch, 0, job.scoring, out)
     assert bool((out == 7).all())
+
+
+def test_without_tiles_torch_computes_it(monkeypatch):
+    monkeypatch.setattr(prefill_native, "_library", lambda: None)
+    job = Job([20], [50])
+    torch.testing.assert_close(job.attend(), job.exact(), atol=TOLERANCE, rtol=TOLERANCE)
