@@ -1,7 +1,8 @@
 """kvstore: blocks, tiers, transfers and policies of a tiered KV cache; and the library's public names.
 
-`from kvstore import Engine, AsyncEngine, CacheTiers, SamplingParams`. Importing this package loads no torch and nothing
-of the engine: a public name is looked up when it is asked for, the only way from here to the engine.
+`from kvstore import Engine, AsyncEngine, CacheTiers, SamplingParams`, or `BlockStore` alone. Importing this package
+loads no torch and nothing of the engine: a public name is looked up when it is asked for, the only way from here to the
+engine.
 
 - `blocks/`: ids, records, pools, the forest of cached blocks
 - `policy/`: who stays, what comes early
@@ -16,6 +17,7 @@ of the engine: a public name is looked up when it is asked for, the only way fro
 - `rope/`: positions
 - `service/`: HTTP and the command
 - `__main__`: `python -m kvstore`: the command, where its script is not on the path
+- `block_store`: the disk tier by itself, for other engines
 - `config`: sizes, and the tiers' configuration
 - `connector`: the seam between engine and store
 - `errors`: the tree of exceptions
@@ -27,6 +29,7 @@ of the engine: a public name is looked up when it is asked for, the only way fro
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvstore.block_store import BlockStore
     from kvstore.config import CacheTiers
     from kvstore.engine.async_engine import AsyncChat, AsyncEngine
     from kvstore.engine.engine import Engine
@@ -34,11 +37,14 @@ if TYPE_CHECKING:
     from kvstore.engine.sessions.chat import ChatSession
 
 __version__ = "0.1.0"
-__all__ = ["AsyncChat", "AsyncEngine", "CacheTiers", "ChatSession", "Engine", "SamplingParams", "__version__"]
+__all__ = [
+    "AsyncChat", "AsyncEngine", "BlockStore", "CacheTiers", "ChatSession", "Engine", "SamplingParams", "__version__"
+]  # fmt: skip
 
 _HOMES = {
     "AsyncChat": "kvstore.engine.async_engine",
     "AsyncEngine": "kvstore.engine.async_engine",
+    "BlockStore": "kvstore.block_store",
     "CacheTiers": "kvstore.config",
     "ChatSession": "kvstore.engine.sessions.chat",
     "Engine": "kvstore.engine.engine",

@@ -4,6 +4,7 @@ Knows no tier, no I/O and no tensor; of policies it knows the conversations that
 
 - `forest`: the cached blocks of a tier as a forest, and which of them goes next
 - `ids`: names of blocks: ids, chains, and where a splice stands in one
+- `keys`: ids and records of blocks that somebody else names
 - `pool`: which block is in use, cached, or next to go
 - `records`: what crosses the borders between tiers: records, transfers, outcomes
 

@@ -44,14 +44,39 @@ class BlockRecord(Record, frozen=True):
         return mine == (other.block_id, other.parent_id, other.tokens, other.fingerprint)
 
 
+class Expected(Protocol):
+    """What a read asks for: a block's record, or whatever else knows that block when it sees its record."""
+
+    @property
+    def block_id(self) -> BlockId: ...
+
+    def same_content(self, other: BlockRecord) -> bool: ...
+
+
 class ReadResult(Enum):
     """How a read ended. Everything but OK ends in recompute, and is counted by this cause."""
 
     OK = "ok"
     MISSING = "missing"  # no such block
     CORRUPT = "corrupt"  # header or checksum do not match; the block is to be deleted
-    MISMATCH = "mismatch"  # sound, but of another history or model than expected; it stays, it is somebody else's
+    MISMATCH = "mismatch"  # sound, but of another history, model or size than expected; it stays, it is somebody else's
     FAILED = "failed"  # the medium failed; the block may still be there
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A read or a write of a `BlockStore` has ended, and its memory is the caller's again.
+
+    ok: a write is durable; a read has passed all checks, and else the memory may hold anything. reason: "" where it is
+    ok; of a read "missing", "damaged" (the block is deleted), "mismatch" (the memory has another size than the block)
+    or "io_error"; of a write "no_room", "io_error" or "forgotten". seconds: since it was asked for.
+    """
+
+    ticket: int
+    ok: bool
+    reason: str
+    num_bytes: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

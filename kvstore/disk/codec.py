@@ -13,7 +13,7 @@ import xxhash
 import zstandard
 
 from kvstore.blocks.ids import BLOCK_ID_BYTES
-from kvstore.blocks.records import BlockRecord, Count, ReadResult, Record
+from kvstore.blocks.records import BlockRecord, Count, Expected, ReadResult, Record
 from kvstore.config import CODEC_NAMES
 from kvstore.disk import records as disk_records
 from kvstore.disk.records import CHECKSUM_BYTES
@@ -128,19 +128,18 @@ def _payload_at(value: Bytes) -> int:
     return int(_PREFIX.unpack_from(value)[1]) + _PREFIX.size + CHECKSUM_BYTES
 
 
-def decode_into(value: Bytes, expected: BlockRecord | None, into: memoryview) -> ReadResult:
+def decode_into(value: Bytes, expected: Expected | None, into: memoryview) -> ReadResult:
     """Check everything, and put the raw payload into `into`, which must have exactly its size.
 
     OK, CORRUPT or MISMATCH; unless it is OK `into` may hold anything. expected None: whatever block it is. A value of
-    another identity is a mismatch only if it is sound: otherwise its identity is what was damaged.
+    another identity or size is a mismatch only if it is sound: otherwise that is what was damaged.
     """
     header = decode_header(value)
     if header is None:
         return ReadResult.CORRUPT
-    if expected is not None and not header.record.same_content(expected):
+    is_expected = expected is None or expected.same_content(header.record)
+    if not is_expected or header.raw_bytes != into.nbytes:
         return ReadResult.MISMATCH if is_intact(value, header) else ReadResult.CORRUPT
-    if header.raw_bytes != into.nbytes:
-        return ReadResult.CORRUPT
     stored, out = _payload(value, header), np.frombuffer(into, np.uint8)
     if header.codec is Codec.RAW:
         # Copied first, then checked: what is served is what was checked, and the pages are touched only once.

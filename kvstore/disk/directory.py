@@ -27,6 +27,7 @@ from kvstore.forks import leave_to_parent
 SECRET_BYTES = 32
 FORMAT = 2  # of all records in it; raised when one changes
 MAX_LOCK_BYTES = 8192
+MAX_NAME_CHARS = 200  # of an owner
 NETWORK_FILE_SYSTEMS = {
     "9p", "afs", "beegfs", "ceph", "cifs", "fuse.ceph", "fuse.glusterfs", "fuse.rclone", "fuse.s3fs", "fuse.sshfs",
     "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "orangefs", "smb3", "smbfs",
@@ -37,21 +38,26 @@ _CONNECT_S = 1.0  # for a socket that is there: its owner's kernel answers, not 
 
 @dataclass(frozen=True, slots=True)
 class LockInfo:
-    """The owner of a store at this moment; None where it did not say."""
+    """The owner of a store at this moment; None where it did not say. name: what it calls itself."""
 
     pid: int | None
     socket_path: str | None
+    name: str = ""
 
 
 class StoreDirectory:
     """An owned store directory; `open` it. After a fork the child owns nothing, and every method raises there.
 
-    is_share: it keeps the locks of another one, which says who the owner is.
+    is_share: it keeps the locks of another one, which says who the owner is. name: of the owner, for those who are
+    refused.
     """
 
-    def __init__(self, path: Path, fd: int, lock_fd: int, secret: bytes, is_share: bool = False) -> None:
+    def __init__(
+        self, path: Path, fd: int, lock_fd: int, secret: bytes, is_share: bool = False, name: str = ""
+    ) -> None:
         self.path = path
         self.secret = secret
+        self._name = name
         self._is_share = is_share
         self._fd: int | None = fd
         self._lock_fd: int | None = lock_fd
@@ -61,7 +67,7 @@ class StoreDirectory:
         leave_to_parent(self, str(path))
 
     @classmethod
-    def open(cls, path: str | Path, allow_network: bool = False) -> StoreDirectory:
+    def open(cls, path: str | Path, allow_network: bool = False, name: str = "") -> StoreDirectory:
         """Create it where it is missing (0700), and become its owner.
 
         Raises StoreError when it cannot be used, StoreLockedError when somebody else owns it.
@@ -80,8 +86,8 @@ class StoreDirectory:
                 _wait_for_lock(directory, lock_fd)
                 _refuse_if_answered(directory)
                 os.fchmod(lock_fd, 0o600)
-                _write_lock_info(lock_fd, None)
-                owned = cls(directory, fd, lock_fd, _load_secret(directory / SECRET_NAME))
+                _write_lock_info(lock_fd, None, name)
+                owned = cls(directory, fd, lock_fd, _load_secret(directory / SECRET_NAME), name=name)
                 opened.pop_all()
                 return owned
         except OSError as error:
@@ -113,7 +119,7 @@ class StoreDirectory:
     def announce(self, socket_path: str | Path | None) -> None:
         """Let other processes know where the owner listens."""
         assert self._lock_fd is not None, "announced after close"
-        _write_lock_info(self._lock_fd, None if socket_path is None else str(socket_path))
+        _write_lock_info(self._lock_fd, None if socket_path is None else str(socket_path), self._name)
 
     def loss(self) -> str | None:
         """Why this process must not write here any more, for good: what it holds is not what others find at the path.
@@ -205,14 +211,14 @@ def _wait_for_lock(directory: Path, fd: int) -> None:
             return
         if attempt < _LOCK_TRIES - 1:
             time.sleep(_LOCK_WAIT_S)  # `read_lock_info` holds it for a moment
-    raise _locked_error(directory, _who_owns(directory).pid)
+    raise _locked_error(directory, _who_owns(directory))
 
 
 def _refuse_if_answered(directory: Path) -> None:
     """Whoever listens on the store's socket owns it, whatever became of its locks."""
     found, pid = _listener(directory / SOCKET_NAME)
     if found:
-        raise _locked_error(directory, pid)
+        raise _locked_error(directory, LockInfo(pid, None))
 
 
 def _listener(path: Path) -> tuple[bool, int | None]:
@@ -237,18 +243,19 @@ def _try_lock(fd: int, kind: int) -> bool:
     return True
 
 
-def _locked_error(directory: Path, pid: int | None) -> StoreLockedError:
-    if pid == os.getpid():
+def _locked_error(directory: Path, owner: LockInfo) -> StoreLockedError:
+    if owner.pid == os.getpid():
         who, remedy = "this process", "close the other engine first"
     else:
-        who = "another process" if pid is None else f"process {pid}"
+        who = "another process" if owner.pid is None else f"process {owner.pid}"
         remedy = "stop it, or give another directory"
-    return StoreLockedError(f"store {directory} is in use by {who}; {remedy}", pid)
+    name = f" ({owner.name})" if owner.name else ""
+    return StoreLockedError(f"store {directory} is in use by {who}{name}; {remedy}", owner.pid)
 
 
-def _write_lock_info(fd: int, socket_path: str | None) -> None:
+def _write_lock_info(fd: int, socket_path: str | None, name: str) -> None:
     os.ftruncate(fd, 0)
-    os.pwrite(fd, json.dumps({"pid": os.getpid(), "socket": socket_path}).encode(), 0)
+    os.pwrite(fd, json.dumps({"pid": os.getpid(), "socket": socket_path, "name": name}).encode(), 0)
 
 
 def _parse_lock_info(content: bytes) -> LockInfo:
@@ -258,9 +265,13 @@ def _parse_lock_info(content: bytes) -> LockInfo:
         return LockInfo(None, None)
     if not isinstance(info, dict):
         return LockInfo(None, None)
-    pid, socket_path = info.get("pid"), info.get("socket")
+    pid, socket_path, name = info.get("pid"), info.get("socket"), info.get("name")
     is_pid = isinstance(pid, int) and not isinstance(pid, bool) and 0 < pid < 2**31
-    return LockInfo(pid if is_pid else None, socket_path if isinstance(socket_path, str) else None)
+    return LockInfo(
+        pid if is_pid else None,
+        socket_path if isinstance(socket_path, str) else None,
+        name[:MAX_NAME_CHARS] if isinstance(name, str) and name.isprintable() else "",
+    )
 
 
 def read_lock_info(path: str | Path) -> LockInfo | None:

@@ -222,7 +222,8 @@ class DiskIndex:
             return (what.block_ids is None or block_id in what.block_ids) and not is_pinned(block_id)
 
         excess = None if what.to_bytes is None else self.num_bytes - what.to_bytes
-        leaves = sorted(self._tree.leaves(), key=lambda block_id: self._entries[block_id].last_access_s)
+        tails = self._tree.leaves() if what.block_ids is None else self._leaves_among(what.block_ids)
+        leaves = sorted(tails, key=lambda block_id: self._entries[block_id].last_access_s)
         chosen: list[BlockId] = []
         for block_id in self._tree.from_tails(leaves, matches):
             if excess is not None:
@@ -231,6 +232,9 @@ class DiskIndex:
                 excess -= self._entries[block_id].stored_bytes
             chosen.append(block_id)
         return chosen
+
+    def _leaves_among(self, block_ids: Iterable[BlockId]) -> list[BlockId]:
+        return [one for one in block_ids if one in self._entries and not self._tree.has_children(one)]
 
     def check_integrity(self) -> None:
         """Assert that the order and the sums agree."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvstore.blocks.ids import BlockId
-from kvstore.blocks.records import BlockRecord, ReadResult
+from kvstore.blocks.records import BlockRecord, Expected, ReadResult
 
 BATCH_BYTES = 64 << 20
 BATCH_WAIT_S = 0.2
@@ -45,7 +45,7 @@ class Disk(Protocol):
         """One durable transaction, or none of it."""
         ...
 
-    def read(self, expected: BlockRecord, into: memoryview) -> ReadResult:
+    def read(self, expected: Expected, into: memoryview) -> ReadResult:
         """Into memory that nobody can see yet; everything is checked."""
         ...
 
@@ -74,7 +74,7 @@ class Read:
     """One block to be read into `view`, which nobody else looks at until the read is done."""
 
     slot: int
-    record: BlockRecord
+    record: Expected
     view: memoryview
 
 

@@ -16,7 +16,7 @@ from functools import partial
 import lmdb
 
 from kvstore.blocks.ids import BlockId
-from kvstore.blocks.records import BlockRecord, ReadResult
+from kvstore.blocks.records import BlockRecord, Expected, ReadResult
 from kvstore.config import format_size
 from kvstore.disk import codec
 from kvstore.disk import format as disk_format
@@ -187,7 +187,7 @@ class DiskTier:
             raise
 
     # -- reading -----------------------------------------------------------------------------------------------------
-    def read(self, expected: BlockRecord, into: memoryview) -> ReadResult:
+    def read(self, expected: Expected, into: memoryview) -> ReadResult:
         """A block's payload into memory of its exact size that nobody can see yet. From any thread."""
         started, is_lost = time.perf_counter(), False
         with self.file as tables:
@@ -276,7 +276,7 @@ def _delete_and_touch(
             txn.put(block_id, disk_format.with_access(bytes(packed), used_s), db=tables.index)
 
 
-def _read(tables: Tables, expected: BlockRecord, into: memoryview) -> ReadResult:
+def _read(tables: Tables, expected: Expected, into: memoryview) -> ReadResult:
     with tables.env.begin(buffers=True) as txn:
         value = txn.get(expected.block_id, db=tables.values)
         return ReadResult.MISSING if value is None else codec.decode_into(value, expected, into)

@@ -8,6 +8,9 @@ Moves no bytes itself and loads no torch, `assembly` apart, which puts the parts
 - `disk_contents`: what is on disk, also before its index is loaded
 - `disk_space`: what goes from the disk: to make room, deleted, lost
 - `history`: what a store remembers of its own traffic: times and lengths
+- `host_blocks`: the disk without tiers above it, for a host with memory of its own (`kvstore.block_store`)
+- `host_conversations`: whose blocks such a host writes and asks for
+- `host_writes`: its writes, while its memory is borrowed for them; tickets
 - `housekeeping`: the thread that polls while nobody steps
 - `learned`: what was learned, between two starts
 - `matching`: what a request may load when it is scheduled

@@ -80,7 +80,7 @@ def open_tiered(
         store = KVStore(cpu, io, write_back, transfer, identity, planner, arena.copy_tokens, stats, clock, steering)
         secret = os.urandom(32) if directory is None else directory.secret
         lock = threading.RLock()
-        parts = StoreParts(directory, secret, lock, progress, store, cpu, arena, transfer, disk, io, learned)
+        parts = StoreParts(directory, lock, progress, store, disk, io, learned, secret, cpu, arena, transfer)
         connector = TieredConnector(parts, name)
         opened.pop_all()
     return connector

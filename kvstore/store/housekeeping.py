@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 from kvstore.disk import env as disk_env
-from kvstore.store.parts import DRAIN_S, StoreParts
+from kvstore.store.parts import DRAIN_S, DiskParts
 
 REST_S = 0.05  # between two rounds: a step that runs meanwhile collects by itself
 ROUND_S = 0.25  # a round at the latest: what a step saved itself, writes that wait to be tried again
@@ -21,7 +22,7 @@ LEARNED_S = 60.0  # how often what was learned is written
 class Housekeeper:
     """Starts at once, and ends when the progress of the parts is closed."""
 
-    def __init__(self, parts: StoreParts) -> None:
+    def __init__(self, parts: DiskParts[Any]) -> None:
         self._parts = parts
         self._thread = threading.Thread(target=self._keep_house, name="kvstore-housekeeping", daemon=True)
         self._thread.start()

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from kvstore.blocks.records import SaveFence, TransferPlan
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.io_queue import IoQueue
 from kvstore.disk.tier import DiskTier
 from kvstore.memory.tier import CpuTier
-from kvstore.stats import Histogram
+from kvstore.policy.planner import Planner
+from kvstore.policy.steering import Steering
+from kvstore.stats import Histogram, StoreStats
 from kvstore.store.control_plane import KVStore, Transfers
+from kvstore.store.deletion import Deletion
 from kvstore.store.learned import Learned
 from kvstore.store.progress import StoreProgress
+from kvstore.store.write_back import WriteBack
 
 if TYPE_CHECKING:
     import torch
@@ -41,18 +45,38 @@ class DataPlane(Transfers, Protocol):
     def close(self) -> None: ...
 
 
+class ControlPlane(Protocol):
+    """What a store does between the calls of those who use it (`control_plane.KVStore`, `host_blocks.HostBlocks`)."""
+
+    stats: StoreStats
+    steering: Steering
+    planner: Planner
+    deletion: Deletion
+
+    @property
+    def disk(self) -> WriteBack | None: ...
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    def poll(self) -> bool: ...
+
+    def finish(self) -> None: ...
+
+    def check_integrity(self, idle: bool) -> None: ...
+
+
+S = TypeVar("S", bound=ControlPlane)
+
+
 @dataclass(frozen=True, slots=True)
-class StoreParts:
+class DiskParts(Generic[S]):
     """lock: of the control plane, held by whoever calls `store`. disk, directory None: there is no disk."""
 
     directory: StoreDirectory | None
-    secret: bytes
     lock: AbstractContextManager[Any]
     progress: StoreProgress
-    store: KVStore
-    cpu: CpuTier
-    arena: Any  # a `kvstore.memory.arena.Arena`
-    transfer: DataPlane
+    store: S
     disk: DiskTier | None
     io: IoQueue
     learned: Learned
@@ -77,7 +101,6 @@ class StoreParts:
 
     def drain(self) -> None:
         """Write what is in flight, within DRAIN_S; afterwards nobody waits for progress any more."""
-        self.transfer.close()
         self.write_learned()
         with self.lock:
             self.store.finish()
@@ -92,4 +115,13 @@ class StoreParts:
             self.disk.close()
         if self.directory is not None and ended:  # else a write is stuck: nobody else may have the file meanwhile
             self.directory.close()
-        self.arena.close()
+
+
+@dataclass(frozen=True, slots=True)
+class StoreParts(DiskParts[KVStore]):
+    """With memory between HBM and the disk. Ends as DiskParts do, `transfer` before and `arena` after them."""
+
+    secret: bytes
+    cpu: CpuTier
+    arena: Any  # a `kvstore.memory.arena.Arena`
+    transfer: DataPlane

@@ -158,7 +158,9 @@ class TieredConnector:
         """Write what is in flight, within DRAIN_S, and give the store back. Twice does no harm."""
         if self._closed:
             return
+        self.parts.transfer.close()
         self.parts.drain()
         self._closed = True
         self._housekeeper.join()
         self.parts.close()
+        self.parts.arena.close()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.errors import DegradedError, StoreError
 from kvstore.forks import leave_to_parent
-from kvstore.store.parts import StoreParts
+from kvstore.store.parts import DiskParts
 
 INDEX_S = 60.0  # for the index of a disk that was just opened, when blocks are to be chosen by it
 
@@ -16,7 +17,7 @@ INDEX_S = 60.0  # for the index of a disk that was just opened, when blocks are 
 class TieredUpkeep:
     """See `kvstore.store.seam.Upkeep`."""
 
-    def __init__(self, parts: StoreParts) -> None:
+    def __init__(self, parts: DiskParts[Any]) -> None:
         self._parts = parts
         leave_to_parent(self, "the store")
 
@@ -53,7 +54,7 @@ class TieredUpkeep:
         if delete and report.bad_ids:
             with self._parts.lock:
                 for block_id in report.bad_ids:
-                    self._parts.store.disk.space.delete_tree(block_id)  # type: ignore[union-attr]
+                    self._parts.store.disk.space.delete_tree(block_id)
         return report.as_dict()
 
     def compact(self) -> dict[str, object]:

@@ -119,8 +119,8 @@ class WriteBack:
 
     def _submit_first(self) -> bool:
         """Of the dirty ones; False when it has to wait."""
-        slot, size = self.queue.dirty[0], self.queue.file_bytes
-        record = self._cpu.record(slot)
+        slot = self.queue.dirty[0]
+        record, size = self._cpu.record(slot), self.queue.file_bytes(slot)
         assert record is not None
         if not self._cpu.is_current(slot) or self.contents.contains(record.block_id):
             self._cpu.release(self.queue.drop_first(record))  # deleted, or there already
@@ -186,7 +186,19 @@ class WriteBack:
             self._cpu.release(slot)
         self.space.deleted(done.deletes)
 
+    def refuse_waiting(self) -> None:
+        """What waits is not written: it lies in memory that is wanted back."""
+        while self.queue.dirty:
+            record = self._cpu.record(self.queue.dirty[0])
+            assert record is not None
+            self._refuse_first(record)
+
     # -- failures ----------------------------------------------------------------------------------------------------
+    @property
+    def is_paused(self) -> bool:
+        """Writing has failed, and is not tried again for a while."""
+        return self.degraded is not None and not (self._retry.is_over and self._heal.is_over)
+
     def _writes_failed(self, done: WriteDone) -> None:
         """Keep the blocks dirty and try again later, deletions too; a longer while each time."""
         self._stats.dropped_writes += len(done.writes)
@@ -195,7 +207,7 @@ class WriteBack:
         if done.error == WriteError.MAP_FULL and self._num_full < MAX_FULL and self.contents.index is not None:
             # There is room, in pieces that are too small or not free before another transaction or two.
             self._num_full += 1
-            self.space.evict(len(done.writes) * self.queue.file_bytes)
+            self.space.evict(sum(self.queue.file_bytes(write.slot) for write in done.writes))
             self.space.delete_again()
             return
         self.degraded = done.error

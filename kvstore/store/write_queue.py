@@ -16,27 +16,24 @@ PAGE_BYTES = 4096
 
 
 class WriteQueue:
-    """view: the bytes of a slot. file_bytes: what an incompressible block takes in the file: whole pages, with the
-    value's header.
-    """
+    """view: the bytes of a slot. num_bytes: that the writer has, as they count in the file."""
 
     def __init__(self, io: IoQueue, view: Callable[[int], memoryview]) -> None:
         self._io, self._view = io, view
-        self.file_bytes = (view(0).nbytes // PAGE_BYTES + 1) * PAGE_BYTES
         self.dirty: deque[int] = deque()
         self.submitted: set[int] = set()  # slots that the writer has
-        self._of_tenants: Counter[str] = Counter()  # how many of these
+        self.num_bytes = 0
+        self._of_tenants: Counter[str] = Counter()  # how many bytes of these
         self._unsure: set[int] = set()  # those that may have gone to an environment that was put aside
         self._parents: Counter[BlockId] = Counter()  # of all these
 
-    @property
-    def num_bytes(self) -> int:
-        """That the writer has, as they count in the file."""
-        return len(self.submitted) * self.file_bytes
+    def file_bytes(self, slot: int) -> int:
+        """What an incompressible block takes in the file: whole pages, with the value's header."""
+        return (self._view(slot).nbytes // PAGE_BYTES + 1) * PAGE_BYTES
 
     def bytes_of(self, tenant: str) -> int:
         """Those of a tenant."""
-        return self._of_tenants[tenant] * self.file_bytes
+        return self._of_tenants[tenant]
 
     def is_parent(self, block_id: BlockId) -> bool:
         """Whether one of these builds on this block."""
@@ -49,9 +46,13 @@ class WriteQueue:
     def submit_first(self, record: BlockRecord) -> None:
         """The writer gets the first dirty one, which has this record."""
         slot = self.dirty.popleft()
-        self._of_tenants[record.tenant] += 1
+        self._count(slot, record.tenant, 1)
         self.submitted.add(slot)
         self._io.submit_write(Write(slot, record, self._view(slot)))
+
+    def _count(self, slot: int, tenant: str, num: int) -> None:
+        self.num_bytes += num * self.file_bytes(slot)
+        self._of_tenants[tenant] += num * self.file_bytes(slot)
 
     def drop_first(self, record: BlockRecord) -> int:
         """The first dirty one is not written; returns its slot."""
@@ -60,7 +61,9 @@ class WriteQueue:
 
     def ended(self, writes: Sequence[Write]) -> None:
         """The writer does not have these any more."""
-        self._of_tenants -= Counter(write.record.tenant for write in writes)
+        for write in writes:
+            self._count(write.slot, write.record.tenant, -1)
+        self._of_tenants = +self._of_tenants  # without those of whom nothing is queued
         self.submitted.difference_update(write.slot for write in writes)
 
     def put_back(self, writes: Sequence[Write]) -> None:

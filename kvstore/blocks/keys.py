@@ -1,0 +1,74 @@
+"""Blocks that somebody else names: their keys become block ids, and what is known of them a record.
+
+Knows no store and no host. A key is any bytes that name a block's content by its whole history, as our ids do.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.blocks.ids import BlockId, lineage_root
+from kvstore.blocks.records import BlockRecord
+
+MAX_KEY_BYTES = 4096
+MAX_POSITION = 2**64 - 1
+_FACTS = struct.Struct("<QI")  # position, bytes of the key; then the key, and zeros up to a whole token
+
+
+@dataclass(frozen=True, slots=True)
+class WantedBlock:
+    """What is known of a block before it is read. parent_id: None where the index does not say."""
+
+    block_id: BlockId
+    parent_id: BlockId | None
+    fingerprint: bytes
+    key: bytes
+
+    def same_content(self, other: BlockRecord) -> bool:
+        """Whether this is the record of the block, stored under this key in this namespace."""
+        mine = (self.block_id, self.parent_id or other.parent_id, self.fingerprint, self.key)
+        return mine == (other.block_id, other.parent_id, other.fingerprint, key_in(other))
+
+
+class Namespace:
+    """Names keys. Those of another namespace, or of a store with another secret, get other ids.
+
+    owner: goes into every record, with a part of the fingerprint, as its model's name.
+    """
+
+    def __init__(self, secret: bytes, namespace: bytes, owner: str) -> None:
+        self.fingerprint = hashlib.sha256(b"kvstore host blocks\0" + namespace).digest()
+        self._label = f"{owner} {self.fingerprint.hex()[:12]}"
+        self._root = lineage_root(secret, self.fingerprint.hex())
+        self._begun = hashlib.sha256(b"key" + self._root)  # which is of a fixed length, and of the store's secret
+
+    def block_id(self, key: bytes) -> BlockId:
+        named = self._begun.copy()
+        named.update(key)
+        return named.digest()
+
+    def ids(self, keys: Sequence[bytes]) -> list[BlockId]:
+        return [self.block_id(key) for key in keys]
+
+    def record(self, key: bytes, parent: bytes | None, position: int, created_s: float) -> BlockRecord:
+        assert 0 < len(key) <= MAX_KEY_BYTES and 0 <= position <= MAX_POSITION
+        return BlockRecord(
+            block_id=self.block_id(key),
+            parent_id=self._root if parent is None else self.block_id(parent),
+            tokens=_FACTS.pack(position, len(key)) + key + bytes(-len(key) % 4),
+            fingerprint=self.fingerprint,
+            model=self._label,
+            created_s=created_s,
+        )
+
+    def wanted(self, key: bytes, parent_id: BlockId | None) -> WantedBlock:
+        return WantedBlock(self.block_id(key), parent_id, self.fingerprint, key)
+
+
+def key_in(record: BlockRecord) -> bytes | None:
+    """None: no key was written into this record."""
+    if len(record.tokens) < _FACTS.size:
+        return None
+    _, num_bytes = _FACTS.unpack_from(record.tokens)
+    return record.tokens[_FACTS.size : _FACTS.size + num_bytes]

@@ -1,0 +1,146 @@
+"""What a host has asked for and was not told of yet; and its writes, while its memory is borrowed for them.
+
+Control plane, one thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvstore.blocks.ids import BlockId
+from kvstore.blocks.records import BlockRecord, Finished
+from kvstore.disk.format import WriteError
+from kvstore.disk.io_queue import IoQueue, WriteDone
+from kvstore.disk.tier import DiskTier
+from kvstore.memory.tier import CpuTier
+from kvstore.policy.conversation import Conversation
+from kvstore.policy.steering import Steering
+from kvstore.stats import StoreStats
+from kvstore.store.deletion import Deletion
+from kvstore.store.write_back import WriteBack
+
+MAX_WRITES = 4096  # that wait or run
+MAX_WRITE_BYTES = 256 << 20
+NO_ROOM = {WriteError.MAP_FULL, WriteError.NO_SPACE}
+
+
+class Tickets:
+    """Each is handed out once, and collected once when it has ended."""
+
+    def __init__(self) -> None:
+        self._num = 0
+        self._since: dict[int, float] = {}
+        self._finished: deque[Finished] = deque()
+
+    def __bool__(self) -> bool:
+        """There is one that was not collected."""
+        return bool(self._since or self._finished)
+
+    def begin(self) -> int:
+        self._num += 1
+        self._since[self._num] = time.perf_counter()
+        return self._num
+
+    def end(self, ticket: int, reason: str, num_bytes: int = 0) -> None:
+        """reason "": it is ok."""
+        seconds = time.perf_counter() - self._since.pop(ticket)
+        self._finished.append(Finished(ticket, not reason, reason, 0 if reason else num_bytes, seconds))
+
+    def collect(self) -> list[Finished]:
+        found = list(self._finished)
+        self._finished.clear()
+        return found
+
+
+@dataclass(slots=True)
+class _Borrowed:
+    """Memory of the host. tickets: of all who asked for this block. reason: why it is not written, if it is not."""
+
+    block_id: BlockId
+    view: memoryview
+    tickets: list[int] = field(default_factory=list)
+    reason: str = "no_room"
+
+
+class HostWrites:
+    """Bounded in number and bytes. A write that fails is not tried again by itself: the host wants its memory back.
+
+    disk: where they go. deletion: of blocks by hand, here and there.
+    """
+
+    def __init__(
+        self, tier: DiskTier, io: IoQueue, steering: Steering, stats: StoreStats, clock: Callable[[], float],
+        tickets: Tickets,
+    ) -> None:  # fmt: skip
+        self._stats = stats
+        self._tickets = tickets
+        self._borrowed: dict[int, _Borrowed] = {}  # by slot
+        self._num_bytes = 0
+        self._max_bytes = min(MAX_WRITE_BYTES, tier.file.capacity_bytes // 4)
+        # Slots without memory of their own: each stands for a buffer of the host while that is written.
+        self._slots = CpuTier(MAX_WRITES, keep=False)
+        self.disk = WriteBack(tier, self._slots, io, lambda slot: self._borrowed[slot].view, stats, clock, steering)
+        self.deletion = Deletion(self._slots, self.disk, steering, stats, 1, tuple)
+
+    def __len__(self) -> int:
+        return len(self._borrowed)
+
+    def write(self, record: BlockRecord, view: memoryview, owner: Callable[[BlockRecord], Conversation]) -> int | None:
+        """None: too many wait already, or writing is paused. owner: asked when it is not refused."""
+        slot = self._slots.slot_of(record.block_id)
+        if slot is None:
+            is_too_much = self._num_bytes + view.nbytes > self._max_bytes
+            slot = None if is_too_much or self.disk.is_paused else self._slots.reserve()
+            if slot is None:
+                self._stats.refused_writes += 1
+                return None
+            self._borrowed[slot] = _Borrowed(record.block_id, view)
+            self._num_bytes += view.nbytes
+            self._slots.announce(slot, record, owner(record))
+            self._slots.publish(slot)
+            self.disk.add_dirty(slot)
+        ticket = self._tickets.begin()
+        self._borrowed[slot].tickets.append(ticket)
+        return ticket
+
+    def done(self, done: WriteDone) -> None:
+        """A transaction has ended."""
+        self.disk.write_done(done)
+        self._give_back()
+
+    def go_on(self) -> None:
+        """Hand the next ones to the writer. Called once per poll, and after writes were asked for."""
+        self.disk.pump()
+        if self.disk.queue.dirty and self.disk.is_paused:
+            for slot in self.disk.queue.dirty:
+                self._borrowed[slot].reason = "no_room" if self.disk.degraded in NO_ROOM else "io_error"
+            self.disk.refuse_waiting()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """The memory of those that the disk is done with."""
+        queue = self.disk.queue
+        if len(self._borrowed) == len(queue.dirty) + len(queue.submitted):
+            return
+        for slot in self._borrowed.keys() - queue.submitted.union(queue.dirty):
+            borrowed = self._borrowed.pop(slot)
+            self._num_bytes -= borrowed.view.nbytes
+            reason = "" if self.disk.contents.contains(borrowed.block_id) else borrowed.reason
+            for ticket in borrowed.tickets:
+                self._tickets.end(ticket, reason, borrowed.view.nbytes)
+
+    def forget(self, block_ids: frozenset[BlockId]) -> None:
+        """Those that are being written are deleted as soon as that has ended."""
+        for borrowed in self._borrowed.values():
+            if borrowed.block_id in block_ids:
+                borrowed.reason = "forgotten"
+                self._slots.forget(borrowed.block_id)
+
+    def check_integrity(self, idle: bool) -> None:
+        """Assert that counts agree; with `idle`, that nothing is borrowed."""
+        self._slots.check_integrity(idle)
+        assert self._num_bytes == sum(one.view.nbytes for one in self._borrowed.values()), "bytes disagree"
+        assert not idle or not self._borrowed, "memory of the host is borrowed while idle"
