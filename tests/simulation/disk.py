@@ -337,6 +337,9 @@ class Transfers:
         self.num_landing = 0
         self._landed_s = 0.0
 
+    def register(self, caches: object) -> None:
+        """Never called: there is no HBM."""
+
     @property
     def can_save(self) -> bool:
         self.may_fail("plan")

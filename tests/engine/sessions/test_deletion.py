@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-import kvstore.store.tiered
+import kvstore.store.upkeep
 from kvstore import Engine, SamplingParams
 from kvstore.admin.offline import OfflineStore
 from kvstore.blocks.ids import token_bytes
@@ -129,7 +129,7 @@ def test_a_deletion_that_a_crash_cut_off_is_carried_out_at_the_next_start(opened
     talk(chat, 4, "secret matter")
     settle(engine)
     needles = [part for parts in kv_of(engine, chat.chain).values() for part in parts]
-    monkeypatch.setattr(engine.connector, "forget", lambda *_: (frozenset(), False))
+    monkeypatch.setattr(engine.connector.upkeep, "forget", lambda *_: (frozenset(), False))
     engine.admin.delete_session("secret")
     assert len(engine.sessions.pending_deletions()) == 1
     blocks = tmp_path / "store" / "blocks" / "data.mdb"
@@ -267,7 +267,7 @@ def test_pending_deletions_hold_up_neither_the_start_nor_a_chat(model, tmp_path,
             first.chat(name).send(f"Hello {name}, this is long enough to fill a block of tokens.", PARAMS)
         settle(first)
         with monkeypatch.context() as patch:
-            patch.setattr(first.connector, "forget", lambda *_: (frozenset(), False))
+            patch.setattr(first.connector.upkeep, "forget", lambda *_: (frozenset(), False))
             for name in "abc":
                 first.admin.delete_session(name)
 
@@ -276,7 +276,7 @@ def test_pending_deletions_hold_up_neither_the_start_nor_a_chat(model, tmp_path,
         return frozenset(block_ids), False
 
     with monkeypatch.context() as patch:
-        patch.setattr(kvstore.store.tiered.TieredConnector, "forget", slow)
+        patch.setattr(kvstore.store.upkeep.TieredUpkeep, "forget", slow)
         started = time.monotonic()
         second = open_engine(model, tmp_path / "store")
         assert time.monotonic() - started < 30
