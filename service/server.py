@@ -73,11 +73,16 @@ def open_engine(
     """The engine that the service drives, in this process or in one of its own."""
     if engine_factory is None:
         check_speaks(model, engine_arguments, chats=False)
-        engine_factory = _remote_engine(options) if options.engine_process else _local_engine()
+        engine_factory = _local_engine
+        if options.engine_process:
+            from kvstore.engine.remote_engine import RemoteEngine
+
+            restarts = options.engine_restarts
+            engine_factory = partial(RemoteEngine, silence_s=options.engine_timeout_s, max_restarts=restarts)
     return engine_factory(model, **engine_arguments)
 
 
-def _local_engine() -> Callable[..., Any]:
+def _local_engine(*given: Any, **named: Any) -> Any:
     """Waits for a predecessor that is about to end, as the engine's own process does by itself."""
     from kvstore.engine.process.spinning import spin_briefly
 
@@ -85,13 +90,7 @@ def _local_engine() -> Callable[..., Any]:
     from kvstore.engine.engine import Engine  # loads torch, hence here
     from kvstore.engine.lifetime import open_waiting_for_lock
 
-    return lambda *given, **named: open_waiting_for_lock(lambda: Engine(*given, **named))
-
-
-def _remote_engine(options: ServeOptions) -> Callable[..., Any]:
-    from kvstore.engine.remote_engine import RemoteEngine
-
-    return partial(RemoteEngine, silence_s=options.engine_timeout_s, max_restarts=options.engine_restarts)
+    return open_waiting_for_lock(lambda: Engine(*given, **named))
 
 
 async def _serve(server: "Server", open_engine: OpenEngine) -> int:

@@ -52,8 +52,8 @@ async def health(request: web.Request) -> web.Response:
 
 async def ready(request: web.Request) -> web.Response:
     context = context_of(request)
-    is_running = context.state == "running" and not context.has_failed
-    is_ready = is_running and not _is_restarting(context) and not is_silent(context)
+    fails = context.state != "running" or context.has_failed
+    is_ready = not (fails or _is_restarting(context) or is_silent(context))
     return json_response(Ready(is_ready), 200 if is_ready else 503)
 
 
@@ -77,7 +77,7 @@ def is_silent(context: Context) -> bool:
 
 def health_reasons(stats: dict[str, Any], sessions_fail: bool) -> list[str]:
     """What does not work, as stable codes."""
-    disk = stats.get("disk") or {}
+    disk, sessions = stats.get("disk") or {}, stats.get("sessions") or {}
     found = {
         "stats_unavailable": "error" in stats,
         "disk_degraded": disk.get("degraded"),
@@ -85,9 +85,9 @@ def health_reasons(stats: dict[str, Any], sessions_fail: bool) -> list[str]:
         "disk_was_reset": disk.get("was_reset"),
         "disk_file_lost": disk.get("lost"),
         "store_lost": stats.get("lost"),
-        "sessions_file_lost": not stats.get("lost") and (stats.get("sessions") or {}).get("lost"),
-        "sessions_missing": (stats.get("sessions") or {}).get("missing"),
-        "sessions_damaged": (stats.get("sessions") or {}).get("damaged"),
+        "sessions_file_lost": not stats.get("lost") and sessions.get("lost"),
+        "sessions_missing": sessions.get("missing"),
+        "sessions_damaged": sessions.get("damaged"),
         "sessions_failing": sessions_fail,
     }
     return [code for code, is_so in found.items() if is_so]

@@ -65,15 +65,10 @@ def engine_families(stats: Stats) -> Iterator[Metric]:
         yield from _latencies(stats)
     if "disk" in stats:
         yield from _disk(stats["disk"])
+    troubles = [stats.get("lost"), *(stats.get("disk", {}).get(name) for name in ("degraded", "broken", "lost"))]
+    troubles += [stats["sessions"].get(name) for name in ("lost", "missing")]
     said = "1 when the disk tier cannot write at the moment, or files of the store were lost."
-    yield gauge("degraded", said, float(_is_degraded(stats)))
-
-
-def _is_degraded(stats: Stats) -> bool:
-    disk = stats.get("disk", {})
-    lost = stats.get("lost") or disk.get("lost") or stats["sessions"].get("lost")
-    lost = lost or stats["sessions"].get("missing")
-    return bool(disk.get("degraded") or disk.get("broken") or lost)
+    yield gauge("degraded", said, float(any(troubles)))
 
 
 def _loop(stats: Stats) -> Iterator[Metric]:

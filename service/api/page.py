@@ -20,10 +20,8 @@ HEADERS = {
 }
 
 
-def page_files() -> dict[str, Path]:
-    """What may be served, by its place below the folder; nothing else is, whatever a path says."""
-    found = (path for path in sorted(WEB.rglob("*")) if path.suffix in TYPES and path.is_file())
-    return {path.relative_to(WEB).as_posix(): path for path in found}
+# What may be served, by its place below the folder; nothing else is, whatever a path says.
+FILES = {path.relative_to(WEB).as_posix(): path for path in sorted(WEB.rglob("*")) if path.suffix in TYPES}
 
 
 async def index(request: web.Request) -> web.Response:
@@ -42,8 +40,6 @@ def _answer(name: str) -> web.Response:
     charset = "utf-8" if kind.startswith("text/") else None
     return web.Response(body=path.read_bytes(), content_type=kind, charset=charset, headers=HEADERS)
 
-
-FILES = page_files()
 
 ROUTES = (
     Route("GET", "/", index, "public", "The chat page.", tag="page"),

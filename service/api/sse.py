@@ -5,7 +5,6 @@ Knows nothing of what the events say.
 
 import asyncio
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -42,11 +41,6 @@ class EventStream:
         self._is_over = False
         self.response = web.StreamResponse(headers=HEADERS)
 
-    @property
-    def begun(self) -> bool:
-        """Whether the headers are out."""
-        return self.response.prepared
-
     async def send(self, data: Any, event: str | None = None) -> None:
         """One event. Returns when the reader has taken it, or at least the kernel. Raises ReaderGone."""
         name = b"" if event is None else b"event: " + event.encode() + b"\n"
@@ -81,11 +75,9 @@ class EventStream:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         told = self._told(error)
-        if error is not None and (told is None or not self.begun):
+        if error is not None and (told is None or not self.response.prepared):
             return  # the client is gone, or it gets an answer with a status
         if told is not None:
             await self.send(told.body())

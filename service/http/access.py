@@ -49,7 +49,8 @@ class Access:
         self._origins = frozenset(options.allowed_origins)
         self._hosts: frozenset[str] | None = None  # any
         if options.is_loopback or options.allowed_hosts:
-            own = {*LOOPBACK_NAMES, _bracketed(options.host).lower(), *options.allowed_hosts}
+            own_name = f"[{options.host}]" if ":" in options.host else options.host
+            own = {*LOOPBACK_NAMES, own_name.lower(), *options.allowed_hosts}
             self._hosts = frozenset(own | {_without_port(_host_of(origin)) for origin in self._origins})
 
     @property
@@ -82,9 +83,7 @@ class Access:
 
     def _known_key(self, header: str) -> Key | None:
         scheme, _, text = header.partition(" ")
-        if scheme.lower() != "bearer":
-            text = ""
-        digest = _digest(text.strip())
+        digest = _digest(text.strip() if scheme.lower() == "bearer" else "")
         found = None
         for key in self._keys:  # all of them, whichever it is
             if hmac.compare_digest(key.digest, digest):
@@ -95,15 +94,11 @@ class Access:
         """A web page of somebody else must not reach a server on this machine through its visitor's browser."""
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
         if self._hosts is not None and host and _without_port(host).lower() not in self._hosts:
-            raise _forbidden(
-                f"this server does not answer for the host name {host[:80]!r}; behind a proxy, start it with "
-                "--allowed-host", "host_not_allowed",
-            )  # fmt: skip
+            said = f"this server does not answer for the host name {host[:80]!r}; behind a proxy, start it with "
+            raise _forbidden(said + "--allowed-host", "host_not_allowed")
         if origin is not None and _host_of(origin).lower() != host.lower() and not self._allows(origin):
-            raise _forbidden(
-                f"requests from pages of another origin are refused, and this one is of {origin[:80]!r}; where it is "
-                "one's own, start the server with --allowed-origin", "origin_not_allowed",
-            )  # fmt: skip
+            said = f"requests from pages of another origin are refused, and this one is of {origin[:80]!r}; where it "
+            raise _forbidden(said + "is one's own, start the server with --allowed-origin", "origin_not_allowed")
 
     # -- pages of other origins ----------------------------------------------------------------------------------------
     def _allows(self, origin: str) -> bool:
@@ -133,9 +128,8 @@ class Access:
 
 def _unknown_key(was_given: bool) -> ApiError:
     message = "the key is not known" if was_given else "a key is needed: send Authorization: Bearer KEY"
-    return ApiError(
-        401, message, type="authentication_error", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
-    )
+    headers = {"WWW-Authenticate": "Bearer"}
+    return ApiError(401, message, type="authentication_error", code="invalid_api_key", headers=headers)
 
 
 def _forbidden(message: str, code: str) -> ApiError:
@@ -144,10 +138,6 @@ def _forbidden(message: str, code: str) -> ApiError:
 
 def _digest(key: str) -> bytes:
     return sha256(key.encode("utf-8", "surrogateescape")).digest()
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _host_of(origin: str) -> str:

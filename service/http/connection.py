@@ -95,7 +95,9 @@ class Connection(web.RequestHandler):
         num_before = self._request_count
         super().data_received(data)
         if self._request_count > num_before:
-            self._stop_awaiting_head()
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
         elif data and self._is_idle:
             self._await_head()
 
@@ -107,11 +109,6 @@ class Connection(web.RequestHandler):
     def _await_head(self) -> None:
         if self._head_timer is None:
             self._head_timer = self._loop.call_later(self._all.options.header_timeout_s, self._head_is_late)
-
-    def _stop_awaiting_head(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
 
     def _head_is_late(self) -> None:
         self._head_timer = None

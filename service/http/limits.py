@@ -79,14 +79,6 @@ class Limits:
         self.num_admitted = 0  # requests that wait or run, of all tenants
         self.num_sequences = 0  # theirs
 
-    @property
-    def num_running(self) -> int:
-        return sum(tenant.num_running for tenant in self._tenants.values())
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(tenant.num_waiting for tenant in self._tenants.values())
-
     def counts(self) -> dict[str, tuple[int, int]]:
         """Per tenant that has any: how many sequences run and how many wait for their tenant's turn."""
         return {name: (tenant.num_running, tenant.num_waiting) for name, tenant in self._tenants.items()}

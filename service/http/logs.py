@@ -16,10 +16,8 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = getattr(record, "fields", {})
         told = "".join(f" {name}={_word(value)}" for name, value in fields.items() if value is not None)
-        return f"{_stamp(record)} {record.levelname} {record.getMessage()}{told}{self._trace(record)}"
-
-    def _trace(self, record: logging.LogRecord) -> str:
-        return "\n" + self.formatException(record.exc_info) if record.exc_info else ""
+        trace = "\n" + self.formatException(record.exc_info) if record.exc_info else ""
+        return f"{_stamp(record)} {record.levelname} {record.getMessage()}{told}{trace}"
 
 
 class JsonFormatter(logging.Formatter):

@@ -332,7 +332,7 @@ def test_limits_hold_over_http_and_are_given_back(tmp_path):
                 assert (reply.status, reply.error["type"]) == (429, "rate_limit_error")
                 assert reply.headers["retry-after"] == "1"
             raw.sendall(raw_request("GET", "/waits", Authorization=f"Bearer {key}"))
-            server.wait_until(lambda number=number: found.num_running == number)
+            server.wait_until(lambda number=number: sum(n for n, _ in found.counts().values()) == number)
         reply = server.get("/waits", Authorization="Bearer key-of-bert")
         assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (503, "server_overloaded", "1")
         assert server.get("/who", Authorization="Bearer key-of-anna").json()["tenant"] == "anna"

@@ -181,7 +181,7 @@ def test_a_body_does_not_stay_while_its_request_waits():
         try:
             with ThreadPoolExecutor(6) as clients:
                 replies = [clients.submit(server.post, "/v1/completions", body) for _ in range(6)]
-                server.wait_until(lambda: limits.num_waiting == 6, "all wait")
+                server.wait_until(lambda: limits.counts()[""][1] == 6, "all wait")
                 held, _ = tracemalloc.get_traced_memory()
                 stream.leave()
         finally:

@@ -210,14 +210,9 @@ def session_fields(head: SessionHead, is_running: bool, pinned_until_s: float | 
 def turn_out(session_id: str, record: TurnRecord) -> TurnOut:
     result = result_of(session_id, record)
     return TurnOut(
-        record.number,
-        messages_out(record.messages[len(record.system) :]),
-        result.finish_reason,
-        usage_object(result.usage),
-        timings_object(result.timings),
-        result.truncated_tokens,
-        int(result.created_s),
-    )
+        record.number, messages_out(record.messages[len(record.system) :]), result.finish_reason,
+        usage_object(result.usage), timings_object(result.timings), result.truncated_tokens, int(result.created_s),
+    )  # fmt: skip
 
 
 def messages_out(messages: Sequence[Message]) -> list[MessageOut]:

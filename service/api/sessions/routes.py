@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Sequence
 
+import msgspec
 from aiohttp import web
 
 from kvstore.engine.text.prompts import check_session_id
@@ -98,11 +99,10 @@ def _read(context: Context, key: SessionKey, after: int, limit: int) -> tuple[Se
 
 
 def _shown(info: SessionInfo, head: SessionHead, records: Sequence[TurnRecord]) -> SessionOut:
-    fields = {name: getattr(info, name) for name in info.__struct_fields__}
     system = messages_out(head.system)
     shown = [turn_out(head.key.session_id, record) for record in records]
     return SessionOut(
-        **fields,
+        **msgspec.structs.asdict(info),
         system=system[0] if system else None,
         messages=[message for turn in shown for message in turn.messages],
         turns_data=shown,

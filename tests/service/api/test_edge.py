@@ -48,19 +48,6 @@ def test_what_does_not_work_is_named(stats, reasons):
     assert health_reasons(stats, True) == [*reasons, "sessions_failing"]
 
 
-def test_a_degraded_disk_is_told_and_serving_goes_on(server, monkeypatch):
-    known = server.engine.stats
-
-    def degraded():
-        return {**known(), "disk": {"degraded": "no space left"}}
-
-    with monkeypatch.context() as patch:
-        patch.setattr(server.engine, "stats", degraded)
-        reply = server.get("/health")
-    assert (reply.status, reply.json()) == (200, {"status": "degraded", "reasons": ["disk_degraded"]})
-    assert server.get("/health").json()["status"] == "ok"
-
-
 def test_sessions_that_cannot_be_stored_are_told_for_a_while(server, monkeypatch):
     known = server.engine.stats
     for seconds, status in ((0.0, "ok"), (3600.0, "degraded")):
@@ -100,13 +87,15 @@ def test_an_engine_that_does_not_answer_is_told(server, monkeypatch):
     wait_until(lambda: server.get("/health").json()["status"] == "ok", "it answers again")
 
 
-def test_numbers_that_cannot_be_had_are_told(server, monkeypatch):
+def test_numbers_that_cannot_be_had_are_told_and_serving_goes_on(server, monkeypatch):
     def fails():
         raise OSError("gone")
 
     with monkeypatch.context() as patch:
         patch.setattr(server.engine, "stats", fails)
-        assert server.get("/health").json() == {"status": "degraded", "reasons": ["stats_unavailable"]}
+        reply = server.get("/health")
+    assert (reply.status, reply.json()) == (200, {"status": "degraded", "reasons": ["stats_unavailable"]})
+    assert server.get("/health").json()["status"] == "ok"
 
 
 # -- what is served --------------------------------------------------------------------------------------------------
@@ -181,11 +170,6 @@ def test_a_model_without_a_template_completes_and_does_not_chat(tmp_path):
         template = (MODEL_DIR / "chat_template.jinja").read_text()
     with serving(str(tmp_path), engine={"chat_template": template}) as server:
         assert server.post("/chat", {"message": "Hello", "max_tokens": 2}).status == 200
-
-
-def test_another_model_is_not_there(server):
-    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
-        assert server.post(path, {**body, "model": "gpt-4o"}).error["code"] == "model_not_found"
 
 
 # -- the page --------------------------------------------------------------------------------------------------------

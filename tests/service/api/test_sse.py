@@ -39,9 +39,9 @@ def stream(path):
 
 @stream("/good")
 async def good(events):
-    assert not events.begun
+    assert not events.response.prepared
     await events.send({"text": "é\n\n😀"})
-    assert events.begun
+    assert events.response.prepared
     await events.send({"n": 1}, event="response.created")
 
 

@@ -16,8 +16,7 @@ def limits(is_shared: bool = False, **options) -> Limits:
 
 
 def idle(found: Limits) -> bool:
-    counts = (found.num_admitted, found.num_sequences, found.num_running, found.num_waiting, found.num_open)
-    return counts == (0, 0, 0, 0, 0) and found.counts() == {}
+    return (found.num_admitted, found.num_sequences, found.num_open, found.counts()) == (0, 0, 0, {})
 
 
 async def settled():
@@ -85,26 +84,6 @@ async def test_those_who_wait_run_in_the_order_they_came():
         await settled()
         assert log == [str(j) for j in range(min(5, i + 3))]
     assert idle(found)
-
-
-@in_loop
-async def test_who_goes_away_while_waiting_leaves_no_trace():
-    found, log = limits(max_concurrent_per_key=1, max_queue_per_key=9), []
-    runs = [held(found, "a", log, str(i)) for i in range(4)]
-    await settled()
-    runs[1][0].cancel()
-    await settled()
-    assert found.counts() == {"a": (1, 2)}
-    runs[0][1].set()
-    runs[2][0].cancel()  # in the same moment in which its turn may come
-    await settled()
-    assert log == ["0", "3"]
-    runs[3][1].set()
-    await settled()
-    assert idle(found)
-    for task, _ in runs:
-        with suppress(asyncio.CancelledError):
-            await task
 
 
 @in_loop
@@ -217,27 +196,6 @@ async def test_one_tenant_does_not_fill_the_queue_of_all():
     assert idle(found)
 
 
-@in_loop
-async def test_a_server_of_one_tenant_has_the_whole_queue_for_it():
-    found, log = limits(max_queue=12), []
-    runs = [held(found, "", log, str(i), 32) for i in range(12)]
-    await settled()
-    assert len(log) == 12
-    for task, ended in runs:
-        ended.set()
-        await task
-    assert idle(found)
-
-
-@in_loop
-async def test_a_request_that_fails_gives_its_place_back():
-    found = limits(max_concurrent_per_key=1)
-    with pytest.raises(ValueError):
-        async with found.admit("a"):
-            raise ValueError
-    assert idle(found)
-
-
 def test_random_comings_and_goings_keep_the_limits():
     async def scenario(seed):
         import random
@@ -316,19 +274,3 @@ async def test_a_timeout_of_the_handler_itself_is_not_taken_for_the_requests():
     with pytest.raises(TimeoutError):
         async with found.deadline():
             raise TimeoutError
-
-
-@in_loop
-async def test_a_client_that_goes_away_is_not_a_deadline():
-    found = limits()
-
-    async def one():
-        async with found.deadline():
-            await asyncio.Event().wait()
-
-    task = asyncio.create_task(one())
-    await settled()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert idle(found)

@@ -24,10 +24,10 @@ class Tabs:
         self.errors: list[str] = []
         self._contexts: list[Any] = []
 
-    def open(self, url: str, size: tuple[int, int] = DESKTOP, dark: bool = False) -> Any:
+    def open(self, url: str, size: tuple[int, int] = DESKTOP) -> Any:
         """A page of a person of its own: nothing is shared with the other pages."""
         shown = {"width": size[0], "height": size[1]}
-        context = self._browser.new_context(viewport=shown, color_scheme="dark" if dark else "light")
+        context = self._browser.new_context(viewport=shown, color_scheme="light")
         self._contexts.append(context)
         context.set_default_timeout(TIMEOUT_MS)
         page = context.new_page()

@@ -7,6 +7,7 @@ import http.client
 import random
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from tests.support.service.server_process import ServerProcess
@@ -305,28 +306,17 @@ class Clients:
         self.histories = [HistoryClient(f"reader {seed}-{number}", self.progress) for number in range(2)]
         self.all = [*self.sessions, *self.histories]
         self._lost: set[str] = set()  # turns of sessions that their client was never told of
-        self._threads: list[threading.Thread] = []
-        self._failures: list[BaseException] = []
+        self._talking: list[Future[None]] = []
 
     def begin(self, server: ServerProcess) -> None:
         """All talk at once until the server ends."""
-
-        def run(client) -> None:
-            try:
-                client.talk(server)
-            except BaseException as error:
-                self._failures.append(error)
-
-        self._threads = [threading.Thread(target=run, args=(client,)) for client in self.all]
-        for thread in self._threads:
-            thread.start()
+        pool = ThreadPoolExecutor(len(self.all))
+        self._talking = [pool.submit(client.talk, server) for client in self.all]
+        pool.shutdown(wait=False)
 
     def join(self) -> None:
-        for thread in self._threads:
-            thread.join(120)
-            assert not thread.is_alive(), "a client waits for a dead server"
-        if self._failures:
-            raise self._failures[0]
+        for one in self._talking:
+            one.result(120)
 
     def check(self, server: ServerProcess, tier: str | None = "disk") -> None:
         """After a restart, with nobody talking. tier: where flushed KV has to be."""

@@ -3,11 +3,10 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,11 +52,6 @@ class ServerProcess:
         self.process.kill()
         self.process.wait()
 
-    def end(self, number: int = signal.SIGTERM) -> int:
-        """Send the signal, and wait: the exit code."""
-        self.process.send_signal(number)
-        return self.process.wait(60)
-
 
 def launch(store: Path, *flags: str, engine_process: bool = False) -> ServerProcess:
     """A server on this store, ready. Its log is beside the store, one file for all of them."""
@@ -77,14 +71,13 @@ def launch(store: Path, *flags: str, engine_process: bool = False) -> ServerProc
         found[:] = re.findall(r'"ready", "address": "http://127\.0\.0\.1:(\d+)"', said)
         return bool(found)
 
-    try:
+    with ExitStack() as unless_ready:
+        unless_ready.callback(process.wait)
+        unless_ready.callback(process.kill)
         wait_until(is_up, "the server is ready", START_S)
         server = ServerProcess(process, log, ("127.0.0.1", int(found[0])))
         assert server.get("/ready").status == 200
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
+        unless_ready.pop_all()
     return server
 
 
@@ -94,7 +87,7 @@ def launched(store: Path, *flags: str, engine_process: bool = False) -> Iterator
     server = launch(store, *flags, engine_process=engine_process)
     try:
         yield server
-    except BaseException:
+    except Exception:
         print("\n".join(line for line in server.log.read_text().splitlines() if '"status": 2' not in line)[-6000:])
         raise
     finally:

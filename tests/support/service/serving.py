@@ -7,6 +7,7 @@ import math
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -158,7 +159,6 @@ def serving(
     known = {"engine_process": False, "shutdown_timeout_s": 0.0, **options, "port": 0}
     server = Server(ServeOptions(**known), routes)
     ready: list[Serving] = []
-    problem: list[BaseException] = []
     up, over = threading.Event(), threading.Event()
 
     async def whole() -> None:
@@ -171,27 +171,18 @@ def serving(
         finally:
             await server.close()
 
-    def run() -> None:
+    with ThreadPoolExecutor(1, "test-server") as pool:
+        running = pool.submit(lambda: asyncio.run(whole()))
+        running.add_done_callback(lambda _: up.set())
         try:
-            asyncio.run(whole())
-        except BaseException as error:
-            problem.append(error)
+            assert up.wait(120), "the server did not start"
+            if not ready:
+                running.result()
+            yield ready[0]
         finally:
-            up.set()
-
-    thread = threading.Thread(target=run, name="test-server")
-    thread.start()
-    try:
-        assert up.wait(120), "the server did not start"
-        if not ready:
-            raise problem[0]
-        yield ready[0]
-    finally:
-        over.set()
-        thread.join(60)
-        assert not thread.is_alive(), "the server did not end"
-    if problem:
-        raise problem[0]
+            over.set()
+            wait([running], 60)
+        running.result(0)
 
 
 def _engine(model: str | None, arguments: dict[str, Any]) -> Any:

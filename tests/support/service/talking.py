@@ -21,7 +21,7 @@ def tenants(folder: Path, **options: Any) -> Iterator[tuple[Serving, Serving]]:
     keys.write_text("alice:key-of-alice\nbob:key-of-bob\n")
     keys.chmod(0o600)
     with serving(api_key_file=keys, **options) as server:
-        yield replace_key(server, "key-of-alice"), replace_key(server, "key-of-bob")
+        yield replace(server, key="key-of-alice"), replace(server, key="key-of-bob")
 
 
 def talking_body(path: str, text: str) -> dict[str, Any]:
@@ -29,10 +29,6 @@ def talking_body(path: str, text: str) -> dict[str, Any]:
     if path == "/v1/chat/completions":
         return {"messages": [{"role": "user", "content": text}]}
     return {{"/chat": "message", "/v1/completions": "prompt", "/v1/responses": "input"}[path]: text}
-
-
-def replace_key(server: Serving, key: str | None) -> Serving:
-    return replace(server, key=key)
 
 
 class Stream:

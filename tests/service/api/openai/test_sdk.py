@@ -1,7 +1,5 @@
 """The `openai` package as a client: what it sends is understood, and what it gets it takes for OpenAI's."""
 
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import openai
@@ -166,58 +164,3 @@ def test_errors_are_the_sdks_own_classes(client, server):
 def test_a_client_that_does_not_wait_leaves_nothing_running(client):
     with pytest.raises(openai.APITimeoutError):
         ask(client.with_options(timeout=0.05), said("Hello"), max_tokens=900, extra_body={"ignore_eos": True})
-
-
-@pytest.mark.parametrize(("status", "num_tries"), [(429, 3), (503, 3), (500, 3), (400, 1), (409, 1)])
-def test_it_tries_again_when_our_errors_say_that_this_helps(status, num_tries):
-    """What the SDK does with answers such as ours; the 409 carries x-should-retry: false."""
-    seen = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            seen.append(self.path)
-            body = b'{"error": {"message": "no", "type": "t", "param": null, "code": "c"}}'
-            self.send_response(status)
-            for name, value in (("Content-Length", str(len(body))), ("Retry-After", "0.01")):
-                self.send_header(name, value)
-            if status == 409:
-                self.send_header("x-should-retry", "false")
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_):
-            pass
-
-    fake = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=fake.serve_forever)
-    thread.start()
-    try:
-        url = f"http://127.0.0.1:{fake.server_address[1]}"
-        with openai.OpenAI(base_url=url, api_key=KEY, max_retries=2) as one, pytest.raises(openai.APIStatusError):
-            one.models.list()
-    finally:
-        fake.shutdown()
-        fake.server_close()
-        thread.join()
-    assert len(seen) == num_tries
-
-
-def test_a_full_key_is_refused_with_a_time_to_come_back(server):
-    """More requests than may run and wait: the rest gets 429, and none of them hangs."""
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=60) as one:
-        refused = []
-
-        def talk():
-            try:
-                ask(one, said("Hello"), max_tokens=200, extra_body={"ignore_eos": True})
-            except openai.RateLimitError as error:
-                refused.append(error)
-
-        threads = [threading.Thread(target=talk) for _ in range(24)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert refused and all(error.code == "rate_limit_exceeded" for error in refused)
-    assert all(int(error.response.headers["retry-after"]) >= 1 for error in refused)
-    server.wait_until_idle()

@@ -168,15 +168,6 @@ def test_a_second_turn_at_once_is_refused(server):
     assert num_turns(server, session_id) == 2
 
 
-def test_of_many_turns_at_once_each_is_answered_or_refused(server):
-    session_id = chat(server, "Hello")["session_id"]
-    body = {"session_id": session_id, "message": "Count.", **SHORT}
-    with ThreadPoolExecutor(8) as pool:
-        found = sorted(reply.status for reply in pool.map(lambda _: server.post("/chat", body), range(8)))
-    assert set(found) <= {200, 409} and found[0] == 200
-    assert num_turns(server, session_id) == 1 + found.count(200)
-
-
 # -- retries ---------------------------------------------------------------------------------------------------------
 def test_the_same_key_gives_the_stored_answer(server):
     body = {"message": "Hello there", **SHORT, "temperature": 1.0}

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import sys
 
 import pytest
 from rich.console import Console
@@ -15,7 +14,6 @@ from kvstore.service.command import cli, progress
 from kvstore.service.command.plan import chart as plan_chart
 from kvstore.service.command.plan import run as plan
 from kvstore.service.command.plan import tables as plan_tables
-from kvstore.service.command.plan.source import Source
 from kvstore.store.history import FILE, OLDER_FILE
 from tests.support.store.small_store import BLOCK_SIZE, PAYLOAD_BYTES, make_store
 
@@ -68,13 +66,8 @@ def store(made, tmp_path):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
+def run(monkeypatch, capsys, no_settings):
     """Runs the command; gives (exit code, stdout, stderr)."""
-    for name in [name for name in os.environ if name.startswith("KVSTORE_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
-    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
     monkeypatch.setattr(progress, "SHOWN_AFTER_S", 3600.0)  # also on a busy machine
 
     def call(*argv):
@@ -147,11 +140,6 @@ def test_more_work_than_can_be_done_is_told(replay_trace):
     assert "of what was computed was not saved" in out
     _, out, _ = replay_trace("--hbm", "1MB")
     assert "requests did not fit in the smallest HBM and were refused" in out
-
-
-def test_only_the_last_requests(replay_trace):
-    _, out, _ = replay_trace("--requests", "40", "--hbm", "8MB", "--json")
-    assert json.loads(out)["trace"]["requests"] == 40
 
 
 def test_the_name_of_a_model_stands_for_its_size(run, trace):
@@ -236,11 +224,6 @@ def test_a_store_without_history_says_how_it_comes_about(run, store):
     code, out, err = run("--store", store)
     assert (code, out) == (1, "") and err.count("\n") == 1
     assert "has no history yet; it records one while an engine serves with a disk tier" in err
-
-
-def test_no_store_at_all(run, tmp_path):
-    code, out, err = run("--store", tmp_path / "gone")
-    assert (code, out) == (1, "") and "there is no store at" in err and err.count("\n") == 1
 
 
 def test_a_store_that_cannot_say_how_large_its_kv_is(run, tmp_path, monkeypatch):
@@ -349,13 +332,6 @@ def test_a_picture_without_matplotlib_says_what_to_install(replay_trace, monkeyp
     assert err == "kvstore: --plot needs matplotlib: pip install kvstore[bench]\n"
 
 
-def test_matplotlib_is_loaded_for_pictures_only(replay_trace, monkeypatch):
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    assert replay_trace("--hbm", "8MB")[0] == 0
-    assert not [name for name in sys.modules if name.split(".")[0] == "matplotlib"]
-
-
 # -- the chart and the advice, on made-up plans ----------------------------------------------------------------------
 def row(total, rate, cpu=0, disk=None, hbm=0, ttft_s=1.0):
     gib = 1 << 30
@@ -442,8 +418,3 @@ def test_names_from_files_are_printed_as_text():
         plan_tables.show_plan(found, out)
         text = out.export_text()
     assert "[bold][31mx: 1 request, 1 conversation, 2.1 days" in text and "note: odd" in text
-
-
-def test_a_source_knows_nothing_by_itself():
-    source = Source(trace=None, name="x")
-    assert source.kv_bytes_per_token is None and source.measured == () and source.service == ServiceModel()
