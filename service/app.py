@@ -33,7 +33,6 @@ CLIENT_GONE = 499  # nginx's number for a client that did not wait; it is never 
 
 
 def make_app(context: Context, routes: Sequence[Route] = ROUTES) -> web.Application:
-    """The whole service."""
     app = web.Application(
         middlewares=[observe, answer_errors, guard], client_max_size=context.options.max_body_bytes + 1
     )
@@ -109,7 +108,6 @@ def _tell(request: web.Request, exchange: Exchange, status: int, seconds: float)
 
 
 def _answered(exchange: Exchange) -> dict[str, object]:
-    """Tokens, the tiers that gave them, and TTFT; nothing where nothing was answered."""
     usage = exchange.usage
     if usage is None:
         return {}

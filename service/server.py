@@ -205,7 +205,6 @@ class Server:
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def description(self) -> dict[str, object]:
-        """What a person wants to know when it is ready."""
         engine = self.context.engine.engine
         return {
             "address": self.address,
@@ -232,7 +231,6 @@ class Server:
 
 
 async def _until(is_so: Callable[[], bool], timeout_s: float, poll_s: float = POLL_S) -> None:
-    """Returns when it is so, or when the time is over."""
     deadline = time.monotonic() + timeout_s
     while not is_so() and time.monotonic() < deadline:
         await asyncio.sleep(poll_s)

@@ -58,7 +58,6 @@ class Context:
 
     @property
     def model_name(self) -> str:
-        """The model's name in requests and answers."""
         return self.options.served_model_name or self.engine.engine.model_name
 
 

@@ -76,7 +76,6 @@ def is_silent(context: Context) -> bool:
 
 
 def health_reasons(stats: dict[str, Any], sessions_fail: bool) -> list[str]:
-    """What does not work, as stable codes."""
     disk, sessions = stats.get("disk") or {}, stats.get("sessions") or {}
     found = {
         "stats_unavailable": "error" in stats,

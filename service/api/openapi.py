@@ -23,7 +23,6 @@ Json = dict[str, Any]
 
 
 def describe(routes: Sequence[Route]) -> Json:
-    """An OpenAPI document of these routes."""
     types: dict[type | None, None] = dict.fromkeys(type_ for route in routes for type_ in (route.body, route.answer))
     found, components = msgspec.json.schema_components([ErrorBody, *types], ref_template=REF)
     error, schemas = found[0], dict(zip(types, found[1:], strict=True))

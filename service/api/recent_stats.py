@@ -50,5 +50,4 @@ class RecentStats:
 
 
 def _num_failed(stats: dict[str, Any]) -> int:
-    """Turns that could not be stored."""
     return (stats.get("sessions") or {}).get("failed", 0)

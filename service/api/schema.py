@@ -134,7 +134,6 @@ def message_of(message: MessageIn, param: str) -> Message:
 
 
 def text_of(content: str | list[ContentPart], param: str) -> str:
-    """A content as one text."""
     if isinstance(content, str):
         return content
     texts = []
@@ -178,7 +177,6 @@ def _check_headers(request: web.Request) -> None:
 
 
 async def _ask_for_body(request: web.Request) -> None:
-    """For clients that wait until they are asked."""
     if request.headers.get("Expect", "").lower() == "100-continue" and request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # it is no part of the answer

@@ -43,7 +43,6 @@ def usage_object(usage: Usage) -> UsageObject:
 
 
 def sum_usage(usages: list[Usage]) -> UsageObject:
-    """Of several prompts together."""
     details = sum((usage.cached_tokens_details for usage in usages), CachedTokensDetails())
     prompt = sum(usage.prompt_tokens for usage in usages)
     completion = sum(usage.completion_tokens for usage in usages)

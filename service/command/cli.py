@@ -78,9 +78,8 @@ def _overview() -> str:
 def _run_engine(
     name: str, argv: list[str], environment: Mapping[str, str], engine_factory: Callable[..., object] | None
 ) -> int:
-    """`serve` or `chat`."""
     from kvstore.service.settings.config_file import as_toml, told
-    from kvstore.service.settings.engine_options import engine_arguments, engine_command, own_options, with_tiers
+    from kvstore.service.settings.engine_options import OWN_OPTIONS, engine_arguments, engine_command, with_tiers
 
     given = told(engine_command(name), argv, environment)
     if given is None:
@@ -88,7 +87,7 @@ def _run_engine(
     settings = with_tiers(given.settings, keeps=name == "serve")
     asks_for_config = settings.pop("print_config").value
     arguments = engine_arguments(settings)
-    options: Any = filled(own_options(name), {key: setting.value for key, setting in settings.items()})
+    options: Any = filled(OWN_OPTIONS[name], {key: setting.value for key, setting in settings.items()})
     if asks_for_config:
         print(as_toml(settings.values()))
         return EXIT_OK

@@ -85,7 +85,6 @@ def _tier_table(stats: Stats, width: int) -> Table:
 
 
 def _tier_row(stats: Stats, tier: str) -> tuple[str, ...]:
-    """As in COLUMNS."""
     part, store, tokens = _part(stats, tier), _part(stats, "store"), _part(stats, "tokens")
     moved: tuple[int | None, int | None] = (None, None)
     if tier == "disk":
@@ -157,7 +156,6 @@ def _rates(stats: Stats) -> str:
 
 
 def _troubles(stats: Stats) -> list[tuple[str, str]]:
-    """Nothing where nothing went wrong."""
     disk, store = _part(stats, "disk"), _part(stats, "store")
     causes = {**(disk.get("failures") or {}), **(store.get("read_failures") or {})}
     causes |= {words: store[name] for name, words in TROUBLES.items() if store.get(name)}

@@ -231,7 +231,6 @@ def _answer(
 
 
 def _is_printed_as_json(values: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
-    """Print the result as JSON if that was asked for."""
     if values["json"]:
         print(json.dumps(result))
     return bool(values["json"])

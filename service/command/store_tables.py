@@ -37,7 +37,6 @@ def show_evicted(result: Mapping[str, Any], out: Console) -> None:
 
 
 def is_sound(report: Mapping[str, Any]) -> bool:
-    """Whether a verification found nothing wrong."""
     sessions = report.get("sessions") or {}
     damaged = report.get("bad_ids") or report.get("num_corrupt") or report.get("num_orphans")
     return not (damaged or report.get("set_aside") or sessions.get("problems")) and bool(

@@ -141,8 +141,6 @@ def turn_summary(output: RequestOutput, elapsed_s: float) -> str:
 
 
 class TerminalChat:
-    """Reads messages, streams answers, and shows what each turn cost."""
-
     def __init__(self, engine: Any, options: ChatOptions, params: SamplingParams, console: "Console") -> None:
         self._engine = engine
         self._options = options

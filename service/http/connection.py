@@ -24,8 +24,6 @@ def new_request_id() -> str:
 
 @dataclass(slots=True)
 class Connections:
-    """The open connections of one server."""
-
     options: ServeOptions
     open: set["Connection"] = field(default_factory=set)
 

@@ -113,7 +113,6 @@ def unavailable(message: str, code: str, retry_after_s: int | None = None, is_fi
 
 
 def _http_error(error: web.HTTPException) -> ApiError:
-    """aiohttp's own: unknown path, wrong method, body too large."""
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
         message = f"{error.method} is not possible here; use {allowed}"

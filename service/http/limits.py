@@ -20,8 +20,6 @@ LARGE_BODY_BYTES = 2**20
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """A request that waits for its turn."""
-
     turn: asyncio.Future[bool]
     num_sequences: int
 
@@ -51,7 +49,6 @@ class Deadline:
         self._ending: ApiError | None = None
 
     def end(self, error: ApiError) -> None:
-        """The request ends now, with this error."""
         if self._ending is None and not self._timeout.expired():
             self._ending = error
             self._timeout.reschedule(asyncio.get_running_loop().time())
@@ -147,7 +144,6 @@ class Limits:
             tenant.num_running += num_sequences
 
     async def _wait(self, tenant: _Tenant, num_sequences: int) -> None:
-        """Returns when it was let in."""
         waiter = _Waiter(asyncio.get_running_loop().create_future(), num_sequences)
         tenant.waiters.append(waiter)
         was_let_in = False
@@ -205,7 +201,6 @@ class Limits:
             self._deadlines.discard(deadline)
 
     def end_all(self, error: ApiError) -> None:
-        """Every request ends now, with this error."""
         for deadline in list(self._deadlines):
             deadline.end(error)
 

@@ -21,8 +21,6 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
-
     def format(self, record: logging.LogRecord) -> str:
         found: dict[str, Any] = {"time": _stamp(record), "level": record.levelname, "message": record.getMessage()}
         found |= {name: value for name, value in getattr(record, "fields", {}).items() if value is not None}

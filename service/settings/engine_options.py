@@ -10,6 +10,7 @@ from typing import Any
 from kvstore.config import CODEC_NAMES, CacheTiers
 from kvstore.engine.config import EngineConfig
 from kvstore.errors import ConfigError
+from kvstore.service.settings.chat_options import ChatOptions
 from kvstore.service.settings.options import (
     DEFAULT,
     DEFAULT_PATH,
@@ -28,6 +29,7 @@ from kvstore.service.settings.options import (
     switch,
     whole,
 )
+from kvstore.service.settings.serve_options import ServeOptions
 
 DEFAULT_DISK, DEFAULT_CPU = "8GiB", "1GiB"
 # Where a flag is not called as the engine's field: vLLM's --policy has long been --scheduling-policy.
@@ -62,6 +64,7 @@ def _engine_option(one: "Field[Any]") -> Option:
     )  # fmt: skip
 
 
+OWN_OPTIONS: dict[str, type] = {"serve": ServeOptions, "chat": ChatOptions}  # beside what the engine is told
 ENGINE_OPTIONS = tuple(_engine_option(one) for one in fields(EngineConfig) if "help" in one.metadata)
 PRINT_CONFIG = Option(
     "--print-config", switch, False, "print the settings in force and where each comes from", mirrored=False
@@ -85,24 +88,13 @@ def tier_options(keeps: bool) -> tuple[Option, ...]:
     return options if keeps else options[:-1]  # tenants have keys, and those a server
 
 
-def own_options(name: str) -> type:
-    """What `serve` or `chat` is told beside what the engine is."""
-    if name == "serve":
-        from kvstore.service.settings.serve_options import ServeOptions
-
-        return ServeOptions
-    from kvstore.service.settings.chat_options import ChatOptions
-
-    return ChatOptions
-
-
 def engine_command(name: str) -> Command:
     """`serve` or `chat`. A server keeps its conversations unless it is told not to."""
     is_server = name == "serve"
     groups = {
         "model and engine": ENGINE_OPTIONS,
         "tiers": tier_options(keeps=is_server),
-        "service" if is_server else "conversation": (*flags_of(own_options(name)), PRINT_CONFIG),
+        "service" if is_server else "conversation": (*flags_of(OWN_OPTIONS[name]), PRINT_CONFIG),
     }
     examples = SERVE_EXAMPLES if is_server else CHAT_EXAMPLES
     return Command(name, groups, examples, "[MODEL]", "one MODEL at most")

@@ -98,7 +98,6 @@ class Option:
 
     @property
     def about(self) -> str:
-        """Its help and its default."""
         return f"{self.help} (default: {self.shown_default})" if self.shown_default else self.help
 
 
@@ -111,7 +110,6 @@ def flag(default: Any, parse: Parse, help: str, name: str = "", **more: Any) -> 
 
 
 def flags_of(kind: type) -> tuple[Option, ...]:
-    """The flags that fill a dataclass."""
     found = []
     for one in fields(kind):
         if "flag" in one.metadata:
@@ -339,7 +337,6 @@ def _add(parser: "argparse._ArgumentGroup", option: Option) -> None:
 
 
 def value_of(option: Option) -> str:
-    """What stands for its value in the help."""
     return _SHOWN_AS.get(getattr(option.parse, "__name__", ""), option.key.split("_")[-1].upper())
 
 

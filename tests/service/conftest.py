@@ -1,5 +1,6 @@
 """Fixtures of several files: a server as two tenants see it, a browser's pages, a command without settings."""
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.service.http.logs import LOGGER, JsonFormatter, TextFormatter
 from tests.support.service.browser import Tabs, chromium
 from tests.support.service.serving import Serving
 from tests.support.service.talking import tenants
@@ -38,6 +40,24 @@ def tabs(browser: Any) -> Iterator[Tabs]:
     yield opened
     opened.close()
     assert opened.errors == []
+
+
+@pytest.fixture
+def lines() -> Iterator[dict[str, list[str]]]:
+    """What is logged, by both formats."""
+    found: dict[str, list[str]] = {"text": [], "json": []}
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found["text"].append(TextFormatter().format(record))
+            found["json"].append(JsonFormatter().format(record))
+
+    keep, level = Keep(), LOGGER.level
+    LOGGER.addHandler(keep)
+    LOGGER.setLevel(logging.INFO)
+    yield found
+    LOGGER.removeHandler(keep)
+    LOGGER.setLevel(level)
 
 
 @pytest.fixture

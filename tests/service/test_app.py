@@ -36,15 +36,10 @@ async def waits(request):
         await asyncio.Event().wait()
 
 
-async def no_response(request):
-    return None
-
-
 OWN = (
     Route("GET", "/who", who, "user", ""),
     Route("GET", "/bug", bug, "user", ""),
     Route("GET", "/waits", waits, "user", ""),
-    Route("GET", "/none", no_response, "user", ""),
 )
 
 
@@ -277,10 +272,6 @@ def test_a_client_that_goes_away_is_counted_and_leaves_nothing(server, counts):
     server.wait_until(lambda: bool(counted))
     assert counted == [("/waits", "GET", 499)]
     server.wait_until_idle()
-
-
-def test_a_handler_without_an_answer_is_an_internal_error(server):
-    assert server.get("/none").error["code"] == "internal_error"
 
 
 def test_refusals_are_counted(server, monkeypatch):

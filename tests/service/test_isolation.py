@@ -251,27 +251,9 @@ WRONG = [
 ]  # fmt: skip
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(f"{record.getMessage()} {getattr(record, 'fields', {})} {record.exc_text}")
-
-
-@pytest.fixture
-def logged():
-    handler, level = Lines(), LOGGER.level
-    LOGGER.addHandler(handler)
-    LOGGER.setLevel(logging.DEBUG)
-    yield handler.lines
-    LOGGER.removeHandler(handler)
-    LOGGER.setLevel(level)
-
-
-def test_errors_metrics_and_logs_tell_no_prompt_and_no_tenant(both, logged):
+def test_errors_metrics_and_logs_tell_no_prompt_and_no_tenant(both, lines):
     alice, bob = both
+    LOGGER.setLevel(logging.DEBUG)
     for route in TALKING_ROUTES:
         ask(alice, route, f"{SECRET} on {route}")
         Stream(alice, route, body_of(route, f"{SECRET} streamed")).rest()
@@ -283,6 +265,7 @@ def test_errors_metrics_and_logs_tell_no_prompt_and_no_tenant(both, logged):
     metrics = bob.get("/metrics")
     assert metrics.status == 200 and b"kvstore:" in metrics.body
     assert not re.search(rf"{SECRET}|alice|bob|{alice.key}|[0-9a-f]{{32}}", metrics.body.decode())
+    logged = lines["json"]
     assert len(logged) > len(WRONG) and not any(SECRET in line or alice.key in line for line in logged)
     for path in ("/sessions", "/health", "/version", "/v1/models", "/openapi.json"):
         assert not re.search(f"{SECRET}|alice", bob.get(path).body.decode())

@@ -122,12 +122,6 @@ def test_names_that_were_not_allowed_stay_refused_behind_it(server: Serving, por
     assert through(server, ports["plain"]).post("/chat", {}, **origin).error["code"] == "origin_not_allowed"
 
 
-def test_the_name_of_an_upstream_can_be_allowed(tmp_path: Path) -> None:
-    ports = free_ports()
-    with serving(allowed_hosts=("kvstore",)) as running, nginx(tmp_path, running.server.port, ports):
-        assert through(running, ports["named"]).get("/v1/models").status == 200
-
-
 def test_an_answer_comes_through_while_it_is_made(
     server: Serving, ports: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,7 +142,6 @@ _ENDS = {"length": "max_output_tokens", "abort": "stopped"}  # what makes a resp
 
 
 def completed(response: ResponseObject, result: TurnResult) -> ResponseObject:
-    """The response with what it has become."""
     reason = _ENDS.get(result.finish_reason)
     status = "completed" if reason is None else "incomplete"
     return msgspec.structs.replace(

@@ -34,7 +34,6 @@ class Running:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def stop(self) -> None:
-        """End the answer and keep what was said."""
         self.stopped = True
         if self.answer is not None:
             await self.answer.stop()

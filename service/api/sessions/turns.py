@@ -78,7 +78,6 @@ class TurnResult:
 
 
 def result_of(session_id: str, turn: TurnRecord) -> TurnResult:
-    """Of a stored turn."""
     counts = turn.usage
     details = CachedTokensDetails(*(counts.get(tier, 0) for tier in ("hbm", "cpu", "disk", "reencoded")))
     usage = Usage(counts.get("prompt_tokens", 0), counts.get("completion_tokens", 0), details)

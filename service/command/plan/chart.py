@@ -94,7 +94,6 @@ def _scale_below(curve: list[Point], places: list[int], columns: int) -> list[st
 
 
 def _legend(has_knee: bool, has_ideal: bool, width: int) -> list[str]:
-    """On one line where that fits."""
     parts = [f"{POINT} all tiers together"]
     parts += [f"{KNEE} the knee"] if has_knee else []
     parts += [f"{IDEAL} {IDEAL} with room for everything"] if has_ideal else []

@@ -85,7 +85,6 @@ def _rate(form: str, value: float) -> str:
 
 
 def _notes(plan: Mapping[str, Any]) -> list[str]:
-    """What the reader of the table should know."""
     notes = list(plan["trace"]["notes"])
     rows = [row for row in (plan["no_cache"], *plan["points"], plan["ideal"]) if row]
     overloaded = [row for row in rows if row["load"] > 1]
@@ -173,7 +172,6 @@ def _reach(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
 
 
 def _beyond(knee: Mapping[str, Any], rows: list[dict[str, Any]]) -> str:
-    """What the next larger capacity adds."""
     larger = [row for row in rows if row["total_bytes"] > knee["total_bytes"]]
     goal = min(larger, key=lambda row: (abs(row["total_bytes"] / knee["total_bytes"] - 2), -row["token_hit_rate"]))
     factor = goal["total_bytes"] / knee["total_bytes"]

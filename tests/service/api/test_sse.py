@@ -50,11 +50,6 @@ async def bare(events):
     await events.send({"n": 1})
 
 
-@stream("/nothing")
-async def nothing(events):
-    pass
-
-
 @stream("/early")
 async def early(events):
     raise ContextLengthError("the prompt has 9 tokens, but the window has 8", 9, 8)
@@ -90,7 +85,7 @@ async def endless(events):
         await events.send({"text": BIG})
 
 
-ROUTES = (good, bare, nothing, early, late, bug, silent, stuck, endless)
+ROUTES = (good, bare, early, late, bug, silent, stuck, endless)
 
 
 @pytest.fixture(scope="module")
@@ -118,10 +113,6 @@ def test_the_bytes_of_a_stream(server):
 
 def test_a_stream_without_its_last_line(server):
     assert server.get("/bare").events() == [{"n": 1}]
-
-
-def test_a_stream_of_nothing(server):
-    assert server.get("/nothing").events() == ["[DONE]"]
 
 
 def test_an_error_before_the_first_event_has_its_status(server):

@@ -111,11 +111,6 @@ def test_json_is_one_object_and_nothing_else(run, store, command):
     assert isinstance(json.loads(out), dict) and out.count("\n") == 1
 
 
-def test_json_of_a_deletion(run, store):
-    code, out, err = run("sessions", "delete", "anna", "--json", "--store", store.path)
-    assert (code, json.loads(out), err) == (0, {"deleted": True, "blocks": NUM_OWN}, "")
-
-
 def test_evict_alone(run, store):
     code, out, _ = run("evict", "--store", store.path, "--unused-for", "7d", "--dry-run")
     assert code == 0 and re.fullmatch(r"disk: 4 blocks, [0-9.]+ KiB would be evicted\n", out)
@@ -372,21 +367,6 @@ def test_an_owner_that_does_not_answer_is_exit_3(run, owner, monkeypatch):
     code, out, err = run("stats", "--store", path)
     process.send_signal(signal.SIGCONT)
     assert (code, out) == (3, "") and f"process {process.pid}, which was silent for 0.3 s" in err
-
-
-def test_after_an_owner_was_killed_the_files_are_free(run, owner):
-    path, process = owner()
-    process.kill()
-    process.wait()
-    assert run("stats", "--store", path)[0] == 0
-
-
-def test_ctrl_c_is_130(run, store, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(store_commands, "ask", interrupted)
-    assert run("stats", "--store", store.path) == (130, "", "kvstore: interrupted\n")
 
 
 @pytest.mark.parametrize("message", ["the store is in use", "the store is in use by process 4242"])

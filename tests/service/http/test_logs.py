@@ -5,27 +5,9 @@ import logging
 
 import pytest
 
-from kvstore.service.http.logs import LOGGER, JsonFormatter, TextFormatter, log, set_up_logging
+from kvstore.service.http.logs import LOGGER, log, set_up_logging
 from kvstore.service.settings.serve_options import LOG_LEVELS, ServeOptions
 from tests.support.service.serving import serving
-
-
-@pytest.fixture
-def lines():
-    """What is logged, by both formats."""
-    found: dict[str, list[str]] = {"text": [], "json": []}
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found["text"].append(TextFormatter().format(record))
-            found["json"].append(JsonFormatter().format(record))
-
-    keep, level = Keep(), LOGGER.level
-    LOGGER.addHandler(keep)
-    LOGGER.setLevel(logging.INFO)
-    yield found
-    LOGGER.removeHandler(keep)
-    LOGGER.setLevel(level)
 
 
 def test_a_line_of_text(lines):
