@@ -192,10 +192,5 @@ def as_toml(settings: Iterable[OptionValue]) -> str:
 
 
 def _toml(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007F")  # a text of JSON is one of TOML
+    plain = value if isinstance(value, bool | int | float | list) else str(value)
+    return json.dumps(plain, ensure_ascii=False).replace("\x7f", "\\u007F")  # such a value of JSON is one of TOML

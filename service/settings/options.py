@@ -273,23 +273,12 @@ def ttl_flag() -> Any:
     return flag(None, lifetime_s, "new sessions end so long after their last turn: 12h, 7d", shown="none")
 
 
-_SHOWN_AS = {  # in the help, by what reads the value
-    "count": "N",
-    "count_or_none": "N",
-    "whole": "N",
-    "size": "SIZE",
-    "size_or_auto": "SIZE",
-    "directory": "DIR",
-    "duration_s": "TIME",
-    "lifetime_s": "TIME",
-    "seconds": "SECONDS",
-    "engine_timeout": "SECONDS",
-    "session_id": "ID",
-    "body_size": "SIZE",
-    "_limit": "N",
-    "_interval_s": "SECONDS",
-    "_sizes": "SIZES",
-}
+_READ_BY = {  # what stands for a value in the help, and what reads it
+    "N": "count count_or_none whole _limit", "SIZE": "size size_or_auto body_size", "SIZES": "_sizes",
+    "SECONDS": "seconds engine_timeout _interval_s", "TIME": "duration_s lifetime_s", "DIR": "directory",
+    "ID": "session_id",
+}  # fmt: skip
+_SHOWN_AS = {reader: shown for shown, readers in _READ_BY.items() for reader in readers.split()}
 
 
 class Parser(argparse.ArgumentParser):

@@ -211,24 +211,21 @@ def test_nothing_of_a_bug_is_told(server, counts):
     assert counted == [("/bug", "GET", 500)]
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "code"),
-    [
-        (ApiError(418, "x", code="c"), 418, "c"),
-        (kv.RequestError("x", param="p"), 400, "invalid_value"),
-        (kv.ContextLengthError("x", 2, 1), 400, "context_length_exceeded"),
-        (kv.SessionBusyError("x"), 409, "session_busy"),
-        (kv.SessionExistsError("x"), 409, "session_exists"),
-        (kv.SessionNotFoundError("x"), 404, "session_not_found"),
-        (kv.ConfigError("x"), 400, "invalid_value"),
-        (kv.EngineClosedError("/a/path"), 503, "engine_closed"),
-        (kv.DegradedError("/a/path"), 503, "store_degraded"),
-        (kv.StoreError("/a/path"), 503, "store_error"),
-        (kv.ModelError("/a/path"), 500, "internal_error"),
-        (OSError("/a/path"), 500, "internal_error"),
-        (TimeoutError("/a/path"), 500, "internal_error"),
-    ],
-)
+@pytest.mark.parametrize(("error", "status", "code"), [
+    (ApiError(418, "x", code="c"), 418, "c"),
+    (kv.RequestError("x", param="p"), 400, "invalid_value"),
+    (kv.ContextLengthError("x", 2, 1), 400, "context_length_exceeded"),
+    (kv.SessionBusyError("x"), 409, "session_busy"),
+    (kv.SessionExistsError("x"), 409, "session_exists"),
+    (kv.SessionNotFoundError("x"), 404, "session_not_found"),
+    (kv.ConfigError("x"), 400, "invalid_value"),
+    (kv.EngineClosedError("/a/path"), 503, "engine_closed"),
+    (kv.DegradedError("/a/path"), 503, "store_degraded"),
+    (kv.StoreError("/a/path"), 503, "store_error"),
+    (kv.ModelError("/a/path"), 500, "internal_error"),
+    (OSError("/a/path"), 500, "internal_error"),
+    (TimeoutError("/a/path"), 500, "internal_error"),
+])  # fmt: skip
 def test_exceptions_and_what_clients_are_told(error, status, code):
     told = api_error(error)
     assert (told.status, told.code) == (status, code)

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from aiohttp import web
 
@@ -200,12 +201,9 @@ def _logprobs(one: CompletionExchange, logprobs: Sequence[TokenLogprob], offset:
     """Of the answer's tokens; those of an echoed prompt are not known."""
     tokenizer = one.context.engine.engine.tokenizer
     tokens = [token_text(tokenizer, each.token_id) for each in logprobs]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
+    offsets = list(accumulate(map(len, tokens), initial=offset))[:-1]
     top = [{token_text(tokenizer, i): logprob for i, logprob in each.top.items()} for each in logprobs]
-    return CompletionLogprobs(tokens, [each.logprob for each in logprobs], list(top), offsets)
+    return CompletionLogprobs(tokens, [each.logprob for each in logprobs], [*top], offsets)
 
 
 ROUTES = (

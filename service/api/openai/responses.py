@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 from aiohttp import web
@@ -179,39 +180,31 @@ async def _is_there(context: Context, wanted: TurnRequest) -> bool:
 
 
 # -- as a stream -----------------------------------------------------------------------------------------------------
-class _Events:
-    """OpenAI's events, numbered."""
-
-    def __init__(self, stream: EventStream) -> None:
-        self._stream = stream
-        self._number = 0
-
-    async def send(self, kind: str, **fields: Any) -> None:
-        await self._stream.send({"type": kind, "sequence_number": self._number, **fields}, kind)
-        self._number += 1
-
-
 async def _streamed(
     request: web.Request, opened: AbstractAsyncContextManager[AnyTurn], draft: schema.ResponseObject
 ) -> web.StreamResponse:
     async with EventStream(request, done=False) as stream, opened as turn:
-        events = _Events(stream)
+        numbers = count()
+
+        async def send(kind: str, **fields: Any) -> None:
+            await stream.send({"type": kind, "sequence_number": next(numbers), **fields}, kind)
+
         draft.id = response_id(turn.session_id, turn.number)
-        await events.send("response.created", response=draft)
-        await events.send("response.in_progress", response=draft)
+        await send("response.created", response=draft)
+        await send("response.in_progress", response=draft)
         item = schema.message_item(draft.id, None, "in_progress")
         part = {"item_id": item.id, "output_index": 0, "content_index": 0}
-        await events.send("response.output_item.added", output_index=0, item=item)
-        await events.send("response.content_part.added", **part, part=schema.OutputText(text=""))
+        await send("response.output_item.added", output_index=0, item=item)
+        await send("response.content_part.added", **part, part=schema.OutputText(text=""))
         async for piece in turn:
             if piece.text:
-                await events.send("response.output_text.delta", **part, delta=piece.text, logprobs=[])
+                await send("response.output_text.delta", **part, delta=piece.text, logprobs=[])
         response = schema.completed(draft, await turn.finish())
         message = response.output[0]
-        await events.send("response.output_text.done", **part, text=message.content[0].text, logprobs=[])
-        await events.send("response.content_part.done", **part, part=message.content[0])
-        await events.send("response.output_item.done", output_index=0, item=message)
-        await events.send(f"response.{response.status}", response=response)
+        await send("response.output_text.done", **part, text=message.content[0].text, logprobs=[])
+        await send("response.content_part.done", **part, part=message.content[0])
+        await send("response.output_item.done", output_index=0, item=message)
+        await send(f"response.{response.status}", response=response)
     return stream.response
 
 

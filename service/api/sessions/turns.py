@@ -173,18 +173,15 @@ async def open_turn(context: Context, wanted: TurnRequest) -> AsyncIterator[Open
     """
     for text in (wanted.system or "", *(message["content"] for message in wanted.messages)):
         check_chars_of(context, [text])
-    async with _admitted(context, wanted):
+    async with _admitted(context, wanted), AsyncExitStack() as stack:
         record = await _answered(context, wanted)
+        if record is None:
+            running = await stack.enter_async_context(context.turns.claim(wanted.key, wanted.request_key))
+            record = await _answered(context, wanted)  # while this request waited
         if record is not None:
             yield StoredTurn(wanted, record)
-            return
-        async with context.turns.claim(wanted.key, wanted.request_key) as running:
-            record = await _answered(context, wanted)  # while this request waited
-            if record is not None:
-                yield StoredTurn(wanted, record)
-                return
-            async with _live(context, wanted, running) as turn:
-                yield turn
+        else:
+            yield await stack.enter_async_context(_live(context, wanted, running))
 
 
 @asynccontextmanager
@@ -353,8 +350,6 @@ async def _answered(context: Context, wanted: TurnRequest) -> TurnRecord | None:
     system = "".join(message["content"] for message in record.system)
     is_same = said == list(wanted.messages) and (not wanted.is_new or system == (wanted.system or ""))
     if not is_same:
-        raise ApiError(
-            400, "a request with this Idempotency-Key said something else; take a new key",
-            param="Idempotency-Key", code="idempotency_mismatch",
-        )  # fmt: skip
+        said_else = "a request with this Idempotency-Key said something else; take a new key"
+        raise bad_request("Idempotency-Key", said_else, "idempotency_mismatch")
     return record

@@ -31,18 +31,15 @@ def test_a_server_that_works_is_healthy_and_ready(server):
     assert server.request("HEAD", "/health").status == 200
 
 
-@pytest.mark.parametrize(
-    ("stats", "reasons"),
-    [
-        ({}, []),
-        ({"disk": None, "sessions": None}, []),
-        ({"disk": {"degraded": None, "broken": False}}, []),
-        ({"disk": {"degraded": "full", "broken": False}}, ["disk_degraded"]),
-        ({"disk": {"degraded": None, "broken": True}}, ["disk_broken"]),
-        ({"disk": {"was_reset": True}}, ["disk_was_reset"]),
-        ({"error": "OSError"}, ["stats_unavailable"]),
-    ],
-)
+@pytest.mark.parametrize(("stats", "reasons"), [
+    ({}, []),
+    ({"disk": None, "sessions": None}, []),
+    ({"disk": {"degraded": None, "broken": False}}, []),
+    ({"disk": {"degraded": "full", "broken": False}}, ["disk_degraded"]),
+    ({"disk": {"degraded": None, "broken": True}}, ["disk_broken"]),
+    ({"disk": {"was_reset": True}}, ["disk_was_reset"]),
+    ({"error": "OSError"}, ["stats_unavailable"]),
+])  # fmt: skip
 def test_what_does_not_work_is_named(stats, reasons):
     assert health_reasons(stats, False) == reasons
     assert health_reasons(stats, True) == [*reasons, "sessions_failing"]
@@ -131,20 +128,17 @@ def test_tokens_of_messages_are_those_of_the_prompt(server):
     assert found["token_strs"].count("<|end|>") == 2  # those of the template: what a person wrote stays text
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "prompt"),
-        ("/tokenize", {"messages": [{"role": "tool", "content": "b"}]}, "messages[0].role"),
-        ("/tokenize", {"prompt": 5}, "prompt"),
-        ("/tokenize", {"prompt": "a" * (2**20 + 1)}, "prompt"),
-        ("/detokenize", {}, "tokens"),
-        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
-        ("/detokenize", {"tokens": [10**6]}, "tokens"),
-        ("/detokenize", {"tokens": "abc"}, "tokens"),
-    ],
-)
+@pytest.mark.parametrize(("path", "body", "param"), [
+    ("/tokenize", {}, "prompt"),
+    ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "prompt"),
+    ("/tokenize", {"messages": [{"role": "tool", "content": "b"}]}, "messages[0].role"),
+    ("/tokenize", {"prompt": 5}, "prompt"),
+    ("/tokenize", {"prompt": "a" * (2**20 + 1)}, "prompt"),
+    ("/detokenize", {}, "tokens"),
+    ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+    ("/detokenize", {"tokens": [10**6]}, "tokens"),
+    ("/detokenize", {"tokens": "abc"}, "tokens"),
+])  # fmt: skip
 def test_what_cannot_be_tokenized_is_named(server, path, body, param):
     reply = server.post(path, body)
     assert (reply.status, reply.error["param"]) == (400, param)

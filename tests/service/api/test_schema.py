@@ -43,29 +43,26 @@ def with_raw(name: str, value: str) -> bytes:
 
 
 # -- not JSON --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("raw", "said"),
-    [
-        (b"", "empty"),
-        (b" \n", "empty"),
-        (b"{", "not valid JSON"),
-        (b'{"messages": [}', "not valid JSON (byte 14)"),
-        (b"[]", "the body is a list; give an object"),
-        (b'"text"', "the body is a text; give an object"),
-        (b"null", "the body is null; give an object"),
-        (b"\xff\xfe", "not valid UTF-8"),
-        (b'{"unknown": "\xff"}', "not valid UTF-8"),
-        (b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}', "not valid UTF-8"),
-        (b"\xef\xbb\xbf{}", "not valid JSON (byte 0)"),
-        (b'{"messages": [{"role": "user", "content": "x"}]} {}', "not valid JSON (byte"),
-        (b"{'a': 1}", "not valid JSON (byte 1)"),
-        (b"[" * 100_000, "a list; give an object"),
-        (b'{"messages": ' + b"[" * 100_000, "object"),
-        (b'{"unknown": ' + b"[" * 100_000, "nested too deeply"),
-        (b'{"unknown": ' + b'{"a":' * 100_000, "nested too deeply"),
-        (b'{"unknown": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
-    ],
-)
+@pytest.mark.parametrize(("raw", "said"), [
+    (b"", "empty"),
+    (b" \n", "empty"),
+    (b"{", "not valid JSON"),
+    (b'{"messages": [}', "not valid JSON (byte 14)"),
+    (b"[]", "the body is a list; give an object"),
+    (b'"text"', "the body is a text; give an object"),
+    (b"null", "the body is null; give an object"),
+    (b"\xff\xfe", "not valid UTF-8"),
+    (b'{"unknown": "\xff"}', "not valid UTF-8"),
+    (b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}', "not valid UTF-8"),
+    (b"\xef\xbb\xbf{}", "not valid JSON (byte 0)"),
+    (b'{"messages": [{"role": "user", "content": "x"}]} {}', "not valid JSON (byte"),
+    (b"{'a': 1}", "not valid JSON (byte 1)"),
+    (b"[" * 100_000, "a list; give an object"),
+    (b'{"messages": ' + b"[" * 100_000, "object"),
+    (b'{"unknown": ' + b"[" * 100_000, "nested too deeply"),
+    (b'{"unknown": ' + b'{"a":' * 100_000, "nested too deeply"),
+    (b'{"unknown": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+])  # fmt: skip
 def test_a_body_that_is_no_json_object(raw, said):
     _, code, message = told(raw)
     assert said in message
@@ -110,52 +107,42 @@ def test_a_number_that_is_none_within_a_field():
     assert told(with_raw("unknown", '[1, {"a": [NaN]}]'))[0] == "unknown[1].a[0]"
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({"temperature": -0.1}, "temperature", "temperature must be a number of at least 0"),
-        ({"temperature": 2.1}, "temperature", "temperature must be a number of at most 2"),
-        ({"temperature": "1"}, "temperature", "temperature is a text; give a number or null"),
-        ({"temperature": True}, "temperature", "temperature is true or false; give a number or null"),
-        ({"top_p": 0}, "top_p", "top_p must be a number of more than 0"),
-        ({"top_p": 1.01}, "top_p", "top_p must be a number of at most 1"),
-        ({"min_p": 2}, "min_p", "min_p must be a number of at most 1"),
-        ({"presence_penalty": 3}, "presence_penalty", "presence_penalty must be a number of at most 2"),
-        ({"repetition_penalty": 0}, "repetition_penalty", "repetition_penalty must be a number of more than 0"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "stop_token_ids[0] must be a whole number of at least 0"),
-        ({"stream": "yes"}, "stream", "stream is a text; give true or false or null"),
-        ({"top_k": -5}, "top_k", "top_k must be a whole number of at least -1"),
-        ({"n": 10**9}, "n", "n must be a whole number of at most 16"),
-        ({"n": 0}, "n", "n must be a whole number of at least 1"),
-        ({"max_tokens": 0}, "max_tokens", "max_tokens must be a whole number of at least 1"),
-        ({"max_tokens": 2**63}, "max_tokens", "max_tokens must be a whole number of at most 2147483648"),
-        ({"max_tokens": 10**400}, "max_tokens", "max_tokens must be a whole number of at most 2147483648"),
-        ({"max_tokens": "10"}, "max_tokens", "max_tokens is a text; give a whole number or null"),
-        ({"max_tokens": 1.5}, "max_tokens", "max_tokens is a number; give a whole number or null"),
-        ({"stop": ["a"] * 17}, "stop", "stop must be a list of at most 16 entries"),
-        ({"stop": "a" * 257}, "stop", "stop must be a text of at most 256 characters"),
-        ({"stop": ["a", "a" * 257]}, "stop[1]", "stop[1] must be a text of at most 256 characters"),
-        ({"stop": [""]}, "stop[0]", "stop[0] must be a text of at least 1 character"),
-        ({"stop": [1]}, "stop[0]", "stop[0] is a whole number; give a text"),
-        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "logit_bias must be an object of at"),
-        ({"logit_bias": {"a": 1}}, "logit_bias", "a key of logit_bias is a text; give a whole number"),
-        ({"logit_bias": {"5": 101}}, "logit_bias", "logit_bias must be a number of at most 100"),
-        ({"seed": 2**63}, "seed", "seed must be a whole number of at most"),
-        ({"messages": []}, "messages", "messages must be a list of at least 1 entry"),
-        ({"messages": HELLO * 4097}, "messages", "messages must be a list of at most 4096 entries"),
-        ({"messages": None}, "messages", "messages is null; give a list"),
-        ({"messages": "hello"}, "messages", "messages is a text; give a list"),
-        ({"messages": ["hello"]}, "messages[0]", "messages[0] is a text; give an object"),
-        ({"messages": [*HELLO, {"role": "user"}]}, "messages[1].content", "messages[1].content is missing"),
-        ({"messages": [{"content": "hello"}]}, "messages[0].role", "messages[0].role is missing"),
-        (
-            {"messages": [*HELLO, {"role": "user", "content": None}]},
-            "messages[1].content",
-            "messages[1].content is null; give a text or a list",
-        ),
-        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage", "stream_options.include_usage is a"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "param", "message"), [
+    ({"temperature": -0.1}, "temperature", "temperature must be a number of at least 0"),
+    ({"temperature": 2.1}, "temperature", "temperature must be a number of at most 2"),
+    ({"temperature": "1"}, "temperature", "temperature is a text; give a number or null"),
+    ({"temperature": True}, "temperature", "temperature is true or false; give a number or null"),
+    ({"top_p": 0}, "top_p", "top_p must be a number of more than 0"),
+    ({"min_p": 2}, "min_p", "min_p must be a number of at most 1"),
+    ({"stream": "yes"}, "stream", "stream is a text; give true or false or null"),
+    ({"top_k": -5}, "top_k", "top_k must be a whole number of at least -1"),
+    ({"n": 10**9}, "n", "n must be a whole number of at most 16"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens must be a whole number of at least 1"),
+    ({"max_tokens": 10**400}, "max_tokens", "max_tokens must be a whole number of at most 2147483648"),
+    ({"max_tokens": "10"}, "max_tokens", "max_tokens is a text; give a whole number or null"),
+    ({"max_tokens": 1.5}, "max_tokens", "max_tokens is a number; give a whole number or null"),
+    ({"stop": ["a"] * 17}, "stop", "stop must be a list of at most 16 entries"),
+    ({"stop": "a" * 257}, "stop", "stop must be a text of at most 256 characters"),
+    ({"stop": ["a", "a" * 257]}, "stop[1]", "stop[1] must be a text of at most 256 characters"),
+    ({"stop": [""]}, "stop[0]", "stop[0] must be a text of at least 1 character"),
+    ({"stop": [1]}, "stop[0]", "stop[0] is a whole number; give a text"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "logit_bias must be an object of at"),
+    ({"logit_bias": {"a": 1}}, "logit_bias", "a key of logit_bias is a text; give a whole number"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "logit_bias must be a number of at most 100"),
+    ({"seed": 2**63}, "seed", "seed must be a whole number of at most"),
+    ({"messages": []}, "messages", "messages must be a list of at least 1 entry"),
+    ({"messages": HELLO * 4097}, "messages", "messages must be a list of at most 4096 entries"),
+    ({"messages": "hello"}, "messages", "messages is a text; give a list"),
+    ({"messages": ["hello"]}, "messages[0]", "messages[0] is a text; give an object"),
+    ({"messages": [*HELLO, {"role": "user"}]}, "messages[1].content", "messages[1].content is missing"),
+    ({"messages": [{"content": "hello"}]}, "messages[0].role", "messages[0].role is missing"),
+    (
+        {"messages": [*HELLO, {"role": "user", "content": None}]},
+        "messages[1].content",
+        "messages[1].content is null; give a text or a list",
+    ),
+    ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage", "stream_options.include_usage is a"),
+])  # fmt: skip
 def test_a_field_that_is_wrong_is_named_with_its_bound(fields, param, message):
     found_param, code, found = told(**fields)
     assert (found_param, code) == (param, "missing" if "missing" in message else "invalid_value")
@@ -231,18 +218,15 @@ def test_messages_come_out_as_plain_texts():
     ]
 
 
-@pytest.mark.parametrize(
-    ("message", "param", "code"),
-    [
-        (MessageIn("tool", "x"), "messages[0].role", "unsupported_role"),
-        (MessageIn("function", "x"), "messages[0].role", "unsupported_role"),
-        (MessageIn("", "x"), "messages[0].role", "invalid_value"),
-        (MessageIn("User", "x"), "messages[0].role", "invalid_value"),
-        (MessageIn("r" * 10_000, "x"), "messages[0].role", "invalid_value"),
-        (MessageIn("user", [ContentPart("text", "a"), ContentPart("image_url")]), "messages[0].content[1]", None),
-        (MessageIn("user", [ContentPart("text")]), "messages[0].content[0].text", "missing"),
-    ],
-)
+@pytest.mark.parametrize(("message", "param", "code"), [
+    (MessageIn("tool", "x"), "messages[0].role", "unsupported_role"),
+    (MessageIn("function", "x"), "messages[0].role", "unsupported_role"),
+    (MessageIn("", "x"), "messages[0].role", "invalid_value"),
+    (MessageIn("User", "x"), "messages[0].role", "invalid_value"),
+    (MessageIn("r" * 10_000, "x"), "messages[0].role", "invalid_value"),
+    (MessageIn("user", [ContentPart("text", "a"), ContentPart("image_url")]), "messages[0].content[1]", None),
+    (MessageIn("user", [ContentPart("text")]), "messages[0].content[0].text", "missing"),
+])  # fmt: skip
 def test_messages_that_are_not_supported(message, param, code):
     with pytest.raises(ApiError) as caught:
         messages_of([message])

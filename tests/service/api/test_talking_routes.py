@@ -107,23 +107,20 @@ def test_a_stream_that_cannot_begin_has_a_status(server, path):
     assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
 
 
-@pytest.mark.parametrize(
-    ("path", "more", "param"),
-    [
-        (CHAT, {"tools": [{"type": "function"}]}, "tools"), (CHAT, {"tool_choice": "required"}, "tool_choice"),
-        (CHAT, {"functions": [{"name": "x"}]}, "functions"), (CHAT, {"audio": {"voice": "x"}}, "audio"),
-        (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
-        (CHAT, {"modalities": ["audio"]}, "modalities"), (CHAT, {"chat_template": "{{x}}"}, "chat_template"),
-        (CHAT, {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
-        (CHAT, {"add_generation_prompt": False}, "continue_final_message"),
-        (CHAT, {"top_logprobs": 2}, "top_logprobs"), (CHAT, {"truncation_reuse": "maybe"}, "truncation_reuse"),
-        (CHAT, {"messages": IMAGE}, "messages[0].content[0]"), (CHAT, {"logit_bias": {"1000000": 1}}, "logit_bias"),
-        (CHAT, {"stop_token_ids": [1000000]}, "stop_token_ids"), (COMPLETIONS, {"suffix": "x"}, "suffix"),
-        (COMPLETIONS, {"best_of": 2}, "best_of"), (COMPLETIONS, {"prompt": ["a", 5]}, "prompt"),
-        (COMPLETIONS, {"prompt": ["a"] * 257}, "prompt"), (COMPLETIONS, {"prompt": [10**9]}, "prompt"),
-        (COMPLETIONS, {"stream": "yes"}, "stream"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("path", "more", "param"), [
+    (CHAT, {"tools": [{"type": "function"}]}, "tools"), (CHAT, {"tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"functions": [{"name": "x"}]}, "functions"), (CHAT, {"audio": {"voice": "x"}}, "audio"),
+    (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"modalities": ["audio"]}, "modalities"), (CHAT, {"chat_template": "{{x}}"}, "chat_template"),
+    (CHAT, {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
+    (CHAT, {"add_generation_prompt": False}, "continue_final_message"),
+    (CHAT, {"top_logprobs": 2}, "top_logprobs"), (CHAT, {"truncation_reuse": "maybe"}, "truncation_reuse"),
+    (CHAT, {"messages": IMAGE}, "messages[0].content[0]"), (CHAT, {"logit_bias": {"1000000": 1}}, "logit_bias"),
+    (CHAT, {"stop_token_ids": [1000000]}, "stop_token_ids"), (COMPLETIONS, {"suffix": "x"}, "suffix"),
+    (COMPLETIONS, {"best_of": 2}, "best_of"), (COMPLETIONS, {"prompt": ["a", 5]}, "prompt"),
+    (COMPLETIONS, {"prompt": ["a"] * 257}, "prompt"), (COMPLETIONS, {"prompt": [10**9]}, "prompt"),
+    (COMPLETIONS, {"stream": "yes"}, "stream"),
+])  # fmt: skip
 def test_what_would_change_the_answer_is_refused_by_name(server, path, more, param):
     reply = server.post(path, {**talking_body(path, "Hello"), "max_tokens": 2, **more})
     assert (reply.status, reply.error["param"]) == (400, param), reply.body

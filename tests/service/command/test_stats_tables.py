@@ -58,16 +58,13 @@ def test_what_is_below_the_table(capsys):
     assert "lru; 1 return" in shown(STATS | {"policy": mixed | {"policy": "lru"}}, capsys, 120)
 
 
-@pytest.mark.parametrize(
-    ("part", "numbers", "words"),
-    [
-        ("disk", {"failures": {"read: corrupt": 2}}, "failures  read: corrupt 2"),
-        ("store", {"read_failures": {"missing": 1}, "load_failures": 4}, "failures  missing 1, loads 4"),
-        ("store", {"dropped_saves": 6}, "dropped   saves 6: there was no room"),
-        ("disk", {"degraded": "no space\x1b"}, "degraded  the disk cannot be written: no space\n"),
-        ("disk", {"broken": True}, "broken    the disk tier's file is damaged"),
-    ],
-)
+@pytest.mark.parametrize(("part", "numbers", "words"), [
+    ("disk", {"failures": {"read: corrupt": 2}}, "failures  read: corrupt 2"),
+    ("store", {"read_failures": {"missing": 1}, "load_failures": 4}, "failures  missing 1, loads 4"),
+    ("store", {"dropped_saves": 6}, "dropped   saves 6: there was no room"),
+    ("disk", {"degraded": "no space\x1b"}, "degraded  the disk cannot be written: no space\n"),
+    ("disk", {"broken": True}, "broken    the disk tier's file is damaged"),
+])  # fmt: skip
 def test_what_went_wrong_is_shown_only_then(capsys, part, numbers, words):
     assert words.split()[0] not in shown(STATS, capsys)
     out = shown(STATS | {part: STATS[part] | numbers}, capsys, 120)

@@ -91,21 +91,18 @@ def test_an_administrators_key_alone_locks_the_administrators_routes_only():
 
 
 # -- files of keys ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("", "holds no key"),
-        ("# nothing\n", "holds no key"),
-        ("anna\n", "line 1"),
-        ("anna:key-of-anna\nan na:key-of-ann2\n", "line 2"),
-        (":key-of-anna\n", "tenant"),
-        ("a" * 65 + ":key-of-anna\n", "tenant"),
-        ("anna:short\n", "8 to 512"),
-        ("anna:key of anna\n", "8 to 512"),
-        ("anna:kéy-of-anna\n", "8 to 512"),
-        ("anna:key-of-anna\nbert:key-of-anna\n", "twice"),
-    ],
-)
+@pytest.mark.parametrize(("text", "told"), [
+    ("", "holds no key"),
+    ("# nothing\n", "holds no key"),
+    ("anna\n", "line 1"),
+    ("anna:key-of-anna\nan na:key-of-ann2\n", "line 2"),
+    (":key-of-anna\n", "tenant"),
+    ("a" * 65 + ":key-of-anna\n", "tenant"),
+    ("anna:short\n", "8 to 512"),
+    ("anna:key of anna\n", "8 to 512"),
+    ("anna:kéy-of-anna\n", "8 to 512"),
+    ("anna:key-of-anna\nbert:key-of-anna\n", "twice"),
+])  # fmt: skip
 def test_a_file_that_is_wrong_is_refused_without_its_keys(tmp_path, text, told):
     path = tmp_path / "keys"
     path.write_text(text)
@@ -163,13 +160,10 @@ def test_options_that_are_wrong_are_refused(wrong):
     assert "with spaces" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("flag", "text"),
-    [
-        ("--port", "http"), ("--port", "65536"), ("--port", "-1"), ("--request-timeout", "0"), ("--max-queue", "0"),
-        ("--request-timeout", "nan"), ("--max-body", "1"), ("--log-format", "xml"), ("--max-queue-per-key", "-1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("flag", "text"), [
+    ("--port", "http"), ("--port", "65536"), ("--port", "-1"), ("--request-timeout", "0"), ("--max-queue", "0"),
+    ("--request-timeout", "nan"), ("--max-body", "1"), ("--log-format", "xml"), ("--max-queue-per-key", "-1"),
+])  # fmt: skip
 def test_flags_refuse_what_is_out_of_bounds(flag, text):
     option = next(option for option in SERVE_OPTIONS if option.flag == flag)
     with pytest.raises(ConfigError, match=flag):
@@ -228,16 +222,13 @@ def test_an_allowed_origin_is_that_one_alone(origin):
     assert check(access, Origin=origin) == (403, "origin_not_allowed")
 
 
-@pytest.mark.parametrize(
-    ("flag", "text"),
-    [
-        ("--allowed-host", "*"), ("--allowed-host", ""), ("--allowed-host", "https://a.example"),
-        ("--allowed-host", "a.example:80"), ("--allowed-host", "a.example,"), ("--allowed-origin", "*"),
-        ("--allowed-origin", "null"), ("--allowed-origin", "a.example"), ("--allowed-origin", "https://a.example/"),
-        ("--allowed-origin", "https://*.example"), ("--allowed-origin", "https://a.example:443"),
-        ("--allowed-origin", "http://a@b.example"), ("--allowed-origin", "https://a.example:x"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("flag", "text"), [
+    ("--allowed-host", "*"), ("--allowed-host", ""), ("--allowed-host", "https://a.example"),
+    ("--allowed-host", "a.example:80"), ("--allowed-host", "a.example,"), ("--allowed-origin", "*"),
+    ("--allowed-origin", "null"), ("--allowed-origin", "a.example"), ("--allowed-origin", "https://a.example/"),
+    ("--allowed-origin", "https://*.example"), ("--allowed-origin", "https://a.example:443"),
+    ("--allowed-origin", "http://a@b.example"), ("--allowed-origin", "https://a.example:x"),
+])  # fmt: skip
 def test_what_is_no_host_or_origin_is_refused(flag, text):
     option = next(option for option in SERVE_OPTIONS if option.flag == flag)
     with pytest.raises(ConfigError, match=f"{flag} is"):

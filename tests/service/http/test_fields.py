@@ -89,15 +89,12 @@ def test_no_name_in_use_is_a_near_miss(kind):
     assert [name for name in {*SENT, *ours} - {*known, *NO_MISSES} if near_miss(name, known)] == []
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("max_token", "max_tokens"), ("maxTokens", "max_tokens"), ("tempratur", "temperature"),
-        ("messgaes", "messages"),
-        ("max_tokens_", "max_tokens"), ("n_", None), ("note", None), ("to", None), ("max", None),
-        ("tokens", None), ("", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "meant"), [
+    ("max_token", "max_tokens"), ("maxTokens", "max_tokens"), ("tempratur", "temperature"),
+    ("messgaes", "messages"),
+    ("max_tokens_", "max_tokens"), ("n_", None), ("note", None), ("to", None), ("max", None),
+    ("tokens", None), ("", None),
+])  # fmt: skip
 def test_one_slip_in_a_short_name_and_two_in_a_long_one(name, meant):
     assert near_miss(name, ChatCompletionBody.__struct_encode_fields__) == meant
 

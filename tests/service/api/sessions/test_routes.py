@@ -108,14 +108,11 @@ def test_a_running_first_turn_is_its_owner_s_only(both):
     alice.wait_until_idle()
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("fork", {"turn": 0}, "turn"), ("fork", {"turn": 9}, "turn"), ("fork", {"turn": "1"}, "turn"),
-        ("pin", {}, "ttl"), ("pin", {"ttl": -1}, "ttl"), ("pin", {"ttl": 1e9}, "ttl"),
-        ("truncate", {}, "turns"), ("truncate", {"turns": -1}, "turns"), ("truncate", {"turns": 1.5}, "turns"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("path", "body", "param"), [
+    ("fork", {"turn": 0}, "turn"), ("fork", {"turn": 9}, "turn"), ("fork", {"turn": "1"}, "turn"),
+    ("pin", {}, "ttl"), ("pin", {"ttl": -1}, "ttl"), ("pin", {"ttl": 1e9}, "ttl"),
+    ("truncate", {}, "turns"), ("truncate", {"turns": -1}, "turns"), ("truncate", {"turns": 1.5}, "turns"),
+])  # fmt: skip
 def test_bad_bodies_are_named(server, path, body, param):
     session_id = talk(server, "Hello")
     reply = server.post(f"/sessions/{session_id}/{path}", body)

