@@ -153,13 +153,6 @@ def test_a_file_that_cannot_be_read(tmp_path, content):
         read_config(path)
 
 
-def test_what_deletes_is_not_taken_from_a_file_or_the_environment(home):
-    doomed = Option("--hbm", size, None, "a size", mirrored=False)
-    given = {"config": write(home / "any.toml", "hbm = 5\n")}
-    assert option_values("serve", (doomed,), given, {"KVSTORE_HBM": "6"}) == {"hbm": None}
-    assert option_values("serve", (doomed,), {**given, "hbm": "7"}, {}) == {"hbm": 7}
-
-
 def test_the_printed_settings_are_a_file_that_says_the_same(home):
     given = {"config": write(home / "any.toml", 'hbm = "10GB"\n'), "policy": 'a "quoted"\\ \x7f\ttext\né'}
     first = effective("serve", OPTIONS, given, {"KVSTORE_SEED": "5", "KVSTORE_API_KEY": "hunter22hunter22"})
