@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, cast
 
 from kvstore.admin.commands import EvictRequest, read_arguments
 from kvstore.admin.control import ControlServer
@@ -89,9 +89,9 @@ class BlockStore:
         the parent.
         """
         _check_block(key, parent, position)
+        view = _bytes_of(data)
         with self._lock:
-            record = self._names.record(key, parent, position, time.time())
-            return self._store.write(record, data.cast("B"), conversation)
+            return self._store.write(self._names.record(key, parent, position, time.time()), view, conversation)
 
     def read_into(self, key: bytes, into: memoryview, *, is_hint: bool = False) -> int:
         """Begin to read a block into memory of its exact size; returns the ticket of what `poll` will say of it.
@@ -99,11 +99,12 @@ class BlockStore:
         Its length, its checksum, namespace, key and parent are checked before it is ok. A damaged one is deleted, and
         what builds on it. is_hint: nobody waits for it yet, so it goes behind all others.
         """
+        view = _bytes_of(into, writable=True)
         with self._lock:
             index = self._store.disk.contents.index
             entry = None if index is None else index.get(self._names.block_id(key))
             wanted = self._names.wanted(key, None if entry is None else entry.parent_id)
-            return self._store.read(wanted, into.cast("B"), is_hint)
+            return self._store.read(wanted, view, is_hint)
 
     def poll(self) -> list[Finished]:
         """What has ended since the last call."""
@@ -186,8 +187,12 @@ class BlockStore:
         return self._running.flush(timeout_s)
 
     def close(self) -> None:
-        """Write what waits, for 5 s at most, and give the store back. Twice does no harm."""
+        """Write what waits, for 5 s at most, and give the store back. Twice does no harm; all else raises StoreError.
+
+        The memory of what had not ended is the caller's again, unless the disk hangs.
+        """
         self._finalizer()
+        self._store = cast("HostBlocks", _Closed())
 
     def __enter__(self) -> BlockStore:
         return self
@@ -222,6 +227,13 @@ def _check_block(key: bytes, parent: bytes | None, position: int) -> None:
         raise ConfigError(f"position is {position}; give that of the block's first token")
 
 
+def _bytes_of(memory: memoryview, writable: bool = False) -> memoryview:
+    if not memory.nbytes or not memory.c_contiguous or (writable and memory.readonly):
+        kind = f"{memory.nbytes} bytes{', read-only' * memory.readonly}{', in pieces' * (not memory.c_contiguous)}"
+        raise ConfigError(f"a block's memory is {kind}; give contiguous bytes{', writable ones' * writable}")
+    return memory.cast("B")
+
+
 # -- while it is open ------------------------------------------------------------------------------------------------
 def _open_parts(directory: StoreDirectory, capacity_bytes: int, policy: str, names: Namespace) -> DiskParts[HostBlocks]:
     clock, stats, progress = time.time, StoreStats(), StoreProgress()
@@ -235,6 +247,13 @@ def _open_parts(directory: StoreDirectory, capacity_bytes: int, policy: str, nam
     io = IoQueue(disk, progress.wake, batch_bytes=min(BATCH_BYTES, capacity_bytes // 32))
     store = HostBlocks(disk, io, steering, planner, stats, clock)
     return DiskParts(directory, threading.RLock(), progress, store, disk, io, learned)
+
+
+class _Closed:
+    """In the place of a store that was closed."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise StoreError("the store was closed; open it again")
 
 
 class _Upkept:
@@ -252,6 +271,8 @@ class _Upkept:
         self._control = ControlServer(parts.directory, self._handle)
         opened.pop_all()
         self._housekeeper = Housekeeper(parts)
+        self._is_closed = False
+        leave_to_parent(self, "the store", _is_closed=True)
 
     def _handle(self, command: str, arguments: dict[str, Any]) -> Mapping[str, Any]:
         """Answer another process. Raises KVStoreError."""
@@ -291,6 +312,9 @@ class _Upkept:
         return True
 
     def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._control.close()
         self.parts.drain()
         self._housekeeper.join()

@@ -6,12 +6,12 @@ Control plane, one thread. There is no arena: a block is written from the host's
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import BlockRecord, Evict, Expected, ReadResult
 from kvstore.disk.io_queue import AS_HINT, AT_ONCE, IoQueue, Read, ReadDone, WriteDone
 from kvstore.disk.tier import DiskTier
-from kvstore.policy.conversation import Conversation
 from kvstore.policy.planner import Planner
 from kvstore.policy.steering import Steering
 from kvstore.stats import StoreStats
@@ -46,13 +46,14 @@ class HostBlocks:
 
     def write(self, record: BlockRecord, view: memoryview, name: str | None) -> int | None:
         """The ticket; None where it is refused. name: of the conversation."""
-
-        def owner(record: BlockRecord) -> Conversation:
-            return self.conversations.owner(record.block_id, record.parent_id, name)
-
-        ticket = self._writes.write(record, view, owner)
-        self._writes.go_on()
-        return ticket
+        if self.contains(record.block_id):
+            ticket = self.tickets.begin()
+            self.tickets.end(ticket, "")
+            return ticket
+        try:
+            return self._writes.write(record, view, partial(self.conversations.owner, name))
+        finally:
+            self._writes.go_on()
 
     def read(self, wanted: Expected, into: memoryview, is_hint: bool) -> int:
         """The ticket."""

@@ -64,7 +64,7 @@ class HostConversations:
         self._steering.refresh(conversation)
         return conversation
 
-    def finish(self, name: str, chain: Sequence[BlockId]) -> None:
+    def finish(self, name: str, chain: Sequence[BlockId] = ()) -> None:
         """The request has ended. chain: with its answer; if empty, as said before. An unknown name does nothing."""
         if name not in self._open:
             return
@@ -99,7 +99,7 @@ class HostConversations:
         self._steering.leave(found, chain)
 
     # -- writes ------------------------------------------------------------------------------------------------------
-    def owner(self, block_id: BlockId, parent_id: BlockId, name: str | None) -> Conversation:
+    def owner(self, name: str | None, block_id: BlockId, parent_id: BlockId) -> Conversation:
         """Whose block this is, which is about to be written."""
         if name is not None and name in self._open:
             return self._open[name][0]

@@ -88,8 +88,10 @@ class HostWrites:
     def __len__(self) -> int:
         return len(self._borrowed)
 
-    def write(self, record: BlockRecord, view: memoryview, owner: Callable[[BlockRecord], Conversation]) -> int | None:
-        """None: too many wait already, or writing is paused. owner: asked when it is not refused."""
+    def write(
+        self, record: BlockRecord, view: memoryview, owner: Callable[[BlockId, BlockId], Conversation]
+    ) -> int | None:
+        """None: too many wait already, or writing is paused. owner: of a block with this id and this parent."""
         slot = self._slots.slot_of(record.block_id)
         if slot is None:
             is_too_much = self._num_bytes + view.nbytes > self._max_bytes
@@ -99,7 +101,7 @@ class HostWrites:
                 return None
             self._borrowed[slot] = _Borrowed(record.block_id, view)
             self._num_bytes += view.nbytes
-            self._slots.announce(slot, record, owner(record))
+            self._slots.announce(slot, record, owner(record.block_id, record.parent_id))
             self._slots.publish(slot)
             self.disk.add_dirty(slot)
         ticket = self._tickets.begin()
