@@ -84,9 +84,9 @@ class BlockStore:
         """Begin to store a block; returns the ticket of what `poll` will say of it. Until then `data` must not change.
 
         None: refused, as too much waits to be written, or the disk cannot be written at the moment; that is counted.
-        What comes after the pause finds out whether it can. parent: the key before it, None for the first; it need not
-        be stored. position: of its first token. conversation: a name of the caller's; without one it is recognised by
-        the parent.
+        What comes after the pause finds out whether it can. parent: the key before it, None for the first; where that
+        is not stored, nothing else is evicted for this block. position: of its first token. conversation: a name of
+        the caller's; without one it is recognised by the parent.
         """
         _check_block(key, parent, position)
         view = _bytes_of(data)
@@ -245,7 +245,7 @@ def _open_parts(directory: StoreDirectory, capacity_bytes: int, policy: str, nam
     learned.restore(planner)
     disk = DiskTier(directory, capacity_bytes)
     io = IoQueue(disk, progress.wake, batch_bytes=min(BATCH_BYTES, capacity_bytes // 32))
-    store = HostBlocks(disk, io, steering, planner, stats, clock)
+    store = HostBlocks(disk, io, steering, planner, stats, clock, names.root)
     return DiskParts(directory, threading.RLock(), progress, store, disk, io, learned)
 
 

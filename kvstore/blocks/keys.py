@@ -34,14 +34,15 @@ class WantedBlock:
 class Namespace:
     """Names keys. Those of another namespace, or of a store with another secret, get other ids.
 
-    owner: goes into every record, with a part of the fingerprint, as its model's name.
+    root: the parent of blocks that have none. owner: goes into every record, with a part of the fingerprint, as its
+    model's name.
     """
 
     def __init__(self, secret: bytes, namespace: bytes, owner: str) -> None:
         self.fingerprint = hashlib.sha256(b"kvstore host blocks\0" + namespace).digest()
         self._label = f"{owner} {self.fingerprint.hex()[:12]}"
-        self._root = lineage_root(secret, self.fingerprint.hex())
-        self._begun = hashlib.sha256(b"key" + self._root)  # which is of a fixed length, and of the store's secret
+        self.root = lineage_root(secret, self.fingerprint.hex())
+        self._begun = hashlib.sha256(b"key" + self.root)  # which is of a fixed length, and of the store's secret
 
     def block_id(self, key: bytes) -> BlockId:
         named = self._begun.copy()
@@ -55,7 +56,7 @@ class Namespace:
         assert 0 < len(key) <= MAX_KEY_BYTES and 0 <= position <= MAX_POSITION
         return BlockRecord(
             block_id=self.block_id(key),
-            parent_id=self._root if parent is None else self.block_id(parent),
+            parent_id=self.root if parent is None else self.block_id(parent),
             tokens=_FACTS.pack(position, len(key)) + key + bytes(-len(key) % 4),
             fingerprint=self.fingerprint,
             model=self._label,

@@ -25,16 +25,19 @@ REASONS = {
 
 
 class HostBlocks:
-    """See `kvstore.block_store.BlockStore`, which names blocks by keys. planner: measures reads."""
+    """See `kvstore.block_store.BlockStore`, which names blocks by keys.
+
+    planner: measures reads. root: the parent of first blocks.
+    """
 
     def __init__(
         self, tier: DiskTier, io: IoQueue, steering: Steering, planner: Planner, stats: StoreStats,
-        clock: Callable[[], float],
+        clock: Callable[[], float], root: BlockId,
     ) -> None:  # fmt: skip
         self.steering, self.planner, self.stats = steering, planner, stats
         self._tier, self._io = tier, io
         self.tickets = Tickets()
-        self._writes = HostWrites(tier, io, steering, stats, clock, self.tickets)
+        self._writes = HostWrites(tier, io, steering, stats, clock, self.tickets, root)
         self.disk, self.deletion = self._writes.disk, self._writes.deletion
         self.conversations = HostConversations(steering, self.disk.contents, clock)
         self._num_reading = 0

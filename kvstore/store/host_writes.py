@@ -68,13 +68,14 @@ class _Borrowed:
 class HostWrites:
     """Bounded in number and bytes. A write that fails is not tried again by itself: the host wants its memory back.
 
-    disk: where they go. deletion: of blocks by hand, here and there.
+    root: the parent of blocks that have none. disk: where they go. deletion: of blocks by hand, here and there.
     """
 
     def __init__(
         self, tier: DiskTier, io: IoQueue, steering: Steering, stats: StoreStats, clock: Callable[[], float],
-        tickets: Tickets,
+        tickets: Tickets, root: BlockId,
     ) -> None:  # fmt: skip
+        self._tier, self._root = tier, root
         self._stats = stats
         self._tickets = tickets
         self._borrowed: dict[int, _Borrowed] = {}  # by slot
@@ -91,11 +92,14 @@ class HostWrites:
     def write(
         self, record: BlockRecord, view: memoryview, owner: Callable[[BlockId, BlockId], Conversation]
     ) -> int | None:
-        """None: too many wait already, or writing is paused. owner: of a block with this id and this parent."""
+        """None: too many wait already, writing is paused, or it would take the room of others for nothing.
+
+        owner: of a block with this id and this parent.
+        """
         slot = self._slots.slot_of(record.block_id)
         if slot is None:
-            is_too_much = self._num_bytes + view.nbytes > self._max_bytes
-            slot = None if is_too_much or self.disk.is_paused else self._slots.reserve()
+            may_wait = self._num_bytes + view.nbytes <= self._max_bytes and not self.disk.is_paused
+            slot = self._slots.reserve() if may_wait and self._is_worth_room(record, view.nbytes) else None
             if slot is None:
                 self._stats.refused_writes += 1
                 return None
@@ -107,6 +111,17 @@ class HostWrites:
         ticket = self._tickets.begin()
         self._borrowed[slot].tickets.append(ticket)
         return ticket
+
+    def _is_worth_room(self, record: BlockRecord, num_bytes: int) -> bool:
+        """False: others would go for it, and nobody could use it, as its parent is not there."""
+        parent_id = record.parent_id
+        if (
+            parent_id == self._root
+            or self.disk.contents.contains(parent_id)
+            or self._slots.slot_of(parent_id) is not None
+        ):
+            return True
+        return self._tier.file.excess_bytes(self._num_bytes + num_bytes) <= 0
 
     def done(self, done: WriteDone) -> None:
         """A transaction has ended."""

@@ -1,75 +1,14 @@
 """Tests of kvstore.block_store: the disk tier by itself, as another engine uses it."""
 
-import hashlib
 import subprocess
 import sys
 
 import pytest
 
-from kvstore import BlockStore
+from kvstore.admin.control import ask
+from kvstore.admin.offline import OfflineStore
 from kvstore.errors import ConfigError, StoreError, StoreLockedError
-from tests.support.waiting import wait_until
-
-BLOCK = 64 << 10
-
-
-def key(conversation: int, index: int) -> bytes:
-    return hashlib.sha256(b"%d/%d" % (conversation, index)).digest() + b"\0\0\0\0"
-
-
-def chain(conversation: int, num_blocks: int) -> list[bytes]:
-    return [key(conversation, index) for index in range(num_blocks)]
-
-
-def payload(name: bytes, size: int = BLOCK) -> bytes:
-    """Derived from the key, so that a mix-up is seen."""
-    return hashlib.shake_128(name).digest(size)
-
-
-class Host:
-    """What an engine would do: it keeps the memory of what is in flight, and polls."""
-
-    def __init__(self, path, **options):
-        self.store = BlockStore(path, **{"namespace": b"weights", "capacity": "16MiB", **options})
-        self.lent = {}
-        self.results = {}
-
-    def write(self, keys, size=BLOCK, **options):
-        """Tickets of the chain's blocks; None for one that was refused."""
-        tickets = []
-        for index, name in enumerate(keys):
-            data = memoryview(bytearray(payload(name, size)))
-            parent = keys[index - 1] if index else None
-            ticket = self.store.write(name, parent, 16 * index, data, **options)
-            tickets.append(ticket)
-            self.lent[ticket] = data
-        return tickets
-
-    def read(self, name, size=BLOCK):
-        into = memoryview(bytearray(size))
-        result = self.wait([self.store.read_into(name, into)])[0]
-        assert not result.ok or into == payload(name, size), "another block's bytes"
-        return result
-
-    def poll(self):
-        for result in self.store.poll():
-            assert result.ticket not in self.results, "told twice"
-            self.results[result.ticket] = result
-            self.lent.pop(result.ticket, None)
-        return self.results
-
-    def wait(self, tickets):
-        wait_until(lambda: self.poll().keys() >= set(tickets))
-        return [self.results[ticket] for ticket in tickets]
-
-    def stored(self, keys, **options):
-        """Write them, and wait until they are."""
-        results = self.wait(self.write(keys, **options))
-        assert all(result.ok for result in results), results
-        return keys
-
-    def close(self):
-        self.store.close()
+from tests.support.store.host import BLOCK, Host, chain, key
 
 
 @pytest.fixture
@@ -167,3 +106,177 @@ def test_it_needs_no_torch(tmp_path):
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+# -- what stays --------------------------------------------------------------------------------------------------------
+def num_stored(host, keys):
+    """How many blocks of a chain are stored, which must be its first ones."""
+    found = host.store.lookup(keys)
+    assert found == sorted(found, reverse=True), "a block stayed and its parent went"
+    return sum(found)
+
+
+def fill(host, chains):
+    """More than fits, one conversation after the other."""
+    for keys in chains:
+        host.stored(keys)
+    assert host.store.flush()
+    disk = host.store.stats()["disk"]
+    assert disk["bytes"] <= disk["capacity_bytes"] and not host.store.is_degraded
+    return [num_stored(host, keys) for keys in chains]
+
+
+def test_the_least_recently_used_go_from_their_tails(hosts):
+    host = hosts(policy="lru", capacity="8MiB")
+    chains = [chain(number, 20) for number in range(12)]
+    left = fill(host, chains)
+    assert left[0] == 0 and left[-1] == 20 and sum(left) < 120
+    assert left == sorted(left), "one that was used later lost more"
+
+
+def test_what_a_request_needs_or_a_pin_holds_goes_last(hosts):
+    host = hosts(policy="lru", capacity="8MiB")
+    chains = [chain(number, 20) for number in range(12)]
+    for keys in chains[:3]:
+        host.stored(keys)
+    host.store.arrive("request", chains[0])
+    host.store.pin(chains[1], None)
+    left = fill(host, chains[3:])
+    assert [num_stored(host, keys) for keys in chains[:3]] == [20, 20, 0] and left[-1] == 20
+    host.store.finish("request")
+    host.store.unpin(chains[1])
+    host.store.expire(chains[11], 0.0)
+    fill(host, [chain(number, 20) for number in range(20, 24)])
+    assert num_stored(host, chains[11]) == 0 and num_stored(host, chains[0]) == 20 > num_stored(host, chains[1])
+
+
+def test_a_conversation_larger_than_the_store_loses_its_end(hosts):
+    host = hosts(capacity="4MiB")
+    keys = chain(1, 100)
+    for index in range(100):
+        ticket = host.write_one(keys, index)
+        assert ticket is None or host.wait([ticket])[0].reason in ("", "no_room")
+    assert 30 < num_stored(host, keys) < 60
+    assert not host.store.is_degraded
+
+
+def test_what_is_forgotten_goes_but_not_what_others_build_on(hosts):
+    host = hosts()
+    shared = host.stored(chain(0, 3))
+    mine, theirs = shared + chain(1, 4), shared + chain(2, 4)
+    host.stored(mine)
+    host.stored(theirs)
+    assert host.store.forget(mine[:-1]) == 4, "what was computed after the last one goes, too"
+    assert host.store.flush()
+    assert [num_stored(host, keys) for keys in (mine, theirs)] == [3, 7]
+    assert host.store.forget(theirs) == 7 and host.store.forget(theirs) == 0 and host.store.forget([]) == 0
+    assert host.store.flush() and num_stored(host, theirs) == 0 and host.stored(mine)
+
+
+def test_what_is_being_written_is_forgotten_too(hosts):
+    host = hosts()
+    tickets = host.write(chain(1, 4))
+    host.store.forget(chain(1, 4))
+    assert {result.reason for result in host.wait(tickets)} == {"forgotten"}
+    assert host.store.flush() and host.store.lookup(chain(1, 4)) == [False] * 4
+    host.close()
+    assert hosts().store.lookup(chain(1, 4)) == [False] * 4
+
+
+def test_what_is_forgotten_while_the_index_is_loaded_is_gone_afterwards(hosts):
+    host = hosts()
+    host.stored(chain(1, 8))
+    host.close()
+    host = hosts()
+    host.store.forget(chain(1, 8))
+    assert host.store.flush() and host.store.lookup(chain(1, 8)) == [False] * 8
+
+
+def test_returns_are_learned_and_outlive_a_restart(hosts):
+    host = hosts()
+    keys = chain(1, 6)
+    for num_blocks in (2, 4, 6):
+        host.store.arrive("ada", keys[:num_blocks])
+        host.wait(host.write(keys[:num_blocks], conversation="ada"))
+        host.store.finish("ada", keys[:num_blocks])
+    assert host.store.stats()["policy"]["num_returns_learned"] == 2
+    host.close()
+    assert hosts().store.stats()["policy"]["num_returns_learned"] == 2
+
+
+# -- the border --------------------------------------------------------------------------------------------------------
+def test_a_queue_that_is_full_refuses_and_counts(hosts):
+    host = hosts(capacity="4MiB")
+    keys = [key(number, 0) for number in range(30)]
+    tickets = [host.write([name])[0] for name in keys]
+    refused = tickets.count(None)
+    assert 0 < refused < 30 and host.store.stats()["store"]["refused_writes"] == refused
+    assert all(result.ok for result in host.wait([ticket for ticket in tickets if ticket is not None]))
+    host.stored(keys[-5:])
+    assert host.write([key(99, 0)], size=2 << 20) == [None], "a block of half the store"
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda store: store.write(b"", None, 0, memoryview(b"x")), "a key has 0 bytes"),
+        (lambda store: store.write(b"k" * 5000, None, 0, memoryview(b"x")), "a key has 5,000 bytes"),
+        (lambda store: store.write(b"k", b"k", 0, memoryview(b"x")), "its own parent"),
+        (lambda store: store.write(b"k", None, -1, memoryview(b"x")), "position is -1"),
+        (lambda store: store.write(b"k", None, 0, memoryview(b"")), "0 bytes"),
+        (lambda store: store.write(b"k", None, 0, memoryview(b"xyz")[::2]), "in pieces"),
+        (lambda store: store.read_into(b"k", memoryview(b"xyz")), "read-only"),
+    ],
+)
+def test_bad_blocks_are_refused(hosts, call, said):
+    host = hosts()
+    with pytest.raises(ConfigError, match=said):
+        call(host.store)
+    host.stored(chain(1, 2))
+
+
+def test_a_closed_store_says_so(hosts):
+    host = hosts()
+    host.close()
+    host.close()
+    for call in (lambda: host.store.lookup([b"k"]), host.store.poll, lambda: host.write(chain(1, 1))):
+        with pytest.raises(StoreError, match="was closed"):
+            call()
+
+
+def test_blocks_of_any_sizes_lie_side_by_side(hosts):
+    host = hosts()
+    sizes = [1, 100, 5000, 1 << 20, 3]
+    for number, size in enumerate(sizes):
+        host.wait(host.write([key(number, 0)], size=size))
+    assert all(host.read(key(number, 0), size).ok for number, size in enumerate(sizes))
+    tensor = memoryview(bytearray(64)).cast("f")
+    assert host.wait([host.store.write(b"floats", None, 0, tensor)])[0].num_bytes == 64
+
+
+def test_commands_of_other_processes(hosts, tmp_path):
+    place = tmp_path / "store"
+
+    def ask_owner(command, **arguments):
+        return ask(place, command, arguments, 60.0)
+
+    def ask_files(command, **arguments):
+        with OfflineStore(place) as store:
+            return store.handle(command, arguments)
+
+    host = hosts(owner="an engine")
+    keys = host.stored(chain(1, 10))
+    assert ask_owner("stats")["model"] == "an engine" and ask_owner("stats")["disk"]["blocks"] == 10
+    for asked in (ask_owner, ask_files):
+        assert asked("verify")["num_ok"] == 10
+        assert asked("evict", all=True, dry_run=True)["tiers"]["disk"]["blocks"] == 10
+        assert asked("evict", model="another")["tiers"]["disk"]["blocks"] == 0
+        assert asked("compact")["after_bytes"] > 0 and asked("sessions") == {"sessions": []}
+        if asked is ask_owner:
+            with pytest.raises(StoreError, match="an engine for blocks alone"):
+                ask_owner("evict", session={"session_id": "ada"})
+            host.close()
+    (model,) = ask_files("stats")["disk"]["models"]
+    assert model.startswith("an engine ")
+    assert ask_files("evict", model=model)["tiers"]["disk"]["blocks"] == 10
+    assert hosts().store.lookup(keys) == [False] * 10
