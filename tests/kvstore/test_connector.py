@@ -81,16 +81,6 @@ def test_a_request_whose_blocks_are_on_their_way_does_not_hold_up_those_behind()
         house.check_answer(name, tokens)
 
 
-def test_a_pending_request_can_be_aborted():
-    store = FakeStore()
-    house, prompt = House(store=store), list(range(13))
-    store.pending = set(stored(prompt, 1))
-    house.add("slow", prompt, 3)
-    assert house.step().scheduled == ()
-    house.scheduler.roster.finish("slow", "abort")
-    house.run()
-
-
 @pytest.mark.parametrize("num_stored", [1, 2, 3])
 def test_stored_blocks_are_loaded_and_the_rest_is_computed(num_stored):
     store = FakeStore()
@@ -121,25 +111,3 @@ def test_stored_blocks_continue_a_hit_in_hbm():
     assert house.requests["a"].cached == CachedTokensDetails(hbm=8, cpu=12)
     house.run()
     house.check_answer("a", prompt)
-
-
-def test_a_stored_prompt_still_computes_its_last_token():
-    store = FakeStore()
-    house, prompt = House(store=store), list(range(12))
-    store.loadable = stored(prompt, 3)
-    house.add("a", prompt, 3)
-    assert steps_of(house.step()) == {"a": (8, 4, 1)}
-    house.run()
-    house.check_answer("a", prompt)
-
-
-def test_the_connector_hears_of_every_request_once_and_of_its_end():
-    store = FakeStore()
-    house = House(store=store)
-    house.add("a", list(range(9)), 3)
-    house.add("b", list(range(20, 29)), 30)
-    house.step()
-    house.scheduler.roster.finish("b", "abort")
-    house.run()
-    assert [call for call in store.calls if call[1] == "a"] == [("new", "a", 2), ("finished", "a")]
-    assert [call for call in store.calls if call[1] == "b"] == [("new", "b", 2), ("finished", "b")]

@@ -65,12 +65,6 @@ def drained(tree) -> list[str]:
     return found
 
 
-def test_the_tail_of_the_least_valuable_conversation_goes_first(tree):
-    grow(tree, "a0 a1 a2", talk(2))
-    grow(tree, "b0 b1", talk(1))
-    assert drained(tree) == ["b1", "b0", "a2", "a1", "a0"]
-
-
 def test_what_is_nobodys_goes_before_all_conversations(tree):
     grow(tree, "a0 a1", talk(1))
     grow(tree, "n0 n1", None)
@@ -86,24 +80,6 @@ def test_a_shared_block_goes_with_the_most_valuable_of_its_conversations(tree, o
     grow(tree, "c0", talk(3))
     order.values = {1: 9.0}  # a is worth most
     assert drained(tree) == ["b0", "c0", "a0", "s1", "s0"]
-
-
-def test_who_came_back_to_a_shared_head_keeps_it_when_the_others_are_gone(tree, order):
-    a, b = talk(1), talk(5)
-    grow(tree, "s0 s1", a)
-    tree.claim(b, ["s0", "s1"])  # a new conversation hits the head and computes nothing yet
-    grow(tree, "c0", talk(3))
-    assert drained(tree) == ["c0", "s1", "s0"]
-
-
-def test_a_value_that_rises_counts_after_a_claim(tree, order):
-    a, b = talk(1), talk(2)
-    grow(tree, "s0 a0", a)
-    grow(tree, "b0", b, parent="s0")
-    grow(tree, "c0", talk(3))
-    tree.remove(tree.next())  # a0; a now ends at s0
-    order.values = {1: 10.0}
-    assert drained(tree) == ["b0", "c0", "s0"]
 
 
 def test_an_answer_that_was_left_for_another_branch_keeps_its_place(tree):
@@ -125,17 +101,6 @@ def test_choices_that_grow_in_turn_do_not_multiply(tree):
         left, right = f"l{i}", f"r{i}"
     assert len(tree._end_of) == 2
     tree.check_integrity()
-
-
-def test_a_held_block_and_what_it_builds_on_stay(tree, held):
-    grow(tree, "a0 a1 a2", talk(1))
-    grow(tree, "b0 b1", talk(2))
-    held.add("a2")
-    tree.hold("a2")
-    assert drained(tree) == ["b1", "b0"]
-    held.clear()
-    tree.rest("a2")
-    assert drained(tree) == ["a2", "a1", "a0"]
 
 
 def test_pinned_blocks_are_passed_over_and_come_back(tree):

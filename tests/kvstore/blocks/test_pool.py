@@ -20,19 +20,6 @@ def cached_chain(pool: BlockPool, first: int, length: int) -> list[int]:
     return blocks
 
 
-def ids(pool: BlockPool, blocks: list[int]) -> list[bytes | None]:
-    return [pool.block_id(block) for block in blocks]
-
-
-def test_a_new_pool_is_all_free_and_hands_out_every_block_once():
-    pool = BlockPool(5)
-    assert (pool.num_free, pool.num_cached, pool.num_blocks) == (5, 0, 5)
-    assert sorted(pool.allocate(5)) == [0, 1, 2, 3, 4]
-    assert pool.num_free == 0
-    with pytest.raises(AssertionError, match="1 blocks asked for, 0 free"):
-        pool.allocate(1)
-
-
 def test_a_block_is_free_when_its_last_reference_is_given_back():
     pool = BlockPool(2)
     (block,) = pool.allocate(1)
@@ -46,20 +33,6 @@ def test_a_block_is_free_when_its_last_reference_is_given_back():
         pool.release([block])
 
 
-def test_a_released_block_is_found_until_it_is_allocated_again():
-    pool = BlockPool(3)
-    blocks = cached_chain(pool, 0, 2)
-    pool.release(blocks)
-    assert [pool.lookup(name(i)) for i in range(2)] == blocks
-    pool.acquire([blocks[0]])
-    assert (pool.ref_count(blocks[0]), pool.num_free, pool.num_cached) == (1, 2, 2)
-    taken = pool.allocate(2)
-    assert blocks[1] in taken
-    assert pool.lookup(name(1)) is None
-    assert pool.lookup(name(0)) == blocks[0]
-    assert pool.num_evictions == 1
-
-
 def test_the_order_of_eviction_is_uncached_then_oldest_chain_and_tail_before_head():
     pool = BlockPool(9)
     old, new, plain = cached_chain(pool, 0, 3), cached_chain(pool, 10, 3), pool.allocate(2)
@@ -71,40 +44,6 @@ def test_the_order_of_eviction_is_uncached_then_oldest_chain_and_tail_before_hea
     assert [pool.allocate(1)[0] for _ in range(6)] == [*reversed(old), *reversed(new)]
 
 
-def test_using_a_chain_again_makes_it_the_newest():
-    pool = BlockPool(6)
-    first, second = cached_chain(pool, 0, 3), cached_chain(pool, 10, 3)
-    pool.release(first)
-    pool.release(second)
-    pool.acquire(first)
-    pool.release(first)
-    assert [pool.allocate(1)[0] for _ in range(6)] == [*reversed(second), *reversed(first)]
-
-
-def test_a_head_that_another_request_still_holds_goes_last():
-    pool = BlockPool(4)
-    chain = cached_chain(pool, 0, 4)
-    pool.acquire(chain[:2])
-    pool.release(chain)
-    assert pool.num_free == 2
-    pool.release(chain[:2])
-    assert pool.allocate(4) == [*reversed(chain)]
-
-
-def test_the_first_block_of_a_content_keeps_the_id():
-    pool = BlockPool(2)
-    first, second = pool.allocate(2)
-    assert pool.insert(first, name(7))
-    assert pool.insert(first, name(7))  # saying it twice changes nothing
-    assert not pool.insert(second, name(7))
-    assert pool.lookup(name(7)) == first
-    assert ids(pool, [first, second]) == [name(7), None]
-    pool.release([second])
-    pool.release([first])
-    assert pool.allocate(1) == [second], "the copy without an id goes first"
-    assert pool.lookup(name(7)) == first
-
-
 def test_a_block_has_one_id_and_somebody_who_holds_it():
     pool = BlockPool(2)
     (block,) = pool.allocate(1)
@@ -114,18 +53,6 @@ def test_a_block_has_one_id_and_somebody_who_holds_it():
     pool = BlockPool(2)
     with pytest.raises(AssertionError, match="nobody holds it"):
         pool.insert(0, name(1))
-
-
-def test_evict_all_forgets_what_is_free_and_keeps_what_is_in_use():
-    pool = BlockPool(6)
-    kept, gone, plain = cached_chain(pool, 0, 2), cached_chain(pool, 10, 2), pool.allocate(1)
-    pool.release(gone)
-    pool.release(plain)
-    assert pool.evict_all() == 2
-    assert [pool.lookup(name(i)) for i in (0, 1, 10, 11)] == [*kept, None, None]
-    assert (pool.num_cached, pool.num_free, pool.num_evictions) == (2, 4, 2)
-    assert pool.evict_all() == 0
-    pool.check_integrity(idle=False)
 
 
 def half_used() -> BlockPool:

@@ -1,10 +1,12 @@
 """The threads between CPU and disk: batches, order of writes and deletes, reads, tasks, the end."""
 
 import threading
+import time
 from dataclasses import dataclass
 
 import pytest
 
+import kvstore.disk.io_queue
 from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.disk.io_queue import (
     AS_HINT,
@@ -13,7 +15,6 @@ from kvstore.disk.io_queue import (
     Read,
     ReadDone,
     Task,
-    TaskDone,
     Write,
     WriteDone,
     rank_of_request,
@@ -143,16 +144,6 @@ def test_reads_land_in_the_memory_they_were_given(made):
     assert bytes(there) == bytes(block(3)) and bytes(missing) == bytes(block(0))
 
 
-def test_a_task_that_raises_has_failed_and_the_threads_go_on(made):
-    _, queue, woken = made
-    ran = []
-    queue.submit_read(Task(1, lambda: ran.append(1)))
-    queue.submit_read(Task(2, lambda: 1 // 0))
-    queue.submit_read(Task(3, lambda: ran.append(3)))
-    done = {d.key: d.succeeded for d in collect(queue, woken, 3) if isinstance(d, TaskDone)}
-    assert done == {1: True, 2: False, 3: True} and sorted(ran) == [1, 3]
-
-
 def test_close_writes_what_is_queued_and_a_stuck_disk_is_reported():
     disk = FakeDisk()
     queue = IoQueue(disk, lambda: None, num_readers=1, batch_wait_s=60.0)
@@ -221,3 +212,48 @@ def test_how_many_readers_were_at_work_is_told(made):
     held(queue, disk, [1, 2])
     disk.gate.set()
     assert {1.0, 1.5, 2.0} >= {done.num_active for done in collect(queue, woken, 2)}
+
+
+def test_whatever_the_disk_raises_is_an_outcome():
+    class Raising(FakeDisk):
+        def write(self, *_):
+            raise KeyError("unforeseen")
+
+        def read(self, *_):
+            raise ValueError("unforeseen")
+
+    def task():
+        raise NotImplementedError
+
+    queue, done = IoQueue(Raising(), lambda: None, num_readers=1, batch_wait_s=0.0), []
+    for _ in range(2):  # the threads are still there the second time
+        queue.submit_write(Write(0, record(0), block(0)))
+        queue.submit_read(Read(1, record(1), block(1)))
+        queue.submit_read(Task(2, task))
+        wait_until(lambda: done.extend(queue.completed()) or queue.is_idle)
+    assert sorted(type(one).__name__ for one in done) == sorted(2 * ["ReadDone", "TaskDone", "WriteDone"])
+    assert {getattr(one, "error", None) for one in done} == {None, "KeyError: 'unforeseen'"}
+    assert {getattr(one, "result", ReadResult.FAILED) for one in done} == {ReadResult.FAILED}
+    assert not any(getattr(one, "succeeded", False) for one in done)
+    assert queue.close(5.0)
+
+
+def test_times_of_last_use_alone_are_written_at_the_end_in_a_hurry_and_after_a_while(monkeypatch):
+    disk = FakeDisk()
+    queue = IoQueue(disk, lambda: None, num_readers=0, batch_wait_s=0.0)
+    queue.submit_touched({b"a": 1.0})
+    time.sleep(0.1)
+    assert not disk.touched
+    queue.hurry()
+    wait_until(lambda: disk.touched == {b"a": 1.0})
+    disk.error = "none of it"
+    queue.submit_touched({b"b": 2.0})
+    queue.hurry()
+    wait_until(lambda: len(disk.batches) == 2)  # what was touched is kept for the next time
+    disk.error = None
+    monkeypatch.setattr(kvstore.disk.io_queue, "TOUCHED_WAIT_S", 0.05)
+    queue.submit_touched({b"c": 3.0})
+    wait_until(lambda: disk.touched == {b"a": 1.0, b"b": 2.0, b"c": 3.0})
+    monkeypatch.setattr(kvstore.disk.io_queue, "TOUCHED_WAIT_S", 60.0)
+    queue.submit_touched({b"d": 4.0})
+    assert queue.close(5.0) and disk.touched[b"d"] == 4.0 and not queue.completed()

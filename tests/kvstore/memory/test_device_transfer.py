@@ -18,9 +18,6 @@ from kvstore.memory.device_transfer import DeviceTransfer
 from kvstore.memory.layout import KVLayout
 from kvstore.memory.streams import CudaStreams, Queue
 from kvstore.rope.rotary import Rotation, Style
-from kvstore.store import assembly
-from tests.support.engines import ask, cached, counters, open_engine, settle
-from tests.support.engines import tokens as some_tokens
 from tests.support.simulated_streams import SimulatedStreams
 
 NUM_LAYERS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM = 3, 4, 2, 8
@@ -415,45 +412,6 @@ def test_close_waits_for_what_is_in_flight(part):
     expected = [(ticket, is_load, True) for ticket in range(5) for is_load in (False, True)]
     assert sorted(ended) == [*expected, (5, False, False), (5, True, True)]
     assert not part.transfer._watcher.is_alive()
-
-
-# -- under the engine --------------------------------------------------------------------------------------------------
-@pytest.fixture
-def slow_device():
-    """Engines of this test move their blocks in slow queues beside the model."""
-    streams = SimulatedStreams(5, computes_here=True)
-    with mock.patch.object(
-        assembly, "make_transfer", lambda device, arena, wake: DeviceTransfer(arena, streams, wake)
-    ):
-        yield streams
-    streams.close()
-
-
-def test_the_engine_answers_the_same_from_every_tier(model, plain, slow_device, tmp_path):
-    histories = [some_tokens(seed, 90) for seed in range(4)]
-    for turn in range(3):
-        with open_engine(model, tmp_path / "store", cpu="200kB", max_num_batched_tokens=48) as engine:
-            for number, history in enumerate(histories):
-                out = ask(engine, history, 20)
-                assert out.token_ids == plain(history, 20)
-                assert turn == 0 or sum(cached(out)) >= 96
-                histories[number] = [*history, *out.token_ids, turn, number]
-                engine.loop.pool.evict_all()
-                settle(engine)
-            assert counters(engine)["load_failures"] == 0 and (turn == 0 or counters(engine)["loaded"] > 20)
-
-
-def test_the_engine_computes_what_could_not_be_loaded(model, plain, slow_device, tmp_path):
-    history = some_tokens(9, 100)
-    with open_engine(model, tmp_path / "store") as engine:
-        ask(engine, history)
-        settle(engine)
-        for number in range(NUM_LAYERS):
-            engine.loop.pool.evict_all()
-            failing(slow_device, Queue.LOAD, number)
-            assert ask(engine, [*history, number], 6).token_ids == plain([*history, number], 6)
-        assert counters(engine)["load_failures"] == 18
-        settle(engine)
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------

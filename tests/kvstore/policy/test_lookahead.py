@@ -19,53 +19,6 @@ def names(look: LookAhead) -> list[str]:
     return [waiting.request_id for waiting in look.to_prefetch()]
 
 
-def test_in_the_order_of_expected_start_and_as_many_as_fit():
-    look, _ = made(10)
-    for sequence, name in enumerate("abc"):
-        look.add(name, (0, sequence), conversation(sequence), 4)
-    assert names(look) == ["a", "b"]
-    look.add("urgent", (-1, 9), conversation(9), 5)
-    assert names(look) == ["urgent", "a"]
-    look.remove("urgent")
-    look.remove("nobody")
-    assert names(look) == ["a", "b"] and len(look) == 3 and "c" in look
-
-
-def test_the_first_is_always_read_ahead():
-    look, _ = made(3)
-    look.add("large", (0, 1), conversation(1), 100)
-    look.add("small", (0, 2), conversation(2), 1)
-    assert names(look) == ["large"]
-
-
-def test_who_needs_nothing_takes_no_room():
-    look, _ = made(4)
-    for sequence in range(5):
-        look.add(str(sequence), (0, sequence), conversation(sequence), 4 if sequence == 3 else 0)
-    assert names(look) == list("01234")
-
-
-def test_conversations_of_the_larger_window_are_wanted_and_those_that_leave_it_are_not():
-    look, refreshed = made(4, 4)
-    people = [conversation(number) for number in range(4)]
-    for sequence, person in enumerate(people):
-        look.add(str(sequence), (0, sequence), person, 4)
-    assert [person.wanted for person in people] == [(0, 0), (0, 1), None, None] and refreshed == people[:2]
-    look.remove("0")
-    assert [person.wanted for person in people] == [None, (0, 1), (0, 2), None]
-    assert refreshed[2:] == [people[0], people[2]]
-
-
-def test_a_conversation_that_waits_twice_counts_by_its_first_request():
-    look, _ = made(100)
-    person = conversation(1)
-    look.add("late", (0, 9), person, 1)
-    look.add("early", (0, 2), person, 1)
-    assert person.wanted == (0, 2)
-    look.remove("early")
-    assert person.wanted == (0, 9)
-
-
 def test_what_runs_is_marked_until_its_conversation_is_left():
     look, refreshed = made(100)
     registry = Conversations()
@@ -76,14 +29,6 @@ def test_what_runs_is_marked_until_its_conversation_is_left():
     assert (person.wanted, person.num_running, len(look)) == (None, 1, 0) and refreshed[-1] is person
     registry.leave(person, ["a"], 1.0)
     assert person.num_running == 0
-
-
-def test_a_request_that_is_added_again_moves():
-    look, _ = made(100)
-    look.add("a", (0, 1), conversation(1), 1)
-    look.add("b", (0, 2), conversation(2), 1)
-    look.add("a", (0, 3), conversation(1), 1)
-    assert names(look) == ["b", "a"] and len(look) == 2
 
 
 def test_against_a_list_sorted_anew():

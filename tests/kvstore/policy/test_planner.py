@@ -82,12 +82,6 @@ def test_nothing_is_computed_before_computing_was_measured():
     assert made.choose(100, 100).way is Way.LOAD
 
 
-def test_a_disk_that_was_never_measured_is_taken_for_an_ordinary_one():
-    made = Planner(1600, SIZE)
-    made.computed(1000, 1.0)
-    assert made.choose(100, 100).way is Way.LOAD
-
-
 def test_what_is_read_before_counts():
     made = with_disk(0.003, 0.01)
     assert made.choose(100, 100).way is Way.LOAD

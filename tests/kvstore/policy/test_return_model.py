@@ -89,13 +89,6 @@ def test_with_nothing_learned_it_is_lru():
     assert all(young > old > 0 for young, old in itertools.pairwise(rows[0]))
 
 
-def test_survival_begins_at_one_and_falls():
-    model = ReturnModel()
-    alive = survival(model, 3)
-    assert (len(alive), alive[0]) == (NUM_BUCKETS, 1.0)
-    assert all(a > b > 0 for a, b in itertools.pairwise(alive))
-
-
 def gaps(rng: random.Random, num: int) -> list[float]:
     """60 % return after about a minute, 40 % never."""
     return [rng.lognormvariate(math.log(60), 0.5) if rng.random() < 0.6 else math.inf for _ in range(num)]
@@ -204,18 +197,6 @@ def test_the_past_is_forgotten():
     assert alive[bucket + 1] / alive[bucket] > 0.7
 
 
-def test_published_ranks_are_new_objects():
-    model = ReturnModel()
-    before = model.table
-    ranks = [list(row) for row in before.ranks]
-    for _ in range(100):
-        model.returned(1, 2.0)
-    assert model.table is before
-    model.publish()
-    assert (before.version, before.ranks, model.table.version) == (1, ranks, 2)
-    assert model.table.ranks != ranks
-
-
 # -- persistence --
 def learned() -> ReturnModel:
     model = ReturnModel()
@@ -289,16 +270,6 @@ def test_sorted_entries_against_a_list(seed, monkeypatch):
 
 
 # -- shelves --
-def test_shelves_remember_where_they_have_put_a_conversation():
-    shelves = AgeShelves()
-    one = conversation(1, 10.0, category=2)
-    shelves.add(one)
-    one.used_s, one.category, one.use = 50.0, 7, 9
-    assert shelves.discard(one)[:2] == (2, 10.0)
-    assert shelves.discard(one) is None
-    assert (len(shelves), shelves.rows) == (0, {})
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_passes_are_counted_once_however_often_one_asks(seed):
     """Against counting each conversation by itself, with additions, departures and late ones at random."""
@@ -363,18 +334,6 @@ def test_a_return_counts_in_the_category_of_the_rest_and_sets_the_next_one():
     assert model.num_returns == 1, "it did not rest"
 
 
-def test_those_that_stay_away_are_counted_by_advance():
-    model = ReturnModel()
-    learner = ReturnLearner(model)
-    for number in range(5):
-        learner.rested(conversation(number), 0.0)
-    learner.advance(100.0)
-    learner.advance(100.0)
-    assert counts(model, 0) == (0, 5 * bucket_of(100.0))
-    learner.forgotten(conversation(9))
-    assert learner.num_away == 5
-
-
 def test_one_that_was_used_long_ago_counts_for_what_it_lives_through_from_now_on():
     model = ReturnModel()
     learner = ReturnLearner(model)
@@ -386,16 +345,6 @@ def test_one_that_was_used_long_ago_counts_for_what_it_lives_through_from_now_on
     one.turn, one.gap_s = 2, 3000.0
     learner.returned(one, 3000.0)
     assert counts(model, 0) == (1, bucket_of(3000.0) - bucket_of(1000.0))
-
-
-def test_one_that_is_forgotten_counts_for_nothing_further():
-    model = ReturnModel()
-    learner = ReturnLearner(model)
-    one = conversation(1)
-    learner.rested(one, 0.0)
-    learner.forgotten(one)
-    learner.advance(100.0)
-    assert (counts(model, 0), learner.num_away) == ((0, 0), 0)
 
 
 def test_ranks_are_published_when_enough_has_changed():

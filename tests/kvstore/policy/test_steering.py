@@ -51,14 +51,6 @@ def test_a_request_moves_its_conversation_back_in_every_order(policy, clock):
     assert firsts(steering) == [two, two]
 
 
-def test_fifo_goes_by_the_first_request(clock):
-    steering = Steering("fifo", clock, CAPACITIES)
-    one = talk(steering, clock, ["a"])
-    talk(steering, clock, ["b"])
-    talk(steering, clock, ["a", "c"])
-    assert firsts(steering) == [one, one]
-
-
 def test_pins_wants_and_expiry_reach_every_order(clock):
     steering = Steering("lru", clock, CAPACITIES)
     one, two = talk(steering, clock, ["a"]), talk(steering, clock, ["b"])
@@ -98,16 +90,6 @@ def test_a_conversation_has_the_category_in_which_it_rests(clock):
     assert steering.as_dict()["num_returns_learned"] == 2
 
 
-def test_a_resumed_request_is_no_new_one(clock):
-    steering = Steering("auto", clock, CAPACITIES)
-    one = steering.arrive(["a", "b"])
-    steering.leave(one, ["a"])
-    assert steering.arrive(["a", "b"], one) is one
-    assert one.turn == 1
-    steering.leave(one, ["a", "b", "c"])
-    assert steering.as_dict()["num_returns_learned"] == 0
-
-
 def test_what_a_store_has_is_adopted_and_the_oldest_goes_first(clock):
     for policy in ("lru", "return"):
         steering = Steering(policy, clock, CAPACITIES)
@@ -130,20 +112,6 @@ def hump(steering: Steering, clock: Clock, num: int) -> None:
         clock.now_s = max(clock.now_s, at_s)
         talk(steering, clock, [f"{i}"] + [f"{i}{name}" for name in chain[1:]], lasts_s=0.0)
         steering.poll()
-
-
-def test_it_learns_that_people_return_after_a_minute(clock):
-    steering = Steering("return", clock, CAPACITIES)
-    hump(steering, clock, 1500)
-    order = steering.order("cpu")
-    for conversation in list(order._queues):
-        order.discard(conversation)
-    waiting = talk(steering, clock, ["new"])
-    clock.now_s += 45.0
-    left = talk(steering, clock, ["newer"])
-    clock.now_s += 2.0
-    assert order.first() is left, "LRU would take the one that is about to return"
-    assert waiting in order
 
 
 def test_what_was_learned_survives_a_restart(clock):

@@ -8,9 +8,20 @@ from kvstore.store.seam import Lookup, Match
 from tests.support.store.prefetch_bench import ROOT, SIZE, Bench
 
 
+@pytest.fixture
+def made():
+    """Makes benches. At the end all requests go away, and nothing may be held."""
+    benches = []
+    yield lambda *args, **rates: benches.append(Bench(*args, **rates)) or benches[-1]
+    for bench in benches:
+        for request in list(bench.requests.by_id.values()):
+            bench.remove(request)
+        bench.check_idle()
+
+
 # -- order and window ------------------------------------------------------------------------------------------------
-def test_reads_go_in_the_order_of_expected_start_and_each_tail_first():
-    bench = Bench(64)
+def test_reads_go_in_the_order_of_expected_start_and_each_tail_first(made):
+    bench = made(64)
     first, second = bench.arrive(bench.request(3)), bench.arrive(bench.request(3))
     urgent = bench.arrive(bench.request(2, priority=-1))
     assert bench.read() == urgent.chain[::-1] + first.chain[::-1] + second.chain[::-1]
@@ -19,11 +30,10 @@ def test_reads_go_in_the_order_of_expected_start_and_each_tail_first():
         assert bench.match(request) == Match(Lookup.HIT, len(request.chain) * SIZE)
         bench.remove(request)
     assert bench.stats.prefetch_hits == 8 and bench.stats.prefetch_wasted == 8, "they left without loading"
-    bench.check_idle()
 
 
-def test_only_as_many_as_fit_are_read_ahead_and_the_next_one_when_the_first_has_started():
-    bench = Bench(8)
+def test_only_as_many_as_fit_are_read_ahead_and_the_next_one_when_the_first_has_started(made):
+    bench = made(8)
     requests = [bench.arrive(bench.request(3)) for _ in range(4)]
     assert [len(request.wanted.slots) for request in requests] == [3, 3, 0, 0]
     bench.read()
@@ -31,13 +41,10 @@ def test_only_as_many_as_fit_are_read_ahead_and_the_next_one_when_the_first_has_
     bench.prefetcher.start(requests[0])
     bench.prefetcher.poll()
     assert [len(request.wanted.slots) for request in requests] == [0, 3, 3, 0]
-    for request in requests:
-        bench.remove(request)
-    bench.check_idle()
 
 
-def test_what_others_hold_is_not_filled():
-    bench = Bench(8)
+def test_what_others_hold_is_not_filled(made):
+    bench = made(8)
     held = [bench.cpu.reserve() for _ in range(4)]
     requests = [bench.arrive(bench.request(3)) for _ in range(2)]
     assert [len(request.wanted.slots) for request in requests] == [3, 0]
@@ -47,11 +54,10 @@ def test_what_others_hold_is_not_filled():
     bench.prefetcher.poll()
     assert len(requests[1].wanted.slots) == 3
     bench.remove(requests[1])
-    bench.check_idle()
 
 
-def test_the_first_in_the_queue_takes_slots_back_from_those_who_wait_behind_it():
-    bench = Bench(8)
+def test_the_first_in_the_queue_takes_slots_back_from_those_who_wait_behind_it(made):
+    bench = made(8)
     behind = [bench.arrive(bench.request(4, sequence=10 + i)) for i in range(2)]
     bench.read(2)  # of the earlier of the two
     urgent = bench.arrive(bench.request(6, priority=-1))
@@ -65,13 +71,10 @@ def test_the_first_in_the_queue_takes_slots_back_from_those_who_wait_behind_it()
     bench.prefetcher.start(urgent)
     bench.prefetcher.poll()
     assert [len(other.wanted.slots) for other in behind] == [4, 4]
-    for request in (urgent, *behind):
-        bench.remove(request)
-    bench.check_idle()
 
 
-def test_a_request_that_waits_for_slots_of_an_earlier_one_goes_on_with_what_there_is_when_nobody_gives_any_back():
-    bench = Bench(4)
+def test_a_request_that_waits_for_slots_of_an_earlier_one_goes_on_with_what_there_is_when_nobody_gives_any_back(made):
+    bench = made(4)
     held = [bench.cpu.reserve() for _ in range(2)]  # say, blocks that cannot be written
     request = bench.arrive(bench.request(3))
     assert bench.match(request).lookup is Lookup.PENDING and len(request.wanted.slots) == 2
@@ -80,25 +83,21 @@ def test_a_request_that_waits_for_slots_of_an_earlier_one_goes_on_with_what_ther
     bench.remove(request)
     for slot in held:
         bench.cpu.release(slot)
-    bench.check_idle()
 
 
-def test_a_request_in_flight_does_not_keep_those_behind_from_what_is_there():
-    bench = Bench(16)
+def test_a_request_in_flight_does_not_keep_those_behind_from_what_is_there(made):
+    bench = made(16)
     behind = bench.request(2)
     bench.arrive(behind)
     bench.read()
     first = bench.arrive(bench.request(4, priority=-1))
     assert bench.match(first).lookup is Lookup.PENDING
     assert bench.match(behind) == Match(Lookup.HIT, 2 * SIZE)
-    for request in (first, behind):
-        bench.remove(request)
-    bench.check_idle()
 
 
 # -- cancelling ------------------------------------------------------------------------------------------------------
-def test_reads_of_a_request_that_goes_away_are_dropped_and_one_that_runs_ends_unused():
-    bench = Bench(16)
+def test_reads_of_a_request_that_goes_away_are_dropped_and_one_that_runs_ends_unused(made):
+    bench = made(16)
     request = bench.arrive(bench.request(5))
     bench.read(2)
     running = bench.next_read()
@@ -108,12 +107,10 @@ def test_reads_of_a_request_that_goes_away_are_dropped_and_one_that_runs_ends_un
     bench.check_idle()
     again = bench.arrive(bench.request(1))
     assert bench.read() == again.chain
-    bench.remove(again)
-    bench.check_idle()
 
 
-def test_reads_that_another_request_wants_too_go_on_as_urgently_as_it_needs_them():
-    bench = Bench(16)
+def test_reads_that_another_request_wants_too_go_on_as_urgently_as_it_needs_them(made):
+    bench = made(16)
     one = bench.arrive(bench.request(4, sequence=5))
     other = bench.same(one, "other", (0, 3))
     bench.arrive(other)
@@ -122,36 +119,30 @@ def test_reads_that_another_request_wants_too_go_on_as_urgently_as_it_needs_them
     assert len(bench.io.queued) == 4 and not bench.stats.cancelled_reads
     bench.read()
     assert bench.match(other) == Match(Lookup.HIT, 4 * SIZE)
-    bench.remove(other)
-    bench.check_idle()
 
 
-def test_a_failed_read_ends_what_is_loaded_and_drops_what_is_behind_it():
-    bench = Bench(16)
+def test_a_failed_read_ends_what_is_loaded_and_drops_what_is_behind_it(made):
+    bench = made(16)
     request = bench.arrive(bench.request(6))
     bench.read(2)
     bench.end_read(bench.next_read(), succeeded=False)  # block 3
     assert bench.match(request).lookup is Lookup.PENDING and request.wanted.end == 3
     bench.read()
     assert bench.match(request) == Match(Lookup.HIT, 3 * SIZE)
-    bench.remove(request)
-    bench.check_idle()
 
 
 # -- hints -----------------------------------------------------------------------------------------------------------
-def test_a_hint_is_read_after_what_anybody_waits_for():
-    bench = Bench(64)
+def test_a_hint_is_read_after_what_anybody_waits_for(made):
+    bench = made(64)
     hinted = bench.request(3)
     assert bench.hint(hinted) == 3
     waiting = bench.arrive(bench.request(2))
     assert bench.read() == waiting.chain[::-1] + hinted.chain[::-1]
     assert not any(bench.cpu.pool.ref_count(slot) for slot in map(bench.cpu.slot_of, hinted.chain))
-    bench.remove(waiting)
-    bench.check_idle()
 
 
-def test_a_request_for_what_a_hint_is_reading_makes_that_urgent():
-    bench = Bench(64)
+def test_a_request_for_what_a_hint_is_reading_makes_that_urgent(made):
+    bench = made(64)
     hinted = bench.request(3)
     bench.hint(hinted)
     assert set(bench.io.queued.values()) == {AS_HINT}
@@ -159,24 +150,19 @@ def test_a_request_for_what_a_hint_is_reading_makes_that_urgent():
     assert request.arrival == ["disk"] * 3 and set(bench.io.queued.values()) == {rank_of_request((0, 9))}
     bench.read()
     assert bench.match(request) == Match(Lookup.HIT, 3 * SIZE)
-    bench.remove(request)
-    bench.check_idle()
 
 
-def test_a_hint_never_takes_what_a_waiting_request_needs_and_gives_way_to_one():
-    bench = Bench(16)
+def test_a_hint_never_takes_what_a_waiting_request_needs_and_gives_way_to_one(made):
+    bench = made(16)
     waiting = bench.arrive(bench.request(8))
     hinted = bench.request(8)
     assert bench.hint(hinted) == 4, "a quarter stays free"
     late = bench.arrive(bench.request(8))
     assert len(late.wanted.slots) == 8 and len(waiting.wanted.slots) == 8 and bench.stats.cancelled_reads == 4
-    for request in (waiting, late):
-        bench.remove(request)
-    bench.check_idle()
 
 
-def test_conversations_in_the_window_are_marked_as_wanted_until_they_start():
-    bench = Bench(16)
+def test_conversations_in_the_window_are_marked_as_wanted_until_they_start(made):
+    bench = made(16)
     request = bench.arrive(bench.request(4))
     bench.prefetcher.poll()
     assert request.conversation.wanted == request.key and request.conversation in bench.refreshed
@@ -185,14 +171,12 @@ def test_conversations_in_the_window_are_marked_as_wanted_until_they_start():
     bench.prefetcher.start(request)
     bench.prefetcher.poll()
     assert request.conversation.wanted is None
-    bench.remove(request)
-    bench.check_idle()
 
 
 # -- what is kept blank ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("num_slots", "num_blank"), [(8, 0), (63, 0), (64, 4), (160, 10)])
-def test_a_share_of_the_tier_is_kept_blank_for_reads(num_slots, num_blank):
-    bench = Bench(num_slots)
+def test_a_share_of_the_tier_is_kept_blank_for_reads(made, num_slots, num_blank):
+    bench = made(num_slots)
     for index in range(num_slots):
         slot = bench.cpu.reserve()
         bench.cpu.announce(slot, bench.stored.record(bench.request(1, stored=False), 0))
@@ -204,21 +188,19 @@ def test_a_share_of_the_tier_is_kept_blank_for_reads(num_slots, num_blank):
 
 
 # -- load or compute -------------------------------------------------------------------------------------------------
-def test_what_is_better_computed_is_not_read():
-    bench = Bench(64, load_s=1.0, compute_s=0.001)
+def test_what_is_better_computed_is_not_read(made):
+    bench = made(64, load_s=1.0, compute_s=0.001)
     request = bench.arrive(bench.request(30))
     assert not bench.io.queued
     assert bench.match(request) == Match(Lookup.MISS)
     assert set(bench.io.queued.values()) <= {AS_HINT}, "but a few, to see whether the disk is still so slow"
     assert len(bench.io.queued) == 16
     assert bench.match(request) == Match(Lookup.MISS)
-    bench.remove(request)
-    bench.check_idle()
 
 
-def test_the_head_is_computed_while_the_tail_is_read_until_they_meet():
+def test_the_head_is_computed_while_the_tail_is_read_until_they_meet(made):
     """Computing and reading take 10 ms a block: of 128 blocks half are computed."""
-    bench = Bench(200, load_s=0.01, compute_s=0.01)
+    bench = made(200, load_s=0.01, compute_s=0.01)
     request = bench.arrive(bench.request(128))
     assert len(bench.io.queued) == 64
     frontier = 0
@@ -234,12 +216,10 @@ def test_the_head_is_computed_while_the_tail_is_read_until_they_meet():
     assert 64 <= frontier <= 70 and match == Match(Lookup.HIT, (128 - frontier) * SIZE)
     bench.load(request, frontier, match)
     assert not request.wanted.slots and bench.stats.split_prefills == 1
-    bench.remove(request)
-    bench.check_idle()
 
 
-def test_a_disk_that_is_faster_than_predicted_reads_more_of_the_head():
-    bench = Bench(200, load_s=0.01, compute_s=0.01)
+def test_a_disk_that_is_faster_than_predicted_reads_more_of_the_head(made):
+    bench = made(200, load_s=0.01, compute_s=0.01)
     request = bench.arrive(bench.request(128))
     for _ in range(200):
         bench.planner.read(1000, 0.0005)
@@ -249,12 +229,10 @@ def test_a_disk_that_is_faster_than_predicted_reads_more_of_the_head():
     assert match.lookup is Lookup.PENDING, "what is left will be read sooner than it could be computed"
     bench.read()
     assert bench.match(request) == Match(Lookup.HIT, 128 * SIZE)
-    bench.remove(request)
-    bench.check_idle()
 
 
-def test_a_disk_that_becomes_slow_while_a_request_waits_for_it_makes_it_compute():
-    bench = Bench(200, load_s=0.0001, compute_s=0.01)
+def test_a_disk_that_becomes_slow_while_a_request_waits_for_it_makes_it_compute(made):
+    bench = made(200, load_s=0.0001, compute_s=0.01)
     request = bench.arrive(bench.request(100))
     assert len(bench.io.queued) == 100 and bench.match(request).lookup is Lookup.PENDING
     bench.read(40)
@@ -269,11 +247,10 @@ def test_a_disk_that_becomes_slow_while_a_request_waits_for_it_makes_it_compute(
     bench.load(request, frontier, match)
     bench.remove(request)
     bench.io.stalled_s = 0.0
-    bench.check_idle()
 
 
-def test_what_lies_in_memory_is_loaded_before_the_rest_is_computed():
-    bench = Bench(200, load_s=1.0, compute_s=0.01)
+def test_what_lies_in_memory_is_loaded_before_the_rest_is_computed(made):
+    bench = made(200, load_s=1.0, compute_s=0.01)
     request = bench.request(100)
     head = bench.same(request, "head", (0, 99), 40)
     bench.disk.stored -= set(request.chain[40:])
@@ -285,12 +262,10 @@ def test_what_lies_in_memory_is_loaded_before_the_rest_is_computed():
     match = bench.match(request)
     assert match == Match(Lookup.HIT, 40 * SIZE), "and nothing more is to be asked for"
     bench.load(request, 0, match)
-    bench.remove(request)
-    bench.check_idle()
 
 
-def test_a_request_that_was_split_and_goes_away_leaves_nothing_behind():
-    bench = Bench(200, load_s=0.01, compute_s=0.01)
+def test_a_request_that_was_split_and_goes_away_leaves_nothing_behind(made):
+    bench = made(200, load_s=0.01, compute_s=0.01)
     request = bench.arrive(bench.request(128))
     bench.match(request)
     bench.prefetcher.start(request)
@@ -299,11 +274,10 @@ def test_a_request_that_was_split_and_goes_away_leaves_nothing_behind():
     bench.remove(request)
     assert not bench.io.queued and bench.stats.cancelled_reads == 43
     bench.end_read(running)
-    bench.check_idle()
 
 
-def test_what_was_passed_by_the_frontier_is_read_last_if_blocks_in_use_build_on_it():
-    bench = Bench(200, load_s=0.01, compute_s=0.01)
+def test_what_was_passed_by_the_frontier_is_read_last_if_blocks_in_use_build_on_it(made):
+    bench = made(200, load_s=0.01, compute_s=0.01)
     request = bench.arrive(bench.request(128))
     bench.match(request)
     bench.prefetcher.start(request)
@@ -317,24 +291,20 @@ def test_what_was_passed_by_the_frontier_is_read_last_if_blocks_in_use_build_on_
         bench.cpu.release(load.slot)
     bench.reads.finish()
     assert not bench.io.queued
-    bench.remove(request)
-    bench.check_idle()
 
 
-def test_a_spliced_chain_is_loaded_as_a_whole_or_not_at_all():
-    bench = Bench(64, load_s=1.0, compute_s=0.001)
+def test_a_spliced_chain_is_loaded_as_a_whole_or_not_at_all(made):
+    bench = made(64, load_s=1.0, compute_s=0.001)
     request = bench.request(10)
     request.lineage = Lineage(ROOT, 0, ROOT, 10)
     bench.arrive(request)
     assert len(bench.io.queued) == 10 and bench.match(request).lookup is Lookup.PENDING
     bench.read()
     assert bench.match(request) == Match(Lookup.HIT, 10 * SIZE)
-    bench.remove(request)
-    bench.check_idle()
 
 
-def test_hbm_may_lose_blocks_and_get_others_while_a_request_waits():
-    bench = Bench(64)
+def test_hbm_may_lose_blocks_and_get_others_while_a_request_waits(made):
+    bench = made(64)
     request = bench.request(8)
     bench.arrive(request, 4)
     bench.read()
@@ -343,8 +313,6 @@ def test_hbm_may_lose_blocks_and_get_others_while_a_request_waits():
     assert bench.match(request, 2) == Match(Lookup.HIT, 6 * SIZE)
     assert bench.match(request, 6) == Match(Lookup.HIT, 2 * SIZE)
     assert bench.match(request, 8) == Match(Lookup.MISS)
-    bench.remove(request)
-    bench.check_idle()
 
 
 def test_ranks_are_in_order():

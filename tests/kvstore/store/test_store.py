@@ -1,34 +1,17 @@
-"""What the store does when something unforeseen goes wrong: errors in threads, a step cut off, a slow index."""
+"""What the store does when something unforeseen goes wrong, what it forgets, and what it does without its index."""
 
-import os
 import threading
 import time
 
 import pytest
 from msgspec.structs import replace
 
-import kvstore.disk.io_queue
 import kvstore.disk.tier
-import kvstore.store.parts
-import kvstore.store.tiered
-from kvstore.blocks.records import Evict, ReadResult
+from kvstore.blocks.records import Evict
 from kvstore.connector import NullConnector
 from kvstore.disk.format import WriteError
-from kvstore.disk.io_queue import IoQueue, Read, Task, Write
 from kvstore.disk.tier import DiskTier, WriteOutcome
-from kvstore.errors import StoreError
-from kvstore.store.steps import StepTransfers
-from tests.kvstore.disk.test_io_queue import FakeDisk, block, record
-from tests.support.engines import (
-    ask,
-    cached,
-    check_closed,
-    counters,
-    evict_cpu,
-    open_engine,
-    settle,
-    tokens,
-)
+from tests.support.engines import ask, cached, check_closed, counters, evict_cpu, open_engine, settle, tokens
 from tests.support.waiting import wait_until
 
 BLOCKS = 6  # of a prompt of 100 tokens
@@ -48,52 +31,6 @@ def chain_of(engine, prompt) -> list[bytes]:
         chain.append(next(block_id for block_id, parent in parents.items() if parent == chain[-1]))
     assert len(chain) == len(prompt) // 16
     return chain
-
-
-# -- threads of the I/O queue ------------------------------------------------------------------------------------------
-def test_whatever_the_disk_raises_is_an_outcome():
-    class Raising(FakeDisk):
-        def write(self, *_):
-            raise KeyError("unforeseen")
-
-        def read(self, *_):
-            raise ValueError("unforeseen")
-
-    def task():
-        raise NotImplementedError
-
-    queue, done = IoQueue(Raising(), lambda: None, num_readers=1, batch_wait_s=0.0), []
-    for _ in range(2):  # the threads are still there the second time
-        queue.submit_write(Write(0, record(0), block(0)))
-        queue.submit_read(Read(1, record(1), block(1)))
-        queue.submit_read(Task(2, task))
-        wait_until(lambda: done.extend(queue.completed()) or queue.is_idle)
-    assert sorted(type(one).__name__ for one in done) == sorted(2 * ["ReadDone", "TaskDone", "WriteDone"])
-    assert {getattr(one, "error", None) for one in done} == {None, "KeyError: 'unforeseen'"}
-    assert {getattr(one, "result", ReadResult.FAILED) for one in done} == {ReadResult.FAILED}
-    assert not any(getattr(one, "succeeded", False) for one in done)
-    assert queue.close(5.0)
-
-
-def test_times_of_last_use_alone_are_written_at_the_end_in_a_hurry_and_after_a_while(monkeypatch):
-    disk = FakeDisk()
-    queue = IoQueue(disk, lambda: None, num_readers=0, batch_wait_s=0.0)
-    queue.submit_touched({b"a": 1.0})
-    time.sleep(0.1)
-    assert not disk.touched
-    queue.hurry()
-    wait_until(lambda: disk.touched == {b"a": 1.0})
-    disk.error = "none of it"
-    queue.submit_touched({b"b": 2.0})
-    queue.hurry()
-    wait_until(lambda: len(disk.batches) == 2)  # what was touched is kept for the next time
-    disk.error = None
-    monkeypatch.setattr(kvstore.disk.io_queue, "TOUCHED_WAIT_S", 0.05)
-    queue.submit_touched({b"c": 3.0})
-    wait_until(lambda: disk.touched == {b"a": 1.0, b"b": 2.0, b"c": 3.0})
-    monkeypatch.setattr(kvstore.disk.io_queue, "TOUCHED_WAIT_S", 60.0)
-    queue.submit_touched({b"d": 4.0})
-    assert queue.close(5.0) and disk.touched[b"d"] == 4.0 and not queue.completed()
 
 
 def test_use_in_a_session_that_writes_nothing_is_remembered(model, tmp_path):
@@ -126,7 +63,6 @@ def test_an_unforeseen_error_of_a_reader_ends_in_computing(engine, monkeypatch):
     settle(engine)
 
 
-# -- identity ----------------------------------------------------------------------------------------------------------
 def test_a_sound_block_of_another_identity_stays(engine, monkeypatch):
     """A reader that expects something else, of whatever fault, must not take from others what is theirs."""
     expected = ask(engine, tokens(3, 100)).token_ids
@@ -142,7 +78,6 @@ def test_a_sound_block_of_another_identity_stays(engine, monkeypatch):
     assert engine.stats()["disk"]["blocks"] == BLOCKS and cached(ask(engine, tokens(3, 100)))[2] == 96
 
 
-# -- housekeeping and a damaged file -----------------------------------------------------------------------------------
 def test_the_housekeeper_survives_an_error_which_is_counted(engine, monkeypatch):
     def fail():
         raise ZeroDivisionError
@@ -195,53 +130,6 @@ def parent_of_chain(engine) -> bytes:
     return root
 
 
-@pytest.mark.filterwarnings("ignore:.*is damaged")
-def test_after_a_damaged_file_parents_are_written_before_their_children(engine):
-    for seed in (6, 7):
-        ask(engine, tokens(seed, 100))
-    settle(engine)
-    connector = engine.connector
-    with connector.parts.lock:
-        connector.parts.store.disk.queue.dirty.clear()
-        for slot in connector.parts.cpu.pool.cached_blocks()[::2]:  # another order than that of the slots
-            connector.parts.cpu.touch([connector.parts.cpu.record(slot).block_id])
-        cpu = connector.parts.cpu
-        below = cpu.with_descendants(cpu.absent_parents())
-        order = [cpu.record(slot) for slot in map(cpu.slot_of, below) if slot is not None]
-    ids = [one.block_id for one in order]
-    assert len(ids) == 2 * BLOCKS and len(set(ids)) == len(ids)
-    assert all(ids.index(one.parent_id) < ids.index(one.block_id) for one in order if one.parent_id in ids)
-
-
-# -- steps that are cut off --------------------------------------------------------------------------------------------
-def test_a_step_that_is_cut_off_after_it_was_planned_holds_nothing(engine, monkeypatch):
-    """Between the store's plan and the moment when the engine has it."""
-    plan = kvstore.store.tiered.TieredConnector.build_connector_meta
-
-    def cut_off(connector, spans):
-        plan(connector, spans)
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(kvstore.store.tiered.TieredConnector, "build_connector_meta", cut_off)
-        with pytest.raises(MemoryError):
-            ask(engine, tokens(8, 100))
-    assert not engine.connector.parts.store.steps.by_ticket
-    with engine.connector.parts.lock:
-        assert not engine.connector.parts.cpu.pool.cached_blocks(), "blocks that will never come"
-
-
-def test_a_step_that_has_begun_is_not_dropped_by_the_failure_of_another(engine):
-    store = engine.connector.parts.store
-    with engine.connector.parts.lock:
-        store.steps.by_ticket[1001] = step = StepTransfers()
-        store.steps.begun(1001)
-        store.steps.drop_unbegun()
-        assert store.steps.by_ticket == {1001: step}
-        del store.steps.by_ticket[1001]
-
-
-# -- forgetting --------------------------------------------------------------------------------------------------------
 def test_forget_names_what_went_and_waits_for_nothing_else(engine):
     ask(engine, tokens(9, 100))
     settle(engine)
@@ -278,7 +166,6 @@ def test_forget_does_not_wait_for_a_disk_that_cannot_write_and_is_made_up_for(en
     assert engine.stats()["disk"]["blocks"] == 0
 
 
-# -- the index ---------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def stored(model, tmp_path):
     """A store with one chain."""
@@ -344,68 +231,3 @@ def test_an_index_of_a_file_that_was_put_aside_is_dropped(model, stored, monkeyp
         time.sleep(0.5)
         assert engine.stats()["disk"]["blocks"] == 0
         assert cached(ask(engine, tokens(11, 100)))[2] == 0
-
-
-# -- forks and ends ----------------------------------------------------------------------------------------------------
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_every_verb_refuses_a_forked_child_before_it_takes_a_lock(engine):
-    connector, go = engine.connector, threading.Event()
-    held = threading.Event()
-
-    def hold():
-        with connector.parts.lock:
-            held.set()
-            go.wait(20)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait(20)
-    calls = (
-        connector.stats, connector.get_finished, connector.upkeep.flush, lambda: connector.wait_for_progress(0.0),
-        lambda: connector.get_num_new_matched_tokens("", 0, 0),
-        lambda: connector.update_state_after_alloc("", (), 0, 0), lambda: connector.request_finished(""),
-        connector.step_failed, lambda: connector.upkeep.check_integrity(False), connector.upkeep.verify,
-        lambda: connector.upkeep.forget(()), lambda: connector.upkeep.evict(Evict()),
-        lambda: connector.build_connector_meta(()), connector.upkeep.compact, lambda: connector.pin((), 1.0),
-    )  # fmt: skip
-    if (child := os.fork()) == 0:
-        num_refused = 0
-        try:
-            for call in calls:
-                try:
-                    call()
-                except StoreError as error:
-                    num_refused += "forked" in str(error)
-            connector.close()
-        finally:
-            os._exit(num_refused)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(calls)
-    go.set()
-    thread.join()
-
-
-def test_flush_ends_when_the_store_is_closed(model, tmp_path, monkeypatch):
-    go, write, raised = threading.Event(), DiskTier.write, []
-
-    def stuck(*args, **kwargs):
-        go.wait(20)
-        return write(*args, **kwargs)
-
-    monkeypatch.setattr(kvstore.store.parts, "DRAIN_S", 0.2)
-    monkeypatch.setattr(DiskTier, "write", stuck)
-    engine = open_engine(model, tmp_path / "store")
-    ask(engine, tokens(13, 100))
-
-    def flush():
-        try:
-            engine.connector.upkeep.flush()
-        except StoreError as error:
-            raised.append(str(error))
-
-    flushing = threading.Thread(target=flush)
-    flushing.start()
-    time.sleep(0.1)
-    engine.close()
-    flushing.join(10)
-    go.set()
-    assert len(raised) == 1 and "closed" in raised[0]
