@@ -17,10 +17,16 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvstore.planning.traces import Trace
+from kvstore.planning.traces import Trace, TraceRequest
 
 REFERENCES = ("fifo", "lru", "lfu", "s3fifo", "belady")
 PROGRESS_EVERY = 1000  # requests
+
+
+def prompt_blocks(request: TraceRequest, block_size: int) -> Sequence[int]:
+    """Names of the prompt's blocks, the partial one included where it is named."""
+    full = request.chain[: request.num_tokens // block_size] if request.has_answer else request.chain
+    return full if request.partial is None else [*full, request.partial]
 
 
 class Cache(Protocol):
@@ -283,7 +289,7 @@ class References:
     _requests: list[Sequence[int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._requests = [request.prompt_blocks(self.trace.block_size) for request in self.trace.requests]
+        self._requests = [prompt_blocks(request, self.trace.block_size) for request in self.trace.requests]
 
     def replay(self, policy: str, capacity_blocks: int, progress: Callable[[int], None] | None = None) -> Hits:
         """`policy` is one of REFERENCES; `progress` is told the number of requests done so far."""

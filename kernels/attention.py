@@ -63,15 +63,11 @@ def _setting(query: Tensor, key_cache: Tensor, scoring: Scoring) -> attention_fl
 @functools.cache
 def _foreign_prefill(setting: attention_flash.PrefillSetting) -> attention_flash.Prefill | None:
     """Whose kernel computes prefill, found out once; None: ours. None of them knows sinks or float32."""
-    found = _find_prefill(setting) if setting.dtype in (torch.float16, torch.bfloat16) else None
+    flash, found = attention_flash, None
+    if setting.dtype in (torch.float16, torch.bfloat16):
+        if flash.module("flash_attn_interface") is not None and flash.works(flash.flash3, setting):
+            found = flash.flash3
+        elif not setting.has_softcap and flash.has_torch_varlen() and flash.works(flash.torch_varlen, setting):
+            found = flash.torch_varlen
     log.info("prefill attention: %s for %s", "Triton" if found is None else found.__name__, setting)
     return found
-
-
-def _find_prefill(setting: attention_flash.PrefillSetting) -> attention_flash.Prefill | None:
-    flash = attention_flash
-    if flash.module("flash_attn_interface") is not None and flash.works(flash.flash3, setting):
-        return flash.flash3
-    if not setting.has_softcap and flash.has_torch_varlen() and flash.works(flash.torch_varlen, setting):
-        return flash.torch_varlen
-    return None

@@ -52,7 +52,6 @@ class TableLayout(Enum):
     SINGLE = "each value stands once"
 
     def pick(self, table: Tensor) -> Tensor:
-        """One value per pair, [..., rotary_dim / 2], contiguous."""
         if self is TableLayout.HALVES:
             table = table[..., : table.shape[-1] // 2]
         elif self is TableLayout.REPEATED:

@@ -154,7 +154,6 @@ def _check(path: Path, name: str) -> None:
 
 
 def _check_names(names: set[str], name: str) -> None:
-    """names: of all files."""
     suffixes = {Path(one).suffix for one in names}
     if ".safetensors" not in suffixes:
         if ".gguf" in suffixes:

@@ -200,13 +200,11 @@ def skip_rotation(attention: nn.Module) -> bool:
     else patched the forward. Other instances of the class, and the class, are not touched.
     Query and key then reach the attention function as views (strided), where the rotation had made fresh tensors.
     """
-    forward = attention.__dict__.get("forward")
-    if forward is not None:
-        return getattr(forward, "skips_rotation", False)
+    if "forward" in attention.__dict__:
+        return False
     rebound = _without_rotation(inspect.unwrap(type(attention).forward), type(attention).forward)
     if rebound is None:
         return False
-    rebound.__dict__["skips_rotation"] = True
     attention.__dict__["forward"] = types.MethodType(rebound, attention)
     return True
 

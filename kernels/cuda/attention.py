@@ -282,5 +282,4 @@ def _num_splits(
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else DEFAULT_SMS

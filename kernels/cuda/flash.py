@@ -58,7 +58,6 @@ def has_torch_varlen() -> bool:
 def flash3(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: DeviceBatch, scoring: Scoring
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
-    """By flash-attn 3: pages of any size."""
     flash_attn_interface = importlib.import_module("flash_attn_interface")
 
     first = layout.num_decodes
@@ -73,7 +72,6 @@ def flash3(
 def torch_varlen(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: DeviceBatch, scoring: Scoring
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
-    """By torch's own; it has no soft cap."""
     from torch.nn.attention.varlen import varlen_attn
 
     first = layout.num_decodes

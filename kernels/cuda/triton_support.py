@@ -34,5 +34,4 @@ def _launches() -> bool:
 
 
 def runs_kernels(tensor: torch.Tensor) -> bool:
-    """Whether work on this tensor is done by Triton kernels."""
     return tensor.device.type == "cuda" and has_triton()

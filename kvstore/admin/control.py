@@ -110,7 +110,6 @@ class ControlServer:
             self._private.remove()
 
     def let_go(self) -> None:
-        """Of its sockets, in a forked child."""
         self._listener.close()
         for connection in self._connections:
             connection.close()
@@ -272,7 +271,7 @@ def ask(
             connection.connect(str(info.socket_path))
             with suppress(BrokenPipeError, ConnectionResetError):  # refused before it was read: the answer says why
                 connection.sendall(_line({"version": VERSION, "command": command, "arguments": dict(arguments)}))
-            for answer in _answers(connection, timeout_s):
+            for answer in _answers(connection):
                 if "progress" not in answer:
                     return _result(answer, who)
                 if on_progress is not None:
@@ -289,14 +288,14 @@ def ask(
     raise OwnerSilentError(f"{who}, which ended before it answered; try again", info.pid)
 
 
-def _answers(connection: socket.socket, timeout_s: float) -> Iterator[dict[str, Any]]:
-    """The lines of an answer, each within timeout_s of the one before; ends with the connection."""
-    rest = bytearray()
-    while line := _receive_line(connection, MAX_ANSWER_BYTES, time.monotonic() + timeout_s, rest):
-        answer = json.loads(line)
-        if not isinstance(answer, dict):
-            raise ValueError("what it sent is no answer")
-        yield answer
+def _answers(connection: socket.socket) -> Iterator[dict[str, Any]]:
+    """The lines of an answer; ends with the connection."""
+    with connection.makefile("rb") as lines:
+        for line in lines:
+            answer = json.loads(line)
+            if not isinstance(answer, dict):
+                raise ValueError("what it sent is no answer")
+            yield answer
 
 
 def _result(answer: dict[str, Any], who: str) -> dict[str, Any]:
@@ -331,17 +330,13 @@ def _send(connection: socket.socket, line: bytes) -> bool:
     return True
 
 
-def _receive_line(connection: socket.socket, max_bytes: int, deadline: float, rest: bytearray | None = None) -> bytes:
-    """One line without its end; b"" when the connection ends first. rest: what came after the last line, kept there.
+def _receive_line(connection: socket.socket, max_bytes: int, deadline: float) -> bytes:
+    """One line; b"" when the connection ends first.
 
     Raises TimeoutError at the deadline (of time.monotonic), ValueError for a line of more than max_bytes.
     """
-    rest = bytearray() if rest is None else rest
-    searched = 0
-    while (end := rest.find(b"\n", searched)) < 0:
-        searched = len(rest)
-        if searched > max_bytes:
-            break
+    line = bytearray()
+    while not line.endswith(b"\n"):
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("it was not complete in time")
@@ -349,9 +344,7 @@ def _receive_line(connection: socket.socket, max_bytes: int, deadline: float, re
         chunk = connection.recv(1 << 16)
         if not chunk:
             return b""
-        rest += chunk
-    if end < 0 or end > max_bytes:
-        raise ValueError(f"more than {max_bytes:,} bytes")
-    line = bytes(rest[:end])
-    del rest[: end + 1]
-    return line
+        line += chunk
+        if len(line) > max_bytes:
+            raise ValueError(f"more than {max_bytes:,} bytes")
+    return bytes(line)

@@ -123,7 +123,6 @@ class OfflineStore:
 
     # -- giving up ---------------------------------------------------------------------------------------------------
     def evict(self, request: EvictRequest) -> dict[str, Any]:
-        """Select on the index, tails first, and delete."""
         block_ids = None if request.session is None else self._blocks_of(request.session.key)
         chosen: list[BlockId] = []
         num_bytes = 0
@@ -136,7 +135,6 @@ class OfflineStore:
         return {"dry_run": request.dry_run, "tiers": {"disk": {"blocks": len(chosen), "bytes": num_bytes}}}
 
     def _blocks_of(self, key: SessionKey) -> frozenset[BlockId]:
-        """The session's KV that is not also another's."""
         if self.sessions is None or not self.sessions.exists(key):
             raise _no_session(key)
         return frozenset(self.sessions.unshared_blocks_of(key))
@@ -189,7 +187,6 @@ class OfflineStore:
         return report
 
     def accept_loss(self) -> bool:
-        """See `SessionStore.accept_loss`."""
         if self.sessions is not None:
             return self.sessions.accept_loss()
         if self._missing is not None:

@@ -52,7 +52,6 @@ def chain_of(request: TraceRequest) -> list[BlockId]:
 
 
 def prompt_of(request: TraceRequest, block_size: int) -> list[BlockId]:
-    """Names of the full blocks of the prompt."""
     return cast("list[BlockId]", list(request.chain[: request.num_tokens // block_size]))
 
 
@@ -88,9 +87,6 @@ class Job:
 
 @dataclass(slots=True)
 class Tally:
-    """What is counted of requests."""
-
-    num_requests: int = 0
     num_refused: int = 0
     num_prompt_tokens: int = 0
     num_blocks: int = 0
@@ -167,7 +163,6 @@ class Replay:
 
     # -- arrival -----------------------------------------------------------------------------------------------------
     def _plan_next(self) -> None:
-        """Plan the arrival of the next request that follows no other."""
         requests = self._trace.requests
         while self._next_open < len(requests) and requests[self._next_open].after >= 0:
             self._next_open += 1
@@ -195,7 +190,6 @@ class Replay:
         self._schedule()
 
     def _job(self, index: int, number: int, request: TraceRequest) -> Job:
-        """The request with what is stored of it now."""
         chain, store = prompt_of(request, self._block_size), self._store
         if store is None:
             self._steering.poll()
@@ -412,7 +406,6 @@ class Replay:
         self._schedule()
 
     def _ended(self, index: int) -> None:
-        """Plan the requests that follow this one."""
         now_s = self._clock.now_s
         for follower in self._followers.pop(index, ()):
             self._clock.at(now_s + self._trace.requests[follower].arrival_s, self._arrive, follower)
@@ -437,7 +430,6 @@ class Replay:
         if job.number < self._config.warm_up:
             return
         tally, size = self._tally, self._block_size
-        tally.num_requests += 1
         tally.num_prompt_tokens += job.request.num_tokens
         tally.num_blocks += job.request.num_tokens // size
         tally.num_hit_blocks += job.num_hit
@@ -449,7 +441,6 @@ class Replay:
                 hits[tier] += size
 
     def _moved(self) -> Counter[str]:
-        """Blocks that were moved, evicted or dropped so far."""
         moved = Counter(hbm=self._pool.num_evictions, unsaved=self._num_unsaved)
         if (store := self._store) is not None:
             stats = store.stats
@@ -464,7 +455,7 @@ class Replay:
         assert tally.first_s is not None, "the warm-up never ended"
         duration_s = tally.last_s - tally.first_s
         return ReplayResult(
-            num_requests=tally.num_requests, num_refused=tally.num_refused, num_prompt_tokens=tally.num_prompt_tokens,
+            num_requests=len(ttft_s), num_refused=tally.num_refused, num_prompt_tokens=tally.num_prompt_tokens,
             num_hit_tokens=tally.num_hit_blocks * self._block_size, num_blocks=tally.num_blocks,
             num_hit_blocks=tally.num_hit_blocks, hits_at_arrival={tier: tally.hits_at_arrival[tier] for tier in TIERS},
             hits_at_schedule={tier: tally.hits_at_schedule[tier] for tier in TIERS},

@@ -139,7 +139,6 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _records(path: Path) -> Iterator[Record]:
-    """One JSON object a line."""
     for number, line in _lines(path):
         place = f"{path.name}, line {number}"
         fields = _parsed(line, place)
@@ -282,7 +281,6 @@ def _read_turns(path: Path, block_size: int, arrivals: Arrivals, max_context: in
 
 
 def _conversations(path: Path) -> Iterator[Record]:
-    """The objects of one JSON array, or of lines."""
     first = next(iter(_lines(path)), (1, ""))[1]
     if not first.lstrip().startswith("["):
         yield from _records(path)

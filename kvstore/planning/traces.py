@@ -40,11 +40,6 @@ class TraceRequest:
     has_answer: bool = False
     calls_tool: bool = False
 
-    def prompt_blocks(self, block_size: int) -> Sequence[int]:
-        """Names of the prompt's blocks, the partial one included where it is named."""
-        full = self.chain[: self.num_tokens // block_size] if self.has_answer else self.chain
-        return full if self.partial is None else [*full, self.partial]
-
 
 @dataclass(slots=True)
 class Trace:

@@ -204,7 +204,6 @@ class VirtualTransfers:
 
 
 def num_cpu_slots(config: ReplayConfig, longest: int) -> int:
-    """longest: blocks of the longest request."""
     if config.cpu_blocks or not config.disk_blocks:
         return config.cpu_blocks
     return max(2 * config.service.max_batch + longest, min(STAGING_BYTES // config.block_bytes, config.disk_blocks))

@@ -98,12 +98,6 @@ def test_a_part_that_raises_is_a_row_and_the_next_one_runs(bench, monkeypatch):
     assert {row["part"] for row in rows[1:]} == {"decode"} and len(rows) == 4
 
 
-def test_what_the_budget_does_not_reach_is_reported(bench):
-    code, rows, _ = bench("--budget-s", "0")
-    assert code == 0
-    assert [(row["part"], row["result"]) for row in rows] == [(part, "skipped") for part in gpu.PARTS]
-
-
 def test_the_budget_ends_what_is_being_measured():
     clock = Clock(100.0)
     assert clock.timely(lambda: 3.0)() == 3.0

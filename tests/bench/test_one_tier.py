@@ -6,7 +6,7 @@ from collections import OrderedDict
 import pytest
 
 from bench.one_tier import OneTier, replay_one_tier
-from bench.references import References
+from bench.references import References, prompt_blocks
 from kvstore.errors import ConfigError
 from tests.support.small_traces import chained_trace, request, trace
 
@@ -16,7 +16,7 @@ def naive_lru(trace, capacity):
     cache: OrderedDict[int, None] = OrderedDict()
     num_blocks = num_tokens = 0
     for one in trace.requests:
-        names = list(one.prompt_blocks(trace.block_size))
+        names = list(prompt_blocks(one, trace.block_size))
         num_hit = len(list(itertools.takewhile(cache.__contains__, names)))
         num_blocks += num_hit
         num_tokens += min(num_hit * trace.block_size, one.num_tokens)

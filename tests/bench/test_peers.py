@@ -11,7 +11,7 @@ from bench.common import Report
 from bench.peers import load as peer_load
 from bench.peers.__main__ import MODELS, goals
 from bench.peers.embedded import Embedded
-from bench.peers.load import Answer, Match, PeerError
+from bench.peers.load import Answer, Match
 from tests.bench import peer_standin
 
 OWN = 10**6  # token ids of answers start there
@@ -109,13 +109,6 @@ def test_a_worker_answers_forgets_and_closes(embedded, tmp_path):
     embedded.stop()
     assert (tmp_path / "closed").read_text() == "['b']"
     assert "libraries print things" in (tmp_path / "echo.log").read_text()
-
-
-def test_a_worker_that_ends_is_said_with_its_log(embedded, tmp_path):
-    embedded.start()
-    with pytest.raises(PeerError, match=r"echo has ended; its log: .*echo\.log"):
-        embedded.ask([[1]], 13)
-    assert "no thirteen" in (tmp_path / "echo.log").read_text()
 
 
 # -- the match -------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from bench.references import REFERENCES, Belady, Fifo, Lfu, Lru, References, S3Fifo
+from bench.references import REFERENCES, Belady, Fifo, Lfu, Lru, References, S3Fifo, prompt_blocks
 from bench.traffic import generate
 from kvstore.planning.traces import Trace, TraceRequest
 
@@ -146,7 +146,7 @@ def their_hits(cache, requests):
 @pytest.mark.parametrize("capacity", [20, 33, 100, 999])
 def test_the_same_hits_as_libcachesim(policy, kind, capacity):
     libcachesim = pytest.importorskip("libcachesim")
-    made_up = [list(request.prompt_blocks(128)) for request in generate(1500, seed=1).requests]
+    made_up = [list(prompt_blocks(request, 128)) for request in generate(1500, seed=1).requests]
     for requests in (made_up, [[abs(name) for name in names] for names in random_requests(5, 2000)]):
         cache = getattr(libcachesim, kind)(capacity, hashpower=12)
         assert hit_blocks(policy, capacity, requests) == their_hits(cache, requests)

@@ -129,7 +129,6 @@ def described(name: str, kernel, log: str, case: list[str]) -> dict[str, object]
         "reported": "spill" in log,
         "fmas": real_fmas(ptx),
         "accesses": sorted(set(re.findall(r"\b((?:ld|st)\.global[.\w]*)", ptx))),
-        "products": sorted(set(re.findall(r"\b((?:wgmma|mma)\.[.\w]*)", ptx))),
     }
 
 

@@ -109,7 +109,6 @@ class Driver:
         self.is_invalid = False  # that capture did what it must not: its end will fail
         self.pool: object = None  # that the allocator takes all memory from, in a capture
         self.pinned: dict[int, int] = {}  # address -> bytes
-        self.num_kernels = 0
 
     # -- host memory -------------------------------------------------------------------------------------------------
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -216,7 +215,6 @@ class Driver:
         self, run: Callable[..., object], kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any
     ) -> None:
         """In the interpreter. Whatever is given is on the device, or memory that it can reach."""
-        self.num_kernels += 1
         assert all(count > 0 for count in grid), f"{kernel.__name__}: an empty grid, {grid}"
         assert torch.cuda.current_device() == DEVICE.index
         for name, value in zip(kernel.arg_names, args, strict=False):

@@ -204,7 +204,6 @@ class StepGraphs:
             raise RuntimeError(f"a replay of {form} gives logits that differ by {error:.2g} of their size")
 
     def _erase(self, num_blocks: int) -> None:
-        """What trials have written to the first blocks."""
         for layer in self._caches:
             for cache in layer:
                 cache[:num_blocks].zero_()

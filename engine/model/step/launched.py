@@ -69,7 +69,6 @@ class StepClock:
         self.tell(launched)
 
     def tell(self, launched: Launched) -> None:
-        """Of a step that has ended."""
         if launched.num_prefill_tokens:
             seconds = launched.seconds
             if launched.start is not None and launched.end is not None:

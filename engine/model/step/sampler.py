@@ -188,7 +188,6 @@ class _Penalties:
         self._free: list[int] = []
 
     def acquire(self, prompt_token_ids: np.ndarray, output_token_ids: np.ndarray) -> int:
-        """A slot with the counts of these tokens."""
         if not self._free:
             self._grow()
         slot = self._free.pop()

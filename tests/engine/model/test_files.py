@@ -86,13 +86,6 @@ def test_the_given_conversion_makes_a_model_that_is_found(tmp_path):
     assert all(torch.equal(weights[name], found) for name, found in load_file(path / "model.safetensors").items())
 
 
-def test_a_gguf_file_is_no_model(tmp_path):
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match=r"model\.gguf is in the GGUF format"):
-        find_model(file)
-
-
 def test_what_this_user_may_not_read():
     """As another user where root runs the test, whom modes do not stop."""
     root = Path(tempfile.mkdtemp())

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.engine.model.interception import PagedStep
 from kvstore.kernels import reference
 from kvstore.kernels.cpu import native
 from kvstore.kernels.cpu.decode import MAX_REQUESTS, decode_step
@@ -186,32 +185,3 @@ def test_numbers_outside_of_the_caches_never_reach_c(name):
     else:
         step.contexts[1] = 4 * step.table.shape[1] + 1
     assert decode_step(step.batch, step.caches[0], [None]) is None
-
-
-class Connector:
-    """Writes down what a layer asks of it."""
-
-    def __init__(self):
-        self.calls = []
-
-    def save_kv_layer(self, layer, raw_key, value):
-        self.calls.append("save")
-
-    def wait_for_layer_load(self, layer):
-        self.calls.append("wait")
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_step_with_and_without_c(dtype, monkeypatch):
-    results = []
-    for library in (native.library(), None):
-        monkeypatch.setattr(native, "library", lambda library=library: library)
-        step, connector = Step([40, 9, 130], dtype=dtype), Connector()
-        decode = decode_step(step.batch, step.caches[0], [step.rotation])
-        assert (decode is None) == (library is None)
-        step.caches = [cache.nan_to_num() for cache in step.caches]  # torch reads whole pages, and masks
-        paged = PagedStep(step.batch, [tuple(step.caches)], [step.rotation], connector, decode=decode)
-        results.append((paged.attend(0, *step.raw, Scoring(0.125)), *step.caches))
-        assert connector.calls == ["save", "wait"]
-    torch.testing.assert_close(results[0][0], results[1][0], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    assert all(torch.equal(a, b) for a, b in zip(results[0][1:], results[1][1:], strict=True))

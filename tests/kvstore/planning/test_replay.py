@@ -82,12 +82,6 @@ def test_an_answer_is_the_next_turns_history():
     assert result.duration_s == pytest.approx(20.5 + 1.0)
 
 
-def test_one_token_is_always_computed():
-    result = run(config(), request([1, 2], 20), request([1, 2], 20, 0, 10.0))
-    assert result.num_hit_tokens == 10
-    assert result.ttft_mean_s == pytest.approx((2.0 + 1.0) / 2)
-
-
 def test_a_follower_of_nobody_before_it_is_refused():
     with pytest.raises(ConfigError, match="request 0 of the trace follows 1"):
         replay(trace(request([1], after=1), request([2])), config())
@@ -138,12 +132,6 @@ def test_look_ahead_hides_the_disk():
     assert served[False].ttft_mean_s == pytest.approx((before_s + 150.1 - 110 + 8 + 1.1) / 5)
 
 
-def test_a_read_that_has_not_ended_counts_as_disk():
-    result = run(config(hbm=6, cpu=6, disk=50, max_batch=1, read_bytes_per_s=0.25), *on_disk_only(145.0))
-    assert result.hits_at_schedule == by_tier(cpu=10, disk=10)  # reads end at 149 and 153 s
-    assert result.ttft_mean_s == pytest.approx((2.1 + 5.1 + 2.1 + 0.1 + 153 - 145 + 1.1) / 5)
-
-
 def test_who_waits_for_the_disk_holds_up_nobody():
     late = request([], 1, 0, 120.0)
     result = run(
@@ -152,21 +140,6 @@ def test_who_waits_for_the_disk_holds_up_nobody():
     # Reads begin at 150.1 s; the last one starts at once and the other when they have ended.
     waits_s = (150.1 - 110 + 8 + 1.1) + (150.1 - 120 + 0.1)
     assert result.ttft_mean_s == pytest.approx((2.1 + 5.1 + 2.1 + 0.1 + waits_s) / 6)
-
-
-def test_waiting_conversations_go_last():
-    """A CPU tier of 5: the request that runs saves 2 blocks, and a part of one. The first that came go, unless somebody
-    waits for them.
-    """
-    requests = (
-        request([1, 2], 21),
-        request([5, 6], 21, 0, 10.0),
-        request([11, 12], 21, 10, 100.0),
-        request([1, 2, 3], 31, 0, 101.0),
-    )
-    tiers = {"hbm": 4, "cpu": 5, "policy": "fifo", "max_batch": 1}
-    assert run(config(**tiers), *requests).hits_at_schedule == by_tier(cpu=20)
-    assert run(config(**tiers, look_ahead=False), *requests).num_hit_tokens == 0
 
 
 def test_a_save_without_a_slot_is_dropped_with_all_that_follows():
@@ -189,32 +162,6 @@ def test_a_hole_is_closed_by_computing():
     result = run(config(hbm=20, cpu=2, disk=50, write_bytes_per_s=0.001), *requests)
     assert result.hits_at_arrival == by_tier(hbm=20)
     assert result.bytes_moved["save"] == 4  # two slots, both of which were free: 3 and 4
-
-
-def test_without_a_disk_the_cpu_tier_forgets():
-    requests = [request([name, name + 1], 21, 0, float(name)) for name in (0, 10, 20, 30, 0)]
-    result = run(config(hbm=3, cpu=4), *requests)
-    assert result.num_hit_tokens == 0
-    assert result.num_evicted["cpu"] == 7  # one of them for the last block of a prompt, until that has ended
-
-
-def test_without_a_cpu_tier_blocks_come_straight_from_disk():
-    result = run(
-        config(hbm=6, cpu=0, disk=50, max_batch=1, read_bytes_per_s=0.25, look_ahead=False), *on_disk_only(110.0)
-    )
-    assert result.hits_at_arrival == result.hits_at_schedule == by_tier(disk=20)
-    assert result.bytes_moved == {"save": 10, "load": 2, "write": 10, "read": 2}
-
-
-def test_the_disk_gives_up_tails_and_their_copies():
-    requests = (
-        request([1, 2, 3], 31),
-        request([11, 12], 21, 0, 50.0),  # a disk of 4 gives up 3
-        request([1, 2, 3, 4], 41, 0, 100.0),
-    )
-    result = run(config(hbm=5, cpu=20, disk=4), *requests)
-    assert result.num_hit_tokens == 20
-    assert result.num_evicted["disk"] == 1 + 2  # and 11, 12 for the last
 
 
 def test_what_is_larger_than_the_disk_is_given_up():

@@ -54,23 +54,14 @@ def test_the_knee_of_a_saturating_curve():
     assert knee(points(0.1, 0.35, 0.6, 0.72, 0.74, 0.75, 0.75)) == Point(8, 0.72)
 
 
-def test_one_bend_after_another_gives_the_clearest():
-    steps = points(0.0, 0.2, 0.2, 0.2, 0.9, 0.9, 0.9, 0.9, 0.9, capacities=range(9))
-    assert knee(steps) == Point(4, 0.9)
-
-
 @pytest.mark.parametrize(
     "curve",
     [
         [],
-        points(0.5),
-        points(0.2, 0.9),
-        points(0.5, 0.5, 0.5, 0.5),
         points(0.5, 0.501, 0.502, 0.504),  # nothing that anybody would notice
         points(0.1, 0.2, 0.3, 0.4, 0.5, capacities=[1, 2, 3, 4, 5]),
         points(0.1, 0.11, 0.14, 0.25, 0.7, capacities=[1, 2, 3, 4, 5]),  # bends upwards: more and more
         points(0.9, 0.5, 0.3),  # more capacity never takes away what less gave
-        points(0.1, 0.4, 0.5, capacities=[7, 7, 7]),
     ],
 )
 def test_no_knee(curve):
