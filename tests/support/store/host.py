@@ -40,11 +40,20 @@ class Host:
     def write(self, keys, **options):
         return [self.write_one(keys, index, **options) for index in range(len(keys))]
 
+    def read_all(self, names, size=BLOCK):
+        """How each read ended, after comparing the bytes of those that are ok."""
+        buffers = [memoryview(bytearray(size)) for _ in names]
+        results = self.wait([self.store.read_into(name, into) for name, into in zip(names, buffers, strict=True)])
+        for name, into, result in zip(names, buffers, results, strict=True):
+            assert not result.ok or into == payload(name, size), "another block's bytes"
+        return results
+
     def read(self, name, size=BLOCK):
-        into = memoryview(bytearray(size))
-        result = self.wait([self.store.read_into(name, into)])[0]
-        assert not result.ok or into == payload(name, size), "another block's bytes"
-        return result
+        return self.read_all([name], size)[0]
+
+    def has(self, names, size=BLOCK):
+        """Whether all of these can be read."""
+        return all(result.ok for result in self.read_all(names, size))
 
     def poll(self):
         for result in self.store.poll():

@@ -1,0 +1,189 @@
+"""Tests of kvstore.block_store under kills, damage and a failing disk: a block is right or not there, always."""
+
+import itertools
+import os
+import random
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import StoreError
+from tests.children.block_store_child import BLOCK_BYTES
+from tests.support.store.host import BLOCK, Host, chain, key, payload
+from tests.support.waiting import wait_for_work, wait_until
+
+ROOT = Path(__file__).parents[2]
+KILL_ROUNDS, LONG_KILL_ROUNDS = 4, 100
+FLIP_SEEDS = 12
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """Makes hosts on one directory, which are closed at the end."""
+    opened = []
+
+    def make(**options):
+        opened.append(Host(tmp_path / "store", **options))
+        return opened[-1]
+
+    yield make
+    for host in opened:
+        host.close()
+
+
+def test_a_kill_at_any_moment_loses_nothing_that_was_said_to_be_stored(tmp_path, request):
+    rng = random.Random(1)
+    log, store = tmp_path / "log", tmp_path / "store"
+    for _ in range(LONG_KILL_ROUNDS if request.config.getoption("--long") else KILL_ROUNDS):
+        size = log.stat().st_size if log.exists() else 0
+        first = 1 + max((int(line.split()[0]) for line in log.read_text().splitlines()), default=0) if size else 0
+        arguments = [sys.executable, "-m", "tests.children.block_store_child", str(store), str(first + 1000), str(log)]
+        child = subprocess.Popen(arguments, cwd=ROOT)
+        try:
+            wait_for_work(child, log, size + rng.randrange(800))
+            assert child.poll() is None, "it ended by itself"
+        finally:
+            child.kill()
+            child.wait()
+        lines = log.read_text().rpartition("\n")[0].splitlines()
+        stored = [key(*map(int, line.split())) for line in lines[-200:]]
+        host = Host(store, capacity="64MiB")
+        try:
+            assert all(host.store.lookup(stored))
+            assert host.has(stored, BLOCK_BYTES)
+        finally:
+            host.close()
+
+
+@pytest.mark.filterwarnings("ignore:blocks of the store is damaged")
+@pytest.mark.parametrize("seed", range(FLIP_SEEDS))
+def test_flipped_bits_in_a_file_that_nobody_has_open(hosts, tmp_path, seed):
+    rng = random.Random(seed)
+    host = hosts()
+    keys = host.stored(chain(1, 20)) + host.stored(chain(2, 20))
+    host.close()
+    file = tmp_path / "store" / "blocks" / "data.mdb"
+    data = bytearray(file.read_bytes())
+    for _ in range(rng.choice((1, 5, 40))):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    file.write_bytes(data)
+    host = hosts()
+    reasons = {result.reason for result in host.read_all(keys)}
+    assert reasons <= {"", "missing", "damaged", "io_error"}
+    host.wait([host.write_one(keys[:20], index) for index in range(20)])
+    assert host.has(keys[:20])
+
+
+def test_a_block_that_is_damaged_while_the_store_is_open(hosts, tmp_path):
+    host = hosts()
+    keys = host.stored(chain(1, 6))
+    with open(tmp_path / "store" / "blocks" / "data.mdb", "r+b") as file:
+        place = file.read().index(payload(keys[3], BLOCK)[:64])
+        file.seek(place + 20_000)
+        byte = file.read(1)[0]
+        file.seek(place + 20_000)
+        file.write(bytes([byte ^ 1]))
+    assert host.read(keys[2]).ok
+    result = host.read(keys[3])
+    assert (result.ok, result.reason, result.num_bytes) == (False, "damaged", 0)
+    assert host.store.flush() and host.store.lookup(keys) == [True] * 3 + [False] * 3
+    assert host.store.stats()["store"]["read_failures"] == {"corrupt": 1}
+    host.stored(keys)
+    assert host.has(keys)
+
+
+@pytest.mark.filterwarnings("ignore:blocks of the store")
+def test_the_data_file_is_removed(hosts, tmp_path):
+    host = hosts()
+    keys = host.stored(chain(1, 6))
+    (tmp_path / "store" / "blocks" / "data.mdb").unlink()
+    wait_until(lambda: not any(host.store.lookup(keys)))
+    wait_until(lambda: not host.store.is_degraded)
+    host.stored(keys)
+    assert host.has(keys) and "removed" in host.store.stats()["disk"]["lost"]
+    host.close()
+    assert all(hosts().store.lookup(keys))
+
+
+def test_the_directory_is_replaced(hosts, tmp_path):
+    host = hosts()
+    keys = host.stored(chain(1, 3))
+    (tmp_path / "store").rename(tmp_path / "moved")
+    wait_until(lambda: host.store.is_degraded)
+    assert "was removed or replaced" in host.store.reason and not host.store.flush()
+    reasons = {result.reason for result in host.wait([t for t in host.write(chain(2, 3)) if t is not None])}
+    assert reasons <= {"io_error"}
+    host.close()
+    other = hosts()
+    assert not any(other.store.lookup(keys))
+
+
+def test_a_disk_that_is_full_and_has_room_again(hosts, tmp_path):
+    host = hosts(capacity="64MiB")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    keys = host.stored(chain(1, 20))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20, limits[1]))
+    try:
+        later = host.write(chain(2, 60))
+        reasons = {result.reason for result in host.wait([ticket for ticket in later if ticket is not None])}
+        assert reasons - {""} == {"io_error"}, "the file system itself has room"
+        fresh = itertools.count()
+        wait_until(lambda: (ticket := host.write([key(3, next(fresh))])[0]) is None or not host.wait([ticket])[0].ok)
+        assert host.store.is_degraded and host.store.reason == "i/o error" and not host.store.flush(10.0)
+        assert host.has(keys), "reads go on"
+        assert host.write([key(9, 0)]) == [None] and host.store.stats()["store"]["refused_writes"] > 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    def is_written():
+        ticket = host.write([key(9, 0)])[0]
+        return ticket is not None and host.wait([ticket])[0].ok
+
+    wait_until(is_written)
+    assert not host.store.is_degraded and host.store.flush()
+    host.stored(chain(2, 60))
+    host.close()
+    assert all(hosts(capacity="64MiB").store.lookup(keys + chain(2, 60)))
+
+
+def test_a_small_file_system_is_shared_with_others(tmp_path):
+    """A tmpfs of 32 MiB, mounted where only the child sees it; skipped where that is not allowed."""
+    script = 'mount -t tmpfs -o size=32m none "$0" || exit 77; exec "$@"'
+    code = (
+        "import sys; from tests.support.store.host import Host, chain\n"
+        "host = Host(sys.argv[1] + '/store', capacity='1GiB')\n"
+        "for number in range(60): host.stored(chain(number, 20))\n"
+        "assert host.store.flush() and host.store.stats()['store']['disk_evictions'] > 400\n"
+        "assert all(host.read(name).ok for name in chain(59, 20)); host.close()\n"
+    )
+    command = ["unshare", "-Urm", "sh", "-c", script, str(tmp_path), sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip("no tmpfs can be mounted here")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_forked_child_leaves_the_store_alone(hosts):
+    host = hosts()
+    keys = host.stored(chain(1, 3))
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            host.store.lookup(keys)
+        except StoreError as error:
+            code = 0 if "forked" in str(error) else 2
+        finally:
+            host.store.close()
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert host.has(keys) and host.stored(chain(2, 3))
+
+
+def test_a_store_that_nobody_closes_keeps_what_was_written(hosts, tmp_path):
+    code = "import sys; from tests.support.store.host import Host, chain\nHost(sys.argv[1]).write(chain(1, 5))"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "store")], cwd=ROOT, check=True, timeout=300)
+    assert all(hosts().store.lookup(chain(1, 5)))
