@@ -88,7 +88,7 @@ LARGE = [  # classes, and what they have too much of
     "kvstore.policy.policies.EvictionOrder attributes",
     "kvstore.sessions.store.SessionStore lines methods",
     "kvstore.stats.StoreStats attributes",
-    "kvstore.store.control_plane.KVStore lines attributes",
+    "kvstore.store.control_plane.KVStore attributes",
     "kvstore.store.write_back.WriteBack lines attributes",
     "tests.engine.faults.test_torn_blocks.Engine attributes",
     "tests.simulation.disk.Transfers attributes",

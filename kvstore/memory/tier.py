@@ -65,7 +65,6 @@ class CpuTier:
         """Whose request brought the block."""
         return self._conversations[slot]
 
-    # -- the life of a slot ------------------------------------------------------------------------------------------
     def reserve(self) -> int | None:
         """An empty slot with one reference, taken from what is evicted first; None when everything is held."""
         slot = self.pool.try_allocate()
@@ -172,7 +171,6 @@ class CpuTier:
             self._records[slot] = self._conversations[slot] = None
         self._erase(stale)
 
-    # -- for eviction by hand ----------------------------------------------------------------------------------------
     def _children(self) -> dict[BlockId, list[BlockId]]:
         """Of each block, here or not, those that build on it here, linked or not."""
         children: dict[BlockId, list[BlockId]] = {}

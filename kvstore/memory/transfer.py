@@ -74,7 +74,6 @@ class Transfer:
         """Key and value cache of each layer, [num_blocks, block_size, num_kv_heads, head_dim]."""
         self._caches = caches
 
-    # -- one step, beside the forward --------------------------------------------------------------------------------
     def begin(self, plan: TransferPlan, row_starts: Sequence[int]) -> None:
         """Prepare the plan's loads and saves. row_starts: first token of each scheduled request's part."""
         if plan.saves:
@@ -147,7 +146,6 @@ class Transfer:
         except Exception:  # as for loads; the step's blocks are computed and saved again later
             step.failed = True
 
-    # -- the control plane's side ------------------------------------------------------------------------------------
     @property
     def can_save(self) -> bool:
         """Nothing is kept back: what is saved is copied where it is computed."""

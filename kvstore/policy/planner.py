@@ -95,7 +95,6 @@ class Planner:
         self._num_computed = 0
         self._num_waited = 0
 
-    # -- measuring ---------------------------------------------------------------------------------------------------
     def loaded(self, num_bytes: int, seconds: float) -> None:
         """A step's loads have ended."""
         self._load.add(num_bytes, seconds)
@@ -110,7 +109,6 @@ class Planner:
             self._prefill.add(num_tokens, seconds)
             self._num_waited = 0
 
-    # -- deciding ----------------------------------------------------------------------------------------------------
     def should_load(self, num_tokens: int) -> bool:
         """Whether to load so many tokens that lie in the CPU tier: unless computing saves more than 20 ms and 10 %."""
         load_s, compute_s = self._load_s, self._compute_s
@@ -167,7 +165,6 @@ class Planner:
         """In which `_both` computes so many."""
         return 1 + max(0, math.ceil(math.log(num_blocks / self._least_chunk, 4)))
 
-    # -- seconds of a block ------------------------------------------------------------------------------------------
     @property
     def _load_s(self) -> float | None:
         rate = self._load.per_s
@@ -183,7 +180,6 @@ class Planner:
         rate = self._prefill.per_s
         return None if rate is None else self._block_size / rate
 
-    # -- between two starts ------------------------------------------------------------------------------------------
     def state(self) -> dict[str, float]:
         """What was measured, for JSON."""
         rates = {"load": self._load.per_s, "read": self._read.per_s, "prefill": self._prefill.per_s}

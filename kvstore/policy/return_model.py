@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, cast
 
@@ -206,10 +206,6 @@ class SortedEntries:
 
     def __bool__(self) -> bool:
         return bool(self._chunks)
-
-    def __iter__(self) -> Iterator[Entry]:
-        for chunk in self._chunks:
-            yield from chunk
 
     def first(self) -> Entry:
         return self._chunks[0][0]

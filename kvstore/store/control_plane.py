@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from kvstore.blocks.ids import BlockId, Lineage, token_bytes
@@ -73,7 +74,6 @@ class KVStore:
         self.deletion = Deletion(cpu, disk, steering, stats, planner.block_bytes, self._unnamed_slots)
         self.ended: deque[Done | Transferred] = deque()  # what worker threads have finished and was not looked at yet
 
-    # -- requests ----------------------------------------------------------------------------------------------------
     def arrive(self, request: Tracked, num_hbm_tokens: int) -> list[str]:
         """A request was queued: returns the tier of each block after those in HBM, as far as they are stored."""
         self.requests.arrive(request, num_hbm_tokens // self.stored.block_size)
@@ -86,9 +86,7 @@ class KVStore:
         first = num_computed_tokens // size
         usable = first if request.wanted.is_open else self.saver.num_usable(request, first)
         found = self._matcher.match(request, usable, first + max_tokens // size)
-        if usable == first:
-            return found
-        return Match(found.lookup, found.num_tokens, found.num_compute_tokens, (first - usable) * size)
+        return found if usable == first else replace(found, num_unsaved=(first - usable) * size)
 
     def load(self, request_id: str, block_numbers: Sequence[int], first_token: int, num_tokens: int) -> None:
         """HBM blocks for a hit were allocated: their loads go into the next plan."""
@@ -128,7 +126,6 @@ class KVStore:
         for step in self.steps.by_ticket.values():
             yield from step.saves.written
 
-    # -- what has ended ----------------------------------------------------------------------------------------------
     def poll(self, reads_ahead: bool = True) -> bool:
         """Collect what worker threads have finished. True when there was something.
 
@@ -172,15 +169,10 @@ class KVStore:
         else:
             self.cpu.release(slot)
 
-    # -- conversations -----------------------------------------------------------------------------------------------
     def splice(
         self, old: ChainContent, spans: Sequence[tuple[int, int]], secret: bytes
     ) -> tuple[list[BlockId], Lineage] | None:
-        """Begin a chain of the kept `spans` of old tokens; returns it and its lineage, or None when it cannot be made.
-
-        The chain covers the full blocks that can be made; what is kept beyond it is to be computed. None: sources or
-        slots are missing, or nothing can be reused.
-        """
+        """See `KVConnector.splice`. The chain covers the full blocks that can be made; the rest is to be computed."""
         planned = plan_chain(old, spans, self.stored, secret) if self.cpu.keep else None
         if planned is None:
             return None
@@ -218,7 +210,6 @@ class KVStore:
                 self.disk.contents.touch(chain, found)
         return found
 
-    # -- looking after -----------------------------------------------------------------------------------------------
     def finish(self) -> None:
         """The store is about to be closed."""
         self.prefetcher.drop_hints()

@@ -98,7 +98,6 @@ class DiskSpace:
         self._failed.clear()
         self._contents.begin_anew()
 
-    # -- making room -------------------------------------------------------------------------------------------------
     def make_room(self, incoming_bytes: int, num_queued_bytes: int) -> bool:
         """Evict, in the order of eviction, until so much more may be written; False when that must wait.
 

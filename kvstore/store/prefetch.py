@@ -73,7 +73,6 @@ class Prefetcher:
         """A read has ended."""
         self._has_changed = True
 
-    # -- reading ahead -----------------------------------------------------------------------------------------------
     def poll(self) -> None:
         """Once per step: read for those who come next, and mark what they need."""
         if self.num_blank:
@@ -177,7 +176,6 @@ class Prefetcher:
         for name in list(self.hints):
             self._drop_hint(name)
 
-    # -- looking after -----------------------------------------------------------------------------------------------
     def as_dict(self) -> dict[str, object]:
         return {"waiting": len(self.waiting), "hints": len(self.hints), "blank_blocks": self._cpu.pool.num_blank}
 

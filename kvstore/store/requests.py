@@ -100,7 +100,6 @@ class Requests:
         if request.conversation is not None:
             self._stored.claim(request.chain, request.lineage, request.conversation)
 
-    # -- holding -----------------------------------------------------------------------------------------------------
     def hold(self, request: Tracked, first: int, end: int) -> None:
         """Hold what the CPU tier has of its blocks from `first` on, as far as they are stored; reads nothing."""
         self.let_go(request)
@@ -164,7 +163,6 @@ class Requests:
         wanted.end = wanted.back = end
         wanted.front, wanted.lowest = min(wanted.front, end), min(wanted.lowest, end)
 
-    # -- reading -----------------------------------------------------------------------------------------------------
     def read(self, request: Tracked, first: int, make_room: Callable[[], bool]) -> int | None:
         """Begin to read what it wants from `first` on, the tail before the head: the head can be computed meanwhile.
 
@@ -210,7 +208,6 @@ class Requests:
             begun.append((index, record))
         return None
 
-    # -- scheduling --------------------------------------------------------------------------------------------------
     def ask(self, request: Tracked, first: int, end: int) -> bool:
         """It is to be scheduled, with blocks before `first` in HBM. Whether that is so for the first time."""
         wanted = request.wanted
@@ -242,7 +239,6 @@ class Requests:
         self._stats.loaded_tokens += len(loads) * size
         return loads
 
-    # -- departure ---------------------------------------------------------------------------------------------------
     def let_go(self, request: Tracked) -> None:
         """Give back what is held for it; it may ask again."""
         wanted = request.wanted

@@ -158,7 +158,6 @@ class Saver:
         else:  # another request of this step fills the same block
             self._cpu.release(slot)
 
-    # -- what was not saved ------------------------------------------------------------------------------------------
     def _drop(self, request: Tracked, index: int) -> None:
         self._stats.dropped_saves += 1
         request.saving.goes_on, request.saving.hole = False, index

@@ -66,7 +66,6 @@ class StepsInFlight:
         loads, self._next_loads = self._next_loads, []
         self._release(loads)
 
-    # -- what has ended ----------------------------------------------------------------------------------------------
     def transferred(self, done: Transferred) -> None:
         if (step := self.by_ticket.get(done.ticket)) is None:  # dropped between its beginning and the note of it
             return
