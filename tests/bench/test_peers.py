@@ -150,15 +150,9 @@ def match(tmp_path):
     for side in sides.values():
         side.start()
     return Match(
-        sides,
-        "tiny",
-        SIZES,
-        goals("vllm", lmcache=False, model="l"),
-        Report("test"),
-        tmp_path,
-        settle_s=0.0,
+        sides, "tiny", SIZES, goals("vllm", lmcache=False, model="l"), Report("test"), tmp_path, settle_s=0.0,
         pause_s=0.0,
-    )
+    )  # fmt: skip
 
 
 def by_name(match):

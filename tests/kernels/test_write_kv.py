@@ -77,14 +77,9 @@ def test_any_shape_and_strides(heads, strides, kernel_device):
 
 @settings(max_examples=25)
 @given(
-    st.integers(0, 6),
-    st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 12)),
-    st.sampled_from(DTYPES),
-    st.sampled_from(list(Style)),
-    st.booleans(),
-    st.integers(1, 12),
-    st.integers(0, 1000),
-)
+    st.integers(0, 6), st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 12)), st.sampled_from(DTYPES),
+    st.sampled_from(list(Style)), st.booleans(), st.integers(1, 12), st.integers(0, 1000),
+)  # fmt: skip
 def test_any_step(kernel_device, num_tokens, heads, dtype, style, upcast, half, seed):
     group, num_kv_heads, half_dim = heads
     step = Step(num_tokens, (group * num_kv_heads, num_kv_heads, 2 * half_dim), dtype, "packed", kernel_device, seed)

@@ -172,10 +172,9 @@ class Simulation:
         self._sum_up()
         tiers = CacheTiers(
             cpu=config.cpu_slots * self.book.block_bytes,
-            disk=config.disk_blocks * (self.book.block_bytes + PAGE_BYTES),
-            path="unused",
+            disk=config.disk_blocks * (self.book.block_bytes + PAGE_BYTES), path="unused",
             disk_per_tenant=self.limit_bytes,
-        )
+        )  # fmt: skip
         dtype = SimpleNamespace(itemsize=2)
         layout = SimpleNamespace(block_bytes=self.book.block_bytes, block_size=config.block_size, dtype=dtype)
         least_slots = 2 * config.seqs + -(-config.window // config.block_size)

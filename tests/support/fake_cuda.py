@@ -48,11 +48,7 @@ class OnDevice(torch.Tensor):
         assert not isinstance(values, OnDevice)
         with torch.inference_mode(False):  # views of what was made outside of it are none of its own
             made = torch.Tensor._make_wrapper_subclass(
-                cls,
-                values.size(),
-                strides=values.stride(),
-                storage_offset=values.storage_offset(),
-                dtype=values.dtype,
+                cls, values.size(), strides=values.stride(), storage_offset=values.storage_offset(), dtype=values.dtype
             )
         made.values = values
         return made

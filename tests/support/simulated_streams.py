@@ -60,13 +60,9 @@ class SimulatedStreams:
     """
 
     def __init__(
-        self,
-        seed: int = 0,
-        most_delay_s: float = 0.001,
-        broken: Broken | None = None,
-        slow: Queue | None = None,
+        self, seed: int = 0, most_delay_s: float = 0.001, broken: Broken | None = None, slow: Queue | None = None,
         computes_here: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.broken = broken or Broken()
         self.error: Exception | None = None
         self.fail_launch: Callable[[Queue], None] = lambda place: None

@@ -130,12 +130,9 @@ def test_two_threads_give_what_one_gives():
 @settings(max_examples=40)
 @given(
     st.lists(st.integers(1, 400), min_size=1, max_size=9),
-    st.tuples(st.integers(1, 9), st.integers(1, 4), st.sampled_from([16, 48, 64, 96])),
-    st.sampled_from(DTYPES),
-    st.sampled_from([1, 4, 16]),
-    st.integers(0, 300),
-    st.booleans(),
-)
+    st.tuples(st.integers(1, 9), st.integers(1, 4), st.sampled_from([16, 48, 64, 96])), st.sampled_from(DTYPES),
+    st.sampled_from([1, 4, 16]), st.integers(0, 300), st.booleans(),
+)  # fmt: skip
 def test_any_step(contexts, heads, dtype, block_size, window, joined):
     group, num_kv_heads, head_dim = heads
     step = Step(contexts, (group * num_kv_heads, num_kv_heads, head_dim), dtype, block_size, joined)

@@ -67,14 +67,10 @@ def test_a_kernel_loads_any_shape(shape, num_blocks, kernel_device):
 
 @settings(max_examples=25)
 @given(
-    st.integers(1, NUM_SLOTS),
-    st.tuples(st.integers(1, 9), st.integers(1, 3), st.integers(1, 12)),
-    st.sampled_from(DTYPES),
-    st.sampled_from(list(Style)),
-    st.booleans(),
-    st.integers(1, 12),
+    st.integers(1, NUM_SLOTS), st.tuples(st.integers(1, 9), st.integers(1, 3), st.integers(1, 12)),
+    st.sampled_from(DTYPES), st.sampled_from(list(Style)), st.booleans(), st.integers(1, 12),
     st.randoms(use_true_random=False),
-)
+)  # fmt: skip
 def test_any_load(kernel_device, num_blocks, shape, dtype, style, upcast, half, random):
     block_size, num_kv_heads, half_dim = shape
     memory = Memory((block_size, num_kv_heads, 2 * half_dim), dtype, kernel_device)
@@ -112,11 +108,9 @@ class Saving:
             key, value = (t[: len(slots)].cpu() if rows is None else t[rows].cpu() for t in pair)
             reference.save_tokens(twin, layer, key, value, places)
         save_by_kernel(
-            arena,
-            self.layers,
-            None if rows is None else torch.tensor(rows, dtype=torch.int64).to(self.memory.device),
+            arena, self.layers, None if rows is None else torch.tensor(rows, dtype=torch.int64).to(self.memory.device),
             places.to(self.memory.device),
-        )
+        )  # fmt: skip
         assert torch.equal(arena, twin)
 
 
@@ -144,12 +138,9 @@ def test_a_save_gives_the_bits_of_the_twin(dtype, strides, kernel_device):
 
 @settings(max_examples=25)
 @given(
-    st.tuples(st.integers(1, 9), st.integers(1, 3), st.integers(1, 24)),
-    st.sampled_from(DTYPES),
-    st.sampled_from(["packed", "transposed", "odd", "mixed"]),
-    st.integers(0, 9),
-    st.randoms(use_true_random=False),
-)
+    st.tuples(st.integers(1, 9), st.integers(1, 3), st.integers(1, 24)), st.sampled_from(DTYPES),
+    st.sampled_from(["packed", "transposed", "odd", "mixed"]), st.integers(0, 9), st.randoms(use_true_random=False),
+)  # fmt: skip
 def test_any_save(kernel_device, shape, dtype, strides, num_tokens, random):
     saving = Saving(Memory(shape, dtype, kernel_device), strides)
     places = random.sample(range(NUM_SLOTS * shape[0]), num_tokens)

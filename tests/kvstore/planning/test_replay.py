@@ -247,13 +247,10 @@ TIERS = [(60, 0, 0), (60, 40, 0), (60, 0, 40), (60, 3, 30), (60, 30, 150), (200,
 
 def random_config(rng, hbm, cpu, disk):
     rates = ServiceModel(
-        prefill_tokens_per_s=rng.choice([200.0, 5000.0, math.inf]),
-        decode_tokens_per_s=rng.choice([20.0, 500.0]),
-        max_batch=rng.choice([1, 3, 16]),
-        load_bytes_per_s=rng.choice([50.0, math.inf]),
-        read_bytes_per_s=rng.choice([3.0, 200.0, math.inf]),
-        write_bytes_per_s=rng.choice([1.0, 100.0, math.inf]),
-    )
+        prefill_tokens_per_s=rng.choice([200.0, 5000.0, math.inf]), decode_tokens_per_s=rng.choice([20.0, 500.0]),
+        max_batch=rng.choice([1, 3, 16]), load_bytes_per_s=rng.choice([50.0, math.inf]),
+        read_bytes_per_s=rng.choice([3.0, 200.0, math.inf]), write_bytes_per_s=rng.choice([1.0, 100.0, math.inf]),
+    )  # fmt: skip
     policy = rng.choice(["fifo", "lru", "return", "auto"])
     ttl_s = rng.choice([None, 30.0])
     return ReplayConfig(hbm, cpu, disk, 1 << 22, policy, rng.random() < 0.6, rates, ttl_s, rng.choice([0, 50]))

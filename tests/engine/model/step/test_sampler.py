@@ -378,11 +378,9 @@ def test_sampled_tokens_are_allowed_and_possible(case):
     tokens = draw(torch.from_numpy(logits)[None], params, 20, seed=seed)
     # Rounding may move the edge of top-p and min-p by a hair: the reference is given a hair more room.
     wider = SamplingParams(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=min(1.0, params.top_p * (1 + 1e-5)),
+        temperature=params.temperature, top_k=params.top_k, top_p=min(1.0, params.top_p * (1 + 1e-5)),
         min_p=params.min_p * (1 - 1e-4),
-    )
+    )  # fmt: skip
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         allowed = reference_probabilities(np.maximum(logits - logits.max(), -1e4), wider)
     assert (allowed[tokens] > 0).all()

@@ -20,16 +20,11 @@ def made_up(counts: list[int], width: int, seed: int = 0) -> tuple[StepInputs, n
     query_start = np.cumsum([0, *counts])
     samples = np.flatnonzero([count == 1 or count % 2 for count in counts])
     inputs = StepInputs(
-        token_ids=rng.integers(2**40, size=num_tokens),
-        positions=rng.integers(2**20, size=num_tokens),
-        slots=rng.integers(2**33, size=num_tokens),
-        query_start=query_start,
-        context_lens=np.asarray(counts) + rng.integers(100, size=num_requests),
-        rows=np.arange(num_requests),
-        sample_tokens=query_start[1:][samples] - 1,
-        sample_rows=samples,
-        order=np.arange(num_requests),
-    )
+        token_ids=rng.integers(2**40, size=num_tokens), positions=rng.integers(2**20, size=num_tokens),
+        slots=rng.integers(2**33, size=num_tokens), query_start=query_start,
+        context_lens=np.asarray(counts) + rng.integers(100, size=num_requests), rows=np.arange(num_requests),
+        sample_tokens=query_start[1:][samples] - 1, sample_rows=samples, order=np.arange(num_requests),
+    )  # fmt: skip
     return inputs, rng.integers(2**30, size=(num_requests, width)).astype(np.int32)
 
 
