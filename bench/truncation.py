@@ -367,7 +367,7 @@ def compare_with_engine(
             key = f"{name}-{number}-{reuse}"
             chat.fork(key)
             fork = engine.chat(key, truncation_reuse=reuse)
-            starts = fork._window.turn_starts
+            starts = fork.window.turn_starts
             reply = fork.send(question.user, params)
             assert fork.truncated_tokens or end == len(made.turns)
             if fork.truncated_tokens:

@@ -25,7 +25,6 @@ from kvstore.admin.commands import (
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.engine.sessions.chats import Chats
-from kvstore.engine.text.prompts import check_session_id
 from kvstore.errors import (
     EngineClosedError,
     EngineDiedError,
@@ -76,10 +75,6 @@ class Admin:
         self._core.check_open()
         return self._core.evict(what)
 
-    def forget(self, block_ids: Sequence[BlockId], timeout_s: float = RETRY_S) -> bool:
-        """Take KV that belongs to nobody any more from all tiers; True when it is gone from disk within the timeout."""
-        return self._core.forget(block_ids, timeout_s)
-
     def verify(self, delete: bool = False) -> dict[str, object]:
         """Check every stored block and every session's records."""
         return {**self._core.verify(delete), "sessions": asdict(self._sessions.check())}
@@ -104,7 +99,6 @@ class Admin:
         be deleted. Raises RequestError when there is no such session, and StoreError when it cannot be deleted.
         """
         self._core.check_open()
-        check_session_id(session_id)
         num_blocks = self._delete_one(SessionKey(tenant, session_id), DELETE_TIMEOUT_S)
         if num_blocks is None:
             raise SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
@@ -116,7 +110,6 @@ class Admin:
         Raises RequestError when there is no such session or a turn of it runs, and StoreError.
         """
         self._core.check_open()
-        check_session_id(session_id)
         key = SessionKey(tenant, session_id)
         chat = self._chats.known.get(key)
         if chat is not None and chat.is_busy:
@@ -147,7 +140,7 @@ class Admin:
             self._carry_out(tombstone, unstored, timeout_s)
             return len(tombstone.block_ids)
         if unstored:
-            self.forget(unstored)
+            self._core.forget(unstored, RETRY_S)
         return None if chat is None else 0
 
     def _is_over(self, key: SessionKey) -> bool:
@@ -156,7 +149,7 @@ class Admin:
 
     def _carry_out(self, tombstone: Tombstone, unstored: Sequence[BlockId], timeout_s: float) -> None:
         self._answers.forget_owner(owner_tag(tombstone.key.tenant, tombstone.key.session_id))
-        if self.forget([*tombstone.block_ids, *unstored], timeout_s):
+        if self._core.forget([*tombstone.block_ids, *unstored], timeout_s):
             self._sessions.finish_deletion(tombstone.number).wait()
 
     def pin(self, session_id: str, seconds: float, tenant: str = "") -> None:
@@ -167,7 +160,6 @@ class Admin:
         unknown session and for more than MAX_PIN_S.
         """
         self._core.check_open()
-        check_session_id(session_id)
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= MAX_PIN_S:
             raise RequestError(f"seconds is {seconds!r}; give 0 to {MAX_PIN_S:,} seconds", param="seconds")
         state = self._sessions.load(SessionKey(tenant, session_id))
@@ -176,13 +168,10 @@ class Admin:
         if state.head.fingerprint == self._core.facts.fingerprint:
             self._core.pin(state.chain, seconds)
             with self._chats.lock:
-                self._note_pin(state.head.key, time.time() + seconds)
-
-    def _note_pin(self, key: SessionKey, until_s: float) -> None:
-        self._pins.pop(key, None)
-        self._pins[key] = (until_s, self._core.life)
-        if len(self._pins) > MAX_PINS:
-            self._pins.pop(next(iter(self._pins)))
+                self._pins.pop(state.head.key, None)
+                self._pins[state.head.key] = (time.time() + seconds, self._core.life)
+                if len(self._pins) > MAX_PINS:
+                    self._pins.pop(next(iter(self._pins)))
 
     def pinned_until(self, key: SessionKey) -> float | None:
         """When a pin of this session ends, in seconds since the epoch; None without one. It ends with its process."""

@@ -19,11 +19,12 @@ from kvstore.engine.lifetime import Closing
 from kvstore.engine.model.files import why_no_chat
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.sessions.blocking import generate, stream
+from kvstore.engine.sessions.blocking import Bell, stream
 from kvstore.engine.sessions.chat import ChatSession
 from kvstore.engine.sessions.chats import Chats, Language
 from kvstore.engine.sessions.core import Core
 from kvstore.engine.text.chat_template import ChatTemplate
+from kvstore.engine.text.prompts import checked_prompts, prompt_ids
 from kvstore.sessions.answers import open_answers
 from kvstore.sessions.record import SessionKey
 from kvstore.sessions.store import open_sessions
@@ -95,7 +96,19 @@ class Front:
         params: one for all, or one each. tenant and cache_salt: prompts of another tenant or salt share no KV.
         Raises RequestError or ContextLengthError before anything runs when one of them is wrong.
         """
-        return generate(self.core, self.tokenizer, prompts, params, tenant, cache_salt, priority)
+        texts, each = checked_prompts(prompts, params)
+        ids = [prompt_ids(prompt, self.tokenizer, self.facts.vocab_size) for prompt in texts]
+        bell = Bell(only_ends=True)
+        asked = list(zip(ids, each, strict=True))
+        handles = self.core.submit_all(asked, tenant, cache_salt, priority, listener=bell)
+        try:
+            for handle in handles:
+                bell.wait(lambda: handle.done)  # noqa: B023 (it is asked here only)
+                handle.raise_error()
+        finally:
+            for handle in handles:
+                self.core.abort(handle)
+        return [handle.output for handle in handles]
 
     def chat(
         self,
@@ -117,7 +130,7 @@ class Front:
         Raises RequestError for a bad id or a model without a chat template, StoreError when it cannot be read.
         """
         key = SessionKey(tenant, session_id)
-        self.chats.check(key, system, truncation, truncation_reuse)
+        self.chats.check(key, system)
         if not is_new:
             self.admin.expire(key)
         return self.chats.open(key, system, truncation, truncation_reuse, is_new)
@@ -168,7 +181,7 @@ class Front:
 
     def stream(self, handle: Handle) -> Iterator[Piece]:
         """Pieces of a submitted request as they come; leaving the loop early aborts it."""
-        yield from stream(self.core, handle)
+        return stream(self.core, handle)
 
     def abort(self, handle: Handle, index: int | None = None, reason: str = "abort") -> None:
         """End a request, or only choice `index` of it; its blocks have been given back on return.

@@ -2,7 +2,7 @@
 
 Loads no torch.
 
-- `blocking`: prompts answered while the caller waits
+- `blocking`: pieces of an answer while the caller waits
 - `chat`: a session: send, stream, fork; durable turn by turn
 - `chats`: sessions by their ids: opened, and hinted at
 - `core`: what conversations need of whatever computes

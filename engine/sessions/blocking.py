@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from kvstore.engine.core.output_processor import Handle
-from kvstore.engine.outputs import Piece, RequestOutput
-from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.outputs import Piece
 from kvstore.engine.sessions.core import Core
-from kvstore.engine.text.prompts import checked_prompts, prompt_ids
 
 
 class Bell:
@@ -29,30 +26,6 @@ class Bell:
         while not is_so():
             self._rung.wait()
             self._rung.clear()
-
-
-def generate(
-    core: Core,
-    tokenizer: Any,
-    prompts: Sequence[str | Sequence[int]] | str,
-    params: SamplingParams | Sequence[SamplingParams] | None,
-    tenant: str,
-    cache_salt: str,
-    priority: int,
-) -> list[RequestOutput]:
-    """See `Engine.generate`."""
-    texts, each = checked_prompts(prompts, params)
-    ids = [prompt_ids(prompt, tokenizer, core.facts.vocab_size) for prompt in texts]
-    bell = Bell(only_ends=True)
-    handles = core.submit_all(list(zip(ids, each, strict=True)), tenant, cache_salt, priority, listener=bell)
-    try:
-        for handle in handles:
-            bell.wait(lambda: handle.done)  # noqa: B023 (it is asked here only)
-            handle.raise_error()
-    finally:
-        for handle in handles:
-            core.abort(handle)
-    return [handle.output for handle in handles]
 
 
 def stream(core: Core, handle: Handle) -> Iterator[Piece]:

@@ -22,7 +22,7 @@ from kvstore.engine.sessions.core import Core
 from kvstore.engine.sessions.recall_ids import answer_ids
 from kvstore.engine.sessions.window import NextTurn, Window
 from kvstore.engine.text.chat_template import ChatTemplate, Message
-from kvstore.engine.text.prompts import check_length, check_params, check_session_id, check_text, check_truncation
+from kvstore.engine.text.prompts import check_length, check_params, check_text, check_truncation
 from kvstore.errors import (
     EngineClosedError,
     EngineDiedError,
@@ -75,16 +75,10 @@ class ChatSession:
     messages: the transcript, whole. token_ids: exactly what the model has seen and said, as far as it still is in the
     window. last: the last turn's output. truncated_tokens: how many tokens were dropped to stay within the window.
     num_turns: how many are stored. truncation, truncation_reuse: see `Engine.chat`. state: what is stored of it.
-    life: of the core that knows what this object told it.
+    life: of the core that knows what this object told it. window: what the model sees of it.
     """
 
-    def __init__(
-        self,
-        means: Means,
-        key: SessionKey,
-        system: str | None = None,
-        state: SessionState | None = None,
-    ) -> None:
+    def __init__(self, means: Means, key: SessionKey, system: str | None, state: SessionState | None) -> None:
         self.session_id = key.session_id
         self.tenant = key.tenant
         self.last: RequestOutput | None = None
@@ -103,7 +97,7 @@ class ChatSession:
         self._number: int | None = None  # of the stored session, once there is one
         self.messages: list[Message] = list(self._system)
         self.num_turns = self.truncated_tokens = 0
-        self._window = Window(self._system, self.messages, 0, [], [], Lineage(means.core.root(key.tenant)))
+        self.window = Window(self._system, self.messages, 0, [], [], Lineage(means.core.root(key.tenant)))
         if state is not None:
             self._resume(state)
 
@@ -116,7 +110,7 @@ class ChatSession:
             ids, chain, lineage, starts = state.token_ids, state.chain, lineage_of(state, root), state.turn_starts
         else:  # another model, whose ids may mean other texts: the transcript is tokenized again
             ids, chain, lineage, starts = [], [], Lineage(root), []
-        self._window = Window(
+        self.window = Window(
             self._system, self.messages, state.num_dropped_messages, ids, chain, lineage, list(starts)
         )
 
@@ -133,26 +127,7 @@ class ChatSession:
 
     @property
     def token_ids(self) -> list[int]:
-        return self._window.token_ids
-
-    @property
-    def lineage(self) -> Lineage:
-        return self._window.lineage
-
-    @property
-    def chain(self) -> list[BlockId]:
-        """Ids of the full blocks of `token_ids`."""
-        return self._window.chain
-
-    @property
-    def shown_messages(self) -> list[Message]:
-        """Those of the transcript that are in the window."""
-        return self._window.kept(self._window.num_dropped)
-
-    @property
-    def turn_starts(self) -> list[int]:
-        """Where in `token_ids` each turn begins; empty where that is not known."""
-        return self._window.turn_starts
+        return self.window.token_ids
 
     # -- turns -------------------------------------------------------------------------------------------------------
     def send(self, text: str, params: SamplingParams | None = None) -> RequestOutput:
@@ -233,14 +208,14 @@ class ChatSession:
                     )
                 self._running = self._begin(list(messages), params, idempotency_key, listener)
                 return self._running
-        except BaseException:
-            self._busy.release()
-            raise
+        finally:
+            if self._running is None:
+                self._busy.release()
 
     def _begin(
         self, said: list[Message], params: SamplingParams, idempotency_key: str | None, listener: Listener | None
     ) -> Turn:
-        window = self._window
+        window = self.window
         if len(said) > 1:
             window, said = self._with_history(said)
         text = said[-1]["content"]
@@ -251,7 +226,7 @@ class ChatSession:
             spliced = (following.chain, following.lineage)
             asked = [(following.prompt, params)]
             [handle] = self._core.submit_all(asked, self.tenant, spliced=spliced, listener=listener)
-        except BaseException:
+        except Exception:
             self._forget(self._unused(following, None))
             raise
         return Turn(said, following, handle, idempotency_key)
@@ -264,7 +239,7 @@ class ChatSession:
             self._system, said = said[:1], said[1:]
         self.messages = list(self._system)
         transcript = [*self._system, *said[:-1]]
-        return Window(self._system, transcript, 0, [], [], self._window.lineage), said
+        return Window(self._system, transcript, 0, [], [], self.window.lineage), said
 
     def end(self, turn: Turn, keep: bool = True) -> TurnRecord | None:
         """The turn becomes part of the conversation, durable on return; reused KV that no turn refers to goes.
@@ -305,13 +280,13 @@ class ChatSession:
     def _unused(self, turn: NextTurn, stored: Lineage | None) -> Sequence[BlockId]:
         """Blocks that were spliced for this turn, unless it was stored with them or an earlier turn was."""
         first = turn.lineage.splice_index
-        if first is None or turn.lineage in (stored, self._window.lineage):
+        if first is None or turn.lineage in (stored, self.window.lineage):
             return ()
         return turn.chain[first:]
 
     def _own(self, turn: NextTurn, handle: Handle) -> list[BlockId]:
         """Blocks that only this turn has: neither of the turns before it nor of the system prompt alone."""
-        known, first = self._window.chain, turn.turn_starts[0] // self._core.facts.block_size if turn.turn_starts else 0
+        known, first = self.window.chain, turn.turn_starts[0] // self._core.facts.block_size if turn.turn_starts else 0
         while first < min(len(known), len(handle.chain)) and known[first] == handle.chain[first]:
             first += 1
         return list(handle.chain[first:])
@@ -338,8 +313,8 @@ class ChatSession:
         token_ids = [*output.prompt_token_ids, *said_ids]
         chain = list(turn.chain) if lineage == turn.lineage else []  # given up: the reused KV was missing
         extend_chain(chain, lineage.root, token_ids, self._core.facts.block_size)
-        append = not turn.rebase and lineage == self._window.lineage
-        known, num_blocks = len(self._window.token_ids), len(self._window.chain)
+        append = not turn.rebase and lineage == self.window.lineage
+        known, num_blocks = len(self.window.token_ids), len(self.window.chain)
         record = TurnRecord(
             number=self.num_turns + 1,
             messages=[*(self._system if self.num_turns == 0 else []), *said],
@@ -361,7 +336,7 @@ class ChatSession:
         self.messages += said
         self.truncated_tokens += turn.truncated_tokens
         starts = turn.turn_starts
-        self._window = Window(self._system, self.messages, turn.num_dropped, token_ids, chain, lineage, starts)
+        self.window = Window(self._system, self.messages, turn.num_dropped, token_ids, chain, lineage, starts)
         self._expire(head.expires_s)
         return record
 
@@ -371,7 +346,6 @@ class ChatSession:
 
         Raises RequestError for a bad id, StoreError when it is taken or there is no such turn.
         """
-        check_session_id(session_id)
         if self.num_turns == 0 or (turn is not None and not 1 <= turn <= self.num_turns):
             raise RequestError(f"turn is {turn}; this session has {self.num_turns} turns", param="turn")
         key = SessionKey(self.tenant, session_id)
@@ -402,7 +376,7 @@ class ChatSession:
             self._busy.release()
 
     def _keep_last(self, num_turns: int) -> TurnRecord | None:
-        before = self._window
+        before = self.window
         window = before.last(num_turns, self._core, self.tenant, self.truncation_reuse)
         if window is None:
             return None
@@ -416,18 +390,17 @@ class ChatSession:
         )  # fmt: skip
         try:
             self._store(record)
-        except BaseException:
+        except Exception:
             if lineage.splice_index is not None and lineage != before.lineage:
                 self._forget(window.chain[lineage.splice_index :])
             raise
         self.truncated_tokens += record.truncated_tokens
-        self._window = window
+        self.window = window
         return record
 
     def _num_rendered(self, window: Window) -> int:
         """Tokens of a window whose ids are not known yet."""
-        messages = window.kept(window.num_dropped)
-        return len(self._means.template.prompt_ids(messages)) if messages else 0
+        return len(self._means.template.prompt_ids(window.shown)) if window.shown else 0
 
     def _store(self, record: TurnRecord) -> SessionHead:
         """Durable on return."""
@@ -450,7 +423,7 @@ class ChatSession:
     def _expire(self, at_s: float | None) -> None:
         """Its KV goes before that of others from then on."""
         if at_s != self._expires_s:
-            self._core.expire(self.chain, at_s)
+            self._core.expire(self.window.chain, at_s)
         self._expires_s = at_s
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 from kvstore.engine.sessions.chat import ChatSession, Means, lineage_of
 from kvstore.engine.sessions.core import Core
 from kvstore.engine.text.chat_template import ChatTemplate
-from kvstore.engine.text.prompts import check_length, check_owner, check_session_id, check_text, check_truncation
+from kvstore.engine.text.prompts import check_length, check_owner, check_text
 from kvstore.errors import RequestError, SessionNotFoundError
 from kvstore.sessions.record import SessionKey
 from kvstore.sessions.store import SessionStore
@@ -41,18 +41,14 @@ class Chats:
         self.known: weakref.WeakValueDictionary[SessionKey, ChatSession] = weakref.WeakValueDictionary()
         self.lock = threading.RLock()
 
-    def check(self, key: SessionKey, system: str | None, truncation: str | None, truncation_reuse: str | None) -> None:
+    def check(self, key: SessionKey, system: str | None) -> None:
         """What a session is asked for with. Raises RequestError, and as `Core.check_open`."""
-        check_session_id(key.session_id)
         check_owner(key.tenant, "", 0)
         if system is not None:
             check_text(system, "system")
         self.language.chat_template()
         if system is not None:
             check_length([system], self.language.tokenizer, self.core.facts.max_request_tokens)
-        check_truncation(
-            "auto" if truncation is None else truncation, "reencode" if truncation_reuse is None else truncation_reuse
-        )
         self.core.check_open()
 
     def open(
@@ -96,7 +92,6 @@ class Chats:
     def prefetch(self, session_id: str, tenant: str) -> None:
         """See `Engine.prefetch`."""
         self.core.check_open()
-        check_session_id(session_id)
         key = SessionKey(tenant, session_id)
         state = self.sessions.load(key)
         if state is None and key in self.known:

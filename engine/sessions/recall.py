@@ -149,7 +149,7 @@ class Recall:
             if may_splice:
                 chain, lineage = known.chain, known.lineage
         else:
-            turns = self._first_start(template, messages, prompt)
+            turns = template.first_start(messages[: _turn_messages(messages)[0]], prompt)
         starts = self._starts(template, messages, prompt, ends, turns)
         return NextTurn(prompt, chain, lineage, 0, starts)
 
@@ -192,11 +192,6 @@ class Recall:
         spans = [(0, head), (cut, len(ids))]
         spliced = self._core.splice(chain, ids, source.lineage, spans, tenant)
         return exact if spliced is None else NextTurn(prompt, spliced[0], spliced[1], 0, following)
-
-    @staticmethod
-    def _first_start(template: ChatTemplate, messages: list[Message], prompt: list[int]) -> list[int]:
-        head = template.head_ids(messages[: _turn_messages(messages)[0]])
-        return [len(head)] if head is not None and prompt[: len(head)] == head else []
 
     @staticmethod
     def _starts(

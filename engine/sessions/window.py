@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvstore.blocks.ids import BlockId, Lineage, extend_chain
 from kvstore.engine.sampling_params import SamplingParams
@@ -15,6 +15,7 @@ from kvstore.engine.sessions.core import Core
 from kvstore.engine.text.chat_template import ChatTemplate, Message
 from kvstore.errors import ContextLengthError
 
+NEEDED = "system prompt, message and answer need"
 ANSWER_SHARE = 8  # without max_tokens, a turn keeps a window's 1/8 free for its answer
 
 
@@ -35,9 +36,6 @@ class NextTurn:
     truncated_tokens: int = 0
     rebase: bool = False
 
-    def __post_init__(self) -> None:
-        assert self.num_dropped >= 0, f"{self.num_dropped} messages dropped"
-
 
 @dataclass(slots=True)
 class Window:
@@ -53,6 +51,11 @@ class Window:
     chain: list[BlockId]
     lineage: Lineage
     turn_starts: list[int] = field(default_factory=list)
+
+    @property
+    def shown(self) -> list[Message]:
+        """Those of the transcript that are in it."""
+        return self.kept(self.num_dropped)
 
     def kept(self, num_dropped: int) -> list[Message]:
         """The messages that are left without so many after the system prompt."""
@@ -70,23 +73,21 @@ class Window:
     ) -> NextTurn:
         """The next prompt, truncated where it would not fit. Raises ContextLengthError where it must not be."""
         user: Message = {"role": "user", "content": text}
-        prompt = template.next_ids(self.token_ids, self.kept(self.num_dropped), text) if self.token_ids else None
+        prompt = template.next_ids(self.token_ids, self.shown, text) if self.token_ids else None
         if prompt is not None:
             starts = self._starts_with(template, self.turn_starts, len(self.token_ids), prompt)
             turn = NextTurn(prompt, self.chain, self.lineage, self.num_dropped, starts)
         else:
             turn = self._rendered(template, self.num_dropped, user)
         window, answer = core.facts.max_request_tokens, params.max_tokens or 0
-        if truncation == "disabled":
-            if len(turn.prompt) + max(answer, 1) > window:
-                raise self._too_long(core, len(turn.prompt) + max(answer, 1), "prompt and answer need")
+        needed = len(turn.prompt) + max(answer, 1)
+        is_first = len(self.messages) == len(self.system)  # there is nothing to drop
+        if truncation == "disabled" or is_first:
+            if needed > window:
+                who = "prompt and answer need" if truncation == "disabled" else NEEDED
+                raise self._too_long(core, needed, who)
             return turn
         if len(turn.prompt) + (answer or max(1, window // ANSWER_SHARE)) <= window:
-            return turn
-        if len(self.messages) == len(self.system):  # a first turn: there is nothing to drop
-            needed = len(turn.prompt) + max(answer, 1)
-            if needed > window:
-                raise self._too_long(core, needed, "system prompt, message and answer need")
             return turn
         return self._truncated(core, template, user, len(turn.prompt), max(answer, 1), tenant, reuse)
 
@@ -95,9 +96,7 @@ class Window:
         prompt = template.prompt_ids([*self.kept(num_dropped), user])
         starts: list[int] = []
         if len(self.kept(num_dropped)) == len(self.system):
-            head = template.head_ids(self.system)
-            if head is not None and prompt[: len(head)] == head:
-                starts = [len(head)]
+            starts = template.first_start(self.system, prompt)
         rebase = len(self.messages) > len(self.system)
         return NextTurn(prompt, [], self.lineage.exact, num_dropped, starts, rebase=rebase)
 
@@ -154,12 +153,10 @@ class Window:
         turn = self._without(template, num_dropped, user)
         prompt = turn.prompt
         if len(prompt) > longest and not (num_dropped == total and len(prompt) + answer <= window):
-            raise self._too_long(core, len(prompt) + answer, "system prompt, message and answer need")
+            raise self._too_long(core, len(prompt) + answer, NEEDED)
         if reuse == "reencode" and turn.turn_starts and num_dropped < total:
             turn = self._spliced(core, turn, tenant)
-        return NextTurn(
-            prompt, turn.chain, turn.lineage, num_dropped, turn.turn_starts, num_tokens - len(prompt), True
-        )
+        return replace(turn, truncated_tokens=num_tokens - len(prompt), rebase=True)
 
     def _without(self, template: ChatTemplate, num_dropped: int, user: Message) -> NextTurn:
         """The next prompt without the oldest turns: the same ids, or rendered anew where turn starts are not known."""
@@ -176,14 +173,9 @@ class Window:
 
     def _spliced(self, core: Core, turn: NextTurn, tenant: str) -> NextTurn:
         """The same turn with the KV of what is kept, as far as it is stored; else it is computed."""
-        head = turn.turn_starts[0]
-        cut = self.turn_starts[len(self.turn_starts) - (len(turn.turn_starts) - 1)]
-        spans = [(0, head), (cut, len(self.token_ids))]
+        spans = [(0, turn.turn_starts[0]), (self.turn_starts[1 - len(turn.turn_starts)], len(self.token_ids))]
         spliced = core.splice(self.chain, self.token_ids, self.lineage, spans, tenant)
-        if spliced is None:
-            return turn
-        chain, lineage = spliced
-        return NextTurn(turn.prompt, chain, lineage, turn.num_dropped, turn.turn_starts)
+        return turn if spliced is None else replace(turn, chain=spliced[0], lineage=spliced[1])
 
     def _too_long(self, core: Core, needed: int, what: str) -> ContextLengthError:
         window = core.facts.max_request_tokens

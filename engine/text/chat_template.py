@@ -33,30 +33,11 @@ class TurnDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class Boundary:
-    """end: what closes an answer before the next turn begins. turn_chars: what opens a turn has so many characters."""
-
-    end: str
-    turn_chars: int
-
-
-@dataclass(frozen=True, slots=True)
 class HistoryIds:
     """A prompt made of known ids and encoded text. ends: where in it each known answer ends, by its message's index."""
 
     token_ids: list[int]
     ends: dict[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Shown:
-    """A history as the template shows it, cut at some messages: texts has one entry more than contents.
-
-    contents: what the template makes of the content (it may trim), by the message's index.
-    """
-
-    texts: list[str]
-    contents: dict[int, str]
 
 
 class ChatTemplate:
@@ -141,24 +122,30 @@ class ChatTemplate:
         shown = self._shown(messages, kept) if kept else None
         if shown is None:
             return None
-        first = min(index for index in shown.contents if index in kept)
+        texts, contents = shown
+        first = next(iter(contents))
         if known and first == known[0]:
             ids = list(known[1])
         else:
             ids = self.prompt_ids(messages[:first]) + list(kept[first])
         ends = {first: len(ids)}
-        after = [*shown.contents][1:]
-        for text, index in zip(shown.texts[1:], [*after, None], strict=True):
+        after = [*contents][1:]
+        for text, index in zip(texts[1:], [*after, None], strict=True):
             ids += self._text.encode_part(text)
             if index in kept:
                 ids += kept[index]
                 ends[index] = len(ids)
             elif index is not None:
-                ids += self._text.encode_plain(shown.contents[index])
+                ids += self._text.encode_plain(contents[index])
         return HistoryIds(ids, ends)
 
-    def _shown(self, messages: list[Message], kept: Mapping[int, Sequence[int]]) -> _Shown | None:
-        """The history cut at the answers that are kept, from the first one on that has to be; None: at none of them."""
+    def _shown(
+        self, messages: list[Message], kept: Mapping[int, Sequence[int]]
+    ) -> tuple[list[str], dict[int, str]] | None:
+        """The history cut at the answers that are kept, from the first one on that has to be; None: at none of them.
+
+        The texts between the cuts, and what the template makes of the contents there (it may trim), by their indices.
+        """
         first = min(kept)
         spells = self._text.spells_control
         cuts = [i for i, m in enumerate(messages) if i in kept or (i > first and spells(m["content"]))]
@@ -184,7 +171,7 @@ class ChatTemplate:
         while contents and next(reversed(contents)) not in kept:
             contents.popitem()  # before the first answer that is kept, all is encoded in one piece
         contents = dict(reversed(contents.items()))
-        return _Shown(texts[len(texts) - len(contents) - 1 :], contents) if contents else None
+        return (texts[len(texts) - len(contents) - 1 :], contents) if contents else None
 
     @staticmethod
     def _content_before(rendered: str, end: int, before: str, content: str) -> str | None:
@@ -207,7 +194,7 @@ class ChatTemplate:
             return None
         rendered = self._render([*system, {"role": "user", "content": _USER}])
         before = rendered[: rendered.index(_USER)]
-        head = before[: len(before) - boundary.turn_chars]
+        head = before[: len(before) - boundary[1]]
         if not system or not self._text.spells_control(system[0]["content"]):
             return self._text.encode(head)
         start, content, rest = head.partition(system[0]["content"])
@@ -215,13 +202,20 @@ class ChatTemplate:
             return None
         return self._text.encode(start) + self._text.encode_plain(content) + self._text.encode_part(rest)
 
+    def first_start(self, system: list[Message], prompt: list[int]) -> list[int]:
+        """Where the first turn of a prompt begins; empty where it cannot be told."""
+        head = self.head_ids(system)
+        return [len(head)] if head is not None and prompt[: len(head)] == head else []
+
     def end_ids(self, has_system: bool) -> list[int] | None:
         """Ids of what the template puts behind an answer before the next turn begins."""
         boundary = self._boundary(has_system)
-        return None if boundary is None else self._text.encode_part(boundary.end)
+        return None if boundary is None else self._text.encode_part(boundary[0])
 
-    def _find_boundary(self, has_system: bool) -> Boundary | None:
-        """Where turns begin: what stands before the first user message and before a later one has the same end."""
+    def _find_boundary(self, has_system: bool) -> tuple[str, int] | None:
+        """What closes an answer before the next turn begins, and how many characters open a turn: what stands before
+        the first user message and before a later one has the same end.
+        """
         delta = self._delta(has_system)
         if delta is None:
             return None
@@ -232,7 +226,7 @@ class ChatTemplate:
         while count < min(len(first), len(delta.before)) and first[-count - 1] == delta.before[-count - 1]:
             count += 1
         count = min(self._text.whole_tokens(first, count), self._text.whole_tokens(delta.before, count))
-        return Boundary(delta.before[: len(delta.before) - count], count)
+        return delta.before[: len(delta.before) - count], count
 
     def encode_answer(self, text: str) -> list[int]:
         """Ids of a part of an answer, as plain text that continues what stands before it."""

@@ -14,13 +14,6 @@ USUAL_CHARS = 8  # of a token: a text that is shorter is tokenized without anoth
 PART_CHARS = 2**17
 SEAM_TOKENS = 64  # that a part may have more than where it is not cut off
 _SURROGATE = re.compile("[\ud800-\udfff]")  # in a str of its own: half a pair
-SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
-
-
-def check_session_id(session_id: str) -> None:
-    """Raises RequestError unless it is 1 to 128 letters, digits, "_" or "-"."""
-    if not isinstance(session_id, str) or not SESSION_ID.fullmatch(session_id):
-        raise RequestError("a session id has 1 to 128 letters, digits, '_' or '-'", param="session_id")
 
 
 def checked_prompts(

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from kvstore.config import parse_size
-from kvstore.engine.text.prompts import SESSION_ID
 from kvstore.errors import ConfigError
+from kvstore.sessions.record import SESSION_ID
 
 T = TypeVar("T")
 

@@ -114,11 +114,11 @@ def test_a_pinned_session_outlives_others_until_its_pin_ends(store):
     store.admin.pin("kept", 3600)
     for seed in range(20):
         ask(store, tokens(seed, PROMPT), 1)
-    assert all(store.loop.pool.lookup(block_id) is not None for block_id in chat.chain)
+    assert all(store.loop.pool.lookup(block_id) is not None for block_id in chat.window.chain)
     store.admin.pin("kept", 0)
     for seed in range(20, 40):
         ask(store, tokens(seed, PROMPT), 1)
-    assert store.loop.pool.lookup(chat.chain[-1]) is None
+    assert store.loop.pool.lookup(chat.window.chain[-1]) is None
 
 
 def test_pins_never_wedge_the_pool(store):
@@ -150,7 +150,7 @@ def test_a_session_about_to_expire_goes_first(store):
     chat.set_ttl(0.0)
     for seed in range(2, 7):
         ask(store, tokens(seed, PROMPT), 1)
-    assert store.loop.pool.lookup(chat.chain[-1]) is None and in_hbm(store, 1) == 96
+    assert store.loop.pool.lookup(chat.window.chain[-1]) is None and in_hbm(store, 1) == 96
 
 
 def test_what_was_learned_survives_a_restart(model, tmp_path):

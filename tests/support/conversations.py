@@ -31,7 +31,7 @@ def fill(chat: ChatSession) -> None:
     chat.truncation = "disabled"
     while True:
         try:
-            chat._window.next_turn(chat._core, chat._means.template, LONG, PARAMS, "", "disabled", "reencode")
+            chat.window.next_turn(chat._core, chat._means.template, LONG, PARAMS, "", "disabled", "reencode")
         except ContextLengthError:
             break
         chat.send(f"This is message number {chat.num_turns} of a talk.", PARAMS)

@@ -3,7 +3,7 @@
 from aiohttp import web
 from msgspec import UNSET
 
-from kvstore.engine.text.prompts import check_session_id, check_truncation
+from kvstore.engine.text.prompts import check_truncation
 from kvstore.service.api.context import Context, context_of, tenant_of
 from kvstore.service.api.edge import check_model, json_response
 from kvstore.service.api.schema import read_body, sampling_params
@@ -12,6 +12,7 @@ from kvstore.service.api.sessions.turns import TurnRequest, new_session_id, open
 from kvstore.service.api.sse import EventStream
 from kvstore.service.http.errors import bad_request
 from kvstore.service.http.routes import Route
+from kvstore.sessions.record import SessionKey
 
 ROUTE = "/chat"
 DEFAULT_TEMPERATURE = 0.7  # where neither the request nor the model's authors name one
@@ -42,8 +43,7 @@ async def _wanted(context: Context, request: web.Request, body: ChatBody) -> Tur
     if body.session_id is None:
         session_id = await new_session_id(context, tenant, request_key, ROUTE)
     else:
-        session_id = body.session_id
-        check_session_id(session_id)
+        session_id = SessionKey(tenant, body.session_id).session_id  # refuses what is no id
     default_s = context.options.ttl_s
     ttl = default_s if body.ttl is UNSET and is_new and default_s is not None else body.ttl
     return TurnRequest(

@@ -154,8 +154,8 @@ class LiveTurn:
             chat.set_ttl(self._wanted.ttl)
         with suppress(StoreError):  # it only saves work
             self._context.recall.note(
-                chat.tenant, "", chat.shown_messages[:-1], self._answer.output, chat.chain, chat.lineage,
-                chat.turn_starts, chat.session_id,
+                chat.tenant, "", chat.window.shown[:-1], self._answer.output, chat.window.chain, chat.window.lineage,
+                chat.window.turn_starts, chat.session_id,
             )  # fmt: skip
             if chat.deleted:  # since: its deletion may have come before the note
                 self._context.recall.forget_session(chat.tenant, chat.session_id)

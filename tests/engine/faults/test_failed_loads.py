@@ -184,10 +184,10 @@ def test_a_spliced_chain_whose_load_fails_becomes_exact_and_so_does_its_session(
     while not chat.truncated_tokens:
         out = chat.send("And this is one more message, of a talk that is long.", greedy(10))
     assert failing.num_failures and cached(out)[3] >= 0
-    assert chat.lineage.splice_index is None and out.token_ids == plain(out.prompt_token_ids, 10)
+    assert chat.window.lineage.splice_index is None and out.token_ids == plain(out.prompt_token_ids, 10)
     monkeypatch.undo()
     state = engine.sessions.load(chat._key)
-    assert (state.first_reencoded, state.chain) == (None, chat.chain)
+    assert (state.first_reencoded, state.chain) == (None, chat.window.chain)
     settle(engine)
     engine.loop.pool.evict_all()
     out = chat.send("Next.", greedy(5))

@@ -138,7 +138,7 @@ def check_after_kill(model: str, store: Path, log: Path, plain: Plain) -> None:
                 fork = engine.chat(name).fork(f"fork-{name}-{os.urandom(6).hex()}")
                 out = fork.send("Where were we?", greedy(3))
                 assert out.prompt_token_ids[: len(state.token_ids)] == state.token_ids or fork.truncated_tokens
-                if fork.lineage.splice_index is None:
+                if fork.window.lineage.splice_index is None:
                     assert out.token_ids == plain(out.prompt_token_ids, 3)
                 engine.admin.delete_session(fork.session_id)
         settle(engine)

@@ -158,7 +158,7 @@ def test_a_truncated_session_reuses_its_keys_at_new_positions(chat_model: Stored
             if is_emptied:
                 evict_cpu(engine.engine)
                 engine.engine.loop.pool.evict_all()
-            old, (head, *_) = list(chat.token_ids), chat.turn_starts
+            old, (head, *_) = list(chat.token_ids), chat.window.turn_starts
             output = chat.send(f"This is message number {chat.num_turns}.", asking(10))
         num_dropped = chat.truncated_tokens
         assert cached(output)[3] >= 32

@@ -37,7 +37,7 @@ def test_ids_are_those_of_the_template_when_answers_are_tokenized_as_usual(engin
     chat.send("Hi", PARAMS)
     tokenizer, template = engine.tokenizer, ChatTemplate.of(engine.tokenizer)
     chat.messages[-1]["content"] = "Hello there."
-    chat._window.token_ids = chat.token_ids[: -PARAMS.max_tokens] + template.encode_answer("Hello there.")
+    chat.window.token_ids = chat.token_ids[: -PARAMS.max_tokens] + template.encode_answer("Hello there.")
     out = chat.send("How are you?", PARAMS)
     rendered = tokenizer.apply_chat_template(chat.messages[:-1], add_generation_prompt=True, return_dict=False)
     assert out.prompt_token_ids == rendered
@@ -225,12 +225,12 @@ def test_bad_messages_are_refused_before_anything_runs(engine):
 def test_keeping_the_last_turns_keeps_their_ids_and_is_stored(engine, reuse):
     chat = engine.chat("kept", system="Be brief.", truncation_reuse=reuse)
     outs = [chat.send(f"Question number {number}, about the sea and about the sky.", PARAMS) for number in range(4)]
-    starts, known, messages = list(chat.turn_starts), list(chat.token_ids), list(chat.messages)
+    starts, known, messages = list(chat.window.turn_starts), list(chat.token_ids), list(chat.messages)
     record = chat.keep_last(2)
     assert (record.number, record.messages, record.base) == (5, (), "rebase") and chat.num_turns == 5
     kept = known[: starts[0]] + known[starts[2] :]
     assert chat.token_ids == kept and record.truncated_tokens == len(known) - len(kept) == chat.truncated_tokens
-    assert chat.messages == messages and chat.shown_messages == [messages[0], *messages[5:]]
+    assert chat.messages == messages and chat.window.shown == [messages[0], *messages[5:]]
     assert chat.keep_last(2) is None and chat.keep_last(9) is None
     del chat
     again = engine.chat("kept", truncation_reuse=reuse)
@@ -238,7 +238,7 @@ def test_keeping_the_last_turns_keeps_their_ids_and_is_stored(engine, reuse):
     out = again.send("And what was the first question?", PARAMS)
     assert out.prompt_token_ids[: len(kept)] == kept and len(outs) == 4
     assert again.num_turns == 6 and again.token_ids[: len(out.prompt_token_ids)] == out.prompt_token_ids
-    assert again.keep_last(0).token_ids == () and again.shown_messages == [messages[0]]
+    assert again.keep_last(0).token_ids == () and again.window.shown == [messages[0]]
     fresh = engine.chat("fresh", system="Be brief.").send("Hello", PARAMS)
     assert again.send("Hello", PARAMS).prompt_token_ids == fresh.prompt_token_ids
 

@@ -42,12 +42,12 @@ def test_deleting_a_session_leaves_nothing_of_it_anywhere(opened, tmp_path, flus
     talk(chat, 5, "secret matter")
     if flushed:
         settle(engine)
-    needles = [part for parts in kv_of(engine, chat.chain).values() for part in parts]
+    needles = [part for parts in kv_of(engine, chat.window.chain).values() for part in parts]
     needles += [token_bytes(chat.token_ids[i : i + 16]) for i in range(0, len(chat.token_ids) - 16, 16)]
     needles.append(b"secret matter")
     if flushed:
         check_there(engine, tmp_path / "store", needles)
-    assert engine.admin.delete_session("secret") == len(chat.chain)
+    assert engine.admin.delete_session("secret") == len(chat.window.chain)
     check_gone(engine, tmp_path / "store", needles)
     with pytest.raises(RequestError, match="deleted"):
         chat.send("Still there?", PARAMS)
@@ -66,7 +66,7 @@ def test_deleting_a_fork_keeps_what_it_shares(opened, tmp_path, plain):
     fork = chat.fork("gone")
     talk(fork, 3, "secret matter")
     settle(engine)
-    shared, own = chat.chain, [block_id for block_id in fork.chain if block_id not in chat.chain]
+    shared, own = chat.window.chain, [block_id for block_id in fork.window.chain if block_id not in chat.window.chain]
     needles = [part for parts in kv_of(engine, own).values() for part in parts]
     assert len(needles) == 2 * len(own) > 4
     assert engine.admin.delete_session("gone") == len(own)
@@ -90,7 +90,7 @@ def unrecorded(opened, monkeypatch):
     with engine.connector.parts.lock:
         cpu = engine.connector.parts.cpu
         every = [cpu.record(slot).block_id for slot in cpu.pool.cached_blocks()]
-    assert len(every) > len(chat.chain) + 1
+    assert len(every) > len(chat.window.chain) + 1
     return engine, [part for parts in kv_of(engine, every).values() for part in parts]
 
 
@@ -128,7 +128,7 @@ def test_a_deletion_that_a_crash_cut_off_is_carried_out_at_the_next_start(opened
     chat = engine.chat("secret")
     talk(chat, 4, "secret matter")
     settle(engine)
-    needles = [part for parts in kv_of(engine, chat.chain).values() for part in parts]
+    needles = [part for parts in kv_of(engine, chat.window.chain).values() for part in parts]
     monkeypatch.setattr(engine.connector.upkeep, "forget", lambda *_: (frozenset(), False))
     engine.admin.delete_session("secret")
     assert len(engine.sessions.pending_deletions()) == 1
@@ -148,7 +148,7 @@ def test_a_session_whose_time_is_over_is_deleted(opened, tmp_path):
     talk(engine.chat("long"), 1)
     chat.set_ttl(0.01)
     settle(engine)
-    needles = [part for parts in kv_of(engine, chat.chain[1:]).values() for part in parts]
+    needles = [part for parts in kv_of(engine, chat.window.chain[1:]).values() for part in parts]
     time.sleep(0.05)
     engine.admin._last_expiry_s = -1e9
     assert [head.key.session_id for head in engine.admin.list_sessions()] == ["long"]
@@ -181,7 +181,7 @@ def test_a_deletion_during_a_turn_takes_that_turn_too(engine, num_turns, truncat
     with pytest.raises(StoreError, match="deleted"):
         list(stream)
     head = len(engine.chats.language.template.head_ids(chat._system)) // 16
-    engine.admin.forget(head_chain(engine, chat)[:head])
+    engine.core.forget(head_chain(engine, chat)[:head], 2.0)
     assert nothing_is_left(engine)
     with pytest.raises(RequestError, match="deleted"):
         chat.send("Hi")
@@ -200,7 +200,7 @@ def test_a_deletion_keeps_the_kv_of_a_fork_but_not_of_the_turn_that_runs(engine)
     with pytest.raises(StoreError):
         list(stream)
     assert num_stored(engine) == before
-    assert cached(fork.send("Hi", PARAMS))[0] == (len(fork.chain[:before])) * 16
+    assert cached(fork.send("Hi", PARAMS))[0] == (len(fork.window.chain[:before])) * 16
 
 
 def test_a_deletion_ends_a_turn_that_another_thread_waits_for(engine):
@@ -231,7 +231,7 @@ def test_hbm_blocks_that_were_held_when_forgotten_are_erased_when_released(engin
         engine.step()
     (request,) = engine.loop.scheduler.roster.requests.values()
     blocks = list(request.block_numbers)
-    engine.admin.forget(request.chain[:1])
+    engine.core.forget(request.chain[:1], 2.0)
     assert engine.loop.pool.lookup(request.chain[0]) is None and engine.loop.erasure.pending
     while not handle.done:
         engine.step()

@@ -114,7 +114,7 @@ def test_the_ids_of_a_session_that_had_the_same_conversation(builtin, system):
             num_odd += out.prompt_token_ids != template.prompt_ids(messages)
             for turn in turns:
                 assert turn.prompt == out.prompt_token_ids and turn.prompt[: len(known)] == known
-                assert turn.turn_starts == chat._window.turn_starts
+                assert turn.turn_starts == chat.window.turn_starts
                 assert turn.lineage == Lineage(builtin.root(tenant)) and list(turn.chain) == []
             recall.note(tenant, "", messages, out, turns[0].chain, turns[0].lineage, turns[0].turn_starts)
             messages.append(assistant(out.text))

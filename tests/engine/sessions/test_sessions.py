@@ -16,9 +16,9 @@ MODEL = {"tokenizer": True}
 def test_invariant_5_a_session_is_resumed_with_its_exact_ids_after_a_restart(opened, plain):
     chat = opened().chat("one", system="Be brief.")
     talk(chat, 4)
-    messages, token_ids, chain = list(chat.messages), list(chat.token_ids), list(chat.chain)
+    messages, token_ids, chain = list(chat.messages), list(chat.token_ids), list(chat.window.chain)
     again = opened().chat("one")
-    assert (again.messages, again.token_ids, again.chain, again.num_turns) == (messages, token_ids, chain, 4)
+    assert (again.messages, again.token_ids, again.window.chain, again.num_turns) == (messages, token_ids, chain, 4)
     out = again.send("And now?", PARAMS)
     assert out.prompt_token_ids[: len(token_ids)] == token_ids
     # The last answer's last token was never forwarded, so the block that ends with it is not stored.
@@ -69,7 +69,7 @@ def test_invariant_5_a_turn_is_durable_before_its_last_piece(opened):
             state = engine.sessions.load(SessionKey("", "one"))
             assert (state.turn if state else 0) == (number if piece.finish_reason else number - 1)
     state = engine.sessions.load(SessionKey("", "one"))
-    assert (state.messages, state.token_ids, state.chain) == (chat.messages, chat.token_ids, chat.chain)
+    assert (state.messages, state.token_ids, state.chain) == (chat.messages, chat.token_ids, chat.window.chain)
 
 
 def test_a_turn_that_cannot_be_stored_is_not_part_of_the_conversation(opened, monkeypatch):

@@ -31,10 +31,10 @@ def test_a_truncated_turn_keeps_its_kv(opened):
     talk(chat, 1)
     out = fill_over(chat)
     hbm, cpu, disk, reencoded = cached(out)
-    head = chat.lineage.splice_index * 16
+    head = chat.window.lineage.splice_index * 16
     assert head > 0 and reencoded > 0 and hbm == head and cpu == disk == 0
-    assert out.usage.cached_tokens == chat.lineage.splice_end * 16
-    assert counters(engine)["spliced"] == chat.lineage.splice_end - chat.lineage.splice_index
+    assert out.usage.cached_tokens == chat.window.lineage.splice_end * 16
+    assert counters(engine)["spliced"] == chat.window.lineage.splice_end - chat.window.lineage.splice_index
     computed = out.usage.prompt_tokens - out.usage.cached_tokens
     assert computed < 64 and out.usage.prompt_tokens <= 128
 
@@ -54,7 +54,8 @@ def test_invariant_1_the_same_splice_gives_the_same_tokens_in_every_run(model, t
                 talk(chat, 1)
             first = chat.last
             engine.loop.pool.evict_all()
-            outs.append((first.token_ids, chat.chain[: chat.lineage.splice_index], talk(chat, 1)[0].token_ids))
+            exact = chat.window.chain[: chat.window.lineage.splice_index]
+            outs.append((first.token_ids, exact, talk(chat, 1)[0].token_ids))
             engine.check_integrity()
     assert outs[0][0] == outs[1][0] == outs[2][0]
     assert outs[0][2] == outs[1][2] == outs[2][2]
@@ -91,7 +92,7 @@ def test_invariant_1_exact_truncation_computes_what_was_kept(opened, plain):
     engine = opened()
     chat = engine.chat("one", system="Be kind.", truncation_reuse="exact")
     out = fill_over(chat)
-    assert cached(out)[3] == 0 and chat.lineage.splice_index is None
+    assert cached(out)[3] == 0 and chat.window.lineage.splice_index is None
     assert out.token_ids == plain(out.prompt_token_ids, 10)
     known = len(chat.token_ids)
     settle(engine)
@@ -118,17 +119,17 @@ def test_a_missing_reencoded_block_gives_up_the_splice_and_the_session_becomes_e
     chat = engine.chat("one", system="Be kind.")
     fill_over(chat)
     settle(engine)
-    lineage = chat.lineage
-    gone = frozenset(chat.chain[lineage.splice_end - 1 :])
+    lineage = chat.window.lineage
+    gone = frozenset(chat.window.chain[lineage.splice_end - 1 :])
     engine.admin.evict(Evict(block_ids=gone))
     engine = opened()
     chat = engine.chat("one")
-    assert chat.lineage == lineage
+    assert chat.window.lineage == lineage
     (out,) = talk(chat, 1)
     assert cached(out)[3] == 0 and out.token_ids == plain(out.prompt_token_ids, 10)
-    assert chat.lineage.splice_index is None
+    assert chat.window.lineage.splice_index is None
     state = engine.sessions.load(SessionKey("", "one"))
-    assert (state.first_reencoded, state.chain, state.token_ids) == (None, chat.chain, chat.token_ids)
+    assert (state.first_reencoded, state.chain, state.token_ids) == (None, chat.window.chain, chat.token_ids)
     assert engine.sessions.turn(SessionKey("", "one"), chat.num_turns).base == "rebase"
     settle(engine)
     known = len(chat.token_ids)
@@ -163,7 +164,7 @@ def test_a_first_turn_may_fill_the_window_to_its_last_token(engine, system, trun
         if again is not None:
             out = again("Hi", greedy(4))
             first = engine.chats.language.template.prompt_ids([*chat._system, {"role": "user", "content": "Hi"}])
-            assert out.prompt_token_ids == first and chat._window.num_dropped == 2
+            assert out.prompt_token_ids == first and chat.window.num_dropped == 2
     for number, (size, max_tokens) in enumerate([(window, None), (window + 30, None), (window - 9, 10), (20, window)]):
         chat = engine.chat(f"does-not-{number}", system=system, truncation=truncation)
         with pytest.raises(ContextLengthError, match=f"need {size + (max_tokens or 1)} tokens.* has {window}"):
@@ -176,14 +177,14 @@ def test_after_a_given_up_splice_the_tiers_are_those_of_what_is_used(engine):
     while not chat.truncated_tokens:
         chat.send(f"This is message number {chat.num_turns} of a talk.", PARAMS)
     settle(engine)
-    exact = chat.lineage.splice_index
-    chain = list(chat.chain)
+    exact = chat.window.lineage.splice_index
+    chain = list(chat.window.chain)
     engine.admin.evict(Evict(block_ids=frozenset(chain[exact:])))
     evict_cpu(engine)
     engine.loop.pool.evict_all()
     out = chat.send("And now?", PARAMS)
     hbm, cpu, disk, reencoded = cached(out)
-    assert hbm == cpu == reencoded == 0 and disk >= 16 * max(exact, 1) and chat.lineage.splice_index is None
+    assert hbm == cpu == reencoded == 0 and disk >= 16 * max(exact, 1) and chat.window.lineage.splice_index is None
 
 
 @pytest.mark.parametrize("end", ["not stored", "step fails", "no token"])
@@ -217,8 +218,8 @@ def test_a_truncating_turn_can_be_tried_again(engine, monkeypatch):
         chat.send(text, PARAMS)
     out = chat.send(text, PARAMS)
     assert cached(out)[3] > 0
-    lineage = chat.lineage
-    assert cached(chat.send("Hi", PARAMS))[3] > 0 and chat.lineage == lineage
+    lineage = chat.window.lineage
+    assert cached(chat.send("Hi", PARAMS))[3] > 0 and chat.window.lineage == lineage
 
 
 def test_a_splice_whose_sources_are_deleted_meanwhile_is_abandoned(engine):
@@ -238,8 +239,8 @@ def test_a_splice_whose_sources_are_deleted_meanwhile_is_abandoned(engine):
     reader = threading.Thread(target=lambda: list(stream))
     reader.start()
     assert copying.wait(10)
-    engine.connector.upkeep.forget(chat.chain[1:])
+    engine.connector.upkeep.forget(chat.window.chain[1:])
     go_on.set()
     reader.join(30)
     assert counters(engine)["spliced"] == 0 and counters(engine)["given_up_splices"] == 1
-    assert chat.lineage.splice_index is None
+    assert chat.window.lineage.splice_index is None

@@ -6,7 +6,7 @@ import transformers
 
 from kvstore.engine.builtin import MODEL_DIR
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.text.prompts import check_fits, check_length, check_session_id, checked_prompts, prompt_ids
+from kvstore.engine.text.prompts import check_fits, check_length, checked_prompts, prompt_ids
 from kvstore.errors import ContextLengthError, RequestError
 
 GREEDY = SamplingParams(temperature=0)
@@ -17,18 +17,6 @@ class Letters:
 
     def __call__(self, text: str) -> dict[str, list[int]]:
         return {"input_ids": [0, *(ord(letter) - 96 for letter in text)]}
-
-
-@pytest.mark.parametrize("name", ["a", "A-z_9", "x" * 128, "-", "0"])
-def test_session_ids(name):
-    check_session_id(name)
-
-
-@pytest.mark.parametrize("name", ["", "x" * 129, "a b", "a/b", "../a", "a\n", "ä", "a\x00", None, 5, b"a", "٣"])
-def test_wrong_session_ids(name):
-    with pytest.raises(RequestError, match="1 to 128 letters") as error:
-        check_session_id(name)
-    assert error.value.param == "session_id"
 
 
 def test_one_text_is_a_list_of_one_prompt():
