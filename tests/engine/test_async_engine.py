@@ -7,8 +7,8 @@ import traceback
 import pytest
 
 from kvstore import AsyncEngine, Engine, SamplingParams
-from kvstore.errors import ContextLengthError, EngineClosedError, KVStoreError
-from tests.support.engines import Greedy, save_model
+from kvstore.errors import EngineClosedError, KVStoreError
+from tests.support.engines import Greedy
 from tests.support.waiting import wait_in_loop
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
@@ -98,35 +98,6 @@ def test_cancelling_while_submitting_leaves_nothing(model):
     assert run(model, scenario) == "abort"
 
 
-def test_bad_requests_raise_to_their_caller_only(model, greedy):
-    async def scenario(engine):
-        with pytest.raises(ContextLengthError):
-            await engine.generate([1] * 300, GREEDY)
-        return await engine.generate(PROMPT, GREEDY)
-
-    assert run(model, scenario).token_ids == greedy(PROMPT, 10)
-
-
-def test_a_failing_step_reaches_every_caller_and_the_engine_goes_on(model, greedy):
-    async def scenario(engine):
-        runner = engine.engine.loop.runner
-        forward = runner.model.forward
-        failed = asyncio.Event()
-
-        def broken(*_):
-            raise RuntimeError("injected")
-
-        runner.model.forward = broken
-        ended = await asyncio.gather(
-            engine.generate(PROMPT, GREEDY), engine.generate(PROMPT[:9], GREEDY), return_exceptions=True
-        )
-        assert [str(error) for error in ended] == ["injected"] * 2 and not failed.is_set()
-        runner.model.forward = forward
-        return await engine.generate(PROMPT, GREEDY)
-
-    assert run(model, scenario).token_ids == greedy(PROMPT, 10)
-
-
 def test_whoever_runs_hears_when_queueing_another_request_tore_the_engine():
     async def scenario(engine):
         answer = await engine.start("hello", LONG)
@@ -184,24 +155,6 @@ def test_close_ends_what_runs_and_refuses_what_comes(model):
             await engine.generate(PROMPT, GREEDY)
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
-
-
-def test_conversations_of_the_engine_go_on_beside(tmp_path):
-    """The thread that owns the engine steps for everybody, so nobody's tokens are lost."""
-    chat_model = save_model(tmp_path / "chat", tokenizer=True)
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-
-    async def scenario(engine):
-        def talk(i):
-            return engine.engine.chat(f"c{i}").send("Hello there", params).text
-
-        requests = [engine.generate([i + 5] * 9, params) for i in range(6)]
-        talks = [asyncio.to_thread(talk, i) for i in range(3)]
-        outs = await asyncio.gather(*requests, *talks)
-        assert all(len(out.token_ids) == 30 for out in outs[:6])
-        return set(outs[6:])
-
-    assert len(run(chat_model, scenario)) == 1
 
 
 def test_when_the_thread_dies_nobody_waits_for_ever(model):

@@ -52,20 +52,6 @@ def test_a_turn_is_stored_before_its_last_piece():
     run(scenario)
 
 
-def test_it_answers_as_the_session_does_by_itself():
-    with Engine() as plain:
-        chat = plain.chat("a")
-        expected = [chat.send(text, GREEDY).text for text in ("My name is Ada.", "What is my name?")]
-
-    async def scenario(engine):
-        chat = engine.engine.chat("a")
-        texts = [await text_of(await engine.start_turn(chat, said(t), GREEDY)) for t in
-                 ("My name is Ada.", "What is my name?")]  # fmt: skip
-        assert texts == expected
-
-    run(scenario)
-
-
 @pytest.mark.parametrize("num_pieces", [0, 3])
 def test_an_abandoned_turn_is_not_stored_and_a_stopped_one_is(num_pieces):
     async def scenario(engine):
@@ -101,30 +87,6 @@ def test_a_cancelled_reader_leaves_nothing_running():
         assert chat.num_turns == 0
 
     run(scenario)
-
-
-def test_one_turn_at_a_time_and_none_after_a_deletion():
-    async def scenario(engine):
-        chat = engine.engine.chat("a")
-        async with await engine.start_turn(chat, said("Hello"), LONG) as answer:
-            with pytest.raises(SessionBusyError):
-                await engine.start_turn(chat, said("Hello"), GREEDY)
-            await anext(answer)
-            await engine.call(engine.engine.admin.delete_session, "a")
-            pieces = [piece async for piece in answer]  # the deletion ends the turn; nobody waits for ever
-            assert answer.turn is None and pieces[-1].finish_reason == "abort"
-
-    with pytest.raises(Exception, match="was deleted meanwhile"):
-        run(scenario)
-
-    async def after(engine):
-        chat = engine.engine.chat("a")
-        await text_of(await engine.start_turn(chat, said("Hello"), GREEDY))
-        await engine.call(engine.engine.admin.delete_session, "a")
-        with pytest.raises(SessionNotFoundError):
-            await engine.start_turn(chat, said("Hello"), GREEDY)
-
-    run(after)
 
 
 def test_a_first_turn_may_bring_the_history():

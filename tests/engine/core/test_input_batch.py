@@ -37,10 +37,6 @@ def batch() -> InputBatch:
     return batch
 
 
-def names(batch: InputBatch) -> list[str]:
-    return [next(n for n in "abcdefgh" if batch._row_of.get(n) == i) for i in range(batch.num_rows)]
-
-
 def test_slot_mapping_of_the_worked_example(batch):
     assert batch.block_table.shape == (4, 128)
     inputs = batch.build((step("a", 0, 4), step("b", 0, 17), step("c", 0, 4)))
@@ -56,50 +52,6 @@ def test_slot_mapping_of_the_worked_example(batch):
 def test_slots_beyond_32_bits_do_not_overflow():
     table = np.array([[2**30]], dtype=np.int32)
     assert slot_mapping(table, np.array([0]), np.array([5]), 16).tolist() == [2**34 + 5]
-
-
-def test_the_order_stays_among_many_requests():
-    batch = InputBatch(max_num_seqs=64, max_model_len=16, block_size=16)
-    for i in range(64):
-        batch.join(row(f"r{i}", tokens_of("a", 4), [i]))
-    inputs = batch.build(tuple(step(f"r{i}", 0, 1 + i % 3 % 2) for i in range(64)))
-    assert inputs.rows.tolist() == [*(i for i in range(64) if i % 3 != 1), *(i for i in range(64) if i % 3 == 1)]
-
-
-def test_requests_join_and_leave_in_the_same_arrays(batch):
-    arrays = (batch.token_ids, batch.num_tokens, batch.block_table)
-    assert batch.remove("a") == (0, 2)
-    assert names(batch) == ["c", "b"], "the last row moved into the hole"
-    assert batch.token_ids[0, :4].tolist() == tokens_of("c", 4)
-    assert (batch.num_tokens[:2].tolist(), batch.block_table[0, 0]) == ([4, 17], 11)
-    assert batch.remove("b") == (1, 1)
-    assert batch.join(row("d", tokens_of("d", 2), [7])) == 1
-    assert names(batch) == ["c", "d"]
-    assert all(
-        now is then for now, then in zip((batch.token_ids, batch.num_tokens, batch.block_table), arrays, strict=True)
-    )
-    with pytest.raises(KeyError):
-        batch.row("a")
-
-
-def test_new_blocks_go_where_they_belong_and_copies_are_handed_on(batch):
-    scheduled = (
-        step("c", 4, 1),
-        step("b", 17, 16, allocation=Allocation(2, (30, 31))),
-        step("a", 3, 1, allocation=Allocation(0, (9,), copy=(0, 9))),
-    )
-    assert batch.apply_allocations(scheduled) == [(0, 9)]
-    assert batch.block_table[1, :4].tolist() == [5, 6, 30, 31]
-    assert (batch.block_table[0, 0], batch.block_table[2, 0]) == (9, 11)
-
-
-def test_the_last_token_of_the_window_fits():
-    batch = InputBatch(1, max_model_len=8, block_size=4)
-    batch.join(row("a", tokens_of("a", 7), [3, 1]))
-    batch.append(np.array([0]), np.array([5]))
-    assert batch.build((step("a", 7, 1),)).slots.tolist() == [7]
-    batch.append(np.array([0]), np.array([6]))  # the answer's last token, whose KV is never needed
-    assert batch.num_tokens[0] == 9
 
 
 def naive_build(rows: list[str], tokens: dict, tables: dict, scheduled: tuple, size: int) -> StepInputs:

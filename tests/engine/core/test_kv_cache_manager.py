@@ -36,18 +36,6 @@ def manager() -> KVCacheManager:
     return KVCacheManager(BlockPool(12), BLOCK_SIZE)
 
 
-@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
-def test_num_blocks_rounds_up(manager, num_tokens, num_blocks):
-    assert manager.num_blocks(num_tokens) == num_blocks
-
-
-def test_only_full_blocks_are_cached(manager):
-    request = new_request("r", list(range(10)))
-    run_prompt(manager, request)
-    assert [manager.pool.block_id(block) for block in request.block_numbers] == [*request.chain, None]
-    assert len(request.chain) == 2
-
-
 @pytest.mark.parametrize(
     ("tokens", "num_hits"),
     [
@@ -78,23 +66,6 @@ def test_a_forgotten_block_ends_the_hit(manager):
     blocks = [manager.pool.lookup(block_id) for block_id in chain]
     assert manager.pool.forget(blocks[1]) == blocks[1:]
     assert manager.match_prefix(new_request("second", list(range(13)))) == [blocks[0]]
-
-
-def test_another_tenant_hits_nothing(manager):
-    run_prompt(manager, new_request("mine", list(range(12))))
-    assert run_prompt(manager, new_request("theirs", list(range(12)), tenant="b")) == []
-
-
-def test_blocks_of_an_ended_request_are_hit_and_its_counts_return_to_zero(manager):
-    first = new_request("first", list(range(12)))
-    run_prompt(manager, first)
-    blocks = list(first.block_numbers)
-    manager.free(first)
-    manager.pool.check_integrity()
-    assert (first.block_numbers, first.num_computed_tokens, first.num_hashed_blocks) == ([], 0, 0)
-    second = new_request("second", list(range(13)))
-    assert run_prompt(manager, second) == blocks
-    assert second.num_hashed_blocks == 3
 
 
 def test_admission_is_all_or_nothing():
@@ -138,16 +109,6 @@ def test_allocate_grows_the_table_when_a_block_is_full(manager):
     assert request.block_numbers == [*table, *allocation.block_numbers]
 
 
-def test_allocate_takes_nothing_when_it_can_not_take_all():
-    manager = KVCacheManager(BlockPool(3), BLOCK_SIZE)
-    request = new_request("r", list(range(30)))
-    assert manager.admit(request, [], 4)
-    compute(manager, request, 4)
-    assert manager.allocate(request, 12) is None
-    assert (len(request.block_numbers), manager.pool.num_free) == (1, 2)
-    assert manager.allocate(request, 8) is not None
-
-
 def test_two_requests_that_compute_the_same_block_keep_one_id(manager):
     """Both were admitted before either had computed: the second copy is not findable and goes first."""
     one, two = new_request("one", list(range(8))), new_request("two", list(range(8)))
@@ -160,39 +121,3 @@ def test_two_requests_that_compute_the_same_block_keep_one_id(manager):
     manager.free(one)
     manager.free(two)
     manager.pool.check_integrity()
-
-
-def family(manager: KVCacheManager, num_prompt: int, num_children: int) -> list[Request]:
-    """A request with its computed prompt and children that share its blocks; each has its own first token."""
-    tokens = list(range(num_prompt))
-    owner = new_request("owner", tokens)
-    run_prompt(manager, owner)
-    choices = [owner]
-    for i in range(1, num_children + 1):
-        child = new_request(f"child-{i}", tokens, index=i)
-        manager.share(owner, child)
-        choices.append(child)
-    for i, choice in enumerate(choices):
-        choice.append(1000 + i)
-    return choices
-
-
-def test_a_copy_that_does_not_fit_takes_nothing():
-    manager = KVCacheManager(BlockPool(3), BLOCK_SIZE)
-    owner, child = family(manager, 10, 1)
-    assert manager.allocate(owner, 1) is None
-    assert [manager.pool.ref_count(block) for block in owner.block_numbers] == [2, 2, 2]
-    manager.free(child)
-    assert manager.allocate(owner, 1).copy is None
-
-
-def test_tokens_of_the_answer_are_cached_when_their_block_is_full(manager):
-    request = new_request("r", list(range(6)))
-    run_prompt(manager, request)
-    for token in (100, 101, 102):
-        request.append(token)
-        assert manager.allocate(request, 1) is not None
-        compute(manager, request, 1)
-    assert [manager.pool.lookup(block_id) for block_id in request.chain] == request.block_numbers[:2]
-    longer = new_request("next turn", [*range(6), 100, 101, 102, 7, 7, 7])
-    assert manager.match_prefix(longer) == request.block_numbers[:2]

@@ -55,14 +55,6 @@ def test_the_head_is_computed_in_chunks_and_the_tail_is_loaded_in_the_step_that_
     assert house.computed == {"a": 24 + 2 + 2}
 
 
-def test_a_budget_smaller_than_a_chunk_asks_no_sooner():
-    store, house = made(budget=5)
-    house.add("a", PROMPT)
-    house.run()
-    house.check_answer("a", PROMPT)
-    assert store.questions == [0, 4, 6] and house.computed == {"a": 24 + 2 + 2}
-
-
 def test_one_that_waits_at_its_frontier_blocks_nobody():
     store, house = made(split=4, num_waits=3)
     waiting = house.add("a", PROMPT)
@@ -114,11 +106,3 @@ def test_a_middle_load_that_finds_no_room_preempts_the_latest():
     house.check_answer("a", PROMPT)
     house.check_answer("b", [200 + i for i in range(30)], 8)
     assert other.num_preemptions <= 2
-
-
-def test_choices_of_one_prompt_share_what_was_loaded_in_the_middle():
-    _, house = made()
-    request = house.add("a", PROMPT, n=3)
-    house.run()
-    house.check_answer("a", PROMPT, n=3)
-    assert all(choice.cached == CachedTokensDetails(disk=24) for choice in (request, house.requests["a/1"]))

@@ -51,15 +51,6 @@ def test_running_requests_go_before_waiting_ones():
     assert steps_of(house.step()) == {"long": (24, 1, 1), "short": (0, 2, 1)}
 
 
-def test_no_more_requests_run_than_max_num_seqs():
-    house = House(seqs=2)
-    for i in range(5):
-        house.add(f"r{i}", [i] * 3, 3)
-    house.step()
-    assert (house.scheduler.num_running, house.scheduler.num_waiting) == (2, 3)
-    house.run()
-
-
 # -- order -----------------------------------------------------------------------------------------------------------
 def admission_order(policy: str) -> list[str]:
     house = House(seqs=1, policy=policy)
@@ -120,37 +111,7 @@ def test_a_preempted_request_of_low_priority_is_not_the_latest_arrival():
     house.check_answer("high", list(range(8)), 14)
 
 
-def test_nobody_is_admitted_in_a_step_that_preempts():
-    """It would take the room of the request that was just put back, in chunks as small as the budget leaves."""
-    house = House(num_blocks=8, budget=9)
-    for i in range(4):
-        house.add(f"r{i}", [10 * i + j for j in range(8)], 12)
-    house.run()  # `step` asserts it
-    assert house.scheduler.roster.num_preemptions > 0
-    assert sum(len(output.new_rows) for output in house.outputs) == 4 + house.scheduler.roster.num_preemptions
-
-
-def test_one_request_that_fills_the_whole_pool():
-    house, prompt = House(num_blocks=5, block_size=4), list(range(10))
-    house.add("a", prompt, 10)
-    house.add("b", [*prompt, 50], 9)
-    house.run()
-    house.check_answer("a", prompt, 10)
-    house.check_answer("b", [*prompt, 50], 9)
-
-
 # -- abort -----------------------------------------------------------------------------------------------------------
-def test_abort_while_waiting():
-    house = House(seqs=1)
-    house.add("a", [1, 2, 3], 5)
-    house.add("b", [4, 5, 6], 5)
-    house.step()
-    house.scheduler.roster.finish("b", "abort")
-    house.check()
-    assert (house.scheduler.num_waiting, house.requests["b"].finish_reason) == (0, "abort")
-    house.run()
-    house.check_answer("a", [1, 2, 3], 5)
-    assert "b" not in house.answers
 
 
 def test_abort_while_running():
@@ -165,16 +126,6 @@ def test_abort_while_running():
     house.run()
     house.check_answer("b", list(range(20, 29)), 5)
     assert house.answers["a"] == expected_answer(list(range(9)), 3)
-
-
-def test_abort_in_the_middle_of_a_prompt():
-    house = House(budget=4)
-    house.add("a", list(range(20)), 5)
-    house.step()
-    house.scheduler.roster.finish("a", "abort")
-    house.run()
-    assert house.pool.num_cached == 1  # what was computed is worth keeping
-    assert house.answers == {}
 
 
 def test_abort_between_schedule_and_update():
@@ -209,41 +160,6 @@ def test_abort_of_the_first_choice_before_its_prompt_is_computed_ends_all():
     assert house.scheduler.roster.requests == {}
     assert [house.requests[i].finish_reason for i in ("a", "a/1", "a/2")] == ["abort"] * 3
     house.run()
-
-
-def test_abort_of_a_choice_that_waits_with_shared_blocks():
-    house, prompt = House(seqs=1), list(range(10))
-    house.add("a", prompt, 4, n=3)
-    house.step()
-    waiting = house.requests["a/1"]
-    assert (waiting.status, len(waiting.block_numbers)) == (Status.WAITING, 3)
-    house.scheduler.roster.finish("a/1", "abort")
-    assert [house.pool.ref_count(block) for block in house.requests["a"].block_numbers] == [2, 2, 2]
-    house.run()
-    assert house.answers["a/2"] == expected_answer(prompt, 4, 2)
-    assert house.answers["a/1"] == expected_answer(prompt, 1, 1)
-
-
-def test_abort_of_the_first_choice_after_the_others_are_born_leaves_them():
-    house, prompt = House(), list(range(10))
-    house.add("a", prompt, 6, n=3)
-    house.step()
-    house.scheduler.roster.finish("a", "abort")
-    house.run()
-    for i in (1, 2):
-        assert house.answers[f"a/{i}"] == expected_answer(prompt, 6, i)
-
-
-def test_abort_while_preempted():
-    house = House(num_blocks=8)
-    house.add("first", list(range(8)), 14)
-    house.add("second", list(range(50, 62)), 6)
-    while not house.scheduler.roster.num_preemptions:
-        house.step()
-    house.scheduler.roster.finish("second", "abort")
-    house.run()
-    house.check_answer("first", list(range(8)), 14)
-    assert house.requests["second"].finish_reason == "abort"
 
 
 def test_ending_what_has_ended_or_never_was_does_nothing():
@@ -292,15 +208,6 @@ def test_a_prompt_of_whole_blocks_is_shared_without_a_copy():
     house.check_answer("a", list(range(8)), 5, n=4)
 
 
-def test_choices_of_one_token_end_when_they_are_born():
-    house = House()
-    house.add("a", list(range(6)), 1, n=3)
-    house.step()
-    assert house.scheduler.roster.requests == {}
-    house.run()
-    house.check_answer("a", list(range(6)), 1, n=3)
-
-
 def test_every_choice_reports_the_tokens_that_its_prompt_hit():
     house = House()
     house.add("warm", list(range(9)), 2)
@@ -309,14 +216,6 @@ def test_every_choice_reports_the_tokens_that_its_prompt_hit():
     house.run()
     assert [house.requests[i].cached.hbm for i in ("a", "a/1", "a/2")] == [8, 8, 8]
     assert house.computed["a"] == 2 + 3 * 2
-
-
-def test_more_choices_than_the_pool_has_room_for():
-    """Six tokens of prompt in two of four blocks: choices have to give back the shared blocks and find them again."""
-    house, prompt, n = House(num_blocks=4, block_size=4, seqs=8), list(range(6)), 6
-    house.add("a", prompt, 9, n=n)
-    house.run()
-    house.check_answer("a", prompt, 9, n=n)
 
 
 def test_waiting_choices_give_back_their_blocks_for_a_request_that_runs():
@@ -337,16 +236,6 @@ def test_waiting_choices_give_back_their_blocks_for_a_request_that_runs():
 
 
 # -- invariants ------------------------------------------------------------------------------------------------------
-def test_invariant_6_every_count_is_zero_when_idle():
-    house = House(num_blocks=8, seqs=3, budget=7)
-    for i in range(6):
-        house.add(f"r{i}", list(range(10 * i, 13 + 12 * i)), 5, n=1 + i % 3)
-    for _ in range(4):
-        house.step()
-    house.scheduler.roster.finish("r0", "abort")
-    house.scheduler.roster.finish("r4", "abort")
-    house.run()  # ends with check_idle
-    assert house.scheduler.roster.num_preemptions > 0
 
 
 def test_invariant_7_what_waits_and_is_aborted_leaves_nothing_behind():
@@ -363,17 +252,6 @@ def test_invariant_7_what_waits_and_is_aborted_leaves_nothing_behind():
     house.scheduler.roster.finish("runs", "abort")
     house.run()
     house.check_answer("waits", [1, 2, 3], 2)
-
-
-def test_invariant_7_the_pool_never_gives_more_than_it_has():
-    house = House(num_blocks=7, seqs=4, budget=9)
-    for i in range(12):
-        house.add(f"r{i}", [i % 3] * 9, 8, n=1 + i % 2)
-    while house.scheduler.has_work:
-        house.step()
-        used = {block for request in house.requests.values() for block in request.block_numbers}
-        assert len(used) + house.pool.num_free == 7
-    assert house.scheduler.roster.num_preemptions > 0
 
 
 # -- at random -------------------------------------------------------------------------------------------------------

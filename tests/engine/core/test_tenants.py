@@ -41,18 +41,6 @@ def test_a_newcomer_answers_in_its_first_step_beside_a_flood_of_sequences():
     assert num_running(house) == {"many": 31, "few": 1}
 
 
-def test_a_flood_of_one_tenant_is_served_as_before_when_it_is_alone():
-    """Preemption is for others' sake only, and nothing is remembered of those who have left."""
-    house = House(num_blocks=600, seqs=8)
-    house.add("guest", [1, 2, 3], 2, tenant="few")
-    house.run()
-    flood(house, 6, 4, 5)
-    house.run()
-    assert house.scheduler.roster.num_preemptions == 0
-    joins = [row.request.sequence for output in house.outputs for row in output.new_rows]
-    assert joins[:9] == [0, 1, 5, 9, 13, 17, 21, 2, 3], "whose prompts are computed first, then their choices"
-
-
 def test_places_are_shared_equally_once_several_have_enough_to_do():
     house = House(num_blocks=3000, seqs=12)
     flood(house, 12, 4, 60, tenant="a")
@@ -199,15 +187,6 @@ def test_decodes_of_one_tenant_do_not_take_the_whole_budget():
     taken = [steps_of(house.step())["one"][1] for _ in range(5)]
     assert taken == [8] * 5
     house.run()
-
-
-def test_a_budget_of_fewer_tokens_than_tenants_still_serves_all():
-    house = House(budget=2, seqs=8)
-    for i in range(5):
-        house.add(f"r{i}", [i] * 6, 3, tenant=f"t{i}")
-    house.run()
-    for i in range(5):
-        house.check_answer(f"r{i}", [i] * 6, 3)
 
 
 # -- the order in which the store expects requests -------------------------------------------------------------------
