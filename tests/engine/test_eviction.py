@@ -11,7 +11,6 @@ from tests.support.engines import (
     LLAMA_BLOCK_BYTES,
     ask,
     cached,
-    counters,
     greedy,
     open_engine,
     settle,
@@ -136,11 +135,6 @@ def test_a_pin_needs_a_time(store, seconds):
         store.admin.pin("s", seconds)
 
 
-def test_a_pin_needs_a_session(store):
-    with pytest.raises(RequestError, match="no session"):
-        store.admin.pin("nobody", 1)
-
-
 def test_a_session_about_to_expire_goes_first(store):
     chat = store.chat("short")
     chat.send("This will not be needed for long, and then it may as well go.", greedy(60))
@@ -151,28 +145,6 @@ def test_a_session_about_to_expire_goes_first(store):
     for seed in range(2, 7):
         ask(store, tokens(seed, PROMPT), 1)
     assert store.loop.pool.lookup(chat.window.chain[-1]) is None and in_hbm(store, 1) == 96
-
-
-def test_what_was_learned_survives_a_restart(model, tmp_path):
-    with open_engine(model, tmp_path / "store") as engine:
-        chat = engine.chat("s")
-        for _ in range(4):
-            chat.send("Again and again, so that something is learned of it.", greedy(20))
-        learned = engine.stats()["policy"]["num_returns_learned"]
-        assert learned >= 3
-    with open_engine(model, tmp_path / "store") as engine:
-        assert engine.stats()["policy"]["num_returns_learned"] >= learned
-        assert counters(engine)["housekeeping_errors"] == 0
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"version": 99}', b"\xff\xfe" * 100, b'{"version": NaN}'])
-def test_bad_state_of_the_policy_costs_what_was_learned_and_nothing_else(model, tmp_path, content):
-    with open_engine(model, tmp_path / "store") as engine:
-        ask(engine, tokens(1, PROMPT), 1)
-    (tmp_path / "store" / "policy.json").write_bytes(content)
-    with open_engine(model, tmp_path / "store") as engine:
-        assert sum(cached(ask(engine, tokens(1, PROMPT), 1))) == 96
-        assert engine.stats()["policy"]["num_returns_learned"] <= 1
 
 
 def test_conversations_are_recognised_after_a_restart(model, tmp_path):

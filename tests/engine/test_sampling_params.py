@@ -102,13 +102,3 @@ def test_stops_become_tuples():
     assert SamplingParams(stop="end").stop == ("end",)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
     assert SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
-
-
-def test_greedy_is_temperature_zero():
-    assert SamplingParams(temperature=0).greedy
-    assert not SamplingParams(temperature=0.01).greedy
-
-
-def test_parameters_are_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        SamplingParams().n = 2

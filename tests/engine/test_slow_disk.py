@@ -128,15 +128,6 @@ def test_invariant_1_the_head_is_computed_while_the_tail_is_read(slow, plain):
     assert counters(slow.engine)["split_prefills"] == 1
 
 
-def test_others_run_while_it_waits_for_the_tail(slow, plain):
-    handle = slow.submit()
-    slow.engine.step()
-    other = ask(slow.engine, some_tokens(2, 50), 5)
-    assert other.token_ids == plain(some_tokens(2, 50), 5)
-    slow.finish(handle)
-    assert handle.output.token_ids == plain(PROMPT, 6)
-
-
 def test_when_no_read_ever_ends_everything_is_computed(slow, plain):
     handle = slow.submit()
     while not handle.done:
@@ -199,14 +190,6 @@ def test_invariant_6_aborted_in_the_middle(slow):
     slow.gate.let(2)  # those that ran already
     settle(slow.engine)
     assert counters(slow.engine)["read"] <= 2 and slow.engine.stats()["disk"]["reads_in_flight"] == 0
-
-
-def test_two_requests_of_one_prompt_are_right_both(slow, plain):
-    handles = [slow.submit(), slow.submit(4)]
-    while not all(handle.done for handle in handles):
-        slow.gate.let(4)
-        slow.engine.step()
-    assert [h.output.token_ids for h in handles] == [plain(PROMPT, 6), plain(PROMPT, 4)]
 
 
 def test_a_cancelled_request_in_the_queue_leaves_the_disk_to_others(model, tmp_path):

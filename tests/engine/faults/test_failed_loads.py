@@ -139,24 +139,6 @@ def test_invariant_1_a_failure_of_one_plan_leaves_the_other_requests_right(engin
         assert ask(engine, prompt, 6).token_ids == plain(prompt, 6)
 
 
-def test_invariant_1_a_load_that_fails_while_a_prefill_is_chunked(model, plain, tmp_path, monkeypatch):
-    stem = some_tokens(10, 96)
-    prompt = stem + some_tokens(11, 70)
-    with by_hand(open_engine(model, tmp_path / "s", max_num_batched_tokens=24, max_num_seqs=4)) as engine:
-        store_and_evict(engine, stem)
-        Failing(monkeypatch, 2, times=1)
-        handles = [engine.submit(prompt, greedy(5)), engine.submit([*prompt[:130], 3], greedy(5))]
-        while engine.has_work:
-            engine.step()
-            engine.check_integrity()
-        assert handles[0].output.token_ids == plain(prompt, 5)
-        assert handles[1].output.token_ids == plain([*prompt[:130], 3], 5)
-        settle(engine)
-        engine.loop.pool.evict_all()
-        out = ask(engine, [*prompt, 9])
-        assert cached(out)[1] == 160 and out.token_ids == plain([*prompt, 9], 4)
-
-
 def test_invariant_1_loads_that_fail_for_ever_end_in_computing(engine, plain, monkeypatch):
     prompts = [some_tokens(seed, 70) for seed in range(20, 24)]
     for prompt in prompts:
@@ -331,24 +313,6 @@ def test_invariant_8_a_failed_save_stops_a_hit_in_hbm_until_it_is_closed(engine,
     assert cached(out)[1] == 80 and out.token_ids == plain([*history, 3], 4)
 
 
-def test_invariant_8_a_choice_that_shares_its_owners_block_leaves_no_lasting_hole(engine, plain):
-    """The second of two choices begins in a block whose first tokens another one computed."""
-    from kvstore import SamplingParams
-
-    prompt = some_tokens(95, 40)
-    params = SamplingParams(n=2, max_tokens=40, temperature=1.5, ignore_eos=True, seed=5)
-    choices = engine.generate([prompt], params)[0].choices
-    for choice in choices:
-        history = prompt + choice.token_ids
-        ask(engine, [*history, 1])
-        settle(engine)
-    engine.loop.pool.evict_all()
-    for choice in choices:
-        history = prompt + choice.token_ids
-        out = ask(engine, [*history, 2], 6)
-        assert sum(cached(out)) == 80 and out.token_ids == plain([*history, 2], 6)
-
-
 # -- reads -------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("cpu", ["2MiB", 0])
 def test_invariant_1_a_stored_chain_larger_than_the_free_slots_is_loaded_as_far_as_they_go(
@@ -376,20 +340,3 @@ def test_invariant_1_a_stored_chain_larger_than_the_free_slots_is_loaded_as_far_
         engine.abort(handle)
         assert done, "it waits for slots that nobody will give back"
         assert handle.output.token_ids == plain([*prompt, 1], 4)
-
-
-def test_invariant_1_reads_that_fail_end_in_computing_and_are_counted(engine, plain, monkeypatch):
-    from kvstore.blocks.records import ReadResult
-    from kvstore.disk.tier import DiskTier
-
-    prompt = some_tokens(98, 100)
-    store_and_evict(engine, prompt)
-    evict_cpu(engine)
-    with monkeypatch.context() as patch:
-        patch.setattr(DiskTier, "read", lambda *_: ReadResult.FAILED)
-        out = ask(engine, [*prompt, 1], 5)
-        assert sum(cached(out)) == 0 and out.token_ids == plain([*prompt, 1], 5)
-    assert counters(engine)["read_failures"] == {"failed": 6}
-    evict_cpu(engine)
-    engine.loop.pool.evict_all()
-    assert cached(ask(engine, [*prompt, 2]))[2] == 96, "the blocks are still on disk"

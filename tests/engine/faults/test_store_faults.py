@@ -175,29 +175,6 @@ def test_a_second_owner_is_refused_with_the_first_ones_pid(model, store):
         ask(engine, [1, 2, 3], 2)
 
 
-def test_a_store_is_given_back_when_the_engine_cannot_be_made(model, store, monkeypatch):
-    import kvstore.engine.local_core
-
-    with monkeypatch.context() as patch:
-        fails = lambda *_: (_ for _ in ()).throw(MemoryError("injected"))  # noqa: E731
-        patch.setattr(kvstore.engine.local_core, "ModelRunner", fails)
-        with pytest.raises(MemoryError):
-            open_engine(model, store)
-    with open_engine(model, store) as opened:
-        assert len(ask(opened, [1, 2, 3], 2).token_ids) == 2
-
-
-def test_an_owner_in_another_process_is_named(nursery, model, store, tmp_path):
-    pid = nursery.start("chat", model, store, tmp_path / "log", 1)
-    try:
-        assert nursery.line() == "ready"
-        with pytest.raises(StoreLockedError, match=str(pid)) as refused:
-            open_engine(model, store)
-        assert refused.value.pid == pid
-    finally:
-        nursery.kill(pid)
-
-
 def test_a_forked_child_may_not_touch_the_store(nursery, model, store):
     assert nursery.run("fork", model, store) == "7 2"
 
@@ -296,27 +273,6 @@ def test_invariant_3_flipped_bytes_are_computed_and_counted_and_never_reach_an_a
         engine.loop.pool.evict_all()
         for prompt in prompts:
             assert sum(cached(ask(engine, [*prompt, 2], 2))) == 96
-
-
-def test_verify_finds_and_takes_out_what_is_damaged(model, store, plain):
-    prompt = tokens(30, 100)
-    with open_engine(model, store) as engine:
-        ask(engine, prompt, 2)
-        settle(engine)
-        chain = engine.stats()["disk"]["blocks"]
-        assert chain == 6
-    data = store / "blocks" / "data.mdb"
-    content = bytearray(data.read_bytes())
-    values = value_pages(content)
-    content[values[len(values) // 2] + 2000] ^= 4
-    data.write_bytes(content)
-    with open_engine(model, store) as engine:
-        assert engine.admin.verify()["num_corrupt"] == 1
-        assert engine.admin.verify(delete=True)["num_corrupt"] == 1
-        settle(engine)
-        assert engine.admin.verify()["num_corrupt"] == 0
-        out = ask(engine, [*prompt, 1], 4)
-        assert out.token_ids == plain([*prompt, 1], 4) and sum(cached(out)) < 96
 
 
 def test_a_data_file_of_garbage_is_set_aside_and_sessions_stay(model, store, plain):

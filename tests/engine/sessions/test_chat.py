@@ -113,16 +113,6 @@ def test_leaving_a_stream_keeps_what_was_said(engine):
     assert follow.prompt_token_ids[: len(chat.last.prompt_token_ids)] == chat.last.prompt_token_ids
 
 
-def test_one_turn_at_a_time(engine):
-    chat = engine.chat("ten")
-    stream = chat.stream("Hi", PARAMS)
-    next(stream)
-    with pytest.raises(RequestError, match="busy"):
-        chat.send("again", PARAMS)
-    list(stream)
-    assert len(chat.messages) == 2
-
-
 def test_sessions_are_found_again_per_tenant(engine):
     chat = engine.chat("same")
     assert engine.chat("same") is chat and engine.chat("same", tenant="other") is not chat

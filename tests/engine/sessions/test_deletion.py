@@ -1,6 +1,5 @@
 """Sessions that are deleted, or whose time is over: nothing of them is left in any tier, whatever runs or fails."""
 
-import threading
 import time
 
 import pytest
@@ -26,11 +25,9 @@ from tests.support.conversations import (
     kv_of,
     nothing_is_left,
     num_stored,
-    places,
     talk,
 )
 from tests.support.engines import cached, check_closed, greedy, open_engine, settle, tokens
-from tests.support.waiting import wait_until
 
 MODEL = {"tokenizer": True}
 
@@ -94,33 +91,10 @@ def unrecorded(opened, monkeypatch):
     return engine, [part for parts in kv_of(engine, every).values() for part in parts]
 
 
-def test_deleting_a_session_takes_what_its_record_never_named(unrecorded, tmp_path):
-    engine, needles = unrecorded
-    engine.admin.delete_session("secret")
-    assert check_closed(engine, set()) == 0, "something of the session is still stored"
-    engine.admin.compact()
-    below = {name: content for name, content in places(engine, tmp_path / "store").items() if name != "hbm"}
-    assert not any(needle in content for needle in needles for content in below.values())
-
-
 def test_deleting_a_session_takes_what_its_record_never_named_from_hbm_too(unrecorded, tmp_path):
     engine, needles = unrecorded
     engine.admin.delete_session("secret")
     check_gone(engine, tmp_path / "store", needles)
-
-
-def test_deleting_a_session_whose_turn_runs_leaves_nothing_of_that_turn(opened, tmp_path):
-    engine = opened()
-    chat = engine.chat("secret")
-    talk(chat, 2)
-    stream = chat.stream("Tell me everything about it, and then some more.", greedy(60))
-    for _ in range(5):
-        next(stream)
-    engine.admin.delete_session("secret")
-    with pytest.raises(StoreError):
-        list(stream)
-    settle(engine)
-    assert check_closed(engine, set()) == 0, "something of the deleted session was stored afterwards"
 
 
 def test_a_deletion_that_a_crash_cut_off_is_carried_out_at_the_next_start(opened, tmp_path, monkeypatch):
@@ -201,27 +175,6 @@ def test_a_deletion_keeps_the_kv_of_a_fork_but_not_of_the_turn_that_runs(engine)
         list(stream)
     assert num_stored(engine) == before
     assert cached(fork.send("Hi", PARAMS))[0] == (len(fork.window.chain[:before])) * 16
-
-
-def test_a_deletion_ends_a_turn_that_another_thread_waits_for(engine):
-    chat = engine.chat("one", system=SYSTEM)
-    chat.send("Hello", PARAMS)
-    errors = []
-
-    def talk():
-        try:
-            chat.send("Tell me everything.", greedy(150))
-        except StoreError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=talk)
-    thread.start()
-    wait_until(lambda: engine.has_work)
-    time.sleep(0.05)
-    engine.admin.delete_session("one")
-    thread.join(10)
-    assert not thread.is_alive() and len(errors) == 1
-    assert not engine.sessions.exists(chat._key)
 
 
 def test_hbm_blocks_that_were_held_when_forgotten_are_erased_when_released(engine):

@@ -1,7 +1,6 @@
 """Histories as text against what sessions would have sent: the same ids, whoever asks; and what is reused of them."""
 
 import random
-import threading
 
 import pytest
 
@@ -12,7 +11,6 @@ from kvstore.engine.sessions.recall import Recall
 from kvstore.engine.sessions.recall_ids import Keys
 from kvstore.engine.sessions.recall_lines import Conversation, Lines, Names
 from kvstore.errors import RequestError
-from kvstore.sessions.answer_tables import owner_tag
 from tests.engine.text.test_chat_template import CHATML, LLAMA3, MISTRAL, THINKING, make
 from tests.support.engines import counters, greedy, open_engine, save_model, settle
 
@@ -436,17 +434,6 @@ def test_a_conversation_grows_only_as_what_it_was(other):
     assert (found is None) == (other == "owner")
 
 
-def test_a_forgotten_conversation_is_still_known_by_its_answers(builtin):
-    client = Client(builtin, Recall(builtin, max_tokens=1), tenant="small")
-    params = SamplingParams(max_tokens=20, temperature=1.3, ignore_eos=True, seed=1)
-    known: list[int] = []
-    for text in TEXTS[:4]:
-        out = client.send(text, params)
-        assert out.prompt_token_ids[: len(known)] == known
-        known = out.prompt_token_ids + out.token_ids
-    assert client.recall._lines.num_tokens == 0
-
-
 def test_digests_tell_owners_and_messages_apart():
     keys = [Keys(root * 32, salt) for root in (b"a", b"b") for salt in ("", "x")]
     lists = [
@@ -460,34 +447,3 @@ def test_digests_tell_owners_and_messages_apart():
         before, last = keys[0].of(messages), keys[0].of(messages[:-1])
         start = last.histories[-1] if last.histories else b""
         assert keys[0].after(start, messages[-1]) == (before.messages[-1], before.histories[-1])
-
-
-def test_many_clients_at_a_time(builtin):
-    recall, wrong = Recall(builtin, max_tokens=1500), []
-    template = builtin.chats.language.template
-    out = Client(builtin, recall, tenant="thread").send("Hello", SamplingParams(max_tokens=8, temperature=1.2, seed=4))
-
-    def work(number: int) -> None:
-        messages = [user(f"Hello {number}")]
-        for _ in range(15):
-            turn = recall.next_turn("thread", "", messages, greedy(4))
-            out_ = type(out)("r", turn.prompt, out.choices, out.usage, None)
-            recall.note("thread", "", messages, out_, turn.chain, turn.lineage, turn.turn_starts)
-            messages += [assistant(out.text), user(f"Go on {number}")]
-            following = recall.next_turn("thread", "", messages, greedy(4)).prompt
-            if following[: len(turn.prompt)] != turn.prompt or following == template.prompt_ids(messages):
-                wrong.append(number)
-
-    if template.encode_answer(out.text) == out.token_ids:
-        out.choices[0].token_ids[:] = [i for letter in out.text for i in template.encode_answer(letter)]
-        out.choices[0].finish_reason = "length"
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == [] and recall._lines.num_tokens <= 1500
-
-
-def test_the_tag_of_a_session_is_its_tenants():
-    assert len({owner_tag("a", "b"), owner_tag("b", "a"), owner_tag("", "ab"), owner_tag("ab", "")}) == 4

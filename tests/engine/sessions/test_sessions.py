@@ -61,17 +61,6 @@ def test_another_model_continues_from_the_text(opened, plain, tmp_path):
     assert out.token_ids == plain(out.prompt_token_ids, 10)
 
 
-def test_invariant_5_a_turn_is_durable_before_its_last_piece(opened):
-    engine = opened()
-    chat = engine.chat("one")
-    for number in (1, 2):
-        for piece in chat.stream("Hello", PARAMS):
-            state = engine.sessions.load(SessionKey("", "one"))
-            assert (state.turn if state else 0) == (number if piece.finish_reason else number - 1)
-    state = engine.sessions.load(SessionKey("", "one"))
-    assert (state.messages, state.token_ids, state.chain) == (chat.messages, chat.token_ids, chat.window.chain)
-
-
 def test_a_turn_that_cannot_be_stored_is_not_part_of_the_conversation(opened, monkeypatch):
     engine = opened()
     chat = engine.chat("one")
@@ -111,7 +100,7 @@ def test_a_fork_before_and_after_a_truncation(opened, plain):
     settle(engine)
     engine = opened()
     before, after = engine.chat("before"), engine.chat("after")
-    assert before.lineage.splice_index is None and after.lineage.splice_index is not None
+    assert before.window.lineage.splice_index is None and after.window.lineage.splice_index is not None
     assert before.truncated_tokens == 0 and after.truncated_tokens == engine.chat("one").truncated_tokens > 0
     known = len(after.token_ids)
     mine = after.send("More?", PARAMS)

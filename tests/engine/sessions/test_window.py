@@ -172,21 +172,6 @@ def test_a_first_turn_may_fill_the_window_to_its_last_token(engine, system, trun
         assert chat.num_turns == 0 and chat.send("Hi", PARAMS).usage.prompt_tokens < 60
 
 
-def test_after_a_given_up_splice_the_tiers_are_those_of_what_is_used(engine):
-    chat = engine.chat("one", system=SYSTEM)
-    while not chat.truncated_tokens:
-        chat.send(f"This is message number {chat.num_turns} of a talk.", PARAMS)
-    settle(engine)
-    exact = chat.window.lineage.splice_index
-    chain = list(chat.window.chain)
-    engine.admin.evict(Evict(block_ids=frozenset(chain[exact:])))
-    evict_cpu(engine)
-    engine.loop.pool.evict_all()
-    out = chat.send("And now?", PARAMS)
-    hbm, cpu, disk, reencoded = cached(out)
-    assert hbm == cpu == reencoded == 0 and disk >= 16 * max(exact, 1) and chat.window.lineage.splice_index is None
-
-
 @pytest.mark.parametrize("end", ["not stored", "step fails", "no token"])
 def test_a_truncating_turn_that_is_not_stored_leaves_no_reused_kv(engine, monkeypatch, end):
     chat = engine.chat("one", system=SYSTEM)

@@ -155,11 +155,6 @@ def test_leading_space():
 # --- whole characters, and no waiting for ever ---
 
 
-def test_an_emoji_of_several_tokens_comes_at_once():
-    pieces = pieces_of(Detokenizer(BYTE_FALLBACK), byte_ids(BYTE_FALLBACK, "🙂世".encode()))
-    assert pieces == ["", "", "", "🙂", "", "", "世", ""]
-
-
 @BOTH
 def test_an_unfinished_character_is_released_at_the_end_as_the_tokenizer_has_it(tokenizer):
     ids = tokenizer.encode("🥨").ids[:-1]
@@ -253,15 +248,6 @@ def test_held_text_is_released_when_it_turns_out_not_to_be_a_stop_string():
     assert [detokenizer.append([t]) for t in (a, b, lo, b, a)] == ["a", "", "", "", ""]
     assert (detokenizer.text, detokenizer.stop_string, detokenizer.num_tokens) == ("a", "blob", 4)
     assert detokenizer.finish() == ""
-
-
-def test_a_stop_string_within_many_tokens_tells_how_many_were_used():
-    ids = BYTE_FALLBACK.encode("ab a lo").ids
-    detokenizer = Detokenizer(BYTE_FALLBACK, stop=[" a"])
-    assert detokenizer.append(ids) == "ab"
-    assert detokenizer.append([ids[0]]) == ""
-    used = detokenizer.num_tokens
-    assert BYTE_FALLBACK.decode(ids[:used]) == "ab a"
 
 
 def test_a_stop_string_that_is_complete_only_with_the_unfinished_character():

@@ -19,11 +19,35 @@ class Letters:
         return {"input_ids": [0, *(ord(letter) - 96 for letter in text)]}
 
 
-def test_one_text_is_a_list_of_one_prompt():
-    assert checked_prompts("hello", None) == (["hello"], [SamplingParams()])
+LIST = r"give a list of prompts, such as \[\[1, 2, 3\]\]"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [([1, 2, 3], LIST), (np.array([1, 2]), LIST), (range(3), LIST), (None, "prompts is"), (1.5, "prompts is")], ids=str,
+)  # fmt: skip
+def test_what_is_no_list_of_prompts_is_refused(prompts, message):
+    with pytest.raises(RequestError, match=message):
+        checked_prompts(prompts, None)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [([], "prompt is empty"), (5, "a prompt is a text or a list of token ids"), ("abc\udfff", "not valid Unicode")],
+)
+def test_what_is_no_prompt_is_refused(prompt, message):
+    with pytest.raises(RequestError, match=message):
+        prompt_ids(prompt, Letters(), 4)
+
+
+def test_texts_go_through_the_tokenizer_with_its_special_tokens():
+    assert prompt_ids("abc", Letters(), 27) == [0, 1, 2, 3]
+    with pytest.raises(RequestError, match="no tokenizer; give prompts as token ids"):
+        prompt_ids("abc", None, 4)
 
 
 def test_one_set_of_parameters_serves_all_prompts():
+    assert checked_prompts("hello", None) == (["hello"], [SamplingParams()])
     assert checked_prompts(["a", [1, 2]], GREEDY) == (["a", [1, 2]], [GREEDY, GREEDY])
     assert checked_prompts((), GREEDY) == ([], [])
 
@@ -33,22 +57,6 @@ def test_each_prompt_may_have_its_own_parameters():
     assert checked_prompts(["a", "b"], (GREEDY, other)) == (["a", "b"], [GREEDY, other])
     with pytest.raises(RequestError, match="2 prompts, but 1 sampling parameters"):
         checked_prompts(["a", "b"], [GREEDY])
-
-
-@pytest.mark.parametrize("prompts", [[1, 2, 3], (7,), np.array([1, 2]), range(3)], ids=str)
-def test_a_bare_list_of_ids_is_told_how_to_be_a_prompt(prompts):
-    with pytest.raises(RequestError, match=r"give a list of prompts, such as \[\[1, 2, 3\]\]"):
-        checked_prompts(prompts, None)
-
-
-@pytest.mark.parametrize("prompts", [None, 5, 1.5], ids=str)
-def test_what_is_no_list_of_prompts_is_refused(prompts):
-    with pytest.raises(RequestError, match="prompts is"):
-        checked_prompts(prompts, None)
-
-
-def test_texts_go_through_the_tokenizer_with_its_special_tokens():
-    assert prompt_ids("abc", Letters(), 27) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -67,30 +75,6 @@ def test_ids_outside_the_models_vocabulary_are_refused(prompt):
     with pytest.raises(RequestError, match="whole numbers from 0 to 3") as error:
         prompt_ids(prompt, None, 4)
     assert error.value.param == "prompt"
-
-
-@pytest.mark.parametrize("prompt", [[], ()], ids=str)
-def test_an_empty_prompt_is_refused(prompt):
-    with pytest.raises(RequestError, match="prompt is empty"):
-        prompt_ids(prompt, Letters(), 4)
-
-
-@pytest.mark.parametrize("prompt", [None, 5, 2.5, object()], ids=["None", "int", "float", "object"])
-def test_what_is_neither_text_nor_ids_is_refused(prompt):
-    with pytest.raises(RequestError, match="a prompt is a text or a list of token ids"):
-        prompt_ids(prompt, Letters(), 4)
-
-
-def test_a_text_without_a_tokenizer_is_refused():
-    with pytest.raises(RequestError, match="no tokenizer; give prompts as token ids"):
-        prompt_ids("abc", None, 4)
-
-
-@pytest.mark.parametrize("text", ["\ud800", "abc\udfff"])
-def test_half_a_surrogate_pair_is_refused_before_the_tokenizer_meets_it(text):
-    """JSON can bring it, and the tokenizers refuse it with a TypeError of their own."""
-    with pytest.raises(RequestError, match="not valid Unicode"):
-        prompt_ids(text, Letters(), 4)
 
 
 @pytest.mark.parametrize(
