@@ -19,8 +19,6 @@ Knows the store by its seam (`kvstore.connector`); nothing of HTTP and of the co
 - `outputs`: what a caller gets back: choices, usage, pieces of a stream
 - `remote_engine`: `RemoteEngine`: an engine whose core runs in a process of its own
 - `sampling_params`: how a request is sampled and when it stops
-- `stats`: what an engine shows of itself
-- `storage`: from the engine's options to the tiers below HBM
 
 Decisions:
 

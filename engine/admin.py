@@ -13,15 +13,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from typing import Any
 
-from kvstore.admin.commands import (
-    EvictRequest,
-    OneSession,
-    Sessions,
-    read_arguments,
-    repaired,
-    session_info,
-    transcript,
-)
+from kvstore.admin.commands import EvictRequest, OneSession, read_arguments, repaired, session_info, transcript
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.engine.sessions.chats import Chats
@@ -33,8 +25,7 @@ from kvstore.errors import (
     SessionNotFoundError,
     StoreError,
 )
-from kvstore.sessions.answer_tables import owner_tag
-from kvstore.sessions.answers import AnswerStore
+from kvstore.sessions.answers import AnswerStore, owner_tag
 from kvstore.sessions.record import SessionHead, SessionKey, Tombstone
 from kvstore.sessions.repair import Repaired
 
@@ -215,9 +206,6 @@ class Admin:
             raise SessionNotFoundError(f"there is no session {key.session_id!r}", param="session_id")
         return self._sessions.unshared_blocks_of(key)
 
-    def _list(self, wanted: Sessions) -> dict[str, object]:
-        return {"sessions": [session_info(head) for head in self.list_sessions(wanted.tenant, wanted.limit)]}
-
     def _show(self, wanted: OneSession) -> dict[str, object]:
         key = wanted.session.key
         self.expire(key)
@@ -226,22 +214,23 @@ class Admin:
             raise SessionNotFoundError(f"there is no session {key.session_id!r}", param="session_id")
         return transcript(state, self._sessions.aside(key))
 
-    def _delete(self, wanted: OneSession) -> dict[str, object]:
-        return {"deleted": True, "blocks": self.delete_session(wanted.session.session_id, wanted.session.tenant)}
-
-    def _repair(self, wanted: OneSession) -> dict[str, object]:
-        return repaired(self.repair_session(wanted.session.session_id, wanted.session.tenant))
-
 
 _COMMANDS: dict[str, Callable[[Admin, Any], dict[str, object]]] = {
     "stats": lambda admin, _: admin.stats(),
     "evict": Admin._evict,
     "verify": lambda admin, wanted: admin.verify(wanted.delete),
     "compact": lambda admin, _: admin.compact(),
-    "sessions": Admin._list,
+    "sessions": lambda admin, wanted: {
+        "sessions": [session_info(head) for head in admin.list_sessions(wanted.tenant, wanted.limit)]
+    },
     "sessions.show": Admin._show,
-    "sessions.delete": Admin._delete,
-    "sessions.repair": Admin._repair,
+    "sessions.delete": lambda admin, wanted: {
+        "deleted": True,
+        "blocks": admin.delete_session(wanted.session.session_id, wanted.session.tenant),
+    },
+    "sessions.repair": lambda admin, wanted: repaired(
+        admin.repair_session(wanted.session.session_id, wanted.session.tenant)
+    ),
     "sessions.accept_loss": lambda admin, _: {"accepted": admin._sessions.accept_loss()},
 }
 

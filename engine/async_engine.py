@@ -266,9 +266,7 @@ class AsyncEngine:
         """
         return await asyncio.get_running_loop().run_in_executor(self._workers, partial(function, *args, **kwargs))
 
-    async def call_with_text(
-        self, num_chars: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
+    async def call_with_text(self, num_chars: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """As `call`, for what tokenizes so many characters, or makes text of so many tokens.
 
         Long ones go MAX_LONG_TEXTS at a time, and keep nobody waiting who has a short one.

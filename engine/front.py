@@ -19,10 +19,9 @@ from kvstore.engine.lifetime import Closing
 from kvstore.engine.model.files import why_no_chat
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.sessions.blocking import Bell, stream
 from kvstore.engine.sessions.chat import ChatSession
 from kvstore.engine.sessions.chats import Chats, Language
-from kvstore.engine.sessions.core import Core
+from kvstore.engine.sessions.core import Bell, Core, stream
 from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.engine.text.prompts import checked_prompts, prompt_ids
 from kvstore.sessions.answers import open_answers

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ import torch
 from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.blocks.pool import BlockPool
 from kvstore.blocks.records import Evict, Evicted
+from kvstore.connector import KVConnector, open_connector
 from kvstore.disk.directory import StoreDirectory
+from kvstore.disk.weights import weights_digest
 from kvstore.engine.config import EngineConfig
 from kvstore.engine.core.kv_cache_manager import KVCacheManager
 from kvstore.engine.core.output_processor import Handle, Listener, OutputProcessor, new_handle
@@ -27,22 +30,23 @@ from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import Scheduler
 from kvstore.engine.core.step_loop import StepLoop
 from kvstore.engine.lifetime import Closing
-from kvstore.engine.model.loading import load
+from kvstore.engine.model.fingerprint import fingerprint
+from kvstore.engine.model.interception import PositionFreeModel
+from kvstore.engine.model.loading import Loaded, load
 from kvstore.engine.model.memory import num_hbm_blocks
 from kvstore.engine.model.probe import intercept
 from kvstore.engine.model.step.graphs import CudaCapturer
 from kvstore.engine.model.step.runner import ModelRunner
 from kvstore.engine.model.step.waiting import WAITING
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.sessions.blocking import Bell
-from kvstore.engine.sessions.core import Facts, checked_request
-from kvstore.engine.storage import check_room, open_store
+from kvstore.engine.sessions.core import Bell, Facts, checked_request
 from kvstore.engine.text.chat_template import ChatTemplate
-from kvstore.engine.text.choice_text import ChoiceText
+from kvstore.engine.text.detokenizer import ChoiceText
 from kvstore.engine.text.prompts import check_owner
 from kvstore.errors import EngineClosedError
 from kvstore.kernels.cpu.threads import let_helpers_go
 from kvstore.kernels.cuda.triton_support import has_triton
+from kvstore.memory.layout import KVLayout
 
 
 class LocalCore:
@@ -218,3 +222,42 @@ class LocalCore:
     def stats(self) -> dict[str, object]:
         shape = {"block_bytes": self.facts.block_bytes, "block_size": self.facts.block_size}
         return self.loop.call(self.loop.stats, {**shape, "is_auto": self._config.tiers.hbm == "auto"})
+
+
+# -- the tiers below HBM -----------------------------------------------------------------------------------------------
+def check_room(config: EngineConfig, network: Any) -> None:
+    """Before weights are read: whether the tiers have room for blocks, as far as the model's configuration tells.
+
+    Raises ConfigError.
+    """
+    text = network.get_text_config()
+    num_heads = getattr(text, "num_attention_heads", None)
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(text, "head_dim", None) or (num_heads and text.hidden_size // num_heads)
+    dtype = getattr(text, "dtype", None) if config.dtype == "auto" else getattr(torch, config.dtype)
+    if num_kv_heads and head_dim:
+        itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else 2
+        layer_bytes = 2 * config.block_size * num_kv_heads * head_dim * itemsize
+        config.tiers.check_room(text.num_hidden_layers * layer_bytes)
+
+
+def open_store(
+    config: EngineConfig, loaded: Loaded, model: PositionFreeModel, num_blocks: int, directory: StoreDirectory | None
+) -> KVConnector:
+    """The connector for `config.tiers`. num_blocks: of the engine's pool. directory: see `open_connector`.
+
+    Raises ConfigError, ModelError, StoreError or StoreLockedError.
+    """
+    spec = model.spec
+
+    def named(cache: Path | None) -> str:
+        """Weights need a name only where their KV outlives the process."""
+        return fingerprint(model, "" if cache is None else weights_digest(loaded.source, cache), config.block_size)
+
+    layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, config.block_size, spec.dtype, model.rotations)
+    # Staging without a CPU tier: the longest request's loads, and for every running one a block that is being filled.
+    least_slots = 2 * config.max_num_seqs + -(-loaded.max_model_len // config.block_size)
+    name, device, load = loaded.name, loaded.device, config.load
+    return open_connector(
+        config.tiers, layout, name, named, device, load, least_slots, num_blocks, config.eviction, directory
+    )

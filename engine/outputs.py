@@ -1,6 +1,10 @@
-"""What a caller gets back: choices, usage, and the pieces of a stream. Plain data, no torch."""
+"""What a caller gets back: choices, usage, the pieces of a stream, sizes in words. Plain data, no torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore.config import format_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +112,12 @@ class Piece:
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+def describe_tiers(stats: Mapping[str, Any]) -> str:
+    """What an engine has taken, such as "hbm 512.0 MiB (auto), cpu 1.0 GiB, disk 8.0 GiB"."""
+    sizes = {tier: stats[tier]["blocks"] * stats[tier]["block_bytes"] for tier in ("hbm", "cpu") if stats.get(tier)}
+    if stats.get("disk"):
+        sizes["disk"] = stats["disk"]["capacity_bytes"]
+    auto = {"hbm": " (auto)"} if stats["hbm"].get("is_auto") else {}
+    return ", ".join(f"{tier} {format_size(size)}{auto.get(tier, '')}" for tier, size in sizes.items() if size)

@@ -21,8 +21,8 @@ from aiohttp import web
 
 from kvstore.engine.async_engine import AsyncEngine
 from kvstore.engine.model.files import check_speaks, why_no_chat
+from kvstore.engine.outputs import describe_tiers
 from kvstore.engine.sessions.recall import Recall
-from kvstore.engine.stats import describe_tiers
 from kvstore.errors import KVStoreError
 from kvstore.service.api.context import Context
 from kvstore.service.api.metrics import Metrics
@@ -84,7 +84,7 @@ def open_engine(
 
 def _local_engine(*given: Any, **named: Any) -> Any:
     """Waits for a predecessor that is about to end, as the engine's own process does by itself."""
-    from kvstore.engine.process.spinning import spin_briefly
+    from kvstore.engine.process.life import spin_briefly
 
     spin_briefly(os.environ)
     from kvstore.engine.engine import Engine  # loads torch, hence here

@@ -76,7 +76,6 @@ LARGE = [  # classes, and what they have too much of
     "kvstore.blocks.pool.BlockPool lines methods",
     "kvstore.disk.index.DiskIndex lines methods",
     "kvstore.disk.io_queue.IoQueue attributes",
-    "kvstore.engine.admin.Admin methods",
     "kvstore.engine.core.request.Request attributes",
     "kvstore.engine.process.life.CoreProcess lines",
     "kvstore.engine.process.link.Link lines methods attributes",
@@ -116,7 +115,6 @@ BARE = {
     "kvstore.policy.prefixes._find",
     "kvstore.policy.steering.find",
     "kvstore.policy.steering.leave",
-    "kvstore.sessions.answer_tables.find",
     "kvstore.sessions.answers.find",
     "kvstore.sessions.tables.find",
 }
@@ -125,12 +123,12 @@ MAX_REACHES, MAX_PATCHES = 270, 280
 ENGINE_USES_OF_KVSTORE = {  # the seam, the sessions, and the records that cross
     "blocks.ids", "blocks.pool", "blocks.records", "config", "errors", "connector", "store.seam",
     "policy.conversation", "memory.layout", "disk.directory", "sessions.store", "sessions.record", "sessions.check",
-    "sessions.repair", "sessions.answers", "sessions.answer_tables", "admin.commands", "admin.private_folder",
+    "sessions.repair", "sessions.answers", "admin.commands", "admin.private_folder",
     "disk.check", "disk.env", "disk.weights", "admin.control",
 }  # fmt: skip
 TENSORS = ("kvstore.kernels", "kvstore.rope", "kvstore.memory", "kvstore.engine.model", "bench", "tests")
 ASSEMBLERS = {
-    "kvstore.store.assembly", "kvstore.engine.engine", "kvstore.engine.local_core", "kvstore.engine.storage",
+    "kvstore.store.assembly", "kvstore.engine.engine", "kvstore.engine.local_core",
     "kvstore.engine.remote_engine",  # loads the tokenizer, by the module that loads weights
 }  # fmt: skip
 DECIDES = {"kvstore.memory.tier", "kvstore.rope.splice", "kvstore.engine.model.files"}  # beside tensors, without any

@@ -2,11 +2,10 @@
 
 Loads no torch; knows the store by the scheduler's side of the connector.
 
-- `erasure`: what is given up in HBM by its name, and overwritten
 - `inbox`: what is asked of the thread that steps an engine: functions that it calls between two steps, in the order
   of asking
 - `input_batch`: the persistent batch: arrays reused from step to step
-- `kv_cache_manager`: blocks of requests: prefix hits, allocation, caching, release
+- `kv_cache_manager`: HBM blocks: prefix hits, allocation, caching, release, erasure
 - `output_processor`: what callers see of running requests: pieces, ends, usage
 - `request`: one request and its state
 - `request_blocks`: blocks of requests in HBM and below it: hits, loads, and what came from where

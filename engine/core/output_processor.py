@@ -76,9 +76,7 @@ class Totals:
         return {**counts, "cached_tokens": self._cached.total, "cached_by_tier": asdict(self._cached)}
 
 
-def new_handle(
-    request_id: str, prompt_token_ids: list[int], params: SamplingParams, listener: Listener
-) -> Handle:
+def new_handle(request_id: str, prompt_token_ids: list[int], params: SamplingParams, listener: Listener) -> Handle:
     """A handle with `params.n` choices that have said nothing yet."""
     choices = [Choice(logprobs=None if params.logprobs is None else []) for _ in range(params.n)]
     usage = Usage(len(prompt_token_ids), 0, CachedTokensDetails())

@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import ParamSpec, TypeVar
 
-from kvstore.engine.core.erasure import Erasure
 from kvstore.engine.core.inbox import Inbox
+from kvstore.engine.core.kv_cache_manager import Erasure
 from kvstore.engine.core.output_processor import Handle, OutputProcessor, Totals, tell
 from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput

@@ -9,7 +9,6 @@ Knows no HTTP.
 - `outputs`: text and stop strings of running requests, made on this side
 - `pulse`: signs of life of that process, and what follows when none comes
 - `remote`: `RemoteCore`: a `Core` that is in another process
-- `spinning`: how long a compute thread without work spins
 - `wire`: what the two say to each other
 
 Decisions:

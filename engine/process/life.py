@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +25,6 @@ import msgspec
 import kvstore
 from kvstore.engine.process.channel import Channel
 from kvstore.engine.process.pulse import Pulse
-from kvstore.engine.process.spinning import spin_briefly
 from kvstore.engine.process.wire import (
     Answered,
     Call,
@@ -44,6 +43,17 @@ from kvstore.errors import EngineDiedError, EngineOverloadedError, RequestError
 SEND_LIMIT = 1 << 16  # messages on their way to the engine: far above what a front's limit on requests lets come
 READY_POLL_MS = 50
 END_POLL_MS = 10
+SPIN_COUNT = "10000"  # some ten microseconds: longer than the gaps between the operations of a step
+
+
+def spin_briefly(environment: MutableMapping[str, str]) -> None:
+    """How long a compute thread without work spins before it sleeps. To be called before torch is loaded.
+
+    GCC's OpenMP spins for milliseconds. Where another process wants the same core, a step then waits for threads that
+    wait: 50 times slower beside one busy process (bench/LOG.md, 2026-11-22). What the user has set counts.
+    """
+    if "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
 class CoreProcess:

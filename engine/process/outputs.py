@@ -14,7 +14,7 @@ from kvstore.engine.core.output_processor import Handle, Listener, new_handle, w
 from kvstore.engine.outputs import Piece, Timings, Usage
 from kvstore.engine.process.wire import Ended, Said, Update, error_of
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.text.choice_text import ChoiceText
+from kvstore.engine.text.detokenizer import ChoiceText
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

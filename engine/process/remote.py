@@ -17,8 +17,7 @@ from kvstore.engine.core.output_processor import Handle, Listener
 from kvstore.engine.process.link import POLL_S, Link
 from kvstore.engine.process.wire import Submit, encode, owner_to_wire, params_to_wire
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.sessions.blocking import Bell
-from kvstore.engine.sessions.core import Facts, checked_request
+from kvstore.engine.sessions.core import Bell, Facts, checked_request
 from kvstore.engine.text.prompts import check_owner
 from kvstore.errors import EngineClosedError, EngineDiedError, EngineOverloadedError, KVStoreError
 

@@ -2,7 +2,6 @@
 
 Loads no torch.
 
-- `blocking`: pieces of an answer while the caller waits
 - `chat`: a session: send, stream, fork; durable turn by turn
 - `chats`: sessions by their ids: opened, and hinted at
 - `core`: what conversations need of whatever computes

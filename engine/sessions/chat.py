@@ -17,8 +17,7 @@ from kvstore.blocks.ids import BlockId, Lineage, extend_chain
 from kvstore.engine.core.output_processor import Handle, Listener
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.sessions.blocking import stream
-from kvstore.engine.sessions.core import Core
+from kvstore.engine.sessions.core import Core, stream
 from kvstore.engine.sessions.recall_ids import answer_ids
 from kvstore.engine.sessions.window import NextTurn, Window
 from kvstore.engine.text.chat_template import ChatTemplate, Message
@@ -110,9 +109,7 @@ class ChatSession:
             ids, chain, lineage, starts = state.token_ids, state.chain, lineage_of(state, root), state.turn_starts
         else:  # another model, whose ids may mean other texts: the transcript is tokenized again
             ids, chain, lineage, starts = [], [], Lineage(root), []
-        self.window = Window(
-            self._system, self.messages, state.num_dropped_messages, ids, chain, lineage, list(starts)
-        )
+        self.window = Window(self._system, self.messages, state.num_dropped_messages, ids, chain, lineage, list(starts))
 
     def set_truncation(self, truncation: str | None, truncation_reuse: str | None) -> None:
         """See `Engine.chat`; None leaves one as it is. Raises RequestError."""

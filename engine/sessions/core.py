@@ -1,14 +1,17 @@
-"""What conversations need of whatever computes: token ids and KV, in this process or in another one."""
+"""What conversations need of whatever computes: token ids and KV, in this process or in another one; and how a thread
+waits for it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.engine.core.output_processor import Handle, Listener
+from kvstore.engine.outputs import Piece
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.prompts import check_fits, check_ids, check_ids_of, check_params
 
@@ -120,3 +123,36 @@ class Core(Protocol):
 
     def close(self) -> None:
         """End running requests as aborted, and give back its share of the store."""
+
+
+class Bell:
+    """A listener that wakes one thread. only_ends: not for every piece, but when a request has ended."""
+
+    def __init__(self, only_ends: bool = False) -> None:
+        self._only_ends = only_ends
+        self._rung = threading.Event()
+
+    def __call__(self, handles: Sequence[Handle]) -> None:
+        if not self._only_ends or any(handle.done for handle in handles):
+            self._rung.set()
+
+    def wait(self, is_so: Callable[[], object]) -> None:
+        """Returns once it is so, which is asked whenever the bell has rung."""
+        while not is_so():
+            self._rung.wait()
+            self._rung.clear()
+
+
+def stream(core: Core, handle: Handle) -> Iterator[Piece]:
+    """See `Engine.stream`."""
+    bell = handle.listener
+    assert isinstance(bell, Bell), "somebody else listens to this request"
+    try:
+        while not handle.done or handle.pieces:
+            if handle.pieces:
+                yield handle.pieces.popleft()
+            else:
+                bell.wait(lambda: handle.done or handle.pieces)
+        handle.raise_error()
+    finally:
+        core.abort(handle)

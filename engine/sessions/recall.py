@@ -19,8 +19,7 @@ from kvstore.engine.sessions.window import NextTurn
 from kvstore.engine.text.chat_template import ChatTemplate, Message
 from kvstore.engine.text.prompts import check_length, check_truncation
 from kvstore.errors import RequestError
-from kvstore.sessions.answer_tables import owner_tag
-from kvstore.sessions.answers import AnswerStore
+from kvstore.sessions.answers import AnswerStore, owner_tag
 
 MAX_TOKENS = 4_000_000  # 16 MB with what is beside them
 

@@ -131,14 +131,7 @@ class Window:
         return Window(self.system, self.messages, num_dropped, kept, chain, lineage, starts)
 
     def _truncated(
-        self,
-        core: Core,
-        template: ChatTemplate,
-        user: Message,
-        num_tokens: int,
-        answer: int,
-        tenant: str,
-        reuse: str,
+        self, core: Core, template: ChatTemplate, user: Message, num_tokens: int, answer: int, tenant: str, reuse: str
     ) -> NextTurn:
         """Drop whole turns from the oldest on, until half the window is kept at most and the answer fits."""
         window = core.facts.max_request_tokens

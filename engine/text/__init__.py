@@ -3,8 +3,7 @@
 Loads no torch; knows neither sessions nor a store.
 
 - `chat_template`: from messages to token ids by what the template adds
-- `choice_text`: one choice as its caller sees it
-- `detokenizer`: text of an answer, token by token, in whole characters
+- `detokenizer`: one choice as its caller sees it: text, token by token, in whole characters
 - `encoder`: parts of a prompt to token ids: template text, and nothing but text
 - `prompts`: checks of prompts, session ids and lengths
 

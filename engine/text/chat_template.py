@@ -163,7 +163,7 @@ class ChatTemplate:
         contents: dict[int, str] = {}
         for number in reversed(range(len(cuts))):
             index, before = cuts[number], texts[number]
-            content = self._content_before(rendered, end, before, messages[index]["content"])
+            content = _content_before(rendered, end, before, messages[index]["content"])
             if content is None or (index in kept and not before.endswith(self._opening_text())):
                 break
             contents[index] = content
@@ -172,15 +172,6 @@ class ChatTemplate:
             contents.popitem()  # before the first answer that is kept, all is encoded in one piece
         contents = dict(reversed(contents.items()))
         return (texts[len(texts) - len(contents) - 1 :], contents) if contents else None
-
-    @staticmethod
-    def _content_before(rendered: str, end: int, before: str, content: str) -> str | None:
-        """How a content is shown that ends at `end` and has `before` before it."""
-        for shown in (content, content.strip()):
-            start = end - len(shown)
-            if rendered.startswith(shown, start) and rendered.endswith(before, 0, start):
-                return shown
-        return None
 
     def _find_opening(self) -> str:
         """What opens an answer that is to be given."""
@@ -248,3 +239,12 @@ class ChatTemplate:
             return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens_answer)
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
+
+
+def _content_before(rendered: str, end: int, before: str, content: str) -> str | None:
+    """How a content is shown that ends at `end` and has `before` before it."""
+    for shown in (content, content.strip()):
+        start = end - len(shown)
+        if rendered.startswith(shown, start) and rendered.endswith(before, 0, start):
+            return shown
+    return None

@@ -1,11 +1,16 @@
 """Text of one answer, token by token: whole characters only, and nothing that a stop string may still take back.
 
-Knows a tokenizers.Tokenizer; must not know torch, requests or templates.
+Knows a tokenizers.Tokenizer and outputs; must not know torch, requests or templates.
 """
+
+from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from kvstore.engine.outputs import Piece, RequestOutput, TokenLogprob
+from kvstore.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -35,7 +40,7 @@ class Detokenizer:
 
     def __init__(
         self,
-        tokenizer: "Tokenizer | None",
+        tokenizer: Tokenizer | None,
         stop: Sequence[str] = (),
         prompt_token_ids: Sequence[int] = (),
         min_tokens: int = 0,
@@ -88,6 +93,41 @@ class Detokenizer:
         return text
 
 
+class ChoiceText:
+    """Choice `index` of an output, which it fills. Without a tokenizer all text is ""."""
+
+    def __init__(self, output: RequestOutput, index: int, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+        self.choice = output.choices[index]
+        self._index = index
+        known = tokenizer if params.detokenize else None
+        self._text = Detokenizer(known, params.stop, output.prompt_token_ids, params.min_tokens)
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended it."""
+        return self._text.stop_string
+
+    def add_token(self, token_id: int, logprob: TokenLogprob | None, finish_reason: str | None) -> Piece:
+        """What a new token brings. finish_reason: what ended the choice with it, unless a stop string does."""
+        choice = self.choice
+        choice.token_ids.append(token_id)
+        if choice.logprobs is not None and logprob is not None:
+            choice.logprobs.append(logprob)
+        released = "" if finish_reason == "stop" else self._text.append((token_id,))  # an end token has no text
+        if finish_reason is not None:
+            released += self._text.finish()
+        if self.stop_string is not None:
+            finish_reason = "stop"
+        choice.text += released
+        return Piece(self._index, released, (token_id,), finish_reason, None if logprob is None else (logprob,))
+
+    def end(self, finish_reason: str) -> Piece:
+        """Its last piece, where it ends without a token."""
+        released = self._text.finish()
+        self.choice.text += released
+        return Piece(self._index, released, (), finish_reason)
+
+
 class _Decoder:
     """Whole characters from token ids, by decoding a short window again with each token.
 
@@ -99,7 +139,7 @@ class _Decoder:
     first case and raises in the second.)
     """
 
-    def __init__(self, tokenizer: "Tokenizer", prompt_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []
         self._decoded = ""  # text of the window

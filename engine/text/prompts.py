@@ -102,9 +102,7 @@ def check_owner(tenant: object, cache_salt: object, priority: object) -> None:
         raise RequestError(f"priority is {priority!r}; give a whole number, lower is earlier", param="priority")
 
 
-def prompt_ids(
-    prompt: str | Sequence[int], tokenizer: Any, vocab_size: int, limit: int | None = None
-) -> list[int]:
+def prompt_ids(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int, limit: int | None = None) -> list[int]:
     """Token ids of a prompt: tokenized with the tokenizer's own special tokens, or checked against the vocabulary.
 
     vocab_size is the model's, which may be larger than the tokenizer's. limit: of tokens, where a text that cannot

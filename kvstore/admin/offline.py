@@ -160,8 +160,7 @@ class OfflineStore:
     def _forget_answers(self, key: SessionKey) -> None:
         """The token ids by which its answers would be known again in a history that comes as text."""
         if (self.directory.path / "answers").is_dir():
-            from kvstore.sessions.answer_tables import owner_tag
-            from kvstore.sessions.answers import open_answers
+            from kvstore.sessions.answers import open_answers, owner_tag
 
             with closing(open_answers(self.directory)) as answers:
                 answers.forget_owner(owner_tag(key.tenant, key.session_id))

@@ -2,8 +2,7 @@
 
 Knows LMDB and token ids; no KV, no tier and no engine.
 
-- `answer_tables`: how they lie on disk, within a bound
-- `answers`: token ids of answers by keyed digests, across restarts
+- `answers`: token ids of answers by keyed digests, across restarts, within a bound
 - `check`: a walk over all of them
 - `marker`: which file holds the sessions, told beside it
 - `record`: what a session is, its bytes, and how turns add up

@@ -328,8 +328,6 @@ def open_sessions(directory: StoreDirectory | None) -> SessionStore:
     if directory is None:
         return SessionStore(None)
     path = directory.path / "sessions"
-    sessions = SessionStore(
-        lambda: open_environment(path, FIRST_MAP_BYTES, max_dbs=16, metasync=True, on_loss=ON_LOSS)
-    )
+    sessions = SessionStore(lambda: open_environment(path, FIRST_MAP_BYTES, max_dbs=16, metasync=True, on_loss=ON_LOSS))
     sessions.mark(SessionMarker(directory.path))
     return sessions

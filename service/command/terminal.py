@@ -14,9 +14,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from kvstore.engine.model.files import check_speaks
-from kvstore.engine.outputs import RequestOutput
+from kvstore.engine.outputs import RequestOutput, describe_tiers
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.stats import describe_tiers
 from kvstore.errors import ConfigError, RequestError, StoreError
 from kvstore.service.settings.chat_options import ChatOptions
 

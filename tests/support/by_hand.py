@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvstore.engine.core.step_loop import StepLoop
-from kvstore.engine.sessions.blocking import Bell
+from kvstore.engine.sessions.core import Bell
 
 _wait = Bell.wait
 

@@ -12,8 +12,7 @@ from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.env import open_environment
 from kvstore.errors import StoreError
 from kvstore.sessions import answers as answer_store
-from kvstore.sessions.answer_tables import AnswerTables, owner_tag
-from kvstore.sessions.answers import AnswerStore, open_answers
+from kvstore.sessions.answers import AnswerStore, AnswerTables, open_answers, owner_tag
 
 ROOT = Path(__file__).parents[3]
 

@@ -11,6 +11,7 @@ import torch
 from kvstore import Engine
 from kvstore.connector import NullConnector
 from kvstore.engine.config import EngineConfig, SchedulerConfig
+from kvstore.engine.local_core import open_store
 from kvstore.engine.model.probe import intercept
 from kvstore.engine.model.step.graphs import (
     MAX_SIZE,
@@ -24,7 +25,6 @@ from kvstore.engine.model.step.graphs import (
 )
 from kvstore.engine.model.step.runner import ModelRunner
 from kvstore.engine.model.step.tensors import StepTensors
-from kvstore.engine.storage import open_store
 from kvstore.errors import ConfigError
 from kvstore.kernels.paged_batch import PagedBatch
 from tests.support.by_hand import by_hand
