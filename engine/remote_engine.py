@@ -58,7 +58,7 @@ class RemoteEngine(Front):
             self._link = Link(_arguments(config), store, shutdown_s, silence_s, max_restarts)
             opened.callback(self._link.close)
             tokenizer = load_tokenizer(config.model, config.tokenizer, config.revision, config.chat_template)
-            self._link.wait_until_started()
+            self._link.started.result()
             core = RemoteCore(self._link, None if tokenizer is None else tokenizer.backend_tokenizer)
             super().__init__(core, tokenizer, directory, opened)
 

@@ -72,9 +72,8 @@ class SamplingParams:
         if self.max_tokens is not None:
             _number("max_tokens", self.max_tokens, 1, 2**31, integer=True)
             if self.min_tokens > self.max_tokens:
-                raise RequestError(
-                    f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}", param="min_tokens"
-                )
+                said = f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}"
+                raise RequestError(said, param="min_tokens")
         _number("temperature", self.temperature, 0, 100)
         _number("top_k", self.top_k, 0, 2**31, integer=True)
         _number("top_p", self.top_p, 0, 1, above=True)
@@ -104,10 +103,8 @@ class SamplingParams:
     def _check_logit_bias(self) -> None:
         if not isinstance(self.logit_bias, dict):
             raise RequestError("logit_bias must map token ids to numbers", param="logit_bias")
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise RequestError(
-                f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS}", param="logit_bias"
-            )
+        if (size := len(self.logit_bias)) > MAX_LOGIT_BIAS:
+            raise RequestError(f"logit_bias has {size} entries; at most {MAX_LOGIT_BIAS}", param="logit_bias")
         for token_id, bias in self.logit_bias.items():
             _number("logit_bias", token_id, 0, 2**31, integer=True)
             _number("logit_bias", bias, -100, 100)

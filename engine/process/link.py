@@ -69,13 +69,9 @@ class Link:
         self.selector = selectors.DefaultSelector()  # ready when there is something to take in, whatever process lives
         self.selector.register(self._woken, selectors.EVENT_READ)
         weakref.finalize(self, _close_all, self.selector, self._woken, self._wake)
-        self._started: Future[None] = Future()
+        self.started: Future[None] = Future()  # or what kept the engine from being opened
         self._thread = threading.Thread(target=self._watch, name=WATCH, daemon=True)
         self._thread.start()
-
-    def wait_until_started(self) -> None:
-        """Raises what kept the engine from being opened."""
-        self._started.result()
 
     # -- the process -------------------------------------------------------------------------------------------------
     def _watch(self) -> None:
@@ -83,14 +79,16 @@ class Link:
         try:
             life: CoreProcess | None = self._begin()
         except Exception as error:
-            self._started.set_exception(error)
+            self.started.set_exception(error)
             return
-        self._started.set_result(None)
+        self.started.set_result(None)
         while life is not None:
             how = life.wait()
             with self.changed:
-                if not self._over:
-                    self._lose(how)
+                if not self._over:  # what ran ends with an error
+                    self._life = None
+                    self._note_end(how)
+                    self.undelivered += self.outputs.end_all(EngineDiedError(f"the engine's process ended ({how})"))
             self.wake()  # whoever waits for updates hands out these ends instead
             life.retire()
             self.wake()
@@ -134,13 +132,6 @@ class Link:
             raise
         return life
 
-    def _lose(self, how: str) -> None:
-        """What ran ends with an error."""
-        self._life = None
-        self._note_end(how)
-        self.undelivered += self.outputs.end_all(EngineDiedError(f"the engine's process ended ({how})"))
-        self.changed.notify_all()
-
     def _note_end(self, how: str) -> None:
         """Decide whether there is to be another one."""
         now = time.monotonic()
@@ -179,27 +170,24 @@ class Link:
 
     @property
     def pid(self) -> int | None:
-        life = self._life
-        return None if life is None else life.pid
+        return None if (life := self._life) is None else life.pid
 
     @property
     def silent_s(self) -> float:
         """Seconds since the process gave a sign of life."""
-        life = self._life
-        return 0.0 if life is None else life.silent_s
+        return 0.0 if (life := self._life) is None else life.silent_s
 
     # -- what is said to it ------------------------------------------------------------------------------------------
     def check_open(self) -> CoreProcess:
         """The process, which was there a moment ago. Raises EngineClosedError or EngineDiedError."""
         with self.lock:
-            state, life, why = self.state, self._life, self._why
-        if state == "closed":
-            raise EngineClosedError("the engine is closed")
-        if state == "restarting":
-            raise EngineDiedError(f"the engine's process ended ({why}) and is being started again; try again")
-        if life is None:
-            raise EngineDiedError(f"the engine's process ended ({why}) too often and stays down; restart the server")
-        return life
+            if self.state == "closed":
+                raise EngineClosedError("the engine is closed")
+            if self._life is None:
+                again = "and is being started again; try again"
+                following = again if self.state == "restarting" else "too often and stays down; restart the server"
+                raise EngineDiedError(f"the engine's process ended ({self._why}) {following}")
+            return self._life
 
     def call(self, verb: str, *arguments: object) -> Any:
         """The result of a verb of the core. Raises as it does, EngineDiedError, and EngineOverloadedError."""
@@ -214,8 +202,7 @@ class Link:
 
     def end_request(self, request_id: str, index: int | None, reason: str) -> None:
         """To be called with the lock. One that cannot be told is gone, or stuck and killed for it."""
-        life = self._life
-        if life is None:
+        if (life := self._life) is None:
             return
         try:
             life.send(encode(End(request_id, index, reason)))
@@ -261,7 +248,7 @@ class Link:
                     handle, stopped = self.outputs.apply(update)
                 except Exception as error:  # a defect of ours: the end of this request, not of others
                     LOGGER.exception("an update could not be taken in")
-                    handle, stopped = self.outputs.fail(update.request_id, error), ()
+                    handle, stopped = self.outputs.end(update.request_id, error), ()
                     self.end_request(update.request_id, None, "abort")
                 if handle is not None:
                     touched[id(handle)] = handle
@@ -273,8 +260,7 @@ class Link:
 
     def _received(self) -> list[Update]:
         """A process that cannot be understood is ended, and with it what runs there."""
-        life = self._life
-        if life is None:
+        if (life := self._life) is None:
             return []
         try:
             return [update for updates in life.receive() for update in updates.updates]

@@ -119,27 +119,20 @@ class RemoteOutputs:
 
     def end_all(self, error: Exception | None) -> list[Handle]:
         """The engine is gone: all end as aborted, with this error if there is one."""
-        handles = [running.handle for running in self._running.values()]
-        for handle in handles:
-            self.end(handle, error)
-        return handles
+        return [handle for request_id in list(self._running) if (handle := self.end(request_id, error)) is not None]
 
-    def fail(self, request_id: str, error: Exception) -> Handle | None:
-        """End one by its id with this error; None when it has ended before."""
-        running = self._running.get(request_id)
+    def end(self, request_id: str, error: Exception | None) -> Handle | None:
+        """End one as aborted, without the engine; None when it has ended before."""
+        running = self._running.pop(request_id, None)
         if running is None:
             return None
-        self.end(running.handle, error)
-        return running.handle
-
-    def end(self, handle: Handle, error: Exception | None) -> None:
-        """End one as aborted, without the engine."""
-        running = self._running.pop(handle.request_id)
         self._end_choices(running)
+        handle = running.handle
         spoken = sum(len(choice.token_ids) for choice in handle.output.choices)
         handle.output.usage = replace(handle.output.usage, completion_tokens=spoken)
         handle.fail(error)
         handle.done = True
+        return handle
 
 
 def _seen_from_here(timings: Timings, ttft_s: float | None) -> Timings:

@@ -87,7 +87,7 @@ class RemoteCore:
                     try:
                         life.send(message)
                     except KVStoreError as error:
-                        link.outputs.end(handle, error)
+                        link.outputs.end(request_id, error)
                         raise
                     handles.append(handle)
         except Exception:

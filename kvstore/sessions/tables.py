@@ -105,11 +105,9 @@ def read_head(view: View, key: SessionKey) -> SessionHead | None:
 
 def head_of(view: View, number: int, what: str) -> SessionHead:
     value = view.get(HEADS, be64(number))
-    if value is None:
+    head = None if value is None else unseal(SessionHead, HEADS, be64(number), value, what)
+    if head is None or head.number != number:
         raise damaged(what, "its head is missing")
-    head = unseal(SessionHead, HEADS, be64(number), value, what)
-    if head.number != number:
-        raise damaged(what, "its head has another number")
     return head
 
 
@@ -148,13 +146,11 @@ def read_turn(view: View, key: SessionKey, number: int) -> TurnRecord | None:
     head = read_head(view, key)
     if head is None or not 1 <= number <= head.num_turns:
         return None
-    what = f"session {key.session_id}"
-    value = view.get(TURNS, turn_key(head.number, number))
-    if value is None:
+    what, place = f"session {key.session_id}", turn_key(head.number, number)
+    value = view.get(TURNS, place)
+    turn = None if value is None else unseal(TurnRecord, TURNS, place, value, what)
+    if turn is None or turn.number != number:
         raise damaged(what, f"turn {number} is missing")
-    turn = unseal(TurnRecord, TURNS, turn_key(head.number, number), value, what)
-    if turn.number != number:
-        raise damaged(what, f"turn {number} is another turn")
     return turn
 
 
