@@ -73,7 +73,7 @@ class Person:
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         output = self.engine.generate([prompt], params, cache_salt=salt)[0]
         found = {name: count for name, count in asdict(output.usage.cached_tokens_details).items() if count}
-        size = self.engine.block_size
+        size = self.engine.facts.block_size
         expected = {} if tier is None else {tier: len(self.history) // size * size}
         if tier != "any" and found != expected:
             raise RuntimeError(f"the history was to come from {tier or 'nowhere'}, but cached tokens are {found}")

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.engine.core.output_processor import Handle
@@ -32,9 +32,8 @@ MAX_LONG_TEXTS = 2  # tokenized at once: each takes two hundred times its size m
 LONG_TEXT_CHARS = 2**16
 
 
-@runtime_checkable
 class Reading(Protocol):
-    """What says when there is something to take in, so that no thread has to wait for it."""
+    """What says when there is something to take in, so that no thread has to wait for it: `RemoteEngine.link`."""
 
     def fileno(self) -> int: ...
 
@@ -242,22 +241,20 @@ class AsyncEngine:
     instance. A cancelled or abandoned `stream` aborts its request. An asynchronous context manager, which closes the
     engine, too.
 
-    in_loop: the running event loop takes in what a RemoteEngine's process says, without a thread in between: nothing
-    that waits for the engine may be called in that loop then, and it has to go on until `close` has returned.
+    link: of a RemoteEngine, whose process the running event loop then reads by itself, without a thread in between:
+    nothing that waits for the engine may be called in that loop, and it has to go on until `close` has returned.
     """
 
-    def __init__(self, engine: Front, in_loop: bool = False) -> None:
+    def __init__(self, engine: Front, link: Reading | None = None) -> None:
         self.engine = engine
         self._ports: dict[asyncio.AbstractEventLoop, _Port] = {}
         self._workers = ThreadPoolExecutor(MAX_CALLS, "engine-call")
         self._long_texts = ThreadPoolExecutor(MAX_LONG_TEXTS, "engine-text")
-        self._read: Reading | None = None  # by the event loop that made this
-        if in_loop:
-            assert isinstance(engine, Reading), "this engine has no process that could be read"
-            self._read = engine
-            self._read.read_here()
+        self._read = link
+        if link is not None:
+            link.read_here()
             self._loop = asyncio.get_running_loop()
-            self._loop.add_reader(self._read.fileno(), self._read.receive)
+            self._loop.add_reader(link.fileno(), link.receive)
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run something that blocks off the event loop: tokenizing, templates, sessions, administration.

@@ -59,19 +59,6 @@ class Front:
 
     # -- what is known of the core -----------------------------------------------------------------------------------
     @property
-    def model_name(self) -> str:
-        return self.facts.model_name
-
-    @property
-    def max_model_len(self) -> int:
-        """The window."""
-        return self.facts.max_model_len
-
-    @property
-    def block_size(self) -> int:
-        return self.facts.block_size
-
-    @property
     def has_work(self) -> bool:
         """Something runs or waits."""
         return self.core.has_work
@@ -182,12 +169,9 @@ class Front:
         """Pieces of a submitted request as they come; leaving the loop early aborts it."""
         return stream(self.core, handle)
 
-    def abort(self, handle: Handle, index: int | None = None, reason: str = "abort") -> None:
-        """End a request, or only choice `index` of it; its blocks have been given back on return.
-
-        reason: "stop" where the caller has found its end. Does nothing when it is done, or when the engine is closed.
-        """
-        self.core.abort(handle, index, reason)
+    def abort(self, handle: Handle) -> None:
+        """End a request; its blocks have been given back on return. Nothing when it is done, or the engine closed."""
+        self.core.abort(handle)
 
     def root(self, tenant: str) -> BlockId:
         """Root of this tenant's chains."""

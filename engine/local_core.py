@@ -165,11 +165,11 @@ class LocalCore:
         self.loop.inbox.put(self.loop.add, added)
         return [handle for handle, _ in added]
 
-    def abort(self, handle: Handle, index: int | None = None, reason: str = "abort") -> None:
+    def abort(self, handle: Handle) -> None:
         if handle.done:
             return
         with suppress(EngineClosedError):  # which ends it
-            ended = self.loop.inbox.put(self.loop.abort, handle, index, reason)
+            ended = self.loop.inbox.put(self.loop.abort, handle)
             if not self.loop.is_here:  # the collector may close a stream in any thread
                 ended.result()
 

@@ -29,7 +29,7 @@ class RemoteEngine(Front):
     when that has happened more than max_restarts times within an hour, where a restart that fails counts as well;
     "closed". Sessions are not in that process: they go on after a restart, and can be read during it.
     shutdown_s: how long `close` waits for the process before it kills it. silence_s: the same while it runs and gives
-    no sign of life, from 2 s; loading may take ten times as long without one, and so may one step.
+    no sign of life, from 2 s; loading may take ten times as long without one, and so may one step. link: to it.
     Raises as Engine, and EngineDiedError when the process ends before the engine is there. A store that another process
     has is waited for, as its owner may be about to end.
     """
@@ -55,38 +55,26 @@ class RemoteEngine(Front):
                 opened.callback(directory.close)
                 opened.callback(LossWatch(directory.path).close)
                 store = (str(directory.path), *directory.descriptors)
-            self._link = Link(_arguments(config), store, shutdown_s, silence_s, max_restarts)
-            opened.callback(self._link.close)
+            self.link = Link(_arguments(config), store, shutdown_s, silence_s, max_restarts)
+            opened.callback(self.link.close)
             tokenizer = load_tokenizer(config.model, config.tokenizer, config.revision, config.chat_template)
-            self._link.started.result()
-            core = RemoteCore(self._link, None if tokenizer is None else tokenizer.backend_tokenizer)
+            self.link.started.result()
+            core = RemoteCore(self.link, None if tokenizer is None else tokenizer.backend_tokenizer)
             super().__init__(core, tokenizer, directory, opened)
 
     @property
     def state(self) -> State:
-        return self._link.state
+        return self.link.state
 
     @property
     def silent_s(self) -> float:
         """Seconds since the engine's process gave a sign of life, which comes every half second."""
-        return self._link.silent_s
+        return self.link.silent_s
 
     @property
     def pid(self) -> int | None:
         """Of the engine's process; None while there is none."""
-        return self._link.pid
-
-    def fileno(self) -> int:
-        """A descriptor, the same all the time, that can be read when there is something to `receive`."""
-        return self._link.selector.fileno()
-
-    def read_here(self) -> None:
-        """From now on this thread calls `receive`, and waits for nothing else of the engine."""
-        self._link.read_here()
-
-    def receive(self) -> None:
-        """Take in what has come from the process, and tell who listens; never waits."""
-        self._link.receive()
+        return self.link.pid
 
 
 def _arguments(config: EngineConfig) -> dict[str, Any]:

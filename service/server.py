@@ -190,9 +190,9 @@ class Server:
     async def load(self, open_engine: OpenEngine) -> None:
         """Load the model in a thread; requests are served once this returns."""
         engine = await in_thread(open_engine)
-        self.context.open(AsyncEngine(engine, in_loop=hasattr(engine, "fileno")), Recall(engine))
+        self.context.open(AsyncEngine(engine, getattr(engine, "link", None)), Recall(engine))
         if engine.tokenizer is not None and not engine.tokenizer.chat_template:
-            log(f"{why_no_chat(engine.model_name, True)}: routes that chat answer 400", {}, logging.WARNING)
+            log(f"{why_no_chat(engine.facts.model_name, True)}: routes that chat answer 400", {}, logging.WARNING)
 
     @property
     def port(self) -> int:
@@ -209,7 +209,7 @@ class Server:
         return {
             "address": self.address,
             "model": self.context.model_name,
-            "window": engine.max_model_len,
+            "window": engine.facts.max_model_len,
             "tiers": describe_tiers(engine.stats()),
             "keys": "required" if self.context.access.needs_key else "none",
         }

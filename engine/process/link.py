@@ -220,8 +220,12 @@ class Link:
             self.reader = threading.Thread(target=self._read, name=READ, daemon=True)
             self.reader.start()
 
+    def fileno(self) -> int:
+        """A descriptor, the same all the time, that can be read when there is something to `receive`."""
+        return self.selector.fileno()
+
     def read_here(self) -> None:
-        """From now on this thread calls `receive`, and no other one."""
+        """From now on this thread calls `receive`, and no other one, and waits for nothing else of the engine."""
         with self.lock:
             before, self.reader = self.reader, threading.current_thread()
         if before is not None and before.name == READ:

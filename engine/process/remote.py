@@ -96,14 +96,14 @@ class RemoteCore:
             raise
         return handles
 
-    def abort(self, handle: Handle, index: int | None = None, reason: str = "abort") -> None:
+    def abort(self, handle: Handle) -> None:
         """Returns when the engine's process has said the last of it; who reads does not wait."""
         link = self._link
         with link.changed:
             if not link.outputs.is_running(handle):
                 return
-            link.end_request(handle.request_id, index, reason)
-            while index is None and not handle.done and link.reader is not threading.current_thread():
+            link.end_request(handle.request_id, None, "abort")
+            while not handle.done and link.reader is not threading.current_thread():
                 link.changed.wait(POLL_S)
 
     # -- the KV of conversations -------------------------------------------------------------------------------------

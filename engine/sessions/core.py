@@ -75,7 +75,7 @@ class Core(Protocol):
     ) -> list[Handle]:
         """See `Engine.submit`, for prompts that share a step if there is room. None is queued when one is wrong."""
 
-    def abort(self, handle: Handle, index: int | None = None, reason: str = "abort") -> None:
+    def abort(self, handle: Handle) -> None:
         """See `Engine.abort`."""
 
     def root(self, tenant: str) -> BlockId:

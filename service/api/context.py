@@ -58,7 +58,7 @@ class Context:
 
     @property
     def model_name(self) -> str:
-        return self.options.served_model_name or self.engine.engine.model_name
+        return self.options.served_model_name or self.engine.engine.facts.model_name
 
 
 @dataclass(slots=True)

@@ -116,7 +116,7 @@ class ModelList(msgspec.Struct):
 async def version(request: web.Request) -> web.Response:
     context = context_of(request)
     engine = context.engine.engine
-    return json_response(Version(__version__, context.model_name, engine.block_size, engine.max_model_len))
+    return json_response(Version(__version__, context.model_name, engine.facts.block_size, engine.facts.max_model_len))
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -131,13 +131,13 @@ async def show_model(request: web.Request) -> web.Response:
 
 def check_model(context: Context, name: str | None) -> None:
     """Raises ApiError 404 unless it is this server's model, or none is named."""
-    if name is not None and name not in (context.model_name, context.engine.engine.model_name):
+    if name is not None and name not in (context.model_name, context.engine.engine.facts.model_name):
         message = f"there is no model {name[:80]!r}; this server has {context.model_name!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def _model(context: Context) -> Model:
-    return Model(context.model_name, "model", context.started_s, "kvstore", context.engine.engine.max_model_len)
+    return Model(context.model_name, "model", context.started_s, "kvstore", context.engine.engine.facts.max_model_len)
 
 
 # -- tokens ----------------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ async def tokenize(request: web.Request) -> web.Response:
     def tokenized() -> web.Response:
         ids = to_ids()
         shown = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
-        return json_response(Tokenized(len(ids), engine.max_model_len, ids, shown))
+        return json_response(Tokenized(len(ids), engine.facts.max_model_len, ids, shown))
 
     async with context.limits.admit(tenant_of(request)):
         return await context.engine.call_with_text(num_chars, tokenized)

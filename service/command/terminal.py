@@ -58,8 +58,9 @@ def run_chat(
             engine_factory = Engine
         engine = engine_factory(model, **engine_arguments)
     with engine:
-        if options.max_tokens is not None and options.max_tokens >= engine.max_model_len:
-            raise ConfigError(f"--max-tokens is {options.max_tokens}; the window has {engine.max_model_len} tokens")
+        window = engine.facts.max_model_len
+        if options.max_tokens is not None and options.max_tokens >= window:
+            raise ConfigError(f"--max-tokens is {options.max_tokens}; the window has {window} tokens")
         conversation = TerminalChat(engine, options, params, Console(soft_wrap=True, highlight=False))
         num_failed = conversation.run(sys.stdin.isatty())
     return 1 if num_failed and not sys.stdin.isatty() else 0
@@ -167,9 +168,8 @@ class TerminalChat:
 
     def run(self, interactive: bool) -> int:
         """Until the end of the input or /quit. Returns how many turns failed."""
-        engine = self._engine
-        tiers = describe_tiers(engine.stats())
-        self._dim(f"{engine.model_name}, window {engine.max_model_len:,} tokens, {tiers}; /help for commands")
+        facts, tiers = self._engine.facts, describe_tiers(self._engine.stats())
+        self._dim(f"{facts.model_name}, window {facts.max_model_len:,} tokens, {tiers}; /help for commands")
         self._show_where_it_was()
         num_failed = 0
         for line in _typed_lines() if interactive else _piped_lines():

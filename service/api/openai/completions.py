@@ -48,7 +48,7 @@ class CompletionExchange:
                 if isinstance(prompt, str):
                     check_chars_of(self.context, [prompt])
                 else:
-                    check_fits(len(prompt), self.params, engine.max_model_len, engine.facts.max_request_tokens)
+                    check_fits(len(prompt), self.params, engine.facts.max_model_len, engine.facts.max_request_tokens)
 
     async def start(self, stack: AsyncExitStack) -> list[Answer]:
         """All prompts are queued, or none: leaving the stack ends what runs."""

@@ -58,7 +58,7 @@ async def killed_in_the_middle(engine: RemoteEngine, front: AsyncEngine) -> list
     await first.wait()
     os.kill(engine.pid, signal.SIGSTOP)
     tasks.append(asyncio.create_task(front.call(engine.flush)))  # a call on its way, as a commit could be
-    await wait_in_loop(lambda: engine._link._life._calls)
+    await wait_in_loop(lambda: engine.link._life._calls)
     os.kill(engine.pid, signal.SIGKILL)
     return await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -105,7 +105,7 @@ def test_a_killed_process_is_started_again_as_often_as_it_may(model, tmp_path, c
         assert len((await front.generate(PROMPT, TEN)).token_ids) == 10
 
         os.kill(engine.pid, signal.SIGKILL)
-        await front.call(wait_until, lambda: engine._link.num_restarts == 2, "the second restart")
+        await front.call(wait_until, lambda: engine.link.num_restarts == 2, "the second restart")
         await front.call(wait_until, lambda: engine.state == "running", "its end")
         errors = await killed_in_the_middle(engine, front)
         assert [type(error) for error in errors] == [EngineDiedError] * 10
@@ -140,7 +140,7 @@ def test_a_restart_that_fails_is_tried_again(model, tmp_path, caplog):
 def test_who_streams_in_the_loop_hears_of_the_end_and_of_the_next_process(model, tmp_path):
     async def scenario():
         engine = RemoteEngine(model, tiers(tmp_path / "store"), device="cpu")
-        front = AsyncEngine(engine, in_loop=True)
+        front = AsyncEngine(engine, engine.link)
         answers = [await front.start(PROMPT[:n], LONG) for n in range(5, 9)]
         for answer in answers:
             await anext(answer)

@@ -119,7 +119,7 @@ def test_the_loop_takes_in_by_itself_what_the_process_says(model, here, monkeypa
 
     async def scenario():
         engine = RemoteEngine(model, {"hbm": "2MiB"}, device="cpu")
-        front = AsyncEngine(engine, in_loop=True)
+        front = AsyncEngine(engine, engine.link)
         outs = await asyncio.gather(*(front.generate(prompt, TEN) for prompt in prompts))
         said = await front.generate("Hello there", TEN)
         monkeypatch.setattr(async_engine, "MAX_IDS_AT_ONCE", 10)
@@ -133,7 +133,7 @@ def test_the_loop_takes_in_by_itself_what_the_process_says(model, here, monkeypa
         with pytest.raises(RequestError, match="token ids"):
             await front.start([10**6], TEN)
         assert left.output.finish_reason == "abort" and is_unread(front)
-        assert not [thread for thread in threading.enumerate() if thread is engine._link.reader and thread.name == READ]
+        assert not [thread for thread in threading.enumerate() if thread is engine.link.reader and thread.name == READ]
         await front.close()
         with pytest.raises(EngineClosedError):
             await front.start(PROMPT, TEN)
@@ -151,12 +151,12 @@ def test_requests_wait_for_a_process_that_does_not_read(engine, here):
     os.kill(engine.pid, signal.SIGSTOP)
     try:
         handles = [engine.submit(prompt, one) for prompt in prompts]
-        assert engine._link._life._channel.num_unsent > 0
+        assert engine.link._life._channel.num_unsent > 0
     finally:
         os.kill(engine.pid, signal.SIGCONT)
     for handle in handles:
         list(engine.stream(handle))
-    assert engine._link._life._channel.num_unsent == 0
+    assert engine.link._life._channel.num_unsent == 0
     sample = range(0, 1500, 97)
     known = here.generate([prompts[i] for i in sample], one)
     assert [handles[i].output.token_ids for i in sample] == [out.token_ids for out in known]
@@ -282,7 +282,7 @@ def test_closing_ends_what_runs_and_refuses_what_comes(tmp_path):
 
 
 def test_an_update_that_cannot_be_taken_in_ends_its_request_alone(engine, here, monkeypatch, caplog):
-    apply, broken = engine._link.outputs.apply, []
+    apply, broken = engine.link.outputs.apply, []
 
     def fails_for_the_first(update):
         broken.append(update.request_id)
@@ -290,7 +290,7 @@ def test_an_update_that_cannot_be_taken_in_ends_its_request_alone(engine, here, 
             raise ValueError("a defect")
         return apply(update)
 
-    monkeypatch.setattr(engine._link.outputs, "apply", fails_for_the_first)
+    monkeypatch.setattr(engine.link.outputs, "apply", fails_for_the_first)
     first, second = (engine.submit(PROMPT, TEN) for _ in range(2))
     with pytest.raises(ValueError, match="a defect"):
         list(engine.stream(first))
