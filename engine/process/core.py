@@ -15,31 +15,15 @@ import msgspec
 from kvstore.engine.core.output_processor import Handle
 from kvstore.engine.core.step_loop import StepLoop
 from kvstore.engine.outputs import CachedTokensDetails, Timings
+from kvstore.engine.process import wire
 from kvstore.engine.process.channel import Channel
 from kvstore.engine.process.pulse import Heart
-from kvstore.engine.process.wire import (
-    SIGNATURES,
-    Answered,
-    Call,
-    Close,
-    End,
-    Ended,
-    Said,
-    Submit,
-    Update,
-    Updates,
-    decode_inbound,
-    encode,
-    failure_of,
-    owner_of,
-    params_of,
-)
 from kvstore.engine.sessions.core import Core
 from kvstore.errors import EngineClosedError, KVStoreError
 
 POLL_MS = 1000  # between two looks whether the engine has ended by itself
 MAX_CALLS = 32  # at once; of more, the first wait for their turn
-NOTHING = msgspec.Raw(encode(None))
+NOTHING = msgspec.Raw(wire.encode(None))
 
 
 class CoreServer:
@@ -77,30 +61,30 @@ class CoreServer:
 
     # -- what comes in -----------------------------------------------------------------------------------------------
     def take_in(self) -> None:
-        for message in map(decode_inbound, self._channel.receive()):
-            if isinstance(message, Submit):
+        for message in map(wire.decode_inbound, self._channel.receive()):
+            if isinstance(message, wire.Submit):
                 self._submit(message)
-            elif isinstance(message, Call):
+            elif isinstance(message, wire.Call):
                 self._calls.submit(self._answer, message)
-            elif isinstance(message, Close):
+            elif isinstance(message, wire.Close):
                 self._over = True
             else:
                 self._end(message)
 
-    def _answer(self, call: Call) -> None:
+    def _answer(self, call: wire.Call) -> None:
         try:
-            answered = Answered(call.number, msgspec.Raw(encode(carry_out(self._core, call))))
+            answered = wire.Answered(call.number, msgspec.Raw(wire.encode(carry_out(self._core, call))))
         except Exception as error:
-            failure = failure_of(error)
+            failure = wire.failure_of(error)
             if failure.kind == "KVStoreError":
                 print(f"kvstore: {call.verb} failed: {failure.message}", file=sys.stderr, flush=True)
-            answered = Answered(call.number, NOTHING, failure)
-        self._send(encode(answered))
+            answered = wire.Answered(call.number, NOTHING, failure)
+        self._send(wire.encode(answered))
 
-    def _submit(self, message: Submit) -> None:
-        tenant, salt, ids = owner_of(message.tenant), owner_of(message.cache_salt), message.token_ids
+    def _submit(self, message: wire.Submit) -> None:
+        tenant, salt, ids = wire.owner_of(message.tenant), wire.owner_of(message.cache_salt), message.token_ids
         try:
-            params = params_of(message.params)
+            params = wire.params_of(message.params)
             with self._lock:  # nothing of it is told before its ids are known
                 [handle] = self._core.submit_all(
                     [(ids, params)], tenant, salt, message.priority, message.spliced, self._publish
@@ -108,10 +92,10 @@ class CoreServer:
                 self._running[message.request_id] = handle
                 self._ids[handle.request_id] = message.request_id
         except Exception as error:
-            ended = Ended(CachedTokensDetails(), (), None, Timings(), failure_of(error))
-            self._send(encode(Updates([Update(message.request_id, [], ended)])))
+            ended = wire.Ended(CachedTokensDetails(), (), None, Timings(), wire.failure_of(error))
+            self._send(wire.encode(wire.Updates([wire.Update(message.request_id, [], ended)])))
 
-    def _end(self, message: End) -> None:
+    def _end(self, message: wire.End) -> None:
         handle, loop = self._running.get(message.request_id), self._loop
         if handle is not None:  # else it has ended by itself
             with suppress(EngineClosedError):
@@ -123,7 +107,7 @@ class CoreServer:
 
     # -- what goes out, from the thread that steps -------------------------------------------------------------------
     def _publish(self, handles: Sequence[Handle]) -> None:
-        updates: list[Update] = []
+        updates: list[wire.Update] = []
         with self._lock:
             for handle in handles:
                 request_id = self._ids[handle.request_id]
@@ -133,7 +117,7 @@ class CoreServer:
                     del self._ids[handle.request_id], self._running[request_id]
                     self._tell(handle.error)
             self._heart.rest()  # the front may be slow
-            self._channel.send_all(encode(Updates(updates)))
+            self._channel.send_all(wire.encode(wire.Updates(updates)))
             self._heart.begin()
 
     def _tell(self, error: Exception | None) -> None:
@@ -143,9 +127,9 @@ class CoreServer:
         self._told = error
 
 
-def carry_out(core: Core, call: Call) -> object:
+def carry_out(core: Core, call: wire.Call) -> object:
     """The verb's result. Raises KVStoreError for a verb that is not in the table."""
-    signature = SIGNATURES.get(call.verb)
+    signature = wire.SIGNATURES.get(call.verb)
     if signature is None:
         raise KVStoreError(f"unknown call {call.verb!r}")
     arguments = signature.decode_arguments(call.arguments)
@@ -153,7 +137,7 @@ def carry_out(core: Core, call: Call) -> object:
     return getattr(core, call.verb)(*arguments)
 
 
-def update_of(request_id: str, handle: Handle) -> Update:
+def update_of(request_id: str, handle: Handle) -> wire.Update:
     """What a request has said since the last update, and its end."""
     choices, said = handle.output.choices, []
     while handle.pieces:
@@ -162,10 +146,10 @@ def update_of(request_id: str, handle: Handle) -> Update:
         assert reason is None or isinstance(reason, int), "the engine's process looks for no stop strings"
         token_id = piece.token_ids[0] if piece.token_ids else None
         logprob = piece.logprobs[0] if piece.logprobs else None
-        said.append(Said(piece.index, token_id, piece.finish_reason, reason, logprob))
+        said.append(wire.Said(piece.index, token_id, piece.finish_reason, reason, logprob))
     ended = None
     if handle.done:
-        failure = None if handle.error is None else failure_of(handle.error)
+        failure = None if handle.error is None else wire.failure_of(handle.error)
         output = handle.output
-        ended = Ended(output.usage.cached_tokens_details, handle.chain, handle.lineage, output.timings, failure)
-    return Update(request_id, said, ended)
+        ended = wire.Ended(output.usage.cached_tokens_details, handle.chain, handle.lineage, output.timings, failure)
+    return wire.Update(request_id, said, ended)

@@ -23,21 +23,9 @@ from typing import Any
 import msgspec
 
 import kvstore
+from kvstore.engine.process import wire
 from kvstore.engine.process.channel import Channel
 from kvstore.engine.process.pulse import Pulse
-from kvstore.engine.process.wire import (
-    Answered,
-    Call,
-    Close,
-    Hello,
-    Start,
-    Updates,
-    decode_announcement,
-    decode_outbound,
-    encode,
-    encode_start,
-    error_of,
-)
 from kvstore.errors import EngineDiedError, EngineOverloadedError, RequestError
 
 SEND_LIMIT = 1 << 16  # messages on their way to the engine: far above what a front's limit on requests lets come
@@ -73,7 +61,7 @@ class CoreProcess:
         self._numbers = itertools.count()
         self._is_hung = False
         self._pulse = Pulse(silence_s, self._end_hung)
-        start = Start(os.getpid(), theirs.fileno(), self._pulse.writer, silence_s, store, arguments)
+        start = wire.Start(os.getpid(), theirs.fileno(), self._pulse.writer, silence_s, store, arguments)
         with theirs:
             try:
                 self._process = self._spawned(start)
@@ -84,7 +72,7 @@ class CoreProcess:
         self._pulse.listen()
 
     @staticmethod
-    def _spawned(start: Start) -> subprocess.Popen[bytes]:
+    def _spawned(start: wire.Start) -> subprocess.Popen[bytes]:
         """Nothing of the configuration is in the list of processes: it goes through a pipe, whose end is ours too."""
         home = str(Path(kvstore.__file__).parent.parent)
         path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
@@ -103,7 +91,7 @@ class CoreProcess:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended: whoever waits for its greeting will see
-            process.stdin.write(encode_start(start) + b"\n")
+            process.stdin.write(wire.encode_start(start) + b"\n")
             process.stdin.flush()
         return process
 
@@ -111,7 +99,7 @@ class CoreProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def greeted(self, is_wanted: Callable[[], bool]) -> Hello:
+    def greeted(self, is_wanted: Callable[[], bool]) -> wire.Hello:
         """Waits until the engine is ready. Raises what kept it from being so, and EngineDiedError."""
         messages: list[bytes] = []
         while not messages:
@@ -121,11 +109,11 @@ class CoreProcess:
             messages = self._receive(READY_POLL_MS)
             if has_ended and not messages:
                 raise EngineDiedError(f"the engine's process ended while it was loading ({self._how()})")
-        said = decode_announcement(messages[0])
-        if isinstance(said, Hello):
+        said = wire.decode_announcement(messages[0])
+        if isinstance(said, wire.Hello):
             self._pulse.is_loading = False
             return said
-        raise error_of(said.failure)
+        raise wire.error_of(said.failure)
 
     def wait(self) -> str:
         """Returns how it ended, when it has."""
@@ -151,13 +139,13 @@ class CoreProcess:
     def ask(self, verb: str, arguments: tuple[object, ...]) -> Future[msgspec.Raw]:
         """A call; never waits. Its result or the core's own error is there once it has come, else EngineDiedError."""
         try:
-            packed = msgspec.Raw(encode(arguments))
+            packed = msgspec.Raw(wire.encode(arguments))
         except UnicodeEncodeError:
             raise RequestError("a text is not valid Unicode: it holds half a surrogate pair") from None
         number, answer = next(self._numbers), Future[msgspec.Raw]()
         self._calls[number] = answer
         try:
-            self.send(encode(Call(number, verb, packed)))
+            self.send(wire.encode(wire.Call(number, verb, packed)))
         except Exception:
             self._calls.pop(number, None)
             raise
@@ -192,7 +180,7 @@ class CoreProcess:
         if self._selector.get_key(self._channel).events != events:
             self._selector.modify(self._channel, events)
 
-    def receive(self) -> list[Updates]:
+    def receive(self) -> list[wire.Updates]:
         """What has come since the last time, in order; never waits. What is unsent goes out as far as there is room."""
         with self._receiving:
             if self._retired:
@@ -202,20 +190,20 @@ class CoreProcess:
                 with self._sending:
                     self._channel.flush()
                     self._watch()
-        updates: list[Updates] = []
-        for said in map(decode_outbound, messages):
-            if isinstance(said, Updates):
+        updates: list[wire.Updates] = []
+        for said in map(wire.decode_outbound, messages):
+            if isinstance(said, wire.Updates):
                 updates.append(said)
             else:
                 self._answer(said)
         return updates
 
-    def _answer(self, said: Answered) -> None:
+    def _answer(self, said: wire.Answered) -> None:
         answer = self._calls.pop(said.number)
         if said.failure is None:
             answer.set_result(said.result)
         else:
-            answer.set_exception(error_of(said.failure))
+            answer.set_exception(wire.error_of(said.failure))
 
     def _receive(self, timeout_ms: int) -> list[bytes]:
         """Waits for messages, at the beginning and at the end. None come once it is retired."""
@@ -229,7 +217,7 @@ class CoreProcess:
         """Ask it to close and wait for that; kill it after so many seconds."""
         deadline = time.monotonic() + timeout_s
         with suppress(EngineDiedError, EngineOverloadedError):
-            self.send(encode(Close()))
+            self.send(wire.encode(wire.Close()))
             while self._process.poll() is None and time.monotonic() < deadline:
                 self._receive(END_POLL_MS)  # else it could wait for room
         self.kill()

@@ -69,7 +69,7 @@ def test_a_process_that_cannot_be_understood_is_ended_and_started_again(model, t
         def fails(message):
             raise ValueError("no such message")
 
-        monkeypatch.setattr("kvstore.engine.process.life.decode_outbound", fails)
+        monkeypatch.setattr("kvstore.engine.process.wire.decode_outbound", fails)
         handle = engine.submit(PROMPT, TEN)
         with pytest.raises(EngineDiedError):
             list(engine.stream(handle))
