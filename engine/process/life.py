@@ -60,16 +60,16 @@ class CoreProcess:
         self._calls: dict[int, Future[msgspec.Raw]] = {}  # by number, until they are answered
         self._numbers = itertools.count()
         self._is_hung = False
-        self._pulse = Pulse(silence_s, self._end_hung)
-        start = wire.Start(os.getpid(), theirs.fileno(), self._pulse.writer, silence_s, store, arguments)
+        self.pulse = Pulse(silence_s, self._end_hung)
+        start = wire.Start(os.getpid(), theirs.fileno(), self.pulse.writer, silence_s, store, arguments)
         with theirs:
             try:
                 self._process = self._spawned(start)
             except Exception:
-                self._pulse.close()
+                self.pulse.close()
                 self._channel.close()
                 raise
-        self._pulse.listen()
+        self.pulse.listen()
 
     @staticmethod
     def _spawned(start: wire.Start) -> subprocess.Popen[bytes]:
@@ -111,7 +111,7 @@ class CoreProcess:
                 raise EngineDiedError(f"the engine's process ended while it was loading ({self._how()})")
         said = wire.decode_announcement(messages[0])
         if isinstance(said, wire.Hello):
-            self._pulse.is_loading = False
+            self.pulse.is_loading = False
             return said
         raise wire.error_of(said.failure)
 
@@ -124,14 +124,9 @@ class CoreProcess:
         self._is_hung = True
         self.stop()
 
-    @property
-    def silent_s(self) -> float:
-        """Seconds since its last sign of life."""
-        return self._pulse.silent_s
-
     def _how(self) -> str:
         if self._is_hung:
-            return f"killed: no sign of life for {self._pulse.silent_s:g} s"
+            return f"killed: no sign of life for {self.pulse.silent_s:g} s"
         code = self._process.returncode
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
@@ -240,7 +235,7 @@ class CoreProcess:
             self._retired = True
             self._watch()
             self._channel.close()
-        self._pulse.end()
+        self.pulse.end()
         if self._process.stdin is not None:
             self._process.stdin.close()
         for answer in list(self._calls.values()):  # none is added any more

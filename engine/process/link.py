@@ -60,7 +60,7 @@ class Link:
         self._life: CoreProcess | None = None
         self._over = False  # closed; a state of "failed" stays
         self._ends_s: deque[float] = deque()  # of processes and of tries to start one, within RESTART_WINDOW_S
-        self._why = ""
+        self._why, self._delay_s = "", 0.0
         self.reader: threading.Thread | None = None  # who takes in what the process says
         self._woken, self._wake = os.pipe()
         for end in (self._woken, self._wake):
@@ -112,11 +112,6 @@ class Link:
                         self._note_end(f"it could not be started: {why}")
                 self.wake()
 
-    @property
-    def _delay_s(self) -> float:
-        num_before = len(self._ends_s) - 1
-        return min(2.0 ** (num_before - 1), MAX_DELAY_S) if num_before else 0.0
-
     def _begin(self) -> CoreProcess:
         life = CoreProcess(self._arguments, self._store, self._silence_s)
         try:
@@ -139,6 +134,7 @@ class Link:
         while now - self._ends_s[0] > RESTART_WINDOW_S:
             self._ends_s.popleft()
         self._why, num_ends = how, len(self._ends_s)
+        self._delay_s = min(2.0 ** (num_ends - 2), MAX_DELAY_S) if num_ends > 1 else 0.0
         if num_ends > self._max_restarts:
             self.state = "failed"
             following = f"it is not started again: the limit of restarts an hour is {self._max_restarts}"
@@ -175,7 +171,7 @@ class Link:
     @property
     def silent_s(self) -> float:
         """Seconds since the process gave a sign of life."""
-        return 0.0 if (life := self._life) is None else life.silent_s
+        return 0.0 if (life := self._life) is None else life.pulse.silent_s
 
     # -- what is said to it ------------------------------------------------------------------------------------------
     def check_open(self) -> CoreProcess:

@@ -88,17 +88,6 @@ def test_what_a_waiting_request_needs_goes_last(hbm_only):
     assert cached(handles[2].output) == (96, 0, 0, 0)
 
 
-def test_a_request_that_goes_away_protects_nothing(hbm_only):
-    engine = hbm_only(eviction="fifo", max_num_seqs=1)  # its arrival is no reason to keep it
-    for seed in range(4):
-        ask(engine, tokens(seed, PROMPT), 1)
-    handles = [engine.submit(tokens(seed, PROMPT), greedy(1)) for seed in (7, 0, 8)]
-    engine.abort(handles[1])
-    while not all(handle.done for handle in handles):
-        engine.step()
-    assert in_hbm(engine, 0) == 0
-
-
 @pytest.fixture
 def store(model, tmp_path):
     engine = open_engine(model, tmp_path / "store", hbm=40 * LLAMA_BLOCK_BYTES, eviction="lru")
@@ -118,14 +107,6 @@ def test_a_pinned_session_outlives_others_until_its_pin_ends(store):
     for seed in range(20, 40):
         ask(store, tokens(seed, PROMPT), 1)
     assert store.loop.pool.lookup(chat.window.chain[-1]) is None
-
-
-def test_pins_never_wedge_the_pool(store):
-    for number in range(8):
-        store.chat(f"p{number}").send("This one is pinned, as all the others are, and there are many.", greedy(60))
-        store.admin.pin(f"p{number}", 3600)
-    output = ask(store, tokens(1, 16 * 12), 8)
-    assert len(output.token_ids) == 8
 
 
 @pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), "60", True, 1e9])

@@ -128,6 +128,15 @@ def test_invariant_1_the_head_is_computed_while_the_tail_is_read(slow, plain):
     assert counters(slow.engine)["split_prefills"] == 1
 
 
+def test_others_run_while_it_waits_for_the_tail(slow, plain):
+    handle = slow.submit()
+    slow.engine.step()
+    other = ask(slow.engine, some_tokens(2, 50), 5)
+    assert other.token_ids == plain(some_tokens(2, 50), 5)
+    slow.finish(handle)
+    assert handle.output.token_ids == plain(PROMPT, 6)
+
+
 def test_when_no_read_ever_ends_everything_is_computed(slow, plain):
     handle = slow.submit()
     while not handle.done:
@@ -216,21 +225,3 @@ def test_all_who_wait_are_not_looked_at_for_each_of_many_that_come_before_a_step
             slow.engine.abort(handle)
         slow.gate.open()
         settle(slow.engine)
-
-
-def test_a_hint_reads_ahead_and_what_it_read_is_kept_for_a_while(model, tmp_path, plain):
-    slow = Slow(model, tmp_path / "store", "2MiB")
-    with slow.engine:
-        slow.gate.open()
-        connector = slow.engine.connector
-        handle = slow.submit(1)
-        slow.finish(handle)
-        settle(slow.engine)
-        slow.forget()
-        num_read = counters(slow.engine)["read"]
-        connector.prefetch(handle.chain, PROMPT, handle.lineage, "")
-        slow.wait(num_read + NUM_BLOCKS)
-        conversation = connector.parts.store.steering.find(handle.chain)
-        assert conversation.pinned_until_s > time.time() + 20
-        out = ask(slow.engine, PROMPT, 6)
-        assert cached(out) == (0, NUM_BLOCKS * SIZE, 0, 0) and out.token_ids == plain(PROMPT, 6)

@@ -60,20 +60,6 @@ def test_places_are_shared_equally_once_several_have_enough_to_do():
             house.check_answer(f"{name}{i}", [i] * 8, 60, n)
 
 
-def test_with_one_place_tenants_take_turns_and_nobody_is_preempted():
-    house = House(seqs=1)
-    for i in range(6):
-        house.add(f"a{i}", [i] * 3, 2, tenant="a")
-    house.step()
-    for i in range(3):
-        house.add(f"b{i}", [10 + i] * 3, 2, tenant="b")
-    house.add("c0", [20] * 3, 2, tenant="c")
-    house.run()
-    joins = [row.request.request_id for output in house.outputs for row in output.new_rows]
-    assert joins == ["a0", "b0", "c0", "a1", "b1", "a2", "b2", "a3", "a4", "a5"]
-    assert house.scheduler.roster.num_preemptions == 0
-
-
 def test_those_who_come_back_at_once_do_not_keep_out_one_who_waits():
     house = House(seqs=1)
     for i in range(4):
@@ -103,16 +89,6 @@ def test_the_order_inside_a_tenant_stays_that_of_its_arrivals_or_priorities():
         assert joins[-1] == "a2" or policy == "fcfs", "a priority is no means against other tenants"
 
 
-def test_places_are_made_for_many_newcomers_in_the_same_step():
-    house = House(num_blocks=3000, seqs=16, budget=256)
-    flood(house, 64, 1, 100)
-    house.step()
-    for i in range(6):
-        house.add(f"x{i}", [50 + i] * 9, 2, tenant=f"guest-{i}")
-    output = house.step()
-    assert {f"x{i}" for i in range(6)} <= set(house.answers) and len(output.left) == 6
-
-
 # -- blocks ----------------------------------------------------------------------------------------------------------
 def test_blocks_are_made_free_for_a_newcomer_when_others_hold_all_of_them():
     house = House(num_blocks=40, block_size=4, seqs=16)
@@ -137,17 +113,6 @@ def test_who_has_most_gives_back_blocks_when_they_run_out_not_who_came_last():
     house.check_answer("one", list(range(8)), 20)
     for i in range(4):
         house.check_answer(f"many{i}", [i] * 12, 40)
-
-
-def test_choices_that_wait_with_shared_blocks_give_them_back_for_another_tenant():
-    house = House(num_blocks=16, block_size=4, seqs=4)
-    flood(house, 3, 8, 4, prompt_tokens=17)
-    house.step()
-    house.add("one", list(range(30)), 2, tenant="few")
-    assert steps_until_answered(house, "one") == 1
-    house.run()
-    for i in range(3):
-        house.check_answer(f"many{i}", [i] * 17, 4, 8)
 
 
 def test_a_place_made_for_blocks_on_their_way_is_kept_until_they_come():

@@ -87,17 +87,6 @@ def test_the_same_tokens_from_every_tier(name, changes, has_triton, tmp_path, mo
         assert counters(engine)["load_failures"] == 0 and counters(engine)["dropped_saves"] == 0
 
 
-def test_what_was_loaded_answers_as_what_was_computed_in_bfloat16(tmp_path, monkeypatch):
-    model, history = save_model(tmp_path / "model", "Qwen2", **SMALL), tokens(3, 21)
-    with device(monkeypatch), engine_on_cuda(model, tmp_path / "store", dtype="bfloat16") as engine:
-        assert engine.loop.runner.caches[0][0].dtype == torch.bfloat16
-        first = ask(engine, history, 4)
-        settle(engine)
-        engine.loop.pool.evict_all()
-        again = ask(engine, history, 4)
-        assert again.token_ids == first.token_ids and cached(again)[1] == 20
-
-
 EDITED = {"logit_bias": {3: 5.0, 9: -9.0}, "min_tokens": 3, "stop_token_ids": [7]}
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2}
 SAMPLING = [
@@ -275,43 +264,3 @@ def test_padding_is_skipped_where_there_are_no_kernels(monkeypatch):
         assert all(torch.equal(cache.cpu(), wanted) for cache, wanted in zip(caches, expected, strict=True))
 
 
-# -- the device itself -------------------------------------------------------------------------------------------------
-def test_what_a_device_refuses(monkeypatch):
-    here = torch.arange(3)
-    with device(monkeypatch):
-        there = here.to(DEVICE)
-        assert (there.device, there.is_cuda, there.tolist()) == (DEVICE, True, [0, 1, 2])
-        with pytest.raises(FakeCudaError, match="all tensors to be on cuda:0"):
-            there + here
-        with pytest.raises(FakeCudaError, match="all tensors to be on cuda:0"):
-            there.index_select(0, here)
-        with pytest.raises(FakeCudaError, match="an index below 0"):
-            there.index_select(0, there - 1)
-        with pytest.raises(TypeError, match="numpy"):
-            there.numpy()
-        assert (there + torch.tensor(1)).tolist() == [1, 2, 3]  # a number
-        half, home = there.to(torch.bfloat16), there.to("cpu")
-        assert half.is_cuda and half.dtype == torch.bfloat16 and not home.is_cuda and type(home) is torch.Tensor
-        there[1:].fill_(7)  # a view
-        assert there.tolist() == [0, 7, 7]
-
-
-def test_what_a_capture_refuses_and_what_a_replay_does_again(monkeypatch):
-    with device(monkeypatch):
-        there, graph = torch.arange(3, device=DEVICE), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = there * 2 + 1
-        there.add_(1)
-        graph.replay()
-        assert out.tolist() == [3, 5, 7]
-        works = [lambda: there.tolist(), lambda: bool(there.any()), lambda: there[there > 0]]
-        works += [lambda: there.copy_(torch.arange(3)), lambda: torch.arange(3).to(DEVICE, non_blocking=True)]
-        for work in works:
-            with pytest.raises(FakeCudaError, match="previous error"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-                try:
-                    work()
-                except FakeCudaError as error:
-                    assert "waits for the device" in str(error)
-        pinned = torch.arange(3).pin_memory()
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            there.copy_(pinned, non_blocking=True)

@@ -343,25 +343,6 @@ def test_invariant_5_writes_that_fail_are_made_up_for(model, store, plain, monke
 
 
 # -- slow --------------------------------------------------------------------------------------------------------------
-def test_invariant_7_a_slow_disk_never_stalls_a_step_and_drops_are_counted(model, store, plain, monkeypatch):
-    """Writes stand still while two hundred requests' worth of tokens are answered; nothing waits for them."""
-    go, write = threading.Event(), DiskTier.write
-
-    def stuck(*args, **kwargs):
-        go.wait(60)
-        return write(*args, **kwargs)
-
-    monkeypatch.setattr(DiskTier, "write", stuck)
-    with open_engine(model, store, cpu=20 * 12288) as engine:
-        prompts = [tokens(seed, 100) for seed in range(60, 70)]
-        for prompt in prompts:
-            assert ask(engine, prompt, 4).token_ids == plain(prompt, 4)
-        assert not go.is_set() and counters(engine)["written"] == 0
-        assert counters(engine)["saved"] == 20 and counters(engine)["dropped_saves"] == len(prompts) - 3
-        assert engine.stats()["disk"]["queued_write_bytes"] <= 20 * 4 * 4096
-        go.set()
-        settle(engine)
-        assert counters(engine)["written"] == 20
 
 
 def test_a_disk_that_is_stuck_does_not_hold_up_the_end_for_ever(model, store, monkeypatch):
