@@ -49,13 +49,6 @@ def test_a_returning_prompt_computes_only_what_is_new(engine, greedy):
     assert second.token_ids == greedy(longer, 12)
 
 
-def test_a_full_prompt_hit_computes_its_last_block_again(engine, greedy):
-    prompt = PROMPT[:48]
-    engine.generate([prompt], GREEDY)
-    (out,) = engine.generate([prompt], GREEDY)
-    assert out.usage.cached_tokens == 32 and out.token_ids == greedy(prompt, 12)
-
-
 def test_another_salt_or_tenant_never_hits(engine):
     engine.generate([PROMPT], GREEDY)
     for owner in ({"cache_salt": "a"}, {"tenant": "a"}, {"tenant": "a", "cache_salt": "a"}):
@@ -103,15 +96,6 @@ def test_choices_share_the_prompt_which_is_computed_once(engine, greedy):
     for index, choice in enumerate(out.choices):
         alone = SamplingParams(temperature=1.0, seed=5 + index, max_tokens=6, min_tokens=6)
         assert engine.generate([PROMPT], alone)[0].token_ids == choice.token_ids
-
-
-def test_a_seed_gives_the_same_tokens_in_any_batch(model):
-    params = SamplingParams(temperature=1.0, top_p=0.9, seed=11, max_tokens=10)
-    other = SamplingParams(temperature=1.3, max_tokens=15)
-    with Engine(model) as engine:
-        (alone,) = engine.generate([PROMPT], params)
-        outs = engine.generate([[5, 6], PROMPT, [9] * 30], [other, params, other])
-    assert outs[1].token_ids == alone.token_ids
 
 
 def test_logprobs_are_those_of_the_model(engine):
@@ -266,22 +250,6 @@ def test_close_ends_everything_and_may_be_repeated(model):
     assert handle.done and handle.output.finish_reason == "abort"
     with pytest.raises(EngineClosedError):
         engine.generate([PROMPT], GREEDY)
-
-
-def test_invariant_6_and_7_counts_return_to_zero_and_memory_is_bounded(model):
-    with Engine(model, cache_tiers={"hbm": 40 * BLOCK_BYTES}, max_num_seqs=4, max_num_batched_tokens=32) as engine:
-        table, tokens = engine.loop.runner.batch.block_table, engine.loop.runner.batch.token_ids
-        for seed in range(3):
-            prompts = [[(seed * 7 + i) % 160] * (10 + 13 * i) for i in range(12)]
-            engine.generate(prompts, SamplingParams(temperature=1.0, max_tokens=9, n=2))
-            engine.check_integrity()
-            hbm, requests = engine.stats()["hbm"], engine.stats()["requests"]
-            assert hbm["free_blocks"] == hbm["blocks"] == 40 and hbm["cached_blocks"] <= 40
-            assert requests["running"] == requests["waiting"] == 0
-        assert engine.loop.runner.batch.block_table is table and engine.loop.runner.batch.token_ids is tokens
-        assert not engine.loop.scheduler.roster.requests
-        assert not engine.loop.outputs._tracked and not engine.loop.outputs._open
-        assert engine.loop.runner.batch.num_rows <= 4
 
 
 def test_stats_count_requests_and_tokens(engine):

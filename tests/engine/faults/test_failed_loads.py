@@ -297,22 +297,6 @@ def test_invariant_8_a_save_that_failed_is_made_up_for_by_a_later_turn(engine, p
     assert sum(cached(out)) == 96 and out.token_ids == plain([*history, 2], 8)
 
 
-def test_invariant_8_a_failed_save_stops_a_hit_in_hbm_until_it_is_closed(engine, plain, monkeypatch):
-    prompt = some_tokens(90, 70)
-    FailingSave(monkeypatch, {0})
-    first = ask(engine, prompt, 20)
-    settle(engine)
-    monkeypatch.undo()
-    history = prompt + first.token_ids
-    again = ask(engine, [*history, 1], 4)  # all of it is in HBM, nothing is stored
-    assert sum(cached(again)) == 0 and again.token_ids == plain([*history, 1], 4)
-    assert cached(ask(engine, [*history, 2], 4))[0] == 80
-    settle(engine)
-    engine.loop.pool.evict_all()
-    out = ask(engine, [*history, 3], 4)
-    assert cached(out)[1] == 80 and out.token_ids == plain([*history, 3], 4)
-
-
 # -- reads -------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("cpu", ["2MiB", 0])
 def test_invariant_1_a_stored_chain_larger_than_the_free_slots_is_loaded_as_far_as_they_go(

@@ -21,7 +21,6 @@ import kvstore.store.parts
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import DegradedError, EngineClosedError, StoreLockedError
 from kvstore.sessions.record import SessionKey
-from tests.support.by_hand import by_hand
 from tests.support.engines import (
     Plain,
     ask,
@@ -187,20 +186,6 @@ def test_an_engine_that_nobody_closes_drains_at_exit(nursery, model, store, plai
         assert len(chat.token_ids) == num_tokens
         out = chat.send("Go on", greedy(5))
         assert cached(out)[2] == (num_tokens - 1) // 16 * 16 and out.token_ids == plain(out.prompt_token_ids, 5)
-
-
-def test_invariant_6_close_with_work_in_flight_keeps_what_was_finished(model, store, plain):
-    prompt = tokens(1, 150)
-    engine = by_hand(open_engine(model, store))
-    handles = [engine.submit([*prompt, number], greedy(60)) for number in range(3)]
-    for _ in range(4):
-        engine.step()
-    engine.close()
-    assert all(handle.done and handle.output.finish_reason == "abort" for handle in handles)
-    with open_engine(model, store) as engine:
-        out = ask(engine, [*prompt, 0], 6)
-        assert cached(out)[2] == 144 and out.token_ids == plain([*prompt, 0], 6)
-        assert engine.admin.verify()["num_corrupt"] == 0
 
 
 def test_a_turn_is_on_disk_within_two_seconds_without_a_flush(model, store):

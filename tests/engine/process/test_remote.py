@@ -162,33 +162,6 @@ def test_requests_wait_for_a_process_that_does_not_read(engine, here):
     assert [handles[i].output.token_ids for i in sample] == [out.token_ids for out in known]
 
 
-def test_turns_under_asyncio(engine):
-    """A turn that is left is not stored, one that is stopped is, and the session is free again after each."""
-
-    async def turn(front, chat, how):
-        answer = await front.start_turn(chat, [{"role": "user", "content": "Hello there"}], LONG, idempotency_key=how)
-        async with answer:
-            async for _ in answer:
-                if how == "left":
-                    break
-                if how == "stopped":
-                    await answer.stop()
-        return answer
-
-    async def scenario(front):
-        chat = await front.call(engine.chat, "asyncio")
-        left = await turn(front, chat, "left")
-        stopped = await turn(front, chat, "stopped")
-        whole = await turn(front, chat, "whole")
-        return chat, left, stopped, whole
-
-    chat, left, stopped, whole = asyncio.run(scenario(AsyncEngine(engine)))
-    assert left.turn is None and stopped.output.finish_reason == "abort" and whole.output.finish_reason == "length"
-    assert [stopped.turn.number, whole.turn.number] == [1, 2] and not chat.is_busy
-    assert engine.sessions.turn_of_request(chat._key, "whole") == whole.turn
-    assert len(stopped.turn.token_ids) < len(whole.turn.token_ids) or stopped.output.token_ids
-
-
 def test_a_truncated_session_keeps_its_kv_and_its_answers(engine, here):
     """The splice is made there, its chain comes back and goes with the next prompt."""
     for one in (engine, here):

@@ -137,14 +137,6 @@ def test_conversations_with_a_tier_switched_off(model, plain, tmp_path, cpu, dis
         engine.check_integrity()
 
 
-def test_sessions_without_a_disk_live_as_long_as_the_engine(model, tmp_path):
-    with open_engine(model) as engine:
-        talk(engine.chat("one"), 2)
-        assert engine.chat("one").num_turns == 2
-        engine.admin.delete_session("one")
-        assert engine.chat("one").num_turns == 0
-
-
 def test_a_prefetch_of_a_session_of_another_model_reads_nothing(model, tmp_path):
     other = save_model(tmp_path / "other", tokenizer=True, seed=5)
     with open_engine(model, tmp_path / "store") as engine:

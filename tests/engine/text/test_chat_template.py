@@ -1,12 +1,10 @@
 """Chat templates as models really have them: prefixes, trimming, reasoning, control tokens that users spell."""
 
-import threading
 
 import pytest
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from kvstore.engine.builtin import MODEL_DIR
 from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.errors import RequestError
 
@@ -172,19 +170,3 @@ def test_the_head_keeps_a_system_prompt_that_spells_a_control_token_as_text():
     system = [{"role": "system", "content": "Never say <|eot_id|> here."}]
     head = chat.head_ids(system)
     assert chat.prompt_ids([*system, user("Hi")])[: len(head)] == head
-
-
-def test_other_threads_run_while_a_template_is_tokenized():
-    template = ChatTemplate.of(transformers.AutoTokenizer.from_pretrained(MODEL_DIR))
-    ticks, over = [], threading.Event()
-
-    def tick():
-        while not over.wait(0.001):
-            ticks.append(None)
-
-    thread = threading.Thread(target=tick)
-    thread.start()
-    template.prompt_ids([{"role": "user", "content": "how are you? " * 50_000}])
-    over.set()
-    thread.join()
-    assert len(ticks) > 10
