@@ -118,7 +118,7 @@ BARE = {
     "kvstore.sessions.tables.find",
 }
 WAITS: set[str] = set()
-MAX_REACHES, MAX_PATCHES = 270, 280
+MAX_REACHES, MAX_PATCHES = 234, 271
 ENGINE_USES_OF_KVSTORE = {  # the seam, the sessions, and the records that cross
     "blocks.ids", "blocks.pool", "blocks.records", "config", "errors", "connector", "store.seam",
     "policy.conversation", "memory.layout", "disk.directory", "sessions.store", "sessions.record", "sessions.check",
