@@ -200,6 +200,11 @@ class PositionFreeModel:
         self.rotations = tuple(rotations)
         self.device: torch.device = network.device
 
+    @property
+    def is_native(self) -> bool:
+        """Whether compiled code computes all products on a CPU: then its threads are of no use to torch."""
+        return getattr(self.network.kvstore_carrier.lean, "is_native", False)
+
     def new_caches(self, num_blocks: int, block_size: int) -> KVCaches:
         """Zeroed paged caches: what was never written must be finite, since masked scores still pass through it."""
         shape = (num_blocks, block_size, self.spec.num_kv_heads, self.spec.head_dim)

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from kvstore.engine.model.packing import FusedRMSNorm, PackedLinear, ProjectionSlice, are_close
 from kvstore.kernels.cpu.layer import NativeLayer, max_rows, native_layer
+from kvstore.kernels.cpu.prefill import knows
 from kvstore.kernels.paged_batch import Scoring
 
 _ULPS = 24  # roundings, of a row's largest value, by which a layer may differ: sums and gates round less often here
+MANY_ROWS = 1 << 20  # more than any step has
 PIECE_TOKENS = 256  # of a prefill at a time: what lies between the products stays in cache, and long ones are slow
 _ACTIVATIONS = {"SiLUActivation": ("swish", ""), "SiLU": ("swish", ""), "GELUTanh": ("gelu", "tanh")}
 
@@ -66,6 +68,10 @@ class LeanLayer:
         if mlp is not None:
             products = (self._projection.native, self._out.native, *mlp.products)
             self.native = native_layer([norm.native for norm in self._norms], products, mlp.is_gelu)
+
+    @property
+    def attends_natively(self) -> bool:
+        return knows(self._scoring, self._heads[2])
 
     def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:  # [1, num_tokens, hidden_size]
         step, native = self._carrier.step, self.native
@@ -222,6 +228,12 @@ class LeanNetwork:
         self._layers = layers
         self._norm = network.base_model.norm
         self._head = network.get_output_embeddings()
+
+    @property
+    def is_native(self) -> bool:
+        """Whether C computes all of its products, of any number of rows, and its attention."""
+        native = [*(layer.native for layer in self._layers), getattr(self._head, "native", None)]
+        return None not in native and max_rows() >= MANY_ROWS and all(layer.attends_natively for layer in self._layers)
 
     def __call__(self, token_ids: Tensor, sample_tokens: Tensor) -> Tensor:  # [num_samples, vocab_size]
         """token_ids: [num_tokens]; sample_tokens: whose logits are asked for; the last layer may give only theirs."""

@@ -1,6 +1,7 @@
 /* What a decode step computes of a layer's attention, in one pass over memory: rotation, the write into the paged cache,
  * attention over the pages; and the first two for tokens of any step. The rotation gives torch's bits. */
 
+#include "team.h"
 #include "vectors.h"
 
 #define MAX_HEAD_DIM 256
@@ -258,6 +259,25 @@ INLINE void attend_unit(const struct kv_step *step, const struct layer *layer, i
         attend_heads(step, layer, request, head, 1, narrow);
 }
 
+struct attention {
+    const struct kv_step *step;
+    const struct layer *layer;
+};
+
+static void attend_narrow(const void *job, int64_t unit, int thread)
+{
+    const struct attention *of = job;
+    (void)thread;
+    attend_unit(of->step, of->layer, unit, true);
+}
+
+static void attend_wide(const void *job, int64_t unit, int thread)
+{
+    const struct attention *of = job;
+    (void)thread;
+    attend_unit(of->step, of->layer, unit, false);
+}
+
 INLINE void attend(const struct kv_step *step, const struct layer *layer, bool narrow)
 {
     int64_t num_units = step->num_requests * step->num_kv_heads, num_tokens = 0;
@@ -267,9 +287,8 @@ INLINE void attend(const struct kv_step *step, const struct layer *layer, bool n
         rotate_and_write(step, layer, i, narrow);
     }
     int64_t bytes = 2 * num_tokens * step->num_kv_heads * step->head_dim * (narrow ? 2 : 4);
-#pragma omp parallel for schedule(dynamic) num_threads((int)step->num_threads) if (bytes >= PARALLEL_BYTES)
-    for (int64_t unit = 0; unit < num_units; unit++)
-        attend_unit(step, layer, unit, narrow);
+    struct attention attention = {step, layer};
+    in_team(narrow ? attend_narrow : attend_wide, &attention, num_units, bytes < PARALLEL_BYTES ? 1 : (int)step->num_threads);
 }
 
 /* Rotation, write and attention of one layer; out: [num_requests, num_heads, head_dim]. */
@@ -287,34 +306,57 @@ int kv_decode(const struct kv_step *step, const void *query, int64_t query_strid
     return 0;
 }
 
+struct writing {
+    const struct kv_step *step;
+    const struct layer *layer;
+    char *rotated;
+};
+
+#define WRITTEN_TOKENS 16 /* that one thread takes at once */
+
+static void write_some(const void *job, int64_t item, int thread)
+{
+    const struct writing *of = job;
+    const struct kv_step *step = of->step;
+    const struct layer *layer = of->layer;
+    bool narrow = step->dtype == 1;
+    int64_t size = narrow ? 2 : 4, row = step->num_kv_heads * step->head_dim * size;
+    (void)thread;
+    for (int64_t i = item * WRITTEN_TOKENS; i < (item + 1) * WRITTEN_TOKENS && i < step->num_requests; i++) {
+        const char *asked = (const char *)layer->query + i * layer->query_stride * size;
+        const char *from = (const char *)layer->key + i * layer->key_stride * size;
+        char *to = of->rotated + i * row, *turned = (char *)layer->out + i * step->num_heads * step->head_dim * size;
+        if (narrow) {
+            rotate_heads(step, layer, i, asked, turned, step->num_heads, true);
+            rotate_heads(step, layer, i, from, to, step->num_kv_heads, true);
+        } else {
+            rotate_heads(step, layer, i, asked, turned, step->num_heads, false);
+            rotate_heads(step, layer, i, from, to, step->num_kv_heads, false);
+        }
+        if (step->slots[i] < 0)
+            continue;
+        memcpy((char *)layer->key_cache + step->slots[i] * row, to, row);
+        memcpy((char *)layer->value_cache + step->slots[i] * row,
+               (const char *)layer->value + i * layer->value_stride * size, row);
+    }
+}
+
 /* Rotation and write of one layer for tokens of any requests; out: [num_requests, num_heads, head_dim], query, and rotated:
  * [num_requests, num_kv_heads, head_dim], key. */
 int kv_write(const struct kv_step *step, const void *query, int64_t query_stride, const void *key, int64_t key_stride,
              const void *value, int64_t value_stride, void *key_cache, void *value_cache, const void *cos,
              const void *sin, void *out, void *rotated)
 {
-    struct layer layer = {query, key, value, query_stride, key_stride, value_stride, 0, 0, cos, sin, out, 0, 0};
+    struct layer layer = {query,     key,         value, query_stride, key_stride, value_stride,
+                          key_cache, value_cache, cos,   sin,          out,        0,
+                          0};
+    struct writing writing = {step, &layer, rotated};
     int64_t size = step->dtype == 1 ? 2 : 4, row = step->num_kv_heads * step->head_dim * size;
     for (int64_t i = 0; i < step->num_requests; i++)
         if (step->slots[i] < -1 || step->slots[i] >= step->num_blocks * step->block_size)
             return -1;
-#pragma omp parallel for num_threads((int)step->num_threads) if (step->num_requests * row >= PARALLEL_ROWS)
-    for (int64_t i = 0; i < step->num_requests; i++) {
-        const char *from = (const char *)key + i * key_stride * size;
-        char *to = (char *)rotated + i * row, *turned = (char *)out + i * step->num_heads * step->head_dim * size;
-        const char *asked = (const char *)query + i * query_stride * size;
-        if (step->dtype == 1) {
-            rotate_heads(step, &layer, i, asked, turned, step->num_heads, true);
-            rotate_heads(step, &layer, i, from, to, step->num_kv_heads, true);
-        } else {
-            rotate_heads(step, &layer, i, asked, turned, step->num_heads, false);
-            rotate_heads(step, &layer, i, from, to, step->num_kv_heads, false);
-        }
-        if (step->slots[i] < 0)
-            continue;
-        memcpy((char *)key_cache + step->slots[i] * row, to, row);
-        memcpy((char *)value_cache + step->slots[i] * row, (const char *)value + i * value_stride * size, row);
-    }
+    int num_threads = step->num_requests * row < PARALLEL_ROWS ? 1 : (int)step->num_threads;
+    in_team(write_some, &writing, (step->num_requests + WRITTEN_TOKENS - 1) / WRITTEN_TOKENS, num_threads);
     return 0;
 }
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvstore.kernels.cpu import native
+from kvstore.kernels.cpu.threads import num_threads
 from kvstore.kernels.paged_batch import PagedBatch, Scoring
 from kvstore.rope.rotary import Rotation
 
@@ -97,7 +98,7 @@ def decode_step(batch: PagedBatch, cache: Tensor, rotations: Sequence[Rotation |
         table = table.long().contiguous()
     step = Step(
         num_requests, num_kv_heads, num_kv_heads, head_dim, CODES[cache.dtype],
-        num_blocks, block_size, table.shape[1], table.stride(0), torch.get_num_threads(),
+        num_blocks, block_size, table.shape[1], table.stride(0), num_threads(),
         table.data_ptr(), lens.data_ptr(), slots.data_ptr(),
     )  # fmt: skip
     functions = _functions(library)
@@ -141,7 +142,7 @@ def rotate_and_write(
         return None
     step = Step(
         len(query), query.shape[1], num_kv_heads, head_dim, CODES[key_cache.dtype],
-        num_blocks, block_size, 0, 0, torch.get_num_threads(), 0, 0, slots.data_ptr(),
+        num_blocks, block_size, 0, 0, num_threads(), 0, 0, slots.data_ptr(),
     )  # fmt: skip
     turned, rotated = torch.empty(query.shape, dtype=query.dtype), torch.empty(key.shape, dtype=key.dtype)
     status = _functions(library)["kv_write"](

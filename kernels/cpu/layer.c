@@ -2,11 +2,11 @@
  * packed them: [out / COLUMNS][in / 2][COLUMNS][2], bfloat16, COLUMNS being 32 for tiles (AMX) and 64 for vectors, the last
  * block filled up. Such a product is bound by memory, and a weight is fetched far ahead of its use, which oneDNN does not do (bench/LOG.md). */
 
+#include "team.h"
 #include "tiles.h"
 #include "vectors.h"
 
-#define PARALLEL_ELEMENTS (128 * 1024) /* of an input to be normalised */
-#define AHEAD 8192                     /* bytes of a weight between what is fetched and what is used */
+#define AHEAD 8192 /* bytes of a weight between what is fetched and what is used */
 
 /* One row. wide: the scale is float32, and applied before rounding, else after. */
 INLINE void norm_row(const void *x, const void *scale, void *out, int64_t width, float eps, bool wide, bool narrow)
@@ -30,29 +30,43 @@ INLINE void norm_row(const void *x, const void *scale, void *out, int64_t width,
             put(out, i, as_held(get(x, i, narrow) * inverse, narrow) * get(scale, i, narrow), narrow);
 }
 
-INLINE void norm_rows(const void *x, const void *scale, void *out, int64_t num_rows, int64_t inner, int64_t stride,
-                      int64_t width, float eps, bool wide, bool narrow, int num_threads)
+/* variant: 1: the input is bfloat16, else float32; 2: wide. */
+struct norms {
+    const char *x;
+    const void *scale;
+    char *out;
+    int64_t num_rows, inner, stride, width, variant;
+    float eps;
+};
+
+#define NORM_ROWS 32 /* that one thread takes at once */
+
+static void norm_some(const void *job, int64_t item, int thread)
 {
-    int64_t size = narrow ? 2 : 4;
-#pragma omp parallel for num_threads(num_threads) if (num_rows * width >= PARALLEL_ELEMENTS)
-    for (int64_t row = 0; row < num_rows; row++)
-        norm_row((const char *)x + (row / inner * stride + row % inner * width) * size, scale,
-                 (char *)out + row * width * size, width, eps, wide, narrow);
+    const struct norms *norms = job;
+    int64_t size = norms->variant & 1 ? 2 : 4, end = (item + 1) * NORM_ROWS;
+    (void)thread;
+    for (int64_t row = item * NORM_ROWS; row < end && row < norms->num_rows; row++) {
+        const char *x = norms->x + (row / norms->inner * norms->stride + row % norms->inner * norms->width) * size;
+        char *out = norms->out + row * norms->width * size;
+        if (norms->variant == 0)
+            norm_row(x, norms->scale, out, norms->width, norms->eps, false, false);
+        else if (norms->variant == 1)
+            norm_row(x, norms->scale, out, norms->width, norms->eps, false, true);
+        else if (norms->variant == 2)
+            norm_row(x, norms->scale, out, norms->width, norms->eps, true, false);
+        else
+            norm_row(x, norms->scale, out, norms->width, norms->eps, true, true);
+    }
 }
 
 /* Root mean square norm of [num_rows / inner, inner, width], of which the outer dimension has a stride. out is
- * contiguous. variant: 1: the input is bfloat16, else float32; 2: wide. */
+ * contiguous. variant: as in `struct norms`. */
 int rms_norm(const void *x, const void *scale, void *out, int64_t num_rows, int64_t inner, int64_t stride,
              int64_t width, float eps, int variant, int num_threads)
 {
-    if (variant == 0)
-        norm_rows(x, scale, out, num_rows, inner, stride, width, eps, false, false, num_threads);
-    else if (variant == 1)
-        norm_rows(x, scale, out, num_rows, inner, stride, width, eps, false, true, num_threads);
-    else if (variant == 2)
-        norm_rows(x, scale, out, num_rows, inner, stride, width, eps, true, false, num_threads);
-    else
-        norm_rows(x, scale, out, num_rows, inner, stride, width, eps, true, true, num_threads);
+    struct norms norms = {x, scale, out, num_rows, inner, stride, width, variant, eps};
+    in_team(norm_some, &norms, (num_rows + NORM_ROWS - 1) / NORM_ROWS, num_threads);
     return 0;
 }
 
@@ -78,7 +92,6 @@ struct layer_parts {
 };
 
 #if defined HAS_TILES
-#define HAS_PRODUCTS
 #define COLUMNS 32    /* of a weight that stand together */
 #define GROUP_ROWS 32 /* that are multiplied at once, and all there may be: more of them oneDNN does faster */
 
@@ -126,25 +139,15 @@ INLINE void multiply(const struct product *product, int64_t block, const uint16_
     }
 }
 
-#elif defined __AVX512F__ && defined __AVX512BF16__
-#define HAS_PRODUCTS
+#elif defined HAS_VECTORS
 #define COLUMNS 64
 #define GROUP_ROWS 30
 #define ROWS_AT_ONCE 6 /* their sums, 4 vectors of a weight and one number of x fit into the registers */
 #define DEPTH 2048     /* of a block of a weight, 256 KiB, which stay in a cache while all rows of a group meet them */
 
-struct tile_shapes {
-    char none;
-};
-
 INLINE void shape_tiles(struct tile_shapes *before, int64_t rows)
 {
     (void)before, (void)rows;
-}
-
-INLINE void restore_tiles(const struct tile_shapes *before)
-{
-    (void)before;
 }
 
 /* Sums of so many rows, a constant, and one block of columns, over so much of `in`: added to those that are there, or in
@@ -279,32 +282,65 @@ INLINE void finish_gated(const struct layer_parts *parts, int64_t block, const u
         }
 }
 
-/* In a parallel region: all rows, divided among its threads. */
-INLINE void normalise(const struct norm *norm, const uint16_t *x, uint16_t *y, int64_t rows)
-{
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < rows; row++)
-        if (norm->wide)
-            norm_row(x + row * norm->width, norm->scale, y + row * norm->width, norm->width, norm->eps, true, true);
-        else
-            norm_row(x + row * norm->width, norm->scale, y + row * norm->width, norm->width, norm->eps, false, true);
-}
-
 /* Of the group that begins with this row. */
 INLINE int64_t in_group(int64_t rows, int64_t row)
 {
     return rows - row < GROUP_ROWS ? rows - row : GROUP_ROWS;
 }
 
-/* In a parallel region. Blocks are taken one by one: a thread whose core has other work takes fewer. */
-INLINE void compute(const struct product *product, const uint16_t *x, const uint16_t *added, uint16_t *y, int64_t rows)
+/* All rows of one block of y, with `added` where there is some. */
+struct computed {
+    const struct product *product;
+    const uint16_t *x, *added;
+    uint16_t *y;
+    int64_t rows;
+};
+
+static void compute_block(const void *job, int64_t block, int thread)
 {
-#pragma omp for schedule(dynamic)
-    for (int64_t block = 0; block < num_blocks(product); block++)
-        for (int64_t row = 0; row < rows; row += GROUP_ROWS) {
-            const uint16_t *sum = added ? added + row * product->out : 0;
-            finish(product, block, x + row * product->in, sum, y + row * product->out, in_group(rows, row), !row);
-        }
+    const struct computed *of = job;
+    struct tile_shapes before;
+    (void)thread;
+    shape_tiles(&before, of->rows);
+    for (int64_t row = 0; row < of->rows; row += GROUP_ROWS) {
+        const uint16_t *sum = of->added ? of->added + row * of->product->out : 0;
+        finish(of->product, block, of->x + row * of->product->in, sum, of->y + row * of->product->out,
+               in_group(of->rows, row), !row);
+    }
+    restore_tiles(&before);
+}
+
+/* Blocks are taken one by one: a thread whose processor has other work takes fewer. */
+static void compute(const struct product *product, const uint16_t *x, const uint16_t *added, uint16_t *y, int64_t rows,
+                    int num_threads)
+{
+    struct computed computed = {product, x, added, y, rows};
+    in_team(compute_block, &computed, num_blocks(product), num_threads);
+}
+
+/* The same of activated(gate(x)) * up(x). */
+struct gated {
+    const struct layer_parts *parts;
+    const uint16_t *x;
+    uint16_t *y;
+    int64_t rows;
+};
+
+static void compute_gated_block(const void *job, int64_t block, int thread)
+{
+    const struct gated *of = job;
+    struct tile_shapes before;
+    (void)thread;
+    shape_tiles(&before, of->rows);
+    for (int64_t row = 0; row < of->rows; row += GROUP_ROWS)
+        finish_gated(of->parts, block, of->x + row * of->parts->up.in, of->y + row * of->parts->up.out,
+                     in_group(of->rows, row), !row);
+    restore_tiles(&before);
+}
+
+static void normalise(const struct norm *norm, const uint16_t *x, uint16_t *y, int64_t rows, int num_threads)
+{
+    rms_norm(x, norm->scale, y, rows, rows, 0, norm->width, norm->eps, norm->wide ? 3 : 1, num_threads);
 }
 
 #endif
@@ -341,13 +377,7 @@ int kv_product_columns(void)
 int kv_product(const struct product *product, const uint16_t *x, uint16_t *y, int64_t rows, int num_threads)
 {
 #ifdef HAS_PRODUCTS
-#pragma omp parallel num_threads(num_threads)
-    {
-        struct tile_shapes before;
-        shape_tiles(&before, rows);
-        compute(product, x, 0, y, rows);
-        restore_tiles(&before);
-    }
+    compute(product, x, 0, y, rows, num_threads);
     return 0;
 #else
     return -1;
@@ -359,14 +389,8 @@ int kv_before_attention(const struct layer_parts *parts, const uint16_t *x, uint
                         int64_t rows, int num_threads)
 {
 #ifdef HAS_PRODUCTS
-#pragma omp parallel num_threads(num_threads)
-    {
-        struct tile_shapes before;
-        shape_tiles(&before, rows);
-        normalise(&parts->before, x, scratch, rows);
-        compute(&parts->qkv, scratch, 0, y, rows);
-        restore_tiles(&before);
-    }
+    normalise(&parts->before, x, scratch, rows, num_threads);
+    compute(&parts->qkv, scratch, 0, y, rows, num_threads);
     return 0;
 #else
     return -1;
@@ -380,20 +404,11 @@ int kv_after_attention(const struct layer_parts *parts, const uint16_t *attended
 {
 #ifdef HAS_PRODUCTS
     uint16_t *sum = scratch, *normed = sum + rows * parts->out.out, *hidden = normed + rows * parts->out.out;
-#pragma omp parallel num_threads(num_threads)
-    {
-        struct tile_shapes before;
-        shape_tiles(&before, rows);
-        compute(&parts->out, attended, x, sum, rows);
-        normalise(&parts->between, sum, normed, rows);
-#pragma omp for schedule(dynamic)
-        for (int64_t block = 0; block < num_blocks(&parts->up); block++)
-            for (int64_t row = 0; row < rows; row += GROUP_ROWS)
-                finish_gated(parts, block, normed + row * parts->up.in, hidden + row * parts->up.out,
-                             in_group(rows, row), !row);
-        compute(&parts->down, hidden, sum, y, rows);
-        restore_tiles(&before);
-    }
+    struct gated gated = {parts, normed, hidden, rows};
+    compute(&parts->out, attended, x, sum, rows, num_threads);
+    normalise(&parts->between, sum, normed, rows, num_threads);
+    in_team(compute_gated_block, &gated, num_blocks(&parts->up), num_threads);
+    compute(&parts->down, hidden, sum, y, rows, num_threads);
     return 0;
 #else
     return -1;

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvstore.kernels.cpu import native
+from kvstore.kernels.cpu.threads import num_threads
 
 _TRIED_ROWS = (1, 5, 16, 17, 32, 65)
 _CODES = {torch.float32: 0, torch.bfloat16: 1}
@@ -84,7 +85,7 @@ def _multiplies(function: Callable[..., int], columns: int, most: int) -> bool:
     product = _Product(packed.data_ptr(), 0, 64, columns)
     for num_rows in (count for count in _TRIED_ROWS if count <= most):
         found = torch.empty(num_rows, columns, dtype=x.dtype)
-        function(ctypes.addressof(product), x.data_ptr(), found.data_ptr(), num_rows, torch.get_num_threads())
+        function(ctypes.addressof(product), x.data_ptr(), found.data_ptr(), num_rows, num_threads())
         if not torch.equal(found, (x[:num_rows].float() @ weight.float().T).to(x.dtype)):
             return False
     return True
@@ -115,7 +116,7 @@ class NativeRMSNorm:
         out = torch.empty((outer, inner, width), dtype=x.dtype)
         self._function(
             x.data_ptr(), self._address, out.data_ptr(), outer * inner, inner, stride, width, self._eps, self._variant,
-            torch.get_num_threads(),
+            num_threads(),
         )  # fmt: skip
         return out
 
@@ -145,7 +146,7 @@ class NativeProduct:
         if x.shape[-1] != self.num_in:
             return None
         out = torch.empty((*x.shape[:-1], self.num_out), dtype=torch.bfloat16)
-        self._function(self._at, x.data_ptr(), out.data_ptr(), num_rows, torch.get_num_threads())
+        self._function(self._at, x.data_ptr(), out.data_ptr(), num_rows, num_threads())
         return out
 
 
@@ -211,7 +212,7 @@ class NativeLayer:
         num_rows = x.shape[1]
         scratch = torch.empty(num_rows * self._num_hidden, dtype=x.dtype)
         out = torch.empty((num_rows, self._num_qkv), dtype=x.dtype)
-        threads = torch.get_num_threads()
+        threads = num_threads()
         self._before(self._at, x.data_ptr(), scratch.data_ptr(), out.data_ptr(), num_rows, threads)
         return out
 
@@ -220,7 +221,7 @@ class NativeLayer:
         num_rows = x.shape[1]
         scratch = torch.empty(num_rows * self._num_scratch, dtype=x.dtype)
         out = torch.empty_like(x)
-        at, threads = attended.data_ptr(), torch.get_num_threads()
+        at, threads = attended.data_ptr(), num_threads()
         self._after(self._at, at, x.data_ptr(), scratch.data_ptr(), out.data_ptr(), num_rows, threads)
         return out
 

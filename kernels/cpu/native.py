@@ -19,7 +19,7 @@ from typing import Any
 import torch  # noqa: F401  its OpenMP is to be the one that the compiled code finds
 
 SOURCES = ("decode.c", "prefill.c", "layer.c", "copy.c", "threads.c")
-HEADERS = ("vectors.h", "tiles.h")
+HEADERS = ("vectors.h", "tiles.h", "team.h")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared", "-std=gnu11")
 _COMPILE_S = 60.0
 

@@ -1,17 +1,19 @@
-/* Attention of many tokens of one request over its pages, by tiles (AMX): flash attention (Dao et al., 2022) with scores
- * transposed.
+/* Attention of many tokens of one request over its pages, by tiles (AMX) or by vectors of bfloat16: flash attention (Dao
+ * et al., 2022) with scores transposed.
  *
  * A tile of scores is keys * queries, 16 * 16: keys are read row by row as they stand, and softmax goes down the rows,
  * sixteen queries in one vector, no sum across lanes. Weights are rounded to bfloat16 in pairs of keys, which is what the
  * second product takes; its other side is a chunk of values, transposed once for all queries of a unit of work. Scores
  * and sums are float32. Positions count from the request's first token. */
 
+#include "team.h"
 #include "tiles.h"
 #include "vectors.h"
 
 #define MAX_HEAD_DIM 256
 #define CHUNK 256 /* keys at a time: what belongs to them stays in the second cache */
 #define PAIR 32   /* tokens of a head that are computed together: two tiles */
+#define ROWS 8    /* keys, or numbers of a value, whose sums with a pair's queries stay in the registers of vectors */
 
 /* One request. Strides are in elements; a row of out is num_heads * head_dim. window: 0 for none. */
 struct prefill {
@@ -24,7 +26,7 @@ struct prefill {
     float scale;
 };
 
-#ifdef HAS_TILES
+#ifdef HAS_PRODUCTS
 
 /* Two tiles of queries: their transposed rows as pairs of numbers, and what is known of their sums so far, transposed.
  * Arrays of a chunk are shared by all. */
@@ -128,6 +130,8 @@ static void read_chunk(const struct prefill *job, const struct scratch *scratch,
         }
 }
 
+#ifdef HAS_TILES
+
 /* Scores of so many keys of the chunk, a multiple of 32. */
 INLINE void score(const struct pair *pair, const struct scratch *scratch, int64_t num_keys, int64_t dim)
 {
@@ -153,6 +157,40 @@ INLINE void score(const struct pair *pair, const struct scratch *scratch, int64_
         _tile_stored(3, (scratch->scores + (CHUNK + i + 16) * 16), 64);
     }
 }
+
+#else
+
+/* sums[row][half] += the sum over so many pairs of numbers of columns[half][pair] * rows[row][pair]: a vector of columns,
+ * 32 numbers, is 16 queries. Strides are in numbers. */
+INLINE void multiply(floats sums[ROWS][2], const uint16_t *rows, int64_t row_stride, const uint16_t *columns,
+                     int64_t half_stride, int64_t num_pairs)
+{
+    for (int64_t i = 0; i < num_pairs; i++) {
+        __m512bh first = (__m512bh)_mm512_loadu_si512(columns + 32 * i);
+        __m512bh second = (__m512bh)_mm512_loadu_si512(columns + half_stride + 32 * i);
+        for (int row = 0; row < ROWS; row++) {
+            int32_t pair;
+            memcpy(&pair, rows + row * row_stride + 2 * i, sizeof pair);
+            __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+            sums[row][0] = (floats)_mm512_dpbf16_ps((__m512)sums[row][0], first, both);
+            sums[row][1] = (floats)_mm512_dpbf16_ps((__m512)sums[row][1], second, both);
+        }
+    }
+}
+
+/* Scores of so many keys of the chunk, a multiple of 32. */
+INLINE void score(const struct pair *pair, const struct scratch *scratch, int64_t num_keys, int64_t dim)
+{
+    for (int64_t i = 0; i < num_keys; i += ROWS) {
+        floats sums[ROWS][2] = {};
+        multiply(sums, scratch->keys + i * dim, dim, pair->query, dim * 16, dim / 2);
+        for (int row = 0; row < ROWS; row++)
+            for (int half = 0; half < 2; half++)
+                memcpy(scratch->scores + (half * CHUNK + i + row) * 16, &sums[row][half], 64);
+    }
+}
+
+#endif
 
 /* 2^x, 0 from -150 on; to 5e-5 of it, and then rounded to bfloat16; NaN of NaN: Taylor's series of e^(f * ln 2), |f| <= 1/2. */
 INLINE floats power_of_two(floats x)
@@ -230,6 +268,8 @@ static void weigh(const struct prefill *job, struct pair *pair, const struct scr
         }
 }
 
+#ifdef HAS_TILES
+
 /* Adds the values of so many keys by weight. */
 INLINE void add_values(const struct pair *pair, const struct scratch *scratch, int64_t num_keys, int64_t dim)
 {
@@ -257,6 +297,26 @@ INLINE void add_values(const struct pair *pair, const struct scratch *scratch, i
     }
 }
 
+#else
+
+/* Adds the values of so many keys by weight. */
+INLINE void add_values(const struct pair *pair, const struct scratch *scratch, int64_t num_keys, int64_t dim)
+{
+    for (int64_t d = 0; d < dim; d += ROWS) {
+        floats sums[ROWS][2];
+        for (int row = 0; row < ROWS; row++)
+            for (int half = 0; half < 2; half++)
+                sums[row][half] = load(pair->sums, (half * dim + d + row) * 16, false);
+        for (int64_t i = 0; i < num_keys; i += 32)
+            multiply(sums, scratch->values + i * dim + d * 32, 32, scratch->weights + i * 16, CHUNK * 16, 16);
+        for (int row = 0; row < ROWS; row++)
+            for (int half = 0; half < 2; half++)
+                memcpy(pair->sums + (half * dim + d + row) * 16, &sums[row][half], 64);
+    }
+}
+
+#endif
+
 static void end_pair(const struct prefill *job, const struct pair *pair, int64_t head, int64_t token, int64_t end)
 {
     int64_t dim = job->head_dim, row = job->num_heads * dim;
@@ -276,8 +336,13 @@ static void end_pair(const struct prefill *job, const struct pair *pair, int64_t
     }
 }
 
+INLINE int64_t num_units(const struct prefill *job)
+{
+    return (job->num_tokens + job->unit_tokens - 1) / job->unit_tokens * job->num_kv_heads;
+}
+
 /* All query heads of one KV head, of `unit_tokens` tokens. */
-static void attend_unit(const struct prefill *job, const struct scratch *scratch, int64_t unit)
+static void attend_tokens(const struct prefill *job, const struct scratch *scratch, int64_t unit)
 {
     int64_t dim = job->head_dim, group = job->num_heads / job->num_kv_heads, kv_head = unit % job->num_kv_heads;
     int64_t start = unit / job->num_kv_heads * job->unit_tokens, end = least(start + job->unit_tokens, job->num_tokens);
@@ -308,12 +373,23 @@ static void attend_unit(const struct prefill *job, const struct scratch *scratch
     }
 }
 
+/* Units of the last tokens, which see most, come first. */
+static void attend_unit(const void *whole, int64_t item, int thread)
+{
+    const struct prefill *job = whole;
+    struct tile_shapes before, shapes = full_tiles();
+    struct scratch scratch = divided(job->scratch + thread * job->scratch_bytes, job->head_dim);
+    set_tiles(&before, &shapes);
+    attend_tokens(job, &scratch, num_units(job) - 1 - item);
+    restore_tiles(&before);
+}
+
 #endif
 
 /* Bytes of scratch for each thread. */
 int64_t kv_prefill_scratch(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t unit_tokens)
 {
-#ifdef HAS_TILES
+#ifdef HAS_PRODUCTS
     int64_t num_pairs = num_heads / num_kv_heads * ((unit_tokens + PAIR - 1) / PAIR);
     return 3 * CHUNK * head_dim * 2 + 3 * CHUNK * 64 + num_pairs * pair_bytes(head_dim);
 #else
@@ -321,26 +397,15 @@ int64_t kv_prefill_scratch(int64_t num_heads, int64_t num_kv_heads, int64_t head
 #endif
 }
 
-/* Only where `kv_has_tiles` says yes. head_dim: a multiple of 32. Returns -1, with nothing done, where a block is none of
+/* Only where there are products. head_dim: a multiple of 32. Returns -1, with nothing done, where a block is none of
  * the cache's. */
 int kv_prefill(const struct prefill *job, int num_threads)
 {
-#ifdef HAS_TILES
+#ifdef HAS_PRODUCTS
     for (int64_t i = 0; i < (job->context_len + job->block_size - 1) / job->block_size; i++)
         if (job->blocks[i] < 0 || job->blocks[i] >= job->num_blocks)
             return -1;
-    int64_t num_units = (job->num_tokens + job->unit_tokens - 1) / job->unit_tokens * job->num_kv_heads, ticket = 0;
-#pragma omp parallel num_threads(num_threads)
-    {
-        struct tile_shapes before, shapes = full_tiles();
-        int64_t thread = __atomic_fetch_add(&ticket, 1, __ATOMIC_RELAXED);
-        struct scratch scratch = divided(job->scratch + thread * job->scratch_bytes, job->head_dim);
-        set_tiles(&before, &shapes);
-#pragma omp for schedule(dynamic)
-        for (int64_t unit = num_units - 1; unit >= 0; unit--) /* those of the last tokens see most */
-            attend_unit(job, &scratch, unit);
-        restore_tiles(&before);
-    }
+    in_team(attend_unit, job, num_units(job), num_threads);
     return 0;
 #else
     return -1;

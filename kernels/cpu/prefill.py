@@ -1,4 +1,4 @@
-"""Attention of many tokens of a request on a CPU with tiles (AMX) by the C code of `prefill.c`.
+"""Attention of many tokens of a request on a CPU with tiles (AMX) or vectors of bfloat16 by the C code of `prefill.c`.
 
 The torch twin: `attention_torch`, which gathers the pages of a request first.
 """
@@ -11,6 +11,7 @@ import torch
 
 from kvstore.kernels.cpu import layer as layer_native
 from kvstore.kernels.cpu import native
+from kvstore.kernels.cpu.threads import num_threads
 from kvstore.kernels.paged_batch import PagedBatch, Scoring
 
 MAX_HEAD_DIM = 256
@@ -36,9 +37,9 @@ class _Prefill(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The compiled code, where it may use tiles."""
+    """The compiled code, where it multiplies bfloat16."""
     library = native.library()
-    if library is None or not layer_native.has_tiles():
+    if library is None or not layer_native.num_columns():
         return None
     library.kv_prefill.argtypes = [ctypes.c_void_p, ctypes.c_int]
     library.kv_prefill_scratch.argtypes = [ctypes.c_int64] * 4
@@ -61,6 +62,11 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
+def knows(scoring: Scoring, head_dim: int) -> bool:
+    """Whether C can score so, and heads of this width; not whether it runs here."""
+    return scoring.plain and head_dim % _DIM_UNIT == 0 and head_dim <= MAX_HEAD_DIM
+
+
 def prefill(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -78,9 +84,9 @@ def prefill(
     num_blocks, block_size, num_kv_heads, head_dim = key_cache.shape
     num_tokens, num_heads, _ = query.shape
     tensors = (query, key_cache, value_cache, out)
-    if not scoring.plain or any(tensor.dtype != torch.bfloat16 for tensor in tensors) or num_heads % num_kv_heads:
+    if not knows(scoring, head_dim) or any(t.dtype != torch.bfloat16 for t in tensors) or num_heads % num_kv_heads:
         return False
-    if head_dim % _DIM_UNIT or head_dim > MAX_HEAD_DIM or query.stride()[1:] != (head_dim, 1):
+    if query.stride()[1:] != (head_dim, 1):
         return False
     if value_cache.shape != key_cache.shape or out.shape != query.shape:
         return False
@@ -89,7 +95,7 @@ def prefill(
     library = _library() if query.device.type == "cpu" else None
     if library is None:
         return False
-    threads = torch.get_num_threads()
+    threads = num_threads()
     num_units = num_kv_heads * -(-num_tokens // UNIT_TOKENS)
     unit_tokens = UNIT_TOKENS if num_units >= 2 * threads else FEW_UNIT_TOKENS
     scratch_bytes = library.kv_prefill_scratch(num_heads, num_kv_heads, head_dim, unit_tokens)

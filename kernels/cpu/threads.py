@@ -36,7 +36,19 @@ class _Bound:
     roams: bool = False
 
 
-_here = threading.local()  # `bound` where the calling thread is
+class _Here(threading.local):
+    """Of the calling thread."""
+
+    bound: _Bound | None = None
+    num_own = 0  # threads of a team of its own; 0: OpenMP's compute
+
+
+_here = _Here()
+
+
+def num_threads() -> int:
+    """How many threads compute the C code that the calling thread calls."""
+    return _here.num_own or torch.get_num_threads()
 
 
 def bind_threads(environment: Mapping[str, str] = os.environ) -> bool:
@@ -47,7 +59,7 @@ def bind_threads(environment: Mapping[str, str] = os.environ) -> bool:
     library = native.library()
     if library is None or not hasattr(os, "sched_getaffinity") or any(name in environment for name in _USERS_OWN):
         return False
-    bound: _Bound | None = getattr(_here, "bound", None)
+    bound = _here.bound
     cpus = sorted(os.sched_getaffinity(0) if bound is None else bound.before)
     if len(cpus) != 2 or torch.get_num_threads() != 2:
         return False
@@ -73,10 +85,15 @@ class Team:
 
     Threads of a team wait for one another. Where one of them shares its processor, all take twice as long, and a thread
     alone would not, if it may go where there is room (bench/LOG.md).
+
+    is_own: C code computes all products, by a team of its own (`threads.c`). Torch's few operations between them run in
+    the calling thread: helpers of two kinds would keep each other from their processor.
     """
 
-    def __init__(self, threads: "Threads | None" = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._threads, self._clock = threads or Threads(), clock
+    def __init__(
+        self, is_own: bool = False, threads: "Threads | None" = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._threads, self._clock = threads or Threads(is_own), clock
         self._seen_s: float | None = None
         self._computed_s = 0.0  # with all threads since the last look
         self._patience_s = PATIENCE_S[0]
@@ -103,19 +120,13 @@ class Team:
         began, num_threads = self._clock(), torch.get_num_threads()
         is_waiting = self._alone_until is not None and began < self._alone_until
         is_alone = is_waiting and num_threads == TEAM and num_rows <= FEW_ROWS
+        looks = not is_waiting and num_threads == TEAM
+        if looks and self._computed_s == 0.0:
+            self._seen_s = self._threads.waited_s()
         self._threads.roam(is_alone)
-        if is_alone:
-            self._threads.use(1)
-            try:
-                yield
-            finally:
-                self._threads.use(num_threads)
-        elif is_waiting or num_threads != TEAM:
+        with self._threads.use(1 if is_alone else num_threads):
             yield
-        else:
-            if self._computed_s == 0.0:
-                self._seen_s = self._threads.waited_s()
-            yield
+        if looks:
             self._look(self._clock() - began)
 
     def _look(self, computed_s: float) -> None:
@@ -136,7 +147,8 @@ class Team:
 class Threads:
     """The team of whichever thread calls: how long it waits for processors, how many compute, where the caller runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_own: bool = False) -> None:
+        self._is_own = is_own
         self._caller: int | None = None
         self._ids: list[int] = []
 
@@ -151,7 +163,7 @@ class Threads:
         if self._caller != threading.get_ident():
             self._caller, num_threads = threading.get_ident(), torch.get_num_threads()
             ids = (ctypes.c_int * num_threads)()
-            library.kv_team(ids, num_threads)
+            library.kv_team(ids, num_threads, self._is_own)
             self._ids = list(ids)
             return None
         try:
@@ -169,18 +181,27 @@ class Threads:
         self._caller = None
         let_helpers_go()
 
-    def use(self, count: int) -> None:
-        """So many compute from now on."""
-        library = native.library()
-        if library is not None:
-            library.kv_use_threads(count)
+    @contextmanager
+    def use(self, count: int) -> Iterator[None]:
+        """So many compute in here."""
+        library, before = native.library(), torch.get_num_threads()
+        if library is None or (count == before and not self._is_own):
+            yield
+            return
+        library.kv_use_threads(1 if self._is_own else count, self._is_own)
+        _here.num_own = count if self._is_own else 0
+        try:
+            yield
+        finally:
+            _here.num_own = 0
+            library.kv_use_threads(before, False)
 
     def roam(self, may_roam: bool) -> None:
         """The caller may run wherever its team does, or on its own processor again.
 
         Only one that `bind_threads` has bound: where others run is up to whoever owns them.
         """
-        bound: _Bound | None = getattr(_here, "bound", None)
+        bound = _here.bound
         if bound is None or bound.roams == may_roam:
             return
         places = (bound.before, bound.own) if bound.roams else (bound.own, bound.before)

@@ -7,6 +7,11 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #define HAS_TILES
+#elif defined __AVX512F__ && defined __AVX512BF16__
+#define HAS_VECTORS
+#endif
+#if defined HAS_TILES || defined HAS_VECTORS
+#define HAS_PRODUCTS
 #endif
 
 #ifdef HAS_TILES
@@ -53,6 +58,27 @@ static inline void restore_tiles(const struct tile_shapes *before)
         load_shapes(before);
     else
         _tile_release();
+}
+
+#else /* what is written for both says nothing to vectors */
+
+struct tile_shapes {
+    char none;
+};
+
+static inline struct tile_shapes full_tiles(void)
+{
+    return (struct tile_shapes){0};
+}
+
+static inline void set_tiles(struct tile_shapes *before, const struct tile_shapes *shapes)
+{
+    *before = *shapes;
+}
+
+static inline void restore_tiles(const struct tile_shapes *before)
+{
+    (void)before;
 }
 
 #endif

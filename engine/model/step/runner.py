@@ -48,7 +48,7 @@ class ModelRunner:
         self.times = StepTimes()
         self.clock = StepClock(model.device, connector)
         self._unread: Launched | None = None  # the last step, until its tokens are read or stand in the next one
-        self._team = Team() if model.device.type == "cpu" else None
+        self._team = Team(model.is_native) if model.device.type == "cpu" else None
         connector.register_kv_caches(self.caches)
         self._config = config
         self._capturer = capturer

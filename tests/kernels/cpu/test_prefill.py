@@ -1,4 +1,4 @@
-"""Attention of a prefill by tiles against its twin in float32, over pages of which those of nobody hold NaN."""
+"""Attention of a prefill in C against its twin in float32, over pages of which those of nobody hold NaN."""
 
 import itertools
 
@@ -16,7 +16,7 @@ from tests.support.paged import Paged
 
 TOLERANCE = 0.02  # weights and values are bfloat16 and the values about 1
 
-needs_tiles = pytest.mark.skipif(not layer_native.has_tiles(), reason="no tiles (AMX) here")
+needs_products = pytest.mark.skipif(layer_native.num_columns() == 0, reason="no tiles, no vectors")
 
 
 class Job(Paged):
@@ -44,28 +44,28 @@ class Job(Paged):
         torch.testing.assert_close(out.float(), self.exact(), atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@needs_tiles
+@needs_products
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
 @pytest.mark.parametrize("group", [1, 3, 7, 8])
 def test_heads_of_every_shape(group, head_dim):
     Job([45], [290], (2 * group, 2, head_dim)).check()
 
 
-@needs_tiles
+@needs_products
 @pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 130, 300])
 @pytest.mark.parametrize("before", [0, 1, 240, 255, 256, 257, 600])
 def test_any_number_of_tokens_and_of_those_before(count, before):
     Job([count], [before]).check()
 
 
-@needs_tiles
+@needs_products
 @pytest.mark.parametrize("window", [1, 2, 16, 33, 255, 256, 257, 400, 5000])
 @pytest.mark.parametrize("before", [0, 300, 700])
 def test_a_window_hides_what_is_before_it(window, before):
     Job([100], [before], (4, 2, 32), window=window).check()
 
 
-@needs_tiles
+@needs_products
 def test_scores_far_apart_and_growing():
     Job([70], [400], scale=30.0).check()
     job = Job([70], [600])
@@ -74,7 +74,7 @@ def test_scores_far_apart_and_growing():
     job.check()
 
 
-@needs_tiles
+@needs_products
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_any_number_of_threads(threads):
     before = torch.get_num_threads()
@@ -85,7 +85,7 @@ def test_any_number_of_threads(threads):
         torch.set_num_threads(before)
 
 
-@needs_tiles
+@needs_products
 @settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(2, 90), st.integers(0, 400)), min_size=1, max_size=3),
@@ -99,7 +99,7 @@ def test_any_job(sizes, heads, block_size, window):
     Job(counts, befores, (group * num_kv_heads, num_kv_heads, head_dim), block_size, window or None).check()
 
 
-@needs_tiles
+@needs_products
 def test_attention_of_a_step_uses_it_where_it_can(monkeypatch):
     job, asked = Job([1, 40, 9], [70, 100, 0]), []
 
@@ -113,7 +113,7 @@ def test_attention_of_a_step_uses_it_where_it_can(monkeypatch):
     torch.testing.assert_close(found[1:], job.exact()[1:], atol=TOLERANCE, rtol=TOLERANCE)  # torch needs finite pages
 
 
-@needs_tiles
+@needs_products
 def test_what_c_does_not_know_is_left_to_torch():
     job = Job([20], [50])
     out = torch.full(job.query.shape, 7.0).bfloat16()
@@ -132,7 +132,7 @@ def test_what_c_does_not_know_is_left_to_torch():
     assert bool((out == 7).all())
 
 
-def test_without_tiles_torch_computes_it(monkeypatch):
+def test_without_them_torch_computes_it(monkeypatch):
     monkeypatch.setattr(prefill_native, "_library", lambda: None)
     job = Job([20], [50])
     torch.testing.assert_close(job.attend(), job.exact(), atol=TOLERANCE, rtol=TOLERANCE)
