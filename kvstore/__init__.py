@@ -12,6 +12,7 @@ engine.
 - `sessions/`: durable conversations and answers
 - `admin/`: commands on a store
 - `planning/`: traces, sizing, replay
+- `hosts/`: the store under engines that people already run
 - `engine/`: the engine
 - `kernels/`: device code
 - `rope/`: positions

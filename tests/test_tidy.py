@@ -46,7 +46,7 @@ ARROWS = {  # sub-package: what it may import of its layer
         "store": "memory disk blocks policy",
         "planning": "store memory disk blocks policy",
         "remote": "disk blocks policy",
-        "hosts": "disk blocks policy",
+        "hosts": "block_store disk blocks policy",
     },
     "engine": {
         "builtin": "",

@@ -1,0 +1,45 @@
+"""Load or compute, for hosts that tell little: by how long loads take, and how soon computed blocks come to be stored.
+
+Knows numbers only.
+"""
+
+from __future__ import annotations
+
+from kvstore.policy.planner import ASSUMED_READ_RATE, LEAST_SAVING_S, LEAST_SHARE, Rate, StepRate
+
+
+class LoadOrCompute:
+    """block_bytes, block_tokens: of a block. always: load whatever is stored.
+
+    What is stored is loaded, unless computing is predicted to save more than 20 ms and 10 %. The first blocks of a
+    history never cost that much, so a slow disk is always read a little, and seen to have become faster.
+    """
+
+    def __init__(self, block_bytes: int, block_tokens: int, always: bool = False) -> None:
+        self._block_bytes = block_bytes
+        self._block_tokens = block_tokens
+        self._always = always
+        self._read = Rate()  # bytes/s
+        self._prefill = StepRate()  # tokens/s
+
+    def read(self, num_bytes: int, seconds: float) -> None:
+        """A job's blocks were read."""
+        if num_bytes:
+            self._read.add(num_bytes, seconds)
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """A request's first computed blocks are there, so long after it was scheduled."""
+        if num_tokens:
+            self._prefill.add(num_tokens, seconds)
+
+    def should_load(self, num_tokens: int, num_ahead: int) -> bool:
+        """num_tokens: of the history up to this block. num_ahead: blocks that are being read already."""
+        prefill = self._prefill.per_s
+        if self._always or prefill is None:
+            return True
+        num_blocks = num_ahead + num_tokens / self._block_tokens
+        load_s = num_blocks * self._block_bytes / (self._read.per_s or ASSUMED_READ_RATE)
+        return load_s - num_tokens / prefill <= max(LEAST_SAVING_S, LEAST_SHARE * load_s)
+
+    def as_dict(self) -> dict[str, float | None]:
+        return {"read_bytes_per_s": self._read.per_s, "prefill_tokens_per_s": self._prefill.per_s}

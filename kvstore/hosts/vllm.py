@@ -1,0 +1,246 @@
+"""KVStoreTier: the store as a secondary tier of vLLM's tiered offloading.
+
+vLLM loads it by name (`module_path`) into its scheduler's process and asks it for chunks, by keys and from rows of its
+primary tier's memory. Nothing here waits for the disk, but `drain_jobs` and `shutdown`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from vllm import __version__
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingMetricMetadata,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from kvstore.block_store import BlockStore
+from kvstore.errors import ConfigError, StoreLockedError
+from kvstore.hosts import vllm_identity
+from kvstore.hosts.rates import LoadOrCompute
+from kvstore.hosts.transfers import RowTransfers, RowWrite
+from kvstore.hosts.vllm_metrics import METRICS, TierCounts
+from kvstore.hosts.wishes import Wishes, read_wishes
+
+logger = init_logger("vllm.kvstore")
+DRAIN_STEP_S = 0.001
+LOADS = ("auto", "always")
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request as far as a tier sees it. name: of its conversation. first: tokens before the first key looked up."""
+
+    context: ReqContext
+    wishes: Wishes
+    name: str
+    is_known: bool = False  # to the store's order of eviction
+    first: int | None = None
+    scheduled_s: float | None = None
+
+
+class KVStoreTier(SecondaryTierManager):
+    """path: the store's directory, owned by this process. disk: its capacity. policy: of eviction. identity: stands for
+    the weights where they are no safetensors files. load: "auto", or "always" whatever it costs.
+
+    Raises ConfigError and StoreError, before vLLM serves.
+    """
+
+    medium: ClassVar[Medium | None] = Medium.STORAGE
+
+    def __init__(
+        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, backpressure_detector: Any = None, *,
+        path: str, disk: int | str, policy: str = "return", identity: str | None = None, load: str = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        if load not in LOADS:
+            raise ConfigError(f'"load" of KVStoreTier is {load!r}; give one of {", ".join(LOADS)}')
+        folder = Path(path).expanduser()
+        self._tokens = {  # of a chunk, by group
+            group.group_id: group.tokens_per_block * offloading_spec.blocks_per_chunk
+            for group in offloading_spec.config.groups
+        }
+        self._store = _open_store(offloading_spec, folder, disk, policy, identity, self.block_size_bytes)
+        self._transfers = RowTransfers(self._store, primary_kv_view.cast("B"), self.block_size_bytes)
+        self._rates = LoadOrCompute(self.block_size_bytes, min(self._tokens.values()), always=load == "always")
+        self._counts = TierCounts(self._store)
+        self._asked: dict[str, _Asked] = {}
+        self._results: list[JobResult] = []
+
+    # -- what is stored ----------------------------------------------------------------------------------------------
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        asked = self._of(req_context)
+        self._tell_of(asked)
+        if key in self._transfers.failed or not self._store.lookup((key,))[0]:
+            return LookupResult.MISS
+        end = req_context.get_offload_key_position(key) or 0
+        if asked.first is None:
+            asked.first = end - self._tokens_of(key)
+        if self._rates.should_load(end - asked.first, self._transfers.num_reading):
+            return LookupResult.HIT
+        self._counts.recomputed += 1
+        return LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Keys come in any order; a block is stored behind the one before it, which may be of an earlier job."""
+        asked = self._of(job_metadata.req_context)
+        if asked.scheduled_s is not None:
+            num_tokens = sum(map(self._tokens_of, job_metadata.keys)) // len(self._tokens)
+            self._rates.computed(num_tokens, time.perf_counter() - asked.scheduled_s)
+            asked.scheduled_s = None  # what comes later is decoded
+        rows = dict(zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True))
+        self._transfers.write(job_metadata.job_id, self._in_order(rows, asked.context), asked.name)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self._transfers.read(job_metadata.job_id, list(job_metadata.keys), job_metadata.chunk_ids.tolist())
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        self._collect()
+        results, self._results = self._results, []
+        return results
+
+    def _collect(self) -> None:
+        for job in self._transfers.collect():
+            if job.is_load:
+                self._rates.read(job.num_bytes, job.seconds)
+            self._counts.ended(job)
+            loaded = job.loaded if job.is_load and not job.ok else None
+            self._results.append(JobResult(job.job_id, job.ok, loaded, job.seconds, job.num_bytes))
+
+    def _in_order(self, rows: dict[OffloadKey, int], context: ReqContext) -> list[RowWrite]:
+        ends = {key: context.get_offload_key_position(key) or 0 for key in rows}
+        starts = {key: (get_offload_group_idx(key), ends[key] - self._tokens_of(key)) for key in rows}
+        parents = _keys_ending_at(set(starts.values()), context)
+        in_order = sorted(rows, key=ends.__getitem__)
+        return [RowWrite(key, parents.get(starts[key]), max(0, starts[key][1]), rows[key]) for key in in_order]
+
+    def _tokens_of(self, key: OffloadKey) -> int:
+        return self._tokens[get_offload_group_idx(key)]
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._of(req_context)
+        return RequestOffloadingContext()
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        for req_id in context.new_req_ids:
+            asked = self._asked.get(req_id)
+            if asked is not None:
+                self._tell_of(asked)
+                asked.scheduled_s = time.perf_counter()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """vLLM submits nothing more for it; what was submitted may still be on its way."""
+        asked = self._asked.pop(req_context.req_id, None)
+        if asked is None:
+            return
+        chain = self._chain_of(req_context)
+        self._store.finish(asked.name, chain)
+        if not chain:
+            return
+        wishes = asked.wishes
+        if wishes.pin_s is not None:
+            self._store.pin(chain, wishes.pin_s)
+        if wishes.ttl_s is not None:
+            self._store.expire(chain, wishes.ttl_s)
+        if wishes.forget:
+            self._forget(req_context)
+
+    def _forget(self, context: ReqContext) -> None:
+        for group in self._tokens:
+            chain = _chain(context, group)
+            self._transfers.forget(chain)
+            self._store.forget(chain)
+
+    def _of(self, context: ReqContext) -> _Asked:
+        asked = self._asked.get(context.req_id)
+        if asked is None:
+            wishes, problem = read_wishes(context.kv_transfer_params, context.kv_hints)
+            if problem:
+                logger.warning("request %s: %s", context.req_id, problem)
+            asked = self._asked[context.req_id] = _Asked(context, wishes, wishes.session or context.req_id)
+        return asked
+
+    def _tell_of(self, asked: _Asked) -> None:
+        """Once its keys are known: whoever waits or runs is not evicted."""
+        if not asked.is_known:
+            chain = self._chain_of(asked.context)
+            if chain:
+                self._store.arrive(asked.name, chain)
+                asked.is_known = True
+
+    def _chain_of(self, context: ReqContext) -> list[OffloadKey]:
+        """Of its first group of layers, whose blocks stand for the conversation."""
+        return _chain(context, next(iter(self._tokens)))
+
+    # -- looking after -----------------------------------------------------------------------------------------------
+    def drain_jobs(self) -> None:
+        while not self._transfers.is_idle:
+            self._collect()
+            time.sleep(DRAIN_STEP_S)
+        self._collect()
+
+    def shutdown(self) -> None:
+        self._store.close()
+        self._transfers.release()
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        return METRICS
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        return self._counts.stats()
+
+
+def _open_store(
+    spec: Any, folder: Path, disk: int | str, policy: str, identity: str | None, row_bytes: int
+) -> BlockStore:
+    config = vllm_identity.host_config()
+    if config is not None:
+        vllm_identity.check_hashes(config)
+        for text in vllm_identity.warnings(config, spec.offload_prompt_only):
+            logger.warning("KVStoreTier: %s", text)
+    namespace = vllm_identity.namespace(spec, config, identity, row_bytes, folder, __version__)
+    owner = f"vLLM with {spec.config.model.name}"
+    try:
+        return BlockStore(folder, namespace=namespace, capacity=disk, policy=policy, owner=owner)
+    except StoreLockedError as error:
+        raise StoreLockedError(
+            f'{error}. A store has one owner: give each vLLM a "path" of its own in its secondary tier', error.pid
+        ) from error
+
+
+def _chain(context: ReqContext, group: int) -> list[OffloadKey]:
+    """A request's keys of one group, head first. vLLM says where a key ends, but lists keys in a private field."""
+    keys = [key for key in _positions(context) if get_offload_group_idx(key) == group]
+    return sorted(keys, key=lambda key: context.get_offload_key_position(key) or 0)
+
+
+def _keys_ending_at(wanted: set[tuple[int, int]], context: ReqContext) -> dict[tuple[int, int], OffloadKey]:
+    """By group and place. The latest keys are looked at first: what is stored while decoding stands at the end."""
+    found: dict[tuple[int, int], OffloadKey] = {}
+    wanted = {place for place in wanted if place[1] > 0}
+    for key in reversed(_positions(context)):
+        if len(found) == len(wanted):
+            break
+        place = (get_offload_group_idx(key), context.get_offload_key_position(key) or 0)
+        if place in wanted:
+            found[place] = key
+    return found
+
+
+def _positions(context: ReqContext) -> dict[OffloadKey, int]:
+    return getattr(context, "_offload_key_positions", {})

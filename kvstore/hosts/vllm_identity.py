@@ -1,0 +1,149 @@
+"""What vLLM's KV depends on beside the tokens: weights, configuration, dtype, layout, sizes. And settings that hurt.
+
+vLLM's keys hold tokens, salt, adapters and images; everything else is the namespace of its blocks. Reads the objects
+that vLLM hands over, and imports nothing of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from kvstore.disk.weights import weights_digest
+from kvstore.errors import ConfigError, ModelError
+
+FORMAT = "vllm 1"  # raised when a stored chunk changes its meaning
+_COSMETIC = {"_name_or_path", "name_or_path", "transformers_version", "_commit_hash", "id2label", "label2id"}
+_CPU_FLAGS = ("amx_tile", "avx512f", "avx2")  # by which vLLM's CPU attention lays out a page
+
+
+def host_config() -> Any:
+    """vLLM's configuration, which it hands to no tier: from a caller's frame that has it. None: there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("vllm_config")
+        if hasattr(found, "model_config") and hasattr(found, "cache_config"):
+            return found
+        frame = frame.f_back
+    return None
+
+
+def check_hashes(config: Any) -> None:
+    """Raises ConfigError where keys would not name content."""
+    algorithm = str(config.cache_config.prefix_caching_hash_algo)
+    if algorithm.startswith("xxhash"):
+        raise ConfigError(
+            f"--prefix-caching-hash-algo is {algorithm}, which is seeded anew by every process and no proof against "
+            f"collisions; KVStoreTier needs sha256_cbor (or sha256)"
+        )
+
+
+def warnings(config: Any, offload_prompt_only: bool) -> Iterator[str]:
+    """What people with conversations would not want, by the names of the settings."""
+    if offload_prompt_only:
+        yield (
+            "offload_prompt_only is true, vLLM's default: answers are not kept, so every turn computes the last one "
+            'again; set "offload_prompt_only": false in kv_connector_extra_config'
+        )
+    transfer = getattr(config, "kv_transfer_config", None)
+    if getattr(transfer, "kv_load_failure_policy", None) == "fail":
+        yield (
+            'kv_load_failure_policy is "fail", vLLM\'s default: a request fails where its KV cannot be loaded; set '
+            '"kv_load_failure_policy": "recompute" in --kv-transfer-config'
+        )
+
+
+def namespace(
+    spec: Any, config: Any, identity: str | None, row_bytes: int, folder: Path, version: str
+) -> bytes:
+    """32 bytes. spec: vLLM's offloading spec. config: see `host_config`. identity: a text that stands for the weights,
+    where they are no safetensors files. folder: where digests of files are kept. version: of vLLM, which promises no
+    layout to the next one.
+
+    Raises ConfigError where neither tells what the weights are.
+    """
+    if identity is None:
+        if config is None:
+            raise ConfigError('this vLLM does not show its configuration; name the model\'s weights with "identity"')
+        model = _model(config, folder)
+    else:
+        model = {"identity": identity}
+    own = spec.config
+    agnostic = own.parallel.is_parallelism_agnostic
+    parts = {
+        "format": FORMAT,
+        "vllm": version,
+        "model": model,
+        "dtype": str(own.model.dtype),
+        "layout": [own.kv_cache_layout, own.canonical_layout, own.replicated_layout],
+        "groups": [asdict(group) for group in own.groups],
+        "cache": asdict(own.cache),
+        "parallel": "any" if agnostic else _shape(own.parallel),
+        "row_bytes": row_bytes,
+        "device": _device(config),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).digest()
+
+
+def _shape(parallel: Any) -> dict[str, int]:
+    return {name: getattr(parallel, name) for name in ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")}
+
+
+def _model(config: Any, folder: Path) -> dict[str, Any]:
+    model = config.model_config
+    try:
+        weights = weights_digest(weights_folder(config), folder / "weights.json")
+    except ModelError as error:
+        raise ConfigError(f'{error}; give a text that changes with the weights as "identity" of the tier') from error
+    found = {
+        "weights": weights,
+        "config": _plain(model.hf_config.to_dict()),
+        "dtype": str(model.dtype),
+        "quantization": str(getattr(model, "quantization", None)),
+    }
+    if "longrope" in json.dumps(found["config"], default=str):
+        found["window"] = model.max_model_len  # frequencies depend on it
+    return found
+
+
+def weights_folder(config: Any) -> Path:
+    """Of a hub id the snapshot that vLLM has fetched. Raises ModelError."""
+    model = config.model_config
+    name = str(model.model)
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    cache = getattr(config.load_config, "download_dir", None)
+    try:
+        return Path(snapshot_download(name, revision=model.revision, cache_dir=cache, local_files_only=True))
+    except Exception as error:  # a library's errors of many kinds; all mean the same here
+        raise ModelError(f"the files of {name} were not found on this machine ({type(error).__name__})") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items() if key not in _COSMETIC}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value
+
+
+def _device(config: Any) -> list[str]:
+    """On a CPU what it can do decides how attention lays out its pages."""
+    device = str(getattr(getattr(config, "device_config", None), "device_type", ""))
+    if device != "cpu":
+        return [device]
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    flags = next((line.split() for line in text.splitlines() if line.startswith("flags")), [])
+    return [device, platform.machine(), *(flag for flag in _CPU_FLAGS if flag in flags)]

@@ -1,0 +1,59 @@
+"""What the tier tells vLLM's own metrics: a few counters, and gauges of the store every few seconds."""
+
+from __future__ import annotations
+
+import time
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingMetricMetadata
+
+from kvstore.block_store import BlockStore
+from kvstore.hosts.transfers import JobDone
+
+GAUGES_EVERY_S = 5.0
+BYTES, BLOCKS, CAPACITY = "vllm:kvstore_disk_bytes", "vllm:kvstore_disk_blocks", "vllm:kvstore_disk_capacity_bytes"
+DEGRADED = "vllm:kvstore_degraded"
+FAILED_LOADS, FAILED_STORES = "vllm:kvstore_failed_loads", "vllm:kvstore_failed_stores"
+RECOMPUTED = "vllm:kvstore_recomputed_chunks"
+METRICS: dict[str, OffloadingMetricMetadata] = {
+    BYTES: OffloadingGaugeMetadata("Bytes in use in the store's file."),
+    BLOCKS: OffloadingGaugeMetadata("Chunks in the store."),
+    CAPACITY: OffloadingGaugeMetadata("What the store's file may take."),
+    DEGRADED: OffloadingGaugeMetadata("1 while the store cannot write: chunks are computed again instead of kept."),
+    FAILED_LOADS: OffloadingCounterMetadata("Jobs of which a chunk was missing, damaged or not readable."),
+    FAILED_STORES: OffloadingCounterMetadata("Jobs of which a chunk was not stored."),
+    RECOMPUTED: OffloadingCounterMetadata("Lookups of stored chunks that were predicted to be computed sooner."),
+}
+
+
+class TierCounts:
+    """recomputed: see above; counted by the tier."""
+
+    def __init__(self, store: BlockStore) -> None:
+        self._store = store
+        self._failed = {FAILED_LOADS: 0, FAILED_STORES: 0}
+        self._gauges_at = 0.0
+        self.recomputed = 0
+
+    def ended(self, job: JobDone) -> None:
+        if not job.ok:
+            self._failed[FAILED_LOADS if job.is_load else FAILED_STORES] += 1
+
+    def stats(self) -> OffloadingConnectorStats | None:
+        """What has come since the last call; asked for at every step."""
+        now = time.monotonic()
+        counters = {name: count for name, count in (*self._failed.items(), (RECOMPUTED, self.recomputed)) if count}
+        if not counters and now < self._gauges_at:
+            return None
+        stats = OffloadingConnectorStats()
+        for name, count in counters.items():
+            stats.increase_counter(name, count)
+        self._failed = dict.fromkeys(self._failed, 0)
+        self.recomputed = 0
+        if now >= self._gauges_at:
+            self._gauges_at = now + GAUGES_EVERY_S
+            disk = self._store.stats()["disk"]
+            for name, key in ((BYTES, "bytes"), (BLOCKS, "blocks"), (CAPACITY, "capacity_bytes")):
+                stats.set_gauge(name, disk[key])
+            stats.set_gauge(DEGRADED, int(self._store.is_degraded))
+        return stats
