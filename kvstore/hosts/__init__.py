@@ -5,7 +5,9 @@
 - `vllm`: `KVStoreTier`, a secondary tier of vLLM's tiered offloading
 - `vllm_cpu`: that offloading on vLLM's CPU backend
 - `vllm_identity`: what vLLM's KV depends on beside its keys, and settings that hurt
+- `vllm_keys`: the keys of a request of vLLM in their order
 - `vllm_metrics`: what the tier tells vLLM's metrics
+- `vllm_policy`: `KVStorePolicy`, who stays in vLLM's own memory tier
 - `wishes`: what a request says about its conversation
 
 Decisions:

@@ -32,6 +32,7 @@ from kvstore.errors import ConfigError, StoreLockedError
 from kvstore.hosts import vllm_identity
 from kvstore.hosts.rates import LoadOrCompute
 from kvstore.hosts.transfers import RowTransfers, RowWrite
+from kvstore.hosts.vllm_keys import chain_of, end_of, keys_before
 from kvstore.hosts.vllm_metrics import METRICS, TierCounts
 from kvstore.hosts.wishes import Wishes, read_wishes
 
@@ -86,7 +87,7 @@ class KVStoreTier(SecondaryTierManager):
         self._tell_of(asked)
         if key in self._transfers.failed or not self._store.lookup((key,))[0]:
             return LookupResult.MISS
-        end = req_context.get_offload_key_position(key) or 0
+        end = end_of(key, req_context)
         if asked.first is None:
             asked.first = end - self._tokens_of(key)
         if self._rates.should_load(end - asked.first, self._transfers.num_reading):
@@ -121,11 +122,10 @@ class KVStoreTier(SecondaryTierManager):
             self._results.append(JobResult(job.job_id, job.ok, loaded, job.seconds, job.num_bytes))
 
     def _in_order(self, rows: dict[OffloadKey, int], context: ReqContext) -> list[RowWrite]:
-        ends = {key: context.get_offload_key_position(key) or 0 for key in rows}
-        starts = {key: (get_offload_group_idx(key), ends[key] - self._tokens_of(key)) for key in rows}
-        parents = _keys_ending_at(set(starts.values()), context)
-        in_order = sorted(rows, key=ends.__getitem__)
-        return [RowWrite(key, parents.get(starts[key]), max(0, starts[key][1]), rows[key]) for key in in_order]
+        return [
+            RowWrite(key, parent, max(0, end_of(key, context) - self._tokens_of(key)), rows[key])
+            for key, parent in keys_before(rows, context).items()
+        ]
 
     def _tokens_of(self, key: OffloadKey) -> int:
         return self._tokens[get_offload_group_idx(key)]
@@ -147,7 +147,7 @@ class KVStoreTier(SecondaryTierManager):
         asked = self._asked.pop(req_context.req_id, None)
         if asked is None:
             return
-        chain = self._chain_of(req_context)
+        chain = chain_of(req_context)
         self._store.finish(asked.name, chain)
         if not chain:
             return
@@ -161,7 +161,7 @@ class KVStoreTier(SecondaryTierManager):
 
     def _forget(self, context: ReqContext) -> None:
         for group in self._tokens:
-            chain = _chain(context, group)
+            chain = chain_of(context, group)
             self._transfers.forget(chain)
             self._store.forget(chain)
 
@@ -177,14 +177,10 @@ class KVStoreTier(SecondaryTierManager):
     def _tell_of(self, asked: _Asked) -> None:
         """Once its keys are known: whoever waits or runs is not evicted."""
         if not asked.is_known:
-            chain = self._chain_of(asked.context)
+            chain = chain_of(asked.context)
             if chain:
                 self._store.arrive(asked.name, chain)
                 asked.is_known = True
-
-    def _chain_of(self, context: ReqContext) -> list[OffloadKey]:
-        """Of its first group of layers, whose blocks stand for the conversation."""
-        return _chain(context, next(iter(self._tokens)))
 
     # -- looking after -----------------------------------------------------------------------------------------------
     def drain_jobs(self) -> None:
@@ -222,25 +218,3 @@ def _open_store(
             f'{error}. A store has one owner: give each vLLM a "path" of its own in its secondary tier', error.pid
         ) from error
 
-
-def _chain(context: ReqContext, group: int) -> list[OffloadKey]:
-    """A request's keys of one group, head first. vLLM says where a key ends, but lists keys in a private field."""
-    keys = [key for key in _positions(context) if get_offload_group_idx(key) == group]
-    return sorted(keys, key=lambda key: context.get_offload_key_position(key) or 0)
-
-
-def _keys_ending_at(wanted: set[tuple[int, int]], context: ReqContext) -> dict[tuple[int, int], OffloadKey]:
-    """By group and place. The latest keys are looked at first: what is stored while decoding stands at the end."""
-    found: dict[tuple[int, int], OffloadKey] = {}
-    wanted = {place for place in wanted if place[1] > 0}
-    for key in reversed(_positions(context)):
-        if len(found) == len(wanted):
-            break
-        place = (get_offload_group_idx(key), context.get_offload_key_position(key) or 0)
-        if place in wanted:
-            found[place] = key
-    return found
-
-
-def _positions(context: ReqContext) -> dict[OffloadKey, int]:
-    return getattr(context, "_offload_key_positions", {})

@@ -48,7 +48,7 @@ def config(tiers: list[dict[str, Any]], **extra: Any) -> OffloadingConfig:
 def tier_options(path: Path, **options: Any) -> dict[str, Any]:
     return {
         "type": "KVStoreTier", "module_path": "kvstore.hosts.vllm", "path": str(path), "disk": "16MiB",
-        "identity": "these weights", **options,
+        "identity": "these weights", "load": "always", **options,
     }  # fmt: skip
 
 

@@ -44,11 +44,13 @@ def chain():
 def test_the_interface_is_the_one_of_the_installed_vllm():
     import inspect
 
+    from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
     from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
     from kvstore.hosts.vllm import KVStoreTier
+    from kvstore.hosts.vllm_policy import KVStorePolicy
 
-    for ours, theirs in ((KVStoreTier, SecondaryTierManager),):
+    for ours, theirs in ((KVStoreTier, SecondaryTierManager), (KVStorePolicy, CachePolicy)):
         assert not ours.__abstractmethods__
         for name, method in vars(theirs).items():
             if inspect.isfunction(method) and name in vars(ours) and name != "__init__":

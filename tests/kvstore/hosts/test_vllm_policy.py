@@ -1,0 +1,111 @@
+"""Who stays in vLLM's memory tier: what vLLM's manager asks of a policy, and whether ours keeps the right ones.
+
+Needs vLLM.
+"""
+
+import importlib.util
+import itertools
+import random
+
+import pytest
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+]
+
+NUMBERS = itertools.count()
+
+
+@pytest.fixture
+def manager():
+    """vLLM's own, with our policy, over so many chunks."""
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+    def make(num_chunks):
+        return CPUOffloadingManager(num_chunks, "KVStorePolicy", "kvstore.hosts.vllm_policy")
+
+    return make
+
+
+def request(manager, keys):
+    """One turn: what is there is loaded, the rest stored. Returns the hits and the keys that were evicted."""
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext
+
+    context = ReqContext(f"request {next(NUMBERS)}")
+    for i, key in enumerate(keys):
+        context.set_offload_key_position(key, 16 * (i + 1))
+    manager.on_new_request(context)
+    hits = 0
+    while hits < len(keys) and manager.lookup(keys[hits], context) is LookupResult.HIT:
+        hits += 1
+    manager.prepare_load(keys[:hits], context)
+    manager.complete_load(keys[:hits], context)
+    out = manager.prepare_store(keys[hits:], context)
+    evicted = []
+    if out is not None:
+        evicted = out.evicted_keys
+        manager.complete_store(set(out.keys_to_store), context)
+    manager.on_request_finished(context)
+    return hits, evicted
+
+
+def chain(name, num_blocks):
+    from tests.support.vllm_host import keys_of
+
+    return keys_of(name, num_blocks)
+
+
+def check(manager, num_chunks):
+    policy = manager._policy
+    policy._tree.check_integrity()
+    assert len(policy._chunks) <= num_chunks
+    assert set(policy._evictable) == {key for key, chunk in policy._chunks.items() if chunk.ref_cnt == 0}
+    assert not policy._open
+
+
+def test_tails_go_before_heads(manager):
+    held = manager(20)
+    first, second = chain("first", 10), chain("second", 14)
+    request(held, first)
+    _, evicted = request(held, second)
+    assert evicted == first[:5:-1]
+    assert request(held, first)[0] == 6
+    check(held, 20)
+
+
+def test_what_is_protected_or_in_use_stays_and_all_or_nothing_goes(manager):
+    from vllm.v1.kv_offload.base import ReqContext
+
+    held = manager(8)
+    keys = chain("a", 8)
+    request(held, keys)
+    context = ReqContext("reader")
+    held.prepare_load(keys[6:], context)  # the tail is being read, so nothing before it is a leaf
+    before = dict(held._policy._chunks)
+    assert held._policy.evict(7, set()) is None
+    assert held._policy.evict(3, set(keys[:4])) is None
+    assert held._policy._chunks == before
+    assert {key for key, _ in held._policy.evict(2, set(keys[:4]))} == set(keys[4:6])
+
+
+def test_a_reset_forgets_everything(manager):
+    held = manager(8)
+    request(held, chain("a", 8))
+    held.reset_cache()
+    check(held, 8)
+    assert request(held, chain("a", 8)) == (0, [])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_traffic_keeps_its_counts(manager, seed):
+    draw = random.Random(seed)
+    held = manager(64)
+    talks = {name: draw.randrange(1, 20) for name in range(20)}
+    for _ in range(400):
+        name = draw.randrange(20)
+        talks[name] = min(40, talks[name] + draw.randrange(4))
+        shared = chain("system", 4) if name % 2 else []
+        request(held, shared + chain(f"talk {name}", talks[name]))
+        check(held, 64)
