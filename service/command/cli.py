@@ -64,6 +64,10 @@ def _run(argv: list[str], environment: Mapping[str, str], engine_factory: Callab
         from kvstore.service.command.plan.run import run_plan
 
         return run_plan(argv[1:], environment)
+    if argv[0] == "vllm-config":
+        from kvstore.service.command.vllm_config import run_vllm_config
+
+        return run_vllm_config(argv[1:], environment)
     from kvstore.service.command.store import run_store_command
 
     return run_store_command(argv[0], argv[1:], environment)
@@ -71,7 +75,7 @@ def _run(argv: list[str], environment: Mapping[str, str], engine_factory: Callab
 
 def _overview() -> str:
     lines = ["usage: kvstore COMMAND [FLAGS]", "       kvstore --version", "", "commands:"]
-    lines += [f"  {name:<10}{text}; see kvstore {name} --help" for name, text in COMMANDS.items()]
+    lines += [f"  {name:<12}{text}; see kvstore {name} --help" for name, text in COMMANDS.items()]
     return "\n".join([*lines, "", EPILOG])
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from kvstore.service.command.plan.run import COMMAND as PLAN
 from kvstore.service.command.store import STORE_COMMANDS
+from kvstore.service.command.vllm_config import COMMAND as VLLM_CONFIG
 from kvstore.service.settings.engine_options import engine_command
 from kvstore.service.settings.options import COMMANDS, CONFIG, EPILOG, Command, Option, value_of
 
@@ -20,13 +21,15 @@ HEAD = f"""# Every flag
 |---|---|---|---|
 """
 
+OTHERS = {"plan": PLAN, "vllm-config": VLLM_CONFIG}
+
 
 def commands() -> Iterator[Command]:
     for name in COMMANDS:
         if name in STORE_COMMANDS:
             yield STORE_COMMANDS[name][1]
         else:
-            yield PLAN if name == "plan" else engine_command(name)
+            yield OTHERS.get(name) or engine_command(name)
 
 
 def flags_page() -> str:

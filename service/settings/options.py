@@ -29,6 +29,7 @@ COMMANDS = {
     "compact": "give the space of what was deleted back to the file system",
     "sessions": "list, show or delete stored conversations",
     "plan": "predict hit rate and time to first token for other sizes of the tiers",
+    "vllm-config": "write the flags under which vLLM keeps its KV in a store",
 }
 HELP_COLUMN = 30
 DEFAULT = "default"  # where a value comes from that was not given
