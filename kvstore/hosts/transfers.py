@@ -129,14 +129,11 @@ class RowTransfers:
     def _write_waiting(self) -> None:
         while self._waiting:
             job, block = self._waiting[0]
-            if self._store.is_degraded:
-                ticket = None
-            else:
-                ticket = self._store.write(
-                    block.key, block.parent, block.position, self._row(block.row), conversation=job.conversation
-                )
-                if ticket is None and self._num_writing and not self._store.is_degraded:
-                    return  # too much waits: again, as soon as something has ended
+            ticket = self._store.write(
+                block.key, block.parent, block.position, self._row(block.row), conversation=job.conversation
+            )
+            if ticket is None and self._num_writing and not self._store.is_degraded:
+                return  # too much waits: again, as soon as something has ended
             self._waiting.popleft()
             if ticket is None:
                 self._refuse(job)
