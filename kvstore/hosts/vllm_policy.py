@@ -124,6 +124,13 @@ class KVStorePolicy(CachePolicy):
             self._steering.refresh(conversation)
         return conversation
 
+    def check_integrity(self) -> None:
+        """Assert that chunks, their order and what may go agree; for a tier in which nobody runs."""
+        self._tree.check_integrity()
+        idle = {key for key, chunk in self._chunks.items() if chunk.ref_cnt == 0}
+        assert idle == self._evictable.keys(), "a chunk that nobody uses cannot go, or one in use can"
+        assert len(self._chunks) <= self.cache_capacity and not self._open, "a request is open while idle"
+
     def _is_held(self, key: OffloadKey) -> bool:
         return key in self._chunks and key not in self._evictable
 

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.config import (
@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.config import (
 )
 
 from kvstore.hosts.vllm_cpu import CPUTieringSpec
+from kvstore.hosts.vllm_policy import KVStorePolicy
 from tests.support.waiting import wait_until
 
 BLOCK_TOKENS, BLOCK_BYTES, ROWS = 16, 4096, 64
@@ -55,6 +56,16 @@ def tier_options(path: Path, **options: Any) -> dict[str, Any]:
 def keys_of(name: str, num_blocks: int) -> list[bytes]:
     """A chain: each key stands for its whole history."""
     return [make_offload_key(hashlib.sha256(f"{name} {i}".encode()).digest(), 0) for i in range(num_blocks)]
+
+
+class NotedPolicy(KVStorePolicy):
+    """Ours, to be found by a test after vLLM has made it."""
+
+    made: ClassVar[list[KVStorePolicy]] = []
+
+    def __init__(self, cache_capacity: int) -> None:
+        super().__init__(cache_capacity)
+        self.made.append(self)
 
 
 class Scheduler:

@@ -69,7 +69,6 @@ def test_more_than_the_store_takes_at_once_waits_for_its_turn(store):
     memory = rows(*(b"%d" % i for i in range(600)))
     transfers = RowTransfers(store, memoryview(memory), ROW)
     transfers.write(1, writes(*(b"k%d" % i for i in range(600))), None)
-    assert transfers._waiting, "nothing was refused at first"
     assert [(job.ok, job.num_bytes) for job in done(transfers)] == [(True, 600 * ROW)]
 
 
