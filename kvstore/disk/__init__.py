@@ -1,6 +1,6 @@
 """The disk tier: a directory, LMDB environments in it, blocks as values, and the threads that read and write them.
 
-Usable alone: without arena, without torch, without the CPU tier.
+Usable alone: without arena, without torch, without the CPU tier. Other engines use it through `kvstore.block_store`.
 
 - `blocks_file`: the file of the blocks over its life: opened, compacted, recovered, set aside; its space
 - `check`: whether a file may be handed to LMDB, and quarantine; small files, replaced as a whole

@@ -1,0 +1,123 @@
+"""How fast is a `BlockStore`, as another engine uses it, beside a plain file?
+
+Blocks of the sizes that hosts have, written until they are durable and read back from a warm page cache, checked. One
+process, alternating, medians; and what a lookup takes.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from bench.common import Report, alternate, arguments, median, run, spread
+from kvstore import BlockStore
+
+SIZES = {"128 KiB": 128 << 10, "2 MiB": 2 << 20}
+CAPACITY = "4GiB"
+NUM_LOOKUPS = 20_000
+
+
+def timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def keys_of(count: int) -> list[bytes]:
+    return [os.urandom(36) for _ in range(count)]
+
+
+def collect(store: BlockStore, num_tickets: int) -> None:
+    while num_tickets:
+        done = store.poll()
+        if not all(one.ok for one in done):
+            raise RuntimeError(f"the store did not do it: {next(one for one in done if not one.ok)}")
+        num_tickets -= len(done)
+        if not done:
+            time.sleep(0.0005)
+
+
+def write_all(store: BlockStore, keys: list[bytes], blocks: list[memoryview]) -> None:
+    parents = [None, *keys]
+    for index, (key, parent, block) in enumerate(zip(keys, parents, blocks, strict=False)):
+        if store.write(key, parent, 16 * index, block) is None:
+            raise RuntimeError("the store refused a block; give fewer --megabytes")
+    store.flush()
+    collect(store, len(keys))
+
+
+def read_all(store: BlockStore, keys: list[bytes], into: list[memoryview]) -> None:
+    for key, view in zip(keys, into, strict=True):
+        store.read_into(key, view)
+    collect(store, len(keys))
+
+
+def write_plain(file: Path, blocks: list[memoryview]) -> None:
+    file.unlink(missing_ok=True)
+    with file.open("wb", buffering=0) as out:
+        for block in blocks:
+            out.write(block)
+        os.fsync(out.fileno())
+
+
+def read_plain(file: Path, into: list[memoryview]) -> None:
+    with file.open("rb", buffering=0) as source:
+        for view in into:
+            source.readinto(view)
+
+
+def compare(report: Report, repeats: int, state: str, num_bytes: int, measures: dict[str, Callable[[], float]]) -> None:
+    """A row for each; the last one is the plain one."""
+    times = alternate(measures, repeats)
+    plain = median(times[list(measures)[-1]])
+    for name, seconds in times.items():
+        speed, ratio = num_bytes / median(seconds) / 1e9, plain / median(seconds)
+        report.add(measure=name, state=state, value=speed, unit="GB/s", ratio=ratio, spread=spread(seconds))
+
+
+def bench_size(report: Report, repeats: int, folder: Path, name: str, size: int, num_bytes: int) -> None:
+    blocks = [memoryview(bytearray(os.urandom(size))) for _ in range(num_bytes // size)]
+    into = [memoryview(bytearray(size)) for _ in blocks]
+    file, num_bytes = folder / "plain", len(blocks) * size
+
+    def write() -> float:
+        with TemporaryDirectory(dir=folder) as place, BlockStore(place, namespace=b"b", capacity=CAPACITY) as store:
+            return timed(lambda: write_all(store, keys_of(len(blocks)), blocks))
+
+    plain_write, plain_read = partial(write_plain, file, blocks), partial(read_plain, file, into)
+    writes = {"write, durable": write, "plain file, synced at its end": lambda: timed(plain_write)}
+    compare(report, repeats, name, num_bytes, writes)
+    with BlockStore(folder / name, namespace=b"b", capacity=CAPACITY) as store:
+        keys = keys_of(len(blocks))
+        write_all(store, keys, blocks)
+        checked = partial(read_all, store, keys, into)
+        reads = {"read_into, checked": lambda: timed(checked), "plain file": lambda: timed(plain_read)}
+        compare(report, repeats, f"{name}, page cache warm", num_bytes, reads)
+        asked = (keys * (NUM_LOOKUPS // len(keys) + 1))[:NUM_LOOKUPS]
+        seconds = timed(lambda: store.lookup(asked))
+        report.add(measure="lookup of a key", state=name, value=1e6 * seconds / NUM_LOOKUPS, unit="us")
+
+
+def body(parsed: argparse.Namespace, report: Report) -> None:
+    repeats, num_bytes = parsed.repeats, parsed.megabytes << 20
+    if parsed.quick:
+        repeats, num_bytes = min(repeats, 3), min(num_bytes, 16 << 20)
+    with TemporaryDirectory(prefix="kvstore-bench-", dir=parsed.dir) as folder:
+        for name, size in SIZES.items():
+            bench_size(report, repeats, Path(folder), name, size, num_bytes)
+
+
+def main() -> int:
+    parser = arguments("block_store", __doc__.split("\n")[0], uses_torch=False)
+    parser.add_argument("--megabytes", type=int, default=192, metavar="N", help="that are moved (default: 192)")
+    parser.add_argument("--repeats", type=int, default=7, help="measurements of each kind (default: 7)")
+    parser.add_argument("--dir", metavar="DIR", help="where files are made (default: the temporary directory)")
+    return run(body, parser.parse_args(), "A store by itself beside a plain file; medians")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
