@@ -70,7 +70,7 @@ class HostConversations:
             return
         conversation, before = self._open.pop(name)
         chain = list(chain) or before
-        if conversation.num_open == 1:
+        if all(other is not conversation for other, _ in self._open.values()):
             conversation.wanted = None
         if chain:
             self._contents.touch(chain, conversation)

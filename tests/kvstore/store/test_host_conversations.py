@@ -103,6 +103,17 @@ def test_an_arrival_goes_on_with_what_grew(known):
     assert one.num_open == 0
 
 
+def test_writes_without_a_request_do_not_keep_one_wanted(known, steering):
+    (one,) = set(write(known, [b"a1"], "ada"))
+    known.arrive("ada", [b"x1"])  # with another beginning, while the first writes are recent
+    assert known.owner("ada", b"x1", ROOT) is one and one.num_open == 2
+    known.finish("ada")
+    assert one.wanted is None and one.num_open == 1
+    steering.now_s += REST_S + 1
+    known.poll()
+    assert one.num_open == 0
+
+
 def test_touching_a_chain_is_a_request_where_none_is_told_of(known, steering):
     (one,) = set(write(known, [b"a1", b"a2"]))
     known.touch([b"a1", b"a2"])
