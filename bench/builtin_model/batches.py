@@ -71,16 +71,17 @@ class Encoder:
         return tokens, weights
 
 
-def make_batch(encoder: Encoder, seed: str, length: int, num_rows: int, num_dense: int = 0) -> Batch:
+def make_batch(encoder: Encoder, seed: str, length: int, num_rows: int, num_dense: int = 0,
+               num_crowded: int = 0) -> Batch:
     """The batch that belongs to this seed: `num_rows` training conversations of up to `length` tokens.
 
-    The first `num_dense` of them are dense.
+    The first `num_dense` of them are dense, the last `num_crowded` of them crowded.
     """
     tokens = torch.full((num_rows, length), encoder.pad, dtype=torch.int64)
     positions, targets, weights = [], [], []
     for row in range(num_rows):
         made = make_conversation(f"{seed}-{row}", max_tokens=length, count_tokens=encoder.count,
-                                 dense=row < num_dense)
+                                 dense=row < num_dense, crowded=row >= num_rows - num_crowded)
         ids, of_ids = encoder.conversation(made)
         tokens[row, : len(ids)] = torch.tensor(ids)
         for place, weight in enumerate(of_ids):

@@ -104,6 +104,7 @@ class Maker:
     split: str
     ask_once: bool
     dense: bool = False  # one type of value, hardly any small talk: all is telling and asking
+    crowded: bool = False  # most messages tell several facts
     pool: list[Kind] = field(default_factory=list)
     known: dict[str, Asked] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)  # keys asked for since they were told
@@ -193,8 +194,9 @@ class Maker:
         self.done.discard(kind.key)
 
     def tell(self, untold: list[Kind]) -> Turn:
-        """One to three facts in one message."""
-        count = min(len(untold), self.rng.choice((1, 1, 1, 1, 1, 1, 2, 2, 2, 3)))
+        """One to three facts in one message, up to four in a crowded conversation."""
+        counts = (1, 1, 2, 2, 2, 2, 2, 3, 3, 4) if self.crowded else (1, 1, 1, 1, 1, 1, 2, 2, 2, 3)
+        count = min(len(untold), self.rng.choice(counts))
         repeated = self.rng.random() < REPEATED_SHARE[self.split]
         said, answers, told = [], [], []
         for kind in self.rng.sample(untold, count):
@@ -264,15 +266,16 @@ def turn_tokens(turn: Turn, count_tokens: Callable[[str], int]) -> int:
 
 def make_conversation(seed: int | str, split: str = TRAIN, *, max_tokens: int = 1024,
                       count_tokens: Callable[[str], int], ask_once: bool = False,
-                      dense: bool = False) -> Conversation:
+                      dense: bool = False, crowded: bool = False) -> Conversation:
     """A conversation whose rendering has at most `max_tokens` tokens, and nearly as many.
 
     With `ask_once` no fact is asked for twice or within three turns of its telling, so that
     an answer is never a copy of an earlier answer: that is what the evaluation needs. With `dense`
-    its facts are of one type and small talk is rare: that is what training begins with.
+    its facts are of one type and small talk is rare: that is what training begins with. With `crowded`
+    most of the messages that tell something tell several facts.
     """
     rng = random.Random(f"{split}/{seed}")
-    maker = Maker(rng, split, ask_once, dense)
+    maker = Maker(rng, split, ask_once, dense, crowded)
     system = system_prompt(rng, split == HELD_OUT)
     used = 1 + (count_tokens(" " + system) + TOKENS_PER_MESSAGE if system else 0)
     turns: list[Turn] = []

@@ -1,4 +1,4 @@
-"""Trains the built-in model on conversations made on the fly: some 80 minutes on two cores.
+"""Trains the built-in model on conversations made on the fly: some two hours on two cores.
 
 Seeded (batch k is a function of the seed and k), resumable, and a matter of steps, not of time:
 the length of the conversations and the learning rate depend on the step alone, so the script makes
@@ -21,7 +21,7 @@ from bench.builtin_model.batches import Batch, Encoder, make_batch
 from bench.builtin_model.evaluate import quick_recall
 from kvstore.engine.builtin import MODEL_DIR
 
-NUM_STEPS = 6000
+NUM_STEPS = 9000
 RUN_DIR = Path(__file__).parent / "run"
 
 
@@ -32,10 +32,14 @@ class Plan:
     seed: int = 0
     num_steps: int = NUM_STEPS
     tokens_per_batch: int = 8192
-    # (progress at which the stage ends, tokens of a conversation, share of dense conversations)
+    # (progress of the first cycle at which the stage ends, tokens of a conversation, share of dense conversations)
     stages: tuple[tuple[float, int, float], ...] = (
         (0.08, 128, 1.0), (0.16, 256, 0.5), (0.38, 256, 0.25), (0.58, 512, 0.25), (1.0, 1024, 0.15),
     )
+    # The last third is a second cycle of the learning rate (SGDR, Loshchilov and Hutter, 2017) on whole conversations,
+    # half of them crowded: several facts in most messages.
+    first_cycle: float = 2 / 3
+    second_rate: float = 0.4
     hidden_size: int = 192
     num_layers: int = 5
     num_heads: int = 4
@@ -46,16 +50,19 @@ class Plan:
     warmup_steps: int = 100
     compiled: bool = True
 
-    def stage(self, progress: float) -> tuple[int, int, int]:
-        """At this point of the run: tokens of a conversation, conversations of a batch, how many of them are dense."""
-        length, dense = next((stage[1:] for stage in self.stages if progress < stage[0]), self.stages[-1][1:])
+    def stage(self, progress: float) -> tuple[int, int, int, int]:
+        """Now: tokens of a conversation, conversations of a batch, how many of them are dense and crowded."""
+        within = progress / self.first_cycle
+        length, dense = next((stage[1:] for stage in self.stages if within < stage[0]), self.stages[-1][1:])
         rows = self.tokens_per_batch // length
-        return length, rows, round(dense * rows)
+        return length, rows, round(dense * rows), rows // 2 if within >= 1.0 else 0
 
     def rate(self, step: int, progress: float) -> float:
-        """Factor of the learning rates: warm-up, level, then down to nearly zero."""
+        """Factor of the learning rates: warm-up, level, then down to nearly zero; lower and down again."""
+        if progress >= self.first_cycle:
+            return self.second_rate * max(0.01, (1.0 - progress) / (1.0 - self.first_cycle))
         level = min(1.0, (step + 1) / self.warmup_steps)
-        return level * max(0.01, min(1.0, (1.0 - progress) / 0.7))
+        return level * max(0.01, min(1.0, (1.0 - progress / self.first_cycle) / 0.7))
 
 
 def build_model(plan: Plan, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -112,8 +119,8 @@ class Trainer:
     def train_step(self) -> float:
         """One batch; returns its loss."""
         progress = self.progress
-        length, rows, dense = self.plan.stage(progress)
-        batch = make_batch(self.encoder, f"{self.plan.seed}-{self.step}", length, rows, dense)
+        length, rows, dense, crowded = self.plan.stage(progress)
+        batch = make_batch(self.encoder, f"{self.plan.seed}-{self.step}", length, rows, dense, crowded)
         rate = self.plan.rate(self.step, progress)
         for name, optimizer in self.optimizers.items():
             base = self.plan.lr_matrices if name == "muon" else self.plan.lr_others
@@ -180,7 +187,7 @@ def run(trainer: Trainer, out: Path, check_every_s: float) -> None:
     smooth, next_check_s = math.nan, trainer.spent_s + check_every_s
     began = time.monotonic() - trainer.spent_s
     while trainer.progress < 1.0:
-        length, _, _ = trainer.plan.stage(trainer.progress)
+        length, *_ = trainer.plan.stage(trainer.progress)
         loss = trainer.train_step()
         trainer.spent_s = time.monotonic() - began
         smooth = loss if math.isnan(smooth) else 0.95 * smooth + 0.05 * loss

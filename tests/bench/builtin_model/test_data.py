@@ -25,10 +25,10 @@ from kvstore.engine.builtin import MODEL_DIR
 SEEDS = range(30)
 
 
-def made(seed: int, which: str, ask_once: bool = False, dense: bool = False) -> Conversation:
+def made(seed: int, which: str, ask_once: bool = False, dense: bool = False, crowded: bool = False) -> Conversation:
     """A conversation in which a word of six letters or so counts as two tokens."""
     return make_conversation(seed, which, max_tokens=700, count_tokens=lambda text: len(text) // 3 + 1,
-                             ask_once=ask_once, dense=dense)
+                             ask_once=ask_once, dense=dense, crowded=crowded)
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +115,22 @@ def test_dense_conversations_are_about_one_type_of_value():
             in_all += len(types)
         shares[dense] = of_one_type / in_all
     assert shares[True] > 0.55 and shares[True] > 1.5 * shares[False]
+
+
+def test_most_messages_of_a_crowded_conversation_tell_several_facts():
+    for crowded in (False, True):
+        told = [len(turn.told) for seed in SEEDS for turn in made(seed, TRAIN, crowded=crowded).turns if turn.told]
+        assert (sum(count > 1 for count in told) > len(told) / 2) == crowded
+
+
+def test_training_ends_with_a_second_lower_cycle_over_crowded_conversations():
+    from bench.builtin_model.train import Plan
+
+    plan = Plan()
+    at = [plan.rate(step, step / plan.num_steps) for step in range(plan.num_steps)]
+    first, second = at[: plan.num_steps * 2 // 3], at[plan.num_steps * 2 // 3 :]
+    assert max(first) == 1.0 and first[-1] == 0.01 and second[0] == plan.second_rate and second[-1] < 0.01
+    assert plan.stage(0.66)[3] == 0 and plan.stage(0.67)[3] == plan.stage(0.67)[1] // 2
 
 
 def test_training_repeats_fewer_facts_than_the_evaluation():
