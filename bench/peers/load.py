@@ -1,16 +1,19 @@
-"""What is measured of two engines side by side, in turns: prefill, decode, conversations, a restart.
+"""What is measured of engines side by side, in turns: prefill, decode, conversations, a restart.
 
-Knows an engine only as a `Side`, which takes token ids. Both sides get the same ids of people; the answers in a
+Knows an engine only as a `Side`, which takes token ids. All sides get the same ids of people; the answers in a
 conversation's history are the side's own. Prompts that are to be computed are fresh ids of the same number. After a
-restart the files of both are in the page cache, and both have answered others who returned, unmeasured.
+restart the files of all are in the page cache, and all have answered others who returned, unmeasured.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -102,35 +105,47 @@ class Talk:
         return answer
 
 
-Both = dict[str, list[Answer]]  # by side
+Answers = dict[str, list[Answer]]  # by side
 
 
-def both() -> Both:
-    return {"ours": [], "peer": []}
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """warm: by turn. returned: the last turn, after a restart. cold: prompts as long as that one's, computed."""
+
+    warm: list[Answers]
+    returned: Answers
+    cold: Answers
+
+
+def start_all(sides: Iterable[Side]) -> None:
+    """At once: most of it is one thread's work."""
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda side: side.start(), sides))
 
 
 @dataclass(slots=True)
 class Match:
-    """Two sides on one model. Rows go to the report as they are found."""
+    """Sides on one model. `speed` and `turns` are for two, "ours" and "peer"; their rows go to the report as they are
+    found."""
 
-    sides: dict[str, Side]  # "ours", "peer"
+    sides: dict[str, Side]
     model: str
     sizes: Sizes
     goals: Goals
     report: Report
-    stores: Path  # where both sides keep what outlives them
+    stores: Path  # where the sides keep what outlives them
     settle_s: float = 3.0  # before a restart: what is written behind the answers gets onto the disk
-    pause_s: float = 1.0  # before the other side is asked: threads of the one that has answered spin on for a while
+    pause_s: float = 1.0  # before another side is asked: threads of the one that has answered spin on for a while
     last: str = ""
-    seeds: dict[str, int] = field(default_factory=lambda: {"ours": 0, "peer": 0})
+    seeds: Counter[str] = field(default_factory=Counter)
 
     def fresh(self, name: str, num_prompts: int, num_tokens: int) -> list[list[int]]:
-        """Prompts never used before with this side; the other gets the same ones."""
+        """Prompts never used before with this side; the others get the same ones."""
         self.seeds[name] += 1
         return random_prompts(num_prompts, num_tokens, self.sizes.shape.vocab_size, 1000 + self.seeds[name])
 
     def side(self, name: str) -> Side:
-        """Where the other one was asked before, it has come to rest."""
+        """Where another one was asked before, it has come to rest."""
         if self.last not in ("", name):
             time.sleep(self.pause_s)
         self.last = name
@@ -138,17 +153,22 @@ class Match:
 
     # -- speed -------------------------------------------------------------------------------------------------------
     def speed(self, repeats: int) -> None:
+        for measure, times, num_tokens in self.seconds(repeats):
+            self._rate(measure, times, num_tokens)
+
+    def seconds(self, repeats: int) -> Iterator[tuple[str, dict[str, list[float]], int]]:
+        """What was measured, the seconds by side, and for how many tokens."""
         sizes = self.sizes
         say(f"prefill of {sizes.prefill_tokens:,} tokens, {repeats} rounds")
         times = self._alternate(self._prefill_s, repeats, 2)
-        self._rate(f"prefill {sizes.prefill_tokens:,}", times, sizes.prefill_tokens)
+        yield f"prefill {sizes.prefill_tokens:,}", times, sizes.prefill_tokens
         for batch in sizes.batches:
             say(f"decode at batch {batch}, {repeats} rounds")
             times = self._alternate(lambda name, batch=batch: self._decode_s(name, batch), repeats, 1)  # type: ignore[misc]
-            self._rate(f"decode, batch {batch}", times, batch * sizes.decode_tokens)
+            yield f"decode, batch {batch}", times, batch * sizes.decode_tokens
 
     def _alternate(self, measure: Callable[[str], float], repeats: int, warm_ups: int) -> dict[str, list[float]]:
-        return alternate({"ours": lambda: measure("ours"), "peer": lambda: measure("peer")}, repeats, warm_ups)
+        return alternate({name: partial(measure, name) for name in self.sides}, repeats, warm_ups)
 
     def _prefill_s(self, name: str) -> float:
         return self.side(name).ask(self.fresh(name, 1, self.sizes.prefill_tokens), 1)[0].ttft_s
@@ -161,34 +181,40 @@ class Match:
 
     # -- conversations -----------------------------------------------------------------------------------------------
     def turns(self, rounds: int, restarts: int) -> None:
+        self._turn_rows(self.answers(rounds, restarts))
+
+    def answers(self, rounds: int, restarts: int) -> Turns:
         """Conversations while the server runs, others whose last turn comes after a restart, and that turn cold."""
         sizes = self.sizes
-        warm = [both() for _ in range(sizes.num_turns)]
-        returned, cold = both(), both()
+        warm: list[Answers] = [{name: [] for name in self.sides} for _ in range(sizes.num_turns)]
+        returned: Answers = {name: [] for name in self.sides}
+        cold: Answers = {name: [] for name in self.sides}
         for restart in range(restarts):
             say(f"{rounds} rounds of conversations: warm, then up to a restart ({restart + 1} of {restarts})")
-            parted: dict[str, list[Talk]] = {"ours": [], "peer": []}
+            parted: dict[str, list[Talk]] = {name: [] for name in self.sides}
             for number in range(rounds):
-                for name in _order(number):
+                for name in self._order(number):
                     if number == 0:
                         self._warm_up(name, f"start-{restart}")
                     for turn, answers in enumerate(self._whole(name, f"warm-{restart}-{number}")):
                         warm[turn][name] += answers
                     parted[name] += self._parted(name, f"kept-{restart}-{number}")
             spares = {name: self._parted(name, f"spare-{restart}") for name in parted}
-            for name in _order(restart):
-                self._restart(name)
+            self._restart()
             read_all(self.stores)
             for name, talks in spares.items():
                 self._warm_up(name, f"again-{restart}")
                 for talk in talks:
                     self._last_turn(name, talk)
             say("the last turn after the restart, and computed anew")
-            for number in range(len(parted["ours"])):
-                for name in _order(number):
+            for number in range(rounds * sizes.num_talks):
+                for name in self._order(number):
                     returned[name].append(self._last_turn(name, parted[name][number]))
                     cold[name] += self.side(name).ask(self.fresh(name, 1, sizes.last_prompt_tokens), 1)
-        self._turn_rows(warm, returned, cold)
+        return Turns(warm, returned, cold)
+
+    def _order(self, number: int) -> list[str]:
+        return list(self.sides) if number % 2 == 0 else list(self.sides)[::-1]
 
     def _whole(self, name: str, prefix: str) -> list[list[Answer]]:
         """All turns of a round's conversations, which take turns. Answers by turn."""
@@ -213,11 +239,12 @@ class Match:
         self.sides[name].leave(talk.name, keep=False)
         return answer
 
-    def _restart(self, name: str) -> None:
-        say(f"{name}: restarting")
+    def _restart(self) -> None:
+        say("restarting")
         time.sleep(self.settle_s)
-        self.sides[name].stop()
-        self.sides[name].start()
+        for side in self.sides.values():
+            side.stop()
+        start_all(self.sides.values())
 
     def _warm_up(self, name: str, prefix: str) -> None:
         """All turns of somebody else: the first steps of a process are slow."""
@@ -227,9 +254,9 @@ class Match:
         self.sides[name].leave(talk.name, keep=False)
 
     # -- rows --------------------------------------------------------------------------------------------------------
-    def _turn_rows(self, warm: list[Both], returned: Both, cold: Both) -> None:
-        goals, last = self.goals, warm[-1]
-        for turn, found in enumerate(warm, 1):
+    def _turn_rows(self, turns: Turns) -> None:
+        goals, last, returned, cold = self.goals, turns.warm[-1], turns.returned, turns.cold
+        for turn, found in enumerate(turns.warm, 1):
             self._ttft(f"turn {turn}{', warm' if turn > 1 else ''}", found, goals.warm if turn > 1 else None)
         self._ttft("last turn, after a restart", returned, goals.restart)
         self._ttft("last turn, computed anew", cold, None)
@@ -242,7 +269,7 @@ class Match:
             goals.restart_to_own_warm,
         )  # fmt: skip
 
-    def _ttft(self, measure: str, found: Both, goal: float | None) -> None:
+    def _ttft(self, measure: str, found: Answers, goal: float | None) -> None:
         times = {name: [1000 * one.ttft_s for one in answers] for name, answers in found.items()}
         ratio = median(times["ours"]) / median(times["peer"])
         cached = {f"cached_{name}": _cached(answers) for name, answers in found.items()}
@@ -282,10 +309,6 @@ def read_all(folder: Path) -> None:
             with path.open("rb") as file:
                 while file.read(1 << 20):
                     pass
-
-
-def _order(number: int) -> Iterable[str]:
-    return ("ours", "peer") if number % 2 == 0 else ("peer", "ours")
 
 
 def _cached(answers: list[Answer]) -> float | None:

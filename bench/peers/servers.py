@@ -1,4 +1,4 @@
-"""Servers that speak /v1/completions over HTTP, as sides of a comparison: ours, vLLM, vLLM with LMCache.
+"""Servers that speak /v1/completions over HTTP, as sides of a comparison: ours, vLLM, vLLM with what keeps its KV.
 
 Each runs in processes of its own and takes prompts as token ids. Ids of an answer are read from its text: the words
 of the tokenizer that bench.common makes.
@@ -24,15 +24,18 @@ from urllib.request import urlopen
 
 import aiohttp
 
+from bench.peers.embedded import ROOT
 from bench.peers.load import Answer, PeerError
 from bench.serving import free_port
 from bench.serving_load import new_session
+from kvstore.service.command.vllm_config import transfer_config
 
 START_S, STOP_S, READY_WAIT_S = 300.0, 60.0, 0.1
 MODEL_NAME, WINDOW = "bench", 4096
 BLOCK_TOKENS = 32  # of vLLM's blocks and of LMCache's chunks
 KV_GIB = 2  # of vLLM's pool, and of LMCache's memory
-OUR_TIERS = ("--hbm", f"{KV_GIB}GiB", "--cpu", f"{KV_GIB}GiB", "--disk", "8GiB")
+DISK_GIB = 8
+OUR_TIERS = ("--hbm", f"{KV_GIB}GiB", "--cpu", f"{KV_GIB}GiB", "--disk", f"{DISK_GIB}GiB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +153,12 @@ def ours(model: Path, folder: Path, threads: int, log: Path) -> Server:
     return Server("ours", url, [Launch(command, {"OMP_NUM_THREADS": str(threads)}, f"{url}/ready")], log)
 
 
-def vllm(python: Path, model: Path, folder: Path, threads: int, log: Path, lmcache: str | None) -> Server:
-    """vLLM with its prefix cache. lmcache: "default" or "shm", beside an LMCache server that writes to disk."""
+def vllm(
+    python: Path, model: Path, folder: Path, threads: int, log: Path, lmcache: str | None, tier: str | None = None
+) -> Server:  # fmt: skip
+    """vLLM with its prefix cache. lmcache: "default" or "shm", beside an LMCache server that writes to disk. tier:
+    "kvstore" or "fs", below its memory tier.
+    """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [
@@ -171,8 +178,23 @@ def vllm(python: Path, model: Path, folder: Path, threads: int, log: Path, lmcac
         extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": cache_port}
         transfer = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
         command += ["--kv-transfer-config", json.dumps(transfer)]
+    if tier:
+        name = f"vLLM with {tier}"
+        environment["PYTHONPATH"] = str(ROOT)
+        command += ["--prefix-caching-hash-algo", "sha256_cbor"]
+        command += ["--kv-transfer-config", json.dumps(_tiers(folder, tier))]
     launches.append(Launch(command, environment, f"{url}/health"))
     return Server(name, url, launches, log)
+
+
+def _tiers(folder: Path, tier: str) -> dict[str, Any]:
+    """What `kvstore vllm-config --on-cpu` prints; with vLLM's own `fs` instead, under its own policy."""
+    transfer = transfer_config(str(folder / "store"), KV_GIB << 30, DISK_GIB << 30, on_cpu=True)
+    if tier == "fs":
+        extra = transfer["kv_connector_extra_config"]
+        del extra["eviction_policy"], extra["cache_policy_module_path"]
+        extra["secondary_tiers"] = [{"type": "fs", "root_dir": str(folder / "files")}]
+    return transfer
 
 
 def _lmcache(python: Path, folder: Path, port: int, shares_memory: bool) -> Launch:

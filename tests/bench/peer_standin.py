@@ -55,6 +55,19 @@ async def ready(request: web.Request) -> web.Response:
     return web.Response()
 
 
+def check_transfer(transfer: dict) -> None:
+    """Leaves 1 MiB where a tier keeps its files."""
+    if transfer["kv_connector"] == "LMCacheMPConnector":
+        return
+    extra = transfer["kv_connector_extra_config"]
+    assert extra["spec_name"] == "CPUTieringSpec" and flag("--prefix-caching-hash-algo") == "sha256_cbor"
+    [tier] = extra["secondary_tiers"]
+    assert ("eviction_policy" in extra) == (tier["type"] == "KVStoreTier")
+    folder = Path(tier["path"] if tier["type"] == "KVStoreTier" else tier["root_dir"])
+    folder.mkdir(exist_ok=True)
+    (folder / "data").write_bytes(b"x" * (1 << 20))
+
+
 def main() -> None:
     if sys.argv[1] == "-c":
         print(json.dumps({name: VERSIONS[name] for name in sys.argv[3:] if name in VERSIONS}))
@@ -66,7 +79,8 @@ def main() -> None:
         port = flag("--http-port")
     else:
         assert sys.argv[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
-        assert json.loads(flag("--kv-transfer-config"))["kv_connector"] == "LMCacheMPConnector"
+        if "--kv-transfer-config" in sys.argv:
+            check_transfer(json.loads(flag("--kv-transfer-config")))
         assert os.environ["OMP_NUM_THREADS"] == "1"
         app.add_routes([web.post("/v1/completions", Completions().answer)])
         port = flag("--port")
