@@ -7,6 +7,7 @@ from pathlib import Path
 from kvstore.config import CacheTiers, check_settings, setting
 from kvstore.errors import ConfigError
 
+MIN_SILENCE_S = 2.0  # of the engine's process, until it counts as hung: a shorter one would be chance
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POLICIES = ("fcfs", "priority")
 EVICTIONS = ("auto", "fifo", "lru", "return")

@@ -11,13 +11,12 @@ from typing import Any
 from kvstore.config import CacheTiers
 from kvstore.connector import hold_store
 from kvstore.disk.env import LossWatch
-from kvstore.engine.config import EngineConfig
+from kvstore.engine.config import MIN_SILENCE_S, EngineConfig
 from kvstore.engine.front import Front
 from kvstore.engine.lifetime import open_waiting_for_lock
 from kvstore.engine.model.files import find_model
 from kvstore.engine.model.loading import load_tokenizer
 from kvstore.engine.process.link import Link, State
-from kvstore.engine.process.pulse import MIN_SILENCE_S
 from kvstore.engine.process.remote import RemoteCore
 from kvstore.errors import ConfigError
 

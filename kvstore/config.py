@@ -8,6 +8,7 @@ from typing import Any
 
 from kvstore.errors import ConfigError
 
+SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 MAX_SAVE_BYTES = 512 << 20  # of activations that a CUDA device keeps until they are saved
 SIZE_FORMS = 'a number of bytes, or a number with a unit such as "512MiB", "1.5GiB" or "2GB"'
 _UNITS = {"": 1, "b": 1}

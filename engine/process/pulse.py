@@ -17,7 +17,6 @@ from contextlib import suppress
 from kvstore.engine.core.step_loop import Watch
 
 BEAT_S = 0.5
-MIN_SILENCE_S = 2.0  # a shorter one would be chance
 SLOW_FACTOR = 10  # loading without a sign, and one step, may take so many times the silence that is allowed
 
 

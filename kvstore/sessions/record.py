@@ -6,7 +6,6 @@ another key is damaged, not another session's text.
 
 import hashlib
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, TypeVar
@@ -15,13 +14,13 @@ from msgspec import Meta, field, structs
 
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import U32, Count, Id, Record, Seconds
+from kvstore.config import SESSION_ID
 from kvstore.disk import records as disk_records
 from kvstore.errors import RequestError, SessionDamagedError, StoreError
 
 T = TypeVar("T")
 Message = dict[str, str]
 
-SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 TITLE_CHARS = 80
 _MAX_U64 = 2**64 - 1
 _Usage = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]

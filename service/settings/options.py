@@ -14,9 +14,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from kvstore.config import parse_size
+from kvstore.config import SESSION_ID, parse_size
 from kvstore.errors import ConfigError
-from kvstore.sessions.record import SESSION_ID
 
 T = TypeVar("T")
 

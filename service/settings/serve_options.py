@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.engine.process.pulse import MIN_SILENCE_S
+from kvstore.engine.config import MIN_SILENCE_S
 from kvstore.errors import ConfigError
 from kvstore.service.settings.options import choice, count, file, flag, number, plain_text, size, switch, ttl_flag
 

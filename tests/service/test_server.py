@@ -52,7 +52,8 @@ def fresh():
 class FakeEngine:
     """What an AsyncEngine asks of an engine that does nothing."""
 
-    model_name, max_model_len, block_size, tokenizer, has_work, closed = "fake", 64, 16, None, False, False
+    facts = SimpleNamespace(model_name="fake", max_model_len=64, block_size=16)
+    tokenizer, has_work, closed = None, False, False
 
     chats, answers = SimpleNamespace(core=None, language=Language(None, None, "")), None
 

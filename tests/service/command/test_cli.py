@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -73,7 +74,7 @@ class FakeEngine:
             raise ModelError("no model at 'missing': no such directory;\n give a local directory or a hub id")
         self.model, self.arguments = model, arguments
         self.sessions = {}
-        self.model_name, self.max_model_len = model or "builtin", 1024
+        self.facts = SimpleNamespace(model_name=model or "builtin", max_model_len=1024)
         FakeEngine.made.append(self)
 
     def __enter__(self):
@@ -139,7 +140,7 @@ def test_a_turn_ends_before_the_engine_when_nobody_reads_any_more(no_settings, m
 def test_help_lists_only_the_commands_that_exist(run):
     code, out, err = run("--help")
     assert (code, err) == (0, "")
-    assert re.findall(r"(?m)^  ([a-z]+) ", out) == list(COMMANDS)
+    assert re.findall(r"(?m)^  ([a-z-]+) ", out) == list(COMMANDS)
 
 
 @pytest.mark.parametrize("command", list(commands()), ids=lambda command: command.name)
