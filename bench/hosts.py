@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 
@@ -22,14 +23,17 @@ ARMS = ("vllm", "lmcache", "fs", "kvstore")
 OURS = "kvstore"
 SLOWEST = 1.0  # of the rates of `fs`, ours are at least so much
 RETURNED_TO_LMCACHE, RETURNED_TO_WARM = 0.5, 1.3
-HIDDEN = ("settings", "spread", "all", "cached")
+HIDDEN = ("settings", "versions", "spread", "all", "cached")
 
 
 def server(arm: str, parsed: argparse.Namespace, model: Path, folder: Path, logs: Path) -> Server:
     (folder / arm).mkdir()
     lmcache = "default" if arm == "lmcache" else None
     tier = arm if arm in ("fs", OURS) else None
-    return vllm(parsed.peer_python, model, folder / arm, parsed.threads, logs / f"{arm}.log", lmcache, tier)
+    one = vllm(parsed.peer_python, model, folder / arm, parsed.threads, logs / f"{arm}.log", lmcache, tier)
+    if parsed.eager:
+        one.launches[-1].command.append("--enforce-eager")
+    return one
 
 
 def measure(parsed: argparse.Namespace, report: Report) -> None:
@@ -42,11 +46,13 @@ def measure(parsed: argparse.Namespace, report: Report) -> None:
             model = stack.enter_context(model_folder(name, parsed.keep_models))
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvstore-bench-")))
             servers = {arm: server(arm, parsed, model, folder, logs) for arm in arms}
-            report.add(measure="versions", model=name, **found, settings={a: s.settings for a, s in servers.items()})
+            settings = {arm: one.settings for arm, one in servers.items()}
+            report.add(measure="versions", model=name, versions=str(found), settings=settings)
             for one in servers.values():
                 stack.callback(one.stop)
             start_all(servers.values())
-            match = Match(dict(servers), name, MODELS[name], Goals(), report, folder)
+            sizes = replace(MODELS[name], num_talks=min(2, MODELS[name].num_talks)) if parsed.quick else MODELS[name]
+            match = Match(dict(servers), name, sizes, Goals(), report, folder)
             if name == "tiny":
                 match.settle_s = match.pause_s = 0.2
             if "speed" in parsed.parts.split(","):
@@ -113,6 +119,7 @@ def _ratio(report: Report, measure: str, model: str, ratio: float, goal: str | N
 def main() -> int:
     parser = arguments("hosts", (__doc__ or "").split("\n")[0])
     parser.add_argument("--arms", default=",".join(ARMS), help=f"{OURS} and others of {', '.join(ARMS)} (default: all)")
+    parser.add_argument("--eager", action="store_true", help="vLLM compiles nothing, and starts in half the time")
     add_arguments(parser)
     parsed = parser.parse_args()
     check_names(parser, parsed, arms=ARMS, models=tuple(MODELS), parts=PARTS)
