@@ -1,6 +1,9 @@
 """The store under engines that people already run. Modules with a host's name import it; a host loads them by name.
 
+- `model_folder`: where a model's files lie on this machine
 - `rates`: load or compute, for hosts that tell little
+- `sglang`: `KVStoreBackend`, the storage below SGLang's hierarchical cache
+- `sglang_pages`: pages of SGLang's host pools as blocks
 - `transfers`: jobs of many blocks between a host's memory and a store
 - `vllm`: `KVStoreTier`, a secondary tier of vLLM's tiered offloading
 - `vllm_cpu`: that offloading on vLLM's CPU backend
@@ -8,6 +11,7 @@
 - `vllm_keys`: the keys of a request of vLLM in their order
 - `vllm_metrics`: what the tier tells vLLM's metrics
 - `vllm_policy`: `KVStorePolicy`, who stays in vLLM's own memory tier
+- `waiting`: a store for hosts whose threads wait
 - `wishes`: what a request says about its conversation
 
 Decisions:

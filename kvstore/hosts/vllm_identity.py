@@ -18,6 +18,7 @@ from typing import Any
 
 from kvstore.disk.weights import weights_digest
 from kvstore.errors import ConfigError, ModelError
+from kvstore.hosts.model_folder import model_folder
 
 FORMAT = "vllm 1"  # raised when a stored chunk changes its meaning
 _COSMETIC = {"_name_or_path", "name_or_path", "transformers_version", "_commit_hash", "id2label", "label2id"}
@@ -98,8 +99,9 @@ def _shape(parallel: Any) -> dict[str, int]:
 
 def _model(config: Any, folder: Path) -> dict[str, Any]:
     model = config.model_config
+    cache = getattr(config.load_config, "download_dir", None)
     try:
-        weights = weights_digest(weights_folder(config), folder / "weights.json")
+        weights = weights_digest(model_folder(str(model.model), model.revision, cache), folder / "weights.json")
     except ModelError as error:
         raise ConfigError(f'{error}; give a text that changes with the weights as "identity" of the tier') from error
     found = {
@@ -111,21 +113,6 @@ def _model(config: Any, folder: Path) -> dict[str, Any]:
     if "longrope" in json.dumps(found["config"], default=str):
         found["window"] = model.max_model_len  # frequencies depend on it
     return found
-
-
-def weights_folder(config: Any) -> Path:
-    """Of a hub id the snapshot that vLLM has fetched. Raises ModelError."""
-    model = config.model_config
-    name = str(model.model)
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    cache = getattr(config.load_config, "download_dir", None)
-    try:
-        return Path(snapshot_download(name, revision=model.revision, cache_dir=cache, local_files_only=True))
-    except Exception as error:  # a library's errors of many kinds; all mean the same here
-        raise ModelError(f"the files of {name} were not found on this machine ({type(error).__name__})") from error
 
 
 def _plain(value: Any) -> Any:

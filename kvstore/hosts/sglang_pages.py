@@ -1,0 +1,107 @@
+"""Pages of SGLang's host pools as blocks: their keys, and where their bytes lie.
+
+Reads the pools that SGLang hands over, and imports nothing of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from kvstore.hosts.waiting import HostBlock
+
+_FACTS = (  # of a pool, that decide about the bytes of its pages
+    "dtype", "layout", "page_size", "size_per_token", "layer_num", "head_num", "head_dim", "kv_cache_dim",
+    "start_layer", "end_layer", "storage_format_tag", "temporal_dtype", "conv_dtype", "indexer_dtype",
+)  # fmt: skip
+
+
+class PoolPages:
+    """A page is one block for each piece of memory that the pool names for it (its keys, its values), which are read
+    and written in place. Where it names none, or one for each layer, a page is one block, and copied by the pool.
+
+    has_pointers: SGLang uses calls that name places in the pool.
+    """
+
+    def __init__(self, name: str, pool: Any, has_pointers: bool = True) -> None:
+        self.pool = pool
+        self.page_tokens = int(getattr(pool, "page_size", 1) or 1)
+        facts = {fact: str(getattr(pool, fact, None)) for fact in _FACTS}
+        facts |= {"name": str(name), "type": type(pool).__name__}
+        facts["device_dtype"] = str(getattr(getattr(pool, "device_pool", None), "dtype", None))  # fp8 is kept as uint8
+        self._tag = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()[:16]
+        self._pieces = self._count_pieces() if has_pointers else 0  # 0: pages are copied
+
+    @property
+    def num_pieces(self) -> int:
+        return self._pieces or 1
+
+    def fits(self, pages: Sequence[str], indices: Any) -> bool:
+        return len(pages) > 0 and indices is not None and indices.numel() == len(pages) * self.page_tokens
+
+    def keys(self, pages: Sequence[str]) -> list[bytes]:
+        """Of all pieces, page by page."""
+        return [
+            b"%b%b/%d-%d" % (self._tag, page.encode(), piece, self._pieces)
+            for page in pages
+            for piece in range(self.num_pieces)
+        ]
+
+    def blocks(self, pages: Sequence[str], memories: Sequence[memoryview], prefix: Sequence[str]) -> list[HostBlock]:
+        """Each behind the one before it. memories: of all pieces. prefix: the pages before these."""
+        keys = self.keys(pages)
+        parents = [self.keys(prefix[-1:])[-1] if prefix else None, *keys[:-1]]
+        return [
+            HostBlock(key, parent, (len(prefix) + i // self.num_pieces) * self.page_tokens, memory)
+            for i, (key, parent, memory) in enumerate(zip(keys, parents, memories, strict=True))
+        ]
+
+    def by_page(self, pieces: Sequence[bool]) -> list[bool]:
+        """A page is there when all of its pieces are."""
+        return [all(pieces[i : i + self.num_pieces]) for i in range(0, len(pieces), self.num_pieces)]
+
+    def lend(self, indices: Any, is_read: bool) -> tuple[list[memoryview], list[Any]]:
+        """The memory of pages, and for copied ones their tensors, which hold it. indices: of all tokens."""
+        if self._pieces:
+            pointers, sizes = self.pool.get_page_buffer_meta(indices)
+            return [_memory(at, size) for at, size in zip(pointers, sizes, strict=True)], []
+        make = self.pool.get_dummy_flat_data_page
+        starts = self._starts(indices)
+        tensors = [make() if is_read else self.pool.get_data_page(start).contiguous() for start in starts]
+        return [memory_of(tensor) for tensor in tensors], tensors
+
+    def put_back(self, indices: Any, tensors: Sequence[Any], read: Sequence[bool]) -> None:
+        """Copied pages that were read, into the pool."""
+        for start, tensor, ok in zip(self._starts(indices), tensors, read, strict=True):
+            if ok:
+                self.pool.set_from_flat_data_page(start, tensor)
+
+    def _starts(self, indices: Any) -> list[int]:
+        return [int(index) for index in indices.tolist()[:: self.page_tokens]]
+
+    def _count_pieces(self) -> int:
+        if getattr(self.pool, "layout", None) in (None, "layer_first"):
+            return 0
+        try:
+            return len(self.pool.get_page_buffer_meta(_FirstPage(range(self.page_tokens)))[0])
+        except (AttributeError, NotImplementedError, ValueError):
+            return 0
+
+
+class _FirstPage(list[int]):
+    """Stands for a tensor of indices."""
+
+    def tolist(self) -> list[int]:
+        return list(self)
+
+
+def memory_of(tensor: Any) -> memoryview:
+    """Of a contiguous tensor, which must outlive it."""
+    return _memory(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def _memory(address: int, size: int) -> memoryview:
+    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
