@@ -13,11 +13,18 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from typing import Any
 
-from kvstore import errors
 from kvstore.admin.commands import EvictRequest, OneSession, read_arguments, repaired, session_info, transcript
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.engine.sessions.chats import Chats
+from kvstore.errors import (
+    EngineClosedError,
+    EngineDiedError,
+    RequestError,
+    SessionBusyError,
+    SessionNotFoundError,
+    StoreError,
+)
 from kvstore.sessions.answers import AnswerStore, owner_tag
 from kvstore.sessions.record import SessionHead, SessionKey, Tombstone
 from kvstore.sessions.repair import Repaired
@@ -72,7 +79,7 @@ class Admin:
     def list_sessions(self, tenant: str = "", limit: int = 100, after: str | None = None) -> Sequence[SessionHead]:
         """The last used first. after: the `cursor` of the last one of the page before. Also while the core restarts."""
         if self._core.closed:
-            raise errors.EngineClosedError("the engine is closed")
+            raise EngineClosedError("the engine is closed")
         self.expire()
         return self._sessions.list(tenant, limit, after)
 
@@ -85,7 +92,7 @@ class Admin:
         self._core.check_open()
         num_blocks = self._delete_one(SessionKey(tenant, session_id), DELETE_TIMEOUT_S)
         if num_blocks is None:
-            raise errors.SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
+            raise SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
         return num_blocks
 
     def repair_session(self, session_id: str, tenant: str = "") -> Repaired:
@@ -97,10 +104,10 @@ class Admin:
         key = SessionKey(tenant, session_id)
         chat = self._chats.known.get(key)
         if chat is not None and chat.is_busy:
-            raise errors.SessionBusyError(f"session {session_id} is busy with a turn", param="session_id")
+            raise SessionBusyError(f"session {session_id} is busy with a turn", param="session_id")
         found = self._sessions.repair(key).wait()
         if found is None:
-            raise errors.SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
+            raise SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
         if found.tombstone is not None:
             self._chats.drop(key)  # what it knows is not the session any more
             self._carry_out(found.tombstone, (), DELETE_TIMEOUT_S)
@@ -145,10 +152,10 @@ class Admin:
         """
         self._core.check_open()
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= MAX_PIN_S:
-            raise errors.RequestError(f"seconds is {seconds!r}; give 0 to {MAX_PIN_S:,} seconds", param="seconds")
+            raise RequestError(f"seconds is {seconds!r}; give 0 to {MAX_PIN_S:,} seconds", param="seconds")
         state = self._sessions.load(SessionKey(tenant, session_id))
         if state is None:
-            raise errors.SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
+            raise SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
         if state.head.fingerprint == self._core.facts.fingerprint:
             self._core.pin(state.chain, seconds)
             with self._chats.lock:
@@ -175,7 +182,7 @@ class Admin:
             return
         try:
             self._last_expiry_s = now
-            with suppress(errors.StoreError, errors.EngineDiedError):
+            with suppress(StoreError, EngineDiedError):
                 for over in self._sessions.expired(time.time()):
                     self._delete_one(over, 0.0, only_expired=True)
                 self.resume()
@@ -196,7 +203,7 @@ class Admin:
     def _blocks_of(self, key: SessionKey) -> set[BlockId]:
         """The session's KV that is not also another's."""
         if not self._sessions.exists(key):
-            raise errors.SessionNotFoundError(f"there is no session {key.session_id!r}", param="session_id")
+            raise SessionNotFoundError(f"there is no session {key.session_id!r}", param="session_id")
         return self._sessions.unshared_blocks_of(key)
 
     def _show(self, wanted: OneSession) -> dict[str, object]:
@@ -204,7 +211,7 @@ class Admin:
         self.expire(key)
         state = self._sessions.load(key)
         if state is None:
-            raise errors.SessionNotFoundError(f"there is no session {key.session_id!r}", param="session_id")
+            raise SessionNotFoundError(f"there is no session {key.session_id!r}", param="session_id")
         return transcript(state, self._sessions.aside(key))
 
 
@@ -235,7 +242,7 @@ def weak_handler(admin: Admin) -> Callable[[str, dict[str, object]], dict[str, o
     def handle(command: str, arguments: dict[str, object]) -> dict[str, object]:
         target = held()
         if target is None:
-            raise errors.EngineClosedError("the engine is closed")
+            raise EngineClosedError("the engine is closed")
         return target.handle(command, arguments)
 
     return handle

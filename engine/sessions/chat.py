@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvstore import errors
 from kvstore.blocks.ids import BlockId, Lineage, extend_chain
 from kvstore.engine.core.output_processor import Handle, Listener
 from kvstore.engine.outputs import Piece, RequestOutput
@@ -23,6 +22,15 @@ from kvstore.engine.sessions.recall_ids import answer_ids
 from kvstore.engine.sessions.window import NextTurn, Window
 from kvstore.engine.text.chat_template import ChatTemplate, Message
 from kvstore.engine.text.prompts import check_length, check_params, check_text, check_truncation
+from kvstore.errors import (
+    EngineClosedError,
+    EngineDiedError,
+    RequestError,
+    SessionBusyError,
+    SessionExistsError,
+    SessionNotFoundError,
+    StoreError,
+)
 from kvstore.sessions.record import SessionHead, SessionKey, SessionState, TurnRecord
 from kvstore.sessions.store import SessionStore
 
@@ -160,20 +168,20 @@ class ChatSession:
         """
         check_params(params)
         if params.n != 1:
-            raise errors.RequestError(f"n is {params.n}; a turn has one answer", param="n")
+            raise RequestError(f"n is {params.n}; a turn has one answer", param="n")
         if not params.detokenize:
-            raise errors.RequestError("detokenize is False; a turn is kept as text", param="detokenize")
+            raise RequestError("detokenize is False; a turn is kept as text", param="detokenize")
         for message in messages:
             check_text(message["content"], "message")
             check_length([message["content"]], self._means.tokenizer, self._core.facts.max_request_tokens)
         if sum(len(message["content"]) for message in messages) > MAX_HISTORY_CHARS:
-            raise errors.RequestError(f"messages have more than {MAX_HISTORY_CHARS} characters", param="messages")
+            raise RequestError(f"messages have more than {MAX_HISTORY_CHARS} characters", param="messages")
         said = [dict(message) for message in messages]
         history = said[1:] if said and said[0]["role"] == "system" else said
         expected = ["user", "assistant"] * (len(history) // 2) + ["user"]
         if [message["role"] for message in history] != expected:
             why = "messages must take turns, user and assistant, and end with the user"
-            raise errors.RequestError(why, param="messages")
+            raise RequestError(why, param="messages")
         return said
 
     def begin(
@@ -189,11 +197,11 @@ class ChatSession:
         turn runs, SessionNotFoundError when the session was deleted, and as `send`.
         """
         if not self._busy.acquire(blocking=False):
-            raise errors.SessionBusyError(f"session {self.session_id} is busy with another turn", param="session_id")
+            raise SessionBusyError(f"session {self.session_id} is busy with another turn", param="session_id")
         try:
             with self._ending:
                 if self.deleted:
-                    raise errors.SessionNotFoundError(
+                    raise SessionNotFoundError(
                         f"there is no session {self.session_id!r}: it was deleted", param="session_id"
                     )
                 self._running = self._begin(list(messages), params, idempotency_key, listener)
@@ -224,7 +232,7 @@ class ChatSession:
     def _with_history(self, said: list[Message]) -> tuple[Window, list[Message]]:
         """A first turn that brings the conversation so far: the window it makes, and all but the system prompt."""
         if self.num_turns:
-            raise errors.RequestError("a session that has turns takes one user message at a time", param="messages")
+            raise RequestError("a session that has turns takes one user message at a time", param="messages")
         if said[0]["role"] == "system":
             self._system, said = said[:1], said[1:]
         self.messages = list(self._system)
@@ -258,7 +266,7 @@ class ChatSession:
                     with self._ending:
                         if self.deleted:
                             gone = f"session {self.session_id} was deleted meanwhile: the turn is not stored"
-                            raise errors.StoreError(gone)
+                            raise StoreError(gone)
                         unused = self._unused(turn.next, lineage)
                         record = self._commit(turn, lineage)
         finally:
@@ -286,14 +294,14 @@ class ChatSession:
         """Whether the session was deleted, be it by somebody who did not know of this object."""
         if self.deleted or self._number is None:
             return self.deleted
-        with suppress(errors.StoreError):
+        with suppress(StoreError):
             head = self._means.sessions.head(self._key)
             return head is None or head.number != self._number
         return False
 
     def _forget(self, block_ids: Sequence[BlockId]) -> None:
         if block_ids and not self._core.closed:
-            with suppress(errors.StoreError, errors.EngineClosedError, errors.EngineDiedError):
+            with suppress(StoreError, EngineClosedError, EngineDiedError):
                 self._core.forget(block_ids, FORGET_S)
 
     def _commit(self, running: Turn, lineage: Lineage) -> TurnRecord:
@@ -338,16 +346,16 @@ class ChatSession:
         Raises RequestError for a bad id, StoreError when it is taken or there is no such turn.
         """
         if self.num_turns == 0 or (turn is not None and not 1 <= turn <= self.num_turns):
-            raise errors.RequestError(f"turn is {turn}; this session has {self.num_turns} turns", param="turn")
+            raise RequestError(f"turn is {turn}; this session has {self.num_turns} turns", param="turn")
         key = SessionKey(self.tenant, session_id)
         if self._means.sessions.exists(key):
-            raise errors.SessionExistsError(f"there is a session {session_id!r} already", param="session_id")
+            raise SessionExistsError(f"there is a session {session_id!r} already", param="session_id")
         try:
             self._means.sessions.fork(self._key, turn, key).wait()
-        except errors.StoreError as error:
+        except StoreError as error:
             if self._means.sessions.exists(self._key):
                 raise
-            raise errors.SessionNotFoundError(f"there is no session {self.session_id!r}", param="session_id") from error
+            raise SessionNotFoundError(f"there is no session {self.session_id!r}", param="session_id") from error
         return self._means.reopened(key, self.truncation, self.truncation_reuse)
 
     def keep_last(self, num_turns: int) -> TurnRecord | None:
@@ -357,11 +365,11 @@ class ChatSession:
         Raises SessionBusyError while a turn runs, SessionNotFoundError when the session was deleted.
         """
         if not self._busy.acquire(blocking=False):
-            raise errors.SessionBusyError(f"session {self.session_id} is busy with another turn", param="session_id")
+            raise SessionBusyError(f"session {self.session_id} is busy with another turn", param="session_id")
         try:
             with self._ending:
                 if self.deleted or self._number is None:
-                    raise errors.SessionNotFoundError(f"there is no session {self.session_id!r}", param="session_id")
+                    raise SessionNotFoundError(f"there is no session {self.session_id!r}", param="session_id")
                 return self._keep_last(num_turns)
         finally:
             self._busy.release()
@@ -407,7 +415,7 @@ class ChatSession:
     def set_ttl(self, ttl_s: float | None) -> None:
         """Delete the session by itself so many seconds after its last turn; None keeps it. Needs a first turn."""
         if self._number is None:
-            raise errors.RequestError("the session has no turn yet", param="ttl_s")
+            raise RequestError("the session has no turn yet", param="ttl_s")
         head = self._means.sessions.set_ttl(self._key, ttl_s).wait()
         self._expire(head.expires_s)
 

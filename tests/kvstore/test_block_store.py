@@ -8,21 +8,7 @@ import pytest
 from kvstore.admin.control import ask
 from kvstore.admin.offline import OfflineStore
 from kvstore.errors import ConfigError, StoreError, StoreLockedError
-from tests.support.store.host import BLOCK, Host, chain, key
-
-
-@pytest.fixture
-def hosts(tmp_path):
-    """Makes hosts on one directory, which are closed at the end."""
-    opened = []
-
-    def make(**options):
-        opened.append(Host(tmp_path / "store", **options))
-        return opened[-1]
-
-    yield make
-    for host in opened:
-        host.close()
+from tests.support.store.host import BLOCK, chain, key
 
 
 def test_blocks_come_back_after_a_restart(hosts):

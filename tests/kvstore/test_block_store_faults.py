@@ -20,20 +20,6 @@ KILL_ROUNDS, LONG_KILL_ROUNDS = 4, 100
 FLIP_SEEDS = 12
 
 
-@pytest.fixture
-def hosts(tmp_path):
-    """Makes hosts on one directory, which are closed at the end."""
-    opened = []
-
-    def make(**options):
-        opened.append(Host(tmp_path / "store", **options))
-        return opened[-1]
-
-    yield make
-    for host in opened:
-        host.close()
-
-
 def test_a_kill_at_any_moment_loses_nothing_that_was_said_to_be_stored(tmp_path, request):
     rng = random.Random(1)
     log, store = tmp_path / "log", tmp_path / "store"
