@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS := $(VENV)/.installed-tests
 MODEL ?=
-# Two files at a time: a test uses one processor and waits often.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# Three files at a time: a test uses one processor and waits often.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help demo chat serve test check bench gpu clean

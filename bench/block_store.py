@@ -1,14 +1,14 @@
 """How fast is a `BlockStore`, as another engine uses it, beside a plain file?
 
-Blocks of the sizes that hosts have, written until they are durable and read back from a warm page cache, checked. One
-process, alternating, medians; and what a lookup takes.
+Blocks of the sizes that hosts use are written until they are durable, and read back, checked, from a warm page cache.
+One process, alternating, medians. Also the time of a lookup.
 """
 
 import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -71,7 +71,7 @@ def read_plain(file: Path, into: list[memoryview]) -> None:
 
 
 def compare(report: Report, repeats: int, state: str, num_bytes: int, measures: dict[str, Callable[[], float]]) -> None:
-    """A row for each; the last one is the plain one."""
+    """A row for each measure. The last one is the plain one."""
     times = alternate(measures, repeats)
     plain = median(times[list(measures)[-1]])
     for name, seconds in times.items():
@@ -111,12 +111,12 @@ def body(parsed: argparse.Namespace, report: Report) -> None:
             bench_size(report, repeats, Path(folder), name, size, num_bytes)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments("block_store", __doc__.split("\n")[0], uses_torch=False)
     parser.add_argument("--megabytes", type=int, default=192, metavar="N", help="that are moved (default: 192)")
     parser.add_argument("--repeats", type=int, default=7, help="measurements of each kind (default: 7)")
     parser.add_argument("--dir", metavar="DIR", help="where files are made (default: the temporary directory)")
-    return run(body, parser.parse_args(), "A store by itself beside a plain file; medians")
+    return run(body, parser.parse_args(argv), "A store by itself beside a plain file; medians")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What every benchmark shares: the machine, the arguments, alternating measurement, the table, the JSON file.
+"""What all benchmarks share: the machine, the arguments, alternating measurement, the table, the JSON file.
 
 Ctrl-C ends a benchmark with the results so far and exit code 130.
 """
@@ -18,11 +18,11 @@ from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
-Row = dict[str, Any]  # one result, as it goes to the JSON file
+Row = dict[str, Any]  # one result, as in the JSON file
 
 
 def machine(with_torch: bool = True) -> Row:
-    """What the numbers were measured on. Loading torch takes seconds, which a benchmark without tensors can save."""
+    """The machine of the measurements. Loading torch takes seconds, which a benchmark without tensors saves."""
     import psutil
 
     found: Row = {
@@ -55,14 +55,20 @@ def _cpu_name() -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Reports an error in one line."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Also keeps the command, for the JSON file."""
+        found = super().parse_args(args, namespace)
+        found.command = shlex.join([*self.prog.split(), *(sys.argv[1:] if args is None else args)])
+        return found
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"{self.prog}: {message}\n")
 
 
 def arguments(name: str, description: str, uses_torch: bool = True) -> argparse.ArgumentParser:
-    """A parser with what every benchmark takes; without torch there are no threads to set."""
+    """A parser with the flags of every benchmark. Without torch there are no threads to set."""
     parser = _Parser(prog=f"python -m bench.{name}", description=description)
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the results to FILE")
     parser.add_argument("--quick", action="store_true", help="few repeats: shows that it runs, measures little")
@@ -73,15 +79,12 @@ def arguments(name: str, description: str, uses_torch: bool = True) -> argparse.
 
 @dataclass(slots=True)
 class Report:
-    """The results of one run, in the order in which they were found. `display` makes of one what people are shown.
-
-    keep: called after each result, with all of them.
-    """
+    """The results of one run, in order."""
 
     title: str
-    display: Callable[[Row], Row] = dict
+    display: Callable[[Row], Row] = dict  # turns a result into the row that people are shown
     results: list[Row] = field(default_factory=list)
-    keep: Callable[[list[Row]], None] = lambda results: None
+    keep: Callable[[list[Row]], None] = lambda results: None  # called after each result, with all of them
 
     def add(self, **row: Any) -> None:
         self.results.append(row)
@@ -134,7 +137,7 @@ def run(
     if uses_torch and found["load_average"] > 1:
         print("other jobs are running: these numbers will mean little", file=sys.stderr, flush=True)
     if parsed.json and keep_json and (parsed.json.is_file() or not parsed.json.exists()):
-        report.keep = lambda results: _replace_json(parsed.json, found, results)
+        report.keep = lambda results: _replace_json(parsed.json, parsed.command, found, results)
     try:
         body(parsed, report)
     except KeyboardInterrupt:
@@ -143,29 +146,26 @@ def run(
     if report.results:
         report.show()
     if parsed.json:
-        _write_json(parsed.json, found, report.results)
+        _write_json(parsed.json, parsed.command, found, report.results)
     return code
 
 
-def _write_json(path: Path, found: Row, results: list[Row]) -> None:
-    program = Path(sys.argv[0])
-    name = program.parent.name if program.stem == "__main__" else program.stem
-    command = shlex.join(["python", "-m", f"bench.{name}", *sys.argv[1:]])
+def _write_json(path: Path, command: str, found: Row, results: list[Row]) -> None:
     document = {"machine": found, "command": command, "results": results}
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def _replace_json(path: Path, found: Row, results: list[Row]) -> None:
-    """Whoever is killed meanwhile leaves the file of one result less."""
+def _replace_json(path: Path, command: str, found: Row, results: list[Row]) -> None:
+    """Write the file anew. A process that is killed meanwhile leaves the previous file, with one result less."""
     fresh = path.with_name(path.name + ".part")
-    _write_json(fresh, found, results)
+    _write_json(fresh, command, found, results)
     fresh.replace(path)
 
 
 def alternate(measures: Mapping[str, Callable[[], float]], repeats: int, warm_ups: int = 1) -> dict[str, list[float]]:
-    """Measure several things in turns, the order reversed every round, so that a drift of the machine hits all.
+    """Measure several things in turns, in reverse order every other round, so that a drift of the machine affects all.
 
-    Each measure returns what it measured, in seconds. The warm-up rounds are not kept.
+    Each measure returns seconds. Results of warm-up rounds are dropped.
     """
     names = list(measures)
     found: dict[str, list[float]] = {name: [] for name in names}
@@ -178,7 +178,7 @@ def alternate(measures: Mapping[str, Callable[[], float]], repeats: int, warm_up
 
 
 def say(text: str) -> None:
-    """Progress, apart from the results."""
+    """Show progress, on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -187,7 +187,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """Half the range of the middle half, relative to the median: how much a median is to be trusted."""
+    """Half the interquartile range, relative to the median: how far a median can be trusted."""
     if len(values) < 3:
         return None
     low, _, high = statistics.quantiles(values, n=4)
@@ -209,9 +209,9 @@ class LlamaShape:
 
 @contextmanager
 def random_llama(shape: LlamaShape, dtype: str = "bfloat16", seed: int = 0) -> Iterator[tuple[Path, int]]:
-    """A Llama with seeded random weights and a tokenizer of made-up words, in a directory that is removed afterwards.
+    """A Llama with seeded random weights and a tokenizer of made-up words, in a folder that is removed afterwards.
 
-    Yields the directory and the number of parameters.
+    Yields the folder and the number of parameters.
     """
     from transformers import LlamaConfig
 
@@ -222,7 +222,7 @@ def random_llama(shape: LlamaShape, dtype: str = "bfloat16", seed: int = 0) -> I
 
 @contextmanager
 def random_qwen(shape: LlamaShape, dtype: str = "bfloat16", seed: int = 0) -> Iterator[tuple[Path, int]]:
-    """The same for a Qwen 2, whose output projection is its embedding."""
+    """The same as `random_llama`, for a Qwen 2, whose output projection is its embedding."""
     from transformers import Qwen2Config
 
     config = Qwen2Config(**config_sizes(shape), tie_word_embeddings=True)
@@ -231,7 +231,7 @@ def random_qwen(shape: LlamaShape, dtype: str = "bfloat16", seed: int = 0) -> It
 
 
 def config_sizes(shape: LlamaShape) -> Row:
-    """As the configurations of transformers name them."""
+    """The sizes by their names in configurations of transformers."""
     return {
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
@@ -283,9 +283,9 @@ def random_prompts(num_prompts: int, num_tokens: int, vocab_size: int, seed: int
 
 # -- the page cache --------------------------------------------------------------------------------------------------
 def drop_from_page_cache(path: Path, most_bytes: int) -> str | None:
-    """Take a file, synced before, out of memory. Says how that was done; None when more than `most_bytes` stay there.
+    """Drop a synced file from memory. Returns how that was done; None if more than `most_bytes` stay there.
 
-    Pages that a process has mapped and touched stay: close what uses the file, or do not touch it before.
+    Pages that a process has mapped and touched stay, so close the file first, or do not touch it.
     """
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -301,7 +301,7 @@ def drop_from_page_cache(path: Path, most_bytes: int) -> str | None:
 
 
 def resident_bytes(path: Path) -> float:
-    """How much of a file is in the page cache; infinity where the system does not say."""
+    """How much of a file is in the page cache; infinity if the system does not tell."""
     import ctypes
     import mmap
 

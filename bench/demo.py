@@ -1,7 +1,7 @@
-"""`make demo`: a conversation that survives `kill -9` and outgrows its window; what each turn costs, in a table.
+"""`make demo`: a conversation that survives `kill -9` and outgrows its window, with a table of what each turn costs.
 
 The engine runs in a process of its own (`bench/demo_worker.py`), so that it can be killed. Cold is the same prompt
-under a cache salt that no other request has, so that by design nothing can hit.
+under a cache salt that no other request has, so that nothing can hit.
 """
 
 import argparse
@@ -62,20 +62,17 @@ AFTER = (
     "What is my sister's name?",
     "I forgot my umbrella. Did I tell you my sister's name?",
 )
-PAUSE_S = 1.0  # between the last turn and kill -9: a person reads; what is computed is on disk within two seconds
-DISTURBED = 0.25  # of all processors, by other programs
+PAUSE_S = 1.0  # between the last turn and kill -9, in which a person reads; new KV is on disk within two seconds
+DISTURBED = 0.25  # share of all processors that other programs use
 TIERS = ("hbm", "cpu", "disk", "reencoded")
 
 
 @dataclass(frozen=True, slots=True)
 class TurnCost:
-    """One row of the table; times in seconds. note: what this turn is an example of.
-
-    others_share: what other programs took of all processors meanwhile.
-    """
+    """One row of the table."""
 
     turn: int
-    note: str
+    note: str  # what this turn is an example of
     prompt_tokens: int
     hbm: int
     cpu: int
@@ -85,7 +82,7 @@ class TurnCost:
     ttft_s: float
     cold_ttft_s: float
     truncated_tokens: int
-    others_share: float = 0.0
+    others_share: float = 0.0  # of all processors, taken by other programs meanwhile
 
     @property
     def cached_tokens(self) -> int:
@@ -93,7 +90,7 @@ class TurnCost:
 
 
 class Worker:
-    """The engine's process: one JSON object per line, each answered by lines of which the last has "done"."""
+    """The engine's process. Takes one JSON object per line, and answers with lines of which the last has "done"."""
 
     def __init__(self, model: str | None, path: str) -> None:
         command = [sys.executable, "-m", "bench.demo_worker", path, *([model] if model else [])]
@@ -116,13 +113,13 @@ class Worker:
             print(printable(answer["piece"]), end="", flush=True)
 
     def kill(self) -> None:
-        """SIGKILL: no handler runs, nothing is flushed."""
+        """Send SIGKILL: no handler runs, nothing is flushed."""
         self._process.kill()
         self._close_pipes()
         self._process.wait()
 
     def close(self) -> None:
-        """End it as a user would: the end of its input. It writes what is in flight."""
+        """End the process as a user would, by the end of its input. It writes what is in flight."""
         self._close_pipes()
         try:
             self._process.wait(30)
@@ -131,7 +128,7 @@ class Worker:
 
     def _close_pipes(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
-            with suppress(OSError):  # what was not sent to a process that has ended
+            with suppress(OSError):  # unsent data for a process that has ended
                 self._pipe(pipe).close()
 
     def _write(self, message: dict[str, Any]) -> None:
@@ -155,7 +152,7 @@ class Worker:
 def run_demo(
     model: str | None, path: str, before: Sequence[str] = BEFORE, after: Sequence[str] = AFTER
 ) -> list[TurnCost]:
-    """Talk, kill the engine, start it again on the same store, and talk on until the window is full."""
+    """Talk, kill the engine, start it again on the same store, and continue until the window is full."""
     costs: list[TurnCost] = []
     worker = _start(model, path)
     try:

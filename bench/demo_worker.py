@@ -1,6 +1,6 @@
 """The engine's process of `make demo`: reads messages as JSON lines, answers with pieces and a turn's numbers.
 
-It can be killed at any moment; a new one on the same path goes on with the conversation.
+It can be killed at any moment. A new one on the same path continues the conversation.
 """
 
 import json
@@ -40,11 +40,11 @@ def main(path: str, model: str | None = None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """Seconds: of the clock, of all processors without work, and of this process' work."""
+    """A reading of the clocks of all processors."""
 
     clock_s: float
-    idle_s: float
-    own_s: float
+    idle_s: float  # of all processors together
+    own_s: float  # in which this process worked
 
     @classmethod
     def now(cls) -> "Processors":
@@ -52,16 +52,16 @@ class Processors:
         return cls(time.perf_counter(), times.idle + getattr(times, "iowait", 0.0), time.process_time())
 
     def others_share(self, before: "Processors", num_processors: int | None = None) -> float:
-        """What other programs took of all processors since then, 0 to 1."""
+        """The share of all processors that other programs took since then, 0 to 1."""
         available_s = (self.clock_s - before.clock_s) * (num_processors or psutil.cpu_count() or 1)
         others_s = available_s - (self.idle_s - before.idle_s) - (self.own_s - before.own_s)
         return min(max(others_s / max(available_s, 1e-9), 0.0), 1.0)
 
 
 def warm_up(engine: Any, answer: Any, first_token: Any) -> None:
-    """A first turn and its cold twin, for somebody else with whom nothing is shared.
+    """A first turn and its cold twin, of another person with whom nothing is shared.
 
-    The first steps of a process pay for memory, threads and prompts of a new length: that stays out of the table.
+    The first steps of a process pay for memory, threads and prompts of a new length, which is not to be in the table.
     """
     session = engine.chat(SESSION, tenant=WARM_UP, system=SYSTEM)
     for message in BEFORE[:2]:
@@ -71,7 +71,7 @@ def warm_up(engine: Any, answer: Any, first_token: Any) -> None:
 
 
 def serve(engine: Any) -> None:
-    """Warm up, say that it is ready, and answer."""
+    """Warm up, report that it is ready, and answer messages."""
     from kvstore import SamplingParams
 
     answer = SamplingParams(max_tokens=MAX_ANSWER_TOKENS, temperature=0.0)

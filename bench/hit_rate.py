@@ -1,7 +1,7 @@
-"""Hit rates of a trace: our own policies and classes replayed beside exact references; a table, JSON and a plot.
+"""Hit rates of a trace: replays it with our own policies and classes beside exact references; a table, JSON and a plot.
 
-Without --trace the traffic is made up. With --capacity-blocks there is one tier and no time; with --hbm, --cpu and
---disk there are tiers, a queue and a service model. There `fifo` and `lru` never look ahead, and `look-ahead` is an lru
+Without --trace the traffic is made up. With --capacity-blocks there is one tier and no time. With --hbm, --cpu and
+--disk there are tiers, a queue and a service model; then `fifo` and `lru` never look ahead, and `look-ahead` is an lru
 that does.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -26,8 +26,8 @@ from kvstore.planning.traces import Trace
 if TYPE_CHECKING:
     from kvstore.planning.replay_config import ReplayConfig, ReplayResult
 
-DEFAULT_SHARES = (0.03, 0.1, 0.3)  # of the trace's distinct blocks, where no capacity is given
-WITHOUT_LOOK_AHEAD = ("fifo", "lru")  # what others are measured by
+DEFAULT_SHARES = (0.03, 0.1, 0.3)  # of the trace's distinct blocks, if no capacity is given
+WITHOUT_LOOK_AHEAD = ("fifo", "lru")  # the policies that others are compared with
 PROGRESS_EVERY_S = 5.0
 TIERS = ("hbm", "cpu", "disk")
 
@@ -39,7 +39,7 @@ def body(job: Job, parsed: argparse.Namespace, report: Report) -> None:
             measure_tiers(job, report)
         else:
             measure_one_tier(job, report, parsed.warm_up)
-    finally:  # also of what is there when Ctrl-C comes
+    finally:  # also after Ctrl-C
         if job.plot is not None and report.results:
             draw(job.trace, report.results, job.plot)
 
@@ -107,7 +107,7 @@ def result_row(result: ReplayResult) -> Row:
 # -- what people see -------------------------------------------------------------------------------------------------
 @contextmanager
 def progress(label: str, num_requests: int) -> Iterator[Callable[[int], None]]:
-    """Gives what is to be told how many requests are done: a bar on a terminal, else a line every few seconds."""
+    """Yields a function of the number of finished requests: a bar on a terminal, else a line every few seconds."""
     if not sys.stderr.isatty():
         yield partial(_line, label, num_requests, [time.perf_counter()])
         return
@@ -128,7 +128,7 @@ def _line(label: str, num_requests: int, last_s: list[float], done: int) -> None
 
 
 def display(row: Row) -> Row:
-    """A result as a row of the table; the JSON file has all of it. Percentages are those of the hit tokens, by tier."""
+    """A result as a row of the table. The JSON file has all of it. Percentages are shares of hit tokens, by tier."""
     tokens, blocks = f"{row['token_hit_rate']:.4f}", f"{row['block_hit_rate']:.4f}"
     if "capacity_blocks" in row:
         shown = {name: row[name] for name in ("policy", "capacity_blocks")}
@@ -161,7 +161,7 @@ def _shares(tokens: dict[str, int]) -> str:
 
 
 def draw(trace: Trace, results: list[Row], path: Path) -> None:
-    """Hit rate against capacity, a line for each policy; in tiers the capacity is that of all of them."""
+    """Draw hit rate against capacity, a line for each policy. With tiers, the capacity is the sum of all."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -183,9 +183,9 @@ def _total_blocks(row: Row) -> int:
     return row["capacity_blocks"] if "capacity_blocks" in row else sum(row[f"{tier}_blocks"] for tier in TIERS)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     try:
-        parsed = parse(__doc__.split("\n")[0])
+        parsed = parse(__doc__.split("\n")[0], argv)
         job = prepare(parsed)
         trace = job.trace
         title = f"{trace.name}: {len(trace.requests):,} requests, blocks of {trace.block_size} tokens"

@@ -1,6 +1,6 @@
-"""What bench.hit_rate is asked to replay: its flags, their values and the presets of known experiments.
+"""What bench.hit_rate is to replay: its flags, their values and the presets of known experiments.
 
-Checks all of it before anything is replayed; what is wrong becomes one line. Replays nothing.
+Checks everything before anything is replayed, and reports an error in one line. Replays nothing.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _PAPER = {
     "warm_up": "10000",
     "policies": "fifo,lru,look-ahead,return,auto",
 }
-# Flags and their values, as on the command line; flags that are given count more. In the short queue the same people
-# come a tenth as often: hardly anybody waits, so that the queue tells little.
+# Flags and their values, as on the command line; explicit flags take precedence. In the short queue the same people
+# come a tenth as often: hardly anybody waits, so the queue tells little.
 PRESETS: dict[str, dict[str, str]] = {
     "paper": _PAPER,
     "short-queue": _PAPER | {"arrival_rate": "0.1", "disk": "2TB"},
@@ -134,7 +134,7 @@ def _kv_bytes(text: str) -> int:
 
 
 def parse(description: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags, those of a preset beneath them. Leaves the process with one line and code 2 when one is wrong."""
+    """Parse the flags over those of a preset. Exits with one line and code 2 if a flag is wrong."""
     parser = _parser(description)
     parsed = parser.parse_args(argv)
     if parsed.preset is None:
@@ -194,7 +194,7 @@ def _known_policies() -> str:
 # -- from flags to a job ---------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be replayed. Tiers where there are configurations, else one tier of each capacity."""
+    """What is to be replayed: with tiers if there are configurations, else with one tier of each capacity."""
 
     trace: Trace
     policies: list[str]
@@ -204,7 +204,7 @@ class Job:
 
 
 def prepare(parsed: argparse.Namespace) -> Job:
-    """Read and check everything before a replay begins. Raises ConfigError with one line of what is wrong."""
+    """Read and check everything before a replay begins. Raises ConfigError with one line that says what is wrong."""
     has_tiers = bool(parsed.hbm or parsed.cpu or parsed.disk)
     _check_flags(parsed, has_tiers)
     known = TIERS_POLICIES if has_tiers else ONE_TIER_POLICIES

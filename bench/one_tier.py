@@ -1,6 +1,6 @@
-"""Our own policies on one cache and nothing else: requests in order of arrival, each of which takes no time.
+"""Our own policies on one cache and nothing else: requests in order of arrival, which take no time.
 
-The store's own pool and steering, by the rules of bench.references. The partial block of a prompt counts where the
+Uses the store's own pool and steering, by the rules of bench.references. The partial block of a prompt counts if the
 trace names it.
 """
 
@@ -14,7 +14,7 @@ from bench.references import PROGRESS_EVERY, Hits
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.pool import BlockPool
 from kvstore.errors import ConfigError
-from kvstore.planning.replay import prompt_of
+from kvstore.planning.jobs import prompt_of
 from kvstore.planning.traces import ANSWER_TOKENS_PER_S, Trace, TraceRequest
 from kvstore.planning.virtual_io import VirtualClock
 from kvstore.policy.conversation import Answer, Conversation
@@ -24,7 +24,7 @@ from kvstore.policy.steering import Steering
 def replay_one_tier(
     trace: Trace, capacity_blocks: int, policy: str, progress: Callable[[int], None] | None = None
 ) -> Hits:
-    """progress: called now and then with the number of requests that are done."""
+    """progress: called now and then with the number of finished requests."""
     return OneTier(trace, capacity_blocks, policy).run(progress)
 
 
@@ -53,7 +53,7 @@ class OneTier:
         return self._hits
 
     def _serve(self, request: TraceRequest) -> None:
-        """Its hits are counted before its own blocks come: the longest prefix of its prompt's blocks that is there."""
+        """Count the hits of a request, the longest cached prefix of its prompt's blocks, before its own blocks come."""
         prompt, pool = prompt_of(request, self._trace.block_size), self._pool
         self._steering.poll()
         is_stored = bool(prompt) and pool.lookup(prompt[-1]) is not None
@@ -64,7 +64,7 @@ class OneTier:
         blocks = [*hits, *pool.allocate(min(len(prompt) - len(hits), pool.num_free))]
         for place in range(len(hits), len(blocks)):
             pool.insert(blocks[place], prompt[place], prompt[place - 1] if place else None, conversation)
-        self._steering.leave(conversation, prompt, Answer(request.num_output_tokens, request.calls_tool))
+        self._steering.end_request(conversation, prompt, Answer(request.num_output_tokens, request.calls_tool))
         num_hit = len(hits)
         if request.partial is not None and len(blocks) == len(prompt):
             num_hit += self._serve_partial(cast(BlockId, request.partial), prompt, blocks, conversation)
@@ -84,9 +84,10 @@ class OneTier:
     def _serve_partial(
         self, name: BlockId, prompt: Sequence[BlockId], blocks: list[int], conversation: Conversation
     ) -> bool:
-        """The prompt's last, not full block, appended to `blocks`; whether it is a hit.
+        """Append the prompt's last, partial block to `blocks`. Returns whether it is a hit.
 
-        The conversation goes on from the block before it, so it has one of its own, of the same value.
+        The conversation continues from the block before it, so this block has a conversation of its own, of the same
+        value.
         """
         owner = self._partials.get(name)
         if owner is None:
@@ -106,5 +107,5 @@ class OneTier:
         return False
 
     def check_integrity(self) -> None:
-        """Assert that nobody holds a block and all counts agree."""
+        """Assert that nobody holds a block and that all counts agree."""
         self._pool.check_integrity()

@@ -1,5 +1,5 @@
-"""Belady in tiers: whose next request is furthest away goes first. For `kvstore.planning.replay`, in place of its
-steering."""
+"""Belady in tiers: evicts the blocks whose next request is furthest away. Replaces the steering of
+`kvstore.planning.replay`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from kvstore.blocks.ids import BlockId
 from kvstore.errors import ConfigError
-from kvstore.planning.replay import chain_of, prompt_of
+from kvstore.planning.jobs import chain_of, prompt_of
 from kvstore.planning.traces import Trace
 from kvstore.planning.virtual_io import VirtualClock
 from kvstore.policy.conversation import Answer, Conversation, Conversations
@@ -37,7 +37,7 @@ class FurthestFirst:
         self._queue.discard(conversation)
 
     def refresh(self, conversation: Conversation) -> None:
-        """Its next request is another one now."""
+        """Note that a conversation has another next request now."""
         if conversation in self._members:
             self._queue.add(conversation)
 
@@ -46,7 +46,7 @@ class FurthestFirst:
 
 
 def next_arrivals(trace: Trace) -> array[float]:
-    """For each request, when the next one of its conversation arrives; inf: never."""
+    """For each request: when the next one of its conversation arrives; inf if never."""
     if any(request.after >= 0 for request in trace.requests):
         raise ConfigError("belady needs a trace whose arrivals are known; those of this one depend on answers")
     conversations = Conversations()
@@ -61,7 +61,7 @@ def next_arrivals(trace: Trace) -> array[float]:
         if conversation in latest:
             found[latest[conversation]] = request.arrival_s
         latest[conversation] = index
-        conversations.leave(conversation, chain_of(request) if request.has_answer else prompt, request.arrival_s)
+        conversations.end_request(conversation, chain_of(request) if request.has_answer else prompt, request.arrival_s)
     return found
 
 
@@ -88,8 +88,8 @@ class Oracle(Steering):
         self._expect(conversation, self._clock())
         return conversation
 
-    def leave(self, conversation: Conversation, chain: Sequence[Hashable], answer: Answer | None = None) -> None:
-        super().leave(conversation, chain, answer)
+    def end_request(self, conversation: Conversation, chain: Sequence[Hashable], answer: Answer | None = None) -> None:
+        super().end_request(conversation, chain, answer)
         if not conversation.num_open:
             self._expect(conversation, self._next_arrivals[self._latest[conversation]])
 

@@ -1,7 +1,7 @@
 """Pictures for the README, from the JSON files of bench.peers, bench.ttft and bench.gpu: returning turns, and speed.
 
-Rows that are not there are left out. Quick runs and rehearsals measure too little to be drawn, and are refused. The
-same files give the same bytes.
+Missing rows are left out. Quick runs and rehearsals are refused, because they measure too little. The same files give
+the same bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from bench.common import EXIT_USAGE, Row, say
 from bench.peers.__main__ import MODELS
 
-SHAPES = {"m": "Llama, 110 million parameters", "l": "Qwen-2.5-0.5B's shape"}  # of bench.peers; no others are drawn
+SHAPES = {"m": "Llama, 110 million parameters", "l": "Qwen-2.5-0.5B's shape"}  # of bench.peers; others are not drawn
 PEERS = {"vllm": "vLLM", "transformers": "transformers", "llamacpp": "llama.cpp"}
 STATES = {"last turn, after a restart": "after a restart", "last turn, computed anew": "computed anew"}
 TIERS = {  # measures of bench.ttft and bench.gpu without what they say in brackets
@@ -32,7 +32,7 @@ TIERS = {  # measures of bench.ttft and bench.gpu without what they say in brack
 }
 COLOURS = {"kvstore": "#2f6fde", "the peer": "#a9b1bc", "ahead of the peer": "#2f6fde", "behind it": "#d9822b"}
 INK, FAINT, EDGE, PAPER = "#24292f", "#6e7781", "#d0d7de", "#ffffff"
-# Inches. Panels stand in two columns; a bar takes BAR, a group of bars GAP more, a heading or title HEADING.
+# Inches. There are two columns of panels. A bar takes BAR, a group of bars GAP more, a heading or title HEADING.
 WIDTH, MARGIN, LABELS, VALUES, BAR, GAP, HEADING, TOP, BOTTOM = 9.0, 0.3, 1.25, 0.55, 0.16, 0.07, 0.28, 0.65, 0.5
 
 
@@ -42,20 +42,20 @@ class PictureError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """whose: a name in COLOURS. text: what stands at its end."""
+    """One bar."""
 
-    whose: str
+    whose: str  # a name in COLOURS
     value: float
-    text: str
+    text: str  # at its end
 
 
 @dataclass(slots=True)
 class Panel:
-    """Groups by heading and label; of two, the later one counts. line: a value that all bars are measured by."""
+    """Groups of bars by heading and label. A later group replaces one of the same name."""
 
     title: str
     blocks: dict[str, dict[str, list[Bar]]] = field(default_factory=dict)
-    line: float | None = None
+    line: float | None = None  # a value with which all bars are compared
 
     def add(self, heading: str, label: str, *bars: Bar) -> None:
         self.blocks.setdefault(heading, {})[label] = list(bars)
@@ -66,7 +66,7 @@ class Panel:
 
     @property
     def height(self) -> float:
-        """Without its title."""
+        """In inches, without the title."""
         return HEADING * len(self.blocks) + sum(GAP + BAR * len(bars) for bars in self.groups)
 
     @property
@@ -76,10 +76,10 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One benchmark's file. name: of the benchmark, without `bench.`; asked: its flags, as far as they matter here."""
+    """One benchmark's file."""
 
-    name: str
-    asked: argparse.Namespace
+    name: str  # of the benchmark, without `bench.`
+    asked: argparse.Namespace  # its flags, as far as they matter here
     rows: list[Row]
     machine: str
 
@@ -90,7 +90,7 @@ class Result:
 
 
 def read(path: Path) -> Result:
-    """Raises PictureError for a file that is none of ours, or that says little."""
+    """Read a file. Raises PictureError if it is not ours, or measures too little."""
     try:
         document = json.loads(path.read_text())
         words, rows, machine = shlex.split(document["command"]), document["results"], document["machine"]
@@ -138,7 +138,7 @@ def returning_turn(results: Sequence[Result]) -> list[Panel]:
 
 
 def _state(row: Row, rows: Sequence[Row]) -> str | None:
-    """Which bar of a conversation's last turn a row is: warm, after a restart, anew; None for any other row."""
+    """The state of a conversation's last turn in a row: warm, after a restart, anew; None for any other row."""
     measure = row["measure"]
     if measure.endswith(", warm"):
         last = max(other["measure"] for other in rows if other["measure"].endswith(", warm"))
@@ -175,7 +175,7 @@ def _ms(whose: str, value: float) -> Bar:
 
 
 def versions(results: Sequence[Result]) -> str:
-    """Of the peers, and the machines."""
+    """The versions of the peers, and the machines."""
     named: dict[str, None] = {}
     for one in results:
         for row in one.rows:
@@ -228,7 +228,7 @@ def draw(panels: Sequence[Panel], title: str, note: str, path: Path) -> None:
 
 
 def _draw_panel(axes: Any, panel: Panel, left: float) -> None:
-    """From the top down, in inches. left: where headings begin, in widths of the axes."""
+    """Draw a panel from the top down, in inches. left: where headings begin, in widths of the axes."""
     axes.set(xlim=(0, 1.02 * max(panel.largest, panel.line or 0)), ylim=(panel.height, 0), xticks=[], yticks=[])
     axes.patch.set_visible(False)
     for side, spine in axes.spines.items():
@@ -256,7 +256,7 @@ def _draw_panel(axes: Any, panel: Panel, left: float) -> None:
 
 
 def pictures(paths: Iterable[Path], folder: Path) -> list[Path]:
-    """Draw what the files hold; returns what was written. Raises PictureError when that is nothing."""
+    """Draw the contents of the files. Returns the written pictures; raises PictureError if there are none."""
     results = [read(path) for path in paths]
     wanted = {
         "returning_turn.svg": (returning_turn(results), "Returning turn: milliseconds to the first token"),

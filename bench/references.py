@@ -1,11 +1,11 @@
-"""Exact caches of one tier to measure our policies by: fifo, lru, lfu, s3fifo, belady, and one that forgets nothing.
+"""Exact caches of one tier to compare our policies with: fifo, lru, lfu, s3fifo, belady, and one that forgets nothing.
 
-They see names of blocks only: no time, no queue, no store. The rules: a request's hits are counted before its own
-insertions, as the longest prefix of its prompt's blocks that is present; then its blocks are touched or inserted from
-tail to head, so that the head is the most recent.
+They see only the names of blocks: no time, no queue, no store. The rules: a request's hits are counted before its own
+insertions, as the longest present prefix of its prompt's blocks; then its blocks are touched or inserted from tail to
+head, so that the head is the most recent.
 """
-# libcachesim is the oracle of the tests and is not used here: its LFU forgets the counts of evicted blocks, its S3-FIFO
-# works from 20 blocks on and aborts the process below 10, and its names are not negative.
+# The tests compare with libcachesim. It is not used here, because its LFU forgets the counts of evicted blocks, its
+# S3-FIFO works from 20 blocks on and aborts the process below 10, and its names cannot be negative.
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROGRESS_EVERY = 1000  # requests
 
 
 def prompt_blocks(request: TraceRequest, block_size: int) -> Sequence[int]:
-    """Names of the prompt's blocks, the partial one included where it is named."""
+    """The names of the prompt's blocks, with the partial one if the trace names it."""
     full = request.chain[: request.num_tokens // block_size] if request.has_answer else request.chain
     return full if request.partial is None else [*full, request.partial]
 
@@ -38,12 +38,12 @@ class Cache(Protocol):
         ...
 
     def use(self, names: Sequence[int]) -> None:
-        """The blocks of one request, from the head: touch or insert them from tail to head."""
+        """Touch or insert the blocks of one request, given from the head on, from tail to head."""
         ...
 
 
 class Fifo:
-    """Evicts what came in first."""
+    """Evicts the block that came first."""
 
     def __init__(self, capacity: int) -> None:
         self.blocks: OrderedDict[int, None] = OrderedDict()
@@ -59,7 +59,7 @@ class Fifo:
 
 
 class Lru:
-    """Evicts what was touched the longest time ago."""
+    """Evicts the block that was touched the longest time ago."""
 
     def __init__(self, capacity: int) -> None:
         self.blocks: OrderedDict[int, None] = OrderedDict()
@@ -77,10 +77,10 @@ class Lru:
 
 
 class Lfu:
-    """Evicts what was touched least often since the trace began, of equals what was touched the longest time ago.
+    """Evicts the block that was touched least often since the trace began; of equals, the least recently touched.
 
-    The heap has one entry per present block with its count and time when it was pushed. Both only grow, so an entry
-    that is out of date stands too early, never too late, and is put right when it comes up.
+    The heap has one entry per present block, with the count and time at which it was pushed. Both only grow, so an
+    outdated entry comes too early, never too late, and is corrected then.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -115,8 +115,9 @@ class Lfu:
 class S3Fifo:
     """S3-FIFO (Yang et al., SOSP 2023) with the sizes and the order of libcachesim 0.3.
 
-    A tenth is a small queue for what is new, the rest the main queue; a ghost queue of nine tenths remembers names.
-    What was touched twice in the small queue moves to the main queue, where a touch gives another round, three at most.
+    A tenth is a small queue for new blocks, the rest is the main queue; a ghost queue of nine tenths remembers names. A
+    block that was touched twice in the small queue moves to the main queue, where a touch gives another round, three at
+    most.
     """
 
     SMALL, MAIN = 0, 1
@@ -185,11 +186,11 @@ class S3Fifo:
 
 
 class Belady:
-    """Evicts what is requested again last or never, of equals what was touched last.
+    """Evicts the block that is requested again last, or never; of equals, the most recently touched.
 
-    It knows the future: present blocks stand on stacks by the number of their next request. A stack is needed until
-    that request is through, which touches all that are left on it. Of a request's blocks the head is touched last and
-    so goes first, which is what the published figures were made with; tails first would hit more in small caches.
+    It knows the future: present blocks are on stacks by the number of their next request. A stack is needed until that
+    request is done, which touches all blocks left on it. The head of a request's blocks is touched last and so evicted
+    first, as in the published figures; tails first would hit more in small caches.
     """
 
     def __init__(self, capacity: int, requests: Sequence[Sequence[int]]) -> None:
@@ -197,9 +198,9 @@ class Belady:
         self._capacity = capacity
         self._next = _next_requests(requests)
         self._place = 0  # in self._next
-        self._number = 0  # of the request that is next
+        self._number = 0  # number of the next request
         self._stacks: dict[int, list[int]] = {}
-        self._heap: list[int] = []  # numbers of stacks, negative, so that the last comes first
+        self._heap: list[int] = []  # negative numbers of stacks, so that the last comes first
 
     def use(self, names: Sequence[int]) -> None:
         blocks = self.blocks
@@ -230,7 +231,7 @@ class Belady:
 
 
 def _next_requests(requests: Sequence[Sequence[int]]) -> array[int]:
-    """For every block of every request the number of the next request with that block, or that of all requests."""
+    """For every block of every request: the number of the next request with it; if none, the number of all requests."""
     num_places = sum(map(len, requests))
     following = array("i", bytes(4 * num_places))
     seen: dict[int, int] = {}
@@ -257,7 +258,7 @@ class Ideal:
 # -- a trace through a cache -----------------------------------------------------------------------------------------
 @dataclass(slots=True)
 class Hits:
-    """What was hit of what was asked, after the warm-up."""
+    """How much was requested, and how much of it was hit, after the warm-up."""
 
     num_blocks: int = 0
     num_hit_blocks: int = 0
@@ -265,7 +266,7 @@ class Hits:
     num_hit_tokens: int = 0
 
     def count(self, num_blocks: int, num_hits: int, num_tokens: int, block_size: int) -> None:
-        """A request's prompt, of whose blocks the first were there."""
+        """Count a request, of whose prompt the first `num_hits` blocks were present."""
         self.num_blocks += num_blocks
         self.num_hit_blocks += num_hits
         self.num_prompt_tokens += num_tokens
@@ -282,7 +283,7 @@ class Hits:
 
 @dataclass
 class References:
-    """A trace as the references see it: the blocks of its prompts, made once for all of them."""
+    """A trace as the references see it: the blocks of its prompts, made once for all references."""
 
     trace: Trace
     warm_up: int = 0  # requests at the start that are not counted
@@ -296,7 +297,7 @@ class References:
         return self._through(self._cache(policy, capacity_blocks), progress)
 
     def ideal(self, progress: Callable[[int], None] | None = None) -> tuple[Hits, int]:
-        """Hits of a cache that forgets nothing, and how many blocks it ends with: all that differ."""
+        """The hits of a cache that forgets nothing, and how many blocks it holds at the end: all distinct ones."""
         cache = Ideal()
         return self._through(cache, progress), len(cache.blocks)
 

@@ -1,14 +1,15 @@
-"""What do people wait for over HTTP: TTFT and inter-token latency per turn, throughput, hit rate by tier?
+"""How long do people wait over HTTP: TTFT and inter-token latency per turn, throughput, hit rate by tier?
 
-A server in a process of its own (`kvstore serve`), and this process as its clients. Arms, one after another on the same
-conversations: nothing cached, prefix cache only, all tiers, and all tiers after a restart of the server. Other
-parts: what HTTP costs, many streams at once, and one tenant beside another's request of very many sequences.
+The server runs in a process of its own (`kvstore serve`); this process is its clients. The arms run one after another
+on the same conversations: nothing cached, prefix cache only, all tiers, and all tiers after a restart of the server.
+Other parts: the cost of HTTP, many streams at once, and one tenant beside another's request of very many sequences.
 """
 
 import argparse
 import asyncio
 import os
 import random
+import shlex
 import signal
 import socket
 import subprocess
@@ -40,10 +41,10 @@ ARMS = ("none", "prefix", "tiers", "restart")
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to serve. tiers: flags of `kvstore serve`; engine_process: where the engine runs."""
+    """One way to serve."""
 
     name: str
-    tiers: Sequence[str]
+    tiers: Sequence[str]  # flags of `kvstore serve`
     salted: bool = False
     restart: bool = False
 
@@ -75,7 +76,7 @@ class Served:
         raise RuntimeError(f"the server did not start: {self._log.read_text()[-500:]}")
 
     def resident_bytes(self) -> int:
-        """Of the server and the processes it has started."""
+        """The resident bytes of the server and of the processes that it has started."""
         import psutil
 
         parent = psutil.Process(self._process.pid)
@@ -107,7 +108,7 @@ def serve(model: str | None, flags: Sequence[str], folder: Path) -> Iterator[Ser
 
 # -- conversations ---------------------------------------------------------------------------------------------------
 async def converse(server: Served, load: Load, arm: Arm, last: bool, talks: Sequence[Conversation]) -> Row:
-    """All turns of an arm, or with `last` only the last one of each conversation."""
+    """Run all turns of an arm, or with `last` only the last turn of each conversation."""
     first_turn = load.num_turns if last else 1
     last_turn = load.num_turns - 1 if arm.restart and not last else load.num_turns
     async with new_session() as session:
@@ -154,7 +155,7 @@ def _percentiles(name: str, values: list[float]) -> Row:
 
 
 def _hit_rates(results: list[TurnResult]) -> Row:
-    """Of the prompt's tokens, by tier."""
+    """The shares of the prompt's tokens that were hit, by tier."""
     total = sum(one.usage["prompt_tokens"] for one in results)
     return {tier: sum(one.cached[tier] for one in results) / total if total else 0.0 for tier in TIERS}
 
@@ -163,9 +164,9 @@ def _hit_rates(results: list[TurnResult]) -> Row:
 def measure_overhead(
     model: str | None, common: Sequence[str], report: Report, vocabulary: Sequence[str], repeats: int
 ) -> None:
-    """One client's turns over HTTP, and turns of a session in this process: what each takes beyond the engine's time.
+    """Turns of one client over HTTP, and of a session in this process: the time that each takes beyond the engine's.
 
-    The engine's time is what the answer says: until its first token, and from there to its last.
+    The answer reports the engine's time: to its first token, and from there to its last.
     """
     from kvstore import Engine, SamplingParams
 
@@ -188,9 +189,7 @@ def _messages(vocabulary: Sequence[str], repeats: int) -> Iterator[str]:
         yield " ".join(rng.choices(vocabulary, k=24))
 
 
-async def _turns_over_http(
-    server: Served, max_tokens: int, vocabulary: Sequence[str], repeats: int
-) -> list[float]:
+async def _turns_over_http(server: Served, max_tokens: int, vocabulary: Sequence[str], repeats: int) -> list[float]:
     found = []
     async with new_session() as session:
         for text in _messages(vocabulary, repeats):
@@ -209,7 +208,7 @@ def _direct_turn(engine: Any, params: Any, text: str) -> float:
 
 
 def measure_streams(model: str | None, common: Sequence[str], report: Report, load: Load) -> None:
-    """So many streams at once as there are conversations: do all end well, and what memory does that take?"""
+    """As many streams at once as there are conversations: do all end well, and how much memory do they take?"""
     with TemporaryDirectory(prefix="kvstore-bench-") as name, serve(
         model, [*common, "--hbm", "64MiB", "--max-num-seqs", "256"], Path(name)
     ) as server:  # fmt: skip
@@ -248,13 +247,13 @@ def measure_fairness(model: str | None, common: Sequence[str], report: Report, l
 
 
 async def _beside_a_flood(server: Served, load: Load) -> dict[str, Any]:
-    """num_turns requests alone, then as many while the other tenant's request runs, which is broken off at the end."""
+    """num_turns requests alone, then as many while the other tenant's request runs, which is aborted at the end."""
     rng = random.Random(load.seed)
     words = [" ".join(rng.choices(load.vocabulary, k=load.words)) for _ in range(256)]
     body = {"prompt": words, "n": 16, "max_tokens": 256, "ignore_eos": True, "stream": True}
     async with new_session("key-of-few") as few, new_session("key-of-many") as many:
         arms = [Client(server.url, few, load, salted=True) for _ in range(2)]
-        await _ask_often(arms[0], load, 3)  # whatever is done once
+        await _ask_often(arms[0], load, 3)  # for everything that is done only once
         arms[0].results.clear()
         await _ask_often(arms[0], load, load.num_turns)
         async with many.post(f"{server.url}/v1/completions", json=body) as reply:
@@ -280,7 +279,7 @@ async def _beside_a_flood(server: Served, load: Load) -> dict[str, Any]:
 
 
 async def _ask_often(client: Client, load: Load, num_requests: int) -> None:
-    """One request after the other, of one person who pauses."""
+    """One request after the other, by one person who pauses."""
     rng = random.Random(load.seed)
     for number in range(num_requests):
         talking = Conversation(number)
@@ -307,13 +306,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--think", type=float, default=0.2, help="mean seconds before each further turn")
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--engine-process", default="on", choices=("on", "off", "both"))
+    parser.add_argument("--flags", default="", help='further flags of kvstore serve, such as --flags="--replicas 1"')
     parser.add_argument("--hbm", default="auto", help="size of the first tier, such as 16MiB (default: by model)")
     return parser
 
 
 @contextmanager
 def _model(name: str) -> Iterator[tuple[str | None, Sequence[str]]]:
-    """The model's argument of `kvstore serve`, and words that its tokenizer knows."""
+    """The argument of `kvstore serve` for the model, and words that its tokenizer knows."""
     if name == "builtin":
         yield None, WORDS
     elif name == "m":
@@ -352,7 +352,7 @@ def _measure(parsed: argparse.Namespace, report: Report) -> None:
             "restart": Arm("restart", tiers, restart=True),
         }
         for mode in both:
-            common = ("--engine-process", mode)
+            common = ("--engine-process", mode, *shlex.split(parsed.flags))
             if parsed.part in ("all", "turns"):
                 for name in names:
                     say(f"{name}, engine {_mode(common)}, {load.loop} loop")

@@ -1,6 +1,6 @@
-"""People who talk to a server over HTTP, many at a time: conversations, think times, and what each turn took.
+"""People who talk to a server over HTTP, many at a time: conversations, think times, and the times of each turn.
 
-Speaks /v1/chat/completions as any client does, the whole history as text in every request. Knows no engine.
+Uses /v1/chat/completions like any client, with the whole history as text in every request. Knows no engine.
 """
 
 from __future__ import annotations
@@ -20,36 +20,32 @@ TIERS = ("hbm", "cpu", "disk", "reencoded")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Who talks. loop: "closed" keeps `num_clients` conversations going; "open" starts them at `rate` a second,
-    whether the others have ended or not. think_s: mean of an exponential pause before each further turn.
+    """The people, and what they send."""
 
-    vocabulary: words of the messages. first_words, words: of the first message, and of each further one.
-    """
-
-    loop: str
+    loop: str  # "closed": `num_clients` conversations at a time; "open": `rate` new ones a second, whatever still runs
     num_conversations: int
     num_turns: int
     num_clients: int
     rate: float
-    think_s: float
-    vocabulary: Sequence[str]
-    first_words: int
-    words: int
+    think_s: float  # mean of an exponential pause before each further turn
+    vocabulary: Sequence[str]  # words of the messages
+    first_words: int  # number of words of the first message
+    words: int  # and of each further one
     max_tokens: int
     seed: int = 0
 
 
 @dataclass(slots=True)
 class TurnResult:
-    """One turn as its client saw it. gaps_s: between its content events. error: what it failed with."""
+    """One turn as its client saw it."""
 
     turn: int
     ttft_s: float = 0.0
     total_s: float = 0.0
-    gaps_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)  # between its content events
     usage: dict[str, Any] = field(default_factory=dict)
     text: str = ""
-    error: str = ""
+    error: str = ""  # why it failed
 
     @property
     def cached(self) -> dict[str, int]:
@@ -58,7 +54,7 @@ class TurnResult:
 
 
 class Client:
-    """Talks to one server. salted: every request under a salt of its own, so that nothing is found in any cache."""
+    """Talks to one server. salted: every request has a salt of its own, so that nothing hits in any cache."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, load: Load, salted: bool = False) -> None:
         self._url = url
@@ -69,7 +65,7 @@ class Client:
         self.results: list[TurnResult] = []
 
     async def turn(self, messages: list[dict[str, str]], number: int) -> TurnResult:
-        """One streamed request; its result is kept."""
+        """Run one streamed request, and keep its result."""
         self._num_sent += 1
         body: dict[str, Any] = {
             "messages": messages, "max_tokens": self._load.max_tokens, "temperature": 0, "stream": True,
@@ -120,7 +116,7 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def say(self, load: Load, turn: int) -> None:
-        """The next message: words drawn by conversation and turn, so that every arm says the same."""
+        """The next message: words drawn by conversation and turn, so that every arm sends the same."""
         rng = random.Random(f"{load.seed}-{self.number}-{turn}")
         count = load.first_words if turn == 1 else load.words
         self.messages.append({"role": "user", "content": " ".join(rng.choices(load.vocabulary, k=count))})
@@ -129,7 +125,7 @@ class Conversation:
 async def talk(
     client: Client, load: Load, conversations: Sequence[Conversation], first_turn: int, last_turn: int
 ) -> float:
-    """Turns first_turn to last_turn of these conversations. Returns how long that took, in seconds."""
+    """Run turns first_turn to last_turn of these conversations. Returns the seconds that took."""
     started = time.perf_counter()
     if load.loop == "open":
         rng = random.Random(load.seed)

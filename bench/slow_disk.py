@@ -1,6 +1,6 @@
 """Is `load="auto"` ever slower than the better of loading everything and computing everything, on a disk of any speed?
 
-One process, three engines in turns, medians: load=always, no store, load=auto. The history lies on disk alone, and the
+One process, three engines in turns, medians: load=always, no store, load=auto. The history is only on disk, and the
 disk tier is throttled to five speeds, from much slower than computing to much faster.
 """
 
@@ -23,15 +23,15 @@ MODEL_L = LlamaShape(
 SMALL = LlamaShape(hidden_size=256, num_layers=12, num_heads=4, num_kv_heads=4, intermediate_size=768, vocab_size=8192)
 WINDOW = 4096
 READ_OVER_COMPUTE = (8.0, 2.0, 1.0, 0.5, 0.125)  # time to read the history over the time to compute it
-LEARNING_TURNS = 4  # after the speed has changed
+LEARNING_TURNS = 4  # after a change of the speed
 GOAL = 1.10  # times the better of the two
 
 
 class Throttle:
-    """Bytes at a rate that all readers of a disk share; the disk itself is read at once."""
+    """Limits the rate that all readers of a disk share. The disk itself is read at once."""
 
     def __init__(self, disk: Any) -> None:
-        self.bytes_per_s: float | None = None  # None: as fast as it is
+        self.bytes_per_s: float | None = None  # None: no limit
         self._read = disk.read
         self._lock = threading.Lock()
         self._free_at = 0.0
@@ -49,7 +49,7 @@ class Throttle:
 
 @dataclass(slots=True)
 class Arm:
-    """One engine that is asked for a turn on the same history again and again."""
+    """An engine that serves turns on the same history again and again."""
 
     engine: Any
     history: list[int]
@@ -58,7 +58,7 @@ class Arm:
     throttle: Throttle | None
 
     def turn_s(self) -> float:
-        """TTFT of a turn whose history nobody has in memory."""
+        """TTFT of a turn whose history is not in memory."""
         self.forget()
         return self.ask().ttft_s
 
@@ -70,13 +70,13 @@ class Arm:
         return self.engine.generate([prompt], params, cache_salt=salt)[0]
 
     def learn(self) -> None:
-        """Somebody new comes, and the person returns a few times."""
+        """Another person comes, and the first one returns a few times."""
         self.ask(f"new-{self.rng.random()}")
         for _ in range(LEARNING_TURNS):
             self.turn_s()
 
     def forget(self) -> None:
-        """Memory is emptied, for which the engine has no verb: its own eviction covers the disk, too."""
+        """Empty the memory. The engine has no verb for this, as its eviction includes the disk."""
         self.engine.flush()
         self.engine.loop.call(self.engine.loop.pool.evict_all)
         if self.throttle is not None:
@@ -115,7 +115,7 @@ def compare(arms: dict[str, Arm], factors: tuple[float, ...], repeats: int, repo
         say(f"reading takes {factor:g} times as long as computing: {bytes_per_s / 1e6:.1f} MB/s")
         for arm in arms.values():
             arm.set_speed(bytes_per_s)
-        first_s = arms["auto"].turn_s()  # it goes by the speed before
+        first_s = arms["auto"].turn_s()  # it still expects the previous speed
         arms["auto"].learn()
         split_before = arms["auto"].engine.stats()["store"]["split_prefills"]
         times = alternate({name: arm.turn_s for name, arm in arms.items()}, repeats)

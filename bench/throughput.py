@@ -23,7 +23,7 @@ NUM_RUNNING = 64  # requests running at once when the scheduler's cost is measur
 
 @dataclass(slots=True)
 class Ours:
-    """The engine. Every measurement has a salt of its own, so nothing hits the prefix cache."""
+    """Our engine. Every measurement has a salt of its own, so nothing hits the prefix cache."""
 
     engine: Any
     salts: Any = field(default_factory=itertools.count)
@@ -49,7 +49,7 @@ class Peer:
     model: Any
 
     def prefill_s(self, prompt: list[int]) -> float:
-        """One forward with its own cache; logits of the last token only, as an engine needs them."""
+        """One forward with its own cache. Computes only the logits of the last token, as an engine does."""
         import torch
 
         ids = torch.tensor([prompt])
@@ -100,7 +100,7 @@ def bench_prefill(ours: Ours, peer: Peer, report: Report, repeats: int) -> None:
 
 
 def bench_decode(ours: Ours, peer: Peer, report: Report, repeats: int, batch: int, target: float) -> None:
-    """Decode only: the time for 1 + 64 tokens less the time for 1, each side with its own cache."""
+    """Only decode: the time for 1 + 64 tokens less the time for 1, each side with its own cache."""
     prompts = random_prompts(batch, PROMPT_TOKENS, MODEL_M.vocab_size, seed=2)
     measures = {
         "ours": lambda: ours.generate_s(prompts, 1 + DECODE_TOKENS) - ours.generate_s(prompts, 1),
@@ -111,7 +111,7 @@ def bench_decode(ours: Ours, peer: Peer, report: Report, repeats: int, batch: in
 
 
 def bench_step(ours: Ours, report: Report, repeats: int) -> None:
-    """Where a decode step with 64 running requests spends its time, from the engine's own running totals."""
+    """Where the time of a decode step with 64 running requests goes, from the engine's own running totals."""
     prompts = random_prompts(NUM_RUNNING, 16, MODEL_M.vocab_size, seed=3)
     parts = ("schedule_s", "build_s", "forward_s", "sample_s", "update_s")
     found: dict[str, list[float]] = {part: [] for part in parts}
@@ -132,7 +132,7 @@ def bench_step(ours: Ours, report: Report, repeats: int) -> None:
 
 
 def profile_decode(ours: Ours, batch: int) -> None:
-    """The profiler's table of decode steps whose prompts are in the prefix cache already."""
+    """The profiler's table of decode steps whose prompts are already in the prefix cache."""
     from torch.profiler import ProfilerActivity, profile
 
     prompts = random_prompts(batch, PROMPT_TOKENS, MODEL_M.vocab_size, seed=4)

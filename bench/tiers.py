@@ -1,7 +1,7 @@
-"""How fast is each step of a block's way, beside the plain operation of the same size in the same state?
+"""How fast is each step of a block's way between tiers, beside a plain operation of the same size and state?
 
-CPU -> HBM and HBM -> CPU beside memcpy, disk -> CPU and CPU -> disk beside a plain file; the codecs; lookups. Blocks
-have the shape of Qwen 2.5 0.5B in bf16. One process, alternating, medians.
+CPU -> HBM and HBM -> CPU beside memcpy; disk -> CPU and CPU -> disk beside a plain file; codecs; lookups. Blocks have
+the shape of Qwen 2.5 0.5B in bf16. One process, alternating, medians.
 """
 
 import argparse
@@ -75,7 +75,7 @@ class Bench:
     folder: Path
 
     def compare(self, measures: dict[str, Callable[[], float]], num_bytes: int, plain: str, state: str = "-") -> None:
-        """A row for each measure, its speed over that of the one called `plain`."""
+        """A row for each measure, with its speed relative to the one called `plain`."""
         times = alternate(measures, self.repeats)
         for name, seconds in times.items():
             self.report.add(
@@ -91,7 +91,7 @@ class Bench:
 
     # -- memory ------------------------------------------------------------------------------------------------------
     def load(self) -> None:
-        """CPU -> HBM, all layers of all blocks, as the load thread does it."""
+        """CPU -> HBM: all layers of all blocks, as in a step."""
         count, arena = self.num_blocks, filled_arena(self.num_blocks)
         shape = (2 * count, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
         caches = [(torch.zeros(shape).bfloat16(), torch.zeros(shape).bfloat16()) for _ in range(NUM_LAYERS)]
@@ -122,7 +122,7 @@ class Bench:
         self.compare(measures, count * arena.layout.block_bytes, "memcpy, layer by layer")
 
     def save(self) -> None:
-        """HBM -> CPU from a step's activations: keys and values are parts of one product of all projections."""
+        """HBM -> CPU, from a step's activations: keys and values are parts of one product of all projections."""
         tokens = min(STEP_TOKENS, self.num_blocks * BLOCK_SIZE)
         arena, width = filled_arena(tokens // BLOCK_SIZE), NUM_KV_HEADS * HEAD_DIM
         step = [torch.randn(tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM).bfloat16() for _ in range(NUM_LAYERS)]
@@ -142,7 +142,7 @@ class Bench:
 
     # -- disk --------------------------------------------------------------------------------------------------------
     def read(self) -> None:
-        """Disk -> CPU through the I/O threads, checked, beside a plain file read in the same pieces by as many."""
+        """Disk -> CPU through the I/O threads, checked, beside a plain file read in such pieces by as many threads."""
         count, arena = self.num_blocks, filled_arena(self.num_blocks)
         size, records = arena.layout.block_bytes, records_of(count, seed=1)
         file, store = self.folder / "plain", self.folder / "read"
@@ -152,7 +152,7 @@ class Bench:
             for slot in range(count):
                 out.write(arena.view(slot))
         memory = mmap.mmap(-1, count * size)
-        memory.write(bytes(count * size))  # its pages are there, as the arena's are
+        memory.write(bytes(count * size))  # so that its pages exist, as the arena's do
 
         data = store / "blocks" / DATA_FILE
 
@@ -160,7 +160,7 @@ class Bench:
             if drop and drop_from_page_cache(data, size) is None:
                 return math.nan
             with disk_tier(store) as tier, reading(tier, arena) as read:
-                if drop and drop_from_page_cache(data, count * size // 20) is None:  # what opening has read
+                if drop and drop_from_page_cache(data, count * size // 20) is None:  # drops what opening has read
                     return math.nan
                 return timed(lambda: read(records))
 
@@ -168,7 +168,7 @@ class Bench:
             if drop and drop_from_page_cache(file, size) is None:
                 return math.nan
             with file.open("rb", buffering=0) as source, ThreadPoolExecutor(NUM_READERS) as pool:
-                list(pool.map(time.sleep, [0.001] * NUM_READERS))  # the threads are there
+                list(pool.map(time.sleep, [0.001] * NUM_READERS))  # so that the threads exist
                 return timed(lambda: read_plain(source.fileno(), memoryview(memory), size, pool))
 
         names = ("disk -> CPU", "plain file")
@@ -184,7 +184,7 @@ class Bench:
         self.compare(cold, count * size, names[1], "page cache cold (fadvise), store just opened")
 
     def write(self) -> None:
-        """CPU -> disk in the writer's batches, each durable, beside a plain file: new files, then old pages."""
+        """CPU -> disk in the writer's batches, each durable, beside a plain file: first new files, then old pages."""
         count, arena, file = self.num_blocks, filled_arena(self.num_blocks), self.folder / "plain"
         size, parts = arena.layout.block_bytes, [arena.view(slot) for slot in range(count)]
 
@@ -211,7 +211,7 @@ class Bench:
 
             def reused() -> float:
                 tier.write([], [record.block_id for record in held.pop()])
-                tier.write([], [bytes(32)])  # freed pages are used again two transactions later
+                tier.write([], [bytes(32)])  # freed pages can be used again two transactions later
                 held.append(records_of(count, seed=time.monotonic_ns()))
                 return timed(lambda: write_all(tier, held[0], arena))
 
@@ -224,7 +224,7 @@ class Bench:
 
 
 def records_of(count: int, seed: int) -> list[BlockRecord]:
-    """One long chain."""
+    """Records of one long chain."""
     rng = random.Random(seed)
     tokens = [rng.randrange(1, 150_000) for _ in range(count * BLOCK_SIZE)]
     chain: list[BlockId] = []
@@ -259,7 +259,7 @@ def write_all(tier: DiskTier, records: Sequence[BlockRecord], arena: Arena) -> N
 
 @contextmanager
 def reading(tier: DiskTier, arena: Arena) -> Iterator[Callable[[Sequence[BlockRecord]], None]]:
-    """Reads records into the slots of the same number, all queued at once, as a request's are."""
+    """Read records into the slots of the same number. All are queued at once, like those of a request."""
     woken = threading.Event()
     queue = IoQueue(tier, woken.set)
 
@@ -292,7 +292,7 @@ def read_plain(fd: int, memory: memoryview, size: int, pool: ThreadPoolExecutor)
 
 
 def write_plain(file: Path, parts: Sequence[memoryview], sync_each: int) -> None:
-    """Into the file from its beginning; synced after so many parts, and at the end."""
+    """Write the file from its beginning. Sync it after so many parts, and at the end."""
     fd = os.open(file, os.O_WRONLY | os.O_CREAT, 0o600)
     try:
         for number, part in enumerate(parts, start=1):
@@ -307,7 +307,7 @@ def write_plain(file: Path, parts: Sequence[memoryview], sync_each: int) -> None
 
 # -- codecs ----------------------------------------------------------------------------------------------------------
 def bench_codecs(report: Report, repeats: int) -> None:
-    """In memory, one thread: what a block shrinks to, and how fast. Also what decoding checks."""
+    """In memory, with one thread: how much a block shrinks, and how fast. Also the checks of decoding."""
     record = records_of(1, seed=1)[0]
     for what, itemsize, blocks in payloads():
         for name, chosen in codec.CODECS.items():
@@ -333,7 +333,7 @@ def bench_codecs(report: Report, repeats: int) -> None:
 
 
 def payloads() -> Iterator[tuple[str, int, list[bytes]]]:
-    """Name, bytes of an element, blocks."""
+    """For each kind of blocks: name, bytes of an element, blocks."""
     size = layout().block_bytes
     values = torch.randn(32, size // 2).bfloat16()
     yield "random bf16", 2, [row.view(torch.uint8).numpy().tobytes() for row in values]
@@ -353,7 +353,7 @@ def builtin_blocks(dtype: torch.dtype) -> list[bytes]:
         encoder = Encoder(engine.tokenizer)
         ids, _ = encoder.conversation(held_out_conversations(encoder, 7, 1, 900)[0])
         engine.generate([ids], SamplingParams(max_tokens=1))
-        engine.check_integrity()  # waits until it is saved
+        engine.check_integrity()  # waits until everything is saved
         connector: Any = engine.connector  # a benchmark may look inside
         slots = connector.parts.cpu.pool.cached_blocks()
         return [bytes(connector.parts.arena.view(slot)) for slot in slots]
@@ -361,7 +361,7 @@ def builtin_blocks(dtype: torch.dtype) -> list[bytes]:
 
 # -- lookups ---------------------------------------------------------------------------------------------------------
 def bench_index(report: Report, num_blocks: int, folder: Path) -> None:
-    """Lookups that ask LMDB itself, and the load of the policy index. Small values: the index is what counts."""
+    """Lookups in LMDB itself, and loading of the policy index. Values are small, because only the index counts."""
     import psutil
 
     process = psutil.Process()
@@ -384,7 +384,7 @@ def bench_index(report: Report, num_blocks: int, folder: Path) -> None:
         index = DiskIndex.build(tier.scan())
         load_s = time.perf_counter() - started
         taken = process.memory_info().rss - resident_file_bytes(process) - before
-        assert index.num_blocks == num_blocks
+        assert len(index) == num_blocks
         report.add(measure="policy index: load", **row, value=load_s, unit="s")
         report.add(measure="policy index: memory", **row, value=taken / num_blocks, unit="bytes a block")
 
@@ -396,7 +396,7 @@ def resident_file_bytes(process: Any) -> int:
 
 
 def write_small(tier: DiskTier, num_blocks: int) -> tuple[float, list[BlockId]]:
-    """Conversations of 64 blocks with a few bytes in place of KV. Returns the seconds, and the ids."""
+    """Write conversations of 64 blocks, with a few bytes instead of KV. Returns the seconds, and the ids."""
     payload, ids = memoryview(np.random.default_rng(0).bytes(SMALL_VALUE_BYTES)), []
     started = time.perf_counter()
     for first in range(0, num_blocks, WRITE_BATCH):

@@ -1,6 +1,6 @@
-"""Made-up traffic of several kinds, for replays without a trace: people, agents with tools, documents, all of them.
+"""Made-up traffic of several kinds, for replays without a trace: people, agents with tools, documents, a mixture.
 
-The numbers are round guesses that follow what is known of the kinds, not fitted to any service or trace.
+The numbers are round guesses from what is known about each kind. They are not fitted to any service or trace.
 """
 
 from __future__ import annotations
@@ -13,18 +13,22 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from kvstore.errors import ConfigError
-from kvstore.planning.traces import DEFAULT_BLOCK_SIZE, MAX_TOKENS, Arrivals, Prefix, Trace, Turn, TurnsToRequests
+from kvstore.planning.traces import DEFAULT_BLOCK_SIZE, MAX_TOKENS, Arrivals, CommonPrefix, Trace, Turn, TurnsToRequests
 
 KINDS = ("people", "agents", "documents", "mixed")
 MADE_UP_ARRIVALS = Arrivals(rate_per_s=0.1)
 MAX_CONTEXT = 32768
-SYSTEM = Prefix(0, 1024)  # the system prompt of those who chat
+SYSTEM = CommonPrefix(0, 1024)  # the system prompt of those who chat
 DAY_S = 86400.0
 _NIGHT = 0.1  # of the busiest hour's arrivals
 _SHARES = {"people": 0.5, "agents": 0.2, "documents": 0.3}  # of the conversations of mixed traffic
 
-_AGENTS = (Prefix(1, 2500), Prefix(2, 6000), Prefix(3, 12000))  # system prompts with descriptions of tools
-_NUM_LASTING, _NUM_RECENT = 400, 20  # documents that are always asked about, and those of the day
+_AGENTS = (
+    CommonPrefix(1, 2500),
+    CommonPrefix(2, 6000),
+    CommonPrefix(3, 12000),
+)  # system prompts with descriptions of tools
+_NUM_LASTING, _NUM_RECENT = 400, 20  # documents of lasting interest, and those of the day
 _DOCUMENT_TOKENS = (7000.0, 0.8)
 
 
@@ -58,7 +62,7 @@ def generate(
 
 
 def _busyness(time_s: float) -> float:
-    """Arrivals by the hour of the day: most at two in the afternoon, few at night."""
+    """How many arrive, by the hour of the day: most at two in the afternoon, few at night."""
     return _NIGHT + (1 - _NIGHT) * (1 - math.cos(2 * math.pi * (time_s / DAY_S - 1 / 12))) / 2
 
 
@@ -73,7 +77,7 @@ def _tokens(rng: random.Random, median: float, sigma: float) -> int:
 # -- people ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A kind of answer to a person: how long it is, and how many leave for good after it."""
+    """A kind of answer to a person: its length, and how many people leave for good after it."""
 
     share: float
     median_tokens: float
@@ -81,12 +85,12 @@ class Answer:
     leaving: float
 
 
-# A short answer is part of an exchange, or its end; after a long one there is something to read and to try out.
+# A short answer is part of an exchange, or its end. After a long one there is something to read and to try out.
 _ANSWERS = (Answer(0.3, 40.0, 0.6, 0.4), Answer(0.5, 250.0, 0.6, 0.2), Answer(0.2, 900.0, 0.5, 0.35))
 
 
 def _person(rng: random.Random, arrivals: Arrivals) -> Iterator[Turn]:
-    """Reads at four tokens a second or skims, thinks and types at a pace of its own; some pause, a few sleep on it."""
+    """A person who reads at four tokens a second or skims, thinks and types; some pause, a few sleep on it."""
     pace, gap_s = _lognormal(rng, 1.0, 0.5), 0.0
     while True:
         answer = rng.choices(_ANSWERS, [one.share for one in _ANSWERS])[0]
@@ -105,14 +109,14 @@ def _person(rng: random.Random, arrivals: Arrivals) -> Iterator[Turn]:
 
 # -- agents ----------------------------------------------------------------------------------------------------------
 def _agent(rng: random.Random, arrivals: Arrivals) -> Iterator[Turn]:
-    """Tasks of a person, each a loop of calls and a last answer; tools take a second, builds and tests longer."""
+    """Tasks of a person, each a loop of calls and a last answer. Tools take a second, builds and tests longer."""
     gap_s = 0.0
     while True:
         new = _tokens(rng, 120.0, 1.0)
         while rng.random() > 0.12:
             yield Turn(new, _tokens(rng, 80.0, 0.7), gap_s, calls_tool=True)
             if rng.random() < 0.01:
-                return  # it was stopped, or has failed
+                return  # stopped or failed
             slow = rng.random()
             gap_s = _lognormal(rng, *((60.0, 1.0) if slow < 0.03 else (15.0, 1.0) if slow < 0.2 else (1.2, 0.7)))
             new = _tokens(rng, 350.0, 1.3)
@@ -124,7 +128,7 @@ def _agent(rng: random.Random, arrivals: Arrivals) -> Iterator[Turn]:
 
 # -- documents -------------------------------------------------------------------------------------------------------
 class Library:
-    """Documents that conversations begin with: lasting ones by Zipf's law, those of the day, and one's own."""
+    """Documents with which conversations begin: lasting ones by Zipf's law, those of the day, and a person's own."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -133,11 +137,11 @@ class Library:
         self._zipf = list(accumulate(1 / rank**0.9 for rank in range(1, _NUM_LASTING + 1)))
         self._recent = [self._new() for _ in range(_NUM_RECENT)]
 
-    def _new(self) -> Prefix:
+    def _new(self) -> CommonPrefix:
         self._num_made += 1
-        return Prefix(self._num_made, min(_tokens(self._rng, *_DOCUMENT_TOKENS), MAX_CONTEXT * 3 // 4))
+        return CommonPrefix(self._num_made, min(_tokens(self._rng, *_DOCUMENT_TOKENS), MAX_CONTEXT * 3 // 4))
 
-    def draw(self) -> Prefix:
+    def draw(self) -> CommonPrefix:
         chance = self._rng.random()
         if chance < 0.2:
             return self._new()

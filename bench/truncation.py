@@ -1,8 +1,9 @@
 """What does a truncation that keeps its KV cost in quality? Recall and perplexity of the built-in model, three ways.
 
-recomputed: what is kept is computed anew. re-encoded: the KV it had, raw keys rotated at the new positions. naive: the
-KV it had, keys rotated for the old positions. All three run the intercepted model directly, over the same held-out
-conversations with reference answers; some conversations also go through `engine.chat`, which must answer the same.
+recomputed: the kept tokens are computed again. re-encoded: they keep their KV, with raw keys rotated at the new
+positions. naive: they keep their KV, with keys rotated for the old positions. All three run the intercepted model
+directly, over the same held-out conversations with reference answers. Some conversations also go through `engine.chat`,
+which must answer the same.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from kvstore.rope.splice import plan_splice
 BLOCK_SIZE = 16
 NUM_BLOCKS = WINDOW // BLOCK_SIZE
 NUM_CUTS = 2
-AFTER_CUT_TOKENS = 320  # of a conversation behind its last cut
+AFTER_CUT_TOKENS = 320  # of a conversation after its last cut
 TRUNCATING_TOKENS = 160  # asked for so many, even a short question does not fit where a longer turn did not
 LONGEST = WINDOW + (NUM_CUTS - 1) * WINDOW // 2 + AFTER_CUT_TOKENS
 ARMS = ("recomputed", "re-encoded", "naive")
@@ -72,7 +73,7 @@ class Recorder(NullConnector):
 class Memory:
     """What a model remembers of `token_ids`: raw keys and values per layer, [num_tokens, num_kv_heads, head_dim].
 
-    positions: [num_tokens], what each key is rotated for. The caches hold the keys so rotated, in order.
+    positions: [num_tokens], for which the keys are rotated. The caches hold the rotated keys, in order.
     """
 
     model: PositionFreeModel
@@ -86,7 +87,7 @@ class Memory:
 
     @torch.inference_mode()
     def read(self, token_ids: Sequence[int]) -> torch.Tensor:  # [num_tokens, vocab_size]
-        """Compute these tokens behind what is remembered, and remember them. Logits of each."""
+        """Compute these tokens after those that are remembered, and remember them. Returns the logits of each."""
         recorder = Recorder()
         start, end = len(self.token_ids), len(self.token_ids) + len(token_ids)
         assert end <= WINDOW
@@ -102,9 +103,9 @@ class Memory:
 
     @torch.inference_mode()
     def keep(self, spans: Sequence[Span], num_tokens: int, rotate: bool) -> "Memory":
-        """A memory of the first `num_tokens` tokens of these spans: raw keys as they were, and values.
+        """A memory of the first `num_tokens` tokens of these spans, with their raw keys and values.
 
-        rotate: keys are rotated for their new positions; else they stay as they were rotated for the old ones.
+        rotate: rotate keys for their new positions, else for the old ones.
         """
         rows = torch.cat([torch.arange(*span) for span in spans])[:num_tokens]
         kept = Memory(self.model, [self.token_ids[row] for row in rows.tolist()])
@@ -119,7 +120,7 @@ class Memory:
         return kept
 
     def truncated(self, spans: Sequence[Span], arm: str) -> "Memory":
-        """What is kept after a cut, in one of the three ways; what a splice does not cover is computed behind it."""
+        """The memory after a cut, in one of the three ways. Kept tokens that a splice does not cover are computed."""
         kept = [token_id for start, end in spans for token_id in self.token_ids[start:end]]
         plan = plan_splice(spans, BLOCK_SIZE, len(self.token_ids) // BLOCK_SIZE)
         reused = 0 if arm == "recomputed" else plan.num_tokens
@@ -137,16 +138,13 @@ def losses_of(logits: torch.Tensor, targets: Sequence[int]) -> list[float]:
 
 @dataclass(slots=True)
 class Branch:
-    """A prompt that follows what a memory holds, and the right answer; nothing of it is remembered.
-
-    losses: - log p of each token of the right answer. said: the greedy answer.
-    """
+    """A prompt that follows a memory, and the right answer. Neither is remembered."""
 
     memory: Memory
     prompt: Sequence[int]
     right: Sequence[int] = ()
-    losses: list[float] = field(default_factory=list)
-    said: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # - log p of each token of the right answer
+    said: list[int] = field(default_factory=list)  # the greedy answer
 
 
 class Branches:
@@ -189,7 +187,7 @@ class Branches:
             every = running
 
     def _say(self, row: int, token_id: int) -> bool:
-        """Add a token to the answer; False when the answer is complete."""
+        """Add a token to the answer. Returns False when the answer is complete."""
         said = self.branches[row].said
         if token_id == self.end:
             return False
@@ -197,7 +195,7 @@ class Branches:
         return len(said) < MAX_ANSWER_TOKENS
 
     def _forward(self, rows: list[int], starts: list[int], tokens: list[list[int]]) -> torch.Tensor:
-        """Logits of all tokens of these rows, which stand at the positions from `starts` on."""
+        """The logits of all tokens of these rows, whose positions begin at `starts`."""
         spans = [torch.arange(start, start + len(ids)) for start, ids in zip(starts, tokens, strict=True)]
         first_slot = self.width * BLOCK_SIZE
         table = torch.arange(len(self.branches) * self.width).view(-1, self.width)[rows]
@@ -216,7 +214,7 @@ class Branches:
 # -- conversations ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A fact that was told in a turn that is kept and not asked for since, and how to ask for it now."""
+    """A fact that was told in a kept turn and not asked for since, and how to ask for it now."""
 
     asked: Asked
     user: str
@@ -224,7 +222,7 @@ class Question:
 
 
 def kept_facts(turns: Sequence[Turn], first_kept: int, rng: random.Random) -> list[Question]:
-    """One question for each fact whose last telling is kept and whose value no later answer says again."""
+    """One question for each fact whose last telling is kept and whose value no later answer repeats."""
     told: dict[str, tuple[int, str]] = {}
     for index, turn in enumerate(turns):
         for key, value in turn.told:
@@ -242,9 +240,10 @@ def kept_facts(turns: Sequence[Turn], first_kept: int, rng: random.Random) -> li
 
 @dataclass(slots=True)
 class Scores:
-    """What one arm got after the n-th cut. losses: - log p by what was read."""
+    """The results of one arm after the n-th cut."""
 
     right: list[bool] = field(default_factory=list)
+    # - log p of tokens, by the role that wrote them.
     losses: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def perplexity(self, what: str) -> float:
@@ -253,7 +252,7 @@ class Scores:
 
 
 class Trial:
-    """One conversation, read turn by turn in all arms, which part at the first cut."""
+    """One conversation, read turn by turn in all arms, which separate at the first cut."""
 
     def __init__(self, model: PositionFreeModel, encoder: Encoder, made: Conversation, name: str) -> None:
         self.encoder = encoder
@@ -286,12 +285,12 @@ class Trial:
         return [*self.encoder.message("user", self.turns[index].user), self.encoder.roles["assistant"]]
 
     def _is_full(self, index: int) -> bool:
-        """Whether this turn would be the one that truncates."""
+        """Whether this turn would cause a truncation."""
         answer = max(MAX_ANSWER_TOKENS, len(self.said[index]) - len(self._user(index)))
         return self._length(index) + len(self._user(index)) + answer > WINDOW
 
     def _cut(self, end: int) -> None:
-        """As the engine does: whole turns go until half the window is kept at most."""
+        """Cut as the engine does: drop whole turns until at most half the window is kept."""
         old, head, length = self.first_kept, len(self.head), self._length(end)
         while self.first_kept < end and self._length(end) + len(self._user(end)) > WINDOW // 2:
             self.first_kept += 1
@@ -314,11 +313,11 @@ class Trial:
             score.losses["answers"] += branch.losses
 
     def _read(self, start: int, end: int, scores: dict[tuple[int, str], Scores]) -> None:
-        """These turns as they were made; after a cut their tokens count, but no answer to what was cut away."""
+        """Read these turns as they were made. After a cut their tokens count, except answers about dropped turns."""
         ids = [token_id for said in self.said[start:end] for token_id in said]
         if not ids:
             return
-        if not self.num_cuts:  # one memory for all, as long as nothing was cut
+        if not self.num_cuts:  # one memory for all arms before the first cut
             next(iter(self.arms.values())).read(ids)
             return
         for arm, memory in self.arms.items():
@@ -350,10 +349,10 @@ def chat_until_full(engine: Engine, name: str, made: Conversation, encoder: Enco
 def compare_with_engine(
     engine: Engine, model: PositionFreeModel, encoder: Encoder, made: Conversation, name: str, most: int
 ) -> dict[str, Counter[str]]:
-    """Ask for kept facts in forks of one session, so that each question is the turn that truncates.
+    """Ask for kept facts in forks of one session, so that each question causes the truncation.
 
-    Counts, by arm: truncations, those that kept their KV (spliced), answers (asked), and of those the same as computed
-    directly, and right. In the re-encoded arm only a truncation that kept its KV is compared.
+    Counts, by arm: truncations, those that kept their KV (spliced), answers (asked), answers that are the same as
+    computed directly, and right ones. In the re-encoded arm, only truncations that kept their KV are compared.
     """
     found: dict[str, Counter[str]] = {arm: Counter() for arm in ARMS[:2]}
     chat, end = chat_until_full(engine, name, made, encoder)
@@ -378,7 +377,7 @@ def compare_with_engine(
 def _compare(
     found: Counter[str], arm: str, question: Question, reply: RequestOutput, whole: Memory, starts: list[int], end: int
 ) -> None:
-    """One answer of the engine, to a turn that truncated, against the same computed directly."""
+    """Compare the engine's answer to a turn that truncated with the same turn computed directly."""
     reencoded = reply.usage.cached_tokens_details.reencoded
     if arm == "recomputed" and reencoded:
         raise RuntimeError(f"{reencoded} tokens were re-encoded where everything was to be computed")
@@ -393,7 +392,7 @@ def _compare(
 
 
 def spans_of(old: Sequence[int], prompt: Sequence[int], starts: Sequence[int]) -> list[Span]:
-    """Which spans of the old ids a truncated prompt begins with. starts: where turns begin, if that is known."""
+    """The spans of the old ids with which a truncated prompt begins. starts: where turns begin, if known."""
     for head in starts[:1] or range(len(old)):
         if list(prompt[:head]) != list(old[:head]):
             break
@@ -419,7 +418,7 @@ def measure(report: Report, model: PositionFreeModel, encoder: Encoder, num_conv
 
 
 def show(report: Report, scores: dict[tuple[int, str], Scores]) -> None:
-    """After the first cut, after the second, and both together."""
+    """Show the results after the first cut, after the second, and of both together."""
     for cuts in (*range(1, NUM_CUTS + 1), None):
         by_arm = {arm: Scores() for arm in ARMS}
         for (number, arm), one in scores.items():

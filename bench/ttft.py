@@ -1,7 +1,7 @@
 """How long does a returning turn wait, by the tier that holds its history, and what does saving cost?
 
-One process, alternating, medians. Model L: a random Qwen 2 of 0.5B's shape in bf16, made at the start, removed at the
-end. Every measured turn is checked to have got its history from the tier that it is counted under.
+One process, alternating, medians. Model L is a random Qwen 2 of 0.5B's shape in bf16, made at the start and removed at
+the end. Every measured turn is checked: its history must have come from the tier under which it is counted.
 """
 
 import argparse
@@ -37,26 +37,26 @@ MODEL_L = LlamaShape(
 SMALL = LlamaShape(hidden_size=256, num_layers=12, num_heads=4, num_kv_heads=4, intermediate_size=768, vocab_size=8192)
 WINDOW = 4096
 DECODE_PROMPT_TOKENS, DECODE_TOKENS = 128, 64
-GOALS = {"cpu": 1.15, "disk": 1.4}  # TTFT over that of the HBM hit
-LEAST_SPEEDUP = 15.0  # over computing the history anew
-MOST_COLD_BYTES = 1 << 20  # of a closed store that may still be in memory when it counts as cold
+GOALS = {"cpu": 1.15, "disk": 1.4}  # TTFT relative to a hit in HBM
+LEAST_SPEEDUP = 15.0  # relative to computing the history again
+MOST_COLD_BYTES = 1 << 20  # of a closed store that counts as cold may still be in memory
 PREFILL_COST, DECODE_COST = 0.05, 0.03
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured, and how often. num_prefills: prompts one after another in one measurement."""
+    """What is measured, and how often."""
 
     history_tokens: int
     new_tokens: int
     repeats: int
     restarts: int
-    num_prefills: int
+    num_prefills: int  # prompts one after another in one measurement
 
 
 @dataclass(slots=True)
 class Person:
-    """Somebody who returns to one engine: the same history every time, and a message of fresh token ids."""
+    """A person who returns to one engine with the same history and a message of fresh token ids."""
 
     engine: Any
     history: list[int]
@@ -65,7 +65,7 @@ class Person:
     salts: Any = field(default_factory=itertools.count)
 
     def turn_s(self, tier: str | None, salt: str = "") -> float:
-        """TTFT of one turn. Raises RuntimeError when its history did not come from `tier`; None: from nowhere."""
+        """TTFT of one turn. Raises RuntimeError unless its history came from `tier`; None: from nowhere."""
         from kvstore import SamplingParams
 
         vocab_size = self.engine.facts.vocab_size
@@ -83,7 +83,7 @@ class Person:
         return self.turn_s(None, salt=f"cold-{next(self.salts)}")
 
     def hit_s(self, tier: str) -> float:
-        """The history is brought into every tier, then taken from those above `tier`, then asked for."""
+        """Bring the history into every tier, drop it from those above `tier`, and measure a turn."""
         self.turn_s("any")
         self.engine.flush()
         if tier != "hbm":
@@ -93,7 +93,7 @@ class Person:
         return self.turn_s(tier)
 
     def evict_cpu(self) -> None:
-        """Empty the CPU tier alone, for which the engine has no verb: its own eviction covers the disk, too."""
+        """Empty only the CPU tier. The engine has no verb for this, as its eviction includes the disk."""
         connector = self.engine.connector
         with connector.parts.lock:
             connector.parts.store.cpu.pool.evict_all()
@@ -114,9 +114,7 @@ class Bench:
 
         say(f"loading the model (tiers: {', '.join(tiers)}; load={load})")
         window = WINDOW if self.dtype != "auto" else None
-        engine = Engine(
-            self.model, tiers, device="cpu", dtype=self.dtype, max_model_len=window, load=load
-        )
+        engine = Engine(self.model, tiers, device="cpu", dtype=self.dtype, max_model_len=window, load=load)
         history = random_prompts(1, self.plan.history_tokens, engine.facts.vocab_size, seed=1)[0]
         return Person(engine, history, self.plan.new_tokens, random.Random(time.monotonic_ns()))
 
@@ -144,9 +142,7 @@ class Bench:
         self.row("disk hit, page cache warm, same process", times["disk"], hbm_s, recompute_s, GOALS["disk"])
         return recompute_s
 
-    def row(
-        self, name: str, seconds: list[float], hbm_s: float, recompute_s: float, goal: float | None = None
-    ) -> None:
+    def row(self, name: str, seconds: list[float], hbm_s: float, recompute_s: float, goal: float | None = None) -> None:
         speedup = recompute_s / median(seconds)
         hit = not name.startswith("history")
         self.report.add(
@@ -162,7 +158,7 @@ class Bench:
         )
 
     def restarts(self, person: Person, recompute_s: float) -> None:
-        """Real restarts: each closes the engine and opens a new one on the same store."""
+        """Measure after real restarts: each closes the engine and opens a new one on the same store."""
         person.turn_s("any")
         person.engine.flush()
         found: dict[str, list[float]] = {"warm": [], "cold": []}
@@ -179,7 +175,7 @@ class Bench:
                 if state == "cold":
                     if how is None:
                         continue
-                    drop_from_page_cache(data, MOST_COLD_BYTES)  # what opening and saving have read ahead
+                    drop_from_page_cache(data, MOST_COLD_BYTES)  # drops what opening and saving have read ahead
                 found[state].append(person.turn_s("disk"))
                 hbm[state].append(median([person.hit_s("hbm") for _ in range(3)]))
         name = "disk hit after a restart, page cache"
@@ -190,7 +186,7 @@ class Bench:
             self.report.add(measure=f"{name} cold: this machine drops no caches")
 
     def _warm_up(self, person: Person) -> None:
-        """Turns of the same size of somebody else; what they save is on disk before anything is measured."""
+        """Turns of the same size by another person. Their KV is on disk before anything is measured."""
         for _ in range(2):
             person.turn_s("any", salt=f"restart-{time.monotonic_ns()}")
             person.turn_s("any", salt="restart")
@@ -226,7 +222,7 @@ class Bench:
         num_tokens: int,
         goal: float,
     ) -> None:
-        """Seconds of the tiered engine over those of the plain one. Its last writes are flushed unmeasured."""
+        """The seconds of the tiered engine relative to the plain one. Its last writes are flushed unmeasured."""
 
         def saved() -> float:
             seconds = measure(tiered)
@@ -249,19 +245,19 @@ class Bench:
 
 
 def prefill_s(person: Person, num_prompts: int) -> float:
-    """Whole histories, cold, one after the other: what the first saves is being written under the second."""
+    """The seconds of whole cold histories, one after the other: the KV of the first is written during the second."""
     return sum(_generate(person, [person.history], 1)[0] for _ in range(num_prompts))
 
 
 def decode_s(person: Person, batch: int) -> float:
-    """From the first token, of all together, to the last."""
+    """The seconds from the first token of all requests to the last."""
     prompts = random_prompts(batch, DECODE_PROMPT_TOKENS, person.engine.facts.vocab_size, seed=2)
     elapsed_s, ttft_s = _generate(person, prompts, 1 + DECODE_TOKENS)
     return elapsed_s - ttft_s
 
 
 def _generate(person: Person, prompts: list[list[int]], num_tokens: int) -> tuple[float, float]:
-    """Seconds until the last token and until the last of the first tokens, of prompts that hit nothing."""
+    """The seconds until the last token, and until the last first token, of prompts that hit nothing."""
     from kvstore import SamplingParams
 
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)

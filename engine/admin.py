@@ -1,10 +1,11 @@
-"""Looking after a running engine: eviction over all tiers, deletion of sessions, and the requests of other processes.
+"""Administration of a running engine: eviction on all tiers, deletion of sessions, and requests of other processes.
 
 Knows the core's verbs and the stores of sessions and answers; no model.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
@@ -32,26 +33,31 @@ from kvstore.sessions.repair import Repaired
 DELETE_TIMEOUT_S = 60.0
 EXPIRY_ROUND_S = 30.0
 MAX_PIN_S = 30 * 24 * 3600
-MAX_PINS = 10_000  # that are told about; of more, the oldest are forgotten here
-RETRY_S = 2.0  # for all deletions together that a crash or a failing disk cut off; what is left waits for a round
+MAX_PINS = 10_000  # whose ends are known; the oldest beyond that are forgotten
+RETRY_S = 2.0  # for resuming interrupted deletions, in all; the rest waits for the next round
 
 
 class Admin:
-    """What is done to an engine from outside its requests. Any thread may call it."""
+    """Administration of an engine, beside its requests. Any thread may call it."""
 
     def __init__(self, chats: Chats, answers: AnswerStore) -> None:
         self._chats = chats
         self._core = chats.core
         self._sessions = chats.sessions
         self._answers = answers
-        self._last_expiry_s = 0.0
+        self._last_expiry_s = -math.inf
         self._expiring = threading.Lock()
-        self._pins = dict[SessionKey, tuple[float, int]]()  # until when, and in which life of the core
+        self._pins = dict[SessionKey, tuple[float, int]]()  # when the pin ends, and the life of the core that knows it
 
     def resume(self) -> None:
-        """Carry out deletions that a crash or a failing disk cut off, as far as that takes RETRY_S at most."""
+        """Resume deletions that a crash or a failing disk interrupted, for RETRY_S at most. If sessions are shared,
+        resume those of other servers, too.
+        """
+        if self._sessions.sharing.has_missed_deletions():
+            self._core.evict(Evict(everything=True))
+        self._sessions.upkeep.renew()
         deadline = time.monotonic() + RETRY_S
-        for tombstone in self._sessions.pending_deletions():
+        for tombstone in self._sessions.upkeep.pending_deletions():
             if (left := deadline - time.monotonic()) <= 0:
                 return
             self._carry_out(tombstone, (), left)
@@ -62,32 +68,35 @@ class Admin:
         return {"model": self._core.facts.model_name, **self._core.stats(), "sessions": self._sessions.stats()}
 
     def evict(self, what: Evict) -> dict[str, Evicted]:
-        """Give up KV that matches, in HBM, CPU, disk and what waits to be written; blocks in use stay. Per tier."""
+        """Evict matching KV from HBM, CPU, disk and the write queue, but not blocks in use. Returns counts per tier."""
         self._core.check_open()
         return self._core.evict(what)
 
     def verify(self, delete: bool = False) -> dict[str, object]:
         """Check every stored block and every session's records."""
-        return {**self._core.verify(delete), "sessions": asdict(self._sessions.check())}
+        return {**self._core.verify(delete), "sessions": asdict(self._sessions.upkeep.check())}
 
     def compact(self) -> dict[str, object]:
-        """Rewrite the store's files without what was deleted."""
-        self._sessions.compact()  # first: it brings a removed file back, for which the blocks may leave no room
+        """Rewrite the store's files without deleted data."""
+        # First, because it restores a removed file, for which the blocks may leave no room.
+        self._sessions.upkeep.compact()
         return self._core.compact()
 
     # -- sessions ----------------------------------------------------------------------------------------------------
     def list_sessions(self, tenant: str = "", limit: int = 100, after: str | None = None) -> Sequence[SessionHead]:
-        """The last used first. after: the `cursor` of the last one of the page before. Also while the core restarts."""
+        """Sessions, most recently used first. after: the `cursor` of the previous page's last session. Works while the
+        core restarts.
+        """
         if self._core.closed:
             raise EngineClosedError("the engine is closed")
         self.expire()
         return self._sessions.list(tenant, limit, after)
 
     def delete_session(self, session_id: str, tenant: str = "") -> int:
-        """Transcript, ids and the KV that no other session refers to, everywhere. Returns how many blocks that were.
+        """Delete transcript, ids and the KV that no other session refers to, on all tiers. Returns how many blocks.
 
-        A turn that runs ends first, and is not stored. A session without a turn has nothing stored, but its object can
-        be deleted. Raises RequestError when there is no such session, and StoreError when it cannot be deleted.
+        A running turn ends first and is not stored. A session without a turn has nothing stored, but its
+        object can be deleted. Raises RequestError if there is no such session, and StoreError if it cannot be deleted.
         """
         self._core.check_open()
         num_blocks = self._delete_one(SessionKey(tenant, session_id), DELETE_TIMEOUT_S)
@@ -96,33 +105,35 @@ class Admin:
         return num_blocks
 
     def repair_session(self, session_id: str, tenant: str = "") -> Repaired:
-        """Of a damaged session, the whole turns from its beginning become the session, the rest is set aside in it.
+        """Repair a damaged session: it keeps its intact turns from the beginning, and the rest is set aside in it.
 
-        Raises RequestError when there is no such session or a turn of it runs, and StoreError.
+        Raises RequestError if there is no such session, or if a turn of it runs, and StoreError.
         """
         self._core.check_open()
         key = SessionKey(tenant, session_id)
         chat = self._chats.known.get(key)
         if chat is not None and chat.is_busy:
             raise SessionBusyError(f"session {session_id} is busy with a turn", param="session_id")
-        found = self._sessions.repair(key).wait()
+        found = self._sessions.upkeep.repair(key).wait()
         if found is None:
             raise SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
         if found.tombstone is not None:
-            self._chats.drop(key)  # what it knows is not the session any more
+            self._chats.drop(key)  # its state no longer matches the session
             self._carry_out(found.tombstone, (), DELETE_TIMEOUT_S)
         return found
 
     def _delete_one(self, key: SessionKey, timeout_s: float, only_expired: bool = False) -> int | None:
-        """How many blocks the session had for itself; None when there is none, or none to delete."""
-        unstored = list[BlockId]()
+        """Delete one session. Returns the number of its own blocks, None if there is no session to delete."""
+        unstored: Sequence[BlockId] = ()
         chat = self._chats.known.get(key)
         if only_expired and chat is not None and chat.is_busy:
             return None
-        with nullcontext() if chat is None else chat.ending():
+        with nullcontext() if chat is None else chat.lock.ending():
             if only_expired and not self._is_over(key):
                 return None
-            tombstone = self._sessions.delete(key).wait()
+            tombstone = self._sessions.delete(key, time.time() if only_expired else None).wait()
+            if tombstone is None and only_expired:
+                return None
             self._pins.pop(key, None)
             if chat is not None:
                 unstored = chat.mark_deleted()
@@ -141,14 +152,14 @@ class Admin:
     def _carry_out(self, tombstone: Tombstone, unstored: Sequence[BlockId], timeout_s: float) -> None:
         self._answers.forget_owner(owner_tag(tombstone.key.tenant, tombstone.key.session_id))
         if self._core.forget([*tombstone.block_ids, *unstored], timeout_s):
-            self._sessions.finish_deletion(tombstone.number).wait()
+            self._sessions.upkeep.finish_deletion(tombstone.number).wait()
 
     def pin(self, session_id: str, seconds: float, tenant: str = "") -> None:
-        """Keep this session's KV longer than that of others for so long from now; 0 ends it.
+        """Keep this session's KV longer than other KV, for so many seconds from now; 0 ends the pin.
 
-        A priority with an end, not a lock: what a waiting request needs stays before it, and when there is nothing
-        else to evict, pinned KV goes too. It does not outlive the process. Raises RequestError for an
-        unknown session and for more than MAX_PIN_S.
+        A pin is a priority with an end, not a lock: KV that a waiting request needs comes before it, and pinned KV is
+        evicted when nothing else is left. It does not outlive the process. Raises RequestError for an unknown session
+        and for more than MAX_PIN_S.
         """
         self._core.check_open()
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= MAX_PIN_S:
@@ -165,15 +176,15 @@ class Admin:
                     self._pins.pop(next(iter(self._pins)))
 
     def pinned_until(self, key: SessionKey) -> float | None:
-        """When a pin of this session ends, in seconds since the epoch; None without one. It ends with its process."""
+        """When this session's pin ends, in seconds since the epoch; None without a pin. A restart ends pins."""
         until_s, life = self._pins.get(key, (0.0, None))
         return until_s if until_s > time.time() and life == self._core.life else None
 
     def expire(self, key: SessionKey | None = None) -> None:
-        """Delete this session if its time is over, and at most once in EXPIRY_ROUND_S seconds all whose time is over.
+        """Delete this session if it has expired, and, at most once in EXPIRY_ROUND_S seconds, all that have.
 
-        One in the middle of a turn stays. A round also goes on with deletions that were cut off. Raises StoreError when
-        the given session cannot be deleted; what fails in a round is tried again in the next one.
+        A session in the middle of a turn stays. A round also resumes interrupted deletions. Raises StoreError if the
+        given session cannot be deleted; deletions that fail in a round are retried in the next one.
         """
         if key is not None and self._is_over(key):
             self._delete_one(key, RETRY_S, only_expired=True)
@@ -183,7 +194,7 @@ class Admin:
         try:
             self._last_expiry_s = now
             with suppress(StoreError, EngineDiedError):
-                for over in self._sessions.expired(time.time()):
+                for over in self._sessions.upkeep.expired(time.time()):
                     self._delete_one(over, 0.0, only_expired=True)
                 self.resume()
         finally:
@@ -201,10 +212,10 @@ class Admin:
         return {"dry_run": what.dry_run, "tiers": amounts}
 
     def _blocks_of(self, key: SessionKey) -> set[BlockId]:
-        """The session's KV that is not also another's."""
+        """The blocks of the session that no other session shares."""
         if not self._sessions.exists(key):
             raise SessionNotFoundError(f"there is no session {key.session_id!r}", param="session_id")
-        return self._sessions.unshared_blocks_of(key)
+        return self._sessions.upkeep.unshared_blocks_of(key)
 
     def _show(self, wanted: OneSession) -> dict[str, object]:
         key = wanted.session.key
@@ -212,7 +223,7 @@ class Admin:
         state = self._sessions.load(key)
         if state is None:
             raise SessionNotFoundError(f"there is no session {key.session_id!r}", param="session_id")
-        return transcript(state, self._sessions.aside(key))
+        return transcript(state, self._sessions.upkeep.aside(key))
 
 
 _COMMANDS: dict[str, Callable[[Admin, Any], dict[str, object]]] = {
@@ -231,12 +242,12 @@ _COMMANDS: dict[str, Callable[[Admin, Any], dict[str, object]]] = {
     "sessions.repair": lambda admin, wanted: repaired(
         admin.repair_session(wanted.session.session_id, wanted.session.tenant)
     ),
-    "sessions.accept_loss": lambda admin, _: {"accepted": admin._sessions.accept_loss()},
+    "sessions.accept_loss": lambda admin, _: {"accepted": admin._sessions.upkeep.accept_loss()},
 }
 
 
 def weak_handler(admin: Admin) -> Callable[[str, dict[str, object]], dict[str, object]]:
-    """The socket's thread must not keep an engine alive that its owner has dropped."""
+    """A handler that does not keep the engine alive once its owner has dropped it."""
     held = weakref.ref(admin)
 
     def handle(command: str, arguments: dict[str, object]) -> dict[str, object]:

@@ -1,6 +1,6 @@
-"""asyncio over an Engine: whoever steps it wakes each event loop once, for all of its requests.
+"""asyncio over an Engine: the stepping thread wakes each event loop once for all of its requests.
 
-The only place beside `service` that knows asyncio.
+Only this module and `service` know asyncio.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from kvstore.engine.core.output_processor import Handle
 from kvstore.engine.front import Front
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.sessions.chat import ChatSession, Turn
+from kvstore.engine.sessions.chat import ChatSession
+from kvstore.engine.sessions.one_turn import OneTurn
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import prompt_ids
 from kvstore.errors import EngineClosedError, KVStoreError
@@ -26,14 +27,14 @@ from kvstore.sessions.record import TurnRecord
 
 P = ParamSpec("P")
 T = TypeVar("T")
-MAX_IDS_AT_ONCE = 4096  # of a prompt that is looked at in the loop: well under a millisecond
-MAX_CALLS = 32  # blocking calls at once: turns that wait for the disk, templates, administration
-MAX_LONG_TEXTS = 2  # tokenized at once: each takes two hundred times its size meanwhile, and a processor
+MAX_IDS_AT_ONCE = 4096  # the event loop checks prompts up to this length itself, well under a millisecond
+MAX_CALLS = 32  # blocking calls that run at once: turns that wait for the disk, templates, administration
+MAX_LONG_TEXTS = 2  # tokenized at once; each takes two hundred times its size in memory, and a processor
 LONG_TEXT_CHARS = 2**16
 
 
 class Reading(Protocol):
-    """What says when there is something to take in, so that no thread has to wait for it: `RemoteEngine.link`."""
+    """A source of updates that an event loop can watch without a thread: `RemoteEngine.link`."""
 
     def fileno(self) -> int: ...
 
@@ -43,7 +44,7 @@ class Reading(Protocol):
 
 
 class _Port:
-    """The listener to all requests of one event loop, in which alone it is waited at."""
+    """The listener to all requests of one event loop; only that loop waits for it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, abort: Callable[[Handle], None]) -> None:
         self.loop = loop
@@ -53,12 +54,12 @@ class _Port:
 
     def __call__(self, handles: Sequence[Handle]) -> None:
         named = [handle.request_id for handle in handles]
-        if threading.get_ident() == self._thread:  # the loop itself reads what an engine says
+        if threading.get_ident() == self._thread:  # the loop itself reads the engine's messages
             self._wake(named)
             return
         try:
             self.loop.call_soon_threadsafe(self._wake, named)
-        except RuntimeError:  # it was closed without cancelling: nobody will read this
+        except RuntimeError:  # the loop was closed without cancelling its tasks, so nobody reads this
             for handle in handles:
                 self._abort(handle)
 
@@ -69,9 +70,9 @@ class _Port:
                 waiter.set_result(None)
 
     async def next_piece(self, handle: Handle) -> Piece | None:
-        """None once there are no more. A request has one reader at a time."""
+        """The next piece, None at the end. A request has one reader at a time."""
         while True:
-            done = handle.done  # read before the pieces: none can follow once it is set
+            done = handle.done  # read before the pieces, as none follow once it is set
             if handle.pieces:
                 return handle.pieces.popleft()
             if done:
@@ -83,12 +84,12 @@ class _Port:
                 self.waiting.pop(handle.request_id, None)
 
 
-class Answer:
+class StreamedAnswer:
     """One request's answer as it comes: an asynchronous iterator of pieces, and a context manager that ends it.
 
-    output: complete once the iteration has ended. turn: of a session, the stored turn; it is durable before the last
-    piece is handed out. Used by one task. Iterating raises what ended the request, and StoreError when a turn could not
-    be stored.
+    output: complete once the iteration has ended. turn: the stored turn of a session, durable before the last piece is
+    handed out. Only one task may use it. Iterating raises the error that ended the request, and StoreError if a turn
+    could not be stored.
     """
 
     def __init__(self, engine: AsyncEngine, handle: Handle, port: _Port, chat: ChatSession | None = None) -> None:
@@ -97,7 +98,7 @@ class Answer:
         self._handle = handle
         self._port = port
         self._chat = chat
-        self._running: Turn | None = None  # of the chat, until it has ended
+        self._running: OneTurn | None = None  # of the chat, until it has ended
         self._ended = False
 
     @property
@@ -114,7 +115,7 @@ class Answer:
         """What that chain is built on, once it has ended."""
         return self._handle.lineage
 
-    def __aiter__(self) -> Answer:
+    def __aiter__(self) -> StreamedAnswer:
         return self
 
     async def __anext__(self) -> Piece:
@@ -123,33 +124,35 @@ class Answer:
         piece = await self._port.next_piece(self._handle)
         self._ended = self._ended or piece is None
         if self._running is not None and (piece is None or piece.finish_reason is not None):
-            await self._finish()  # a turn has one choice, so this was its last piece
+            await self._finish()  # a turn has one choice, so this is its last piece
         if piece is None:
             self._handle.raise_error()
             raise StopAsyncIteration
         return piece
 
     async def _finish(self, keep: bool = True) -> None:
-        """Store the turn, whatever becomes of the task that waits for it."""
+        """Store the turn, whatever happens to the task that waits for it."""
         assert self._chat is not None and self._running is not None
         running, self._running = self._running, None
         self.turn = await _unbroken(self._engine.call(self._chat.end, running, keep))
 
     async def stop(self) -> None:
-        """End it now and keep what was said: the iteration goes on to a last piece with finish_reason "abort"."""
+        """End the answer now and keep what was said: the iteration ends with a piece whose finish_reason is "abort"."""
         await self._engine.call(self._engine.engine.abort, self._handle)
 
     async def aclose(self) -> None:
-        """End it early: its blocks are given back, and a turn that has not ended is not stored. Else does nothing."""
+        """End the answer early: its blocks are released, and an unfinished turn is not stored. Does nothing after its
+        end.
+        """
         self._ended = True
         try:
             if not self._handle.done:
                 await _unbroken(self._engine.call(self._engine.engine.abort, self._handle))
-        finally:  # also when it was cancelled meanwhile: else the session would stay busy
+        finally:  # also after a cancellation, else the session would stay busy
             if self._running is not None:
                 await self._finish(keep=False)
 
-    async def __aenter__(self) -> Answer:
+    async def __aenter__(self) -> StreamedAnswer:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -172,12 +175,12 @@ class AsyncChat:
 
     @property
     def messages(self) -> list[Message]:
-        """The transcript, whole."""
+        """The whole transcript."""
         return self.session.messages
 
     @property
     def num_turns(self) -> int:
-        """How many are stored."""
+        """The number of stored turns."""
         return self.session.num_turns
 
     @property
@@ -185,8 +188,8 @@ class AsyncChat:
         """The last turn's output."""
         return self.session.last
 
-    async def start(self, text: str, params: SamplingParams | None = None) -> Answer:
-        """Queue a turn, for who wants to end it by hand: `stop` keeps what was said, `aclose` does not."""
+    async def start(self, text: str, params: SamplingParams | None = None) -> StreamedAnswer:
+        """Queue a turn for a caller that may end it: `stop` keeps what was said, `aclose` does not."""
         said = [{"role": "user", "content": text}]
         starting = asyncio.ensure_future(self._engine.start_turn(self.session, said, params))
         try:
@@ -196,7 +199,7 @@ class AsyncChat:
             raise
 
     async def send(self, text: str, params: SamplingParams | None = None) -> RequestOutput:
-        """One turn, durable on return; when it is cancelled it is not stored. Raises as `ChatSession.send`."""
+        """Send one turn, which is durable on return. A cancelled turn is not stored. Raises as `ChatSession.send`."""
         async with await self.start(text, params) as answer:
             async for _ in answer:
                 pass
@@ -205,7 +208,7 @@ class AsyncChat:
     async def stream(self, text: str, params: SamplingParams | None = None) -> AsyncIterator[Piece]:
         """`send`, piece by piece. Closing it early ends the answer there and keeps it.
 
-        Python closes a generator that was left by `break` some time later: `contextlib.aclosing` does it at once.
+        After a `break`, Python closes a generator only some time later; `contextlib.aclosing` closes it at once.
         """
         async with await self.start(text, params) as answer:
             try:
@@ -237,12 +240,12 @@ class AsyncChat:
 class AsyncEngine:
     """Serves requests of an asyncio program from one Engine.
 
-    Requests may come from several event loops; other threads may go on to use the engine itself, its conversations for
-    instance. A cancelled or abandoned `stream` aborts its request. An asynchronous context manager, which closes the
-    engine, too.
+    Requests may come from several event loops. Other threads may still use the engine itself, for example its
+    conversations. A cancelled or abandoned `stream` aborts its request. This is an asynchronous context manager, which
+    also closes the engine.
 
-    link: of a RemoteEngine, whose process the running event loop then reads by itself, without a thread in between:
-    nothing that waits for the engine may be called in that loop, and it has to go on until `close` has returned.
+    link: that of a RemoteEngine, if the running event loop is to read from its process without a thread in between.
+    Then no call in that loop may wait for the engine, and the loop must run until `close` has returned.
     """
 
     def __init__(self, engine: Front, link: Reading | None = None) -> None:
@@ -259,14 +262,14 @@ class AsyncEngine:
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run something that blocks off the event loop: tokenizing, templates, sessions, administration.
 
-        At most MAX_CALLS at a time. When the caller is cancelled the function goes on, its result unseen.
+        At most MAX_CALLS at a time. When the caller is cancelled, the function goes on and its result is dropped.
         """
         return await asyncio.get_running_loop().run_in_executor(self._workers, partial(function, *args, **kwargs))
 
     async def call_with_text(self, num_chars: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """As `call`, for what tokenizes so many characters, or makes text of so many tokens.
+        """Like `call`, for a function that tokenizes this many characters or decodes this many tokens.
 
-        Long ones go MAX_LONG_TEXTS at a time, and keep nobody waiting who has a short one.
+        At most MAX_LONG_TEXTS long ones run at a time, and short ones do not wait for them.
         """
         workers = self._workers if num_chars <= LONG_TEXT_CHARS else self._long_texts
         return await asyncio.get_running_loop().run_in_executor(workers, partial(function, *args, **kwargs))
@@ -330,19 +333,19 @@ class AsyncEngine:
         cache_salt: str = "",
         priority: int = 0,
         spliced: tuple[Sequence[BlockId], Lineage] | None = None,
-    ) -> Answer:
+    ) -> StreamedAnswer:
         """Queue a prompt; texts are tokenized elsewhere. Raises as `Engine.generate`. spliced: see `Engine.submit`."""
         port = self._port()
         chosen = params or SamplingParams()
 
-        def submit() -> Answer:
+        def submit() -> StreamedAnswer:
             engine, facts = self.engine, self.engine.facts
             token_ids = prompt_ids(prompt, engine.tokenizer, facts.vocab_size, facts.max_request_tokens)
             handle = engine.submit(token_ids, chosen, tenant, cache_salt, priority, spliced, port)
-            return Answer(self, handle, port)
+            return StreamedAnswer(self, handle, port)
 
         if isinstance(prompt, list) and len(prompt) <= MAX_IDS_AT_ONCE:
-            return submit()  # nothing in it waits: a thread would cost more than it does
+            return submit()  # never waits, and a thread would cost more than the call
         return await self._begin(submit, len(prompt) if isinstance(prompt, str) else 0)
 
     async def start_turn(
@@ -351,15 +354,15 @@ class AsyncEngine:
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         idempotency_key: str | None = None,
-    ) -> Answer:
+    ) -> StreamedAnswer:
         """Queue a turn of a session. Raises as `ChatSession.begin`."""
         port = self._port()
 
-        def begin() -> Answer:
+        def begin() -> StreamedAnswer:
             checked = params or SamplingParams()
             said = chat.check(messages, checked)
             turn = chat.begin(said, checked, idempotency_key, port)
-            answer = Answer(self, turn.handle, port, chat)
+            answer = StreamedAnswer(self, turn.handle, port, chat)
             answer._running = turn
             return answer
 
@@ -372,7 +375,7 @@ class AsyncEngine:
             self._loop.remove_reader(self._read.fileno())
         await asyncio.to_thread(self.engine.close)
         if self._read is not None:
-            self._read.receive()  # those ends
+            self._read.receive()  # which notifies of their ends
 
     async def __aenter__(self) -> AsyncEngine:
         return self
@@ -381,7 +384,7 @@ class AsyncEngine:
         await self.close()
 
     def _port(self) -> _Port:
-        """Of the running event loop."""
+        """The port of the running event loop."""
         loop = asyncio.get_running_loop()
         port = self._ports.get(loop)
         if port is None:
@@ -390,40 +393,40 @@ class AsyncEngine:
             self._ports = {**others, loop: port}
         return port
 
-    async def _begin(self, submit: Callable[[], Answer], num_chars: int) -> Answer:
+    async def _begin(self, submit: Callable[[], StreamedAnswer], num_chars: int) -> StreamedAnswer:
         is_wanted = True
 
-        def begin() -> Answer:
-            if not is_wanted:  # it has waited for a thread, longer than its caller did
+        def begin() -> StreamedAnswer:
+            if not is_wanted:  # its caller left while it waited for a thread
                 raise EngineClosedError("nobody waits for this request any more")
             return submit()
 
         submitting = asyncio.ensure_future(self.call_with_text(num_chars, begin))
         try:
             return await asyncio.shield(submitting)
-        except asyncio.CancelledError:  # a thread that has begun goes on: what it submits has no reader
+        except asyncio.CancelledError:  # the thread goes on, and its request has no reader
             is_wanted = False
             submitting.add_done_callback(_abandon)
             raise
 
 
-async def _given_back(starting: asyncio.Future[Answer]) -> None:
+async def _given_back(starting: asyncio.Future[StreamedAnswer]) -> None:
     with suppress(KVStoreError):
         await (await starting).aclose()
 
 
-def _abandon(submitting: asyncio.Future[Answer]) -> None:
+def _abandon(submitting: asyncio.Future[StreamedAnswer]) -> None:
     if not submitting.cancelled() and submitting.exception() is None:
         task = submitting.get_loop().create_task(submitting.result().aclose())
         _closing_tasks.add(task)
         task.add_done_callback(_closing_tasks.discard)
 
 
-_closing_tasks: set[asyncio.Task[None]] = set()  # a loop refers to its tasks weakly
+_closing_tasks: set[asyncio.Task[None]] = set()  # an event loop holds only weak references to its tasks
 
 
 async def _unbroken(awaitable: Coroutine[Any, Any, T]) -> T:
-    """Wait for its end even when the waiting task is cancelled, however often; the cancellation follows then."""
+    """Wait for a task's end, however often the waiting task is cancelled. Raise the cancellation afterwards."""
     task = asyncio.ensure_future(awaitable)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -432,6 +435,6 @@ async def _unbroken(awaitable: Coroutine[Any, Any, T]) -> T:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
-        task.exception()  # seen: nobody else will look
+        task.exception()  # retrieve it, as nobody else does
         raise cancelled
     return task.result()

@@ -1,8 +1,8 @@
-"""The engine's own process: the core, and nothing that knows text or sessions. Run as `python -m
+"""The program of the engine's own process: the core, without text and sessions. Run as `python -m
 kvstore.engine.core_process`.
 
-Started by `kvstore.engine.process.life`, whose end it does not outlive. The store's lock is shared with the front, so
-nobody else can have the store before both have ended.
+Started by `kvstore.engine.process.life`, and ends with it. It shares the store's lock with the front, so nobody else
+can open the store before both have ended.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping
-from typing import Any
 
-from kvstore.config import CacheTiers
 from kvstore.disk.directory import StoreDirectory
 from kvstore.engine.config import EngineConfig
 from kvstore.engine.process.channel import Channel
@@ -26,35 +23,29 @@ from kvstore.engine.process.pulse import SLOW_FACTOR, Heart
 from kvstore.engine.process.wire import Hello, NotStarted, Start, decode_start, encode, failure_of
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-TERM_GRACE_S = 10  # from SIGTERM to the end, when the front says nothing
+TERM_GRACE_S = 10  # how long to wait for the front after SIGTERM before ending
 
 
-def die_with_parent(parent: int) -> None:
-    """From now on SIGKILL when the parent ends (on Linux), however it does; at once when it has ended already."""
+def die_with_parent(parent: int, name: bytes = b"kvstore-core") -> None:
+    """Have the kernel send SIGKILL when the parent ends (on Linux), or at once if it has ended."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        libc.prctl(PR_SET_NAME, b"kvstore-core", 0, 0, 0)
+        libc.prctl(PR_SET_NAME, name, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def watch_parent() -> None:
-    """The parent holds the other end of stdin and writes nothing more: its end is the parent's."""
+    """Notice the parent's end by the end of stdin, to which the parent writes nothing more."""
     while os.read(0, 4096):
         pass
     os._exit(1)
 
 
-def config_of(arguments: Mapping[str, Any]) -> EngineConfig:
-    """From the arguments of `Engine`. Raises ConfigError."""
-    options = dict(arguments)
-    return EngineConfig(tiers=CacheTiers.of(options.pop("cache_tiers")), **options)
-
-
 def serve(start: Start, heart: Heart) -> int:
-    """Load the model, tell the front, and work until it is closed."""
-    from kvstore.engine.local_core import LocalCore  # torch comes with it
+    """Load the model, report to the front, and serve until closed."""
+    from kvstore.engine.local_core import LocalCore  # loads torch
 
     os.set_inheritable(start.channel, False)
     channel = Channel(socket.socket(fileno=start.channel))
@@ -63,19 +54,24 @@ def serve(start: Start, heart: Heart) -> int:
         if start.store is not None:
             path, *descriptors = start.store
             directory = StoreDirectory.inherited(path, (descriptors[0], descriptors[1]))
-        core = LocalCore(config_of(start.arguments), directory)
+        core = LocalCore(EngineConfig.of(start.arguments), directory, start.silence_s)
     except Exception as error:
         channel.send_all(encode(NotStarted(failure_of(error))))
         return 1
     server = CoreServer(core, core.loop, channel, heart)
-    # A supervisor tells the whole group to end: the front then lets running requests finish, and says when.
+    # A supervisor signals the whole group. The front then lets running requests finish, and closes this process.
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(TERM_GRACE_S))
     signal.signal(signal.SIGALRM, server.stop)
     gc.collect()
-    gc.freeze()  # what was loaded stays: a whole collection would look at it for a quarter of a second
+    gc.freeze()  # a full collection would spend a quarter of a second on the loaded objects, which stay
     core.loop.watch = heart
     channel.send_all(encode(Hello(core.facts)))
     server.run()
+    loss = core.loss  # before the ranks end in order
+    core.close()
+    if loss is not None:
+        print(f"kvstore: {loss}", file=sys.stderr, flush=True)
+        return 1
     return 0
 
 
@@ -94,4 +90,4 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    os._exit(code)  # what is durable is durable; threads that wait for calls are not waited for
+    os._exit(code)  # all durable work is done, so do not wait for threads in calls

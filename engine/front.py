@@ -1,13 +1,13 @@
-"""What a program sees of an engine: prompts, conversations and their administration, over a core that computes.
+"""What a program sees of an engine: prompts, conversations and administration, over a core that computes.
 
-Loads no torch. Sessions and answers are here, whatever process the core is in.
+Loads no torch. Sessions and answers are here, whichever process the core is in.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, Self
 
 from kvstore.admin.control import ControlServer
@@ -18,54 +18,68 @@ from kvstore.engine.core.output_processor import Handle, Listener
 from kvstore.engine.lifetime import Closing
 from kvstore.engine.model.files import why_no_chat
 from kvstore.engine.outputs import Piece, RequestOutput
+from kvstore.engine.rounds import Rounds
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession
 from kvstore.engine.sessions.chats import Chats, Language
 from kvstore.engine.sessions.core import Bell, Core, stream
 from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.engine.text.prompts import checked_prompts, prompt_ids
+from kvstore.errors import RemoteError, StoreLostError
 from kvstore.sessions.answers import open_answers
 from kvstore.sessions.record import SessionKey
-from kvstore.sessions.store import open_sessions
+from kvstore.sessions.store import SessionStore, open_sessions
 
 
 class Front:
     """Made by `Engine` and `RemoteEngine`. A context manager.
 
-    core: what computes. facts: what is known of it. tokenizer: None where the model has none. chats, sessions, answers:
-    conversations and what is recognised of them. admin: evicts, verifies, compacts, lists and deletes sessions.
+    core: computes. facts: about the core. tokenizer: None if the model has none. chats, sessions: conversations.
+    answers: answers that are recognised in a history. admin: evicts, verifies, compacts, lists and deletes sessions.
     """
 
-    def __init__(self, core: Core, tokenizer: Any, directory: StoreDirectory | None, opened: ExitStack) -> None:
-        """opened: what is to be closed with it, with the core. directory: the store that this process owns."""
+    def __init__(
+        self,
+        core: Core,
+        tokenizer: Any,
+        directory: StoreDirectory | None,
+        opened: ExitStack,
+        shared: SessionStore | None = None,
+    ) -> None:
+        """opened: closed with this object, with all that it opens. directory: the store that this process owns. shared:
+        sessions that several servers share, instead of those in the directory.
+        """
         self.core = core
         self.facts = core.facts
         self.tokenizer = tokenizer
         template = ChatTemplate.of(tokenizer)
         why_not = why_no_chat(core.facts.model_name, tokenizer is not None)
-        self.sessions = open_sessions(directory)
+        self.sessions = shared or open_sessions(directory)
         opened.callback(self.sessions.close)
         self.answers = open_answers(directory)
         opened.callback(self.answers.close)
-        opened.callback(core.close)  # first, so that what it ends can still be stored
+        opened.callback(core.close)  # first, so that turns it ends can still be stored
         self.chats = Chats(core, Language(tokenizer, template, why_not), self.sessions)
         self.admin = Admin(self.chats, self.answers)
-        self.admin.resume()
+        with suppress(RemoteError, StoreLostError):  # later rounds retry
+            self.admin.resume()
+        if self.sessions.sharing.is_shared:
+            opened.callback(Rounds(self.admin).close)
         if directory is not None:
             opened.callback(ControlServer(directory, weak_handler(self.admin)).close)
         self._closing = Closing(opened.pop_all())
-        # Also when nobody has it any more or the interpreter exits; whoever has a session has its engine.
+        # Also closes when it is dropped or the interpreter exits. A session keeps its engine alive.
         self._finalizer = weakref.finalize(self.chats, self._closing.close_dropped)
 
     # -- what is known of the core -----------------------------------------------------------------------------------
     @property
     def has_work(self) -> bool:
-        """Something runs or waits."""
+        """Whether a request runs or waits."""
         return self.core.has_work
 
     @property
     def closed(self) -> bool:
-        """It takes no requests any more."""
+        """Whether the engine accepts no more requests."""
         return self._closing.closed or self.core.closed
 
     # -- the library's interface -------------------------------------------------------------------------------------
@@ -79,8 +93,8 @@ class Front:
     ) -> list[RequestOutput]:
         """Answer each prompt, a text or token ids. All run together; one output per prompt, in order.
 
-        params: one for all, or one each. tenant and cache_salt: prompts of another tenant or salt share no KV.
-        Raises RequestError or ContextLengthError before anything runs when one of them is wrong.
+        params: one for all, or one each. tenant, cache_salt: prompts of different tenants or salts share no KV. Raises
+        RequestError or ContextLengthError before anything runs, if one of them is wrong.
         """
         texts, each = checked_prompts(prompts, params)
         ids = [prompt_ids(prompt, self.tokenizer, self.facts.vocab_size) for prompt in texts]
@@ -107,13 +121,12 @@ class Front:
     ) -> ChatSession:
         """The session of this id, created when unknown, else resumed. system: its system prompt, for a new one only.
 
-        While somebody holds the object of a session, all who ask for it get the same one; after a restart of the
-        engine's own process, ask for it again.
-        truncation: "auto" drops the oldest turns when the window is full, "disabled" raises ContextLengthError instead.
-        truncation_reuse: "reencode" keeps the KV of what is kept, "exact" computes it again. None leaves both as they
-        are: "auto" and "reencode" for a new object; they are not stored with the session.
-        is_new: nobody has used this id so far, so it is not looked for in the store.
-        Raises RequestError for a bad id or a model without a chat template, StoreError when it cannot be read.
+        While anybody holds the object of a session, all callers get the same object. After a restart of the engine's
+        own process, ask for it again. truncation: "auto" drops the oldest turns when the window is full, "disabled"
+        raises ContextLengthError instead. truncation_reuse: "reencode" keeps the KV of what is kept, "exact" computes
+        it again. None leaves them unchanged; a new object has "auto" and "reencode". Neither is stored with the
+        session. is_new: nobody has used this id so far, so the store need not be searched. Raises RequestError for a
+        bad id or a model without a chat template, StoreError if the session cannot be read.
         """
         key = SessionKey(tenant, session_id)
         self.chats.check(key, system)
@@ -159,9 +172,9 @@ class Front:
     ) -> Handle:
         """Queue one prompt of token ids; never waits. Raises as `generate`.
 
-        spliced: the chain of its first blocks, where these hold reused KV, and that chain's lineage.
-        listener: is told of what it says; without one, `stream` hands that out.
-        Raises EngineOverloadedError where the engine's own process has too many, and EngineDiedError without one.
+        spliced: the chain of its first blocks, if these hold reused KV, and that chain's lineage. listener: is notified
+        of its pieces; without one, `stream` yields them. Raises EngineOverloadedError if the engine's process has too
+        many requests, EngineDiedError if it has ended.
         """
         return self.core.submit_all([(token_ids, params)], tenant, cache_salt, priority, spliced, listener)[0]
 
@@ -170,9 +183,9 @@ class Front:
         return stream(self.core, handle)
 
     def abort(self, handle: Handle) -> None:
-        """End a request; its blocks have been given back on return. Nothing when it is done, or the engine closed."""
+        """End a request; its blocks are released on return. Does nothing if it is done or the engine is closed."""
         self.core.abort(handle)
 
     def root(self, tenant: str) -> BlockId:
-        """Root of this tenant's chains."""
+        """The lineage root of this tenant's chains."""
         return self.core.root(tenant)

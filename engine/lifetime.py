@@ -1,7 +1,4 @@
-"""How an engine ends: when it is closed, when nobody refers to it any more, and when the interpreter exits.
-
-And how the next one begins, when the one before has not quite ended.
-"""
+"""How an engine ends: it is closed or dropped, or the interpreter exits. And how the next one waits for that."""
 
 from __future__ import annotations
 
@@ -17,20 +14,20 @@ from kvstore.errors import StoreLockedError
 T = TypeVar("T")
 LOCK_WAIT_S = 5.0
 LOCK_RETRY_S = 0.1
-OWN_THREADS = "kvstore-"  # how the names of our threads begin
+OWN_THREADS = "kvstore-"  # with which the names of our threads begin
 
 
 class Closing:
-    """What an engine has opened, closed once, the last first, each whatever the others raise.
+    """Closes everything that an engine has opened: once, the last first, and each even if others raise.
 
-    closed: it has been asked for. In a forked child nothing is done: threads and files are the parent's.
+    closed: whether closing has begun. Does nothing in a forked child: threads and files are the parent's.
     """
 
     def __init__(self, opened: ExitStack) -> None:
         self.closed = False
         self._opened = opened
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # held by who closes
+        self._lock = threading.Lock()  # held while closing
 
     def close(self) -> None:
         if os.getpid() != self._pid:
@@ -41,9 +38,9 @@ class Closing:
                 self._opened.close()
 
     def close_dropped(self) -> None:
-        """For an engine that was dropped: the collector may have found it in any thread.
+        """Close a dropped engine.
 
-        One of our own threads may be the one that `close` waits for, so there a fresh thread does it.
+        The collector may run in any thread, even in one for which `close` waits. In that case a new thread closes it.
         """
         if threading.current_thread().name.startswith(OWN_THREADS) and os.getpid() == self._pid:
             threading.Thread(target=self.close, name="engine-shut").start()
@@ -52,9 +49,9 @@ class Closing:
 
 
 def open_waiting_for_lock(opened: Callable[[], T], timeout_s: float = LOCK_WAIT_S) -> T:
-    """What `opened` returns, tried again while another process holds the store's lock: it may be about to end.
+    """Retry `opened` while another process, which may be about to end, holds the store's lock.
 
-    Raises StoreLockedError when it still does so long after it was first refused.
+    Raises StoreLockedError if the lock is still held at the end.
     """
     deadline: float | None = None
     while True:

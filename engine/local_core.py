@@ -1,6 +1,6 @@
-"""The core in this process: the loop that steps, the model and the tiers, put together. Token ids in and out.
+"""The core in this process: assembles the loop that steps, the model and the tiers. Token ids in and out.
 
-Any thread may call it, and waits for `kvstore.engine.core.step_loop`, the only one that steps.
+Any thread may call it, and then waits for `kvstore.engine.core.step_loop`. Only the thread of that loop steps.
 """
 
 from __future__ import annotations
@@ -13,102 +13,109 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from kvstore.blocks.holdings import Place
 from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.blocks.pool import BlockPool
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.connector import KVConnector, open_connector
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.weights import weights_digest
-from kvstore.engine.config import EngineConfig
+from kvstore.engine.config import EngineConfig, default_topic
 from kvstore.engine.core.kv_cache_manager import KVCacheManager
 from kvstore.engine.core.output_processor import Handle, Listener, OutputProcessor, new_handle
 from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import Scheduler
 from kvstore.engine.core.step_loop import StepLoop
 from kvstore.engine.lifetime import Closing
+from kvstore.engine.local_model import open_model, open_ranks
 from kvstore.engine.model.fingerprint import fingerprint
 from kvstore.engine.model.interception import PositionFreeModel
-from kvstore.engine.model.loading import Loaded, load
-from kvstore.engine.model.memory import num_hbm_blocks
-from kvstore.engine.model.probe import intercept
+from kvstore.engine.model.loading import Loaded
 from kvstore.engine.model.step.graphs import CudaCapturer
 from kvstore.engine.model.step.runner import ModelRunner
 from kvstore.engine.model.step.waiting import WAITING
+from kvstore.engine.ranks.ranks import Ranks
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.core import Bell, Facts, checked_request
-from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.engine.text.detokenizer import ChoiceText
 from kvstore.engine.text.prompts import check_owner
-from kvstore.errors import EngineClosedError
+from kvstore.errors import ConfigError, EngineClosedError
 from kvstore.kernels.cpu.threads import let_helpers_go
-from kvstore.kernels.cuda.triton_support import has_triton
-from kvstore.memory.layout import KVLayout
+from kvstore.memory.ranked import OtherRanks
+
+SILENCE_S = 30.0
+
+if TYPE_CHECKING:
+    from kvstore.remote.kv_events import KVEvents
 
 
 class LocalCore:
-    """A `Core`. tokenizer: of the model, None where it has none. life: it has one.
+    """A `Core`, which is never restarted. tokenizer: the model's, None if it has none.
 
-    directory: a share of the store for the tiers, closed with it, also when this raises.
+    directory: a share of the store for the tiers. It is closed with the core, also if opening the core fails.
     """
 
     life = 0
 
-    def __init__(self, config: EngineConfig, directory: StoreDirectory | None) -> None:
+    def __init__(self, config: EngineConfig, directory: StoreDirectory | None, silence_s: float | None = None) -> None:
+        """silence_s: another rank is killed after so long without a sign of life."""
         self._config = config
+        self._ranks: Ranks | None = None
         self._random = random.Random(config.seed)
         self._counter = itertools.count()
         with ExitStack() as opened:
             with WAITING.allowed():
-                self._build(config, directory, opened)
+                self._build(config, directory, opened, SILENCE_S if silence_s is None else silence_s)
             opened.callback(self.loop.stop)
-            let_helpers_go()  # from now on the loop's thread computes
+            let_helpers_go()  # from now on, the loop's thread computes
             self.loop.start()
             self._closing = Closing(opened.pop_all())
 
-    def _build(self, config: EngineConfig, directory: StoreDirectory | None, opened: ExitStack) -> None:
-        def check(network: Any, tokenizer: Any) -> None:
-            check_room(config, network)
-            if config.chat_template is not None and (template := ChatTemplate.of(tokenizer)) is not None:
-                template.check()
-
-        with ExitStack() as held:  # until the tiers have it: they keep it while a write is stuck
+    def _build(
+        self, config: EngineConfig, directory: StoreDirectory | None, opened: ExitStack, silence_s: float
+    ) -> None:
+        with ExitStack() as held:  # until the tiers own it; they keep it while a write is stuck
             if directory is not None:
                 held.callback(directory.close)
-            loaded = load(
-                config.model, config.device, config.dtype, config.max_model_len, config.tokenizer, config.revision,
-                config.chat_template, check,
-            )  # fmt: skip
+            if config.num_ranks > 1:
+                self._ranks = opened.enter_context(open_ranks(config, silence_s))
+            found = open_model(config, self._ranks)
+            loaded, model, limits, num_blocks = found.loaded, found.model, found.limits, found.num_blocks
             self.tokenizer = loaded.tokenizer
             self._eos_token_ids = loaded.eos_token_ids
             self._call_token_ids = loaded.call_token_ids
-            model = intercept(loaded.model, loaded.max_model_len, pack=True)
-            limits = config.scheduler(loaded.max_model_len)
-            has_graphs = loaded.device.type == "cuda" and has_triton() and not config.enforce_eager
-            has_store = bool(config.tiers.cpu or config.tiers.disk)
-            num_blocks = num_hbm_blocks(model, limits, config.tiers.hbm, has_graphs, has_store)
+            self._events = open_events(config, loaded.name)
             held.pop_all()
-        with torch.cuda.device_of(next(loaded.model.parameters())):  # whose context pins the arena
-            self.connector = open_store(config, loaded, model, num_blocks, directory)
+        if self._events is not None:
+            opened.callback(self._events.close)
+        with torch.cuda.device_of(next(loaded.model.parameters())):  # the arena is pinned in the context of this device
+            self.connector = open_store(config, loaded, model, num_blocks, directory, self._ranks)
         opened.callback(self.connector.close)
-        pool = BlockPool(num_blocks, self.connector.hbm_order)
-        capturer = CudaCapturer(loaded.device) if has_graphs else None
-        runner = ModelRunner(model, limits, num_blocks, self.connector, capturer)
+        if self._ranks is not None:
+            self._ranks.open_arena()
+        holdings = self.connector.holdings
+        on_gone = None if holdings is None else partial(holdings.gone, Place.HBM)
+        pool = BlockPool(num_blocks, self.connector.hbm_order, on_gone)
+        capturer = CudaCapturer(loaded.device) if found.has_graphs else None
+        runner = ModelRunner(model, limits, num_blocks, self.connector, capturer, self._ranks)
         backend = None if loaded.tokenizer is None else loaded.tokenizer.backend_tokenizer
         self.loop = StepLoop(
-            Scheduler(limits, KVCacheManager(pool, limits.block_size), self.connector),
+            Scheduler(limits, KVCacheManager(pool, limits.block_size, holdings), self.connector),
             runner,
             OutputProcessor(partial(ChoiceText, tokenizer=backend)),
-            runs_ahead=loaded.device.type == "cuda",
+            runs_ahead=loaded.device.type == "cuda" and self._ranks is None,  # other ranks do not know what was sampled
         )
         self.facts = Facts(
             loaded.name, loaded.max_model_len, min(loaded.max_model_len, num_blocks * config.block_size),
             config.block_size, config.block_size * model.spec.kv_bytes_per_token, model.spec.vocab_size,
             self.connector.fingerprint, loaded.sampling_defaults,
         )  # fmt: skip
+        if self._events is not None and holdings is not None:
+            self._events.start(holdings)
 
     def close(self) -> None:
         """Let a running step end, refuse further ones, and drain the store. Does nothing in a forked child."""
@@ -117,16 +124,23 @@ class LocalCore:
             self.loop.runner.close()
 
     @property
+    def loss(self) -> str | None:
+        """Which rank of the model has ended, and how. The core then accepts no more requests."""
+        return None if self._ranks is None else self._ranks.loss
+
+    @property
     def closed(self) -> bool:
-        return self.loop.inbox.closed
+        return self.loop.inbox.closed or self.loss is not None
 
     @property
     def has_work(self) -> bool:
         return self.loop.has_work
 
     def check_open(self) -> None:
-        if self.closed:
+        if self.loop.inbox.closed:
             raise EngineClosedError("the engine is closed")
+        if self._ranks is not None:
+            self._ranks.check()
 
     # -- requests ----------------------------------------------------------------------------------------------------
     def submit_all(
@@ -168,7 +182,7 @@ class LocalCore:
     def abort(self, handle: Handle) -> None:
         if handle.done:
             return
-        with suppress(EngineClosedError):  # which ends it
+        with suppress(EngineClosedError):  # closing ends the request anyway
             ended = self.loop.inbox.put(self.loop.abort, handle)
             if not self.loop.is_here:  # the collector may close a stream in any thread
                 ended.result()
@@ -215,49 +229,53 @@ class LocalCore:
     def compact(self) -> dict[str, object]:
         return self.connector.upkeep.compact()
 
-    def flush(self) -> None:
+    def flush(self, chain: Sequence[BlockId] = (), timeout_s: float = 60.0) -> int:
         self.check_open()
+        if chain:
+            return self.connector.upkeep.share(chain, timeout_s)
         self.connector.upkeep.flush()
+        return 0
 
     def stats(self) -> dict[str, object]:
         shape = {"block_bytes": self.facts.block_bytes, "block_size": self.facts.block_size}
-        return self.loop.call(self.loop.stats, {**shape, "is_auto": self._config.tiers.hbm == "auto"})
+        found = self.loop.call(self.loop.stats, {**shape, "is_auto": self._config.tiers.hbm == "auto"})
+        return found if self._events is None else {**found, "kv_events": self._events.stats()}
 
 
 # -- the tiers below HBM -----------------------------------------------------------------------------------------------
-def check_room(config: EngineConfig, network: Any) -> None:
-    """Before weights are read: whether the tiers have room for blocks, as far as the model's configuration tells.
-
-    Raises ConfigError.
-    """
-    text = network.get_text_config()
-    num_heads = getattr(text, "num_attention_heads", None)
-    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
-    head_dim = getattr(text, "head_dim", None) or (num_heads and text.hidden_size // num_heads)
-    dtype = getattr(text, "dtype", None) if config.dtype == "auto" else getattr(torch, config.dtype)
-    if num_kv_heads and head_dim:
-        itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else 2
-        layer_bytes = 2 * config.block_size * num_kv_heads * head_dim * itemsize
-        config.tiers.check_room(text.num_hidden_layers * layer_bytes)
-
-
 def open_store(
-    config: EngineConfig, loaded: Loaded, model: PositionFreeModel, num_blocks: int, directory: StoreDirectory | None
-) -> KVConnector:
+    config: EngineConfig, loaded: Loaded, model: PositionFreeModel, num_blocks: int, directory: StoreDirectory | None,
+    others: OtherRanks | None = None,
+) -> KVConnector:  # fmt: skip
     """The connector for `config.tiers`. num_blocks: of the engine's pool. directory: see `open_connector`.
 
     Raises ConfigError, ModelError, StoreError or StoreLockedError.
     """
-    spec = model.spec
+    tiers, owner = config.tiers, config.disk_owner
 
     def named(cache: Path | None) -> str:
-        """Weights need a name only where their KV outlives the process."""
-        return fingerprint(model, "" if cache is None else weights_digest(loaded.source, cache), config.block_size)
+        """Identify the weights. Only needed if KV outlives the process, or if another server reads its ids."""
+        if owner is not None and tiers.path is not None:
+            cache = Path(tiers.path).expanduser() / "weights.json"
+        is_named = cache is not None or config.fleet_root() is not None
+        return fingerprint(model, weights_digest(loaded.source, cache) if is_named else "", config.block_size)
 
-    layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, config.block_size, spec.dtype, model.rotations)
-    # Staging without a CPU tier: the longest request's loads, and for every running one a block that is being filled.
+    layout = model.layout(config.block_size)
+    # Staging without a CPU tier: the loads of the longest request, and one block being filled for each running request.
     least_slots = 2 * config.max_num_seqs + -(-loaded.max_model_len // config.block_size)
     name, device, load = loaded.name, loaded.device, config.load
     return open_connector(
-        config.tiers, layout, name, named, device, load, least_slots, num_blocks, config.eviction, directory
-    )
+        tiers, layout, name, named, device, load, least_slots, num_blocks, config.eviction, directory,
+        reports=config.kv_events is not None, secret=config.common_root(), others=others, owner=owner,
+    )  # fmt: skip
+
+
+def open_events(config: EngineConfig, model: str) -> KVEvents | None:
+    """Open the ports for events about KV, if they are wanted. Raises ConfigError."""
+    if config.kv_events is None:
+        return None
+    try:
+        from kvstore.remote.kv_events import KVEvents
+    except ImportError:
+        raise ConfigError("kv_events need pyzmq, which is not installed; pip install 'kvstore[events]'") from None
+    return KVEvents(config.kv_events, config.kv_events_topic or default_topic(model))

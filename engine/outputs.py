@@ -1,4 +1,4 @@
-"""What a caller gets back: choices, usage, the pieces of a stream, sizes in words. Plain data, no torch."""
+"""What a caller gets back: choices, usage, the pieces of a stream; sizes as text. Plain data, no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,16 +14,18 @@ class CachedTokensDetails:
     hbm: int = 0
     cpu: int = 0
     disk: int = 0
+    remote: int = 0
     reencoded: int = 0
 
     @property
     def total(self) -> int:
-        return self.hbm + self.cpu + self.disk + self.reencoded
+        return self.hbm + self.cpu + self.disk + self.remote + self.reencoded
 
     def __add__(self, other: "CachedTokensDetails") -> "CachedTokensDetails":
         return CachedTokensDetails(
-            self.hbm + other.hbm, self.cpu + other.cpu, self.disk + other.disk, self.reencoded + other.reencoded
-        )
+            self.hbm + other.hbm, self.cpu + other.cpu, self.disk + other.disk, self.remote + other.remote,
+            self.reencoded + other.reencoded,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,45 +52,36 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where a request's time went, in seconds; None: it did not come so far.
+    """Where a request's time went, in seconds; None for phases that it did not reach."""
 
-    queue_s: waiting for its turn. load_s: waiting for blocks on their way from disk before it could start. prefill_s:
-    from its first step to its first token, loads from CPU included. ttft_s: these three. decode_s: from there to its
-    end.
-    """
-
-    queue_s: float | None = None
-    load_s: float | None = None
-    prefill_s: float | None = None
-    ttft_s: float | None = None
-    decode_s: float | None = None
+    queue_s: float | None = None  # waiting for its turn
+    load_s: float | None = None  # waiting for blocks on their way from disk before it could start
+    prefill_s: float | None = None  # from its first step to its first token, loads from CPU included
+    ttft_s: float | None = None  # the sum of these three
+    decode_s: float | None = None  # from its first token to its end
 
 
 @dataclass(slots=True)
 class Choice:
-    """One answer. finish_reason: "stop", "length" or "abort"; stop_reason: the string or id that ended it."""
+    """One answer."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
+    finish_reason: str | None = None  # "stop", "length" or "abort"
+    stop_reason: str | int | None = None  # the string or id that ended it
     logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """Result of one prompt. `choices` has n entries; text, token_ids and finish_reason are those of the first.
-
-    ttft_s: seconds from the request's arrival to its first token; None when it ended without one. timings: complete
-    once every choice has ended.
-    """
+    """The result of one prompt. text, token_ids and finish_reason are those of the first choice."""
 
     request_id: str
     prompt_token_ids: list[int]
-    choices: list[Choice]
+    choices: list[Choice]  # n of them
     usage: Usage
-    ttft_s: float | None
-    timings: Timings = Timings()
+    ttft_s: float | None  # seconds from the request's arrival to its first token; None if it ended without one
+    timings: Timings = Timings()  # complete once every choice has ended
 
     @property
     def text(self) -> str:
@@ -115,7 +108,7 @@ class Piece:
 
 
 def describe_tiers(stats: Mapping[str, Any]) -> str:
-    """What an engine has taken, such as "hbm 512.0 MiB (auto), cpu 1.0 GiB, disk 8.0 GiB"."""
+    """The sizes that an engine has taken, such as "hbm 512.0 MiB (auto), cpu 1.0 GiB, disk 8.0 GiB"."""
     sizes = {tier: stats[tier]["blocks"] * stats[tier]["block_bytes"] for tier in ("hbm", "cpu") if stats.get(tier)}
     if stats.get("disk"):
         sizes["disk"] = stats["disk"]["capacity_bytes"]

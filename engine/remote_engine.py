@@ -1,10 +1,12 @@
-"""RemoteEngine: an engine whose core runs in a process of its own; sessions and text are here."""
+"""RemoteEngine: an engine whose core runs in a process of its own, or in several; sessions and text are here."""
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +14,38 @@ from kvstore.config import CacheTiers
 from kvstore.connector import hold_store
 from kvstore.disk.env import LossWatch
 from kvstore.engine.config import MIN_SILENCE_S, EngineConfig
+from kvstore.engine.data_parallel.core import CoreReplica, DataParallelCore
+from kvstore.engine.data_parallel.dividing import check_divisible, divided, environment_of_each
+from kvstore.engine.data_parallel.links import EngineLinks
 from kvstore.engine.front import Front
 from kvstore.engine.lifetime import open_waiting_for_lock
 from kvstore.engine.model.files import find_model
 from kvstore.engine.model.loading import load_tokenizer
+from kvstore.engine.process.life import CoreProcess
 from kvstore.engine.process.link import Link, State
 from kvstore.engine.process.remote import RemoteCore
+from kvstore.engine.sessions.core import Core
 from kvstore.errors import ConfigError
+from kvstore.owned_disk import OwnedDisk
+from kvstore.sessions.shared.opening import open_shared_sessions
+
+AHEAD_SHARE = 8  # an engine that has this part of a batch more to do than another gives its conversations to that
 
 
 class RemoteEngine(Front):
-    """Takes what `Engine` takes, and is used as it is. A context manager.
+    """Takes the same arguments as `Engine` and is used the same way. A context manager.
 
-    state: "running"; "restarting" after the process has ended, which ends all that ran with EngineDiedError; "failed"
-    when that has happened more than max_restarts times within an hour, where a restart that fails counts as well;
-    "closed". Sessions are not in that process: they go on after a restart, and can be read during it.
-    shutdown_s: how long `close` waits for the process before it kills it. silence_s: the same while it runs and gives
-    no sign of life, from 2 s; loading may take ten times as long without one, and so may one step. link: to it.
-    Raises as Engine, and EngineDiedError when the process ends before the engine is there. A store that another process
-    has is waited for, as its owner may be about to end.
+    When the process ends, running requests end with EngineDiedError, and another process is started. Sessions are not
+    in that process: they go on after a restart, and can be read during it.
+
+    state: "running"; "restarting"; "failed" if the process has ended more than max_restarts times within an hour,
+    failed restarts included; "closed". shutdown_s: how long `close` waits for the process before it kills it.
+    silence_s: how long a running process may give no sign of life, at least 2 s; loading and a single step may take ten
+    times as long. data_parallel_size: how many engines compute, each with the whole model. They share the disk tier and
+    divide the CPU tier; hbm, and what concerns a batch, is of each. When one ends, the others go on, and `state` is
+    that of the engine that is best off. link: the link to the process, or to all of them. Raises as Engine, and
+    EngineDiedError if a process ends before the engine is ready. If another process holds the store, it waits a while,
+    because that process may be about to end.
     """
 
     def __init__(
@@ -44,7 +59,8 @@ class RemoteEngine(Front):
         **options: Any,
     ) -> None:
         config = EngineConfig(model, CacheTiers.of(cache_tiers), **options)
-        find_model(config.model, config.revision, with_weights=False)  # before a process is started for nothing
+        check_divisible(config)
+        find_model(config.model, config.revision, with_weights=False)  # so that no process is started in vain
         if not silence_s >= MIN_SILENCE_S:
             raise ConfigError(f"silence_s is {silence_s!r}; give seconds from {MIN_SILENCE_S:g}")
         with ExitStack() as opened:
@@ -54,12 +70,36 @@ class RemoteEngine(Front):
                 opened.callback(directory.close)
                 opened.callback(LossWatch(directory.path).close)
                 store = (str(directory.path), *directory.descriptors)
-            self.link = Link(_arguments(config), store, shutdown_s, silence_s, max_restarts)
-            opened.callback(self.link.close)
+            sessions = open_shared_sessions(config.shared_sessions(), directory)
+            if sessions is not None:
+                opened.callback(sessions.close)
+            size, disk, each = config.data_parallel_size, None, [config]
+            if size > 1:
+                if directory is not None:
+                    disk, store = OwnedDisk(directory, config.tiers, config.eviction), None
+                    opened.callback(disk.close)
+                secret = config.fleet_root() or (os.urandom(32) if directory is None else directory.secret)
+                each = divided(config, secret, None if disk is None else disk.path)
+            if config.num_ranks > 1 and config.distributed_executor != "here":
+                max_restarts = 0  # torchrun starts all of them again
+            settings, links = environment_of_each(size), list[Link]()
+            for one in each:
+                start = partial(CoreProcess, one.arguments(), store, silence_s, shutdown_s, settings)
+                links.append(Link(start, max_restarts))
+                opened.callback(links[-1].close)
             tokenizer = load_tokenizer(config.model, config.tokenizer, config.revision, config.chat_template)
-            self.link.started.result()
-            core = RemoteCore(self.link, None if tokenizer is None else tokenizer.backend_tokenizer)
-            super().__init__(core, tokenizer, directory, opened)
+            for link in links:
+                link.started.result()
+            backend, numbers = None if tokenizer is None else tokenizer.backend_tokenizer, itertools.count()
+            cores = [RemoteCore(link, backend, numbers=numbers) for link in links]
+            core: Core = cores[0]
+            self.link: Link | EngineLinks = links[0]
+            if size > 1:
+                config.tiers.check_room(core.facts.block_bytes)
+                replicas = [CoreReplica(rank, *one) for rank, one in enumerate(zip(links, cores, strict=True))]
+                most_ahead = max(1, config.max_num_seqs // AHEAD_SHARE)
+                core, self.link = DataParallelCore(replicas, disk, most_ahead, secret), EngineLinks(links)
+            super().__init__(core, tokenizer, directory, opened, sessions)
 
     @property
     def state(self) -> State:
@@ -67,19 +107,10 @@ class RemoteEngine(Front):
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the engine's process gave a sign of life, which comes every half second."""
+        """Seconds since the engine's process gave its last sign of life, due every half second."""
         return self.link.silent_s
 
     @property
     def pid(self) -> int | None:
-        """Of the engine's process; None while there is none."""
+        """The id of the engine's process; None while there is none, or if there are several."""
         return self.link.pid
-
-
-def _arguments(config: EngineConfig) -> dict[str, Any]:
-    """Of `Engine`, as JSON can say them."""
-    arguments = asdict(config)
-    tiers = arguments.pop("tiers")
-    arguments["cache_tiers"] = {**tiers, "path": None if tiers["path"] is None else str(tiers["path"])}
-    arguments["model"] = None if config.model is None else str(config.model)
-    return arguments

@@ -36,11 +36,11 @@ def _sequence(name: str, value: object, longest: int) -> tuple[Any, ...]:
 class SamplingParams:
     """Sampling of one request; names and meanings are those of vLLM and of the OpenAI API.
 
-    max_tokens: None means what remains of the context window.
+    max_tokens: None means the rest of the context window.
     temperature: 0 is greedy (argmax; ties go to the lowest id).
     top_k: 0 is off. top_p: 1 is off. min_p: keep tokens with at least min_p times the best one's probability; 0 is off.
     repetition_penalty: over prompt and answer, 1 is off. presence_penalty, frequency_penalty: over the answer only.
-    seed: the same seed gives the same tokens whatever else is in the batch; choice i of n uses seed + i.
+    seed: the same seed gives the same tokens, whatever else is in the batch; choice i of n uses seed + i.
     logit_bias: token id -> added to its logit (-100 to 100).
     stop: strings that end the answer and are not part of it. stop_token_ids: ids that do, likewise.
     logprobs: None, or how many alternatives to report beside each sampled token (0: only its own).

@@ -1,4 +1,4 @@
-"""Paged attention of a step: which implementation computes it, by the device and by what is installed."""
+"""Paged attention of a step: chooses the implementation by the device and by what is installed."""
 
 import functools
 import logging
@@ -18,10 +18,10 @@ def paged_attention(
     query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch,
     scoring: Scoring,
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]  # fmt: skip
-    """Attention of all tokens of a step. Same result as `kvstore.kernels.reference.paged_attention`.
+    """Attention of all tokens of a step. Gives the same result as `kvstore.kernels.reference.paged_attention`.
 
     query: [num_tokens, num_heads, head_dim]; key, value: this step's, [num_tokens, num_kv_heads, head_dim], already in
-    the caches, [num_blocks, block_size, num_kv_heads, head_dim], and used directly where there is nothing before them.
+    the caches, [num_blocks, block_size, num_kv_heads, head_dim], and used directly if no tokens come before them.
     """
     if runs_kernels(query):
         return attend_paged(query, key_cache, value_cache, batch, scoring)
@@ -31,16 +31,16 @@ def paged_attention(
 def attend_paged(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, scoring: Scoring
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
-    """The same by kernels that read the pages themselves. Prefill: the fastest that can; decode: always Triton's.
+    """The same by kernels that read the pages themselves. Prefill: the fastest one available; decode: always Triton's.
 
-    A CUDA graph needs a grid that fits any context, which foreign kernels choose from lengths on the host; and a step
-    that runs eagerly, since another request loads, must not give other numbers than a replayed one.
+    A CUDA graph needs a grid that fits any context, but foreign kernels choose theirs from lengths on the host. And a
+    step that runs eagerly, because another request loads, must give the same numbers as a replayed one.
     """
     from kvstore.kernels.cuda import attention as attention_triton  # imports Triton, which may be missing
 
     layout = batch.device_batch
     has_prefill = layout.num_decodes < layout.num_requests
-    foreign = _foreign_prefill(_setting(query, key_cache, scoring)) if has_prefill and scoring.sinks is None else None
+    foreign = foreign_prefill(_setting(query, key_cache, scoring)) if has_prefill and scoring.sinks is None else None
     if foreign is not None:
         out = foreign(query, key_cache, value_cache, layout, scoring)
     else:
@@ -61,8 +61,8 @@ def _setting(query: Tensor, key_cache: Tensor, scoring: Scoring) -> attention_fl
 
 
 @functools.cache
-def _foreign_prefill(setting: attention_flash.PrefillSetting) -> attention_flash.Prefill | None:
-    """Whose kernel computes prefill, found out once; None: ours. None of them knows sinks or float32."""
+def foreign_prefill(setting: attention_flash.PrefillSetting) -> attention_flash.Prefill | None:
+    """Whose kernel computes prefill, found out once; None means ours. Other kernels know neither sinks nor float32."""
     flash, found = attention_flash, None
     if setting.dtype in (torch.float16, torch.bfloat16):
         if flash.module("flash_attn_interface") is not None and flash.works(flash.flash3, setting):

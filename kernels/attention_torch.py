@@ -1,6 +1,6 @@
 """Paged attention of a mixed batch (decode and prefill tokens of many requests) in torch operations.
 
-A prefill goes to compiled code where there is some for it (`kvstore.kernels.cpu.prefill`).
+A prefill goes to compiled code if there is any for it (`kvstore.kernels.cpu.prefill`).
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from kvstore.kernels.cpu.prefill import prefill
 from kvstore.kernels.paged_batch import DecodeGroup, PagedBatch, Scoring
 
-MAX_MASK_ELEMENTS = 1 << 22  # of a mask that says what each token of a prefill sees
+MAX_MASK_ELEMENTS = 1 << 22  # of the mask that says which tokens each token of a prefill sees
 PIECE_TOKENS = 128  # query tokens per matrix product in prefill: small enough for the scores to stay in cache
 
 
@@ -18,7 +18,7 @@ def paged_attention(
     query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch,
     scoring: Scoring,
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]  # fmt: skip
-    """As `kvstore.kernels.attention.paged_attention`, for a host that knows the batch's lists."""
+    """As `kvstore.kernels.attention.paged_attention`, but uses the batch's lists on the host."""
     num_requests = len(batch.context_lens)
     groups = batch.decode_groups(scoring.window, query.dtype) if batch.num_decodes else []
     if len(groups) == 1 and groups[0].rows is None and batch.num_decodes == num_requests:
@@ -45,7 +45,7 @@ def paged_attention(
 def _decode(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, group: DecodeGroup, scoring: Scoring
 ) -> Tensor:  # [size, num_heads, head_dim]
-    """One call for a group: the query heads that share a KV head stand in the place of query positions."""
+    """One call for a group. The query heads that share a KV head take the place of query positions."""
     _, block_size, num_kv_heads, head_dim = key_cache.shape
     queries = query[: group.size] if group.rows is None else query.index_select(0, group.rows)
     grouped = queries.view(group.size, num_kv_heads, -1, head_dim)
@@ -71,7 +71,7 @@ def _decode(
 
 
 def _prefill(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, out: Tensor, batch: PagedBatch) -> None:
-    """Several tokens of one request over its whole context, in pieces of queries.
+    """Attention of several tokens of one request over its whole context, in pieces of queries.
 
     query, out: [num_tokens, num_heads, head_dim]; key, value: [context_len, num_kv_heads, head_dim].
     """
@@ -105,7 +105,7 @@ def _prefill(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, out: T
 
 
 def _hide(scores: Tensor, offset: int, window: int | None) -> None:
-    """Mask in place, [..., num_queries, num_keys]: query q stands at key `offset + q`."""
+    """Mask in place, [..., num_queries, num_keys]; query q is at the position of key `offset + q`."""
     num_queries, num_keys = scores.shape[-2:]
     positions = torch.arange(num_keys, device=scores.device)
     own = offset + torch.arange(num_queries, device=scores.device)[:, None]
@@ -116,7 +116,7 @@ def _hide(scores: Tensor, offset: int, window: int | None) -> None:
 
 
 def _weights(scores: Tensor, mask: Tensor | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
-    """Softmax of [..., num_queries, num_keys]; sinks, broadcastable to [..., num_queries, 1], only take weight away."""
+    """Softmax of [..., num_queries, num_keys]. Sinks, broadcastable to [..., num_queries, 1], only reduce weights."""
     if softcap is not None:
         hidden = scores == float("-inf")
         scores = (softcap * torch.tanh(scores / softcap)).masked_fill_(hidden, float("-inf"))
@@ -129,9 +129,9 @@ def _weights(scores: Tensor, mask: Tensor | None, softcap: float | None, sinks: 
 
 
 def _fused_is_fast(query: Tensor, context_len: int) -> bool:
-    """Whether torch's fused attention beats matrix products here: not for 16-bit floats on a CPU without AMX tiles.
+    """Whether torch's fused attention beats matrix products. It does not for 16-bit floats on a CPU without AMX tiles.
 
-    With something before the tokens it needs a mask, which is worth it only with tiles, and up to a size.
+    If tokens come before these, it needs a mask, which only pays with tiles, and up to a size.
     """
     if query.device.type != "cpu" or len(query) == context_len:
         return query.device.type != "cpu" or query.dtype == torch.float32 or _has_amx()

@@ -1,8 +1,8 @@
 """Blocks between the CPU arena and the paged HBM cache; loading rotates the keys on the way.
 
 The arena, [num_slots, num_layers, 2, block_size, num_kv_heads, head_dim], holds raw keys (index 0 of the third axis)
-and values. A Triton kernel on CUDA, compiled C on a CPU, the twins in `kvstore.kernels.reference` where these are
-missing; the bits are the same.
+and values. CUDA uses a Triton kernel, a CPU compiled C; without these, the twins in `kvstore.kernels.reference` do the
+same, bit for bit.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ RawLayer = tuple[int, Tensor, Tensor]  # layer, raw keys and values, [num_tokens
 
 
 class BlockLoad:
-    """The load of N blocks in every layer, layer by layer, by one thread; what layers share is prepared at first use.
+    """The load of N blocks, layer by layer, by one thread. What the layers share is prepared at its first use.
 
-    slots, block_numbers: arena slot and HBM block of each. positions: of each block's first token. rotations: per
-    layer the full table, None where keys are not rotated. On CUDA it works in the current stream.
+    slots, block_numbers: arena slot and HBM block of each. positions: of each block's first token. rotations: the full
+    table of each layer, None if its keys are not rotated. On CUDA it works in the current stream.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class BlockLoad:
         self._native: copy_native.NativeLoad | None = None
 
     def load_layer(self, layer: int, key_cache: Tensor, value_cache: Tensor) -> None:
-        """Fill this layer's HBM blocks; caches: [num_blocks, block_size, num_kv_heads, head_dim]."""
+        """Fill this layer's HBM blocks. Caches: [num_blocks, block_size, num_kv_heads, head_dim]."""
         self.load_layers(layer, [(key_cache, value_cache)])
 
     def load_layers(self, first: int, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """As `load_layer` for the layers from `first` on; by kernels, one launch for those that rotate alike."""
+        """As `load_layer`, for the layers from `first` on. Kernels launch once for layers with the same rotation."""
         if not len(self._slots) or not caches:
             return
         if runs_kernels(caches[0][0]):
@@ -61,10 +61,10 @@ class BlockLoad:
                 )
 
     def load_by_kernel(self, first: int, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """As `load_layers`, by a kernel that reads the arena, pinned memory, over the bus."""
+        """As `load_layers`, by a kernel that reads the arena, which is pinned memory, over the bus."""
         from kvstore.kernels.cuda import kv as kv_triton
 
-        if self._places is None:  # brought to the device once, in the stream of the loads
+        if self._places is None:  # copied to the device once, in the stream of the loads
             places = torch.stack([self._slots, self._block_numbers, self._positions])
             self._places = to_device(places, caches[0][0].device)
         layers = [(layer, *pair) for layer, pair in enumerate(caches, first)]
@@ -74,7 +74,7 @@ class BlockLoad:
 
 
 def save_layers(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | None, slots: Tensor) -> None:
-    """Several layers of one step. rows: which of its tokens are saved, [n] int64, None for all; slots: where, [n]."""
+    """Save several layers of one step. rows: the tokens to save, [n] int64, None for all; slots: where, [n]."""
     if not layers or not len(slots):
         return
     if not copy_native.save_layers(arena, layers, rows, slots):
@@ -84,8 +84,8 @@ def save_layers(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | None, 
 def save_to_arena(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | None, slots: Tensor) -> None:
     """As `save_layers`, in the order of the current stream: on CUDA a kernel writes to the arena over the bus.
 
-    rows, slots: int64, on the device of the keys; a slot of -1 is skipped. The arena is pinned, and the keys and values
-    must stay as they are until the stream has passed. A CUDA device needs Triton for this.
+    rows, slots: int64, on the device of the keys; a slot of -1 is skipped. The arena is pinned. Keys and values must
+    not change until the stream has passed this point. A CUDA device needs Triton for this.
     """
     if not layers or not len(slots):
         return

@@ -1,13 +1,13 @@
-"""How small tensors come to a device, and back."""
+"""Copies small tensors to a device and back, without waiting."""
 
 import torch
 from torch import Tensor
 
 
 def to_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """A small tensor on the device without a wait: from pageable memory, a copy waits for all that is queued.
+    """Copy a small tensor to the device without a wait. A copy from pageable memory would wait for everything queued.
 
-    What is there already comes back as it is.
+    A tensor that is already there is returned as it is.
     """
     if device.type != "cuda" or numbers.device.type == "cuda":
         return numbers.to(device)
@@ -15,7 +15,7 @@ def to_device(numbers: Tensor, device: torch.device) -> Tensor:
 
 
 def start_to_host(numbers: Tensor) -> Tensor:
-    """A copy on the host that is there when the device has come to it; nothing waits. On a CPU the tensor itself."""
+    """A copy on the host, complete when the device has reached it. Never waits. On a CPU: the tensor itself."""
     if numbers.device.type != "cuda":
         return numbers
     pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)

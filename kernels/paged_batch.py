@@ -1,4 +1,4 @@
-"""One step's layout for attention, shared by all layers: what can be computed once per step is computed here."""
+"""One step's layout for attention, which all layers share: everything that can be computed once per step."""
 
 import bisect
 import itertools
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from kvstore.kernels.device import to_device
 
-VIEW_TOKENS = 512  # from this context length a request whose blocks lie in one run is read in place
+VIEW_TOKENS = 512  # from this context length on, a request whose blocks are in one run is read in place
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What a layer does with its scores; see `kvstore.kernels.reference.attend`."""
+    """How a layer changes its scores; see `kvstore.kernels.reference.attend`."""
 
     scale: float
     window: int | None = None
@@ -29,34 +29,28 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Single-token requests of similar context length that attend in one call.
+    """Single-token requests of similar context length that attend in one call."""
 
-    rows: their token in the step, [size], or None for all tokens 0 .. size - 1 in order. blocks: their block numbers,
-    [size * blocks_each], padded with its first. mask: [size, 1, 1, blocks_each * block_size], 0 or -inf, or None.
-    run: first block when it is one request whose blocks lie in one run: a view of the cache, no copy.
-    """
-
-    rows: Tensor | None
+    rows: Tensor | None  # [size], their tokens in the step; None: tokens 0 .. size - 1 in order
     size: int
     context_len: int
-    blocks: Tensor
-    mask: Tensor | None
-    run: int | None = None
+    blocks: Tensor  # [size * blocks_each], their block numbers, each row padded with its first
+    mask: Tensor | None  # [size, 1, 1, blocks_each * block_size], 0 or -inf
+    run: int | None = None  # the first block, for one request whose blocks are in one run: read in place, not copied
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """The layout as a CUDA device reads it. int32 tensors on the device:
-    query_start [num_requests + 1], context_lens [num_requests], block_table [num_requests, max_blocks].
-    Host numbers: num_decodes (the first so many requests have one token each), max_query_len, max_context_len (upper
-    bounds: in a CUDA graph they are those of the capture). A request whose context_len is 0 is padding.
+    """The layout as a CUDA device reads it: int32 tensors on the device, and numbers on the host.
+
+    A request whose context_len is 0 is padding.
     """
 
-    query_start: Tensor
-    context_lens: Tensor
-    block_table: Tensor
-    num_decodes: int
-    max_query_len: int
+    query_start: Tensor  # [num_requests + 1]
+    context_lens: Tensor  # [num_requests]
+    block_table: Tensor  # [num_requests, max_blocks]
+    num_decodes: int  # so many requests at the beginning have one token each
+    max_query_len: int  # upper bounds; in a CUDA graph, those of the capture
     max_context_len: int
 
     @property
@@ -65,11 +59,11 @@ class DeviceBatch:
 
 
 class PagedBatch:
-    """Which tokens belong to which request, where their KV goes and what they may see.
+    """Which tokens belong to which request, where their KV goes and which tokens they may see.
 
     query_start: [num_requests + 1] and context_lens: [num_requests], lists. The first `num_decodes` requests have one
     token each. block_table: [num_requests, max_blocks] int64 on the CPU; slots: [num_tokens] int64 on the device, -1
-    for a token that is padding. on_device: the same layout on a CUDA device, where its tensors outlive the step.
+    for padding. on_device: the same layout on a CUDA device, if its tensors outlive the step.
     """
 
     def __init__(
@@ -87,7 +81,7 @@ class PagedBatch:
         self._masks: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def at(self, tokens: Tensor) -> "PagedBatch":
-        """The layout in which each of these tokens, [n] in order, is a request of its own; its slots are left out."""
+        """The layout in which each of these tokens, [n] in order, is a request of its own. It has no slots."""
         numbers = tokens.tolist()
         requests = [bisect.bisect_right(self.query_start, token) - 1 for token in numbers]
         behind = [self.query_start[i + 1] - 1 - token for i, token in zip(requests, numbers, strict=True)]
@@ -103,7 +97,7 @@ class PagedBatch:
 
     @cached_property
     def device_batch(self) -> DeviceBatch:
-        """The layout on the device of `slots`; unless given, copied there once per step, in one piece."""
+        """The layout on the device of `slots`. Unless it was given, it is copied there once per step, in one piece."""
         if self._on_device is not None:
             return self._on_device
         parts = [torch.tensor(self.query_start), torch.tensor(self.context_lens), self.block_table.flatten()]
@@ -117,7 +111,7 @@ class PagedBatch:
         )  # fmt: skip
 
     def decode_groups(self, window: int | None, dtype: torch.dtype) -> list[DecodeGroup]:
-        """The decode requests in groups for layers with this window; built at its first use in a step."""
+        """The decode requests in groups for layers with this window, built at the first use in a step."""
         if window not in self._groups:
             self._groups[window] = self._build_groups(window, dtype)
         return self._groups[window]
@@ -153,7 +147,7 @@ class PagedBatch:
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None, None]
         blocks = self.block_table[members, :width].clone()
         used = torch.arange(width) < -(-lens[:, None] // self.block_size)
-        blocks = torch.where(used, blocks, blocks[:, :1]).flatten()  # pad with its own: nobody reads another's
+        blocks = torch.where(used, blocks, blocks[:, :1]).flatten()  # padded with a block of the same request
         move = device.type != "cpu"
         return DecodeGroup(
             rows=rows.to(device) if rows is not None and move else rows, size=size, context_len=context_len,
@@ -162,7 +156,7 @@ class PagedBatch:
         )  # fmt: skip
 
     def causal_mask(self, num_tokens: int, before: int, dtype: torch.dtype) -> Tensor:
-        """What so many tokens after `before` others may see, [num_tokens, before + num_tokens], 0 or -inf."""
+        """What each of so many tokens after `before` others may see: [num_tokens, before + num_tokens], 0 or -inf."""
         name = (num_tokens, before, dtype)
         if name not in self._masks:
             hidden = torch.full((num_tokens, before + num_tokens), float("-inf"), dtype=dtype, device=self.slots.device)
@@ -170,7 +164,7 @@ class PagedBatch:
         return self._masks[name]
 
     def run_start(self, i: int) -> int | None:
-        """First block of request i when its blocks lie in one run, else None."""
+        """The first block of request i if its blocks are in one run, else None."""
         if i not in self._runs:
             blocks = self.block_table[i, : -(-self.context_lens[i] // self.block_size)]
             first, last = int(blocks[0]), int(blocks[-1])
@@ -179,7 +173,7 @@ class PagedBatch:
         return self._runs[i]
 
     def gather(self, cache: Tensor, i: int) -> Tensor:  # [context_len, num_kv_heads, head_dim]
-        """Keys or values of request i, as a view of the cache where its blocks lie in one run."""
+        """Keys or values of request i; a view of the cache if its blocks are in one run."""
         context_len, run = self.context_lens[i], self.run_start(i)
         if run is not None:
             return cache.view(-1, *cache.shape[2:])[run * self.block_size : run * self.block_size + context_len]

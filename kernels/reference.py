@@ -1,4 +1,4 @@
-"""The torch twins of the kernels: plain, slow where need be, right on every device. The oracle of the tests."""
+"""The torch twins of the kernels: plain, perhaps slow, and right on every device. Tests compare kernels with them."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from kvstore.rope.rotary import Rotation
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """Put new keys and values, [num_tokens, num_kv_heads, head_dim], into their slots, [num_tokens]; -1 is skipped.
+    """Write new keys and values, [num_tokens, num_kv_heads, head_dim], to their slots, [num_tokens]; -1 is skipped.
 
     Caches: [num_blocks, block_size, num_kv_heads, head_dim].
     """
@@ -22,7 +22,7 @@ def rotate_and_write(
     query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor,
     rotation: Rotation | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rotate query, [num_tokens, num_heads, head_dim], and key, write key and value, return rotated query and key.
+    """Rotate query, [num_tokens, num_heads, head_dim], and key; write key and value. Returns rotated query and key.
 
     rotation: one row per token, None to rotate nothing. The rest as `write_kv`.
     """
@@ -36,7 +36,7 @@ def load_blocks(
     arena: Tensor, layer: int, slots: Tensor, key_cache: Tensor, value_cache: Tensor, block_numbers: Tensor,
     positions: Tensor, rotation: Rotation | None,
 ) -> None:  # fmt: skip
-    """One layer of N blocks from arena slots, [N], to HBM blocks, [N]; keys are rotated on the way.
+    """Load one layer of N blocks from arena slots, [N], to HBM blocks, [N], and rotate the keys.
 
     arena: [num_slots, num_layers, 2, block_size, num_kv_heads, head_dim], raw keys and values; caches: [num_blocks,
     block_size, num_kv_heads, head_dim]. positions: of each block's first token, [N]. rotation: the layer's full table.
@@ -52,7 +52,7 @@ def load_blocks(
 
 
 def save_tokens(arena: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
-    """Raw keys and values of one layer, [num_tokens, num_kv_heads, head_dim], into their token slots, [num_tokens].
+    """Save raw keys and values of one layer, [num_tokens, num_kv_heads, head_dim], to token slots, [num_tokens].
 
     arena: as in `load_blocks`; a token slot is arena slot * block_size + offset, and -1 is skipped.
     """
@@ -71,7 +71,7 @@ def attend(
 
     query: [num_query_tokens, num_heads, head_dim]; key, value: [context_len, num_kv_heads, head_dim].
     window: a token sees itself and the window - 1 tokens before it. softcap: scores become softcap * tanh(s / softcap)
-    (Gemma 2). sinks: [num_heads], a score that takes part in the softmax and has no value (gpt-oss).
+    (Gemma 2). sinks: [num_heads], a score that enters the softmax but has no value (gpt-oss).
     """
     num_tokens, num_heads, _ = query.shape
     context_len, num_kv_heads, _ = key.shape

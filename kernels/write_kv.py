@@ -1,6 +1,6 @@
-"""New keys and values into the paged HBM cache, by slot mapping, and the rotation that goes before it.
+"""Writes new keys and values to the paged HBM cache, by slot mapping, and rotates queries and keys before that.
 
-On CUDA one Triton kernel does both, on a CPU compiled code; without either, torch operations. The bits are the same.
+On CUDA one Triton kernel does both, on a CPU compiled code, otherwise torch operations. The bits are the same.
 """
 
 from torch import Tensor
@@ -18,13 +18,13 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
 
         kv_triton.write(key, value, key_cache, value_cache, slots)
         return
-    if key.device.type != "cpu":  # there a slot of -1 is no IndexError, but an error after which the device is lost
+    if key.device.type != "cpu":  # on CUDA, a slot of -1 would be an error after which the device is lost
         reference.write_kv(key, value, key_cache, value_cache, slots)
         return
     try:
         key_cache.view(-1, *key_cache.shape[2:]).index_copy_(0, slots, key)
         value_cache.view(-1, *value_cache.shape[2:]).index_copy_(0, slots, value)
-    except IndexError:  # a slot of -1: only padded steps have any, and looking for them costs every layer of all others
+    except IndexError:  # a slot of -1: only padded steps have one, and all others should not search for it
         reference.write_kv(key, value, key_cache, value_cache, slots)
 
 
@@ -34,8 +34,8 @@ def rotate_and_write(
 ) -> tuple[Tensor, Tensor]:  # query and key, rotated  # fmt: skip
     """Rotate query and key by `rotation`, which has one row per token (see `Rotation.at`); write key and value.
 
-    query: [num_tokens, num_heads, head_dim]; the rest as in `write_kv`. Rotated tensors are new; with None for the
-    rotation query and key come back as they are.
+    query: [num_tokens, num_heads, head_dim]; the rest as in `write_kv`. Rotated tensors are new. If rotation is None,
+    query and key are returned as they are.
     """
     if runs_kernels(key):
         from kvstore.kernels.cuda import kv as kv_triton

@@ -12,6 +12,7 @@ engine.
 - `sessions/`: durable conversations and answers
 - `admin/`: commands on a store
 - `planning/`: traces, sizing, replay
+- `remote/`: what stores share over the network
 - `hosts/`: the store under engines that people already run
 - `engine/`: the engine
 - `kernels/`: device code
@@ -22,8 +23,8 @@ engine.
 - `config`: sizes, and the tiers' configuration
 - `connector`: the seam between engine and store
 - `errors`: the tree of exceptions
-- `forks`: what a forked child must leave to its parent: files, sockets, and locks that a thread of the parent holds
-  for ever
+- `forks`: what a forked child must leave to its parent: files, sockets and held locks
+- `owned_disk`: the disk tier of several engines on one machine, in the process that owns it
 - `stats`: counters
 """
 

@@ -36,16 +36,17 @@ from kvstore.store.parts import DiskParts
 from kvstore.store.progress import StoreProgress
 from kvstore.store.upkeep import TieredUpkeep
 
-LEAST_CAPACITY_BYTES = 1 << 20
+LEAST_CAPACITY_BYTES = 4 << 20  # below it LMDB has no room to move
+LARGEST_BLOCK = 8  # of the capacity; larger ones would leave too little for others
 USUAL_BLOCK_BYTES = 128 << 10  # to size what is remembered of conversations; blocks may have any size
 
 
 class BlockStore:
     """Blocks of bytes by keys, in a directory that this process owns; `open` and `close`, or a context manager.
 
-    path: made where it is missing. namespace: what else the bytes depend on, such as a digest of the weights, dtype and
-    layout: blocks of another namespace are not found, but share the capacity. capacity: bytes, or a text such as
-    "200GiB". policy: "return", "lru" or "fifo". owner: who this is, for people who ask who uses the store.
+    path: made where it is missing. namespace: everything else that the bytes depend on, such as a digest of the
+    weights, dtype and layout: blocks of another namespace are not found, but share the capacity. capacity: bytes, or a
+    text such as "200GiB". policy: "return", "lru" or "fifo". owner: a name, for messages about who uses the store.
 
     A key is 1 to 4,096 bytes and names a block's content by its whole history; keys of a chain are given head first.
     No method but `flush` and `close` waits for I/O. Any thread may call them.
@@ -63,6 +64,7 @@ class BlockStore:
             directory = StoreDirectory.open(path, name=owner)
             opened.callback(directory.close)
             self._names = Namespace(directory.secret, namespace, label(owner))
+            self._capacity_bytes = capacity_bytes
             self._running = _Upkept(_open_parts(directory, capacity_bytes, policy, self._names), owner, opened)
         self._parts = self._running.parts
         self._store, self._lock = self._parts.store, self._parts.lock
@@ -71,9 +73,9 @@ class BlockStore:
 
     # -- blocks ------------------------------------------------------------------------------------------------------
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        """Of each, whether it is stored: durable, and not about to be deleted.
+        """Whether each key is stored: durable, and not about to be deleted.
 
-        For a moment after the start, until its index is loaded, LMDB is asked, which may have to load a page.
+        Until the index is loaded after the start, this asks LMDB, which may have to load a page.
         """
         with self._lock:
             return [self._store.contains(block_id) for block_id in self._names.ids(keys)]
@@ -81,62 +83,73 @@ class BlockStore:
     def write(
         self, key: bytes, parent: bytes | None, position: int, data: memoryview, *, conversation: str | None = None
     ) -> int | None:
-        """Begin to store a block; returns the ticket of what `poll` will say of it. Until then `data` must not change.
+        """Begin to store a block; returns the ticket that `poll` will report.
 
-        None: refused, as too much waits to be written, or the disk cannot be written at the moment; that is counted.
-        What comes after the pause finds out whether it can. parent: the key before it, None for the first; where that
-        is not stored, nothing else is evicted for this block. position: of its first token. conversation: a name of
-        the caller's; without one it is recognised by the parent.
+        Until then `data` must not change. None: refused and counted, because too much waits to be written or the disk
+        cannot be written at the moment. Writes after a pause try again. parent: the previous key, None for the first;
+        if that is not stored, nothing is evicted for this block. position: of its first token. conversation: a name
+        that the caller gives; without one it is recognised by the parent.
         """
         _check_block(key, parent, position)
         view = _bytes_of(data)
+        check_block_bytes(view.nbytes, self._capacity_bytes)
         with self._lock:
             return self._store.write(self._names.record(key, parent, position, time.time()), view, conversation)
 
-    def read_into(self, key: bytes, into: memoryview, *, is_hint: bool = False) -> int:
-        """Begin to read a block into memory of its exact size; returns the ticket of what `poll` will say of it.
+    def read_into(self, key: bytes, into: memoryview) -> int:
+        """Begin to read a block into memory of its exact size; returns the ticket that `poll` will report.
 
-        Its length, its checksum, namespace, key and parent are checked before it is ok. A damaged one is deleted, and
-        what builds on it. is_hint: nobody waits for it yet, so it goes behind all others.
+        Length, checksum, namespace, key and parent are checked before it is ok. A damaged block is deleted, with all
+        that build on it.
         """
         view = _bytes_of(into, writable=True)
         with self._lock:
             index = self._store.disk.contents.index
             entry = None if index is None else index.get(self._names.block_id(key))
             wanted = self._names.wanted(key, None if entry is None else entry.parent_id)
-            return self._store.read(wanted, view, is_hint)
+            return self._store.reads.read(wanted, view)
+
+    def prefetch(self, keys: Sequence[bytes]) -> None:
+        """A request will ask for this chain soon: the last of these blocks that is stored, and all it builds on, are
+        read into the system's page cache, behind all other reads. Some keys of the chain will do, head first.
+        """
+        with self._lock:
+            self._store.reads.prefetch(self._names.ids(keys))
 
     def poll(self) -> list[Finished]:
-        """What has ended since the last call."""
+        """Reads and writes that have ended since the last call."""
         with self._lock:
             self._store.poll()
             return self._store.tickets.collect()
 
     # -- who needs them ----------------------------------------------------------------------------------------------
     def arrive(self, conversation: str, keys: Sequence[bytes]) -> None:
-        """A request with this chain waits or runs: its blocks go after all others, until `finish`.
+        """A request with this chain waits or runs: its blocks are evicted after all others, until `finish`.
 
         conversation: the name of a session, or of the request; the same one again, before it has finished, replaces the
-        chain. A conversation is recognised by its chain, too. Where a host tells of no requests, `touch` and the
-        parents of what is written stand in for them.
+        chain. A conversation is recognised by its chain, too. If a host does not report requests, `touch` and the
+        parents of written blocks stand in for them.
         """
         with self._lock:
             self._store.conversations.arrive(conversation, self._names.ids(keys))
 
     def finish(self, conversation: str, keys: Sequence[bytes] = ()) -> None:
-        """The request has ended. keys: its chain with the answer, where that is known. Unknown names do nothing."""
+        """The request has ended. keys: its chain with the answer, where that is known. Unknown names do nothing.
+
+        When no request is left, what waits is written at once; until then small writes wait for others, for 0.2 s.
+        """
         with self._lock:
-            self._store.conversations.finish(conversation, self._names.ids(keys))
+            self._store.end_request(conversation, self._names.ids(keys))
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """These blocks, head first, were of use just now."""
+        """These blocks, head first, were just used."""
         with self._lock:
             self._store.conversations.touch(self._names.ids(keys))
 
     def pin(self, keys: Sequence[bytes], ttl_s: float | None) -> None:
-        """Keep the conversation of this chain longer than others for so long; None: until `unpin` or a restart.
+        """Keep the conversation of this chain longer than others for this time; None: until `unpin` or a restart.
 
-        A priority, not a lock: what is left to evict when all is pinned goes all the same.
+        A pin is a priority, not a lock: when everything is pinned, pinned blocks are evicted, too.
         """
         with self._lock:
             self._store.conversations.pin(self._names.ids(keys), math.inf if ttl_s is None else ttl_s)
@@ -146,16 +159,16 @@ class BlockStore:
             self._store.conversations.pin(self._names.ids(keys), 0.0)
 
     def expire(self, keys: Sequence[bytes], ttl_s: float | None) -> None:
-        """The conversation of this chain goes first after so long without a request; None: it does not."""
+        """Evict the conversation of this chain first after this time without a request; None: never because of time."""
         expires_s = math.inf if ttl_s is None else time.time() + ttl_s
         with self._lock:
             self._store.conversations.pin(self._names.ids(keys), None, expires_s)
 
     def forget(self, keys: Sequence[bytes]) -> int:
-        """Delete this chain, head first, and what builds on the last block of it; returns how many blocks that are.
+        """Delete this chain, given head first, and what builds on its last block; returns the number of blocks.
 
-        What others build on, such as a system prompt, stays. `flush` returns when they are gone. While the index is
-        loaded, it is remembered, and 0 returned.
+        Blocks that other chains build on, such as a system prompt, stay. `flush` returns when they are gone. While the
+        index is loading, this is remembered, and returns 0.
         """
         with self._lock:
             return self._store.forget(self._names.ids(keys)) if keys else 0
@@ -163,21 +176,15 @@ class BlockStore:
     # -- looking after -----------------------------------------------------------------------------------------------
     @property
     def reason(self) -> str | None:
-        """Why nothing can be written at the moment; None: it can."""
+        """Why nothing can be written at the moment; None if it can."""
         return self._parts.degraded
 
     @property
     def is_degraded(self) -> bool:
         return self._parts.degraded is not None
 
-    @property
-    def has_pending_work(self) -> bool:
-        """There are tickets that `poll` has not said all of."""
-        with self._lock:
-            return bool(self._store.tickets)
-
     def stats(self) -> dict[str, Any]:
-        """As `Engine.stats()`, without what a store by itself does not have. disk: among others read_bytes_per_s and
+        """Like `Engine.stats()`, without what a store alone does not have. disk: among others read_bytes_per_s and
         write_bytes_per_s, the measured rates, or None.
         """
         return self._running.stats()
@@ -187,9 +194,10 @@ class BlockStore:
         return self._running.flush(timeout_s)
 
     def close(self) -> None:
-        """Write what waits, for 5 s at most, and give the store back. Twice does no harm; all else raises StoreError.
+        """Write what waits, for 5 s at most, and release the store.
 
-        The memory of what had not ended is the caller's again, unless the disk hangs.
+        May be called twice; afterwards all other methods raise StoreError. Unfinished reads and writes return their
+        memory to the caller, unless the disk hangs.
         """
         self._finalizer()
         self._store = cast("HostBlocks", _Closed())
@@ -216,6 +224,15 @@ def _checked(namespace: bytes, capacity: int | str, policy: str) -> int:
             f"capacity is {format_size(capacity_bytes)}; give {format_size(LEAST_CAPACITY_BYTES)} or more"
         )
     return capacity_bytes
+
+
+def check_block_bytes(block_bytes: int, capacity_bytes: int) -> None:
+    """Raises ConfigError if a store of this capacity takes no block of this size."""
+    if block_bytes * LARGEST_BLOCK > capacity_bytes:
+        raise ConfigError(
+            f"a block of {format_size(block_bytes)} is too large for a capacity of {format_size(capacity_bytes)}; "
+            f"give {format_size(block_bytes * LARGEST_BLOCK)} or more"
+        )
 
 
 def _check_block(key: bytes, parent: bytes | None, position: int) -> None:
@@ -245,21 +262,21 @@ def _open_parts(directory: StoreDirectory, capacity_bytes: int, policy: str, nam
     learned.restore(planner)
     disk = DiskTier(directory, capacity_bytes)
     io = IoQueue(disk, progress.wake, batch_bytes=min(BATCH_BYTES, capacity_bytes // 32))
-    store = HostBlocks(disk, io, steering, planner, stats, clock, names.root)
+    store = HostBlocks(disk, io, steering, planner, stats, clock, {names.root})
     return DiskParts(directory, threading.RLock(), progress, store, disk, io, learned)
 
 
 class _Closed:
-    """In the place of a store that was closed."""
+    """Stands in for a closed store."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise StoreError("the store was closed; open it again")
 
 
 class _Upkept:
-    """What works while a store is open, whoever calls. Knows nothing of the BlockStore, which may be dropped unclosed.
+    """Background work of an open store.
 
-    opened: what is to be undone when it cannot run.
+    Does not refer to the BlockStore, which may be dropped unclosed. opened: undone when it cannot run.
     """
 
     def __init__(self, parts: DiskParts[HostBlocks], owner: str, opened: ExitStack) -> None:
@@ -293,12 +310,8 @@ class _Upkept:
         raise StoreError(f"the store is used by {self._owner} for blocks alone: it has no sessions")
 
     def stats(self) -> dict[str, Any]:
-        parts = self.parts
-        with parts.lock:
-            found = parts.store.as_dict()
         nothing = dict.fromkeys(("hbm", "cpu", "sessions", "requests", "tokens"))
-        lost = None if parts.directory is None else parts.directory.loss()
-        return {"model": self._owner, **nothing, **found, "lost": lost}
+        return {"model": self._owner, **nothing, **self._upkeep.stats()}
 
     def flush(self, timeout_s: float | None) -> bool:
         parts = self.parts

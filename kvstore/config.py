@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import ConfigError
+from kvstore.remote.address import parse_prefill_url
+from kvstore.remote.names import fleet_secret
+from kvstore.remote.object_address import parse_remote_url
 
 SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 MAX_SAVE_BYTES = 512 << 20  # of activations that a CUDA device keeps until they are saved
@@ -43,10 +46,12 @@ def format_size(size_bytes: int | float) -> str:
 
 
 CODEC_NAMES = ("raw", "zstd", "split-zstd")  # `kvstore.disk.codec` says what they are
+ROLES = ("prefill", "decode")
+SESSION_DURABILITIES = ("always", "everysec", "unchecked")  # `kvstore.sessions.shared.server` says what they ask for
 
 
 def setting(default: Any, help: str, **about: Any) -> Any:
-    """A field of a configuration, and what a person is told of it.
+    """A field of a configuration, with its description for people.
 
     about: `low` and `high` of a whole number, or `among` of a text, which `check_settings` checks; `shown`: the default
     in words, where the value does not say it.
@@ -55,7 +60,7 @@ def setting(default: Any, help: str, **about: Any) -> Any:
 
 
 def check_settings(config: Any) -> None:
-    """Raises ConfigError for a field that is not as `setting` says; None is fine where it is the default."""
+    """Raises ConfigError for a field outside the bounds of its `setting`; None is allowed where it is the default."""
     for one in fields(config):
         value, about = getattr(config, one.name), one.metadata
         if value is None and one.default is None:
@@ -66,7 +71,29 @@ def check_settings(config: Any) -> None:
             raise ConfigError(f"{one.name} is {value!r}; give a whole number from {about['low']} to {about['high']}")
 
 
-LEAST_BLOCKS = {"hbm": 1, "cpu": 2, "disk": 4}  # below that a tier can do nothing
+_ENDPOINT = re.compile(r"(tcp://(?:\*|[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])):([0-9]{1,5})")
+
+
+def parse_endpoint(value: str, name: str) -> tuple[str, int]:
+    """Split tcp://ADDRESS:PORT into address and port, where PORT + 1 must be a port, too. Raises ConfigError."""
+    match = _ENDPOINT.fullmatch(value) if isinstance(value, str) else None
+    if match is None or not 1 <= int(match[2]) < 2**16 - 1:
+        raise ConfigError(f"{name} is {value!r}; give tcp://ADDRESS:PORT with a port below 65535, as in tcp://*:5557")
+    return match[1], int(match[2])
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSessions:
+    """Sessions that several servers share. url: of their Redis. durability, num_replicas: what it must promise."""
+
+    url: str
+    durability: str = "always"
+    num_replicas: int = 0
+    fleet_secret_file: str | Path | None = None
+
+
+MOST_TTL_S = 10 * 366 * 86400
+LEAST_BLOCKS = {"hbm": 1, "cpu": 2, "disk": 4}  # with fewer a tier cannot work
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +110,17 @@ class CacheTiers:
         "raw", "how KV lies on disk: raw, zstd or split-zstd, which takes 0.7 of the space for bf16", among=CODEC_NAMES
     )
     disk_per_tenant: int | str | None = setting(None, "size of one tenant's KV on disk; more is not written")
+    remote: str | None = setting(
+        None, "KV that servers share behind their disks: redis://host:6379/0, s3://bucket, gs://, az:// or file:///dir"
+    )
+    remote_ttl_s: float = setting(7 * 86400.0, "how long KV stays in --remote after it was last of use")
+    fleet_secret_file: str | Path | None = setting(
+        None, "file with the secret that all servers share, instead of $KVSTORE_FLEET_SECRET"
+    )
+    role: str | None = setting(
+        None, "prefill computes prompts for other servers; decode lets --prefill-url compute its own", among=ROLES
+    )
+    prefill_url: str | None = setting(None, "server with --role prefill: http://host:8000, or https://")
 
     def __post_init__(self) -> None:
         for name in ("hbm", "cpu", "disk"):
@@ -94,11 +132,31 @@ class CacheTiers:
             object.__setattr__(self, "disk_per_tenant", parse_size(self.disk_per_tenant, "disk_per_tenant"))
         if not isinstance(self.path, str | Path | None):
             raise ConfigError(f"path is {self.path!r}; give a directory")
+        if not isinstance(self.fleet_secret_file, str | Path | None):
+            raise ConfigError(f"fleet_secret_file is {self.fleet_secret_file!r}; give a file")
         check_settings(self)
         if self.hbm == 0:
             raise ConfigError('hbm is 0, but the engine computes in it; give "auto" or a size')
+        if self.remote is not None:
+            parse_remote_url(self.remote)
+            fleet_secret(self.fleet_secret_file)
+        if self.remote is not None and not (self.cpu or self.disk):
+            raise ConfigError("remote is set, but cpu and disk are 0; blocks come to it from there: give one a size")
+        self._check_role()
+        if not 1 <= self.remote_ttl_s <= MOST_TTL_S:
+            raise ConfigError(f"remote_ttl_s is {self.remote_ttl_s!r}; give 1 to {MOST_TTL_S} seconds")
         if self.disk and self.path is None:
             raise ConfigError("disk is set but path is not; give the directory of the disk tier")
+
+    def _check_role(self) -> None:
+        if self.role is not None and self.remote is None:
+            raise ConfigError(f"role is {self.role}, but remote is not set; KV goes from one server to the other by it")
+        if self.role == "decode" and self.prefill_url is None:
+            raise ConfigError("role is decode, but prefill_url is not set; give the address of a server that prefills")
+        if self.prefill_url is not None:
+            parse_prefill_url(self.prefill_url)
+            if self.role != "decode":
+                raise ConfigError("prefill_url is set, but role is not decode; give --role decode")
 
     @classmethod
     def of(cls, value: "CacheTiers | Mapping[str, object] | None") -> "CacheTiers":

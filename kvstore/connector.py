@@ -12,58 +12,46 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from kvstore.blocks.forest import Order
+from kvstore.blocks.ends import Order
+from kvstore.blocks.holdings import Holdings
 from kvstore.blocks.ids import BlockId, Lineage, lineage_root
 from kvstore.blocks.records import SaveFence, TransferPlan
 from kvstore.config import CacheTiers
 from kvstore.disk.directory import StoreDirectory
 from kvstore.memory.layout import KVLayout
-from kvstore.policy.conversation import Answer, Conversation, QueueKey
+from kvstore.policy.conversation import Answer, Conversation
 from kvstore.policy.lookahead import LookAhead
 from kvstore.policy.steering import Steering
-from kvstore.store.seam import Arrival, Lookup, Match, StepSpan, Upkeep
+from kvstore.store.seam import Arrival, Lookup, Match, NewRequest, Prefilled, StepSpan, Upkeep
 
 if TYPE_CHECKING:
     import torch
 
+    from kvstore.memory.ranked import OtherRanks
+
 
 class KVConnector(Protocol):
-    """Scheduler side runs in the control plane's thread; worker side beside the model's forward.
+    """The scheduler's verbs run in the control plane's thread, the worker's beside the model's forward.
 
-    Without a store, whatever returns None does nothing.
+    Without a store, verbs that return None do nothing.
     """
 
-    directory: StoreDirectory | None  # the store's files, None when there are none
     fingerprint: bytes  # names the model and layout whose KV is stored; empty without a store
     hbm_order: Order  # of conversations in the engine's pool; its owner is the engine's thread
     lineage_root: Callable[[str, str], BlockId]  # of the chains of a tenant with a cache salt; asked once per request
     upkeep: Upkeep
+    holdings: Holdings | None  # where all tiers, HBM included, report what they hold; None when no events are wanted
 
     # -- scheduler side --------------------------------------------------------------------------------------------
-    def on_new_request(
-        self,
-        request_id: str,
-        chain: Sequence[BlockId],
-        token_ids: Sequence[int],
-        lineage: Lineage,
-        tenant: str,
-        num_hbm_tokens: int,
-        key: QueueKey,
-        conversation: Conversation | None = None,
-        may_load: bool = True,
-    ) -> Arrival:
-        """A request was queued (not yet scheduled): prefetch may begin. Called again after a preemption.
-
-        chain, token_ids: all that is known now; later ones come with `StepSpan`. key: its place in the queue.
-        conversation: what was returned for the same request before, or for another choice of its prompt. may_load
-        False: a load for it failed, so compute.
-        """
+    def on_new_request(self, request: NewRequest) -> Arrival:
+        """A request was queued (not yet scheduled): prefetch may begin. Called again after a preemption."""
         ...
 
     def get_num_new_matched_tokens(self, request_id: str, num_computed_tokens: int, max_tokens: int) -> Match:
-        """How many tokens after `num_computed_tokens` can be loaded, at most `max_tokens`. Called when scheduling.
+        """How many tokens after `num_computed_tokens` can be loaded, at most `max_tokens`.
 
-        When the answer says to compute some tokens first, it is asked again for the running request after these.
+        Called when scheduling. If the answer says to compute some tokens first, it is called again for the running
+        request after these.
         """
         return Match(Lookup.MISS)
 
@@ -89,8 +77,8 @@ class KVConnector(Protocol):
     ) -> None:
         """The request ended, was aborted or preempted; its HBM blocks are about to be released.
 
-        answer: how far it came and how it ended, for what is learned of returns. new_ids, new_tokens: see `StepSpan`,
-        but to its very end.
+        answer: its length and end, from which returns are learned. new_ids, new_tokens: see `StepSpan`, but to its very
+        end.
         """
 
     # -- worker side -----------------------------------------------------------------------------------------------
@@ -117,38 +105,38 @@ class KVConnector(Protocol):
         return
 
     def wait_for_save(self) -> SaveFence | None:
-        """The forward pass has ended: hand over what was saved. Never waits for a slow tier.
+        """The forward pass has ended: hand over the saves.
 
-        Returns what orders the next writing of this step's saved tensors; None when they may be written at once.
+        Never waits for a slow tier. Returns a fence for the next write to this step's saved tensors; None when they may
+        be written at once.
         """
         return None
 
     def step_failed(self) -> None:
-        """Something raised while a step was planned or run: nothing of what is planned or running is to be kept."""
+        """A step failed while it was planned or run: drop its transfers."""
         return
 
-    def get_finished(self) -> tuple[int, ...]:
-        """HBM blocks whose load failed since the last call: they hold nothing and are to be recomputed."""
+    def get_finished(self, prefilled: Sequence[Prefilled] = ()) -> tuple[int, ...]:
+        """A step has ended. Returns HBM blocks whose load failed since the last call: they must be recomputed.
+
+        prefilled: steps that were timed since, against which loads are weighed.
+        """
         return ()
 
     def wait_for_progress(self, timeout_s: float) -> None:
-        """Returns when something in flight has ended since the last call: all requests wait for their blocks."""
-        return
-
-    def step_measured(self, num_prefill_tokens: int, seconds: float) -> None:
-        """A step that computed so many tokens of prompts took so long: what a load is weighed against."""
+        """Wait until a transfer has ended since the last call. Called when all requests wait for their blocks."""
         return
 
     # -- beside them -----------------------------------------------------------------------------------------------
     def prefetch(self, chain: Sequence[BlockId], token_ids: Sequence[int], lineage: Lineage, tenant: str) -> None:
-        """Somebody is likely to ask for this chain soon."""
+        """Hint that this chain is likely to be needed soon."""
         return
 
     def pin(self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None = None) -> None:
-        """Keep the conversation of this chain longer than others for so long; 0 ends a pin.
+        """Keep the conversation of this chain longer than others for this time; 0 ends a pin.
 
-        A priority, not a lock: when there is nothing else to evict, pinned blocks go too. expires_s: of `time.time()`;
-        from then on it is evicted first; math.inf takes that back. None: as it was.
+        A pin is a priority, not a lock: when nothing else is left, pinned blocks are evicted, too. expires_s: of
+        `time.time()`; from then on it is evicted first; math.inf takes that back. None: as it was.
         """
 
     def splice(
@@ -162,51 +150,48 @@ class KVConnector(Protocol):
         """A chain for the kept `spans` of `token_ids` that reuses their KV; None when it has to be computed."""
         return None
 
-    def stats(self) -> dict[str, object]: ...
-
     def close(self) -> None:
         return
 
 
 class _NothingKept(Upkeep):
-    """Of no store."""
+    """The upkeep of no store: only what was learned can be shown."""
+
+    def __init__(self, steering: Steering) -> None:
+        self._steering = steering
+
+    def stats(self) -> dict[str, object]:
+        return {"policy": self._steering.as_dict()}
 
 
 class NullConnector(KVConnector):
-    """No store: every lookup is a miss and nothing is kept beyond HBM. What is not said here does nothing.
+    """No store: every lookup is a miss, and nothing is kept beyond HBM. Inherited verbs do nothing.
 
     num_hbm_blocks: of the engine's pool, whose order of eviction is given here too. policy: see
     `kvstore.policy.policies`.
     """
 
-    def __init__(self, num_hbm_blocks: int = 0, policy: str = "auto", clock: Callable[[], float] = time.time) -> None:
-        self.directory, self.fingerprint = None, b""
+    def __init__(
+        self, num_hbm_blocks: int = 0, policy: str = "auto", clock: Callable[[], float] = time.time,
+        reports: bool = False,
+    ) -> None:  # fmt: skip
+        self.fingerprint = b""
         self.lineage_root = partial(lineage_root, secrets.token_bytes(32), "")
-        self.upkeep = _NothingKept()
+        self.holdings = Holdings(lambda tenant: self.lineage_root(tenant, "")) if reports else None
         self._steering = Steering(policy, clock, {"hbm": num_hbm_blocks})
+        self.upkeep = _NothingKept(self._steering)
         self._look_ahead = LookAhead(num_hbm_blocks, 0, self._steering.refresh)
         self._requests: dict[str, tuple[Conversation, list[BlockId]]] = {}
         self.hbm_order = self._steering.order("hbm")
 
-    def on_new_request(
-        self,
-        request_id: str,
-        chain: Sequence[BlockId],
-        token_ids: Sequence[int],
-        lineage: Lineage,
-        tenant: str,
-        num_hbm_tokens: int,
-        key: QueueKey,
-        conversation: Conversation | None = None,
-        may_load: bool = True,
-    ) -> Arrival:
+    def on_new_request(self, request: NewRequest) -> Arrival:
+        chain, num_tokens, num_hit = request.chain, len(request.token_ids), request.num_hbm_tokens
         # All its full blocks are there, if what is left is less than one of them.
-        is_stored = bool(chain) and len(token_ids) - num_hbm_tokens < num_hbm_tokens / len(chain)
-        found = self._steering.arrive(chain, conversation, is_stored)
-        self._requests[request_id] = (found, list(chain))
-        num_hit = round(num_hbm_tokens * len(chain) / max(len(token_ids), 1))
-        self._look_ahead.add(request_id, key, found, num_hit)
-        return Arrival([], found)
+        is_stored = bool(chain) and num_tokens - num_hit < num_hit / len(chain)
+        found = self._steering.arrive(chain, request.conversation, is_stored)
+        self._requests[request.request_id] = (found, list(chain))
+        self._look_ahead.add(request.request_id, request.key, found, round(num_hit * len(chain) / max(num_tokens, 1)))
+        return Arrival((), found)
 
     def build_connector_meta(self, spans: Sequence[StepSpan]) -> TransferPlan | None:
         for span in spans:
@@ -226,18 +211,15 @@ class NullConnector(KVConnector):
         conversation, chain = self._requests.pop(request_id, (None, []))
         if conversation is not None:
             self._look_ahead.remove(request_id)
-            self._steering.leave(conversation, [*chain, *new_ids], answer)
+            self._steering.end_request(conversation, [*chain, *new_ids], answer)
 
     def pin(self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None = None) -> None:
-        if (found := self._steering.find(chain)) is not None:
+        if (found := self._steering.conversation_of(chain)) is not None:
             self._steering.pin(found, seconds, expires_s)
-
-    def stats(self) -> dict[str, object]:
-        return {"policy": self._steering.as_dict()}
 
 
 def hold_store(tiers: CacheTiers) -> StoreDirectory | None:
-    """Become the owner of the store of these tiers, None where there is no disk tier: in a moment, without any model.
+    """Become the owner of these tiers' store, quickly and without a model; None if there is no disk tier.
 
     Raises StoreError or StoreLockedError.
     """
@@ -260,18 +242,44 @@ def open_connector(
     num_hbm_blocks: int = 0,
     policy: str = "auto",
     directory: StoreDirectory | None = None,
+    reports: bool = False,
+    secret: bytes | None = None,
+    others: OtherRanks | None = None,
+    owner: str | None = None,
 ) -> KVConnector:
     """The connector for these tiers: none below HBM gives a NullConnector.
 
     fingerprint: 64 hexadecimal digits that name weights, rotation and layout; called with the file in which digests of
     weights may be cached. least_slots: blocks that the staging area needs when the CPU tier is off but the disk is on.
     num_hbm_blocks: of the engine's pool. policy: of eviction. directory: from `hold_store`, which is called here
-    otherwise; the connector closes it, also when this raises.
+    otherwise; the connector closes it, also when this raises. reports: to `KVConnector.holdings`. secret: of a fleet,
+    whose servers have the same block ids; None: the store's own. others: ranks that have the other heads, where the
+    layout says that this one has some. owner: the socket of the process that owns the disk of this and other engines
+    (`kvstore.owned_disk`); then these tiers have none.
     Raises ConfigError, StoreError or StoreLockedError.
     """
     if not tiers.cpu and not tiers.disk:
-        return NullConnector(num_hbm_blocks, policy)
+        null = NullConnector(num_hbm_blocks, policy, reports=reports)
+        if secret is not None:
+            name = fingerprint(None)
+            null.fingerprint, null.lineage_root = bytes.fromhex(name), partial(lineage_root, secret, name)
+        return null
     from kvstore.store.assembly import open_tiered  # loads torch, lmdb and all that
 
     owned = hold_store(tiers) if directory is None else directory
-    return open_tiered(tiers, layout, model, fingerprint, device, load, least_slots, num_hbm_blocks, policy, owned)
+    return open_tiered(
+        tiers,
+        layout,
+        model,
+        fingerprint,
+        device,
+        load,
+        least_slots,
+        num_hbm_blocks,
+        policy,
+        owned,
+        reports,
+        secret,
+        others,
+        owner,
+    )

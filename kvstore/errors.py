@@ -12,6 +12,8 @@ KVStoreError
 ├── StoreError             a store's files cannot be opened or used
 │   ├── StoreLockedError        another process owns the store; its pid is in the message
 │   ├── SessionDamagedError     records of a session cannot be read; the message says which turns are whole
+│   ├── SessionTakenError       another server writes to the session now: a turn that was computed is not stored
+│   ├── RemoteError             a server that stores share cannot be reached, or refuses
 │   └── DegradedError           the disk tier cannot write at the moment: what was to be made durable is not
 │       └── StoreLostError          its files were removed or replaced while it was open: nothing more is kept
 ├── EngineClosedError      the engine was closed, or its thread died
@@ -81,12 +83,20 @@ class SessionDamagedError(StoreError):
     """Records of a session cannot be read, and never will be; what to do stands in the message."""
 
 
+class SessionTakenError(StoreError):
+    """Another server has taken a session over from one that gave no sign of life; the turn that ran is not stored."""
+
+
+class RemoteError(StoreError):
+    """A shared server did not answer in time, refused or sent what cannot be read; the message names it, no secret."""
+
+
 class DegradedError(StoreError):
     """The disk tier cannot write (full, read-only, failing): serving goes on, durability does not."""
 
 
 class StoreLostError(DegradedError):
-    """Files of the store were removed or replaced while it was open: what was to be kept would not be found again."""
+    """Files of the store were removed or replaced while it was open: new data would not be found again."""
 
 
 class EngineClosedError(KVStoreError):

@@ -16,7 +16,7 @@ _left: list[dict[str, Any]] = []  # in a child, to its end: what is the parent's
 
 
 def leave_to_parent(owner: Any, what: str, **in_child: Any) -> None:
-    """From now on `owner` cannot be used in a forked child: of its attributes only texts and bytes stay.
+    """Make `owner` unusable in forked children: of its attributes only texts and bytes stay.
 
     what: its name in the error. in_child: attributes that have these values there, such as that it is closed. An owner
     with a method `let_go` has it called first, to close descriptors that the child must not hold.
@@ -25,7 +25,7 @@ def leave_to_parent(owner: Any, what: str, **in_child: Any) -> None:
 
 
 class _Inherited:
-    """In the place of an attribute: whatever is done with it raises."""
+    """Replaces an attribute; any use raises."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -37,7 +37,7 @@ class _Inherited:
     __getattr__ = __index__ = __truediv__ = __lt__ = __gt__ = _refuse
 
 
-def _leave() -> None:
+def _leave_all() -> None:
     for owner, (what, in_child) in list(_owners.items()):
         _left.append(dict(vars(owner)))
         if hasattr(owner, "let_go"):
@@ -47,4 +47,4 @@ def _leave() -> None:
         vars(owner).update({**dict.fromkeys(_left[-1], inherited), **kept, **in_child})
 
 
-os.register_at_fork(after_in_child=_leave)
+os.register_at_fork(after_in_child=_leave_all)

@@ -36,6 +36,7 @@ class StoreStats:
     loaded: int = 0
     written: int = 0
     read: int = 0
+    remote_read: int = 0
     spliced: int = 0
     prefetched: int = 0  # reads begun before the request could start, or on a hint
     prefetch_hits: int = 0  # on disk when their request came, and in memory when it was first asked for
@@ -53,6 +54,7 @@ class StoreStats:
     identity_mismatches: int = 0
     load_failures: int = 0  # computed instead
     read_failures: dict[str, int] = field(default_factory=dict)  # by cause; computed instead
+    remote_read_failures: dict[str, int] = field(default_factory=dict)
     loaded_tokens: int = 0  # from the CPU tier, where those of the disk had been read to
     given_up_tokens: int = 0  # were to be loaded, until a block of them did not come
     housekeeping_errors: int = 0  # rounds of work in the background that ended in an error which nobody had foreseen

@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al., RoFormer, arXiv 2104.09864) as pure math on raw queries and keys.
 
 A table holds cos and sin of every position in the model's dtype; `rotate` rounds as the model's own code does, so that
-a key rotated here is bit-identical to one rotated there. Knows no model and no cache.
+a key rotated here is bit-identical to one that the model rotates. Knows no model and no cache.
 """
 
 from dataclasses import dataclass, replace
@@ -61,29 +61,25 @@ class TableLayout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """cos, and sin with the sign it is added with, of every element of a head, [num_tokens, 1, rotary_dim].
+    """Cos and signed sin of every element of a head, for compiled code that rotates halves by additions only.
 
-    What compiled code rotates halves with: a - b is a + (-b), and rounding is symmetric.
+    That gives the same bits, because a - b is a + (-b), and rounding is symmetric.
     """
 
-    cos: Tensor
-    sin: Tensor
+    cos: Tensor  # [num_tokens, 1, rotary_dim]
+    sin: Tensor  # the same, negative where the product is subtracted
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The rotation of the layers that share frequencies: its table, [max_positions, rotary_dim / 2], and its style.
+    """The rotation of layers that share frequencies."""
 
-    layout: how the model's own cos and sin spread over the rotary dimension, see `match_rotation`. spread: of a step's
-    tokens on a CPU, see `spread_out`.
-    """
-
-    cos: Tensor
+    cos: Tensor  # [max_positions, rotary_dim / 2]
     sin: Tensor
     style: Style
-    upcast: bool = False
-    layout: TableLayout = TableLayout.HALVES
-    spread: Spread | None = None
+    upcast: bool = False  # see `rotate`
+    layout: TableLayout = TableLayout.HALVES  # of the model's own cos and sin
+    spread: Spread | None = None  # of a step's tokens on a CPU, see `spread_out`
 
     def over(self, cos: Tensor, sin: Tensor) -> "Rotation":
         """The same rotation with the model's full table, [max_positions, width] as its rotary module returns it."""
@@ -94,14 +90,14 @@ class Rotation:
         return replace(self, cos=self.cos[positions], sin=self.sin[positions], spread=None)
 
     def spread_out(self) -> "Rotation":
-        """The same with what compiled code needs, where that knows the style and the tables are on a CPU."""
+        """The same with `spread`, if compiled code knows the style and the tables are on a CPU."""
         if self.upcast or self.style is not Style.HALF or self.cos.device.type != "cpu":
             return self
         cos, sin = torch.cat([self.cos, self.cos], -1), torch.cat([-self.sin, self.sin], -1)
         return replace(self, spread=Spread(cos.unsqueeze(1), sin.unsqueeze(1)))
 
     def rounds_once(self, dtype: torch.dtype) -> bool:
-        """Whether rotating elements of this dtype rounds the sum alone, as torch's type promotion would do it."""
+        """Whether rotating elements of this dtype rounds only the sum, as torch's type promotion does."""
         return self.upcast or torch.promote_types(self.cos.dtype, dtype) == torch.float32
 
     def apply(self, x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Which tokens survive a truncation or an edit, and where they land, as copies between blocks.
+"""Which tokens survive a truncation or an edit, and where they go, as copies between blocks.
 
-Knows token positions and block indices only: no ids, no tensors. Positions of kept tokens change; raw keys do not care.
+Knows only token positions and block indices, no ids and no tensors. Kept tokens get new positions; raw keys have none.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,22 +35,19 @@ class SplicedBlock:
 
 @dataclass(frozen=True, slots=True)
 class SplicePlan:
-    """The new sequence's first blocks: `num_exact_blocks` that are the old ones, then `blocks`, to be copied.
+    """The first blocks of the new sequence."""
 
-    num_tokens: how many tokens of the new sequence these cover; what is kept beyond them is to be computed.
-    """
-
-    num_exact_blocks: int
-    blocks: tuple[SplicedBlock, ...]
-    num_tokens: int
+    num_exact_blocks: int  # these are the old ones
+    blocks: tuple[SplicedBlock, ...]  # the following ones, to be copied
+    num_tokens: int  # that all of these cover; further kept tokens must be computed
 
 
 def plan_splice(spans: Iterable[tuple[int, int]], block_size: int, num_source_blocks: int) -> SplicePlan:
     """The copies that put the kept `spans` of old tokens, [start, end), one after the other.
 
     spans: in order, not overlapping. num_source_blocks: the old blocks below it are full and may be copied from.
-    Blocks before the first token that moves stay as they are. Only full new blocks are made, and the first that needs
-    another source ends the list: a chain has no holes.
+    Blocks before the first moved token stay as they are. Only full blocks are made. The first block that needs another
+    source ends the list, as a chain has no holes.
     """
     merged = _merge(spans)
     head = merged[0].end if merged and merged[0].start == 0 else 0
@@ -64,7 +61,7 @@ def plan_splice(spans: Iterable[tuple[int, int]], block_size: int, num_source_bl
 
 
 def _merge(spans: Iterable[tuple[int, int]]) -> list[Span]:
-    """Without empty spans, and with those that touch made one."""
+    """The spans without empty ones, and with adjacent ones joined."""
     merged: list[Span] = []
     last_end = 0
     for start, end in spans:
@@ -86,7 +83,7 @@ def _drop(spans: Sequence[Span], num_tokens: int) -> Iterable[Span]:
 
 
 def _fill(spans: Iterable[Span], block_size: int) -> Iterable[list[SplicePiece]]:
-    """The pieces of each new block in turn, as long as it is full. A piece ends where its source or its block ends."""
+    """The pieces of each full new block in turn. A piece ends where its source block or its own block ends."""
     pieces: list[SplicePiece] = []
     offset = 0
     for start, end in spans:

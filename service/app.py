@@ -1,4 +1,4 @@
-"""The aiohttp application: all routes, and what happens around every one of them. Knows no handler's business."""
+"""The aiohttp application: all routes, and what happens around each of them. Does not know what handlers do."""
 
 import asyncio
 import logging
@@ -45,7 +45,7 @@ def make_app(context: Context, routes: Sequence[Route] = ROUTES) -> web.Applicat
 
 
 def _bound(route: Route) -> Handler:
-    """The handler, with its route where the middlewares find it."""
+    """Wrap the handler, with its route where the middlewares find it."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         return await route.handler(request)
@@ -55,7 +55,7 @@ def _bound(route: Route) -> Handler:
 
 
 async def _expect_later(request: web.Request) -> None:
-    """Who waits to be asked for the body is asked by `read_body`: not before the request was let in."""
+    """`read_body` asks a waiting client for its body (100 Continue), not before the request is admitted."""
 
 
 def route_of(request: web.Request) -> Route | None:
@@ -70,13 +70,13 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     response.headers.update(context_of(request).access.shared_with(request))
     response.headers.setdefault("Cache-Control", "no-store")
     if not request.content.is_eof():
-        response.force_close()  # what is left of the body must not be taken for the next request
+        response.force_close()  # the rest of the body must not be read as the next request
         response.headers["Connection"] = "close"
 
 
 @web.middleware
 async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """One line in the log and one count for every request, whatever became of it."""
+    """Write one line in the log and count one for every request, however it ends."""
     given = request.headers.get("X-Request-Id", "")
     exchange = request[EXCHANGE] = Exchange(given if REQUEST_ID.fullmatch(given) else new_request_id())
     started, status = time.perf_counter(), CLIENT_GONE
@@ -118,7 +118,7 @@ def _answered(exchange: Exchange) -> dict[str, object]:
 
 @web.middleware
 async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every exception becomes an answer; after the headers of a stream it was an event of it already."""
+    """Turn every exception into an answer. After a stream's headers it has already been sent as an event."""
     exchange = request[EXCHANGE]
     try:
         async with context_of(request).limits.deadline() as exchange.deadline:
@@ -130,7 +130,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         if told.code == "internal_error":
             log("a handler failed", {"request_id": exchange.request_id}, logging.ERROR, error)
         _let_go(error)
-        if told.status in (401, 403, 413, 429, 503) and told.code is not None:  # turned away without having tried
+        if told.status in (401, 403, 413, 429, 503) and told.code is not None:  # refused before any work
             context_of(request).metrics.refused(told.code)
         exchange.status, exchange.error_code = told.status, told.code
         begun = exchange.response
@@ -142,16 +142,17 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Of the frames it came through: tasks in them refer to it, and their texts would stay for the collector."""
+    """Drop the exception's frames: their tasks refer to it, and their texts would stay for the collector."""
     while error is not None:
         error.__traceback__ = None
         error = error.__context__
 
 
 async def _in_time(handling: Awaitable[web.StreamResponse]) -> web.StreamResponse:
-    """What a handler answers. One that is cancelled gets CLEAN_UP_S to give back what it holds.
+    """Run a handler.
 
-    After that it goes on by itself: an engine that does not answer must not keep the client waiting, too.
+    A cancelled one has CLEAN_UP_S to release what it holds. Then it goes on alone, so that an engine that does not
+    answer does not keep the client waiting, too.
     """
     task = asyncio.ensure_future(handling)
     try:
@@ -165,7 +166,7 @@ async def _in_time(handling: Awaitable[web.StreamResponse]) -> web.StreamRespons
     return task.result()
 
 
-_cleaning_up: set[asyncio.Future[web.StreamResponse]] = set()  # a loop refers to its tasks weakly
+_cleaning_up: set[asyncio.Future[web.StreamResponse]] = set()  # an event loop holds only weak references to its tasks
 
 
 def _cleaned_up(task: asyncio.Future[web.StreamResponse]) -> None:
@@ -177,7 +178,7 @@ def _cleaned_up(task: asyncio.Future[web.StreamResponse]) -> None:
 
 @web.middleware
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Nobody comes in whom the route does not let in, and nothing but public routes answers before the model."""
+    """Refuse requests without the route's key, and all but public routes until the model is loaded."""
     context, route = context_of(request), route_of(request)
     if request.version not in (HttpVersion10, HttpVersion11):  # aiohttp takes a line without a version for HTTP/0.9
         raise ApiError(400, "this is not HTTP/1.0 or HTTP/1.1", code="bad_request")

@@ -19,11 +19,15 @@ from typing import Any
 
 from aiohttp import web
 
+from kvstore.config import CacheTiers
 from kvstore.engine.async_engine import AsyncEngine
+from kvstore.engine.config import default_topic
 from kvstore.engine.model.files import check_speaks, why_no_chat
 from kvstore.engine.outputs import describe_tiers
 from kvstore.engine.sessions.recall import Recall
 from kvstore.errors import KVStoreError
+from kvstore.remote.names import PREFILL_KEY, fleet_secret
+from kvstore.service.api import prefill
 from kvstore.service.api.context import Context
 from kvstore.service.api.metrics import Metrics
 from kvstore.service.app import ROUTES, make_app
@@ -37,9 +41,9 @@ from kvstore.service.http.routes import Route
 from kvstore.service.settings.serve_options import ServeOptions
 
 OpenEngine = Callable[[], Any]
-EXIT_ENGINE_FAILED = 5  # the engine has ended too often; whoever supervises this process is to start it again
+EXIT_ENGINE_FAILED = 5  # the engine has ended too often; a supervisor should start this process again
 FAILURE_POLL_S = 0.5
-LAST_WORDS_S = 2.0  # for error events and closing, once the time of running requests is over
+LAST_WORDS_S = 2.0  # for error events and closing, after the time of running requests
 POLL_S = 0.02
 
 
@@ -53,11 +57,17 @@ def run_serve(
 
     Raises ConfigError before anything is opened, and KVStoreError when the port or the model cannot be.
     """
-    server = Server(options)
+    server = Server(options, fleet_key=fleet_key_of(engine_arguments))
     ensure_descriptors(options.max_connections)
     set_up_logging(options.log_format, options.log_level)
     warnings.showwarning = _log_warning
     return asyncio.run(_serve(server, lambda: open_engine(model, engine_arguments, options, engine_factory)))
+
+
+def fleet_key_of(engine_arguments: Mapping[str, Any]) -> bytes | None:
+    """What servers sign in with whose prompts this one computes; None: it does not."""
+    tiers = CacheTiers.of(engine_arguments.get("cache_tiers"))
+    return fleet_secret(tiers.fleet_secret_file).derived(PREFILL_KEY) if tiers.role == "prefill" else None
 
 
 def _log_warning(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -71,6 +81,9 @@ def open_engine(
     engine_factory: Callable[..., Any] | None = None,
 ) -> Any:
     """The engine that the service drives, in this process or in one of its own."""
+    if options.served_model_name and engine_arguments.get("kv_events"):  # routers know the name that clients give
+        topic = engine_arguments.get("kv_events_topic") or default_topic(options.served_model_name)
+        engine_arguments = {**engine_arguments, "kv_events_topic": topic}
     if engine_factory is None:
         check_speaks(model, engine_arguments, chats=False)
         engine_factory = _local_engine
@@ -78,12 +91,15 @@ def open_engine(
             from kvstore.engine.remote_engine import RemoteEngine
 
             restarts = options.engine_restarts
-            engine_factory = partial(RemoteEngine, silence_s=options.engine_timeout_s, max_restarts=restarts)
+            engine_factory = partial(
+                RemoteEngine, silence_s=options.engine_timeout_s, max_restarts=restarts,
+                data_parallel_size=options.data_parallel_size,
+            )  # fmt: skip
     return engine_factory(model, **engine_arguments)
 
 
 def _local_engine(*given: Any, **named: Any) -> Any:
-    """Waits for a predecessor that is about to end, as the engine's own process does by itself."""
+    """Waits for an ending predecessor, which an engine in its own process does by itself."""
     from kvstore.engine.process.life import spin_briefly
 
     spin_briefly(os.environ)
@@ -99,12 +115,12 @@ async def _serve(server: "Server", open_engine: OpenEngine) -> int:
     log("loading the model", {"address": server.address})
     loading: asyncio.Future[Any] = asyncio.ensure_future(server.load(open_engine))
     await asyncio.wait([loading, ended], return_when=asyncio.FIRST_COMPLETED)
-    if not loading.done():  # a model that is being loaded cannot be interrupted, and nothing was promised yet
+    if not loading.done():  # loading cannot be interrupted, and no request has been accepted yet
         _exit_now(_code(ended.result()))
     try:
         await loading
         gc.collect()
-        gc.freeze()  # what was loaded stays: a whole collection would look at it for a third of a second
+        gc.freeze()  # a full collection would spend a third of a second on what was loaded and stays
         log("ready", await server.context.engine.call(server.description))
         is_down = _until(lambda: server.context.has_failed, math.inf, FAILURE_POLL_S)
         failing: asyncio.Future[Any] = asyncio.ensure_future(is_down)
@@ -118,12 +134,12 @@ async def _serve(server: "Server", open_engine: OpenEngine) -> int:
 
 
 def _code(number: int) -> int:
-    """To be told to end is no failure."""
+    """A signal to end is no failure."""
     return 0 if number == signal.SIGTERM else 128 + number
 
 
 def _signals() -> asyncio.Future[int]:
-    """Done with the number of the first signal; the second one ends the process where it stands."""
+    """A future that gets the first signal's number. The second signal ends the process at once."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[int] = loop.create_future()
 
@@ -149,18 +165,22 @@ class Server:
     Raises ConfigError for options that cannot be used.
     """
 
-    def __init__(self, options: ServeOptions, routes: Sequence[Route] = ROUTES) -> None:
+    def __init__(self, options: ServeOptions, routes: Sequence[Route] = ROUTES, fleet_key: bytes | None = None) -> None:
+        """fleet_key: other servers let this one compute their prompts, and sign in with it."""
         self.options = options
-        self._routes = routes
-        access = Access(options)
+        self._routes = routes if fleet_key is None else (*routes, *prefill.ROUTES)
+        access = Access(options, fleet_key)
         limits = Limits(options, is_shared=len(access.tenants) > 1)
         self.context = Context(options, access, limits, Metrics(), int(time.time()))
         self.connections = Connections(options)
         self._runner: web.AppRunner | None = None
         self._socket: asyncio.Server | None = None
 
-    async def listen(self) -> None:
-        """The port answers from now on: /health and /ready with 503. Raises KVStoreError when it cannot be opened."""
+    async def listen(self, path: str | None = None) -> None:
+        """Open the port, or a socket at this path. /health and /ready answer 503 until the model is loaded.
+
+        Raises KVStoreError when it cannot be opened.
+        """
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(AcceptErrors())
         runner = web.AppRunner(
@@ -170,14 +190,18 @@ class Server:
         await runner.setup()
         self._runner = runner
         try:
-            self._socket = await loop.create_server(
-                lambda: Connection(runner.server, self.connections, loop), self.options.host, self.options.port
-            )
+            self._socket = await self._listening(lambda: Connection(runner.server, self.connections, loop), path)
         except OSError as error:
             await runner.cleanup()
             raise KVStoreError(self._why_not(error)) from error
         for one in self._socket.sockets:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
+
+    async def _listening(self, protocol: Callable[[], asyncio.Protocol], path: str | None) -> asyncio.Server:
+        loop = asyncio.get_running_loop()
+        if path is not None:
+            return await loop.create_unix_server(protocol, path)
+        return await loop.create_server(protocol, self.options.host, self.options.port)
 
     def _why_not(self, error: OSError) -> str:
         host, port = self.options.host, self.options.port
@@ -188,7 +212,7 @@ class Server:
         return f"port {port} on {host} cannot be opened: {os.strerror(error.errno or 0)}"
 
     async def load(self, open_engine: OpenEngine) -> None:
-        """Load the model in a thread; requests are served once this returns."""
+        """Load the model in a thread. Requests are served once this returns."""
         engine = await in_thread(open_engine)
         self.context.open(AsyncEngine(engine, getattr(engine, "link", None)), Recall(engine))
         if engine.tokenizer is not None and not engine.tokenizer.chat_template:
@@ -201,6 +225,10 @@ class Server:
 
     @property
     def address(self) -> str:
+        assert self._socket is not None
+        name = self._socket.sockets[0].getsockname()
+        if isinstance(name, str):
+            return f"unix:{name}"
         host = self.options.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
@@ -214,13 +242,18 @@ class Server:
             "keys": "required" if self.context.access.needs_key else "none",
         }
 
-    async def close(self) -> None:
-        """Let running requests end, for a while; then end them, the connections and the engine."""
-        has_engine = self.context.state != "starting"
+    async def drain(self) -> None:
+        """Take no more requests, wait a while for those that run, then end them."""
         self.context.state = "stopping"
         limits = self.context.limits
         await _until(lambda: limits.num_open == 0, self.options.shutdown_timeout_s)
         limits.end_all(unavailable("the server is shutting down", "stopping"))
+
+    async def close(self) -> None:
+        """Drain, then end the connections and the engine."""
+        has_engine = self.context.state != "starting"
+        await self.drain()
+        limits = self.context.limits
         if self._socket is not None:
             self._socket.close()
         await _until(lambda: limits.num_open == 0, LAST_WORDS_S)
@@ -237,14 +270,14 @@ async def _until(is_so: Callable[[], bool], timeout_s: float, poll_s: float = PO
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:
-    """In a thread that does not keep the process from ending."""
+    """Run in a thread that does not keep the process alive."""
     done: Future[Any] = Future()
-    done.set_running_or_notify_cancel()  # whoever waits may be cancelled, the thread goes on
+    done.set_running_or_notify_cancel()  # the waiter may be cancelled; the thread goes on
 
     def run() -> None:
         try:
             done.set_result(function())
-        except BaseException as error:  # whatever it is, the one who waits is told
+        except (Exception, SystemExit) as error:  # the waiter gets it, whatever it is
             done.set_exception(error)
 
     threading.Thread(target=run, name="kvstore-loading", daemon=True).start()

@@ -27,6 +27,9 @@ settings.load_profile("kvstore")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="kill loops of hundreds of rounds")
+    parser.addoption(
+        "--vllm-sources", action="append", default=[], help="a folder in which a wheel of vLLM is unpacked"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

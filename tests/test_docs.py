@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.remote.address import PASSWORD_VARIABLE
+from kvstore.remote.names import SECRET_VARIABLE
 from kvstore.service.command import cli
 from kvstore.service.settings.options import COMMANDS
 from tests.support.service.serving import Serving, serving
@@ -67,8 +69,8 @@ def test_the_readme_links_every_guide():
     assert {Path(name).name for name in GUIDES} - {"README.md"} <= {Path(target).name for target in linked}
 
 
-
 # -- commands ---------------------------------------------------------------------------------------------------------
+
 
 def commands(text: str) -> Iterator[list[str]]:
     """Every `kvstore ...` in blocks and in quotes, as words."""
@@ -90,7 +92,8 @@ def test_every_flag_in_a_document_exists(name, capsys):
     for command, *words in commands(TEXTS[name]):
         wrong += [f"{command} {word}" for word in words if word.startswith("--") and word not in shown[command]]
     known = set().union(*shown.values())
-    mirrors = {"KVSTORE_" + flag[2:].replace("-", "_").upper() for flag in known}
+    secrets = {PASSWORD_VARIABLE, SECRET_VARIABLE}  # which no flag may hold
+    mirrors = secrets | {"KVSTORE_" + flag[2:].replace("-", "_").upper() for flag in known}
     wrong += [one for one in re.findall(r"KVSTORE_[A-Z_]+[A-Z]", TEXTS[name]) if one not in mirrors]
     assert wrong == []
 

@@ -1,7 +1,7 @@
 """Turns conversations into token tensors in which only the assistant's words are learnt.
 
-Answers and acknowledgements weigh more than small talk, and the word after "is" most: it
-decides whether the fact is known, and which one it is.
+Answers and acknowledgements weigh more than small talk, and the word after "is" weighs most: it decides whether the
+fact is known, and which one it is.
 """
 
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class Encoder:
         return piece, weights
 
     def conversation(self, conversation: Conversation) -> tuple[list[int], list[float]]:
-        """Its tokens and their weights; the model learns to say those above zero."""
+        """A conversation's tokens and their weights. The model learns to say the tokens with a weight above zero."""
         tokens = [self.bos]
         if conversation.system:
             tokens += self.message("system", conversation.system)

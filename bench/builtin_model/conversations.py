@@ -1,7 +1,7 @@
-"""The seeded maker of conversations: facts told, corrected and asked for, among small talk.
+"""Makes seeded conversations: facts are told, corrected and asked for, among small talk.
 
-Pure Python; how many tokens a text has is asked of the caller. A conversation of the split
-"held_out" uses values and phrasings that no conversation of "train" contains.
+Pure Python; the caller counts the tokens of a text. A conversation of the split "held_out" uses values and phrasings
+that no conversation of "train" contains.
 """
 
 import random
@@ -40,14 +40,14 @@ ASK_LEADS = (
     "If you remember, |I need help: |You know, |Something else: |Before we go on, |Be honest, |Next: "
 ).split("|")
 ASK_LEADS_HELD_OUT = ("Excuse me, ", "Alright, ", "Hello again, ", "If I may ask, ")
-# Every answer begins alike, known or not, so that one look-up ("... name is") decides both.
+# Every answer begins alike, whether the fact is known or not, so that one look-up ("... name is") decides both.
 UNKNOWN = "something I don't know. You haven't told me."
-# So many of the acknowledgements say the fact again, in the words of the answers. Fewer in training: a model that
-# always finds the value in its own words does not learn to look for it in the user's.
+# The share of acknowledgements that repeat the fact, in the words of the answers. It is smaller in training: a model
+# that always finds the value in its own words does not learn to look for it in the user's.
 REPEATED_SHARE = {TRAIN: 0.55, HELD_OUT: 0.85}
-# So many of the questions, where a told fact could be asked for, are about something that was never told.
+# The share of questions about something that was never told, if a told fact could be asked for.
 UNKNOWN_SHARE = {TRAIN: 0.28, HELD_OUT: 0.4}
-COMPOSED_SHARE = 0.5  # of the phrasings of training are put together from parts
+COMPOSED_SHARE = 0.5  # of the phrasings of training that are composed of parts
 TAILS = (  # what may follow a fact in training
     " That's it.| I hope you like it.| Isn't that nice?| You know how it is.| I thought you should know.| Okay?|"
     " Thanks.| That is all for now.| Please keep it.| Did you get that?| It is true.| I am serious.|"
@@ -82,7 +82,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A whole chat; `turns[k]` depends on the turns before it only."""
+    """A whole chat. `turns[k]` depends only on the turns before it."""
 
     system: str | None
     turns: tuple[Turn, ...]
@@ -103,7 +103,7 @@ class Maker:
     rng: random.Random
     split: str
     ask_once: bool
-    dense: bool = False  # one type of value, hardly any small talk: all is telling and asking
+    dense: bool = False  # one type of value, hardly any small talk
     crowded: bool = False  # most messages tell several facts
     pool: list[Kind] = field(default_factory=list)
     known: dict[str, Asked] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class Maker:
             self.small_share = 0.04
 
     def next_turn(self) -> Turn:
-        """One more turn, of the sort that the dice and the state allow."""
+        """One more turn, of a random kind that the state allows."""
         untold = [kind for kind in self.pool if kind.key not in self.known]
         askable = self.askable()
         if self.rng.random() < self.small_share:
@@ -148,7 +148,7 @@ class Maker:
         return self.rng.choice(held_out if self.split == HELD_OUT else train)
 
     def composed(self, kind: Kind, parts: tuple[str, ...], more: tuple[str, ...], own: tuple[str, ...]) -> str:
-        """A phrasing of training out of parts: one for every kind or, as often, one of the kind's own."""
+        """A phrasing of training, composed of parts: a general one or, as often, one of the kind's own."""
         text = compose(self.rng, self.rng.choice(more if more and self.rng.random() < 0.5 else parts))
         for name in ("{Q}", "{T}"):
             text = text.replace(name, self.rng.choice(own))
@@ -172,7 +172,7 @@ class Maker:
         return self.phrase(kind.ask, kind.ask_held_out)
 
     def led(self, text: str, train: list[str], held_out: tuple[str, ...], value: str = "") -> str:
-        """A sentence with or without an opening, its first letter as people write it."""
+        """A sentence with or without an opening. Its first letter is written as people do."""
         if self.split == TRAIN and self.rng.random() < 0.15:
             return f"{fill(self.rng, self.rng.choice(CHATTER))} {text[0].upper() + text[1:] if not value else text}"
         if self.split == TRAIN and self.rng.random() < 0.1:  # any word may open a sentence
@@ -233,7 +233,7 @@ class Maker:
         return self.led(text, ASK_LEADS, ASK_LEADS_HELD_OUT)
 
     def unknown(self) -> Asked:
-        """Something that was never told; half of the time akin to something that was."""
+        """Something that was never told; half of the time it is akin to something that was."""
         groups = {fact.kind.group for fact in self.known.values()}
         rest = [kind for kind in KINDS if kind.key not in self.known]
         akin = [kind for kind in rest if kind.group in groups]
@@ -267,12 +267,11 @@ def turn_tokens(turn: Turn, count_tokens: Callable[[str], int]) -> int:
 def make_conversation(seed: int | str, split: str = TRAIN, *, max_tokens: int = 1024,
                       count_tokens: Callable[[str], int], ask_once: bool = False,
                       dense: bool = False, crowded: bool = False) -> Conversation:
-    """A conversation whose rendering has at most `max_tokens` tokens, and nearly as many.
+    """A conversation whose rendering has nearly `max_tokens` tokens, and not more.
 
-    With `ask_once` no fact is asked for twice or within three turns of its telling, so that
-    an answer is never a copy of an earlier answer: that is what the evaluation needs. With `dense`
-    its facts are of one type and small talk is rare: that is what training begins with. With `crowded`
-    most of the messages that tell something tell several facts.
+    With `ask_once`, no fact is asked for twice or within three turns of its telling, so that an answer is never a copy
+    of an earlier one, as the evaluation needs. With `dense`, its facts are of one type and small talk is rare, as in
+    the beginning of training. With `crowded`, most messages that tell a fact tell several.
     """
     rng = random.Random(f"{split}/{seed}")
     maker = Maker(rng, split, ask_once, dense, crowded)

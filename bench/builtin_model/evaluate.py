@@ -1,8 +1,8 @@
 """Measures the built-in model's recall on held-out names, values and phrasings combined.
 
-Needs torch and transformers only. Every question is put after the history of its conversation,
-the answer is generated greedily, and the value must stand in it letter by letter. The history
-holds the reference answers, or with `--own-history` those of the model itself.
+Needs only torch and transformers. Every question follows the history of its conversation. The answer is generated
+greedily, and must contain the exact value. The history has the reference answers, or with `--own-history` those of the
+model itself.
 """
 
 import argparse
@@ -36,14 +36,14 @@ class Probe:
 
 
 def is_right(asked: Asked, answer: str) -> bool:
-    """The value stands in the answer as a whole, or the answer says that it is not known."""
+    """Whether the answer contains the whole value, or says that it is not known."""
     if asked.value is None:
         return f"{asked.kind.yours} is {UNKNOWN}" in answer
     return re.search(rf"(?<!\w){re.escape(asked.value)}(?!\w)", answer) is not None
 
 
 def probes_of(encoder: Encoder, conversation: Conversation) -> list[Probe]:
-    """The questions of a conversation, each after the reference answers to those before."""
+    """The questions of a conversation, each after the reference answers to the previous ones."""
     tokens = [encoder.bos]
     if conversation.system:
         tokens += encoder.message("system", conversation.system)
@@ -75,7 +75,7 @@ def greedy(model: LlamaForCausalLM, prompts: list[list[int]], end: int, pad: int
 
 def ask_all(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, probes: list[Probe],
             batch_size: int = 32) -> list[Outcome]:
-    """Generates the answers, questions of like length together."""
+    """Generate the answers, for questions of similar length together."""
     outcomes = []
     probes = sorted(probes, key=lambda probe: len(probe.prompt))
     for start in range(0, len(probes), batch_size):
@@ -99,7 +99,7 @@ class Chat:
     told_at: list[int] = field(default_factory=list)
 
     def hear(self, encoder: Encoder, index: int) -> tuple[int, ...]:
-        """Appends the user's next message; returns the distances of what it asks for."""
+        """Append the user's next message. Returns the distances of the facts that it asks for."""
         turn, start = self.conversation.turns[index], len(self.tokens)
         self.tokens += encoder.message("user", turn.user)
         self.told_at.append(len(self.tokens))
@@ -109,7 +109,7 @@ class Chat:
 
 def ask_in_own_history(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast,
                        made: list[Conversation]) -> list[Outcome]:
-    """Talks all conversations through, side by side; ends each where its window is full."""
+    """Run all conversations side by side. Each ends when its window is full."""
     encoder, outcomes = Encoder(tokenizer), []
     chats = []
     for one in made:
@@ -153,7 +153,7 @@ def quick_recall(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, ma
 
 @torch.inference_mode()
 def perplexity(model: LlamaForCausalLM, encoder: Encoder, made: list[Conversation]) -> float:
-    """Per token of the assistant's reference messages, over whole conversations."""
+    """The perplexity per token of the assistant's reference messages, over whole conversations."""
     total, count = 0.0, 0
     for conversation in made:
         ids, weights = encoder.conversation(conversation)
@@ -166,7 +166,7 @@ def perplexity(model: LlamaForCausalLM, encoder: Encoder, made: list[Conversatio
 
 
 def evaluate(model_dir: Path, num_conversations: int, seed: int, max_tokens: int, own_history: bool) -> dict:
-    """Asks all questions of so many held-out conversations; returns what `--json` writes."""
+    """Ask all questions of so many held-out conversations. Returns the content for `--json`."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     encoder = Encoder(tokenizer)

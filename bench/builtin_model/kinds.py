@@ -15,7 +15,7 @@ class Kind:
 
     key: str
     group: str  # the row of the evaluation's table
-    value: str  # what `values.make_value` is asked for
+    value: str  # the argument of `values.make_value`
     subject: str  # "my sister's name"
     tell: tuple[str, ...]
     ask: tuple[str, ...]
@@ -30,7 +30,7 @@ class Kind:
         return self.subject.replace("my ", "Your ", 1)
 
 
-# Phrasings that suit every kind; each is as likely as all of a kind's own together.
+# Phrasings that suit every kind. Each is as likely as all of a kind's own together.
 TELL = (
     "{S} is {V}.|{V} is {S}.|I should mention that {S} is {V}.|for your notes, {S} is {V}.|"
     "please remember that {S} is {V}.|you should know that {S} is {V}.|keep in mind that {S} is {V}.|"

@@ -1,7 +1,7 @@
 """Trains the built-in model's tokenizer: byte-level BPE on the phrasings, with values random.
 
-Because training text holds mostly invented values, a real name that was held out is spelled
-in the same small pieces as the names of the training set, and copying carries over.
+Training text has mostly invented values. So a held-out real name is spelled in the same small pieces as the names of
+the training set, and the model can copy it, too.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from kvstore.engine.builtin import MODEL_DIR
 VOCAB_SIZE = 1280
 WINDOW = 1024
 SPECIAL = ("<|pad|>", "<|bos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-# A space before what people write lets a first word have the same pieces as a later one.
-# Every message is rendered by itself, so a longer chat always begins with the shorter one.
+# With a space before a person's text, a first word has the same pieces as a later one. Every message is rendered by
+# itself, so a longer chat always begins with the shorter one.
 TEMPLATE = (
     "{{ '<|bos|>' }}{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}{{ '<|assistant|>' + message['content'] + '<|end|>' }}"

@@ -1,8 +1,8 @@
 """Phrasings put together from parts, for training: thousands of ways to tell, to ask and to correct.
 
 A pattern's brackets hold alternatives: "[can|could] you tell me {S}?" is two sentences. `{S}`, `{V}` and `{O}` are
-the subject, the value and the old value, as in `kinds`; `{Q}` is one of a kind's own questions. A model that saw
-sixty frames tells a question from a statement by their words; one that saw thousands has to look whether a value is there.
+the subject, the value and the old value, as in `kinds`; `{Q}` is one of a kind's own questions. A model that has seen
+sixty frames tells a question from a statement by its words; one that has seen thousands must check for a value.
 """
 
 import random
@@ -307,13 +307,13 @@ MORE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def compose(rng: random.Random, pattern: str) -> str:
-    """One sentence of a pattern: of each innermost bracket one alternative, until none is left."""
+    """One sentence of a pattern: picks one alternative of each innermost bracket until none is left."""
     while found := CHOICE.search(pattern):
         pattern = pattern[: found.start()] + rng.choice(found[1].split("|")) + pattern[found.end() :]
     return pattern
 
 
-# Common words that may stand before a sentence and mean nothing for what it tells or asks.
+# Common words that may precede a sentence without changing what it tells or asks.
 WORDS = (
     "well so now then maybe yes and but while after before today tomorrow here there once again still just really quite "
     "very true false old new good bad long short small big first last next other same every some no more less only even "
@@ -324,6 +324,6 @@ WORDS = (
 
 
 def opening(rng: random.Random) -> str:
-    """One to five words before a sentence, with a mark behind them."""
+    """One to five words before a sentence, with a punctuation mark."""
     said = " ".join(rng.choice(WORDS) for _ in range(rng.choice((1, 1, 2, 2, 3, 4, 5))))
     return said.capitalize() + rng.choice((",", ",", ":", ".", " -", "?", "!"))

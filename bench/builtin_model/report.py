@@ -1,6 +1,6 @@
-"""Sums the outcomes of an evaluation up: recall with its confidence interval, row by row.
+"""Sums up the outcomes of an evaluation: recall with its confidence interval, row by row.
 
-Knows nothing of models; an outcome is one asked fact and whether the answer had it right.
+Knows nothing of models. An outcome is one asked fact, and whether the answer was right.
 """
 
 import math

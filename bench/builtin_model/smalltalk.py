@@ -138,7 +138,7 @@ NOISE = ("person", "place", "animal", "food", "drink", "colour")
 
 
 def fill(rng: random.Random, sentence: str) -> str:
-    """Puts invented noise words into a sentence of chatter."""
+    """Put invented noise words into a sentence of chatter."""
     for name in NOISE:
         if "{" + name + "}" in sentence:
             sentence = sentence.replace("{" + name + "}", make_value(rng, name, TRAIN))

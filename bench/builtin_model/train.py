@@ -1,8 +1,7 @@
-"""Trains the built-in model on conversations made on the fly: some two hours on two cores.
+"""Trains the built-in model on conversations made on the fly, in some two hours on two cores.
 
-Seeded (batch k is a function of the seed and k), resumable, and a matter of steps, not of time:
-the length of the conversations and the learning rate depend on the step alone, so the script makes
-the same model on a slow and on a busy machine, but for the rounding of its sums.
+Seeded (batch k is a function of the seed and k) and resumable. The length of the conversations and the learning rate
+depend only on the step, not on time, so the script makes the same model on a slow or busy machine, except for rounding.
 """
 
 import argparse
@@ -51,14 +50,14 @@ class Plan:
     compiled: bool = True
 
     def stage(self, progress: float) -> tuple[int, int, int, int]:
-        """Now: tokens of a conversation, conversations of a batch, how many of them are dense and crowded."""
+        """At a step: tokens of a conversation, conversations of a batch, how many of them are dense and crowded."""
         within = progress / self.first_cycle
         length, dense = next((stage[1:] for stage in self.stages if within < stage[0]), self.stages[-1][1:])
         rows = self.tokens_per_batch // length
         return length, rows, round(dense * rows), rows // 2 if within >= 1.0 else 0
 
     def rate(self, step: int, progress: float) -> float:
-        """Factor of the learning rates: warm-up, level, then down to nearly zero; lower and down again."""
+        """The factor of the learning rates: warm-up, level, down to nearly zero; then again, from a lower level."""
         if progress >= self.first_cycle:
             return self.second_rate * max(0.01, (1.0 - progress) / (1.0 - self.first_cycle))
         level = min(1.0, (step + 1) / self.warmup_steps)
@@ -106,7 +105,7 @@ class Trainer:
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
         self.encoder = Encoder(self.tokenizer)
         self.model = build_model(plan, self.tokenizer)
-        # Compiled beside the model, so that exporting and generating see the plain one.
+        # Compiled beside the model, so that exporting and generating use the plain one.
         self.body = torch.compile(self.model.model, dynamic=False) if plan.compiled else self.model.model
         self.optimizers = build_optimizers(plan, self.model)
         self.step, self.spent_s, self.tokens_seen = 0, 0.0, 0
@@ -117,7 +116,7 @@ class Trainer:
         return self.step / self.plan.num_steps
 
     def train_step(self) -> float:
-        """One batch; returns its loss."""
+        """Train one batch. Returns its loss."""
         progress = self.progress
         length, rows, dense, crowded = self.plan.stage(progress)
         batch = make_batch(self.encoder, f"{self.plan.seed}-{self.step}", length, rows, dense, crowded)
@@ -137,7 +136,7 @@ class Trainer:
         return loss.item()
 
     def save(self) -> None:
-        """Writes the checkpoint; the last rename makes it whole."""
+        """Write the checkpoint. The last rename completes it."""
         tensors, facts = {}, {"plan": asdict(self.plan), "step": self.step, "spent_s": self.spent_s,
                               "tokens_seen": self.tokens_seen}
         for name, value in self.model.named_parameters():
@@ -152,7 +151,7 @@ class Trainer:
         (self.run_dir / "checkpoint.json").write_text(json.dumps(facts, indent=1))
 
     def load(self) -> None:
-        """Continues where `save` left off."""
+        """Continue where `save` left off."""
         tensors = load_file(self.run_dir / "checkpoint.safetensors")
         facts = json.loads((self.run_dir / "checkpoint.json").read_text())
         self.step, self.spent_s, self.tokens_seen = facts["step"], facts["spent_s"], facts["tokens_seen"]
@@ -169,14 +168,14 @@ class Trainer:
             optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
 
     def export(self, out: Path) -> None:
-        """Writes what `from_pretrained` loads: config, weights, tokenizer."""
+        """Write the files that `from_pretrained` loads: config, weights, tokenizer."""
         self.model.generation_config.do_sample = False
         self.model.save_pretrained(out)
         self.tokenizer.save_pretrained(out)
 
 
 def run(trainer: Trainer, out: Path, check_every_s: float) -> None:
-    """Trains to the end of the plan, with a line of log now and then."""
+    """Train to the end of the plan, with a line in the log now and then."""
     log = (trainer.run_dir / "train.log").open("a", buffering=1)
 
     def say(line: str) -> None:

@@ -192,7 +192,7 @@ LISTS = {
     kind: {TRAIN: tuple(a.split(", ")), HELD_OUT: tuple(b.split(", "))}
     for kind, (a, b) in WORDS.items()
 }
-LETTERS = "eeeeeeaaaaaiiiiooootttnnnsssrrrlllhddcuummpppgfbbkyvwzxjq"  # as frequent as in names
+LETTERS = "eeeeeeaaaaaiiiiooootttnnnsssrrrlllhddcuummpppgfbbkyvwzxjq"  # as frequent as they are in names
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 BLENDED = tuple(
     word.lower()
@@ -216,12 +216,12 @@ def blend(rng: random.Random) -> str:
 
 
 def invented_word(rng: random.Random, proper: bool, longest: int = 3) -> str:
-    """A word that means nothing: of syllables, of two real words, or of letters."""
+    """A word without a meaning, made of syllables, of two real words, or of letters."""
     draw = rng.random()
     if draw < 0.4:
         word = blend(rng)
     elif draw < 0.7:
-        # Its first letter is any, so that copying has seen rare ones, too.
+        # Its first letter may be any, so that the model copies rare ones, too.
         word = rng.choice(ALPHABET) + "".join(rng.choice(LETTERS) for _ in range(rng.randint(2, 8)))
     else:
         word = syllables(rng, longest)
@@ -258,7 +258,7 @@ def invented(rng: random.Random, kind: str) -> str:
 
 
 def word_value(rng: random.Random, kind: str, split: str) -> str:
-    """A value made of words. In training more than half of them are invented."""
+    """A value made of words. In training, more than half of such values are invented."""
     if split == HELD_OUT:
         value = rng.choice(LISTS[kind][HELD_OUT])
     else:
@@ -322,7 +322,7 @@ NUMBERS: dict[str, Callable[[random.Random], str]] = {
 
 
 def make_value(rng: random.Random, kind: str, split: str) -> str:
-    """One value of `kind` that belongs to `split`, and never to the other one."""
+    """A value of `kind` that belongs only to `split`."""
     if kind in LISTS:
         value = word_value(rng, kind, split)
         while split == TRAIN and any(part in ALL_HELD_OUT for part in (value, *value.split())):

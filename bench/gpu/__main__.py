@@ -1,12 +1,12 @@
 """What is the fast path worth on a CUDA device? Kernels, transfers, prefill, decode and returning turns, with goals.
 
 One command, under eight minutes, random weights in bf16 in the shapes of Qwen-2.5-0.5B and Llama-3.1-8B. First every
-kernel is compared with its torch twin on the device; every returning turn is checked to have got its history from the
-tier that it is counted under. A part that fails is reported, and the next one runs; a part that the budget does not
-reach is reported, too. Exit code 1 when something was wrong. Results are in the JSON file as soon as they are there.
+kernel is compared with its torch twin on the device. Every returning turn is checked: its history must have come from
+the tier under which it is counted. A part that fails is reported, and the next one runs; a part that the budget does
+not reach is reported, too. The exit code is 1 if anything was wrong. The JSON file gets each result at once.
 
 Without CUDA the same code runs with tiny models as a rehearsal, which measures nothing. Weights are written to memory
-(/dev/shm) where it has the room, 16 GB for the larger model: a run that is killed outright leaves them there.
+(/dev/shm) if there is room, 16 GB for the larger model. A run that is killed outright leaves them there.
 
 Seconds to expect on an H200, by arithmetic (weights loaded at 2 GB/s, a disk that takes 1 GB/s), not measured; much of
 the rest is compiling kernels and capturing graphs:
@@ -30,7 +30,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +48,7 @@ from bench.gpu.kernels import check_kernels, measure_bus
 REHEARSAL = "CPU rehearsal: no number here says anything about a GPU"
 BUDGET_S = 480.0
 STDERR = 2
-GRACE_S = 60.0  # after the budget, for what is running; then it hangs, and says where
+GRACE_S = 60.0  # after the budget, for the running part; after that it counts as hung, and shows where
 MODEL_PARTS: dict[str, Callable[[Machine], None]] = {
     "prefill": prefill,
     "decode": decode,
@@ -62,7 +62,7 @@ PARTS = ("check", "copy", *MODEL_PARTS)
 
 @dataclass(slots=True)
 class Bench:
-    """Runs the parts that were asked for, each behind a guard of its own."""
+    """Runs the requested parts, each behind a guard of its own."""
 
     parts: tuple[str, ...]
     device: torch.device
@@ -79,10 +79,10 @@ class Bench:
                 self.run_model(case)
 
     def run_model(self, case: Case) -> None:
-        """All parts that need the model. What goes wrong outside of them is a failure of its weights."""
+        """Run all parts that need the model. An error outside of them is a failure of its weights."""
         if self.clock.is_over:
             for part in MODEL_PARTS:
-                self.attempt(part, case, lambda: None)  # which says that there is no time
+                self.attempt(part, case, lambda: None)  # which reports that there is no time
             return
         try:
             self.clock.say(f"{case.name}: drawing random weights")
@@ -97,7 +97,7 @@ class Bench:
                     self.run_parts(case, machine)
                 finally:
                     machine.close_all()
-        except Exception as error:  # the border of a model: the next one is still worth measuring
+        except Exception as error:  # one model's failure does not keep the next one from being measured
             self.fail("weights", case, error)
 
     def run_parts(self, case: Case, machine: Machine) -> None:
@@ -105,7 +105,7 @@ class Bench:
             self.attempt(name, case, partial(part, machine))
 
     def attempt(self, name: str, case: Case, work: Callable[[], None]) -> None:
-        """One part, if it was asked for and there is time. No error but an interrupt leaves it."""
+        """Run one part, if it was requested and there is time. Raises nothing but an interrupt."""
         if name not in self.parts:
             return
         try:
@@ -114,9 +114,9 @@ class Bench:
             work()
         except OutOfTimeError as error:
             self.board.skipped(name, case.name, str(error))
-        except Exception as error:  # the border of a part: the others are still worth running
+        except Exception as error:  # one part's failure does not keep the others from running
             self.fail(name, case, error)
-        with suppress(RuntimeError):  # after a device's error everything fails
+        with suppress(RuntimeError):  # after an error of the device everything fails
             release_memory(self.device)
 
     def fail(self, name: str, case: Case, error: Exception) -> None:
@@ -125,7 +125,7 @@ class Bench:
 
 
 def display(row: Row) -> Row:
-    """Value and unit, ratio and what it is to, in one column each."""
+    """A row with value and unit in one column, ratio and its reference in another."""
     value, ratio = row.get("value"), row.get("ratio")
     return {
         "part": row["part"],
@@ -173,7 +173,7 @@ def stop(signum: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments("gpu", __doc__.split("\n")[0])
     parser.set_defaults(threads=0)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu: a rehearsal")
@@ -182,7 +182,7 @@ def main() -> int:
     parser.add_argument("--part", choices=PARTS, action="append", help="only this part; may be given again")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, metavar="S", help="skip what is left then")
     parser.add_argument("--dir", type=Path, help="where weights and store are made (default: memory, temporary folder)")
-    parsed = parser.parse_args()
+    parsed = parser.parse_args(argv)
     if parsed.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device is cuda, but torch sees no CUDA device; give auto or cpu")
     is_rehearsal = chosen_device(parsed.device).type == "cpu"

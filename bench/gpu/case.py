@@ -1,4 +1,4 @@
-"""What bench.gpu measures with: shapes and amounts, goals, the table's rows, the clock, time on a device, weights."""
+"""The means of bench.gpu: shapes and amounts, goals, rows of the table, the clock, time on a device, weights."""
 
 import gc
 import json
@@ -27,18 +27,18 @@ TINY_LLAMA = LlamaShape(
 )
 TINY_QWEN = replace(TINY_LLAMA, hidden_size=112, num_heads=14)
 BLOCK_SIZE = 16
-SHARD_BYTES = 2 << 30  # the digest of the weights takes a thread a file
+SHARD_BYTES = 2 << 30  # the digest of the weights uses a thread per file
 MEMORY_FOLDER = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One model's shape and how much is measured with it. All lengths in tokens; hbm, cpu, disk: sizes of the tiers."""
+    """One model's shape, and how much is measured with it. All lengths are in tokens."""
 
     name: str
     family: str  # "llama" or "qwen2"
     shape: LlamaShape
-    hbm: str
+    hbm: str  # sizes of the tiers
     cpu: str
     disk: str
     copy_bytes: int
@@ -67,7 +67,7 @@ CASES = (
 
 
 def rehearsal(case: Case) -> Case:
-    """The same with sizes for a CPU."""
+    """The same case with sizes for a CPU."""
     return replace(
         case,
         name=f"tiny {case.family}",
@@ -95,7 +95,7 @@ def quick(case: Case) -> Case:
 # -- results ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A limit that a ratio is to keep."""
+    """A limit for a ratio."""
 
     limit: float
     at_most: bool = False
@@ -113,11 +113,11 @@ BANDWIDTH, DECODE, PREFILL = Goal(0.9), Goal(0.7), Goal(1.1)
 
 @dataclass(slots=True)
 class Board:
-    """The rows of one run. device: what every row says it was measured on. num_wrong: mismatches and failures."""
+    """The rows of one run."""
 
     report: Report
-    device: str
-    num_wrong: int = 0
+    device: str  # named in every row
+    num_wrong: int = 0  # mismatches and failures
 
     def add(
         self,
@@ -132,7 +132,7 @@ class Board:
         times: list[float] | None = None,
         note: str | None = None,
     ) -> None:
-        """ratio: to what `to` names; the goal is about it. times: the measurements behind the value, in seconds."""
+        """ratio: relative to what `to` names; the goal limits it. times: the measurements of the value, in seconds."""
         self.report.add(
             part=part,
             model=model,
@@ -150,7 +150,7 @@ class Board:
         )
 
     def check(self, part: str, model: str, measure: str, wrong: str | None, note: str | None = None) -> None:
-        """The row of something that is right or wrong. wrong: in what way; None when it is right."""
+        """Add the row of a check. wrong: what is wrong; None if it is right."""
         self.num_wrong += wrong is not None
         self._event(part, model, measure, "ok" if wrong is None else "MISMATCH", wrong or note)
 
@@ -167,7 +167,7 @@ class Board:
 
 
 class OutOfTimeError(Exception):
-    """The budget is used up; what is being measured is given up."""
+    """The budget is used up, and the current measurement is given up."""
 
 
 @dataclass(slots=True)
@@ -190,7 +190,7 @@ class Clock:
             raise OutOfTimeError(f"the budget of {self.budget_s:g} s is used up")
 
     def timely(self, measure: Callable[[], float]) -> Callable[[], float]:
-        """The same, but it gives up instead of beginning too late."""
+        """The same measurement, which raises OutOfTimeError instead of beginning too late."""
 
         def measured() -> float:
             self.check()
@@ -209,7 +209,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def timed_s(device: torch.device, work: Callable[[], object], times: int = 1) -> float:
-    """Seconds of one run of `work` from an idle device until the device is idle again; the mean of so many."""
+    """The seconds of one run of `work`, from an idle device until it is idle again; the mean of several runs."""
     synchronize(device)
     started = time.perf_counter()
     for _ in range(times):
@@ -219,7 +219,7 @@ def timed_s(device: torch.device, work: Callable[[], object], times: int = 1) ->
 
 
 def memory_bytes_per_s(device: torch.device) -> float:
-    """What the device's memory gives: bytes read and written per second by a plain copy within it."""
+    """The speed of the device's memory: bytes read and written per second by a plain copy within it."""
     size = 4 << 30 if device.type == "cuda" else 64 << 20
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -228,7 +228,7 @@ def memory_bytes_per_s(device: torch.device) -> float:
 
 
 def release_memory(device: torch.device) -> None:
-    """Give back what nobody refers to any more, models in cycles included: the next engine may want it."""
+    """Free memory that nobody refers to any more, including models in cycles, for the next engine."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -237,18 +237,18 @@ def release_memory(device: torch.device) -> None:
 # -- weights ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A random model on disk. step_bytes: weights that a decode step reads, all but a separate table of embeddings."""
+    """A random model on disk."""
 
     folder: Path
     num_parameters: int
-    step_bytes: int
+    step_bytes: int  # of the weights that a decode step reads: all except a separate table of embeddings
 
 
 @contextmanager
 def random_weights(case: Case, device: torch.device, folder: Path | None) -> Iterator[Weights]:
     """Seeded random weights in bf16, drawn on the device shard by shard; removed afterwards.
 
-    They are made in memory where the system has a folder there with enough room, unless `folder` says where.
+    They are made in `folder`, or else in a folder in memory, if the system has one with enough room.
     """
     config = _config(case)
     shapes = _parameter_shapes(config)
@@ -262,7 +262,7 @@ def random_weights(case: Case, device: torch.device, folder: Path | None) -> Ite
 
 
 def _memory_folder(num_bytes: int) -> Path | None:
-    """A folder that is memory, when it could hold twice as much; None: the temporary directory."""
+    """A folder in memory if it could hold twice as much; None: the temporary directory."""
     has_room = MEMORY_FOLDER.is_dir() and shutil.disk_usage(MEMORY_FOLDER).free > 2 * num_bytes
     return MEMORY_FOLDER if has_room else None
 
@@ -309,7 +309,7 @@ def _write_shards(folder: Path, shapes: dict[str, torch.Size], device: torch.dev
 
 
 def _random(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """As such models are initialised: norms are one, biases nought."""
+    """Random values as such models are initialised: norms are one, biases zero."""
     options = {"dtype": torch.bfloat16, "device": generator.device}
     if len(shape) == 1:
         return torch.ones(shape, **options) if "norm" in name else torch.zeros(shape, **options)

@@ -40,9 +40,9 @@ LONG_TOKENS, LONG_REPEATS = 32768, 3
 
 @dataclass(slots=True)
 class Machine:
-    """One model on one device, and its engines: each is made when it is first asked for.
+    """One model on one device, and its engines. Each is made when it is first needed.
 
-    "plain": HBM alone; "tiers": all three; "eager": as plain, without CUDA graphs.
+    "plain": only HBM; "tiers": all three; "eager": as plain, but without CUDA graphs.
     """
 
     case: Case
@@ -52,7 +52,7 @@ class Machine:
     board: Board
     clock: Clock
     engines: dict[str, Any] = field(default_factory=dict)
-    salts: Any = field(default_factory=itertools.count)  # one for all persons: two with the same would hit
+    salts: Any = field(default_factory=itertools.count)  # one for all people: the same salt twice would hit
 
     def engine(self, kind: str) -> Any:
         from kvstore import Engine
@@ -86,7 +86,7 @@ class Machine:
         return Person(self.engine(kind), history, num_new, rng, self.salts)
 
     def alternate(self, measures: Mapping[str, Callable[[], float]], num_tokens: int = 0) -> dict[str, list[float]]:
-        """num_tokens: of one turn; long ones are measured less often."""
+        """num_tokens: of one turn. Long turns are measured less often."""
         timely = {name: self.clock.timely(measure) for name, measure in measures.items()}
         repeats = self.case.repeats
         return alternate(timely, min(repeats, LONG_REPEATS) if num_tokens >= LONG_TOKENS else repeats)
@@ -128,7 +128,7 @@ def prefill(machine: Machine) -> None:
 
 
 def load_peer(folder: Path, device: torch.device) -> tuple[Any, str]:
-    """The model as transformers makes it, and which attention it uses."""
+    """The model as transformers makes it, and the attention that it uses."""
     from transformers import AutoModelForCausalLM
 
     names = ["flash_attention_2", "sdpa"] if device.type == "cuda" and find_spec("flash_attn") else ["sdpa"]
@@ -143,7 +143,7 @@ def load_peer(folder: Path, device: torch.device) -> tuple[Any, str]:
 
 
 def peer_prefill_s(peer: Any, prompt: list[int], device: torch.device) -> float:
-    """One forward with its own cache; logits of the last token only, as an engine needs them."""
+    """One forward with its own cache. Computes only the logits of the last token, as an engine does."""
     ids = torch.tensor([prompt], device=device)
     with torch.inference_mode():
         return timed_s(device, lambda: int(peer(ids, use_cache=True, logits_to_keep=1).logits[0, -1].argmax()))
@@ -151,7 +151,7 @@ def peer_prefill_s(peer: Any, prompt: list[int], device: torch.device) -> float:
 
 # -- decode ----------------------------------------------------------------------------------------------------------
 def decode(machine: Machine) -> None:
-    """Tokens per second beside what reading the weights and the KV of every step would allow."""
+    """Tokens per second, relative to the limit that reading weights and KV in every step sets."""
     case, board = machine.case, machine.board
     machine.engine("plain")
     bytes_per_s = memory_bytes_per_s(machine.device)
@@ -168,14 +168,14 @@ def decode(machine: Machine) -> None:
 
 
 def decode_limit(case: Case, weights: Weights, batch: int, bytes_per_s: float) -> float:
-    """Tokens/s if a step took as long as reading the weights once and the KV of all its requests."""
+    """Tokens per second if a step took as long as reading the weights once and the KV of all its requests."""
     context_tokens = batch * (DECODE_PROMPT_TOKENS + DECODE_TOKENS / 2)
     step_bytes = weights.step_bytes + context_tokens * case.kv_bytes_per_token
     return batch * bytes_per_s / step_bytes
 
 
 class Replays:
-    """How many of an engine's steps since now were replays of a CUDA graph."""
+    """Counts how many of an engine's steps from now on are replays of a CUDA graph."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -252,7 +252,7 @@ def ttft(machine: Machine) -> None:
 
 
 def check_identity(machine: Machine) -> None:
-    """Blocks that come back from the CPU and from disk are those that were computed, bit for bit, in every layer."""
+    """Check that blocks from the CPU and from disk equal the computed ones, bit for bit, in every layer."""
     num_tokens = min(IDENTITY_TOKENS, max(machine.case.histories))
     person = machine.person("tiers", num_tokens)
     person.history = random_prompts(1, num_tokens, machine.case.shape.vocab_size, seed=IDENTITY_SEED)[0]
@@ -284,7 +284,7 @@ def kv_of(person: Person) -> list[torch.Tensor]:
 
 
 def overlap(machine: Machine) -> None:
-    """A CPU hit beside the longer of its parts: loading its KV with nothing else, and computing with the KV there."""
+    """A CPU hit, relative to the longer of its parts: only loading its KV, and only computing with KV in HBM."""
     case, board = machine.case, machine.board
     for history_tokens, new_tokens in case.overlaps:
         person = machine.person("tiers", history_tokens, new_tokens)
@@ -305,11 +305,11 @@ def overlap(machine: Machine) -> None:
 
 
 def load_alone_s(engine: Any, num_blocks: int) -> float:
-    """The load of as many blocks of the engine's own arena into its own caches, all layers, while nothing computes."""
+    """The seconds of loading as many blocks from the engine's arena to its caches while nothing computes."""
 
     @torch.inference_mode()
     def load() -> float:
-        engine.loop.pool.evict_all()  # nobody refers to what is overwritten
+        engine.loop.pool.evict_all()  # so that nobody refers to the overwritten blocks
         arena, caches = engine.connector.parts.arena, engine.loop.runner.caches
         numbers = torch.arange(num_blocks)
         device = caches[0][0].device
@@ -325,7 +325,7 @@ def load_alone_s(engine: Any, num_blocks: int) -> float:
 
 # -- the cost of saving ----------------------------------------------------------------------------------------------
 def saving(machine: Machine) -> None:
-    """Prefill and decode with all tiers beside the same without; writes that are left are flushed unmeasured."""
+    """Prefill and decode with all tiers, relative to HBM alone. Remaining writes are flushed unmeasured."""
     length = machine.case.prefills[-1]
     tiered, plain = machine.person("tiers", length), machine.person("plain", length)
     _cost(machine, f"prefill {length:,}", tiered, plain, partial(prefill_s, num_prompts=1), length, SAVING)

@@ -1,4 +1,4 @@
-"""The kernels of bench.gpu alone, no engine: each against its torch twin on the device, and the speed of the bus."""
+"""The kernels by themselves, without an engine: each beside its torch twin on the device, and the speed of the bus."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,8 +20,8 @@ from kvstore.rope.rotary import Rotation, Style
 
 STAGING_BYTES = 1 << 25  # pinned memory for one copy to the device
 NUM_CHECKED_BLOCKS, NUM_CHECKED_TOKENS, NUM_CHECKED_LAYERS = 48, 300, 3
-FEW_TOKENS = 40  # a save of so few goes another way than one of many
-ATTENTION_TOLERANCE = 0.03  # of a token's output in bf16: rounding makes 0.01; a page of 250 left out makes 0.06
+FEW_TOKENS = 40  # a save of few tokens takes another way than one of many
+ATTENTION_TOLERANCE = 0.03  # of a token's output in bf16: rounding causes 0.01, a missing page of 250 causes 0.06
 CONTEXTS = ((1, 1), (1, 17), (1, 300), (1, 1000), (1, 4000), (64, 64), (100, 777), (17, 33))  # query, context tokens
 
 Caches = list[tuple[torch.Tensor, torch.Tensor]]
@@ -29,7 +29,7 @@ Caches = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class KernelCheck:
-    """Our kernels with one model's shapes beside their twins, on the same random input. Each returns what is wrong."""
+    """Compares our kernels with their twins, with one model's shapes and random input. Checks return what is wrong."""
 
     case: Case
     device: torch.device
@@ -38,7 +38,7 @@ class KernelCheck:
         return torch.randn(*shape, dtype=torch.bfloat16, device=self.device)
 
     def step(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query, key and value of a step, views of one product as a packed projection gives them."""
+        """Query, key and value of a step: views of one product, as a packed projection returns them."""
         heads, kv_heads = self.case.shape.num_heads, self.case.shape.num_kv_heads
         whole = self.random(NUM_CHECKED_TOKENS, heads + 2 * kv_heads, self.case.head_dim)
         query, key, value = whole.split((heads, kv_heads, kv_heads), dim=1)
@@ -82,7 +82,7 @@ class KernelCheck:
             return difference([t for pair in ours for t in pair], [t for pair in twins for t in pair])
 
     def save(self, num_tokens: int) -> str | None:
-        """Of every other token of a step."""
+        """Check a save of every other token of a step."""
         step = [self.step()[1:] for _ in range(NUM_CHECKED_LAYERS)]
         layers = [(layer, key, value) for layer, (key, value) in enumerate(step)]
         rows = torch.arange(0, NUM_CHECKED_TOKENS, 2)[:num_tokens]
@@ -93,11 +93,11 @@ class KernelCheck:
             for layer, key, value in layers:
                 at = rows.to(self.device)
                 reference.save_tokens(expected, layer, key[at], value[at], slots)
-            timed_s(self.device, lambda: None)  # what the device writes has landed
+            timed_s(self.device, lambda: None)  # until the device's writes have landed
             return difference([host.tensor], [expected])
 
     def attend(self) -> str | None:
-        """A mixed batch: decodes and prefills, with and without a prefix, over shuffled pages."""
+        """Check a mixed batch: decodes and prefills, with and without a prefix, over shuffled pages."""
         heads, scale = self.case.shape.num_heads, self.case.head_dim**-0.5
         starts = [0]
         for num_tokens, _ in CONTEXTS:
@@ -122,14 +122,14 @@ class KernelCheck:
         ours, twin = ours.flatten(1).float(), twin.flatten(1).float()
         error = (ours - twin).norm(dim=1) / twin.norm(dim=1)  # of a token's output
         largest = float(error.max())
-        if largest <= ATTENTION_TOLERANCE:  # false also for not-a-number
+        if largest <= ATTENTION_TOLERANCE:  # also false for NaN
             return None
         return f"an output differs by {largest:.3g} of its length, more than {ATTENTION_TOLERANCE}"
 
 
 @torch.inference_mode()
 def check_kernels(case: Case, device: torch.device, board: Board) -> None:
-    """A row each; a kernel that raises is wrong, too."""
+    """Add a row for each kernel. A kernel that raises is wrong, too."""
     one = KernelCheck(case, device)
     checks: dict[str, Callable[[], str | None]] = {"write_kv": one.write}
     for style in Style:
@@ -144,13 +144,13 @@ def check_kernels(case: Case, device: torch.device, board: Board) -> None:
         note = f"within {ATTENTION_TOLERANCE} of its twin" if name == "paged attention" else "equal, bit for bit"
         try:
             wrong = check()
-        except Exception as error:  # the border of a check: the others are still worth running
+        except Exception as error:  # one check's failure does not keep the others from running
             wrong = f"{type(error).__name__}: {str(error).strip()[:200]}"
         board.check("check", case.name, name, wrong, note)
 
 
 def difference(ours: Sequence[torch.Tensor], twins: Sequence[torch.Tensor]) -> str | None:
-    """What differs, bit for bit."""
+    """What differs, compared bit for bit."""
     assert len(ours) == len(twins)
     for number, (one, other) in enumerate(zip(ours, twins, strict=True)):
         if not torch.equal(one, other):
@@ -167,7 +167,7 @@ def new_caches(case: Case, num_blocks: int, device: torch.device, num_layers: in
 
 
 def table(case: Case, device: torch.device, style: Style) -> Rotation:
-    """Of every position in the window."""
+    """Cos and sin of every position in the window."""
     half = case.head_dim // 2
     angles = torch.arange(case.window, device=device)[:, None] * 10000.0 ** -(torch.arange(half, device=device) / half)
     return Rotation(angles.cos().bfloat16(), angles.sin().bfloat16(), style)
@@ -194,7 +194,7 @@ def load_arms(device: torch.device) -> tuple[str, ...]:
 def load_all(
     arm: str, host: Arena, slots: torch.Tensor, numbers: torch.Tensor, positions: torch.Tensor, caches: Caches
 ) -> None:
-    """All layers of these blocks, one way or the other."""
+    """Load all layers of these blocks, in one way or the other."""
     load = block_copy.BlockLoad(host.tensor, slots, numbers, positions, host.layout.rotations)
     if arm == "kernel":
         load.load_by_kernel(0, caches)
@@ -207,7 +207,7 @@ def load_all(
 def load_by_copy(
     host: Arena, slots: torch.Tensor, numbers: torch.Tensor, positions: torch.Tensor, caches: Caches
 ) -> None:
-    """By the device's copy engine, from blocks gathered in pinned memory; rotated afterwards, all layers alike."""
+    """Load by the device's copy engine, from blocks gathered in pinned memory. Keys are rotated afterwards."""
     device, source = caches[0][0].device, host.tensor
     numbers, rotation = to_device(numbers, device), host.layout.rotations[0]
     if rotation is not None:
@@ -218,9 +218,7 @@ def load_by_copy(
         for start in range(0, len(slots), size):
             some = slots[start : start + size]
             # Pinned memory comes from torch's pool, which hands it out again only after the copy has ended.
-            staging = torch.empty(
-                len(some), *source.shape[2:], dtype=source.dtype, pin_memory=device.type == "cuda"
-            )
+            staging = torch.empty(len(some), *source.shape[2:], dtype=source.dtype, pin_memory=device.type == "cuda")
             torch.index_select(source[:, layer], 0, some, out=staging)
             blocks = staging.to(device, non_blocking=True)
             key = blocks[:, 0]

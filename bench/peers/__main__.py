@@ -46,7 +46,7 @@ print(json.dumps({name: found[name] for name in sys.argv[1:] if name in found}))
 
 
 def versions(python: Path, peer: str, lmcache: bool) -> dict[str, str]:
-    """Of the peer and of what it stands on. Raises PeerError where the peer's python has no such package."""
+    """The versions of the peer and its base. Raises PeerError if the peer's python has no such package."""
     names = [*PACKAGES[peer], *ALSO_NAMED]
     try:
         done = subprocess.run([python, "-c", VERSIONS, *names], capture_output=True, text=True, check=True)
@@ -70,7 +70,7 @@ def goals(peer: str, lmcache: bool, model: str) -> Goals:
 
 @contextmanager
 def model_folder(name: str, keep: Path | None) -> Iterator[Path]:
-    """A random model; with `keep` it is made once and stays there."""
+    """A random model. With `keep` it is made once and kept there."""
     if keep is not None and (keep / name / "config.json").exists():
         yield keep / name
         return
@@ -87,7 +87,7 @@ def model_folder(name: str, keep: Path | None) -> Iterator[Path]:
 
 
 def sides(parsed: argparse.Namespace, model: Path, folder: Path, logs: Path) -> dict[str, Side]:
-    """Both servers, or both embedded. folder: for what they keep."""
+    """Both sides, as servers or embedded. folder: for their files."""
     name, python, threads = parsed.peer, parsed.peer_python, parsed.threads
     our_folder, its_folder = folder / "ours", folder / "peer"
     our_folder.mkdir()
@@ -154,11 +154,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is measured, and where."""
+def add_arguments(parser: argparse.ArgumentParser, parts: Sequence[str] = PARTS) -> None:
+    """Add the flags of what is measured, and where. parts: the possible ones."""
     parser.add_argument("--peer-python", required=True, type=Path, metavar="FILE", help="python of its environment")
     parser.add_argument("--models", default="m,l", help=f"of {', '.join(MODELS)} (default: m,l)")
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)} (default: both)")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(parts)} (default: speed,turns)")
     parser.add_argument("--repeats", type=int, default=7, help="of prefill and decode (default: 7)")
     parser.add_argument("--rounds", type=int, default=3, help="of conversations, each restart (default: 3)")
     parser.add_argument("--restarts", type=int, default=1, help="of all sides (default: 1)")
@@ -167,7 +167,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_names(parser: argparse.ArgumentParser, parsed: argparse.Namespace, **known: Sequence[str]) -> None:
-    """Of flags that take names with commas between them."""
+    """Check the flags that take names with commas between them."""
     for flag, names in known.items():
         for name in getattr(parsed, flag).split(","):
             if name not in names:
@@ -181,7 +181,7 @@ def run_match(
     title: str,
     hidden: Sequence[str],
 ) -> int:
-    """`hidden`: what only the file is for. Returns the exit code."""
+    """Returns the exit code. hidden: entries that only the file has."""
     errors: list[str] = []
 
     def body(parsed: argparse.Namespace, report: Report) -> None:

@@ -1,7 +1,7 @@
-"""Engines embedded in a worker process, as sides of a comparison: one JSON line a question, one an answer.
+"""Engines embedded in a worker process, as sides of a comparison. Questions and answers are one JSON line each.
 
-`Embedded` is this process's end of the pipe, `work` the other; that one may run in a peer's environment, which has
-none of this project's packages.
+`Embedded` is this process' end of the pipe, `work` the other. That one may run in a peer's environment, which has none
+of this project's packages.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Worker(Protocol):
 
 
 def work(make: Callable[[Path, Path, int], Worker]) -> None:
-    """A worker's life: arguments are the model, a directory of its own and the number of threads."""
+    """Run a worker. Its arguments are the model, a directory of its own and the number of threads."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no reply
+    os.dup2(2, 1)  # so that the output of libraries is not taken for replies
     model, folder, threads = sys.argv[1:]
     worker = make(Path(model), Path(folder), int(threads))
     print(json.dumps([]), file=replies, flush=True)
@@ -52,7 +52,7 @@ def work(make: Callable[[Path, Path, int], Worker]) -> None:
 
 @dataclass(slots=True)
 class Embedded:
-    """A side whose engine lives in a worker process of the given python."""
+    """A side whose engine is in a worker process of the given python."""
 
     name: str
     python: Path
@@ -95,7 +95,7 @@ class Embedded:
 
     def _call(self, **asked: Any) -> Any:
         assert self._process is not None and self._process.stdin is not None
-        with suppress(OSError):  # where it has ended, its reply says so
+        with suppress(OSError):  # if it has ended, the missing reply tells
             print(json.dumps(asked), file=self._process.stdin, flush=True)
         return self._reply()
 

@@ -1,4 +1,4 @@
-"""llama.cpp in a worker process: every conversation in a sequence of its own, kept in memory or in a state file.
+"""llama.cpp in a worker process. Every conversation has its own sequence, kept in memory or in a state file.
 
 Runs in the peer's environment, which needs llama-cpp-python, and gguf, torch and safetensors to convert the model.
 """
@@ -21,7 +21,7 @@ from bench.peers.embedded import work
 from bench.peers.load import Answer
 
 NUM_SEQUENCES, WINDOW, BATCH_TOKENS = 16, 4096, 2048
-TENSORS = {  # Hugging Face's names, and those of GGUF
+TENSORS = {  # Hugging Face's names and those of GGUF
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
@@ -69,17 +69,17 @@ def _tensor_name(name: str) -> str:
 
 
 def _interleaved(values: "np.ndarray[Any, Any]", num_heads: int) -> "np.ndarray[Any, Any]":
-    """Rows of a head in the order in which llama.cpp rotates a Llama: pairs side by side instead of by halves."""
+    """Order the rows of a head as llama.cpp rotates a Llama: pairs side by side instead of halves."""
     rows = values.reshape(num_heads, 2, len(values) // num_heads // 2, *values.shape[1:])
     return np.ascontiguousarray(rows.swapaxes(1, 2).reshape(values.shape))
 
 
 @dataclass(slots=True)
 class Place:
-    """A conversation's place in the cache. tokens: whose KV is there."""
+    """A conversation's place in the cache."""
 
     number: int
-    tokens: list[int]
+    tokens: list[int]  # whose KV is there
 
 
 class LlamaCpp:
@@ -125,7 +125,7 @@ class LlamaCpp:
         return [Answer(ttft_s, end_s, ids, num_cached) for ids in chosen]
 
     def _step(self, places: Sequence[Place], new: Sequence[list[int]]) -> list[int]:
-        """Compute new tokens of each sequence. Returns the likeliest next one of each."""
+        """Compute new tokens of each sequence. Returns the most likely next token of each."""
         flat = [
             (token, len(place.tokens) + offset, place.number, offset == len(tokens) - 1)
             for place, tokens in zip(places, new, strict=True) for offset, token in enumerate(tokens)
@@ -178,7 +178,7 @@ class LlamaCpp:
         return self._folder / f"{hashlib.sha256(talk.encode()).hexdigest()[:16]}.state"
 
     def close(self) -> None:
-        """What is to outlive the process is in files already."""
+        """Nothing to do: everything that must outlive the process is already in files."""
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """What is measured of engines side by side, in turns: prefill, decode, conversations, a restart.
 
-Knows an engine only as a `Side`, which takes token ids. All sides get the same ids of people; the answers in a
-conversation's history are the side's own. Prompts that are to be computed are fresh ids of the same number. After a
-restart the files of all are in the page cache, and all have answered others who returned, unmeasured.
+Knows an engine only as a `Side`, which takes token ids. All sides get the same messages; the answers in a
+conversation's history are each side's own. Prompts that must be computed are fresh ids of the same number. After a
+restart, the files of all sides are in the page cache (or none is), and all have answered other returning people,
+unmeasured.
 """
 
 from __future__ import annotations
@@ -17,21 +18,23 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from bench.common import LlamaShape, Report, alternate, median, random_prompts, say, spread
+from bench.common import LlamaShape, Report, alternate, drop_from_page_cache, median, random_prompts, say, spread
+
+LEFT_BYTES = 256 << 10  # of a file may stay in the page cache
 
 
 class PeerError(RuntimeError):
-    """A side cannot be measured; the message says what is wrong, and where its log is."""
+    """A side cannot be measured. The message says why, and where its log is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """ttft_s, end_s: seconds from the question to the first and to the last token. cached_tokens: None, not told."""
+    """A side's answer to one prompt."""
 
-    ttft_s: float
-    end_s: float
+    ttft_s: float  # from the question to the first token
+    end_s: float  # and to the last
     ids: list[int]
-    cached_tokens: int | None
+    cached_tokens: int | None  # None: the side does not tell
 
 
 class Side(Protocol):
@@ -42,33 +45,34 @@ class Side(Protocol):
         """The command of each process."""
 
     def start(self) -> None:
-        """Returns when it answers. Raises PeerError."""
+        """Start the engine. Returns when it answers; raises PeerError."""
 
     def stop(self) -> None: ...
 
     def ask(self, prompts: Sequence[list[int]], max_tokens: int, talk: str = "") -> list[Answer]:
-        """Answers of exactly max_tokens, greedy, all prompts at once. talk: names the conversation of a single prompt
-        that is to be found again; without one, nothing of the prompt is asked for again."""
+        """Greedy answers of exactly max_tokens, all prompts at once.
+
+        talk: names the conversation of a single prompt, which will continue; without a name, it will not.
+        """
 
     def leave(self, talk: str, keep: bool) -> None:
-        """Nobody returns to this conversation before the restart (keep) or ever: what is kept by hand can go."""
+        """Nobody returns to this conversation before the restart (keep), or ever. KV that is kept by hand can go."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured of one model, in tokens. first_tokens, turn_tokens: of a conversation's first message and of
-    each further one."""
+    """What is measured of one model, in tokens."""
 
     shape: LlamaShape
     is_qwen: bool
     num_talks: int
-    first_tokens: int
+    first_tokens: int  # of a conversation's first message
     prefill_tokens: int = 1024
     prompt_tokens: int = 128
     decode_tokens: int = 64
     batches: tuple[int, ...] = (1, 8)
     num_turns: int = 4
-    turn_tokens: int = 128
+    turn_tokens: int = 128  # of each further message
     reply_tokens: int = 32
 
     @property
@@ -78,7 +82,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """Ratios ours over the peer's; None: no goal. TTFT at most, tokens a second at least."""
+    """Ratios of ours to the peer's: TTFT at most, tokens a second at least. None: no goal."""
 
     speed: float | None = None
     warm: float | None = None
@@ -89,9 +93,9 @@ class Goals:
 
 @dataclass(slots=True)
 class Talk:
-    """One conversation with one side. name: the same on both sides, and seeds what is said."""
+    """One conversation with one side."""
 
-    name: str
+    name: str  # the same on both sides; seeds the messages
     tokens: list[int] = field(default_factory=list)
     num_turns: int = 0
 
@@ -110,42 +114,41 @@ Answers = dict[str, list[Answer]]  # by side
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """warm: by turn. returned: the last turn, after a restart. cold: prompts as long as that one's, computed."""
+    """The answers of a round of conversations."""
 
-    warm: list[Answers]
-    returned: Answers
-    cold: Answers
+    warm: list[Answers]  # by turn
+    returned: Answers  # to the last turn, after a restart
+    cold: Answers  # to prompts of the same length that must be computed
 
 
 def start_all(sides: Iterable[Side]) -> None:
-    """At once: most of it is one thread's work."""
+    """Start all sides at once, as starting is mostly one thread's work."""
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda side: side.start(), sides))
 
 
 @dataclass(slots=True)
 class Match:
-    """Sides on one model. `speed` and `turns` are for two, "ours" and "peer"; their rows go to the report as they are
-    found."""
+    """Sides on one model. `speed` and `turns` compare two, "ours" and "peer"; their rows go to the report at once."""
 
     sides: dict[str, Side]
     model: str
     sizes: Sizes
     goals: Goals
     report: Report
-    stores: Path  # where the sides keep what outlives them
-    settle_s: float = 3.0  # before a restart: what is written behind the answers gets onto the disk
-    pause_s: float = 1.0  # before another side is asked: threads of the one that has answered spin on for a while
+    stores: Path  # where the sides keep their files
+    settle_s: float = 3.0  # before a restart, for writes that are still going on
+    pause_s: float = 1.0  # between two sides, as threads spin for a while after an answer
     last: str = ""
     seeds: Counter[str] = field(default_factory=Counter)
 
     def fresh(self, name: str, num_prompts: int, num_tokens: int) -> list[list[int]]:
-        """Prompts never used before with this side; the others get the same ones."""
+        """Prompts that were never used with this side. The other sides get the same ones."""
         self.seeds[name] += 1
         return random_prompts(num_prompts, num_tokens, self.sizes.shape.vocab_size, 1000 + self.seeds[name])
 
     def side(self, name: str) -> Side:
-        """Where another one was asked before, it has come to rest."""
+        """The side of this name, after a pause if another one has answered last."""
         if self.last not in ("", name):
             time.sleep(self.pause_s)
         self.last = name
@@ -157,7 +160,7 @@ class Match:
             self._rate(measure, times, num_tokens)
 
     def seconds(self, repeats: int) -> Iterator[tuple[str, dict[str, list[float]], int]]:
-        """What was measured, the seconds by side, and for how many tokens."""
+        """For each measurement: its name, the seconds by side, and the number of tokens."""
         sizes = self.sizes
         say(f"prefill of {sizes.prefill_tokens:,} tokens, {repeats} rounds")
         times = self._alternate(self._prefill_s, repeats, 2)
@@ -174,7 +177,7 @@ class Match:
         return self.side(name).ask(self.fresh(name, 1, self.sizes.prefill_tokens), 1)[0].ttft_s
 
     def _decode_s(self, name: str, batch: int) -> float:
-        """From the first token, of all together, to the last."""
+        """The seconds from the first token of all requests to the last."""
         prompts = self.fresh(name, batch, self.sizes.prompt_tokens)
         answers = self.side(name).ask(prompts, 1 + self.sizes.decode_tokens)
         return max(one.end_s for one in answers) - max(one.ttft_s for one in answers)
@@ -183,8 +186,11 @@ class Match:
     def turns(self, rounds: int, restarts: int) -> None:
         self._turn_rows(self.answers(rounds, restarts))
 
-    def answers(self, rounds: int, restarts: int) -> Turns:
-        """Conversations while the server runs, others whose last turn comes after a restart, and that turn cold."""
+    def answers(self, rounds: int, restarts: int, from_disk: bool = False) -> Turns:
+        """Conversations while the server runs; others, whose last turn comes after a restart; and that turn cold.
+
+        from_disk: after the restart, nothing of the files is in the page cache; otherwise everything.
+        """
         sizes = self.sizes
         warm: list[Answers] = [{name: [] for name in self.sides} for _ in range(sizes.num_turns)]
         returned: Answers = {name: [] for name in self.sides}
@@ -200,8 +206,9 @@ class Match:
                         warm[turn][name] += answers
                     parted[name] += self._parted(name, f"kept-{restart}-{number}")
             spares = {name: self._parted(name, f"spare-{restart}") for name in parted}
-            self._restart()
-            read_all(self.stores)
+            self._restart(from_disk)
+            if not from_disk:
+                read_all(self.stores)
             for name, talks in spares.items():
                 self._warm_up(name, f"again-{restart}")
                 for talk in talks:
@@ -217,7 +224,7 @@ class Match:
         return list(self.sides) if number % 2 == 0 else list(self.sides)[::-1]
 
     def _whole(self, name: str, prefix: str) -> list[list[Answer]]:
-        """All turns of a round's conversations, which take turns. Answers by turn."""
+        """All turns of a round's conversations, which alternate. Returns the answers by turn."""
         talks = [Talk(f"{prefix}-{number}") for number in range(self.sizes.num_talks)]
         found = [[talk.turn(self.side(name), self.sizes) for talk in talks] for _ in range(self.sizes.num_turns)]
         for talk in talks:
@@ -225,7 +232,7 @@ class Match:
         return found
 
     def _parted(self, name: str, prefix: str) -> list[Talk]:
-        """Conversations up to the turn before the last."""
+        """Run conversations up to the turn before the last."""
         talks = [Talk(f"{prefix}-{number}") for number in range(self.sizes.num_talks)]
         for _ in range(self.sizes.num_turns - 1):
             for talk in talks:
@@ -239,15 +246,17 @@ class Match:
         self.sides[name].leave(talk.name, keep=False)
         return answer
 
-    def _restart(self) -> None:
+    def _restart(self, from_disk: bool) -> None:
         say("restarting")
         time.sleep(self.settle_s)
         for side in self.sides.values():
             side.stop()
+        if from_disk:
+            drop_all(self.stores)
         start_all(self.sides.values())
 
     def _warm_up(self, name: str, prefix: str) -> None:
-        """All turns of somebody else: the first steps of a process are slow."""
+        """All turns of another person, because the first steps of a process are slow."""
         talk = Talk(prefix)
         for _ in range(self.sizes.num_turns):
             talk.turn(self.side(name), self.sizes)
@@ -303,7 +312,7 @@ class Match:
 
 
 def read_all(folder: Path) -> None:
-    """Bring all files into the page cache: some systems page out what is idle while the other side starts."""
+    """Bring all files into the page cache. Some systems page out idle files while the other side starts."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -311,7 +320,14 @@ def read_all(folder: Path) -> None:
                     pass
 
 
+def drop_all(folder: Path) -> None:
+    """Drop all files from the page cache, while nobody has them mapped. Raises PeerError."""
+    for path in folder.rglob("*"):
+        if path.is_file() and path.stat().st_size and drop_from_page_cache(path, LEFT_BYTES) is None:
+            raise PeerError(f"{path} stays in the page cache; run as root to drop it")
+
+
 def _cached(answers: list[Answer]) -> float | None:
-    """Median of what was found, in tokens; None when a side does not tell."""
+    """The median of cached tokens; None if a side does not tell."""
     told = [one.cached_tokens for one in answers if one.cached_tokens is not None]
     return median(told) if told else None

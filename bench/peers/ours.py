@@ -21,7 +21,7 @@ class Ours:
         return [Answer(one.ttft_s or end_s, end_s, one.token_ids, one.usage.cached_tokens) for one in outputs]
 
     def leave(self, talk: str, keep: bool) -> None:
-        """The tiers look after that themselves."""
+        """Nothing to do: the tiers evict by themselves."""
 
     def close(self) -> None:
         self._engine.close()

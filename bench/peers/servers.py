@@ -1,7 +1,7 @@
-"""Servers that speak /v1/completions over HTTP, as sides of a comparison: ours, vLLM, vLLM with what keeps its KV.
+"""Servers with /v1/completions, as sides of a comparison: ours, vLLM, and vLLM with several stores for its KV.
 
-Each runs in processes of its own and takes prompts as token ids. Ids of an answer are read from its text: the words
-of the tokenizer that bench.common makes.
+Each runs in processes of its own and takes prompts as token ids. The ids of an answer are read from its text, which
+consists of words of the tokenizer that bench.common makes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bench.serving import free_port
 from bench.serving_load import new_session
 from kvstore.service.command.vllm_config import transfer_config
 
-START_S, STOP_S, READY_WAIT_S = 300.0, 60.0, 0.1
+START_S, STOP_S, READY_WAIT_S = 1200.0, 60.0, 0.1  # a vLLM that compiles beside others takes ten minutes
 MODEL_NAME, WINDOW = "bench", 4096
 BLOCK_TOKENS = 32  # of vLLM's blocks and of LMCache's chunks
 KV_GIB = 2  # of vLLM's pool, and of LMCache's memory
@@ -39,12 +39,22 @@ OUR_TIERS = ("--hbm", f"{KV_GIB}GiB", "--cpu", f"{KV_GIB}GiB", "--disk", f"{DISK
 
 
 @dataclass(frozen=True, slots=True)
+class Tiers:
+    """vLLM's tiers."""
+
+    kind: str  # "kvstore" or "fs" below its memory tier; or only that tier with "lru", "arc" or our "return" as policy
+    cpu_bytes: int = KV_GIB << 30
+    disk_bytes: int = DISK_GIB << 30
+    pool_blocks: int | None = None  # of vLLM's own pool; None: as many as KV_GIB holds
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
-    """How a process is started. ready: the address that answers 200 once it serves."""
+    """How a process is started."""
 
     command: list[str]
     environment: Mapping[str, str]
-    ready: str
+    ready: str  # address that answers 200 once the process serves
 
     def start(self, log: Path) -> subprocess.Popen[bytes]:
         with log.open("ab") as out:
@@ -55,7 +65,7 @@ class Launch:
 
 @dataclass(slots=True)
 class Server:
-    """A side over HTTP: one process, or several that start in this order and end in the other."""
+    """A side over HTTP: one process, or several that start in this order and end in reverse order."""
 
     name: str
     url: str
@@ -65,7 +75,7 @@ class Server:
 
     @property
     def settings(self) -> list[list[str]]:
-        """What is set in the environment, and the command, of each process."""
+        """The settings in the environment, and the command, of each process."""
         return [
             [*(f"{name}={value}" for name, value in launch.environment.items()), *launch.command]
             for launch in self.launches
@@ -98,7 +108,7 @@ class Server:
                 process.wait()
 
     def leave(self, talk: str, keep: bool) -> None:
-        """A server looks after that itself."""
+        """Nothing to do: a server evicts by itself."""
 
     def ask(self, prompts: Sequence[list[int]], max_tokens: int, talk: str = "") -> list[Answer]:
         try:
@@ -137,7 +147,7 @@ class Server:
         if usage is None or usage["completion_tokens"] != max_tokens:
             raise PeerError(f"{self.name} was to answer with {max_tokens} tokens; its usage is {usage}")
         ids = [int(number) for number in re.findall(r"w(\d+)", text)]
-        ids += [0] * (max_tokens - len(ids))  # the unknown word is not written out
+        ids += [0] * (max_tokens - len(ids))  # the unknown word has no text
         details = usage.get("prompt_tokens_details") or {}
         return Answer(ttft_s, end_s, ids, details.get("cached_tokens"))
 
@@ -154,11 +164,9 @@ def ours(model: Path, folder: Path, threads: int, log: Path) -> Server:
 
 
 def vllm(
-    python: Path, model: Path, folder: Path, threads: int, log: Path, lmcache: str | None, tier: str | None = None
+    python: Path, model: Path, folder: Path, threads: int, log: Path, lmcache: str | None, tiers: Tiers | None = None
 ) -> Server:  # fmt: skip
-    """vLLM with its prefix cache. lmcache: "default" or "shm", beside an LMCache server that writes to disk. tier:
-    "kvstore" or "fs", below its memory tier.
-    """
+    """vLLM with its prefix cache. lmcache: "default" or "shm", beside an LMCache server that writes to disk."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [
@@ -178,27 +186,32 @@ def vllm(
         extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": cache_port}
         transfer = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
         command += ["--kv-transfer-config", json.dumps(transfer)]
-    if tier:
-        name = f"vLLM with {tier}"
+    if tiers:
+        name = f"vLLM with {tiers.kind}"
         environment["PYTHONPATH"] = str(ROOT)
         command += ["--prefix-caching-hash-algo", "sha256_cbor"]
-        command += ["--kv-transfer-config", json.dumps(_tiers(folder, tier))]
+        command += ["--kv-transfer-config", json.dumps(_transfer(folder, tiers))]
+        if tiers.pool_blocks is not None:
+            command += ["--num-gpu-blocks-override", str(tiers.pool_blocks)]
     launches.append(Launch(command, environment, f"{url}/health"))
     return Server(name, url, launches, log)
 
 
-def _tiers(folder: Path, tier: str) -> dict[str, Any]:
-    """What `kvstore vllm-config --on-cpu` prints; with vLLM's own `fs` instead, under its own policy."""
-    transfer = transfer_config(str(folder / "store"), KV_GIB << 30, DISK_GIB << 30, on_cpu=True)
-    if tier == "fs":
-        extra = transfer["kv_connector_extra_config"]
-        del extra["eviction_policy"], extra["cache_policy_module_path"]
-        extra["secondary_tiers"] = [{"type": "fs", "root_dir": str(folder / "files")}]
+def _transfer(folder: Path, tiers: Tiers) -> dict[str, Any]:
+    """The configuration that `kvstore vllm-config --on-cpu` prints, changed for vLLM's own policies and tier."""
+    transfer = transfer_config(str(folder / "store"), tiers.cpu_bytes, tiers.disk_bytes, on_cpu=True)
+    extra = transfer["kv_connector_extra_config"]
+    if tiers.kind != "kvstore":
+        fs = {"type": "fs", "root_dir": str(folder / "files")}
+        extra["secondary_tiers"] = [fs] if tiers.kind == "fs" else []
+    if tiers.kind not in ("kvstore", "return"):
+        del extra["cache_policy_module_path"]
+        extra["eviction_policy"] = "arc" if tiers.kind == "arc" else "lru"
     return transfer
 
 
 def _lmcache(python: Path, folder: Path, port: int, shares_memory: bool) -> Launch:
-    """Its server: so much in memory, all of it in files, too."""
+    """LMCache's server, with so much memory, and files for everything."""
     (folder / "lmcache").mkdir()
     http_port = free_port()
     command = [
@@ -215,6 +228,6 @@ def _lmcache(python: Path, folder: Path, port: int, shares_memory: bool) -> Laun
 
 
 def preloads(python: Path) -> list[str]:
-    """What vLLM's documents ask for on a CPU, where it is there: tcmalloc, and Intel's OpenMP of its environment."""
+    """The libraries that vLLM's documents recommend on a CPU, if installed: tcmalloc, and Intel's OpenMP."""
     found = [ctypes.util.find_library("tcmalloc_minimal"), str(python.parent.parent / "lib" / "libiomp5.so")]
     return [one for one in found if one and ("/" not in one or Path(one).exists())]

@@ -1,4 +1,4 @@
-"""transformers in a worker process: a history computed anew, its cache kept in memory by hand, or in a file.
+"""transformers in a worker process: computes a history again, or keeps its cache in memory by hand, or in a file.
 
 Runs in the peer's environment, which needs torch, transformers and safetensors. The loop is leaner than `generate`.
 """
@@ -25,7 +25,7 @@ class Transformers:
 
     @torch.inference_mode()
     def ask(self, prompts: list[list[int]], max_tokens: int, talk: str) -> list[Answer]:
-        """Prompts of one length, as one batch."""
+        """Answer prompts of one length, as one batch."""
         started = time.perf_counter()
         cache = self._cache(talk)
         num_cached = cache.get_seq_length()
@@ -62,7 +62,7 @@ class Transformers:
         return self._folder / f"{hashlib.sha256(talk.encode()).hexdigest()[:16]}.safetensors"
 
     def close(self) -> None:
-        """What is to outlive the process is in files already."""
+        """Nothing to do: everything that must outlive the process is already in files."""
 
 
 if __name__ == "__main__":

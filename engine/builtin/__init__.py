@@ -1,6 +1,6 @@
 """The built-in chat model: a small Llama trained by `bench.builtin_model` to remember what it is told.
 
-Owns the place of its files only; importing this package imports no torch.
+Owns only the location of its files; importing this package imports no torch.
 """
 
 from pathlib import Path

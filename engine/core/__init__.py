@@ -1,39 +1,36 @@
-"""Requests and steps: who computes how many tokens of what, in which blocks. Token ids only.
+"""Requests and steps: which request computes how many tokens, in which blocks. Token ids only.
 
 Loads no torch; knows the store by the scheduler's side of the connector.
 
-- `inbox`: what is asked of the thread that steps an engine: functions that it calls between two steps, in the order
-  of asking
+- `cached_tokens`: counts the tokens of a request that were never computed
+- `inbox`: functions for the stepping thread to call between two steps, in order
 - `input_batch`: the persistent batch: arrays reused from step to step
 - `kv_cache_manager`: HBM blocks: prefix hits, allocation, caching, release, erasure
 - `output_processor`: what callers see of running requests: pieces, ends, usage
 - `request`: one request and its state
 - `request_blocks`: blocks of requests in HBM and below it: hits, loads, and what came from where
-- `roster`: all requests from arrival to end: who waits, who runs, and the ways between
+- `roster`: all requests from arrival to end: waiting, running, and moves between the two
 - `scheduler`: which request computes how many tokens in the next step
-- `step_loop`: the one loop that steps an engine, in a thread of its own: it answers the inbox, steps, and tells who
-  waits
+- `step_loop`: the one loop that steps an engine, in a thread of its own: it serves the inbox, steps, and notifies
+  listeners
 - `steps`: the order of steps: each is scheduled, launched and read
 - `tenants`: whose turn it is: equal shares of the running set and of each step for all tenants
 
 Decisions:
 
-One token budget a step instead of phases: chunked prefill, decode and prefix hits are the same case. Running
-requests come first, then waiting ones. When blocks run out, the latest request gives its blocks back and waits;
-they stay cached until they are needed. A request whose blocks are on their way from disk waits, and those behind it
-go first.
+One token budget a step instead of phases: chunked prefill, decode and prefix hits are the same case. Running requests
+come first, then waiting ones. When blocks run out, the latest request releases its blocks and waits; they stay cached
+until they are needed. A request whose blocks are on their way from disk waits, and those behind it go first.
 
-Tenants share equally. Whoever runs fewest sequences is admitted next, and while several have tokens to compute,
-each may take the same part of a step. Where all places or blocks are taken and a tenant waits that runs less than
-another, the latest sequence of the one that runs most is preempted; so a newcomer's prompt is in the next step.
-Nothing is remembered of what a tenant had before. The store is told the order in which all are expected to start.
+Tenants share equally. Whoever runs fewest sequences is admitted next, and while several have tokens to compute, each
+may take the same part of a step. When all places or blocks are taken and a waiting tenant runs less than another, the
+latest sequence of the tenant that runs most is preempted, so a newcomer's prompt is in the next step. A tenant's past
+use does not count. The store is told the order in which requests are expected to start.
 
-Choices of one prompt (`n` > 1): the first one computes the prompt, all draw their first token from its logits and
-share its blocks. So prompt tokens are computed once.
+Choices of one prompt (`n` > 1): the first one computes the prompt, all draw their first token from its logits and share
+its blocks. So prompt tokens are computed once.
 
-The batch is kept as arrays from step to step; requests join and leave in place.
-
-What computes and what makes text is handed in, at the engine's root: `steps.Runner`, `output_processor.AnswerText`.
-
-What is deleted is overwritten in HBM, too: at once, or as soon as no request holds it.
+The batch is kept as arrays from step to step; requests join and leave in place. The engine's root hands in what
+computes (`steps.Runner`) and what makes text (`output_processor.AnswerText`). Deleted KV is overwritten in HBM, too: at
+once, or as soon as no request holds it.
 """

@@ -1,4 +1,4 @@
-"""What is asked of the thread that steps an engine: functions that it calls between two steps, in the order of asking.
+"""Functions for the thread that steps an engine to call between two steps, in the order in which they came.
 
 Knows neither engine nor request.
 """
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Inbox:
-    """Any thread puts in, one takes out. closed: nothing comes in any more."""
+    """Any thread puts functions in, and one thread calls them. closed: no more are accepted."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -32,9 +32,10 @@ class Inbox:
         return len(self._asked)
 
     def put(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Never waits; the future has what the function returns or raises.
+        """Add a function; never waits.
 
-        Raises EngineClosedError, and StoreError in a forked child, which has not got the thread that would call it.
+        The future gets what it returns or raises. Raises EngineClosedError, and StoreError in a forked child, which
+        lacks the thread that would call it.
         """
         if os.getpid() != self._pid:
             raise StoreError("the engine was opened before this process was forked; open it again here")
@@ -47,12 +48,12 @@ class Inbox:
         return future
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Returns when something is asked or when it is closed, which is True, or after so long."""
+        """Wait until something is in it, it is closed, or this time is over. Returns True unless the time is over."""
         with self._changed:
             return bool(self._changed.wait_for(lambda: self._asked or self.closed, timeout_s))
 
     def answer(self) -> None:
-        """Call what is asked."""
+        """Call all functions that are in it."""
         while self._asked:
             future, function = self._asked.popleft()
             try:
@@ -63,7 +64,7 @@ class Inbox:
                 future.set_result(result)
 
     def close(self) -> None:
-        """What is in it is still to be answered."""
+        """Accept no more; what is in it must still be called."""
         with self._changed:
             self.closed = True
             self._changed.notify()

@@ -26,10 +26,10 @@ class StepInputs:
     """Flat arrays of one step, tokens of one request side by side; single-token requests come first.
 
     token_ids, positions, slots: [num_tokens]. query_start: [num_requests + 1], first token of each request.
-    context_lens: [num_requests], tokens of each request after the step. rows: its row in the batch.
-    sample_tokens: index of the token whose logits are sampled, one per request that samples; sample_rows: its row.
-    order: the step's requests are `scheduled[order[i]]`.
-    A token id of -1 - i stands for sample i of the step before, whose id is on the device only.
+    context_lens: [num_requests], tokens of each request after the step. rows: its row in the batch. sample_tokens:
+    index of the token whose logits are sampled, one per request that samples; sample_rows: its row. order: the step's
+    requests are `scheduled[order[i]]`. A token id of -1 - i stands for sample i of the previous step, whose id is only
+    on the device.
     """
 
     token_ids: np.ndarray
@@ -56,13 +56,16 @@ class InputBatch:
         self.reset()
 
     def reset(self) -> None:
-        """No rows."""
+        """Remove all rows."""
         self.num_rows = 0
         self._row_of: dict[str, int] = {}
         self._id_of: list[str] = []
 
     def row(self, request_id: str) -> int:
         return self._row_of[request_id]
+
+    def has(self, request_id: str) -> bool:
+        return request_id in self._row_of
 
     def join(self, new: NewRow) -> int:
         """Add a request as the last row; returns its row."""
@@ -91,12 +94,14 @@ class InputBatch:
         return hole, last
 
     def append(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
-        """One sampled token each for `rows`."""
+        """Append one sampled token to each of `rows`."""
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
 
     def fill_in(self, request_ids: Sequence[str], positions: np.ndarray, token_ids: np.ndarray) -> None:
-        """What stood for these tokens, one of each request, is known now. Requests that have left are passed over."""
+        """Replace the placeholders of these tokens, one per request, by their ids. Requests that have left are
+        skipped.
+        """
         rows = np.fromiter((self._row_of.get(request_id, -1) for request_id in request_ids), np.int64, len(request_ids))
         found = rows >= 0
         self.token_ids[rows[found], positions[found]] = token_ids[found]

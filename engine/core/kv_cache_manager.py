@@ -1,9 +1,10 @@
-"""HBM blocks: prefix hits, allocation, caching, release, and erasure of what is deleted. No tensor."""
+"""HBM blocks: prefix hits, allocation, caching, release, and erasure of deleted KV. No tensors."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvstore.blocks.ids import BlockId
+from kvstore.blocks.holdings import Holdings, Place
+from kvstore.blocks.ids import BlockId, token_bytes
 from kvstore.blocks.pool import BlockPool
 from kvstore.blocks.records import Evict
 from kvstore.engine.core.request import Request
@@ -11,25 +12,26 @@ from kvstore.engine.core.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What changed in a request's block table: entries from `first_index` on are now `block_numbers`.
-
-    copy: (source, destination) of a block that others still read and this request is about to write.
-    """
+    """What changed in a request's block table: entries from `first_index` on are now `block_numbers`."""
 
     first_index: int
     block_numbers: tuple[int, ...]
-    copy: tuple[int, int] | None = None
+    copy: tuple[int, int] | None = None  # source, destination: others still read the block that the request writes next
 
 
 UNCHANGED = Allocation(0, ())
 
 
 class KVCacheManager:
-    """Gives requests their blocks. A block with several references is never written: its writer gets a copy."""
+    """Gives requests their blocks. A block with several references is never written: its writer gets a copy.
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    holdings: is told which blocks can be found. The pool tells it which blocks no longer can.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, holdings: Holdings | None = None) -> None:
         self.pool = pool
         self.block_size = block_size
+        self._holdings = holdings
 
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -37,7 +39,7 @@ class KVCacheManager:
     def match_prefix(self, request: Request) -> list[int]:
         """Cached blocks of the request's longest known prefix, head first.
 
-        At least one token is left to compute: without it there would be no logits to sample from.
+        At least one token is left to compute, as sampling needs its logits.
         """
         hits: list[int] = []
         for block_id in request.chain[: (request.num_tokens - 1) // self.block_size]:
@@ -60,7 +62,9 @@ class KVCacheManager:
         return True
 
     def allocate(self, request: Request, num_new_tokens: int) -> Allocation | None:
-        """Room for the next `num_new_tokens` of a request that holds its blocks; None when the pool has too few."""
+        """Allocate room for the next `num_new_tokens` of a request that holds its blocks; None when the pool has too
+        few.
+        """
         table = request.block_numbers
         index = request.num_computed_tokens // self.block_size
         shared = index < len(table) and self.pool.ref_count(table[index]) > 1
@@ -88,8 +92,8 @@ class KVCacheManager:
         child.num_hashed_blocks = child.num_prompt_tokens // self.block_size
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
-        """Put the blocks that are filled by its first `num_tokens` tokens into the pool's map: they are computed, or
-        being loaded, and others of this step share them.
+        """Put the full blocks of its first `num_tokens` tokens into the pool's map: they are computed or being loaded,
+        and other requests of this step share them.
         """
         full = num_tokens // self.block_size
         for index in range(request.num_hashed_blocks, full):
@@ -97,14 +101,20 @@ class KVCacheManager:
         request.num_hashed_blocks = max(request.num_hashed_blocks, full)
 
     def _insert(self, request: Request, index: int) -> None:
-        """Linked to its parent only if this request holds that: who holds a block must hold what it is linked to."""
+        """Insert a block, linked to its parent only if this request holds that: a block's holder must hold its
+        parent.
+        """
         block_id, parent_id = request.chain[index], request.chain[index - 1] if index else None
         if index and self.pool.block_id(request.block_numbers[index - 1]) != parent_id:
             parent_id = None
-        self.pool.insert(request.block_numbers[index], block_id, parent_id, request.conversation)
+        inserted = self.pool.insert(request.block_numbers[index], block_id, parent_id, request.conversation)
+        if inserted and self._holdings is not None:
+            parent_id = request.lineage.parent(request.chain, index)
+            tokens = token_bytes(request.token_ids[index * self.block_size : (index + 1) * self.block_size])
+            self._holdings.stored(Place.HBM, block_id, parent_id, tokens, request.tenant)
 
     def free(self, request: Request) -> None:
-        """The request gives up its blocks; full ones stay cached until they are allocated again."""
+        """Release the request's blocks; full ones stay cached until they are allocated again."""
         self.pool.release(request.block_numbers)
         request.block_numbers = []
         request.num_computed_tokens = 0
@@ -112,19 +122,19 @@ class KVCacheManager:
 
 
 class Erasure:
-    """Of one pool. overwrite: clears these HBM blocks. To be called between two steps."""
+    """Erases deleted blocks of one pool, between two steps. overwrite: clears HBM blocks."""
 
     def __init__(self, pool: BlockPool, overwrite: Callable[[Sequence[int]], None]) -> None:
         self._pool = pool
         self._overwrite = overwrite
-        self.pending: set[int] = set()  # blocks with something deleted in them that were held at that time
+        self.pending: set[int] = set()  # deleted blocks that a request still held
 
     def forget(self, block_ids: Iterable[BlockId]) -> None:
-        """Forget these blocks and overwrite them, those that a request still holds once it has released them."""
+        """Forget these blocks and overwrite them. A block that a request holds is overwritten once it is released."""
         self._forget(self._known(block_ids))
 
     def evict(self, what: Evict, block_ids: frozenset[BlockId]) -> int:
-        """What matches, and these blocks, unless they are in use. Returns how many."""
+        """Evict these blocks and all that match, except blocks in use. Returns their number."""
         conditions = (what.unused_for_s, what.model, what.block_ids, what.to_bytes)
         if what.everything and all(condition is None for condition in conditions):
             blocks = list(self._pool.cached_blocks())
@@ -145,7 +155,9 @@ class Erasure:
         self.go_on(always=True)
 
     def go_on(self, always: bool = False) -> None:
-        """Overwrite what has become free. always: blocks without an id too, they may be of a deleted session."""
+        """Overwrite blocks that have become free. always: also blocks without an id, which may be a deleted
+        session's.
+        """
         free = {block for block in self.pending if self._pool.is_free(block)}
         if not free and not always:
             return

@@ -1,4 +1,4 @@
-"""What callers see of running requests: pieces as they grow, ends, usage. Who makes text of tokens is handed in."""
+"""What callers see of running requests: pieces, ends, usage. Text is made by a part that the owner hands in."""
 
 from __future__ import annotations
 
@@ -19,37 +19,35 @@ from kvstore.engine.sampling_params import SamplingParams
 class Handle:
     """A caller's end of one prompt: pieces of the stream in order, and the output, complete when `done`.
 
-    Pieces are appended by the thread that steps the engine and taken by the caller. error: why it ended without an
-    output; trace: of it, before anybody raised it. listener: is told of new pieces and of the end. chain, lineage: the
-    ids of the first choice's full blocks and what they are built on, once it has ended.
+    The stepping thread appends pieces, and the caller takes them.
     """
 
     request_id: str
     output: RequestOutput
-    listener: Listener
+    listener: Listener  # notified of new pieces and of the end
     pieces: deque[Piece] = field(default_factory=deque)
     done: bool = False
-    error: Exception | None = None
-    trace: TracebackType | None = None
-    chain: Sequence[BlockId] = ()
-    lineage: Lineage | None = None
+    error: Exception | None = None  # why it ended without an output
+    trace: TracebackType | None = None  # of the error when it was raised first
+    chain: Sequence[BlockId] = ()  # ids of the first choice's full blocks, once it has ended
+    lineage: Lineage | None = None  # what the chain is built on
 
     def fail(self, error: Exception | None) -> None:
-        """What it will end with; others may share the error."""
+        """End with this error, which others may share."""
         self.error, self.trace = error, None if error is None else error.__traceback__
 
     def raise_error(self) -> None:
-        """If it ended with one."""
+        """Raise its error, if it ended with one."""
         if self.error is not None:
             raise self.error.with_traceback(self.trace)
 
 
-# Called with those of its handles that got something new or have ended, by the thread that steps; must not wait.
+# The stepping thread calls a listener with those of its handles that have new pieces or have ended. It must not wait.
 Listener: TypeAlias = Callable[[Sequence[Handle]], None]
 
 
 def tell(handles: Iterable[Handle]) -> None:
-    """Tell their listeners, each once."""
+    """Notify their listeners, each once."""
     by_listener: dict[Listener, list[Handle]] = {}
     for handle in handles:
         by_listener.setdefault(handle.listener, []).append(handle)
@@ -58,7 +56,7 @@ def tell(handles: Iterable[Handle]) -> None:
 
 
 class Totals:
-    """Requests and tokens of all outputs that were completed, and how many were aborted."""
+    """Requests and tokens of all completed outputs, and the number of aborted ones."""
 
     def __init__(self) -> None:
         self.num_requests = self.num_aborted = self._num_prompt = self._num_completion = 0
@@ -71,30 +69,30 @@ class Totals:
         self._cached += usage.cached_tokens_details
 
     def as_dict(self) -> dict[str, object]:
-        """The tokens."""
+        """The counts of tokens."""
         counts = {"prompt_tokens": self._num_prompt, "completion_tokens": self._num_completion}
         return {**counts, "cached_tokens": self._cached.total, "cached_by_tier": asdict(self._cached)}
 
 
 def new_handle(request_id: str, prompt_token_ids: list[int], params: SamplingParams, listener: Listener) -> Handle:
-    """A handle with `params.n` choices that have said nothing yet."""
+    """A handle with `params.n` empty choices."""
     choices = [Choice(logprobs=None if params.logprobs is None else []) for _ in range(params.n)]
     usage = Usage(len(prompt_token_ids), 0, CachedTokensDetails())
     return Handle(request_id, RequestOutput(request_id, prompt_token_ids, choices, usage, ttft_s=None), listener)
 
 
 class AnswerText(Protocol):
-    """One choice as its caller sees it: token ids come in, pieces with text go out."""
+    """One choice as its caller sees it: takes token ids, gives pieces with text."""
 
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended it."""
 
     def add_token(self, token_id: int, logprob: TokenLogprob | None, finish_reason: str | None) -> Piece:
-        """What a new token brings. finish_reason: what ended the choice with it, unless a stop string does."""
+        """The piece for a new token. finish_reason: why the choice ends with it, unless a stop string ends it."""
 
     def end(self, finish_reason: str) -> Piece:
-        """Its last piece, where it ends without a token."""
+        """Its last piece, if it ends without a token."""
 
 
 class OutputProcessor:
@@ -115,9 +113,10 @@ class OutputProcessor:
     def process(
         self, request: Request, token_id: int, logprob: TokenLogprob | None = None
     ) -> tuple[Handle | None, bool]:
-        """Take in a new token of a choice. Returns its handle, and whether a stop string ended it here.
+        """Process a new token of a choice.
 
-        The handle is None when nobody waits for this request any more.
+        Returns its handle, and whether a stop string ended it here. The handle is None when nobody waits for this
+        request any more.
         """
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
@@ -137,8 +136,8 @@ class OutputProcessor:
     def abort(
         self, handle: Handle, error: Exception | None = None, index: int | None = None, reason: str = "abort"
     ) -> list[str]:
-        """Stop tracking a handle, or only choice `index`; returns the ids of its choices that were still running."""
-        handle.fail(error)  # first: it may be done below
+        """Stop tracking a handle, or only choice `index`. Returns the ids of the choices that were still running."""
+        handle.fail(error)  # first, because the handle may be done below
         mine = [i for i, (owner, _, _) in self._tracked.items() if owner is handle]
         ids = [i for i in mine if index is None or self._tracked[i][2].index == index]
         for request_id in ids:
@@ -164,7 +163,7 @@ class OutputProcessor:
         if request.index == 0:
             handle.chain, handle.lineage = tuple(request.chain), request.lineage
             handle.output.timings = _timings(request, handle.output.ttft_s)
-            details = request.cached or details
+            details = request.cached.details or details
         num_completion = usage.completion_tokens + len(choice.token_ids)
         handle.output.usage = Usage(request.num_prompt_tokens, num_completion, details)
         self._open[handle.request_id] -= 1
@@ -175,7 +174,7 @@ class OutputProcessor:
 
 
 def _timings(request: Request, ttft_s: float | None) -> Timings:
-    """Of the first choice, which computed the prompt."""
+    """Timings of the first choice, which computed the prompt."""
     if request.scheduled_s is None:
         return Timings()
     ready_s = request.scheduled_s if request.pending_s is None else request.pending_s
@@ -184,7 +183,7 @@ def _timings(request: Request, ttft_s: float | None) -> Timings:
 
 
 def with_decode(timings: Timings, arrival_s: float) -> Timings:
-    """To be called at the end of the last choice."""
+    """Add the decode time. Call it at the end of the last choice."""
     if timings.ttft_s is None:
         return timings
     return replace(timings, decode_s=time.monotonic() - arrival_s - timings.ttft_s)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kvstore.blocks.ids import BlockId, Lineage, extend_chain
-from kvstore.engine.outputs import CachedTokensDetails
+from kvstore.engine.core.cached_tokens import CachedCount
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.policy.conversation import Answer, Conversation
 from kvstore.store.seam import StepSpan
@@ -21,7 +21,7 @@ class Request:
     """A token sequence that the engine extends. With n > 1 each choice is a Request of its own.
 
     The first choice computes the prompt; the others are its `children`, which hold nothing until the prompt is
-    computed and then share its blocks. chain may be given: the ids of a spliced beginning
+    computed and then share its blocks. The chain may be given: the ids of a spliced beginning
     (`kvstore.blocks.ids.Lineage`).
     """
 
@@ -37,30 +37,26 @@ class Request:
     priority: int = 0
     arrival_s: float = 0.0
     tenant: str = ""
-    pending_s: float | None = None  # when it could have started but for blocks on their way; clock as arrival_s
+    pending_s: float | None = None  # when it could have started, had its blocks not been on their way
     scheduled_s: float | None = None  # when its first step began
-    index: int = 0  # which of the n choices
+    index: int = 0  # of the choice
 
     sequence: int = 0  # order of arrival, given by the scheduler
-    place: int = 0  # in the order in which all tenants' requests are expected to start
+    place: int = 0  # in the order in which the requests of all tenants are expected to start
     status: Status = Status.WAITING
     token_ids: list[int] = field(default_factory=list)  # prompt and answer
     chain: list[BlockId] = field(default_factory=list)  # ids of the full blocks of token_ids
     block_numbers: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_hashed_blocks: int = 0  # blocks that this request has put into the pool's map, or hit there
-    conversation: Conversation | None = None  # which one the store says it goes on with
-    arrival: list[str] | None = None  # the tier of each stored block of its prompt when it arrived
-    cached: CachedTokensDetails | None = None  # prompt tokens that were not computed; None: not scheduled yet
-    num_seen_tokens: int = 0  # those before were computed or counted in `cached` once, and are not counted again
-    # Of `cached` and `num_seen_tokens` before this step: its loads may fail.
-    seen_before: tuple[CachedTokensDetails | None, int] | None = None
-    ask_at: int | None = None  # when so many tokens are computed, more may have come from a slower tier
+    conversation: Conversation | None = None  # which it continues, as the store has found
+    cached: CachedCount = field(default_factory=CachedCount)  # tokens that were never computed
+    ask_at: int | None = None  # ask the store again after so many computed tokens: more may have come
     may_load: bool = True  # a failed load is not tried again
-    num_unread: int = 0  # tokens that were sampled and are on the device only: they count, and their ids are not known
+    num_unread: int = 0  # sampled tokens whose ids only the device knows; they count
     reads_at_once: bool = False  # no step may begin before its last token is read
     num_preemptions: int = 0
-    num_told_blocks: int = 0  # of its chain, that the store knows, and so many tokens
+    num_told_blocks: int = 0  # how much of its chain the store knows, in blocks and in tokens
     num_told_tokens: int = 0
     children: list["Request"] = field(default_factory=list)
     finish_reason: str | None = None
@@ -82,6 +78,7 @@ class Request:
             token_ids=list(self.token_ids),
             chain=list(self.chain),
             block_numbers=[],
+            cached=CachedCount(),
             children=[],
         )
 
@@ -95,7 +92,7 @@ class Request:
 
     @property
     def is_answered(self) -> bool:
-        """Whether its last token was sampled: so many are enough, whatever that one is."""
+        """Whether its last token was sampled: max_tokens is reached, whatever that token is."""
         return self.num_unread > 0 and self.num_output_tokens + self.num_unread >= self.max_output_tokens
 
     @property
@@ -108,19 +105,19 @@ class Request:
 
     @property
     def answer(self) -> Answer:
-        """The answer so far. A program, too, goes on behind one of the stop strings that it asked for."""
+        """The answer so far."""
         calls_tool = not self.call_token_ids.isdisjoint(self.output_token_ids)
         return Answer(self.num_output_tokens, calls_tool or isinstance(self.stop_reason, str))
 
     def extend_chain(self) -> None:
-        """Name the blocks that have become full. Ids that are there are never computed again."""
+        """Add the ids of blocks that have become full. No id is computed twice."""
         if len(self.token_ids) >= (len(self.chain) + 1) * self.block_size:
             extend_chain(self.chain, self.lineage.root, self.token_ids, self.block_size)
 
     def take_news(self, is_end: bool = False) -> tuple[tuple[BlockId, ...], tuple[int, ...]]:
-        """Blocks that have become full since the last call, and the tokens that were not told before, to their end.
+        """Blocks that have become full since the last call, with their tokens.
 
-        is_end: all tokens that there are.
+        is_end: include all remaining tokens.
         """
         if len(self.chain) == self.num_told_blocks and not is_end:
             return _NO_NEWS
@@ -130,11 +127,11 @@ class Request:
         return new_ids, tuple(self.token_ids[first:end])
 
     def span(self, first_token: int, num_tokens: int) -> StepSpan:
-        """What it computes in a step, for the store."""
+        """The tokens that the request computes in a step, as the store is told."""
         return StepSpan(self.request_id, first_token, num_tokens, *self.take_news())
 
     def give_up_splice(self) -> None:
-        """Reused KV is missing: the same tokens under their exact chain, computed, and shared by choices."""
+        """Reused KV is missing: compute the same tokens under their exact chain, shared by all choices."""
         self.lineage = self.lineage.exact
         self.chain.clear()
         self.extend_chain()
@@ -143,7 +140,7 @@ class Request:
             child.chain[:] = self.chain
 
     def append(self, token_id: int) -> None:
-        """A token was sampled: it belongs to the sequence, its KV does not exist yet."""
+        """Append a sampled token, whose KV does not exist yet."""
         self.token_ids.append(token_id)
         self.extend_chain()
         self._check_stop(token_id)

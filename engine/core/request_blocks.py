@@ -1,11 +1,10 @@
-"""Blocks of requests in HBM and below it: what is cached, what is loaded, and which tier a prompt's tokens came from.
+"""Blocks of requests in HBM and below it: hits, loads, and the tier that a prompt's tokens came from.
 
-Owns no request; knows the connector by its scheduler-side verbs.
+Owns no request; knows the connector's verbs for the scheduler.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,18 +12,17 @@ from kvstore.connector import KVConnector
 from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.kv_cache_manager import UNCHANGED, Allocation, KVCacheManager
 from kvstore.engine.core.request import Request
-from kvstore.engine.outputs import CachedTokensDetails
-from kvstore.store.seam import Lookup, Match
+from kvstore.store.seam import Lookup, Match, NewRequest
 
 _NOTHING = Match(Lookup.MISS)
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A waiting request has room to compute so many tokens. allocation: what changed in a table that it had before."""
+    """A waiting request has got its blocks."""
 
-    num_tokens: int
-    allocation: Allocation
+    num_tokens: int  # to compute in this step
+    allocation: Allocation  # the change of its block table, if it already had one
 
 
 class RequestBlocks:
@@ -41,19 +39,19 @@ class RequestBlocks:
     def announce(self, request: Request) -> None:
         """Let the store know what this request may load; at its arrival also note which tier holds what."""
         hits = self.manager.match_prefix(request)
-        found = self.connector.on_new_request(
-            request.request_id, request.chain, request.token_ids, request.lineage, request.tenant,
+        new = NewRequest(
+            request.request_id, tuple(request.chain), tuple(request.token_ids), request.lineage, request.tenant,
             len(hits) * self.manager.block_size, (self.priority(request), request.place), request.conversation,
             request.may_load,
         )  # fmt: skip
+        found = self.connector.on_new_request(new)
         request.num_told_blocks, request.num_told_tokens = len(request.chain), len(request.token_ids)
         request.conversation = found.conversation
         self.manager.pool.touch(hits, found.conversation)
-        if request.arrival is None:
-            request.arrival = ["hbm"] * len(hits) + found.tiers
+        request.cached.note_arrival(["hbm"] * len(hits) + list(found.tiers))
 
     def free(self, request: Request) -> None:
-        """The request gives its blocks back; what it would have loaded is not wanted any more."""
+        """Release the request's blocks, and cancel what it would have loaded."""
         self.connector.request_finished(request.request_id, request.answer, *request.take_news(is_end=True))
         self.manager.free(request)
         request.ask_at, request.num_unread = None, 0
@@ -77,7 +75,7 @@ class RequestBlocks:
         if num_hit + external.num_tokens < request.lineage.splice_end * size:
             self.connector.request_finished(request.request_id)
             request.give_up_splice()
-            request.arrival = None  # that was of the blocks of its chain before
+            request.cached.arrival = None  # it was noted for the blocks of the previous chain
             self.announce(request)
             return self.admit(request, most)
         self._note_answer(request, num_hit, external)
@@ -90,7 +88,7 @@ class RequestBlocks:
         return Admitted(num_tokens, UNCHANGED)
 
     def ask_again(self, request: Request) -> Match:
-        """What more can be loaded, for a request that has computed what was to be computed before."""
+        """Ask what more can be loaded, once the request has computed what came before."""
         done = request.num_computed_tokens
         if request.ask_at is None or done < request.ask_at:
             return _NOTHING
@@ -99,27 +97,28 @@ class RequestBlocks:
         return found
 
     def load_more(self, request: Request, num_tokens: int) -> None:
-        """In this step, what `ask_again` has found, once there is room for it."""
+        """Load in this step what `ask_again` has found, once there is room for it."""
         self._load(request, request.num_computed_tokens, num_tokens)
         self._count_cached(request, 0, request.num_computed_tokens)
 
     @staticmethod
     def num_to_compute(request: Request, num_before: int, most: int) -> int:
-        """Up to its last token, or to where it asks again."""
+        """Tokens to compute up to its last one, or to where it asks again."""
         end = request.num_tokens if request.ask_at is None else request.ask_at
         return min(end - num_before, most)
 
     @staticmethod
     def _note_answer(request: Request, num_before: int, found: Match) -> None:
-        """When to ask again."""
+        """Note when to ask again, and which blocks the store has found since the request arrived."""
         if found.lookup is Lookup.PENDING:
             return
+        request.cached.note_late(found.late_from, found.late_tiers)
         request.ask_at = None
         if found.num_compute_tokens is not None:
             request.ask_at = num_before + found.num_tokens + found.num_compute_tokens
 
     def _load(self, request: Request, first_token: int, num_tokens: int) -> None:
-        """The blocks from `first_token` on are loaded in this step, and shared from now on."""
+        """Load the blocks from `first_token` on in this step, and share them from now on."""
         size = self.manager.block_size
         blocks = request.block_numbers[first_token // size : (first_token + num_tokens) // size]
         self.connector.update_state_after_alloc(request.request_id, blocks, first_token, num_tokens)
@@ -127,32 +126,15 @@ class RequestBlocks:
         self.manager.cache_full_blocks(request, request.num_computed_tokens)
 
     def _count_cached(self, request: Request, num_hit: int, num_cached: int) -> None:
-        """Tokens before `num_cached` that it has never computed, by the tier that held their block when it arrived.
-
-        num_hit: those of them that HBM had.
-        """
-        size, counts, arrival = self.manager.block_size, Counter[str](), request.arrival or []
-        splice = request.lineage.splice_index
-        for index in range(-(-request.num_seen_tokens // size), num_cached // size):
-            if splice is not None and index >= splice:
-                counts["reencoded"] += size
-            elif index < len(arrival):
-                counts[arrival[index]] += size
-            else:  # it came in between
-                counts["hbm" if index < num_hit // size else "cpu"] += size
-        request.seen_before = (request.cached, request.num_seen_tokens)
-        request.cached = (request.cached or CachedTokensDetails()) + CachedTokensDetails(**counts)
-        request.num_seen_tokens = max(request.num_seen_tokens, num_cached)
+        request.cached.count(num_cached, num_hit, self.manager.block_size, request.lineage.splice_index)
 
     # -- after a step ------------------------------------------------------------------------------------------------
     def computed(self, request: Request, num_tokens: int) -> None:
-        """The KV of its first `num_tokens` tokens is there, and what was loaded has landed."""
-        request.num_seen_tokens = max(request.num_seen_tokens, num_tokens)
-        request.seen_before = None
+        """Note that the KV of the request's first `num_tokens` tokens exists: computed, or loaded."""
+        request.cached.confirm(num_tokens)
         self.manager.cache_full_blocks(request, num_tokens)
 
     def compute_instead(self, request: Request) -> None:
-        """A load of it has failed: what was to be loaded is computed after all."""
+        """A load has failed: compute what should have been loaded."""
         request.may_load = False
-        if request.seen_before is not None:
-            request.cached, request.num_seen_tokens = request.seen_before
+        request.cached.undo()

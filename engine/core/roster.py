@@ -1,6 +1,6 @@
-"""All requests of an engine from their arrival to their end: who waits, who runs, and the ways between.
+"""All requests of an engine from arrival to end: waiting, running, and moves between the two.
 
-Knows no step; whose turn it is among tenants says `kvstore.engine.core.tenants`.
+Knows no step; `kvstore.engine.core.tenants` decides between tenants.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ from kvstore.engine.core.tenants import TenantQueue, TenantQueues
 
 
 class Roster:
-    """requests: by id, also those that wait for the first choice of their prompt. left: ids that have stopped running
-    since the last step. num_failed_loads: requests that had to go back for one."""
+    """Owns the requests; knows which of them wait and which run."""
 
     def __init__(self, blocks: RequestBlocks) -> None:
         self.blocks = blocks
-        self.requests: dict[str, Request] = {}
-        self.tenants = TenantQueues(self._key)  # unborn choices are not in it
-        self.left: list[str] = []
+        self.requests: dict[str, Request] = {}  # by id, with choices that wait for the first choice of their prompt
+        self.tenants = TenantQueues(self._key)  # without those choices
+        self.left: list[str] = []  # ids of requests that have stopped running since the last step
         self.num_preemptions = 0
-        self.num_failed_loads = 0
+        self.num_failed_loads = 0  # requests that went back because of a failed load
         self._next_sequence = 0
 
     def _key(self, request: Request) -> tuple[int, int]:
         return self.blocks.priority(request), request.sequence
 
     def add(self, request: Request) -> None:
-        """Queue a request. Its children (n > 1) are known from now on and queued when its prompt is computed."""
+        """Queue a request. Its children (n > 1) are known from now on, and queued once its prompt is computed."""
         for choice in (request, *request.children):
             choice.sequence = self._next_sequence
             self._next_sequence += 1
@@ -38,13 +37,13 @@ class Roster:
         self.queue(request)
 
     def queue(self, request: Request) -> None:
-        """It waits from now on."""
+        """Put a request into the waiting queue."""
         self.blocks.announce(request)
         self.tenants.queue(request)
 
     def bear(self, owner: Request, child: Request, token_id: int) -> None:
-        """A child got its first token from its owner's logits: it shares the prompt's blocks and is queued."""
-        child.cached, child.arrival, child.num_seen_tokens = owner.cached, owner.arrival, owner.num_seen_tokens
+        """Queue a child that has drawn its first token from its owner's logits. It shares the blocks of the prompt."""
+        child.cached.inherit(owner.cached)
         child.conversation = owner.conversation
         self.blocks.manager.share(owner, child)
         child.append(token_id)
@@ -62,15 +61,15 @@ class Roster:
         self._go_back(request)
 
     def _go_back(self, request: Request) -> None:
-        """What it has computed is found again, in HBM or in the store."""
+        """Preempt a request. The blocks that it has computed will be found again, in HBM or in the store."""
         self._take_out(request)
         self.blocks.free(request)
         self.queue(request)
 
     def drop_waiting_blocks(self, tenant: TenantQueue | None = None) -> bool:
-        """Take back the blocks of the last waiting choice that shares a prompt; it will find or compute them again.
+        """Release the blocks of the last waiting choice that shares a prompt; it will find or compute them again.
 
-        tenant: only of this one.
+        tenant: only this tenant's.
         """
         last = next(self.tenants.sharers(tenant), None)
         if last is None:
@@ -80,7 +79,9 @@ class Roster:
         return True
 
     def roll_back(self, failed_blocks: Sequence[int]) -> None:
-        """Forget blocks that hold nothing; whoever refers to one goes back to the token before it, and computes."""
+        """Forget blocks whose load failed. A request that refers to one goes back to the token before it, and
+        computes.
+        """
         failed = frozenset(failed_blocks)
         for block in failed:
             self.blocks.manager.pool.forget(block)
@@ -102,9 +103,9 @@ class Roster:
             self.finish(child.request_id, reason)
 
     def remove(self, request: Request) -> None:
-        """It has ended."""
+        """Remove a request that has ended."""
         del self.requests[request.request_id]
-        if not request.index or request.num_output_tokens:  # else it waited for the first choice
+        if not request.index or request.num_output_tokens:  # else it still waited for the first choice
             self._take_out(request)
             self.tenants.forget_idle(request.tenant)
             self.blocks.free(request)

@@ -1,6 +1,6 @@
 """Which request computes how many tokens in the next step. One token budget, no prefill or decode phases. No torch.
 
-Which requests there are says `kvstore.engine.core.roster`; their blocks: `kvstore.engine.core.request_blocks`.
+`kvstore.engine.core.roster` holds the requests, `kvstore.engine.core.request_blocks` their blocks.
 """
 
 import time
@@ -29,22 +29,22 @@ class NewRow:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """What one request does in this step. num_samples: 0 while its prompt is not complete, n when choices fan out."""
+    """What one request computes in this step."""
 
     request_id: str
     num_computed_tokens: int
     num_tokens: int
-    num_samples: int
+    num_samples: int  # 0 while its prompt is not complete, n when choices fan out
     allocation: Allocation
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step. left: ids that leave the batch before it (finished, aborted, preempted)."""
+    """One step."""
 
     new_rows: tuple[NewRow, ...]
     scheduled: tuple[Scheduled, ...]
-    left: tuple[str, ...]
+    left: tuple[str, ...]  # ids of requests that leave the batch before the step: finished, aborted or preempted
     plan: TransferPlan | None
 
     @property
@@ -54,22 +54,19 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A request's new token after a step; its finish_reason is set when it ended with it.
-
-    scheduled: which of the step's scheduled requests sampled it (for a new choice, its owner); sample: which sample.
-    """
+    """A request's new token after a step. If the request ended with it, its finish_reason is set."""
 
     request: Request
     token_id: int
-    scheduled: int
-    sample: int = 0
+    scheduled: int  # index of the scheduled request that sampled the token; for a new choice, that of its owner
+    sample: int = 0  # index among the samples of that scheduled request
 
 
 class Scheduler:
-    """FCFS or priority order (lower value first), running requests before waiting ones, preemption of the latest.
+    """FCFS or priority order (lower value first); running requests before waiting ones; the latest is preempted first.
 
-    That is inside a tenant. Each tenant gets the same share of the running set and of every step, as far as it has
-    work: when one waits that runs less than others, one of theirs is preempted.
+    This order holds within a tenant. Each tenant with work gets the same share of the running set and of every step:
+    when a waiting tenant runs less than another, one of the other's requests is preempted.
     """
 
     def __init__(
@@ -85,7 +82,7 @@ class Scheduler:
         self.blocks = RequestBlocks(config, manager, connector)
         self.roster = Roster(self.blocks)
         self._tenants = self.roster.tenants
-        self._short: Request | None = None  # it could not start for want of blocks, of which other tenants have more
+        self._short: Request | None = None  # lacked blocks to start, while other tenants hold more
         self._clock = clock
 
     @property
@@ -102,7 +99,7 @@ class Scheduler:
 
     # -- one step ----------------------------------------------------------------------------------------------------
     def schedule(self) -> SchedulerOutput:
-        """Fill the token budget: every running request in order, then waiting ones while there is room."""
+        """Fill the token budget: running requests in order, then waiting ones while there is room."""
         scheduled: list[Scheduled] = []
         new_rows: list[NewRow] = []
         self._make_way()
@@ -117,9 +114,9 @@ class Scheduler:
         return SchedulerOutput(tuple(new_rows), tuple(scheduled), left, plan)
 
     def _make_way(self) -> None:
-        """Tenants that wait and run less than others get a place of those, and blocks: one request each in a step.
+        """Give waiting tenants that run less than others a place and blocks of those: one request each in a step.
 
-        Preempting costs what it costs to load, or to compute, the victim's last block and what HBM loses meanwhile.
+        Preemption costs loading, or computing, the victim's last block and what HBM evicts meanwhile.
         """
         tenants, num_free = self._tenants, self.config.max_num_seqs - self.num_running
         if len(tenants) < 2:
@@ -132,13 +129,13 @@ class Scheduler:
                 num_free -= 1
             else:
                 self.roster.preempt(ahead.running[-1])
-            if tenant.waiting[0].pending_s is None:  # else it may be waiting for its own: see `_short`
+            if tenant.waiting[0].pending_s is None:  # else it may be waiting for its own blocks, see `_short`
                 self._make_blocks_free(tenant.waiting[0])
         if short is not None and short.status is Status.WAITING:
             self._make_blocks_free(short)
 
     def _make_blocks_free(self, request: Request) -> None:
-        """For its first chunk, of tenants that run more."""
+        """Take blocks for the tenant's first chunk from tenants that run more."""
         tenants, most = self._tenants, self.config.max_num_batched_tokens
         needed = 1 if request.block_numbers else self.manager.num_blocks(min(request.num_tokens, most))
         while self.manager.pool.num_free < needed and (ahead := tenants.ahead_of(tenants.of(request))) is not None:
@@ -146,18 +143,18 @@ class Scheduler:
                 self.roster.preempt(ahead.running[-1])
 
     def _schedule_running(self, budget: Budget, scheduled: list[Scheduled]) -> bool:
-        """Returns whether some had to be preempted. The order is such that these are the last."""
+        """Schedule running requests. Returns whether some were preempted; those are the last in order."""
         num_before, index, order = self.roster.num_preemptions, 0, self._tenants.running()
-        blocks = self.blocks
-        while index < len(order) and budget.left > 0:
+        blocks, share = self.blocks, -(-len(order) // self.config.steps_in_flight)
+        while index < len(order) and budget.left > 0 and len(scheduled) < share:
             request = order[index]
             index += 1
             most = budget.most(request)
-            if most <= 0 or request.is_answered:
-                continue  # its tenant has had its share, or it ends when its last token is read
+            if most <= 0 or request.is_answered or (request.num_unread and self.config.steps_in_flight > 1):
+                continue  # its tenant's share is used up, or its last token must be read: it ends, or is in flight
             found = blocks.ask_again(request)
             if found.lookup is Lookup.PENDING:
-                continue  # what it waits for will be there before it could be computed
+                continue  # loading its blocks will take less time than computing them
             num_tokens = blocks.num_to_compute(request, request.num_computed_tokens + found.num_tokens, most)
             allocation = self._allocate(request, found.num_tokens + num_tokens, order)
             if allocation is None:
@@ -179,7 +176,7 @@ class Scheduler:
         return allocation
 
     def _schedule_waiting(self, budget: Budget, scheduled: list[Scheduled], new_rows: list[NewRow]) -> None:
-        skipped: dict[TenantQueue, int] = {}  # how many of a tenant's first are left waiting for their own blocks
+        skipped: dict[TenantQueue, int] = {}  # how many of a tenant's first requests wait for their own blocks
         while (tenant := self._next_tenant(budget, skipped)) is not None:
             request = tenant.waiting[skipped.get(tenant, 0)]
             admitted = self.blocks.admit(request, budget.most(request))
@@ -191,7 +188,7 @@ class Scheduler:
             if admitted is Lookup.MISS:
                 ahead = self._tenants.ahead_of(tenant)
                 if (ahead is not None or not self.num_running) and self.roster.drop_waiting_blocks(ahead):
-                    continue  # nobody runs who could give back blocks, or it is others' turn to do without
+                    continue  # no running request could release blocks, or others must preempt first
                 self._short = None if ahead is None else request
                 break
             if request.scheduled_s is None:
@@ -202,7 +199,7 @@ class Scheduler:
             budget.spend(request, admitted.num_tokens)
 
     def _next_tenant(self, budget: Budget, skipped: dict[TenantQueue, int]) -> TenantQueue | None:
-        """Whose request is next; None when there is no room. skipped: how many of its first do not count."""
+        """The tenant whose request is next; None without room. skipped: how many of its first requests to pass over."""
         if budget.left <= 0 or self.num_running >= self.config.max_num_seqs:
             return None
         found = [
@@ -213,7 +210,7 @@ class Scheduler:
         tenant = min(found, key=lambda tenant: tenant.rank, default=None)
         if tenant is None:
             return None
-        # A place that was made, or would be made, for a tenant whose blocks are on their way is not taken by others.
+        # A place that is freed, or could be, for a tenant whose blocks are on their way is not given to others.
         num_kept = sum(len(other.running) + 1 < len(tenant.running) for other in skipped)
         return tenant if self.num_running + num_kept < self.config.max_num_seqs else None
 
@@ -229,7 +226,8 @@ class Scheduler:
     def update(
         self, output: SchedulerOutput, sampled: Iterable[Sequence[int]], failed_blocks: Sequence[int] = ()
     ) -> list[Progress]:
-        """Take in the step's samples (one sequence per scheduled request): append, cache full blocks, fan out, end.
+        """Apply the step's samples (one sequence per scheduled request): append tokens, cache full blocks, fan out,
+        finish.
 
         failed_blocks: HBM blocks whose load failed; requests that refer to one of them lose this step and compute it.
         """
@@ -240,7 +238,7 @@ class Scheduler:
         for index, (step, token_ids) in enumerate(zip(output.scheduled, sampled, strict=True)):
             request = requests.get(step.request_id)
             if request is None or request.status is not Status.RUNNING:
-                continue  # ended while the step ran, or went back
+                continue  # it ended, or was preempted, while the step ran
             computed(request, step.num_computed_tokens + step.num_tokens)
             if not step.num_samples:
                 continue
@@ -257,9 +255,9 @@ class Scheduler:
         return progress
 
     def compute_again(self, request_id: str) -> None:
-        """A token of it could not be drawn in time, and the step behind it has begun: both are computed again."""
+        """One of its tokens could not be drawn before the next step began: compute both again."""
         request = self.roster.requests.get(request_id)
         if request is not None and request.status is Status.RUNNING:
             request.reads_at_once = True
-            request.num_seen_tokens = max(request.num_seen_tokens, request.num_computed_tokens)  # none is a hit
+            request.cached.pass_over(request.num_computed_tokens)  # what it hits after this is its own
             self.roster.preempt(request)

@@ -1,6 +1,6 @@
-"""The one loop that steps an engine, in a thread of its own: it answers the inbox, steps, and tells who waits.
+"""The one loop that steps an engine, in a thread of its own: it serves the inbox, steps, and notifies listeners.
 
-It alone touches scheduler, runner, outputs and the pool of HBM; all others ask through `call`.
+Only this thread touches scheduler, runner, outputs and the pool of HBM; all others use `call`.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from kvstore.engine.core.kv_cache_manager import Erasure
 from kvstore.engine.core.output_processor import Handle, OutputProcessor, Totals, tell
 from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput
-from kvstore.engine.core.steps import Runner, StepResult, Steps
+from kvstore.engine.core.steps import PipelinedSteps, Runner, StepResult, Steps
 from kvstore.errors import KVStoreError
 
 P = ParamSpec("P")
 T = TypeVar("T")
 IDLE_WAIT_S = 0.02
-REST_AFTER_S = 0.003  # without work: other engines of this process may have some
+REST_AFTER_S = 0.003  # after so long without work the runner rests, and other engines of this process may run
 
 
 class Watch:
-    """Who wants to know whether the loop hangs; this one does not."""
+    """Watches whether the loop hangs. This class does nothing."""
 
     def begin(self) -> None:
         """A round begins."""
 
     def rest(self) -> None:
-        """What follows is waiting, which may take any time."""
+        """The loop waits now, which may take any time."""
 
 
 class StepLoop:
-    """Owns what a step needs, and is all that its thread keeps alive. Without `start` its rounds can be run by hand."""
+    """Owns what a step needs; its thread keeps nothing else alive. Without `start`, rounds can be run by hand."""
 
     def __init__(
         self, scheduler: Scheduler, runner: Runner, outputs: OutputProcessor, runs_ahead: bool = False
@@ -51,7 +51,9 @@ class StepLoop:
         self.watch = Watch()
         self._thread = threading.Thread(target=self._run, name="kvstore-engine", daemon=True)
         self._totals = Totals()
-        self.steps = Steps(scheduler, runner, runs_ahead)
+        self.steps: Steps | PipelinedSteps = Steps(scheduler, runner, runs_ahead)
+        if scheduler.config.steps_in_flight > 1:
+            self.steps = PipelinedSteps(scheduler, runner)
         self._touched: list[Handle] = []
 
     @property
@@ -60,23 +62,23 @@ class StepLoop:
 
     @property
     def is_here(self) -> bool:
-        """Whether its own thread asks, which must not wait for itself."""
+        """Whether the caller is its own thread, which must not wait for itself."""
         return threading.current_thread() is self._thread
 
     # -- its thread --------------------------------------------------------------------------------------------------
     def start(self) -> None:
-        """Returns when the thread is ready to step. Raises what keeps it from being so."""
+        """Start the thread. Returns when it is ready to step; raises the error that prevented that."""
         self._thread.start()
         self.call(self.runner.prepare)
 
     def stop(self) -> None:
-        """Let a running step end, answer what was asked, and end all requests as aborted. It can be repeated."""
+        """Let a running step end, serve the inbox, and end all requests as aborted. May be called again."""
         self.inbox.close()
         if self._thread.ident is not None:
             self._thread.join()
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The function's result, called between two steps. Raises as it does, and as `Inbox.put`."""
+        """Call a function between two steps and return its result. Raises what it raises, and as `Inbox.put`."""
         return self.inbox.put(function, *args, **kwargs).result()
 
     def _run(self) -> None:
@@ -90,7 +92,7 @@ class StepLoop:
                         self.runner.rest()
                         self.inbox.wait()
             error = None
-        finally:  # whatever ended it, nobody may wait for it
+        finally:  # however the thread ended, nobody may wait for an answer
             self.inbox.close()
             self.inbox.answer()
             self._end_all(error)
@@ -98,12 +100,12 @@ class StepLoop:
             self.watch.rest()
 
     def round(self) -> list[Handle]:
-        """Answer what was asked, and run one step if there is work. Returns the handles that got something new."""
+        """Serve the inbox, and run one step if there is work. Returns the handles with news."""
         self.watch.begin()
         self.inbox.answer()
         is_stalled = False
         if self.scheduler.has_work:
-            with suppress(Exception):  # it has ended every request, whose caller is told
+            with suppress(Exception):  # every request has ended with it, and its caller knows
                 is_stalled = not self._step()
         touched = self._deliver()
         if is_stalled:  # every request waits for blocks from a slower tier
@@ -118,14 +120,14 @@ class StepLoop:
 
     # -- a step ------------------------------------------------------------------------------------------------------
     def _step(self) -> bool:
-        """Whether anything could be scheduled. An error ends all that run."""
+        """Run one step. Returns whether anything could be scheduled. An error ends all running requests."""
         with self._ending_all_on_error(), self.runner.working():
             has_computed = self.steps.step(self._update)
             self.erasure.go_on()
         return has_computed or not self.scheduler.has_work
 
     def _update(self, output: SchedulerOutput, result: StepResult) -> None:
-        failed_blocks = self.connector.get_finished()
+        failed_blocks = self.connector.get_finished(result.prefilled)
         for progress in self.scheduler.update(output, result.token_ids, failed_blocks):
             request = progress.request
             logprobs = result.logprobs.get(progress.scheduled)
@@ -140,7 +142,7 @@ class StepLoop:
 
     @contextmanager
     def _ending_all_on_error(self) -> Iterator[None]:
-        """An error in here may have torn any count: every request ends and all state begins anew."""
+        """An error in this context may leave any count wrong, so every request ends and all state is reset."""
         try:
             yield
         except Exception as error:
@@ -158,9 +160,9 @@ class StepLoop:
         self.scheduler.roster.reset("abort")
         self.runner.reset()
 
-    # -- what is asked of it, through `call` or the inbox ------------------------------------------------------------
+    # -- for callers, through `call` or the inbox -------------------------------------------------------------------
     def add(self, prompts: Sequence[tuple[Handle, list[Request]]]) -> None:
-        """Queue prompts, each with its choices. An error is told to all of them."""
+        """Queue prompts, each with its choices. An error ends all of them."""
         try:
             with self._ending_all_on_error():
                 for handle, choices in prompts:
@@ -189,7 +191,7 @@ class StepLoop:
             self.erasure.go_on()
 
     def stats(self, of_hbm: Mapping[str, object]) -> dict[str, object]:
-        """Counters and gauges of requests, HBM and steps, and the connector's. of_hbm: what else is said of HBM."""
+        """Counters and gauges of requests, HBM, steps and the connector. of_hbm: further entries of HBM."""
         scheduler, pool = self.scheduler, self.pool
         return {
             "requests": {
@@ -209,7 +211,7 @@ class StepLoop:
                 **of_hbm,
             },
             "step": asdict(self.runner.times),
-            **self.connector.stats(),
+            **self.connector.upkeep.stats(),
         }
 
     def check_integrity(self) -> None:

@@ -1,7 +1,7 @@
 """Whose turn it is: the waiting and the running requests of each tenant, and what each may take of a step. No torch.
 
-Inside a tenant requests go in the order of their keys. Between tenants the running set and the tokens of a step are
-shared equally; nothing is remembered of what a tenant had before.
+Within a tenant, requests are served in the order of their keys. Tenants share the running set and the tokens of a step
+equally; past use does not count.
 """
 
 import bisect
@@ -16,22 +16,21 @@ Key = tuple[int, int]
 
 @dataclass(slots=True, eq=False)
 class TenantQueue:
-    """waiting and running: sorted by key. turn: numbers in order when tenants came, or last gave back a place in the
-    running set. place: of its latest request in the expected order of all."""
+    """The requests of one tenant, sorted by key."""
 
     waiting: list[Request] = field(default_factory=list)
     running: list[Request] = field(default_factory=list)
-    turn: int = 0
-    place: int = 0
+    turn: int = 0  # rises when the tenant comes, and when it gives back a place in the running set
+    place: int = 0  # of its latest request, in the order in which the requests of all are expected to start
 
     @property
     def rank(self) -> tuple[int, int]:
-        """The lowest is next: who runs least, and of those who has waited longest."""
+        """The tenant of the lowest rank is next: it runs fewest requests, and among equals has waited longest."""
         return len(self.running), self.turn
 
 
 class Budget:
-    """Tokens of one step. share: what one tenant may take of them, None when there is one tenant."""
+    """The tokens of one step. share: what one tenant may take of them, None when there is one tenant."""
 
     def __init__(self, num_tokens: int, share: int | None = None) -> None:
         self.left = num_tokens
@@ -39,7 +38,7 @@ class Budget:
         self._taken: dict[str, int] = {}
 
     def most(self, request: Request) -> int:
-        """Tokens that this request may still compute."""
+        """How many tokens this request may still compute."""
         if self._share is None:
             return self.left
         return min(self.left, self._share - self._taken.get(request.tenant, 0))
@@ -51,9 +50,9 @@ class Budget:
 
 
 class TenantQueues:
-    """key: gives a request's place among those of its tenant; different for each of them.
+    """All tenants with requests. key: orders the requests of a tenant; no two have the same.
 
-    Every operation is O(log n) in requests, O(n) in tenants that have any.
+    Every operation is O(log n) in requests, O(n) in active tenants.
     """
 
     def __init__(self, key: Callable[[Request], Key]) -> None:
@@ -74,7 +73,7 @@ class TenantQueues:
     def arrive(self, choices: Iterable[Request]) -> None:
         """Give a request and its choices their places in the order in which all are expected to start.
 
-        A tenant of which nobody waits is next, so its places begin where the others' queues begin.
+        A tenant without waiting requests is next, so its places begin where the others' queues begin.
         """
         for request in choices:
             tenant = self._tenants.get(request.tenant)
@@ -88,13 +87,13 @@ class TenantQueues:
             self._num_places = max(self._num_places, tenant.place)
 
     def queue(self, request: Request) -> None:
-        """It waits from now on."""
+        """Put a request into its tenant's waiting queue."""
         request.status = Status.WAITING
         bisect.insort(self.of(request).waiting, request, key=self._key)
         self.num_waiting += 1
 
     def run(self, request: Request) -> None:
-        """It has waited, and runs from now on."""
+        """Move a waiting request to the running set."""
         tenant = self.of(request)
         self._take_out(tenant.waiting, request)
         self.num_waiting -= 1
@@ -103,7 +102,7 @@ class TenantQueues:
         self.num_running += 1
 
     def take_out(self, request: Request) -> None:
-        """It waits or runs no more."""
+        """Remove a request that waits or runs."""
         tenant = self.of(request)
         if request.status is Status.RUNNING:
             self._take_out(tenant.running, request)
@@ -114,7 +113,7 @@ class TenantQueues:
             self.num_waiting -= 1
 
     def forget_idle(self, name: str) -> None:
-        """A request of this tenant has ended; others of it that are not in the queue yet have not."""
+        """Forget a tenant whose last request has ended."""
         tenant = self._tenants[name]
         if not tenant.waiting and not tenant.running:
             del self._tenants[name]
@@ -134,34 +133,38 @@ class TenantQueues:
 
     # -- order -------------------------------------------------------------------------------------------------------
     def running(self) -> list[Request]:
-        """All that run: the first of each tenant, the second of each, and so on. The last is who has to go first."""
+        """All running requests: each tenant's first, each tenant's second, and so on. The last is preempted first."""
         if len(self._tenants) == 1:
             return next(iter(self._tenants.values())).running.copy()
         rows = zip_longest(*(tenant.running for tenant in self._tenants.values()))
         return list(chain.from_iterable(sorted(filter(None, row), key=self._key) for row in rows))
 
     def waiting(self) -> list[TenantQueue]:
-        """Those of whom somebody waits, in no order."""
+        """Tenants with waiting requests, in no order."""
         return [tenant for tenant in self._tenants.values() if tenant.waiting]
 
     def ahead_of(self, tenant: TenantQueue) -> TenantQueue | None:
-        """Who runs most, if it would still not run less than this one after giving it a place."""
+        """The tenant that runs most, if after giving up a place it would still run no less than this one."""
         first = max(self._tenants.values(), key=lambda other: len(other.running))
         return first if len(first.running) > len(tenant.running) + 1 else None
 
     def sharers(self, tenant: TenantQueue | None) -> Iterator[Request]:
-        """Those who wait with blocks of their prompt, the last first. None: of all tenants, who runs most first."""
+        """Waiting requests that hold blocks of their prompt, the last first. None: of all tenants, those that run most
+        first.
+        """
         order = sorted(self._tenants.values(), key=lambda other: len(other.running), reverse=True)
         for each in order if tenant is None else [tenant]:
             yield from (request for request in reversed(each.waiting) if request.block_numbers)
 
     # -- a step's tokens ---------------------------------------------------------------------------------------------
     def budget(self, num_tokens: int, num_places: int) -> Budget:
-        """Equal shares of a step's tokens; what one does not need is the others'. num_places: that are free to run."""
+        """Divide a step's tokens equally; what one tenant does not need goes to the others. num_places: free places to
+        run.
+        """
         if len(self._tenants) < 2:
             return Budget(num_tokens)
         order = sorted(self.waiting(), key=lambda tenant: tenant.rank)
-        starting = set(order[:num_places])  # how much these need is not known before they are asked for
+        starting = set(order[:num_places])  # their need is unknown until they are admitted
         wanted = sorted(
             num_tokens if tenant in starting else sum(r.num_tokens - r.num_computed_tokens for r in tenant.running)
             for tenant in self._tenants.values()

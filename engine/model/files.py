@@ -1,6 +1,6 @@
-"""The files of a model, looked at before anything is loaded: where they are, and which of them cannot be served.
+"""The files of a model, checked before anything is loaded: where they are, and whether the model can be served.
 
-Fetches those of a hub id into the hub's cache. Knows names and first bytes; loads no torch and no weights.
+Fetches the files of a hub id into the hub's cache. Reads names and first bytes; loads no torch and no weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ALL_FILES = [*SMALL_FILES, "*.safetensors"]
 OTHER_FORMATS = ["consolidated*", "original/*", "onnx/*"]  # the same weights once more
 LFS_POINTER = b"version https://git-lfs"
 STATE_SPACE_MODELS = ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")  # there is no KV in them
-UNPACKED_METHODS = ("mxfp4",)  # which transformers turns into plain weights while it loads
+UNPACKED_METHODS = ("mxfp4",)  # transformers turns these into plain weights while it loads
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _CONVERT = (
     "python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{0}').save_pretrained('{0}')\""
@@ -33,10 +33,10 @@ _NO_TEMPLATE = (
 
 
 def find_model(model: str | Path | None, revision: str | None = None, with_weights: bool = True) -> Path:
-    """The directory of a model whose files can be loaded. None: of the built-in one.
+    """The directory of a model whose files can be loaded. model: None for the built-in one.
 
-    with_weights: of a hub id they are fetched, too. Raises ModelError with what is wrong and what to do, and
-    ConfigError for a revision of a directory.
+    with_weights: also fetch the weights of a hub id. Raises ModelError, which says what is wrong and what to do, and
+    ConfigError if a directory is given a revision.
     """
     if sys.flags.optimize > 1:
         raise ConfigError("PYTHONOPTIMIZE=2 (-OO) strips docstrings, which transformers reads; set it to 1 or unset it")
@@ -56,7 +56,7 @@ def find_model(model: str | Path | None, revision: str | None = None, with_weigh
 
 
 def find_tokenizer(source: str) -> Path:
-    """The directory of a tokenizer that was named by itself. Raises ModelError."""
+    """The directory of a tokenizer that the user names apart from the model. Raises ModelError."""
     path = local_path(source) or _fetched(source, None, SMALL_FILES)
     if not has_tokenizer(path):
         raise ModelError(f"{source} has no tokenizer; give a directory with tokenizer.json, or a hub id")
@@ -64,9 +64,10 @@ def find_tokenizer(source: str) -> Path:
 
 
 def check_speaks(model: str | Path | None, options: Mapping[str, Any], chats: bool) -> None:
-    """Raises ModelError where `find_model` does, and for a model without a tokenizer; chats: or a chat template.
+    """Raises ModelError as `find_model` does, and if the model has no tokenizer; with chats also if it has no chat
+    template.
 
-    options: those of the engine, for which it looks before torch is loaded.
+    For use before torch is loaded. options: those of the engine.
     """
     path, name = find_model(model, options.get("revision"), with_weights=False), str(model)
     if (tokenizer := options.get("tokenizer")) is not None:
@@ -80,12 +81,12 @@ def check_speaks(model: str | Path | None, options: Mapping[str, Any], chats: bo
 
 
 def why_no_chat(name: str, has_tokenizer: bool) -> str:
-    """What is missing, and what to do."""
+    """Why a model cannot chat, and what to do about it."""
     return (_NO_TEMPLATE if has_tokenizer else _NO_TOKENIZER).format(name)
 
 
 def template_text(given: str | Path) -> str:
-    """The template, of which a file is given or the text itself. Raises ConfigError."""
+    """The text of a chat template, given as a file or as the text itself. Raises ConfigError."""
     text = str(given)
     if "{{" in text or "{%" in text:
         return text
@@ -97,7 +98,7 @@ def template_text(given: str | Path) -> str:
 
 
 def local_path(name: str) -> Path | None:
-    """The directory of this name; None for what may be a hub id. Raises ModelError for anything else."""
+    """The directory of this name; None if the name may be a hub id. Raises ModelError for anything else."""
     if not name:
         raise ModelError("the model's name is empty; give a model's directory or its hub id")
     try:
@@ -105,7 +106,7 @@ def local_path(name: str) -> Path | None:
         if path.is_dir():
             return path
         is_file = path.exists()
-    except RuntimeError as error:  # ~nobody
+    except RuntimeError as error:  # the home of an unknown user
         raise ModelError(f"{name} is not a directory: {error}") from error
     except OSError as error:
         raise ModelError(f"{name} cannot be read: {error.strerror}; give a directory that this user may read") from None
@@ -195,7 +196,7 @@ def _read_json(file: Path, name: str) -> dict[str, Any]:
 
 # -- the hub ---------------------------------------------------------------------------------------------------------
 def _names_on_hub(hub_id: str, revision: str | None) -> set[str]:
-    """Of the files there; of those in the cache, where the hub cannot be reached."""
+    """The names of the files on the hub, or of those in the cache if the hub cannot be reached."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
@@ -204,7 +205,7 @@ def _names_on_hub(hub_id: str, revision: str | None) -> set[str]:
         return {one.rfilename for one in info.siblings or ()}
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise _not_fetched(hub_id, revision, error) from error
-    except Exception:  # no network, in one of many ways: only what is in the cache can be used
+    except Exception:  # no network, in one of many ways: only the files in the cache can be used
         return {file.name for file in _fetched(hub_id, revision, ALL_FILES).iterdir()}
 
 
@@ -215,7 +216,7 @@ def _fetched(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
         return Path(
             snapshot_download(hub_id, revision=revision, allow_patterns=patterns, ignore_patterns=OTHER_FORMATS)
         )
-    except Exception as error:  # of the hub's library, of what carries its requests, of the disk
+    except Exception as error:  # raised by the hub's library, by its HTTP client, or by the disk
         raise _not_fetched(hub_id, revision, error) from error
 
 

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from kvstore.engine.model.interception import PositionFreeModel
     from kvstore.rope.rotary import Rotation
 
-LAYOUT_VERSION = 1  # of the arena and of what stands in a block; raised when stored blocks change their meaning
-# Where the model came from, who wrote the file, and what a forward returns: nothing that changes a key or a value. The
-# dtype that counts is the loaded model's.
+LAYOUT_VERSION = 1  # of the arena and of a block's content; raised when the meaning of stored blocks changes
+# Where the model came from, who wrote the file, what a forward returns: none of it changes a key or a value. As dtype,
+# that of the loaded model counts.
 _COSMETIC = {
     "_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "return_dict",
     "output_attentions", "output_hidden_states", "_attn_implementation", "_commit_hash", "id2label", "label2id",
@@ -26,9 +26,9 @@ _COSMETIC = {
 
 
 def fingerprint(model: PositionFreeModel, digest: str, block_size: int) -> str:
-    """SHA-256, 64 hex digits, of everything that decides what the bytes of a block mean.
+    """SHA-256, 64 hex digits, of everything that decides the meaning of a block's bytes.
 
-    digest: of the weights, see `kvstore.disk.weights`. The window counts only where frequencies depend on it.
+    digest: of the weights, see `kvstore.disk.weights`. The window counts only if frequencies depend on it.
     """
     spec = model.spec
     parts = {
@@ -46,7 +46,7 @@ def fingerprint(model: PositionFreeModel, digest: str, block_size: int) -> str:
 
 
 def _plain(value: object) -> object:
-    """A configuration as JSON has it, without what is cosmetic."""
+    """A configuration as JSON values, without cosmetic entries."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items() if key not in _COSMETIC}
     if isinstance(value, list | tuple):
@@ -55,9 +55,9 @@ def _plain(value: object) -> object:
 
 
 def _frequencies(network: torch.nn.Module) -> dict[str, object]:
-    """By name, the inverse frequencies and the attention scaling that the rotary modules use.
+    """The inverse frequencies and attention scalings of the rotary modules, by name.
 
-    Taken from the modules because tables are rounded: in bf16 two near frequencies look the same at small positions.
+    Tables would not do, because they are rounded: in bf16 two close frequencies look the same at small positions.
     """
     found: dict[str, object] = {}
     for name, module in network.named_modules():
@@ -72,7 +72,7 @@ def _frequencies(network: torch.nn.Module) -> dict[str, object]:
 
 
 def _describe(rotation: Rotation) -> list[object]:
-    """Row 1 has every frequency, and its scaling, and exists in a window of any length."""
+    """Row 1 contains every frequency and its scaling, and every window has it."""
     row = min(1, len(rotation.cos) - 1)
     rows = [_digest(table[row]) for table in (rotation.cos, rotation.sin)]
     kinds = [rotation.style.name, rotation.upcast, rotation.layout.name, str(rotation.cos.dtype)]

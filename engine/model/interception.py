@@ -14,27 +14,33 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from kvstore.engine.model.parallel.group import Part
+from kvstore.engine.model.parallel.linears import GatheredLinear
+from kvstore.engine.model.parallel.plan import part_of
+from kvstore.engine.model.parallel.stages import Pipeline
 from kvstore.errors import UnsupportedModelError
 from kvstore.kernels.attention import paged_attention
 from kvstore.kernels.cpu.decode import DecodeStep, decode_step
 from kvstore.kernels.paged_batch import PagedBatch, Scoring
 from kvstore.kernels.write_kv import rotate_and_write, write_kv
+from kvstore.memory.layout import KVLayout
 from kvstore.rope.rotary import Rotation
 
 ATTENTION = "kvstore_paged"
-MIN_PRUNED_TOKENS = 16  # so many tokens less make up for attending in a batch of their own
+ATTENTION_OF_PART = "kvstore_paged_part"
+MIN_PRUNED_TOKENS = 16  # fewer saved tokens do not make up for a second batch of attention
 
 
 class AttentionStep(Protocol):
-    """What travels through `forward` as the keyword argument `kvstore_step`: one step's attention, layer by layer."""
+    """The attention of one step, layer by layer. Travels through `forward` as the keyword argument `kvstore_step`."""
 
     @property
     def sample_rows(self) -> Tensor | None:
-        """Tokens whose logits are asked for, [num_samples], where the last layer is to give these alone."""
+        """Tokens whose logits are wanted, [num_samples], if the last layer is to compute only these; else None."""
         ...
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """Raw query, key and value, [num_tokens, heads, head_dim], to the attention's output, shaped as query."""
+        """The attention of raw query, key and value, [num_tokens, heads, head_dim]. Returns the shape of query."""
         ...
 
 
@@ -43,7 +49,7 @@ def _attention(
     scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
     s_aux: Tensor | None = None, kvstore_step: AttentionStep | None = None, **_: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """The attention function that Hugging Face calls, [1, heads, num_tokens, head_dim] each."""
+    """The attention function that Hugging Face calls, with tensors of [1, heads, num_tokens, head_dim]."""
     if kvstore_step is None:
         kvstore_step = module.kvstore_carrier.step  # StableLM and Nemotron do not pass keyword arguments on
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -53,39 +59,52 @@ def _attention(
     return out.unsqueeze(0), None
 
 
-# No function for the mask is registered: then no model makes one, nor looks in the positions for where sequences begin,
-# which on CUDA would wait for the device. Block tables say who sees what.
+def _attention_of_part(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Only this rank's heads attend, even if the plan has gathered all heads; the next module expects a part."""
+    if module.kvstore_gathers:
+        rank, size = module.kvstore_carrier.group.rank, module.kvstore_carrier.group.size
+        query, key, value = (t[:, part_of(t.shape[1], rank, size, "heads")] for t in (query, key, value))
+    return _attention(module, query, key, value, *args, **kwargs)
+
+
+# No function for masks is registered, so no model makes a mask, or searches the positions for the beginnings of
+# sequences, which would wait for the device on CUDA. Block tables say which token sees which.
 AttentionInterface.register(ATTENTION, _attention)
+AttentionInterface.register(ATTENTION_OF_PART, _attention_of_part)
 
 
 class StepCarrier:
-    """Brings the step to the attention modules of one model whose layers drop unknown keyword arguments."""
+    """Brings the step to the attention modules of one model whose layers drop unknown keyword arguments.
 
-    def __init__(self, network: Any) -> None:
+    part: the part of the model that the network is. pipeline: computes it with the other stages, None without any.
+    """
+
+    def __init__(self, network: Any, part: Part, pipeline: Pipeline | None = None) -> None:
+        self.part, self.group, self.pipeline = part, part.group, pipeline
         self.step: AttentionStep | None = None
-        self.pruned_layer: int | None = None  # the last one, if it can leave out tokens that are not sampled
+        self.pruned_layer: int | None = None  # the last layer, if it can leave out tokens that are not sampled
         self.lean: Callable[[Tensor, Tensor], Tensor] | None = None  # see `kvstore.engine.model.lean`
         network.kvstore_carrier = self
         for module in network.modules():
             if hasattr(module, "layer_idx"):
                 module.kvstore_carrier = self
+                module.kvstore_gathers = any(isinstance(child, GatheredLinear) for child in module.children())
 
 
 SourceKey = tuple[object, ...]  # arguments of a rotary module beside x and position_ids, such as the layer type
 
 
 class RotaryTap:
-    """Stands in for the forward of one rotary module and decides what its model gets to see.
-
-    tables: by key, the module's real cos and sin at every position, [max_model_len, width] each.
-    revealed: None (cos = 1, sin = 0), "all", or one key: whose real values are returned.
-    """
+    """Replaces the forward of one rotary module and decides which values its model sees."""
 
     def __init__(self, module: torch.nn.Module, max_model_len: int) -> None:
         self.original = module.forward
         self.max_model_len = max_model_len
+        # By key: the module's real cos and sin at every position, [max_model_len, width] each.
         self.tables: dict[SourceKey, tuple[Tensor, Tensor]] = {}
-        self.revealed: SourceKey | str | None = "all"
+        self.revealed: SourceKey | str | None = "all"  # keys that get the real values; None: all get cos = 1, sin = 0
         module.forward = self
 
     def __call__(self, x: Tensor, position_ids: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
@@ -99,7 +118,7 @@ class RotaryTap:
         return cos.new_ones(1).expand(shape), cos.new_zeros(1).expand(shape)
 
     def _table(self, x: Tensor, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Tensor, Tensor]:
-        """All positions at once: a frequency that depends on the length is thereby fixed by max_model_len."""
+        """Cos and sin at all positions. So max_model_len fixes the frequencies that depend on the length."""
         positions = torch.arange(self.max_model_len, device=x.device).unsqueeze(0)
         values = self.original(x[:, :1], positions, *args, **kwargs)
         if not isinstance(values, tuple) or len(values) != 2 or values[0].dim() != 3:
@@ -109,7 +128,7 @@ class RotaryTap:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Shapes of a model's KV, and what bounds its input."""
+    """The shape of a model's KV, and the limits of its input."""
 
     num_layers: int
     num_kv_heads: int
@@ -117,19 +136,37 @@ class ModelSpec:
     dtype: torch.dtype
     vocab_size: int
     max_model_len: int
+    num_parts: int = 1  # ranks that share its KV heads
+    own_layers: range | None = None  # the layers that this rank has, None for all
+
+    @property
+    def layers(self) -> range:
+        """The layers that this rank has."""
+        return range(self.num_layers) if self.own_layers is None else self.own_layers
 
     @property
     def kv_bytes_per_token(self) -> int:
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
+    @property
+    def hbm_bytes_per_token(self) -> int:
+        """The bytes of a token in this rank's pool."""
+        return self.kv_bytes_per_token // self.num_layers * len(self.layers) // self.num_parts
+
 
 def run_step(
     network: Any, token_ids: Tensor, positions: Tensor, step: AttentionStep, sample_tokens: Tensor
 ) -> Tensor:  # [num_samples, vocab_size]
-    """The intercepted network's forward over one flat row of tokens, [num_tokens], with `step` as its attention."""
+    """The intercepted network's forward over one flat row of tokens, [num_tokens], with `step` as its attention.
+
+    In a pipeline, the forward of this rank's stage, which returns hidden states.
+    """
     carrier = network.kvstore_carrier
     carrier.step = step
     try:
+        if carrier.pipeline is not None:
+            hidden: Tensor = carrier.pipeline.begin(token_ids, positions, sample_tokens, step)
+            return hidden
         if carrier.lean is not None:
             return carrier.lean(token_ids, sample_tokens)
         return network(
@@ -140,8 +177,21 @@ def run_step(
         carrier.step = None
 
 
+def run_alone(network: Any, token_ids: Tensor, positions: Tensor, step: AttentionStep, sample_tokens: Tensor) -> Tensor:
+    """Like `run_step`, but in a pipeline only this rank's stage runs."""
+    carrier = network.kvstore_carrier
+    if carrier.pipeline is None:
+        return run_step(network, token_ids, positions, step, sample_tokens)
+    carrier.step = step
+    try:
+        hidden: Tensor = carrier.pipeline.alone(token_ids, positions, step)
+        return hidden
+    finally:
+        carrier.step = None
+
+
 class LayerConnector(Protocol):
-    """What a forward needs of a `KVConnector`."""
+    """The verbs of a `KVConnector` that a forward needs."""
 
     def save_kv_layer(self, layer: int, raw_key: Tensor, value: Tensor) -> None: ...
 
@@ -157,18 +207,20 @@ class PagedStep:
 
     batch: PagedBatch
     caches: KVCaches
-    rotations: Sequence[Rotation | None]  # per layer, at this step's positions
+    rotations: Sequence[Rotation | None]  # per layer of this rank, at this step's positions
     connector: LayerConnector
-    sample_rows: Tensor | None = None  # [num_samples], where `pruned_layer` computes the output of these alone
+    sample_rows: Tensor | None = None  # [num_samples], if `pruned_layer` computes the output of only these
     pruned_layer: int | None = None
-    decode: DecodeStep | None = None  # computes what of a step of single tokens it knows, on a CPU
+    decode: DecodeStep | None = None  # computes single tokens on a CPU, as far as it can
+    first_layer: int = 0  # caches, rotations and connector count layers from this one
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        is_pruned = self.sample_rows is not None and layer == self.pruned_layer
+        layer -= self.first_layer
         self.connector.save_kv_layer(layer, key, value)
         key_cache, value_cache = self.caches[layer]
         slots, rotation = self.batch.slots, self.rotations[layer]
-        if self.sample_rows is not None and layer == self.pruned_layer:
-            rows = self.sample_rows
+        if is_pruned and (rows := self.sample_rows) is not None:
             query = query[rows]
             if rotation is not None:
                 query, key = rotation.at(rows).apply(query), rotation.apply(key)
@@ -188,10 +240,10 @@ class PagedStep:
 
 
 class PositionFreeModel:
-    """A loaded model after interception; made by `kvstore.engine.model.probe.intercept`, which finds spec and
-    rotations.
+    """A loaded model after interception. `kvstore.engine.model.probe.intercept` makes it and finds spec and rotations.
 
-    rotations: per layer, the full table (None for a layer without rotation). Layers that share one share the object.
+    rotations: the full table of each layer, None for a layer without rotation. Layers with the same table share the
+    object.
     """
 
     def __init__(self, network: Any, spec: ModelSpec, rotations: Sequence[Rotation | None]) -> None:
@@ -202,33 +254,66 @@ class PositionFreeModel:
 
     @property
     def is_native(self) -> bool:
-        """Whether compiled code computes all products on a CPU: then its threads are of no use to torch."""
+        """Whether compiled code computes all products on a CPU, so that torch needs no threads of its own."""
         return getattr(self.network.kvstore_carrier.lean, "is_native", False)
 
+    def layout(self, block_size: int) -> KVLayout:
+        """The layout of its stored KV, and which layers and heads this rank has."""
+        spec, group = self.spec, self.network.kvstore_carrier.group
+        heads = None if group is None else part_of(spec.num_kv_heads, group.rank, group.size, "KV heads")
+        layers = None if spec.own_layers is None else slice(spec.own_layers.start, spec.own_layers.stop)
+        shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size)
+        return KVLayout(*shape, spec.dtype, self.rotations, heads, layers)
+
     def new_caches(self, num_blocks: int, block_size: int) -> KVCaches:
-        """Zeroed paged caches: what was never written must be finite, since masked scores still pass through it."""
-        shape = (num_blocks, block_size, self.spec.num_kv_heads, self.spec.head_dim)
+        """Zeroed paged caches. Values that were never written must be finite, as masked scores still multiply them."""
+        shape = (num_blocks, block_size, self.spec.num_kv_heads // self.spec.num_parts, self.spec.head_dim)
         options = {"dtype": self.spec.dtype, "device": self.device}
-        with torch.inference_mode(False):  # whatever its caller is in: threads outside of it write here too
-            return [(torch.zeros(shape, **options), torch.zeros(shape, **options)) for _ in range(self.spec.num_layers)]
+        with torch.inference_mode(False):  # threads outside of inference mode write here, too
+            return [(torch.zeros(shape, **options), torch.zeros(shape, **options)) for _ in self.spec.layers]
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, batch: PagedBatch, caches: KVCaches, connector: LayerConnector,
         sample_tokens: Tensor,
     ) -> Tensor:  # [num_samples, vocab_size]  # fmt: skip
         """Compute one step's tokens, [num_tokens], of all requests in one row; logits of `sample_tokens` only."""
-        at = {id(r): r.at(positions).spread_out() for r in self.rotations if r is not None}
-        rotations = [None if r is None else at[id(r)] for r in self.rotations]
+        logits = self.begin(token_ids, positions, batch, caches, connector, sample_tokens)
+        return self.end(len(sample_tokens)) if logits is None else logits
+
+    def begin(
+        self, token_ids: Tensor, positions: Tensor, batch: PagedBatch, caches: KVCaches, connector: LayerConnector,
+        sample_tokens: Tensor,
+    ) -> Tensor | None:  # [num_samples, vocab_size]  # fmt: skip
+        """Like `forward`, but in a pipeline the first stage returns None, and `end` the logits; later stages return
+        hidden states.
+        """
+        layers = self.spec.layers
+        own = self.rotations[layers.start : layers.stop]
+        at = {id(r): r.at(positions).spread_out() for r in own if r is not None}
+        rotations = [None if r is None else at[id(r)] for r in own]
         decode = decode_step(batch, caches[0][0], rotations)
-        step = PagedStep(batch, caches, rotations, connector, *self._pruned(token_ids, sample_tokens), decode)
-        with torch.cuda.device_of(token_ids):  # where Triton launches; a CPU changes nothing
-            return run_step(self.network, token_ids, positions, step, sample_tokens)
+        pruned = self._pruned(token_ids, sample_tokens)
+        step = PagedStep(batch, caches, rotations, connector, *pruned, decode, layers.start)
+        with torch.cuda.device_of(token_ids):  # Triton launches on the current device; without effect on a CPU
+            out = run_step(self.network, token_ids, positions, step, sample_tokens)
+        return None if self._samples_elsewhere else out
+
+    @property
+    def _samples_elsewhere(self) -> bool:
+        pipeline: Pipeline | None = self.network.kvstore_carrier.pipeline
+        return pipeline is not None and pipeline.is_first
+
+    def end(self, num_samples: int) -> Tensor:  # [num_samples, vocab_size]
+        """Wait for the logits of the oldest forward that has not ended."""
+        logits: Tensor = self.network.kvstore_carrier.pipeline.end(num_samples)
+        return logits
 
     def _pruned(self, token_ids: Tensor, sample_tokens: Tensor) -> tuple[Tensor | None, int | None]:
-        """The samples and the layer that computes these alone, where that leaves out enough tokens to pay."""
+        """The samples, and the layer that computes only them, if that saves enough tokens to pay."""
         carrier = self.network.kvstore_carrier
         layer = carrier.pruned_layer
-        if not len(sample_tokens) and carrier.lean is None:  # a network's own forward may not like an empty input
+        if not len(sample_tokens) and carrier.lean is None and carrier.pipeline is None:
+            # A network's own norm and head may not like an empty input.
             return None, None
         if layer is None or len(token_ids) - len(sample_tokens) < MIN_PRUNED_TOKENS:
             return None, None

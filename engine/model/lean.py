@@ -1,9 +1,10 @@
-"""Decoder layers on a CPU in few operations: residual sums and gates inside of the products, no detours. A step of
-few rows, and any step on a CPU with vectors of bfloat16 but no tiles, takes two calls of C around its attention where
-it can (`kvstore.kernels.cpu.layer`), else oneDNN computes all products.
+"""Decoder layers on a CPU in few operations: residual sums and gates are computed inside the products.
 
-Knows the plain layer (norm, attention, sum, norm, gated MLP, sum) by its parts, and takes over only one that computes
-the same from the same input: every other layer stays as its authors wrote it. Numbers: bench/LOG.md.
+A step of few rows takes two calls of C around its attention if possible (`kvstore.kernels.cpu.layer`); so does any
+step on a CPU that has vectors of bfloat16 but no tiles. Otherwise oneDNN computes all products.
+
+Recognises the plain layer (norm, attention, sum, norm, gated MLP, sum) by its parts, and takes it over only if it then
+computes the same from the same input. Every other layer stays as its authors wrote it. Figures: bench/LOG.md.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from kvstore.kernels.cpu.layer import NativeLayer, max_rows, native_layer
 from kvstore.kernels.cpu.prefill import knows
 from kvstore.kernels.paged_batch import Scoring
 
-_ULPS = 24  # roundings, of a row's largest value, by which a layer may differ: sums and gates round less often here
+_ULPS = 24  # a layer may differ by so many roundings of a row's largest value: sums and gates round less often here
 MANY_ROWS = 1 << 20  # more than any step has
-PIECE_TOKENS = 256  # of a prefill at a time: what lies between the products stays in cache, and long ones are slow
+PIECE_TOKENS = 256  # of a prefill at a time: intermediate results then stay in cache, and long products are slow
 _ACTIVATIONS = {"SiLUActivation": ("swish", ""), "SiLU": ("swish", ""), "GELUTanh": ("gelu", "tanh")}
 
 
@@ -44,9 +45,9 @@ class LeanMLP:
 
 
 class LeanLayer:
-    """The forward of one decoder layer; made from what its own forward was seen to hand to its attention.
+    """The forward of one decoder layer, made from what the layer's own forward was observed to pass to its attention.
 
-    carrier: brings the step. The last layer of a model gives the rows of `step.sample_rows` alone, if there are some.
+    carrier: brings the step. A model's last layer returns only the rows of `step.sample_rows`, if they are set.
     """
 
     def __init__(self, layer: nn.Module, carrier: Any, shapes: tuple[int, int, int], scoring: Scoring) -> None:
@@ -85,7 +86,7 @@ class LeanLayer:
         if self._head_norms is not None:
             query, key = self._head_norms[0](query), self._head_norms[1](key)
         attended = step.attend(self.layer_idx, query, key, value, self._scoring)
-        if attended.shape[0] != hidden_states.shape[1]:  # the last layer's output for the samples alone
+        if attended.shape[0] != hidden_states.shape[1]:  # the last layer, which returns only the samples
             hidden_states = hidden_states[:, step.sample_rows]
         if not len(attended):
             return hidden_states
@@ -98,7 +99,7 @@ class LeanLayer:
         return torch.cat([self._after(*piece) for piece in pieces], 1)
 
     def _after(self, attended: Tensor, residual: Tensor) -> Tensor:
-        """What follows the attention, of some tokens: projection, norm and MLP with their sums."""
+        """What follows the attention, for some tokens: projection, norm and MLP with their sums."""
         x = self._linear_with(attended, residual, self._out.packed, self._out.bias, "add")
         return self._mlp(self._norms[1](x), x)
 
@@ -119,7 +120,7 @@ def _head_norms(attention: nn.Module, head_dim: int) -> tuple[nn.Module, nn.Modu
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether it has the parts of which a lean layer is made."""
+    """Whether a layer has the parts that a lean layer needs."""
     parts = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
     if layer._modules.keys() != parts:
         return False
@@ -135,7 +136,7 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 class _Trial:
-    """An attention step that answers with something made of all it was given, and remembers it."""
+    """An attention step that mixes all its inputs into its result and remembers them."""
 
     sample_rows = None
 
@@ -150,7 +151,7 @@ class _Trial:
 
 
 class _Witness:
-    """Stands for a layer's forward in one pass: computes with it, and tries the lean one beside it."""
+    """Replaces a layer's forward for one pass: returns what that computes, and tries the lean one beside it."""
 
     def __init__(self, layer: nn.Module, carrier: Any) -> None:
         self.layer, self.carrier = layer, carrier
@@ -187,17 +188,17 @@ class _Witness:
         return candidate
 
     def _agrees(self, candidate: LeanLayer, hidden_states: Tensor, expected: Tensor) -> bool:
-        """Whether a few rows come out as they did among all."""
+        """Whether a few rows give the same results alone as among all."""
         trial = _Trial()
         self.carrier.step = trial
         return are_close(expected[:, : hidden_states.shape[1]], candidate(hidden_states), _ULPS)
 
 
 def lean_layers(network: Any, run: Callable[[], Tensor]) -> None:
-    """Take over the layers that are plain. To be called after `kvstore.engine.model.packing.pack_for_cpu`.
+    """Take over the plain layers. Call it after `kvstore.engine.model.packing.pack_for_cpu`.
 
-    run: one forward of the intercepted network over a few tokens, which returns logits; what its attention does is
-    replaced while the layers are tried.
+    run: runs the intercepted network over a few tokens and returns logits. Its attention is replaced while the layers
+    are tried.
     """
     carrier = network.kvstore_carrier
     found = [layer for layer in network.modules() if _is_plain(layer)]
@@ -221,7 +222,7 @@ def lean_layers(network: Any, run: Callable[[], Tensor]) -> None:
 
 
 class LeanNetwork:
-    """Embedding, lean layers, norm and head, one after the other: the network's own forward looks at much more."""
+    """Runs embedding, lean layers, norm and head, without the many checks of the network's own forward."""
 
     def __init__(self, network: Any, layers: Sequence[LeanLayer]) -> None:
         self._embed = network.get_input_embeddings().weight
@@ -231,12 +232,12 @@ class LeanNetwork:
 
     @property
     def is_native(self) -> bool:
-        """Whether C computes all of its products, of any number of rows, and its attention."""
+        """Whether C computes all products, for any number of rows, and the attention."""
         native = [*(layer.native for layer in self._layers), getattr(self._head, "native", None)]
         return None not in native and max_rows() >= MANY_ROWS and all(layer.attends_natively for layer in self._layers)
 
     def __call__(self, token_ids: Tensor, sample_tokens: Tensor) -> Tensor:  # [num_samples, vocab_size]
-        """token_ids: [num_tokens]; sample_tokens: whose logits are asked for; the last layer may give only theirs."""
+        """token_ids: [num_tokens]; sample_tokens: those whose logits are wanted. The last layer may skip others."""
         x = F.embedding(token_ids, self._embed).unsqueeze(0)
         for layer in self._layers:
             x = layer(x)
@@ -248,7 +249,7 @@ class LeanNetwork:
 
 
 def _whole(network: Any, layers: Sequence[LeanLayer], run: Callable[[], Tensor]) -> LeanNetwork | None:
-    """The lean network, if its logits are those of the network bit for bit: the layers are the same by now."""
+    """The lean network, if its logits equal those of the network bit for bit. By now both have the same layers."""
     if not isinstance(getattr(network.base_model, "norm", None), FusedRMSNorm):
         return None
     expected = run()

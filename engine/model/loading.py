@@ -16,54 +16,56 @@ import transformers
 from safetensors import SafetensorError
 
 from kvstore.engine.model.files import find_model, find_tokenizer, has_tokenizer, template_text
+from kvstore.engine.model.parallel.cutting import check_divides, load_part
+from kvstore.engine.model.parallel.group import Part
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
 
 _QUICK_BYTES = 2**28  # below this no progress bar is shown
-# Of calls, not of what tools are or have answered.
+# Matches tokens of calls, but not those of lists of tools or of their answers.
 _CALL_TOKEN = re.compile(r"(tool|function)[_▁]?calls?(?!ing)|python_tag|eom_id|<\|call\|>", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was loaded. tokenizer is None when the directory has none: prompts are then token ids.
-
-    source: the directory. sampling_defaults: what the model's authors recommend where a request says
-    nothing, by names of SamplingParams. call_token_ids: see Request.
-    """
+    """What was loaded."""
 
     name: str
-    source: str
+    source: str  # the directory
     model: Any  # transformers.PreTrainedModel
-    tokenizer: Any  # transformers.PreTrainedTokenizerFast | None
+    tokenizer: Any  # transformers.PreTrainedTokenizerFast; None if the directory has none: prompts are then token ids
     eos_token_ids: frozenset[int]
     max_model_len: int
     device: torch.device
-    sampling_defaults: dict[str, float]
-    call_token_ids: frozenset[int] = frozenset()
+    sampling_defaults: dict[str, float]  # by name of SamplingParams: the authors' choice where a request makes none
+    call_token_ids: frozenset[int] = frozenset()  # see Request
 
 
 def load(
     model: str | Path | None, device: str, dtype: str, max_model_len: int | None, tokenizer_of: str | None = None,
     revision: str | None = None, chat_template: str | None = None, check: Callable[[Any, Any], None] | None = None,
+    part: Part | None = None,
 ) -> Loaded:  # fmt: skip
     """Load a causal LM from safetensors with eager attention, as its authors wrote it.
 
     model: None for the built-in one, a local directory, or a hub id. dtype "auto": as stored in the checkpoint.
     tokenizer_of: directory or hub id whose tokenizer is used instead of the model's. revision: of a hub id.
     chat_template: a file, or the text of one, instead of the tokenizer's.
-    check: called with the model's configuration and the tokenizer, and may raise, before weights are read.
-    What costs most comes last. Raises ModelError, UnsupportedModelError or ConfigError.
+    check: called with the model's configuration and the tokenizer before weights are read; may raise. part: the part of
+    the model to load, None for all of it; loading does not need the other ranks.
+    The most expensive part comes last. Raises ModelError, UnsupportedModelError or ConfigError.
     """
     directory = find_model(model, revision)
     source = str(directory)
     config = _config(source)
+    if part is not None:
+        check_divides(config, part)
     window = _window(config, max_model_len)
     target = _device(device)
     tokenizer = _tokenizer_for(directory, tokenizer_of, chat_template)
     if check is not None:
         check(config, tokenizer)
-    network = _network(source, config, dtype).to(target).eval().requires_grad_(False)
+    network = _network(source, config, dtype, part).to(target).eval().requires_grad_(False)
     if tokenizer_of is not None:
         _check_vocabulary(tokenizer, tokenizer_of, network)
     is_local = model is not None and Path(model).expanduser().is_dir()
@@ -73,7 +75,7 @@ def load(
 
 
 def _sampling_defaults(config: Any) -> dict[str, float]:
-    """From generation_config.json: what it says when it says to sample; greedy when it says not to."""
+    """The parameters in generation_config.json if it asks for sampling; greedy if it asks for none."""
     if config is None or getattr(config, "do_sample", None) is None:
         return {}
     if not config.do_sample:
@@ -104,24 +106,30 @@ def _config(source: str) -> Any:
     return config
 
 
-def _network(source: str, config: Any, dtype: str) -> Any:
+def _network(source: str, config: Any, dtype: str, part: Part | None) -> Any:
     torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     bar = transformers.utils.logging.is_progress_bar_enabled()
     if sum(file.stat().st_size for file in Path(source).glob("*.safetensors")) < _QUICK_BYTES:
         transformers.utils.logging.disable_progress_bar()
     verbosity = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity_error()  # else it prints a table of what does not fit
+    transformers.utils.logging.set_verbosity_error()  # otherwise it prints a table of weights that do not fit
     try:
-        network, report = transformers.AutoModelForCausalLM.from_pretrained(
-            source,
-            config=config,
-            dtype=torch_dtype,
-            use_safetensors=True,
-            trust_remote_code=False,  # never asks, never runs a model's own code
-            attn_implementation="eager",
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told below, by name
-        )
+        options = {
+            "config": config,
+            "dtype": torch_dtype,
+            "attn_implementation": "eager",
+            "output_loading_info": True,
+            "ignore_mismatched_sizes": True,  # reported below, by name
+        }
+        if part is not None:
+            network, report = load_part(source, part, **options)
+        else:
+            network, report = transformers.AutoModelForCausalLM.from_pretrained(
+                source,
+                use_safetensors=True,
+                trust_remote_code=False,  # never asks, never runs a model's own code
+                **options,
+            )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"cannot load {source}: {_first_line(error)}") from error
     finally:
@@ -164,7 +172,7 @@ def _device(name: str) -> torch.device:
         raise ConfigError(f"device is {name!r}; give auto, cpu, cuda or cuda:N") from error
     if device.type != "cuda":
         return device
-    if device.index is None:  # the current one: of this thread, in others it may be another
+    if device.index is None:  # the current device of this thread; other threads may have another
         return torch.device("cuda", torch.cuda.current_device())
     if device.index >= torch.cuda.device_count():
         raise ConfigError(f"device is {name}, but torch sees {torch.cuda.device_count()} CUDA devices; give auto")
@@ -175,7 +183,7 @@ def load_tokenizer(
     model: str | Path | None, tokenizer_of: str | None = None, revision: str | None = None,
     chat_template: str | None = None,
 ) -> Any:  # fmt: skip
-    """What `load` finds as the tokenizer, alone; weights are not fetched. Raises ModelError and ConfigError."""
+    """The tokenizer that `load` would find. Fetches no weights. Raises ModelError and ConfigError."""
     return _tokenizer_for(find_model(model, revision, with_weights=False), tokenizer_of, chat_template)
 
 
@@ -191,7 +199,7 @@ def _tokenizer_for(directory: Path, tokenizer_of: str | None, chat_template: str
 
 
 def _check_vocabulary(tokenizer: Any, name: str, network: Any) -> None:
-    num_rows = network.get_input_embeddings().weight.shape[0]
+    num_rows = network.get_input_embeddings().num_embeddings
     if len(tokenizer) > num_rows:
         raise ModelError(f"the tokenizer {name} has {len(tokenizer):,} tokens, but the model knows {num_rows:,}")
 
@@ -205,15 +213,15 @@ def _tokenizer(directory: Path) -> Any:
         raise ModelError(f"cannot load the tokenizer of {directory}: {_first_line(error)}") from error
     if not tokenizer.is_fast:
         raise ModelError(f"{directory} has no fast tokenizer (tokenizer.json), which incremental text needs")
-    tokenizer.backend_tokenizer.no_truncation()  # which its file may ask for, and only some ways of calling it undo
+    tokenizer.backend_tokenizer.no_truncation()  # its file may ask for it, and only some calls undo that
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
 
 
 def _call_token_ids(tokenizer: Any) -> frozenset[int]:
-    """Tokens of the tokenizer's own that stand in answers which call a tool: <tool_call>, [TOOL_CALLS], <|python_tag|>.
+    """Special tokens that mark the call of a tool in an answer: <tool_call>, [TOOL_CALLS], <|python_tag|>.
 
-    Many families have one. Of the others' answers it is not known whether they call a tool.
+    Many families have one. For other families it is not known whether an answer calls a tool.
     """
     added = {} if tokenizer is None else tokenizer.get_added_vocab()
     return frozenset(token_id for text, token_id in added.items() if _CALL_TOKEN.search(text))

@@ -1,4 +1,4 @@
-"""How many HBM blocks the engine's pool gets: a given size, or `auto` by what is free on the device."""
+"""How many HBM blocks the engine's pool gets: a given size, or with `auto` what is free on the device."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ from kvstore.errors import ConfigError
 from kvstore.kernels.paged_batch import PagedBatch
 
 LOGGER = logging.getLogger("kvstore.engine")
-CPU_FRACTION = 0.25  # of the memory that is available now
-CPU_WINDOWS = 4  # and never more than so many times max_num_seqs full windows
+CPU_FRACTION = 0.25  # of the memory that is available at the start
+CPU_WINDOWS = 4  # at most so many times max_num_seqs full windows
 CUDA_FRACTION = 0.92  # of the device's memory, weights and the largest step included
-CUDA_WINDOWS = 16  # as CPU_WINDOWS: a small model's pool is not worth the millions of blocks that a card could hold
+CUDA_WINDOWS = 16  # as CPU_WINDOWS: for a small model a card could hold millions of blocks, which it does not need
 
 
 def num_hbm_blocks(
-    model: PositionFreeModel, config: SchedulerConfig, hbm: int | str, has_graphs: bool = False, saves: bool = False
-) -> int:
+    model: PositionFreeModel, config: SchedulerConfig, hbm: int | str, has_graphs: bool = False, saves: bool = False,
+    num_engines: int = 1,
+) -> int:  # fmt: skip
     """Blocks that fit in `hbm` bytes, or in what "auto" finds. Raises ConfigError when not even one fits.
 
-    On CUDA "auto" leaves room for what comes beside the pool. has_graphs: for CUDA graphs, which are going to be
-    captured over it. saves: for what is kept until it is saved, where there is a tier below HBM.
+    On CUDA, "auto" leaves room for what comes beside the pool. has_graphs: room for CUDA graphs, which are captured
+    later. saves: room for activations that are kept until they are saved to a tier below HBM. num_engines: on this
+    machine; on a CPU they divide its memory.
     """
-    block_bytes = config.block_size * model.spec.kv_bytes_per_token
-    size_bytes = _auto_bytes(model, config, has_graphs, saves) if hbm == "auto" else int(hbm)
+    block_bytes = config.block_size * model.spec.hbm_bytes_per_token
+    size_bytes = _auto_bytes(model, config, has_graphs, saves, num_engines) if hbm == "auto" else int(hbm)
     if hbm == "auto":
         LOGGER.info("hbm auto takes %s of memory on %s", format_size(size_bytes), model.device)
     count = size_bytes // block_bytes
@@ -46,22 +48,26 @@ def num_hbm_blocks(
         warnings.warn(
             f"the HBM pool holds {count * config.block_size} tokens, fewer than max_model_len {config.max_model_len}: "
             "longer requests will be refused",
-            stacklevel=4,  # whoever made the Engine
+            stacklevel=4,  # points at the caller of Engine()
         )
     return count
 
 
-def _auto_bytes(model: PositionFreeModel, config: SchedulerConfig, has_graphs: bool, saves: bool) -> int:
-    window_bytes = config.max_num_seqs * config.max_model_len * model.spec.kv_bytes_per_token
+def _auto_bytes(
+    model: PositionFreeModel, config: SchedulerConfig, has_graphs: bool, saves: bool, num_engines: int
+) -> int:
+    window_bytes = config.max_num_seqs * config.max_model_len * model.spec.hbm_bytes_per_token
     if model.device.type == "cuda":
         beside = (MAX_SAVE_BYTES if saves else 0) + (bytes_for_graphs(model, config) if has_graphs else 0)
         return min(max(_cuda_bytes(model, config) - beside, 0), CUDA_WINDOWS * window_bytes)
-    return min(int(psutil.virtual_memory().available * CPU_FRACTION), CPU_WINDOWS * window_bytes)
+    num_processes = model.network.kvstore_carrier.part.num_ranks * num_engines  # all share one machine
+    available = psutil.virtual_memory().available // num_processes
+    return min(int(available * CPU_FRACTION), CPU_WINDOWS * window_bytes)
 
 
 def _cuda_bytes(model: PositionFreeModel, config: SchedulerConfig) -> int:
-    """What the device has left beside the weights and the peak of a maximal step, which is run to see it."""
-    gc.collect()  # an engine that was dropped may still hold its pool
+    """The memory that is left beside the weights and the peak of a maximal step, which is run to measure it."""
+    gc.collect()  # a dropped engine may still hold its pool
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(model.device)
     with torch.inference_mode():
@@ -75,7 +81,7 @@ def _cuda_bytes(model: PositionFreeModel, config: SchedulerConfig) -> int:
 
 
 def _maximal_step(model: PositionFreeModel, config: SchedulerConfig) -> None:
-    """As many tokens as a step may have, of as many requests, each sampling."""
+    """A step with as many tokens and requests as possible, each of which samples."""
     length = min(config.max_num_batched_tokens, config.max_model_len - 1)
     starts = [*range(0, config.max_num_batched_tokens, length), config.max_num_batched_tokens]
     lens = [end - start for start, end in itertools.pairwise(starts)]
@@ -86,4 +92,4 @@ def _maximal_step(model: PositionFreeModel, config: SchedulerConfig) -> None:
     batch = PagedBatch(starts, lens, torch.arange(width).expand(len(lens), -1), positions, config.block_size)
     samples = torch.arange(min(config.max_num_seqs, len(positions)), device=device)
     logits = model.forward(torch.zeros_like(positions), positions, batch, caches, NullConnector(), samples)
-    logits.float().sort(dim=-1)  # what the sampler may need beside it
+    logits.float().sort(dim=-1)  # the sampler may need so much beside it

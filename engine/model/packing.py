@@ -1,9 +1,9 @@
 """Makes the eager forward of a Hugging Face model faster by replacing modules in place; knows no architecture.
 
 `pack_for_cpu` packs linear weights for oneDNN, joins q/k/v and shortens RMS norms and submodule lookups.
-`pack_for_cuda` joins q/k/v, shortens lookups and makes one kernel of an RMS norm.
+`pack_for_cuda` joins q/k/v, shortens lookups and turns an RMS norm into one kernel.
 `skip_rotation` removes the attention's own rotation where the caller makes it a no-op.
-What cannot be replaced exactly (to rounding) is left as it is. Numbers: bench/LOG.md.
+A module that cannot be replaced exactly (to rounding) is left as it is. Figures: bench/LOG.md.
 """
 
 import functools
@@ -40,7 +40,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """An unpacked copy: for code that looks at a layer's weight, not for a hot path."""
+        """An unpacked copy, for code that looks at a layer's weight; not for a hot path."""
         return self.packed.to_dense()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,9 +54,9 @@ class PackedLinear(nn.Module):
 
 
 class SharedProjection:
-    """Computes q, k and v in one product when asked for q, and hands out k and v to who brings the same input tensor.
+    """Computes q, k and v in one product when asked for q; returns k and v when asked with the same input tensor.
 
-    Holds the input and what was not yet fetched between the calls of one attention forward, nothing after it.
+    Between the calls of one attention forward it holds the input and the parts that were not fetched yet.
     """
 
     def __init__(self, linears: list[nn.Linear], make: Callable[[Tensor, Tensor | None], Any]) -> None:
@@ -81,7 +81,7 @@ class SharedProjection:
 
 
 class ProjectionSlice(nn.Module):
-    """Stands where q_proj, k_proj or v_proj stood. The result is a view of the joined product."""
+    """Replaces q_proj, k_proj or v_proj. Its result is a view of the joined product."""
 
     def __init__(self, shared: SharedProjection, index: int) -> None:
         super().__init__()
@@ -104,9 +104,10 @@ class ProjectionSlice(nn.Module):
 
 
 class FusedRMSNorm(nn.Module):
-    """Root mean square norm in one pass of C, or in 5 operations of torch instead of 8: no square of it is stored.
+    """Root mean square norm in one pass of C, or in 5 operations of torch instead of 8; stores no squares.
 
-    `wide`: the scale is float32 and applied before rounding to the input's dtype (Gemma, OLMo 2), else after (Llama).
+    wide: the scale is float32 and is applied before rounding to the input's dtype (Gemma, OLMo 2), otherwise after
+    (Llama).
     """
 
     def __init__(self, weight: nn.Parameter, scale: Tensor, eps: float, wide: bool) -> None:
@@ -123,7 +124,7 @@ class FusedRMSNorm(nn.Module):
             if normed is not None:
                 return normed
         if x.dtype != torch.float32 and x.numel() >= MIN_WIDENED_ELEMENTS:
-            wide = x.float()  # the product of mixed types takes one element at a time
+            wide = x.float()  # a product of mixed types is computed element by element
             normed = wide.mul_(self._inverse(wide))
         else:
             normed = x * self._inverse(x)
@@ -139,7 +140,7 @@ class FusedRMSNorm(nn.Module):
 
 
 class TorchRMSNorm(nn.Module):
-    """Root mean square norm by torch's own, one kernel on CUDA where input and scale have the same dtype.
+    """Root mean square norm by torch's own function: one kernel on CUDA if input and scale have the same dtype.
 
     The scale is applied before rounding; a float32 scale for a narrower input (Gemma) takes a kernel before and after.
     """
@@ -156,7 +157,7 @@ class TorchRMSNorm(nn.Module):
 
 
 class DirectLayers(nn.ModuleList):
-    """Decoders iterate over `self.layers[:n]`, which builds a new ModuleList in every forward; a list will do."""
+    """A list instead of a ModuleList: decoders iterate over `self.layers[:n]`, which builds one in every forward."""
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -168,10 +169,10 @@ class DirectLayers(nn.ModuleList):
 def pack_for_cpu(model: nn.Module) -> None:
     """Replace modules of `model` (on CPU, `eval`) in place so that its eager forward is faster; the mathematics stay.
 
-    Every replacement is compared with what it replaces on random input, else not made; float16 linears and other dtypes
-    that oneDNN refuses on this CPU stay. Weights tied to an embedding are copied, others freed, so anything that reads
+    A module is only replaced if the replacement gives the same on random input. Linears of float16, or of another dtype
+    that oneDNN refuses on this CPU, stay. Weights tied to an embedding are copied, others are freed, so whatever reads
     parameters (a fingerprint, `save_pretrained`, `state_dict`) must come before. Hooks on replaced modules are dropped.
-    q, k and v handed out by a joined product are views of it: rows are strided, and one of them keeps all three alive.
+    q, k and v from a joined product are views of it: their rows are strided, and each of them keeps all three alive.
     """
     for module in list(model.modules()):
         _join_qkv(module, _is_packable, PackedLinear)
@@ -182,9 +183,9 @@ def pack_for_cpu(model: nn.Module) -> None:
 
 @torch.no_grad()
 def pack_for_cuda(model: nn.Module) -> None:
-    """As `pack_for_cpu`, for a device where the number of kernels counts: they are what decoding for few is made of.
+    """As `pack_for_cpu`, for a device where the number of kernels counts, as it does when few requests decode.
 
-    Weights stay as they are, but those of q, k and v become one.
+    Weights stay as they are, except that those of q, k and v become one.
     """
     for module in list(model.modules()):
         _join_qkv(module, _is_plain, _plain_linear)
@@ -195,10 +196,10 @@ def pack_for_cuda(model: nn.Module) -> None:
 def skip_rotation(attention: nn.Module) -> bool:
     """Give this instance a forward in which `apply_rotary_pos_emb(q, k, ...)` returns q and k as they are.
 
-    Only for a model whose rotary modules return cos = 1 and sin = 0. False, and nothing changed,
-    when the forward calls no such function, when that is not the identity for cos = 1 and sin = 0, or when somebody
-    else patched the forward. Other instances of the class, and the class, are not touched.
-    Query and key then reach the attention function as views (strided), where the rotation had made fresh tensors.
+    Only for a model whose rotary modules return cos = 1 and sin = 0. Returns False and changes nothing if the forward
+    calls no such function, if that is not the identity for cos = 1 and sin = 0, or if somebody else has patched the
+    forward. Neither the class nor its other instances are touched. Query and key then reach the attention function as
+    strided views; the rotation would have made new tensors.
     """
     if "forward" in attention.__dict__:
         return False
@@ -210,7 +211,7 @@ def skip_rotation(attention: nn.Module) -> bool:
 
 
 def _replace(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Put `make(child)` in every place of a child for which it is not None; what is replaced is freed at once."""
+    """Replace every child for which `make(child)` is not None. A replaced module is freed at once."""
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
         for name, child in parent.named_children():
@@ -224,8 +225,8 @@ def _replace(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) ->
 
 
 @functools.cache
-def _packs(dtype: torch.dtype) -> bool:
-    """Whether this build and this CPU have the packed product for `dtype`, tried once on a small one."""
+def packs_weights(dtype: torch.dtype) -> bool:
+    """Whether this build and this CPU have the packed product for `dtype`; tried once on a small product."""
     if not torch.backends.mkldnn.is_available():
         return False
     weight = (torch.arange(64 * 48).reshape(64, 48) % 7 - 3).to(dtype)
@@ -252,7 +253,7 @@ def _is_packable(module: Any) -> bool:
     if not _is_plain(module) or module.weight.device.type != "cpu":
         return False
     minimum = {torch.float32: MIN_FLOAT32_ELEMENTS, torch.bfloat16: MIN_BFLOAT16_ELEMENTS}.get(module.weight.dtype, 0)
-    return module.weight.numel() >= minimum and _packs(module.weight.dtype)
+    return module.weight.numel() >= minimum and packs_weights(module.weight.dtype)
 
 
 def _packed_linear(module: nn.Module) -> nn.Module | None:
@@ -260,7 +261,7 @@ def _packed_linear(module: nn.Module) -> nn.Module | None:
 
 
 def _join_qkv(attention: nn.Module, can_join: Callable[[Any], bool], make: Callable[..., nn.Module]) -> None:
-    """Join the three projections where forward uses q_proj first, then the others, and nothing else of them differs."""
+    """Join the three projections if forward uses q_proj first, then the others, and they differ in nothing else."""
     names = ("q_proj", "k_proj", "v_proj")
     linears = [attention._modules.get(name) for name in names]
     if not all(can_join(linear) for linear in linears) or getattr(attention, "is_kv_shared_layer", False):
@@ -276,7 +277,7 @@ def _join_qkv(attention: nn.Module, can_join: Callable[[Any], bool], make: Calla
 
 
 def _is_rms_norm(norm: Any) -> bool:
-    """Whether it looks like one that was not replaced yet: a row in, a row out."""
+    """Whether a module looks like an RMS norm that was not replaced yet: a row in, a row out."""
     if not type(norm).__name__.endswith("RMSNorm") or isinstance(norm, FusedRMSNorm | TorchRMSNorm):
         return False
     weight = getattr(norm, "weight", None)
@@ -316,14 +317,14 @@ def _fused_norm(norm: Any) -> nn.Module | None:
 
 
 def _samples(width: int, dtype: torch.dtype) -> Tensor:
-    """Rows of several magnitudes, from a generator of their own: the process's random state stays as it was."""
+    """Rows of several magnitudes, from a generator of their own, so that the process's random state does not change."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(1, 6, width, generator=generator) * torch.tensor([1e-3, 0.1, 1.0, 1.0, 3.0, 30.0])[:, None]
     return rows.to(dtype)
 
 
 def are_close(expected: Tensor, found: Tensor, ulps: int) -> bool:
-    """Whether both are the same per row, to `ulps` roundings of the row's largest value."""
+    """Whether all rows agree to `ulps` roundings of the row's largest value."""
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return False
     a, b = expected.float(), found.float()
@@ -338,7 +339,7 @@ def _agrees(candidate: nn.Module, original: nn.Module, x: Tensor) -> bool:
 
 
 def _shorten_lookups(model: nn.Module) -> None:
-    """Submodules also in each instance's dict, past nn.Module.__getattr__; assigning a new one removes the entry."""
+    """Enter submodules in each instance's dict, past nn.Module.__getattr__; assigning another removes the entry."""
     for module in list(model.modules()):
         if type(module) is nn.ModuleList:
             module.__class__ = DirectLayers
@@ -350,7 +351,7 @@ def _unrotated(q: Tensor, k: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor
 
 
 def _without_rotation(inner: types.FunctionType, outer: types.FunctionType) -> types.FunctionType | None:
-    """`outer`, rebuilt around a copy of the function `inner` it wraps (often itself) that calls no rotation."""
+    """`outer`, rebuilt around a copy of `inner`, which it wraps or is, without calls of a rotation."""
     names = [name for name in inner.__code__.co_names if _ROTATION_NAME.fullmatch(name)]
     names = [name for name in names if name in inner.__globals__]
     if not names or not all(_is_identity_unrotated(inner.__globals__[name]) for name in names):
@@ -379,7 +380,7 @@ def _copy(function: types.FunctionType, namespace: dict[str, Any], closure: Any)
 
 
 def _is_identity_unrotated(rotate: Any) -> bool:
-    """Whether `rotate(q, k, 1, 0)` is (q, k); some take cos and sin of the head's width, gpt-oss of half of it."""
+    """Whether `rotate(q, k, 1, 0)` is (q, k). Cos and sin mostly have the head's width, half of it in gpt-oss."""
     q, k = torch.arange(1.0, 49.0).view(1, 2, 3, 8), torch.arange(1.0, 25.0).view(1, 1, 3, 8)
     for width in (8, 4):
         try:

@@ -1,4 +1,4 @@
-"""Interception of a loaded model, and the probe that refuses it when its attention is not what we take it for.
+"""Interception of a loaded model, and the probe that refuses it if its attention is not what we expect.
 
 Everything is observed, nothing is looked up by architecture: with an attention that returns zeros, hidden states do not
 depend on queries and keys, so the difference that one source of cos and sin makes to a layer's keys is its rotation.
@@ -14,18 +14,20 @@ from torch import Tensor
 from kvstore.connector import NullConnector
 from kvstore.engine.model.interception import (
     ATTENTION,
+    ATTENTION_OF_PART,
     ModelSpec,
     PositionFreeModel,
     RotaryTap,
-    SourceKey,
     StepCarrier,
-    run_step,
+    run_alone,
 )
 from kvstore.engine.model.lean import lean_layers
 from kvstore.engine.model.packing import pack_for_cpu, pack_for_cuda, skip_rotation
+from kvstore.engine.model.parallel.group import Part, Pipe
+from kvstore.engine.model.parallel.stages import Pipeline, own_layers
 from kvstore.errors import UnsupportedModelError
 from kvstore.kernels.paged_batch import PagedBatch, Scoring
-from kvstore.rope.rotary import Rotation, match_rotation
+from kvstore.rope.rotary import Rotation, Style, TableLayout, match_rotation
 
 _NUM_TOKENS = 40
 _CHUNKS = (17, 22, 1)
@@ -52,12 +54,13 @@ class Recorder:
         return torch.zeros_like(query)
 
 
-def intercept(network: Any, max_model_len: int, pack: bool = False) -> PositionFreeModel:
+def intercept(network: Any, max_model_len: int, pack: bool = False, part: Part | None = None) -> PositionFreeModel:
     """Replace attention and rotation of `network`, in place, and check that its logits stay what they were.
 
-    pack: also replace modules by faster ones (see `kvstore.engine.model.packing`), and check again.
-    Raises UnsupportedModelError when no rotation is found, when keys depend on position in another way, when layers
-    have state that is not KV or KV of different shapes, or when the logits differ.
+    pack: also replace modules by faster ones (see `kvstore.engine.model.packing`), and check again. part: the part
+    of the model that the network is, None for all of it; all ranks call this. Raises UnsupportedModelError if no
+    rotation is found, if keys depend on position in another way, if layers have state that is not KV or KV of different
+    shapes, or if the logits differ.
     """
     name = type(network).__name__
     try:
@@ -65,7 +68,8 @@ def intercept(network: Any, max_model_len: int, pack: bool = False) -> PositionF
         if not modules:
             raise UnsupportedModelError("it has no rotary position embedding")
         with torch.inference_mode():
-            return _intercept(network, [RotaryTap(m, max_model_len) for m in modules], max_model_len, pack)
+            taps = [RotaryTap(module, max_model_len) for module in modules]
+            return _intercept(network, taps, max_model_len, pack, part or Part())
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{name} cannot be served: {error}") from error
     except torch.OutOfMemoryError:
@@ -74,22 +78,29 @@ def intercept(network: Any, max_model_len: int, pack: bool = False) -> PositionF
         raise UnsupportedModelError(f"{name} cannot be served: its forward is not a decoder's: {error}") from error
 
 
-def _intercept(network: Any, taps: list[RotaryTap], max_model_len: int, pack: bool) -> PositionFreeModel:
+def _intercept(network: Any, taps: list[RotaryTap], max_model_len: int, pack: bool, part: Part) -> PositionFreeModel:
     vocab_size = network.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(0)
     num_tokens = min(_NUM_TOKENS, max_model_len)
     token_ids = torch.randint(vocab_size, (num_tokens,), generator=generator).to(network.device)
     positions = torch.arange(num_tokens, device=network.device)
-    expected = network(input_ids=token_ids[None], position_ids=positions[None], use_cache=False).logits[0]
+    pipeline = None if part.pipe is None else Pipeline(network, part.pipe)
+    if pipeline is not None:
+        expected = pipeline.first(token_ids, positions)
+    else:
+        expected = network(input_ids=token_ids[None], position_ids=positions[None], use_cache=False).logits[0]
 
-    network.set_attn_implementation(ATTENTION)
-    StepCarrier(network)
+    network.set_attn_implementation(ATTENTION if part.group is None else ATTENTION_OF_PART)
+    StepCarrier(network, part, pipeline)
     for tap in taps:
         tap.revealed = None
     plain = _record(network, token_ids, positions)
-    spec = _spec(network, plain, vocab_size, max_model_len)
+    spec = _spec(network, plain, vocab_size, max_model_len, part)
     _check_positions(network, token_ids, positions, plain, max_model_len)
-    rotations = _observe_rotations(network, taps, token_ids, plain, max_model_len)
+    kinds = _observe_rotations(network, taps, token_ids, plain, spec)
+    if part.pipe is not None:
+        kinds = part.pipe.sum(kinds)
+    rotations = _rotations_of(kinds, taps)
     model = PositionFreeModel(network, spec, rotations)
     _check_logits(model, token_ids, expected)
     if pack:
@@ -98,8 +109,10 @@ def _intercept(network: Any, taps: list[RotaryTap], max_model_len: int, pack: bo
         for module in network.modules():
             if hasattr(module, "layer_idx"):
                 skip_rotation(module)
-        if is_cpu:
-            lean_layers(network, lambda: run_step(network, token_ids, positions, Recorder(), positions))
+        if pipeline is not None:
+            pipeline.assemble()
+        if is_cpu and part.group is None:  # a lean layer adds its input to a product that ranks would have to sum first
+            lean_layers(network, lambda: run_alone(network, token_ids, positions, Recorder(), positions))
         _check_logits(model, token_ids, expected)
         _check_pruning(model, token_ids, expected)
     return model
@@ -111,28 +124,44 @@ def _is_on_cpu(network: Any) -> bool:
 
 def _record(network: Any, token_ids: Tensor, positions: Tensor) -> Recorder:
     recorder = Recorder()
-    run_step(network, token_ids, positions, recorder, torch.zeros_like(positions[:1]))
+    run_alone(network, token_ids, positions, recorder, torch.zeros_like(positions[:1]))
     return recorder
 
 
-def _spec(network: Any, recorder: Recorder, vocab_size: int, max_model_len: int) -> ModelSpec:
+def _spec(network: Any, recorder: Recorder, vocab_size: int, max_model_len: int, part: Part) -> ModelSpec:
     config = network.config.get_text_config()
-    if sorted(recorder.keys) != list(range(config.num_hidden_layers)):
+    num_layers, num_parts = config.num_hidden_layers, 1 if part.group is None else part.group.size
+    own = None if part.pipe is None else own_layers(num_layers, part.pipe)
+    layers = own or range(num_layers)
+    if sorted(recorder.keys) != list(layers):
         raise UnsupportedModelError(
-            f"{len(recorder.keys)} of its {config.num_hidden_layers} layers have attention; the others' state is not KV"
+            f"{len(recorder.keys)} of its {len(layers)} layers have attention; the others' state is not KV"
         )
     shapes = {tuple(t.shape[1:]) for part in (recorder.keys, recorder.values) for t in part.values()}
     if len(shapes) != 1:
         raise UnsupportedModelError(f"its layers have keys and values of different shapes: {sorted(shapes)}")
-    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    for layer, kind in enumerate(types):
+    types = getattr(config, "layer_types", None) or ["full_attention"] * num_layers
+    for layer in layers:
+        kind = types[layer]
         if kind not in ("full_attention", "sliding_attention"):
             raise UnsupportedModelError(f"layer {layer} has {kind}, which is not served")
         if kind == "sliding_attention" and recorder.windows[layer] is None:
             raise UnsupportedModelError(f"layer {layer} has a sliding window that it does not tell its attention")
-    ((num_kv_heads, head_dim),) = shapes
-    dtype = recorder.keys[0].dtype
-    return ModelSpec(len(recorder.keys), num_kv_heads, head_dim, dtype, vocab_size, max_model_len)
+    ((num_own_heads, head_dim),) = shapes
+    num_kv_heads = num_own_heads * num_parts
+    if num_parts > 1 and recorder.queries[layers[0]].shape[1] * num_parts != config.num_attention_heads:
+        raise UnsupportedModelError("its plan of tensor parallelism does not divide its attention heads")
+    dtype = recorder.keys[layers[0]].dtype
+    if part.pipe is not None:
+        _check_same(part.pipe, (num_kv_heads, head_dim, dtype.itemsize))
+    return ModelSpec(num_layers, num_kv_heads, head_dim, dtype, vocab_size, max_model_len, num_parts, own)
+
+
+def _check_same(pipe: Pipe, shape: tuple[int, ...]) -> None:
+    """Check that all stages have keys and values of one shape."""
+    shapes = pipe.gather(torch.tensor([shape]).T)
+    if not torch.equal(shapes, shapes[:, :1].expand_as(shapes)):
+        raise UnsupportedModelError(f"its layers have keys and values of different shapes: {shapes.T.tolist()}")
 
 
 def _check_positions(network: Any, token_ids: Tensor, positions: Tensor, plain: Recorder, max_model_len: int) -> None:
@@ -144,44 +173,54 @@ def _check_positions(network: Any, token_ids: Tensor, positions: Tensor, plain: 
 
 
 def _observe_rotations(
-    network: Any, taps: list[RotaryTap], token_ids: Tensor, plain: Recorder, max_model_len: int
-) -> list[Rotation | None]:
-    """Per layer the rotation that its model applies, found by revealing one source of cos and sin at a time."""
-    rotations: list[Rotation | None] = [None] * len(plain.keys)
-    positions = torch.linspace(0, max_model_len - 1, len(token_ids), device=token_ids.device).long()
-    for tap in taps:
-        for source in list(tap.tables):
+    network: Any, taps: list[RotaryTap], token_ids: Tensor, plain: Recorder, spec: ModelSpec
+) -> Tensor:  # [num_layers, 5]
+    """The rotation that the model applies in each layer, found by revealing one source of cos and sin at a time.
+
+    As numbers: its tap, counted from 1, its source, layout and style, and whether it is computed in float32. Zeros for
+    a layer that does not rotate, or that another rank has.
+    """
+    found = torch.zeros(spec.num_layers, 5, dtype=torch.int64)
+    positions = torch.linspace(0, spec.max_model_len - 1, len(token_ids), device=token_ids.device).long()
+    for number, tap in enumerate(taps, start=1):
+        for index, source in enumerate(list(tap.tables)):
             tap.revealed = source
             shown = _record(network, token_ids, positions)
             tap.revealed = None
-            _assign(rotations, plain, shown, tap, source, positions)
-    if all(rotation is None for rotation in rotations):
+            cos, sin = tap.tables[source]
+            for layer, key in plain.keys.items():
+                if torch.equal(shown.keys[layer], key):
+                    continue
+                match = match_rotation(key, shown.keys[layer], cos[positions], sin[positions])
+                query = plain.queries[layer]
+                is_same = match is not None and torch.equal(match.apply(query), shown.queries[layer])
+                if match is None or found[layer, 0] or not is_same:
+                    raise UnsupportedModelError(f"the rotation of layer {layer} is of a kind that is not known here")
+                numbers = list(TableLayout).index(match.layout), list(Style).index(match.style)
+                found[layer] = torch.tensor([number, index, *numbers, match.upcast])
+    return found
+
+
+def _rotations_of(found: Tensor, taps: list[RotaryTap]) -> list[Rotation | None]:
+    """The rotation of every layer. Layers that rotate alike share the object."""
+    made: dict[tuple[int, ...], Rotation | None] = {}
+    for kind in map(tuple, found.tolist()):
+        number, source, layout, style, upcast = kind
+        if kind not in made and number:
+            cos, sin = list(taps[number - 1].tables.values())[source]
+            own_layout = list(TableLayout)[layout]
+            made[kind] = Rotation(
+                own_layout.pick(cos), own_layout.pick(sin), list(Style)[style], bool(upcast), own_layout
+            )
+    if not made:
         raise UnsupportedModelError("its rotary embedding does not reach any layer's keys")
-    return rotations
-
-
-def _assign(
-    rotations: list[Rotation | None], plain: Recorder, shown: Recorder, tap: RotaryTap, source: SourceKey,
-    positions: Tensor,
-) -> None:  # fmt: skip
-    cos, sin = tap.tables[source]
-    table: Rotation | None = None
-    for layer, key in plain.keys.items():
-        if torch.equal(shown.keys[layer], key):
-            continue
-        found = match_rotation(key, shown.keys[layer], cos[positions], sin[positions])
-        query = plain.queries[layer]
-        if found is None or rotations[layer] is not None or not torch.equal(found.apply(query), shown.queries[layer]):
-            raise UnsupportedModelError(f"the rotation of layer {layer} is of a kind that is not known here")
-        if table is None:
-            table = found.over(cos, sin)
-        rotations[layer] = table
+    return [made.get(kind) for kind in map(tuple, found.tolist())]
 
 
 def _check_pruning(model: PositionFreeModel, token_ids: Tensor, expected: Tensor) -> None:
-    """A last layer that computes the samples alone must give their logits, else it computes all tokens."""
+    """Check the logits of a last layer that computes only the samples; if they are wrong, it computes all tokens."""
     carrier = model.network.kvstore_carrier
-    if carrier.pruned_layer is not None:
+    if carrier.pruned_layer is not None or carrier.pipeline is not None:  # in a pipeline, all stages try
         try:
             _check_logits(model, token_ids, expected, last_only=True)
         except UnsupportedModelError:
@@ -189,9 +228,9 @@ def _check_pruning(model: PositionFreeModel, token_ids: Tensor, expected: Tensor
 
 
 def _check_logits(model: PositionFreeModel, token_ids: Tensor, expected: Tensor, last_only: bool = False) -> None:
-    """Through the paged cache, in chunks and one decode step, the logits must be those of the untouched model.
+    """Check that the paged cache, in chunks and one decode step, gives the logits of the untouched model.
 
-    last_only: only those of each chunk's last token are asked for, as in a prefill.
+    last_only: only the last token of each chunk is sampled, as in a prefill.
     """
     block_size, count, start, logits, ends = 16, len(token_ids), 0, [], list[int]()
     num_blocks = -(-count // block_size)

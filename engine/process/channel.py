@@ -1,4 +1,4 @@
-"""Messages through a stream socket, each behind its length. Knows neither what they say nor who is at the other end."""
+"""Messages through a stream socket, each after its length. Knows neither their meaning nor the other end."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import socket
 import struct
 from collections import deque
 
-_LENGTH = struct.Struct("=I")
+_LENGTH = struct.Struct("=Q")  # a step may carry gigabytes of KV to a rank of another machine
 READ_BYTES = 2**16
 
 
 class Channel:
-    """One end of a socket pair. One thread at a time sends, and one receives; these may be two.
+    """One end of a stream. One thread at a time sends, and one receives; these may be two.
 
-    ended: all was received that the other end has sent before it went away. What is sent to nobody is dropped.
-    No thread of its own writes or reads, so a message costs no change of threads. Hence what the kernel does not take
-    at once stays here until somebody calls `flush`.
+    ended: the other end is gone, and all that it sent was received. What is sent after that is dropped. It has no
+    thread of its own, so a message costs no change of threads. Hence bytes that the kernel does not accept at once stay
+    here until `flush`.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -31,16 +31,16 @@ class Channel:
 
     @property
     def num_unsent(self) -> int:
-        """Messages of which something waits for `flush`."""
+        """The number of messages that wait for `flush`, whole or in part."""
         return len(self._unsent)
 
     def send(self, message: bytes) -> None:
-        """Never waits."""
+        """Send a message; never waits."""
         self._unsent.append(memoryview(_LENGTH.pack(len(message)) + message))
         self.flush()
 
     def flush(self) -> None:
-        """Send as much as goes out now."""
+        """Send as much as the kernel accepts now."""
         try:
             while self._unsent:
                 view = self._unsent[0]
@@ -51,11 +51,11 @@ class Channel:
                     self._unsent.popleft()
         except BlockingIOError:
             pass
-        except ConnectionError:  # what was said before this end can still be received
+        except ConnectionError:  # messages from before the end can still be received
             self._unsent.clear()
 
     def send_all(self, message: bytes) -> None:
-        """Waits until the other end has taken enough of it all."""
+        """Send everything that is unsent, waiting for the other end as long as needed."""
         self.send(message)
         if self._unsent:
             poller = select.poll()
@@ -65,7 +65,7 @@ class Channel:
                 self.flush()
 
     def poll(self, timeout_ms: int) -> bool:
-        """Waits until something can be received, or there is room for what is unsent, which then goes out."""
+        """Wait until something can be received, or unsent bytes can go out, and send these."""
         poller = select.poll()
         if not self.ended:
             poller.register(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
@@ -89,7 +89,7 @@ class Channel:
         return self._whole()
 
     def _whole(self) -> list[bytes]:
-        """The whole messages of what was received; the rest stays."""
+        """The complete messages among the received bytes; the rest stays."""
         messages, start = [], 0
         while len(self._received) - start >= _LENGTH.size:
             begin = start + _LENGTH.size

@@ -1,4 +1,4 @@
-"""A core that is used through a channel: token ids in and out, and calls. Knows no text, no template and no session."""
+"""Serves a core through a channel: token ids in and out, and calls. Knows no text, template or session."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from kvstore.engine.process.pulse import Heart
 from kvstore.engine.sessions.core import Core
 from kvstore.errors import EngineClosedError, KVStoreError
 
-POLL_MS = 1000  # between two looks whether the engine has ended by itself
-MAX_CALLS = 32  # at once; of more, the first wait for their turn
+POLL_MS = 1000  # how often to check whether the engine has ended by itself
+MAX_CALLS = 32  # that run at once; others wait for their turn
 NOTHING = msgspec.Raw(wire.encode(None))
 
 
 class CoreServer:
-    """The main thread puts what the front wants into the engine's inbox; the one that steps says what it brought."""
+    """The main thread puts the front's requests into the engine's inbox; the stepping thread sends the results."""
 
     def __init__(self, core: Core, loop: StepLoop, channel: Channel, heart: Heart) -> None:
         self._core = core
         self._loop = loop
         self._channel = channel
         self._heart = heart
-        self._lock = threading.Lock()  # of the ids and of sending
+        self._lock = threading.Lock()  # guards the ids and sending
         self._calls = ThreadPoolExecutor(MAX_CALLS, "core-call")  # as each may wait for the disk
-        self._running: dict[str, Handle] = {}  # by the front's ids
-        self._ids: dict[str, str] = {}  # the front's, by the engine's
-        self._told: Exception | None = None  # what has ended requests
+        self._running: dict[str, Handle] = {}  # by the front's request ids
+        self._ids: dict[str, str] = {}  # the front's request ids by the engine's
+        self._told: Exception | None = None  # the error that was last reported on stderr
         self._over = False
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
@@ -50,14 +50,15 @@ class CoreServer:
             os.write(self._wake, b"\0")
 
     def run(self) -> None:
-        """Returns when the front or a signal says so; running requests have been told their end."""
+        """Serve until the front or a signal ends it, or the core has ended. The core is then to be closed, which tells
+        the front that running requests have ended.
+        """
         poller = select.poll()
         poller.register(self._channel, select.POLLIN)
         poller.register(self._woken, select.POLLIN)
         while not self._over and not self._core.closed:
             if poller.poll(POLL_MS):
                 self.take_in()
-        self._core.close()
 
     # -- what comes in -----------------------------------------------------------------------------------------------
     def take_in(self) -> None:
@@ -85,7 +86,7 @@ class CoreServer:
         tenant, salt, ids = wire.owner_of(message.tenant), wire.owner_of(message.cache_salt), message.token_ids
         try:
             params = wire.params_of(message.params)
-            with self._lock:  # nothing of it is told before its ids are known
+            with self._lock:  # no update may be sent before its ids are known
                 [handle] = self._core.submit_all(
                     [(ids, params)], tenant, salt, message.priority, message.spliced, self._publish
                 )
@@ -97,7 +98,7 @@ class CoreServer:
 
     def _end(self, message: wire.End) -> None:
         handle, loop = self._running.get(message.request_id), self._loop
-        if handle is not None:  # else it has ended by itself
+        if handle is not None:  # else the request has already ended
             with suppress(EngineClosedError):
                 loop.inbox.put(loop.abort, handle, message.index, message.reason)  # not waited for
 
@@ -121,14 +122,14 @@ class CoreServer:
             self._heart.begin()
 
     def _tell(self, error: Exception | None) -> None:
-        """On stderr, once for all requests that a step has ended."""
+        """Report an error on stderr, once for all requests that it has ended."""
         if error is not None and error is not self._told:
             print(f"kvstore: a step of the engine failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         self._told = error
 
 
 def carry_out(core: Core, call: wire.Call) -> object:
-    """The verb's result. Raises KVStoreError for a verb that is not in the table."""
+    """Call a verb and return its result. Raises KVStoreError for a verb that is not in the table."""
     signature = wire.SIGNATURES.get(call.verb)
     if signature is None:
         raise KVStoreError(f"unknown call {call.verb!r}")
@@ -138,7 +139,7 @@ def carry_out(core: Core, call: wire.Call) -> object:
 
 
 def update_of(request_id: str, handle: Handle) -> wire.Update:
-    """What a request has said since the last update, and its end."""
+    """A request's news since the last update: tokens and its end."""
     choices, said = handle.output.choices, []
     while handle.pieces:
         piece = handle.pieces.popleft()

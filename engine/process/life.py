@@ -1,6 +1,6 @@
-"""One life of the engine's process as its parent sees it: started, greeted, spoken to, ended.
+"""One life of the engine's process as its parent sees it: start, greeting, messages, end.
 
-Knows sockets and the process; must not know what requests and sessions are.
+Knows sockets and the process; must not know requests and sessions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -22,35 +22,70 @@ from typing import Any
 
 import msgspec
 
-import kvstore
 from kvstore.engine.process import wire
 from kvstore.engine.process.channel import Channel
 from kvstore.engine.process.pulse import Pulse
 from kvstore.errors import EngineDiedError, EngineOverloadedError, RequestError
 
-SEND_LIMIT = 1 << 16  # messages on their way to the engine: far above what a front's limit on requests lets come
+SEND_LIMIT = 1 << 16  # unsent messages; a front's limit on requests keeps it far below
 READY_POLL_MS = 50
 END_POLL_MS = 10
-SPIN_COUNT = "10000"  # some ten microseconds: longer than the gaps between the operations of a step
+SPIN_COUNT = "10000"  # tens of microseconds, longer than the gaps between a step's operations
 
 
 def spin_briefly(environment: MutableMapping[str, str]) -> None:
-    """How long a compute thread without work spins before it sleeps. To be called before torch is loaded.
+    """Limit how long a compute thread without work spins before it sleeps.
 
-    GCC's OpenMP spins for milliseconds. Where another process wants the same core, a step then waits for threads that
-    wait: 50 times slower beside one busy process (bench/LOG.md, 2026-11-22). What the user has set counts.
+    Call it before torch is loaded. GCC's OpenMP spins for milliseconds. Where another process needs the same core, a
+    step then waits for spinning threads: 50 times slower beside one busy process (bench/LOG.md, 2026-11-22). The user's
+    own setting wins.
     """
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
-class CoreProcess:
-    """A process with a core, and the channel to it. Any thread may use it; the one that makes it has to outlive it.
+def spawned(
+    module: str, start: bytes, descriptors: Sequence[int], settings: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a process that runs this module and reads `start` as its first line.
 
-    That is because Linux counts the thread that started a process as its parent. store: see `wire.Start`.
+    The configuration goes through a pipe, so the list of processes does not show it. settings: environment variables.
+    """
+    home = str(Path(__file__).parents[3])  # the folder of the package kvstore
+    path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, **(settings or {})}
+    spin_briefly(environment)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: Ctrl-C is for the front
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=descriptors,
+            env=environment,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # it has ended: whoever waits for its greeting will see
+        process.stdin.write(start + b"\n")
+        process.stdin.flush()
+    return process
+
+
+class CoreProcess:
+    """A process with a core, and the channel to it. Any thread may use it.
+
+    The thread that makes it must outlive it, because Linux counts the thread that started a process as its parent.
+    store: shared with the process, see `wire.Start`. silence_s: the process is killed after so long without a sign of
+    life. shutdown_s: how long `end` waits before it kills the process. settings: environment variables for it.
     """
 
-    def __init__(self, arguments: dict[str, Any], store: tuple[str, int, int] | None, silence_s: float) -> None:
+    def __init__(
+        self, arguments: dict[str, Any], store: tuple[str, int, int] | None, silence_s: float, shutdown_s: float,
+        settings: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        self._shutdown_s = shutdown_s
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
         self._retired = False
@@ -64,48 +99,26 @@ class CoreProcess:
         start = wire.Start(os.getpid(), theirs.fileno(), self.pulse.writer, silence_s, store, arguments)
         with theirs:
             try:
-                self._process = self._spawned(start)
+                descriptors = (start.channel, start.pulse, *(start.store[1:] if start.store is not None else ()))
+                module = "kvstore.engine.core_process"
+                self._process = spawned(module, wire.encode_start(start), descriptors, settings)
             except Exception:
                 self.pulse.close()
                 self._channel.close()
                 raise
         self.pulse.listen()
 
-    @staticmethod
-    def _spawned(start: wire.Start) -> subprocess.Popen[bytes]:
-        """Nothing of the configuration is in the list of processes: it goes through a pipe, whose end is ours too."""
-        home = str(Path(kvstore.__file__).parent.parent)
-        path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
-        environment = {**os.environ, "PYTHONPATH": path}
-        spin_briefly(environment)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: Ctrl-C is for the front
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "kvstore.engine.core_process"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(start.channel, start.pulse, *(start.store[1:] if start.store is not None else ())),
-                env=environment,
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended: whoever waits for its greeting will see
-            process.stdin.write(wire.encode_start(start) + b"\n")
-            process.stdin.flush()
-        return process
-
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def greeted(self, is_wanted: Callable[[], bool]) -> wire.Hello:
-        """Waits until the engine is ready. Raises what kept it from being so, and EngineDiedError."""
+        """Wait until the engine is ready. Raises what prevented that, or EngineDiedError."""
         messages: list[bytes] = []
         while not messages:
             if not is_wanted():
                 raise EngineDiedError("the engine was closed while it was loading")
-            has_ended = self._process.poll() is not None  # asked first: what it said before is still there
+            has_ended = self._process.poll() is not None  # asked first: its messages can still be received
             messages = self._receive(READY_POLL_MS)
             if has_ended and not messages:
                 raise EngineDiedError(f"the engine's process ended while it was loading ({self._how()})")
@@ -116,7 +129,7 @@ class CoreProcess:
         raise wire.error_of(said.failure)
 
     def wait(self) -> str:
-        """Returns how it ended, when it has."""
+        """Wait for its end, and return how it ended."""
         self._process.wait()
         return self._how()
 
@@ -132,7 +145,7 @@ class CoreProcess:
 
     # -- what is said to it, and by it -------------------------------------------------------------------------------
     def ask(self, verb: str, arguments: tuple[object, ...]) -> Future[msgspec.Raw]:
-        """A call; never waits. Its result or the core's own error is there once it has come, else EngineDiedError."""
+        """Send a call; never waits. The future gets the result or the core's error, or EngineDiedError."""
         try:
             packed = msgspec.Raw(wire.encode(arguments))
         except UnicodeEncodeError:
@@ -147,7 +160,7 @@ class CoreProcess:
         return answer
 
     def send(self, message: bytes) -> None:
-        """Never waits. Raises EngineOverloadedError, and EngineDiedError when it is gone."""
+        """Send a message; never waits. Raises EngineOverloadedError, and EngineDiedError when the process is gone."""
         with self._sending:
             if self._retired:
                 raise EngineDiedError("the engine's process has ended")
@@ -157,14 +170,14 @@ class CoreProcess:
             self._watch()
 
     def watch_with(self, selector: selectors.BaseSelector) -> None:
-        """From now on the selector tells when there is something to `receive`, until it is retired."""
+        """Register with the selector, which tells when there is something to `receive`, until it is retired."""
         with self._sending:
             self._selector = selector
             selector.register(self._channel, selectors.EVENT_READ)
             self._watch()
 
     def _watch(self) -> None:
-        """Room for what is unsent is waited for, too; an end is told once. To be called with the lock of sending."""
+        """Watch for room, too, while something is unsent; report an end once. Call it with the sending lock."""
         if self._selector is None:
             return
         if self._channel.ended or self._retired:
@@ -176,7 +189,7 @@ class CoreProcess:
             self._selector.modify(self._channel, events)
 
     def receive(self) -> list[wire.Updates]:
-        """What has come since the last time, in order; never waits. What is unsent goes out as far as there is room."""
+        """Messages since the last call, in order; never waits. Sends what is unsent as far as there is room."""
         with self._receiving:
             if self._retired:
                 return []
@@ -201,34 +214,34 @@ class CoreProcess:
             answer.set_exception(wire.error_of(said.failure))
 
     def _receive(self, timeout_ms: int) -> list[bytes]:
-        """Waits for messages, at the beginning and at the end. None come once it is retired."""
+        """Wait for messages, for use at the start and at the end. None come once the process is retired."""
         with self._receiving:
             if self._retired or not self._channel.poll(timeout_ms):
                 return []
             return self._channel.receive()
 
     # -- the end -----------------------------------------------------------------------------------------------------
-    def end(self, timeout_s: float) -> None:
-        """Ask it to close and wait for that; kill it after so many seconds."""
-        deadline = time.monotonic() + timeout_s
+    def end(self) -> None:
+        """Ask it to close, wait for that, and kill it if it takes too long."""
+        deadline = time.monotonic() + self._shutdown_s
         with suppress(EngineDiedError, EngineOverloadedError):
             self.send(wire.encode(wire.Close()))
             while self._process.poll() is None and time.monotonic() < deadline:
-                self._receive(END_POLL_MS)  # else it could wait for room
+                self._receive(END_POLL_MS)  # else it could block for lack of room
         self.kill()
 
     def stop(self) -> None:
-        """Let it be dead; who waits for its end will see."""
+        """Kill it without waiting for its end."""
         self._process.kill()
 
     def kill(self) -> None:
-        """Returns when it is dead."""
+        """Kill it and wait for its end."""
         self._process.kill()
         self._process.wait()
         self.retire()
 
     def retire(self) -> None:
-        """It has ended: nothing is sent or received any more, and who waits for an answer gets EngineDiedError."""
+        """After its end: send and receive nothing more, and fail open calls with EngineDiedError."""
         with self._receiving, self._sending:
             if self._retired:
                 return
@@ -238,6 +251,6 @@ class CoreProcess:
         self.pulse.end()
         if self._process.stdin is not None:
             self._process.stdin.close()
-        for answer in list(self._calls.values()):  # none is added any more
+        for answer in list(self._calls.values()):  # no more are added
             answer.set_exception(EngineDiedError("the engine's process ended in a call: it is not known to be done"))
         self._calls.clear()

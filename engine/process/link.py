@@ -1,4 +1,4 @@
-"""The front's hold on the engine's process: started, watched, started again, closed; and the requests in it.
+"""The front's hold on the engine's process: starts, watches, restarts and closes it, and knows its requests.
 
 A thread starts the process and waits for its end. Knows no text beyond `RemoteOutputs`.
 """
@@ -7,75 +7,55 @@ from __future__ import annotations
 
 import logging
 import os
-import selectors
 import threading
-import time
-import weakref
-from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any, Literal
 
-from kvstore.engine.core.output_processor import Handle, tell
+from kvstore.engine.core.output_processor import tell
 from kvstore.engine.process.life import CoreProcess
 from kvstore.engine.process.outputs import RemoteOutputs
+from kvstore.engine.process.readiness import Readiness
+from kvstore.engine.process.restarts import Restarts
 from kvstore.engine.process.wire import SIGNATURES, End, Hello, Update, encode
 from kvstore.errors import EngineClosedError, EngineDiedError, EngineOverloadedError, KVStoreError
 
 State = Literal["starting", "running", "restarting", "failed", "closed"]
-RESTART_WINDOW_S = 3600.0  # in which only so many restarts are tried
-MAX_DELAY_S = 60.0  # before a restart; the first comes at once, then it doubles from a second
 POLL_S = 1.0
 LOGGER = logging.getLogger("kvstore.engine")
 WATCH, READ = "kvstore-core-watch", "kvstore-core-read"
 
 
 class Link:
-    """state: of the engine. What is said in `lock` is for all threads; nobody waits for the process in it.
+    """Any thread may use it. Nobody waits for the process while holding the lock of `changed`.
 
-    store: of which each process gets a share, see `wire.Start`.
+    start: starts a process. max_restarts: how often, within an hour. started: done when the engine is ready; has the
+    error if it could not be opened.
     """
 
-    def __init__(
-        self,
-        arguments: dict[str, Any],
-        store: tuple[str, int, int] | None,
-        shutdown_s: float,
-        silence_s: float,
-        max_restarts: int,
-    ) -> None:
-        self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)  # something has ended, or the state is another
+    def __init__(self, start: Callable[[], CoreProcess], max_restarts: int) -> None:
+        self._start = start
+        self.changed = threading.Condition()  # a request has ended, or the state has changed
         self.state: State = "starting"
-        self.num_restarts = 0
+        self.restarts = Restarts(max_restarts)
         self.outputs = RemoteOutputs()
-        self.undelivered: list[Handle] = []  # ended without the engine's doing; to be told with the next
-        self.hello: Hello
-        self._arguments = arguments
-        self._store = store
-        self._shutdown_s = shutdown_s
-        self._silence_s = silence_s
-        self._max_restarts = max_restarts
-        self._owner = os.getpid()
+        self.hello: Hello  # of the process that runs, or ran last
         self._life: CoreProcess | None = None
-        self._over = False  # closed; a state of "failed" stays
-        self._ends_s: deque[float] = deque()  # of processes and of tries to start one, within RESTART_WINDOW_S
-        self._why, self._delay_s = "", 0.0
-        self.reader: threading.Thread | None = None  # who takes in what the process says
-        self._woken, self._wake = os.pipe()
-        for end in (self._woken, self._wake):
-            os.set_blocking(end, False)
-        self._is_woken = False
-        self.selector = selectors.DefaultSelector()  # ready when there is something to take in, whatever process lives
-        self.selector.register(self._woken, selectors.EVENT_READ)
-        weakref.finalize(self, _close_all, self.selector, self._woken, self._wake)
-        self.started: Future[None] = Future()  # or what kept the engine from being opened
-        self._thread = threading.Thread(target=self._watch, name=WATCH, daemon=True)
-        self._thread.start()
+        self._owner = os.getpid()
+        self.readiness = Readiness()
+        self.reader: threading.Thread | None = None  # the thread that reads the process' messages
+        self.started: Future[None] = Future()
+        self._watcher = threading.Thread(target=self._watch, name=WATCH, daemon=True)
+        self._watcher.start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no process runs any more, and none is started again."""
+        return self.state in ("closed", "failed")
 
     # -- the process -------------------------------------------------------------------------------------------------
     def _watch(self) -> None:
-        """The parent of every process in turn: as long as this thread lives, so do they."""
+        """Start and watch one process after the other; they live only as long as this thread, their parent."""
         try:
             life: CoreProcess | None = self._begin()
         except Exception as error:
@@ -85,41 +65,39 @@ class Link:
         while life is not None:
             how = life.wait()
             with self.changed:
-                if not self._over:  # what ran ends with an error
+                if not self.is_over:
                     self._life = None
-                    self._note_end(how)
-                    self.undelivered += self.outputs.end_all(EngineDiedError(f"the engine's process ended ({how})"))
-            self.wake()  # whoever waits for updates hands out these ends instead
+                    self.outputs.end_all(EngineDiedError(f"the engine's process ended ({how})"))
+                    self._note_end(how)  # behind that, or the reader could end before it has told them
+            self.readiness.wake()  # the reader tells whoever waits for these requests
             life.retire()
-            self.wake()
+            self.readiness.wake()
             life = self._begun_again()
 
     def _begun_again(self) -> CoreProcess | None:
-        """The next process, as soon as there is one; None when the engine is closed or has failed."""
+        """Start the next process; None when the engine is closed or has failed."""
         while True:
             with self.changed:
-                if self.state == "restarting":
-                    self.changed.wait_for(lambda: self._over, self._delay_s)
-                if self.state != "restarting":
+                if self.changed.wait_for(lambda: self.is_over, self.restarts.delay_s):
                     return None
-            self.num_restarts += 1
+            self.restarts.num_restarts += 1
             try:
                 return self._begin()
-            except Exception as error:  # also no memory or no descriptors for another process
+            except Exception as error:  # also when memory or descriptors are lacking
                 why = str(error) if isinstance(error, KVStoreError) else f"{type(error).__name__}: {error}"
                 with self.changed:
-                    if not self._over:
+                    if not self.is_over:
                         self._note_end(f"it could not be started: {why}")
-                self.wake()
+                self.readiness.wake()
 
     def _begin(self) -> CoreProcess:
-        life = CoreProcess(self._arguments, self._store, self._silence_s)
+        life = self._start()
         try:
-            hello = life.greeted(lambda: not self._over)
+            hello = life.greeted(lambda: not self.is_over)
             with self.changed:
-                if self._over:
+                if self.is_over:
                     raise EngineClosedError("the engine is closed")
-                life.watch_with(self.selector)
+                life.watch_with(self.readiness.selector)
                 self._life, self.hello, self.state = life, hello, "running"
                 self.changed.notify_all()
         except Exception:
@@ -128,20 +106,8 @@ class Link:
         return life
 
     def _note_end(self, how: str) -> None:
-        """Decide whether there is to be another one."""
-        now = time.monotonic()
-        self._ends_s.append(now)
-        while now - self._ends_s[0] > RESTART_WINDOW_S:
-            self._ends_s.popleft()
-        self._why, num_ends = how, len(self._ends_s)
-        self._delay_s = min(2.0 ** (num_ends - 2), MAX_DELAY_S) if num_ends > 1 else 0.0
-        if num_ends > self._max_restarts:
-            self.state = "failed"
-            following = f"it is not started again: the limit of restarts an hour is {self._max_restarts}"
-        else:
-            self.state = "restarting"
-            following = f"it is started again in {self._delay_s:g} s, {num_ends} of {self._max_restarts} an hour"
-        LOGGER.error("the engine's process ended (%s); %s", how, following)
+        """A process has ended, or could not be started. Call it with the lock."""
+        self.state = "restarting" if self.restarts.note_end(how) else "failed"
         self.changed.notify_all()
 
     def close(self) -> None:
@@ -149,18 +115,15 @@ class Link:
         if os.getpid() != self._owner:
             return
         with self.changed:
-            if self._over:
-                return
-            self._over = True
-            if self.state != "failed":
-                self.state = "closed"
             life, self._life = self._life, None
-            self.undelivered += self.outputs.end_all(None)
+            self.outputs.end_all(None)
+            if not self.is_over:
+                self.state = "closed"
             self.changed.notify_all()
-        self.wake()
+        self.readiness.wake()
         if life is not None:
-            life.end(self._shutdown_s)
-        for thread in (self._thread, self.reader):
+            life.end()
+        for thread in (self._watcher, self.reader):
             if thread is not None and thread.name in (WATCH, READ) and thread is not threading.current_thread():
                 thread.join()
 
@@ -175,29 +138,31 @@ class Link:
 
     # -- what is said to it ------------------------------------------------------------------------------------------
     def check_open(self) -> CoreProcess:
-        """The process, which was there a moment ago. Raises EngineClosedError or EngineDiedError."""
-        with self.lock:
+        """The running process. Raises EngineClosedError or EngineDiedError."""
+        with self.changed:
             if self.state == "closed":
                 raise EngineClosedError("the engine is closed")
             if self._life is None:
                 again = "and is being started again; try again"
                 following = again if self.state == "restarting" else "too often and stays down; restart the server"
-                raise EngineDiedError(f"the engine's process ended ({self._why}) {following}")
+                raise EngineDiedError(f"the engine's process ended ({self.restarts.why}) {following}")
             return self._life
 
     def call(self, verb: str, *arguments: object) -> Any:
-        """The result of a verb of the core. Raises as it does, EngineDiedError, and EngineOverloadedError."""
-        with self.lock:
+        """Call a verb of the core and return its result. Raises what it raises, EngineDiedError, and
+        EngineOverloadedError.
+        """
+        with self.changed:
             life = self.check_open()
             self.read()
         answer = life.ask(verb, arguments)
-        while self.reader is threading.current_thread() and not answer.done():  # who else would take it in?
-            self.selector.select(POLL_S)
+        while self.reader is threading.current_thread() and not answer.done():  # nobody else would read it
+            self.readiness.wait(POLL_S)
             self.receive()
         return SIGNATURES[verb].decode_result(answer.result())
 
     def end_request(self, request_id: str, index: int | None, reason: str) -> None:
-        """To be called with the lock. One that cannot be told is gone, or stuck and killed for it."""
+        """End a request. Call it with the lock. A process that does not accept this is gone, or stuck and killed."""
         if (life := self._life) is None:
             return
         try:
@@ -209,44 +174,37 @@ class Link:
 
     # -- what comes from it ------------------------------------------------------------------------------------------
     def read(self) -> None:
-        """Take in what comes, in a thread of its own unless somebody does. To be called with the lock, before a first
-        request or call.
-        """
+        """Start a reading thread unless somebody reads. Call it with the lock, before a first request or call."""
         if self.reader is None:
             self.reader = threading.Thread(target=self._read, name=READ, daemon=True)
             self.reader.start()
 
     def fileno(self) -> int:
-        """A descriptor, the same all the time, that can be read when there is something to `receive`."""
-        return self.selector.fileno()
+        """A descriptor, always the same, that is readable when there is something to `receive`."""
+        return self.readiness.fileno()
 
     def read_here(self) -> None:
-        """From now on this thread calls `receive`, and no other one, and waits for nothing else of the engine."""
-        with self.lock:
+        """From now on only this thread calls `receive`; it must not wait for the engine in any other way."""
+        with self.changed:
             before, self.reader = self.reader, threading.current_thread()
         if before is not None and before.name == READ:
-            self.wake()
+            self.readiness.wake()
             before.join()
 
     def _read(self) -> None:
-        while self.reader is threading.current_thread() and (not self._over or self.undelivered):
-            self.selector.select(POLL_S)
+        while self.reader is threading.current_thread() and (not self.is_over or self.outputs.untold):
+            self.readiness.wait(POLL_S)
             self.receive()
 
     def receive(self) -> None:
-        """Take in what has come, and tell who listens. By one thread at a time; never waits."""
-        tell(self._taken_in())
-
-    def _taken_in(self) -> list[Handle]:
-        """The handles that got something new or have ended."""
-        self._drain_wake()
+        """Read what has come, and notify listeners. One thread at a time; never waits."""
+        self.readiness.drain()
         with self.changed:
-            ended, self.undelivered = self.undelivered, []
-            touched = {id(handle): handle for handle in ended}
+            touched = {id(handle): handle for handle in self.outputs.take_untold()}
             for update in self._received():
                 try:
                     handle, stopped = self.outputs.apply(update)
-                except Exception as error:  # a defect of ours: the end of this request, not of others
+                except Exception as error:  # our bug: it ends this request, not others
                     LOGGER.exception("an update could not be taken in")
                     handle, stopped = self.outputs.end(update.request_id, error), ()
                     self.end_request(update.request_id, None, "abort")
@@ -256,10 +214,10 @@ class Link:
                     self.end_request(update.request_id, index, "stop")
             if touched:
                 self.changed.notify_all()
-            return list(touched.values())
+        tell(touched.values())
 
     def _received(self) -> list[Update]:
-        """A process that cannot be understood is ended, and with it what runs there."""
+        """Received messages. A process whose messages cannot be decoded is killed, with what runs there."""
         if (life := self._life) is None:
             return []
         try:
@@ -268,24 +226,3 @@ class Link:
             LOGGER.exception("the engine's process cannot be understood; it is ended")
             life.stop()
             return []
-
-    def wake(self) -> None:
-        with suppress(BlockingIOError):
-            os.write(self._wake, b"\0")
-        self._is_woken = True  # after the writing: else what is drained in between is never drained again
-        with self.changed:
-            self.changed.notify_all()
-
-    def _drain_wake(self) -> None:
-        if not self._is_woken:
-            return
-        self._is_woken = False
-        with suppress(BlockingIOError):
-            while os.read(self._woken, 64):
-                pass
-
-
-def _close_all(selector: selectors.BaseSelector, *descriptors: int) -> None:
-    selector.close()
-    for descriptor in descriptors:
-        os.close(descriptor)

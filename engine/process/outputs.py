@@ -22,20 +22,22 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Running:
-    """One request. held: by choice, the last piece of those that a stop string ended, until the engine knows."""
+    """One request."""
 
     handle: Handle
     texts: list[ChoiceText]
     arrival_s: float
     block_size: int
+    # By choice: the last piece of a choice that a stop string has ended here, until the engine has ended it, too.
     held: dict[int, Piece] = field(default_factory=dict)
 
 
 class RemoteOutputs:
-    """All of them, by id."""
+    """All running requests, by id."""
 
     def __init__(self) -> None:
         self._running: dict[str, _Running] = {}
+        self.untold: list[Handle] = []  # ended by `end_all`; whoever waits for them is still to be told
 
     def __len__(self) -> int:
         return len(self._running)
@@ -58,23 +60,24 @@ class RemoteOutputs:
         return handle.request_id in self._running
 
     def apply(self, update: Update) -> tuple[Handle | None, Sequence[int]]:
-        """Returns the handle, and the choices that a stop string has just ended: the engine has to be told.
+        """Apply an update.
 
-        The handle is None when the request has ended before.
+        Returns the handle, and the choices that a stop string has just ended, which the engine must be told. The handle
+        is None when the request has already ended.
         """
         running = self._running.get(update.request_id)
         if running is None:
             return None, ()
-        stopped = [said.index for said in update.said if self._take(running, said)]
+        stopped = [said.index for said in update.said if self._add_token(running, said)]
         if update.ended is not None:
             self._finish(running, update.ended)
         return running.handle, stopped
 
     @staticmethod
-    def _take(running: _Running, said: Said) -> bool:
-        """Whether a stop string ended this choice here, which the engine does not know."""
+    def _add_token(running: _Running, said: Said) -> bool:
+        """Add a token. Returns whether a stop string ended this choice here, which the engine does not know."""
         index, handle, text = said.index, running.handle, running.texts[said.index]
-        if index in running.held:  # tokens that came after its end
+        if index in running.held:  # this token came after the stop string
             if said.finish_reason is not None:
                 handle.pieces.append(running.held.pop(index))
             return False
@@ -95,7 +98,7 @@ class RemoteOutputs:
         return False
 
     def _finish(self, running: _Running, ended: Ended) -> None:
-        """Usage, chain and times, as far as the request has come; done is set last."""
+        """Set usage, chain and times, as far as the request got; `done` is set last."""
         handle, output = running.handle, running.handle.output
         self._end_choices(running)
         num_prompt, spoken = len(output.prompt_token_ids), [len(choice.token_ids) for choice in output.choices]
@@ -117,12 +120,16 @@ class RemoteOutputs:
                 running.handle.pieces.append(text.end("abort"))
                 text.choice.finish_reason = "abort"
 
-    def end_all(self, error: Exception | None) -> list[Handle]:
-        """The engine is gone: all end as aborted, with this error if there is one."""
-        return [handle for request_id in list(self._running) if (handle := self.end(request_id, error)) is not None]
+    def end_all(self, error: Exception | None) -> None:
+        """End all requests as aborted, with this error if there is one: the engine is gone."""
+        self.untold += [handle for request_id in list(self._running) if (handle := self.end(request_id, error))]
+
+    def take_untold(self) -> list[Handle]:
+        untold, self.untold = self.untold, []
+        return untold
 
     def end(self, request_id: str, error: Exception | None) -> Handle | None:
-        """End one as aborted, without the engine; None when it has ended before."""
+        """End one request as aborted, without the engine; None when it has already ended."""
         running = self._running.pop(request_id, None)
         if running is None:
             return None
@@ -136,7 +143,7 @@ class RemoteOutputs:
 
 
 def _seen_from_here(timings: Timings, ttft_s: float | None) -> Timings:
-    """The way to the engine's process and back counts as waiting in the queue."""
+    """Count the time to the engine's process and back as time in the queue."""
     if timings.queue_s is None or timings.ttft_s is None or ttft_s is None:
         return timings
     return replace(timings, queue_s=timings.queue_s + max(0.0, ttft_s - timings.ttft_s), ttft_s=ttft_s)

@@ -1,6 +1,6 @@
-"""Signs of life of the engine's process: a byte now and then through a pipe, and what follows when none comes.
+"""Signs of life of the engine's process: bytes through a pipe, and what follows when none come.
 
-Both ends are here. Knows no request.
+Holds both ends. Knows no request.
 """
 
 from __future__ import annotations
@@ -17,66 +17,72 @@ from contextlib import suppress
 from kvstore.engine.core.step_loop import Watch
 
 BEAT_S = 0.5
-SLOW_FACTOR = 10  # loading without a sign, and one step, may take so many times the silence that is allowed
+SLOW_FACTOR = 10  # loading, and one step, may take this many times the allowed silence without a sign
 
 
 class Heart(Watch):
     """Beats in a thread of the engine's process, unless one round of its loop takes longer than limit_s.
 
-    The thread needs the interpreter's lock, so what keeps that for long is noticed as well. Time in which the thread
-    itself did not run does not count.
+    The thread needs the interpreter's lock, so code that holds the lock too long is noticed as well. Time in which the
+    thread did not run does not count.
     """
 
-    def __init__(self, descriptor: int, limit_s: float) -> None:
+    def __init__(self, descriptor: int, limit_s: float, beat_s: float = BEAT_S) -> None:
         os.set_inheritable(descriptor, False)
         self._descriptor = descriptor
-        self._limit_s = limit_s
+        self._limit_s, self._beat_s = limit_s, beat_s
         self._round = 0
         self._rests = True
         threading.Thread(target=self._beat, name="core-pulse", daemon=True).start()
 
     def begin(self) -> None:
-        """A round begins: this, or `rest`, has to be called again within the limit."""
+        """A round begins: this, or `rest`, must be called again within the limit."""
         self._round += 1
         self._rests = False
 
     def rest(self) -> None:
-        """What follows is waiting for others, which may take any time."""
+        """The loop waits for others now, which may take any time."""
         self._rests = True
 
     def _beat(self) -> None:
         last, busy_s = 0, 0.0
-        with suppress(OSError):  # nobody listens any more
+        with suppress(OSError):  # the other end is gone
             while busy_s < self._limit_s:
                 os.write(self._descriptor, b".")
-                time.sleep(BEAT_S)
+                time.sleep(self._beat_s)
                 is_same = self._round == last and not self._rests
-                last, busy_s = self._round, busy_s + BEAT_S if is_same else 0.0
+                last, busy_s = self._round, busy_s + self._beat_s if is_same else 0.0
             print(
                 f"kvstore: a step of the engine has taken {busy_s:g} s; if that is usual here, give a longer "
                 "--engine-timeout or a smaller --max-num-batched-tokens", file=sys.stderr, flush=True,
             )  # fmt: skip
-            faulthandler.dump_traceback()  # where its threads are: it will be killed
+            faulthandler.dump_traceback()  # show where its threads are, before it is killed
 
 
 class Pulse:
-    """The front's end. hung: called once when no byte came for silence_s, while loading SLOW_FACTOR times that.
+    """The front's end. hung: called once, when no byte has come for silence_s (while loading: SLOW_FACTOR times that).
+    reader: where the bytes come from, if not through a pipe of its own; this object closes it. ended: called when the
+    other end is gone.
 
-    silent_s: since the last one. Only time in which this thread ran itself counts, so that neither a process that was
-    stopped together with the engine's nor a machine that slept takes the engine for hung.
+    Only time in which this thread itself ran counts, so the engine does not seem hung after both processes were stopped
+    or the machine slept.
     """
 
-    def __init__(self, silence_s: float, hung: Callable[[], None]) -> None:
+    def __init__(
+        self, silence_s: float, hung: Callable[[], None], beat_s: float = BEAT_S, reader: int | None = None,
+        ended: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         self.is_loading = True
-        self.silent_s = 0.0
-        self._silence_s = silence_s
-        self._hung = hung
-        self._reader, self.writer = os.pipe()
+        self.silent_s = 0.0  # seconds since the last byte
+        self._silence_s, self._beat_s = silence_s, beat_s
+        self._hung, self._ended_there = hung, ended
+        self._reader, self.writer = os.pipe() if reader is None else (reader, -1)
         self._ended = threading.Event()
 
     def listen(self) -> None:
-        """The writer's end is the other process' now."""
-        os.close(self.writer)
+        """Start to listen. The writer's end now belongs to the other process."""
+        if self.writer >= 0:
+            os.close(self.writer)
         threading.Thread(target=self._listen, name="kvstore-core-pulse", daemon=True).start()
 
     def _listen(self) -> None:
@@ -84,12 +90,14 @@ class Pulse:
         poller.register(self._reader, select.POLLIN)
         try:
             while not self._ended.is_set():
-                if not poller.poll(int(BEAT_S * 1000)):
-                    self.silent_s += BEAT_S
-                elif os.read(self._reader, 4096):
+                if not poller.poll(int(self._beat_s * 1000)):
+                    self.silent_s += self._beat_s
+                elif _read(self._reader):
                     self.silent_s = 0.0
                 else:
-                    return  # it has ended
+                    if self._ended_there is not None:
+                        self._ended_there()
+                    return
                 if self.silent_s >= self._silence_s * (SLOW_FACTOR if self.is_loading else 1):
                     self._hung()
                     return
@@ -97,10 +105,17 @@ class Pulse:
             os.close(self._reader)
 
     def end(self) -> None:
-        """The process has ended."""
+        """Stop listening, because the process has ended."""
         self._ended.set()
 
     def close(self) -> None:
-        """Instead of `listen`: there is no process."""
+        """Close both ends. For a process that could not be started."""
         os.close(self._reader)
         os.close(self.writer)
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 4096)
+    except ConnectionError:  # of a socket: as its end
+        return b""

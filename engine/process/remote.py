@@ -1,4 +1,4 @@
-"""RemoteCore: a core in a process of its own. Text is made here, tokens there.
+"""RemoteCore: a core in a process of its own. Tokens are made there, text is made here.
 
 So tokenizing, templates, detokenizing and HTTP do not share an interpreter with the engine's steps.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,17 +21,24 @@ from kvstore.engine.sessions.core import Bell, Facts, checked_request
 from kvstore.engine.text.prompts import check_owner
 from kvstore.errors import EngineClosedError, EngineDiedError, EngineOverloadedError, KVStoreError
 
-MAX_REQUESTS = 16384  # in the engine's process at once; a bound for what is queued between the two
+MAX_REQUESTS = 16384
 
 
 class RemoteCore:
-    """A `Core`. link: to its process, which has told that it is ready. backend: what makes text of ids, if anything."""
+    """A `Core`. link: to the process, which is ready. backend: decodes ids to text; None without a tokenizer.
 
-    def __init__(self, link: Link, backend: Any) -> None:
+    max_requests: in the process at once; this bounds what is queued between the two processes. numbers: of requests, if
+    they are to differ from those of other cores.
+    """
+
+    def __init__(
+        self, link: Link, backend: Any, max_requests: int = MAX_REQUESTS, numbers: Iterator[int] | None = None
+    ) -> None:
+        self._max_requests = max_requests
         self._link = link
         self._backend = backend
         self._roots: dict[tuple[int, str], BlockId] = {}
-        self._counter = itertools.count()
+        self._counter = itertools.count() if numbers is None else numbers
 
     @property
     def facts(self) -> Facts:
@@ -39,15 +46,15 @@ class RemoteCore:
 
     @property
     def life(self) -> int:
-        return self._link.num_restarts
+        return self._link.restarts.num_restarts
 
     @property
     def closed(self) -> bool:
-        return self._link.state in ("closed", "failed")
+        return self._link.is_over
 
     @property
     def has_work(self) -> bool:
-        return len(self._link.outputs) > 0 or bool(self._link.undelivered)
+        return len(self._link.outputs) > 0 or bool(self._link.outputs.untold)
 
     def check_open(self) -> None:
         self._link.check_open()
@@ -65,7 +72,7 @@ class RemoteCore:
         spliced: tuple[Sequence[BlockId], Lineage] | None = None,
         listener: Listener | None = None,
     ) -> list[Handle]:
-        """Raises EngineOverloadedError at MAX_REQUESTS, EngineDiedError without a process."""
+        """Raises EngineOverloadedError at max_requests, EngineDiedError without a process."""
         check_owner(tenant, cache_salt, priority)
         link, facts, handles = self._link, self.facts, list[Handle]()
         for token_ids, params in prompts:
@@ -76,10 +83,10 @@ class RemoteCore:
             for token_ids, params in prompts:
                 request_id, wire = f"request-{next(self._counter)}", params_to_wire(params)
                 message = encode(Submit(request_id, token_ids, wire, tenant_bytes, salt, priority, beginning))
-                with link.lock:
+                with link.changed:
                     life = link.check_open()
-                    if len(link.outputs) >= MAX_REQUESTS:
-                        raise EngineOverloadedError(f"{MAX_REQUESTS} requests run or wait; try again")
+                    if len(link.outputs) >= self._max_requests:
+                        raise EngineOverloadedError(f"{self._max_requests} requests run or wait; try again")
                     link.read()
                     handle = link.outputs.add(
                         request_id, token_ids, params, self._backend, facts.block_size, listener or Bell()
@@ -97,7 +104,7 @@ class RemoteCore:
         return handles
 
     def abort(self, handle: Handle) -> None:
-        """Returns when the engine's process has said the last of it; who reads does not wait."""
+        """End a request. Returns when the engine's process has confirmed it; the reading thread does not wait."""
         link = self._link
         with link.changed:
             if not link.outputs.is_running(handle):
@@ -130,7 +137,7 @@ class RemoteCore:
         self._link.call("pin", chain, seconds)
 
     def expire(self, chain: Sequence[BlockId], at_s: float | None) -> None:
-        with suppress(EngineClosedError, EngineDiedError):  # the next process knows nothing of it
+        with suppress(EngineClosedError, EngineDiedError):  # the next process does not know the request
             self._link.call("expire", chain, at_s)
 
     def forget(self, block_ids: Sequence[BlockId], timeout_s: float) -> bool:
@@ -146,11 +153,11 @@ class RemoteCore:
     def compact(self) -> dict[str, object]:
         return self._link.call("compact")
 
-    def flush(self) -> None:
-        self._link.call("flush")
+    def flush(self, chain: Sequence[BlockId] = (), timeout_s: float = 60.0) -> int:
+        return self._link.call("flush", chain, timeout_s)
 
     def stats(self) -> dict[str, object]:
-        """The core's, and of its process."""
+        """The core's counters, and those of its process."""
         link = self._link
-        process = {"state": link.state, "pid": link.pid, "restarts": link.num_restarts, "requests": len(link.outputs)}
+        process = {"state": link.state, "pid": link.pid, "restarts": self.life, "requests": len(link.outputs)}
         return {**link.call("stats"), "process": process}

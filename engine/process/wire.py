@@ -1,6 +1,6 @@
-"""What the front and the engine's own process say to each other: messages, and exceptions as plain data.
+"""Messages between the front and the engine's own process, with exceptions as plain data.
 
-Knows no socket and no engine. Bytes are msgpack; nothing in them names code.
+Knows no socket and no engine. The bytes are msgpack and never name code.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from kvstore import errors
+import kvstore.errors as errors
 from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.engine.outputs import CachedTokensDetails, Timings, TokenLogprob
 from kvstore.engine.sampling_params import SamplingParams
@@ -22,15 +22,15 @@ MAX_MESSAGE_CHARS = 2000
 
 # -- exceptions ------------------------------------------------------------------------------------------------------
 class Failure(msgspec.Struct, array_like=True):
-    """An exception. kind: its class; more: what it is made of beside its message."""
+    """An exception."""
 
-    kind: str
+    kind: str  # name of its class
     message: str
-    more: tuple[str | int | None, ...] = ()
+    more: tuple[str | int | None, ...] = ()  # its arguments after the message
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Nothing of a trace; what is no KVStoreError becomes one that names its class."""
+    """An exception as data, without its trace. An error that is no KVStoreError becomes one that names its class."""
     message = str(error)[:MAX_MESSAGE_CHARS]
     if not isinstance(error, KVStoreError):
         return Failure("KVStoreError", f"the engine failed: {type(error).__name__}: {message}")
@@ -50,18 +50,14 @@ def error_of(failure: Failure) -> KVStoreError:
 
 # -- the start -------------------------------------------------------------------------------------------------------
 class Start(msgspec.Struct):
-    """The first line that the process reads, as JSON. arguments: of `Engine`.
+    """The first line that the process reads, as JSON."""
 
-    channel, pulse: descriptors of its ends. silence_s: it is killed after so long without a sign of life. store: the
-    path of the directory that the front owns, and descriptors that carry its locks; None without one.
-    """
-
-    parent: int
-    channel: int
+    parent: int  # process id of the front
+    channel: int  # descriptors of the process' ends
     pulse: int
-    silence_s: float
-    store: tuple[str, int, int] | None
-    arguments: dict[str, Any]
+    silence_s: float  # the process is killed after so long without a sign of life
+    store: tuple[str, int, int] | None  # path of the directory that the front owns, descriptors that carry its locks
+    arguments: dict[str, Any]  # of `Engine`
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -71,7 +67,7 @@ class Hello(msgspec.Struct, tag=True):
 
 
 class NotStarted(msgspec.Struct, tag=True):
-    """The engine cannot be opened; the process ends."""
+    """The engine could not be opened; the process ends."""
 
     failure: Failure
 
@@ -99,7 +95,7 @@ class Params(msgspec.Struct, array_like=True):
 
 def params_to_wire(params: SamplingParams) -> Params:
     values = {name: getattr(params, name) for name in Params.__struct_fields__}
-    return Params(**{**values, "ignore_eos": bool(params.ignore_eos)})  # which may be anything that is true
+    return Params(**{**values, "ignore_eos": bool(params.ignore_eos)})  # may be any true value
 
 
 def params_of(wire: Params) -> SamplingParams:
@@ -120,11 +116,11 @@ class Submit(msgspec.Struct, tag=True, array_like=True):
 
 
 class End(msgspec.Struct, tag=True, array_like=True):
-    """End a request, or one choice of it. reason: "abort", or "stop" where the front has found a stop string."""
+    """End a request, or one choice of it."""
 
     request_id: str
-    index: int | None
-    reason: str
+    index: int | None  # of the choice; None: all of them
+    reason: str  # "abort", or "stop" when the front has found a stop string
 
 
 class Close(msgspec.Struct, tag=True, array_like=True):
@@ -132,9 +128,9 @@ class Close(msgspec.Struct, tag=True, array_like=True):
 
 
 class Call(msgspec.Struct, tag=True, array_like=True):
-    """A verb of the core. number: of the answer that belongs to it."""
+    """A call of a verb of the core."""
 
-    number: int
+    number: int  # the answer carries the same
     verb: str
     arguments: msgspec.Raw
 
@@ -152,17 +148,17 @@ def owner_of(wire: bytes) -> str:
 
 # -- answers ---------------------------------------------------------------------------------------------------------
 class Said(msgspec.Struct, array_like=True):
-    """A token of one choice, or None where it ends without one; stop_reason: the token id that ended it."""
+    """A new token of one choice, or its end without one."""
 
     index: int
     token_id: int | None
     finish_reason: str | None
-    stop_reason: int | None
+    stop_reason: int | None  # the token id that ended the choice
     logprob: TokenLogprob | None
 
 
 class Ended(msgspec.Struct, array_like=True):
-    """What is known once every choice has ended."""
+    """A request's figures once every choice has ended."""
 
     cached: CachedTokensDetails
     chain: Sequence[BlockId]
@@ -172,7 +168,7 @@ class Ended(msgspec.Struct, array_like=True):
 
 
 class Update(msgspec.Struct, array_like=True):
-    """What a step brought for one request."""
+    """What a step has brought for one request."""
 
     request_id: str
     said: list[Said]
@@ -180,13 +176,13 @@ class Update(msgspec.Struct, array_like=True):
 
 
 class Updates(msgspec.Struct, tag=True, array_like=True):
-    """What a step brought."""
+    """What a step has brought for all requests."""
 
     updates: list[Update]
 
 
 class Answered(msgspec.Struct, tag=True, array_like=True):
-    """What a call brought: its result, or why it failed."""
+    """The result of a call, or why it failed."""
 
     number: int
     result: msgspec.Raw
@@ -194,7 +190,7 @@ class Answered(msgspec.Struct, tag=True, array_like=True):
 
 
 class Signature:
-    """Types of one verb of `Core`: the tuple of its arguments, and its result."""
+    """The types of one verb of `Core`: its arguments, as a tuple, and its result."""
 
     def __init__(self, verb: str) -> None:
         types = get_type_hints(getattr(Core, verb))
@@ -202,7 +198,7 @@ class Signature:
         self.decode_arguments = msgspec.msgpack.Decoder(tuple[tuple(types.values())]).decode  # type: ignore[misc]
 
 
-# The calls that a front may make to the engine's own process. What is not in the table cannot be called.
+# The verbs that a front may call in the engine's process. Nothing else can be called.
 CALLS = "root splice prefetch pin expire forget evict verify compact flush stats".split()
 SIGNATURES = {verb: Signature(verb) for verb in CALLS}
 

@@ -1,4 +1,6 @@
-"""Sessions by their ids: opened, while somebody holds one the same object, and hinted at."""
+"""Opens sessions by their ids, so that all callers share one object per session; passes on hints that one is needed
+soon.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,9 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore.engine.sessions.chat import ChatSession, Means, lineage_of
+from kvstore.engine.sessions.chat import ChatSession, Means
 from kvstore.engine.sessions.core import Core
+from kvstore.engine.sessions.stored import lineage_of
 from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.engine.text.prompts import check_length, check_owner, check_text
 from kvstore.errors import RequestError, SessionNotFoundError
@@ -18,7 +21,7 @@ from kvstore.sessions.store import SessionStore
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """What makes ids of texts. template: None where it has none, or there is no tokenizer; why_no_chat says so."""
+    """Encodes texts. template: None if there is no tokenizer or it has none; why_no_chat is the reason."""
 
     tokenizer: Any
     template: ChatTemplate | None
@@ -32,7 +35,7 @@ class Language:
 
 
 class Chats:
-    """The sessions of one engine. known: objects that somebody holds; lock: held to make one."""
+    """The sessions of one engine. known: the objects in use. lock: held while one is made."""
 
     def __init__(self, core: Core, language: Language, sessions: SessionStore) -> None:
         self.core = core
@@ -42,7 +45,7 @@ class Chats:
         self.lock = threading.RLock()
 
     def check(self, key: SessionKey, system: str | None) -> None:
-        """What a session is asked for with. Raises RequestError, and as `Core.check_open`."""
+        """Check the arguments for a session. Raises RequestError, and as `Core.check_open`."""
         check_owner(key.tenant, "", 0)
         if system is not None:
             check_text(system, "system")
@@ -59,7 +62,7 @@ class Chats:
         truncation_reuse: str | None = None,
         is_new: bool = False,
     ) -> ChatSession:
-        """See `Engine.chat`; what it is asked for with was checked."""
+        """See `Engine.chat`; its arguments are already checked."""
         is_known = is_new or self.get(key) is not None
         state = None if is_known else self.sessions.load(key)  # outside the lock: it reads the disk
         with self.lock:
@@ -67,18 +70,18 @@ class Chats:
             chat = self.get(key)
             if chat is None:
                 if not is_new and self.sessions.head(key) != (None if state is None else state.head):
-                    state = self.sessions.load(key)  # it has gone on since
+                    state = self.sessions.load(key)  # it may have changed since
                 chat = self.known[key] = ChatSession(self._means(), key, system, state)
             chat.set_truncation(truncation, truncation_reuse)
             return chat
 
     def get(self, key: SessionKey) -> ChatSession | None:
-        """The object that somebody holds, unless what it told the core is lost."""
+        """The object in use. None if there is none, if the core has restarted since, or if the session was deleted."""
         chat = self.known.get(key)
-        return chat if chat is not None and chat.life == self.core.life else None
+        return chat if chat is not None and chat.life == self.core.life and not chat.stored.is_deleted else None
 
     def drop(self, key: SessionKey) -> None:
-        """Who asks for this session next gets a new object."""
+        """Forget the object: the next `open` makes a new one."""
         self.known.pop(key, None)
 
     def _means(self) -> Means:

@@ -1,5 +1,4 @@
-"""What conversations need of whatever computes: token ids and KV, in this process or in another one; and how a thread
-waits for it."""
+"""What sessions ask of the core, in this process or in another one; and how a thread waits for answers."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ from kvstore.engine.text.prompts import check_fits, check_ids, check_ids_of, che
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a core once it is open.
+    """Facts about an open core.
 
     max_model_len: the window. max_request_tokens: prompt and answer of one request together: the window, or the HBM
-    pool where that is smaller. vocab_size: of the model; a tokenizer's may be smaller. fingerprint: names weights and
-    layout where KV outlives the process, else empty. sampling_defaults: what the model's authors recommend.
+    pool where that is smaller. vocab_size: of the model; a tokenizer's may be smaller. fingerprint: identifies weights
+    and layout where KV outlives the process, else empty. sampling_defaults: what the model's authors recommend.
     """
 
     model_name: str
@@ -32,11 +31,13 @@ class Facts:
     block_bytes: int
     vocab_size: int
     fingerprint: bytes
-    sampling_defaults: dict[str, int | float]  # a float alone would make one of top_k
+    sampling_defaults: dict[str, int | float]  # float alone would turn top_k into a float
 
 
 def checked_request(token_ids: list[int], params: SamplingParams, facts: Facts) -> int:
-    """How many tokens may answer it. Raises RequestError, ContextLengthError where it cannot fit."""
+    """Check a request. Returns the number of tokens that its answer may have. Raises RequestError, and
+    ContextLengthError if it cannot fit.
+    """
     check_params(params)
     check_ids(token_ids, facts.vocab_size)
     check_ids_of(params, facts.vocab_size)
@@ -46,7 +47,7 @@ def checked_request(token_ids: list[int], params: SamplingParams, facts: Facts) 
 class Core(Protocol):
     """Scheduler, model and tiers. Any thread may call it.
 
-    life: changes when what it was told in passing (pins, times to live, roots) is lost. has_work: something runs.
+    life: changes when the core restarts and forgets pins, expiry times and roots. has_work: a request runs or waits.
     """
 
     @property
@@ -79,7 +80,7 @@ class Core(Protocol):
         """See `Engine.abort`."""
 
     def root(self, tenant: str) -> BlockId:
-        """Root of this tenant's chains."""
+        """Lineage root of this tenant's chains."""
 
     def splice(
         self,
@@ -89,44 +90,46 @@ class Core(Protocol):
         spans: Sequence[tuple[int, int]],
         tenant: str,
     ) -> tuple[list[BlockId], Lineage] | None:
-        """A chain out of spans [begin, end) of tokens of this one, its KV reused; None where that is not stored."""
+        """Make a new chain of these spans [begin, end) of tokens, reusing their KV; None if that is not stored."""
 
     def prefetch(self, chain: Sequence[BlockId], token_ids: Sequence[int], lineage: Lineage, tenant: str) -> None:
-        """Somebody is likely to ask for this chain soon."""
+        """Hint that this chain is likely to be needed soon."""
 
     def pin(self, chain: Sequence[BlockId], seconds: float) -> None:
-        """For so long the KV of this chain stays longer than that of others."""
+        """Evict the KV of this chain after others', for so many seconds."""
 
     def expire(self, chain: Sequence[BlockId], at_s: float | None) -> None:
-        """From this time on (seconds since the epoch) the KV of this chain goes before that of others.
+        """From this time on (seconds since the epoch), evict the KV of this chain before others'.
 
-        A hint: nothing is raised where there is nobody to take it.
+        A hint: it raises nothing when the core is gone.
         """
 
     def forget(self, block_ids: Sequence[BlockId], timeout_s: float) -> bool:
-        """Take KV that belongs to nobody any more from all tiers; True when it is gone from disk within the timeout."""
+        """Delete these blocks from all tiers. Returns whether they are gone from disk within the timeout."""
 
     def evict(self, what: Evict) -> dict[str, Evicted]:
-        """Give up KV that matches, in HBM, CPU, disk and what waits to be written; blocks in use stay. Per tier."""
+        """Evict matching KV from HBM, CPU, disk and the write queue, but not blocks in use. Returns counts per tier."""
 
     def verify(self, delete: bool) -> dict[str, object]:
-        """Check every stored block; delete: take out what is damaged."""
+        """Check every stored block; delete: also delete damaged ones."""
 
     def compact(self) -> dict[str, object]:
         """Rewrite the file of blocks without what was deleted."""
 
-    def flush(self) -> None:
-        """See `Engine.flush`."""
+    def flush(self, chain: Sequence[BlockId] = (), timeout_s: float = 60.0) -> int:
+        """See `Engine.flush`. With a chain, whose request has ended: wait until nothing of it is on its way to the tier
+        that servers share, and return how many of its first blocks are there.
+        """
 
     def stats(self) -> dict[str, object]:
-        """Counters and gauges, but for sessions."""
+        """Counters and gauges, without sessions."""
 
     def close(self) -> None:
         """End running requests as aborted, and give back its share of the store."""
 
 
 class Bell:
-    """A listener that wakes one thread. only_ends: not for every piece, but when a request has ended."""
+    """A listener that wakes one thread. only_ends: only when a request has ended, not for every piece."""
 
     def __init__(self, only_ends: bool = False) -> None:
         self._only_ends = only_ends
@@ -137,7 +140,7 @@ class Bell:
             self._rung.set()
 
     def wait(self, is_so: Callable[[], object]) -> None:
-        """Returns once it is so, which is asked whenever the bell has rung."""
+        """Wait until the condition holds, which is checked whenever the bell rings."""
         while not is_so():
             self._rung.wait()
             self._rung.clear()

@@ -1,7 +1,7 @@
-"""Histories that come back as text, as the exact ids that the model has seen and said.
+"""Turns histories that come back as text into the exact ids that the model has seen and said.
 
-An answer is known again by the digest of the whole history up to it, then by its text alone, within tenant and salt.
-Knows no engine: what computes is a `Core`, what is known lies in `AnswerStore`.
+An answer is recognised by the digest of the whole history up to it, else by its text alone, within tenant and salt.
+Knows no engine: a `Core` computes, and `AnswerStore` holds known answers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvstore.engine.outputs import RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chats import Chats
 from kvstore.engine.sessions.recall_ids import Digests, Keys, answer_ids
-from kvstore.engine.sessions.recall_lines import Conversation, Lines, Names
+from kvstore.engine.sessions.recall_lines import KnownConversation, Lines, Names
 from kvstore.engine.sessions.window import NextTurn
 from kvstore.engine.text.chat_template import ChatTemplate, Message
 from kvstore.engine.text.prompts import check_length, check_truncation
@@ -25,16 +25,16 @@ MAX_TOKENS = 4_000_000  # 16 MB with what is beside them
 
 
 class RecallEngine(Protocol):
-    """What of an engine is used."""
+    """The parts of an engine that recall uses."""
 
     chats: Chats
     answers: AnswerStore
 
 
 class Recall:
-    """What stateless clients said and were told, for one engine. Every method may be called from any thread.
+    """Recognises the histories of stateless clients, for one engine.
 
-    max_tokens: of the conversations kept in memory; the answers of `engine.answers` have a bound of their own.
+    Any thread may call it. max_tokens: how many to keep in memory; `engine.answers` has a bound of its own.
     """
 
     def __init__(self, engine: RecallEngine, max_tokens: int = MAX_TOKENS) -> None:
@@ -51,10 +51,10 @@ class Recall:
     ) -> NextTurn:
         """The prompt of a history, with the ids of the answers in it that are known.
 
-        reuse "reencode": a client that drops its oldest turns gets a splice of what it keeps, and so do the requests
-        that follow; with "exact", or a salt, no prompt has a splice. Raises RequestError when the template refuses.
+        reuse "reencode": if a client drops its oldest turns, the rest is spliced, in this request and in later ones.
+        With "exact", or a salt, no prompt has a splice. Raises RequestError when the template refuses.
 
-        Blocks that are spliced for a request that never ends are a cache's like any other, and age out.
+        Blocks that are spliced for a request that never ends age out like any others.
         """
         check_truncation("auto", reuse)
         template = self._language.chat_template()
@@ -65,7 +65,7 @@ class Recall:
         keys = Keys(self._core.root(tenant), cache_salt)
         digests = keys.of(messages)
         answered = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        known = self._lines.find(digests.histories[index] for index in reversed(answered))
+        known = self._lines.find_first(digests.histories[index] for index in reversed(answered))
         may_splice = reuse == "reencode" and not cache_salt
         if may_splice and answered and (known is None or len(known.messages) <= answered[-1]):
             shorter = self._shortened(template, tenant, keys, digests, messages, answered[-1], params)
@@ -84,11 +84,11 @@ class Recall:
         turn_starts: Sequence[int] = (),
         session_id: str = "",
     ) -> None:
-        """An answer has ended: its choices are known from now on.
+        """Remember a finished answer: its choices are recognised from now on.
 
-        messages: those that the prompt was made of, so for a session that was truncated without what was dropped.
-        chain, turn_starts: of the NextTurn; lineage: what was used, which has no splice where that was given up.
-        session_id: whose turn it was, see `forget_session`.
+        messages: the prompt's, without those that a truncation dropped. chain, turn_starts: the NextTurn's. lineage:
+        the one in use, which has no splice if that was given up. session_id: the turn's session, if any; see
+        `forget_session`.
         """
         template = self._language.template
         if template is None or not messages:
@@ -106,15 +106,15 @@ class Recall:
             said = answer_ids(self._language.tokenizer, template, output.prompt_token_ids, choice)
             digest, history = keys.after(digests.histories[-1], {"role": "assistant", "content": choice.text})
             each = [*digests.messages, digest]
-            # What its text does not show belongs to this conversation, not to another in which the text comes up.
+            # Ids that its text does not show belong to this conversation only, not to others with the same text.
             text = "" if self._silent.intersection(said) else choice.text
             self._answers.put(_names_of_answer(keys, history, text), said, owner)
             names = Names(history, _before(messages, digests), keys.end(each[: starts[0]], each[-2:]))
             ids = [*output.prompt_token_ids, *said]
-            self._lines.add(names, Conversation(each, ids, chain[: lineage.splice_end], lineage, turns, owner))
+            self._lines.add(names, KnownConversation(each, ids, chain[: lineage.splice_end], lineage, turns, owner))
 
     def forget_session(self, tenant: str, session_id: str) -> bool:
-        """Nothing that was noted for this session is known any more. Returns whether it is gone from disk too."""
+        """Forget all answers of this session. Returns whether they are gone from disk, too."""
         owner = owner_tag(tenant, session_id)
         self._lines.forget_owner(owner)
         return self._answers.forget_owner(owner)
@@ -126,14 +126,14 @@ class Recall:
         keys: Keys,
         digests: Digests,
         messages: list[Message],
-        known: Conversation | None,
+        known: KnownConversation | None,
         may_splice: bool,
     ) -> NextTurn:
-        """What is known of the history's beginning, then the rest of it, in which single answers may be known."""
+        """The prompt of a history whose beginning is known; single answers in the rest may be known, too."""
         first = 0 if known is None else len(known.messages)
         answered = [index for index in range(first, len(messages)) if messages[index]["role"] == "assistant"]
         names = [_names_of_answer(keys, digests.histories[i], messages[i]["content"]) for i in answered]
-        found = self._answers.find(names) if names else []
+        found = self._answers.find_ids(names) if names else []
         answers = {index: ids for index, ids in zip(answered, found, strict=True) if ids is not None}
         beginning = None if known is None else (first - 1, known.token_ids)
         recalled = template.history_ids(messages, answers, beginning) if answers or beginning else None
@@ -162,9 +162,9 @@ class Recall:
         last: int,
         params: SamplingParams,
     ) -> NextTurn | None:
-        """The end of a known conversation, from the beginning of one of its turns on, after its system prompt.
+        """The prompt of a history without the oldest turns of a known conversation; None if it is no such history.
 
-        last: index of the last answer. None when that is not what the history is.
+        last: index of the last answer.
         """
         num_system = _turn_messages(messages)[0]
         system, rest = digests.messages[:num_system], digests.messages[num_system : last + 1]
@@ -196,7 +196,7 @@ class Recall:
     def _starts(
         template: ChatTemplate, messages: list[Message], prompt: list[int], ends: Mapping[int, int], known: list[int]
     ) -> list[int]:
-        """Where each turn begins, given those of the first ones; none when it cannot be told of all."""
+        """Where each turn begins, given the first turns' starts; empty unless all are known."""
         turns = _turn_messages(messages)
         end = template.end_ids(turns[0] > 0)
         if not known or end is None:
@@ -211,12 +211,12 @@ class Recall:
 
 
 def _names_of_answer(keys: Keys, history: bytes, text: str) -> list[bytes]:
-    """The best one first. An empty text says nothing about its ids."""
+    """Names of the answer, the best first. An empty text says nothing about its ids."""
     return [history, keys.text(text)] if text else [history]
 
 
 def _before(messages: list[Message], digests: Digests) -> bytes:
-    """The digest of all up to the last answer in these messages."""
+    """The digest of all messages before the last answer."""
     for message, history in zip(reversed(messages), reversed(digests.histories), strict=True):
         if message["role"] == "assistant":
             return history

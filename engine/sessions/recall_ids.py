@@ -1,6 +1,6 @@
-"""Names of histories and of answers, by which they are found again without their text; and the ids of an answer.
+"""Digests that identify histories and answers without their text; and the ids of an answer.
 
-A digest is keyed with the tenant's root and the salt: nobody else can make it, and no text can be guessed from it.
+A digest is keyed with the tenant's root and the salt, so nobody else can make it or guess a text from it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DIGEST_BYTES = 16
 def answer_ids(
     tokenizer: Any, template: ChatTemplate, prompt_token_ids: Sequence[int], choice: Choice
 ) -> Sequence[int]:
-    """Ids of an answer without its end token, which the template brings, and nothing of a stop string."""
+    """Ids of an answer without its end token, which the template adds, and without its stop string."""
     if choice.finish_reason != "stop":
         return list(choice.token_ids)
     if not isinstance(choice.stop_reason, str):
@@ -38,7 +38,7 @@ def answer_ids(
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """Of a list of messages. messages: one each; histories: of all up to and including each."""
+    """Digests of a list of messages. messages: of each one. histories: of each one with all before it."""
 
     messages: list[bytes]
     histories: list[bytes]
@@ -49,11 +49,11 @@ class Keys:
 
     def __init__(self, root: BlockId, cache_salt: str) -> None:
         self._key = hmac.digest(root, b"answers" + cache_salt.encode("utf-8", "surrogatepass"), "sha256")
-        # Whoever builds on the lineage of a salted history is alone with it; the engine's own has another root.
+        # A salted history has a lineage of its own, apart from the engine's root.
         self.lineage = Lineage(self._digest(b"rt", b"") * 2 if cache_salt else root)
 
     def of(self, messages: Sequence[Message]) -> Digests:
-        """One pass over all contents."""
+        """Digests of these messages, in one pass over their contents."""
         each = [self._message(message) for message in messages]
         history, histories = b"", []
         for digest in each:
@@ -67,15 +67,15 @@ class Keys:
         return digest, self._digest(b"hi", history + digest)
 
     def text(self, answer: str) -> bytes:
-        """Of an answer's text, whatever was said before it."""
+        """The digest of an answer's text, whatever came before it."""
         return self._digest(b"tx", answer.encode("utf-8", "surrogatepass"))
 
     def end(self, system: Sequence[bytes], last: Sequence[bytes]) -> bytes:
-        """Of how a conversation begins and ends: digests of its system prompt and of its last messages."""
+        """The digest of a conversation's system prompt and last messages."""
         return self._digest(b"en", len(system).to_bytes(8, "little") + b"".join([*system, *last]))
 
     def _message(self, message: Message) -> bytes:
-        """Of all its fields, as a template may show any of them."""
+        """The digest of all its fields, as a template may show any of them."""
         parts = [text.encode("utf-8", "surrogatepass") for item in sorted(message.items()) for text in item]
         return self._digest(b"ms", b"".join(len(part).to_bytes(8, "little") + part for part in parts))
 

@@ -1,6 +1,6 @@
-"""Recent conversations by digests: the exact ids that the model has seen and said, within a bound, the least used go.
+"""Recent conversations by digests: the exact ids that the model has seen and said.
 
-Holds no text. Knows no template and no engine.
+Bounded; the least recently used are dropped. Holds no text. Knows no template and no engine.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 from kvstore.blocks.ids import BlockId, Lineage
 
-LINE_COST, MESSAGE_COST, TURN_COST, BLOCK_COST = 190, 16, 100, 20  # of what is beside the ids, in tokens of 4 bytes
+LINE_COST, MESSAGE_COST, TURN_COST, BLOCK_COST = 190, 16, 100, 20  # costs beside the ids, in tokens of 4 bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
-    """One at the end of an answer. messages: a digest each.
+class KnownConversation:
+    """A conversation at the end of an answer. messages: a digest each.
 
     chain: ids of the blocks up to the end of its splice, none without one. turns: for each turn the index of its first
-    message and where in the ids it begins; empty when that is not known. owner: the session that it is of, if any.
+    message and where in the ids it begins; empty when unknown. owner: its session, if any.
     """
 
     messages: Sequence[bytes]
@@ -34,7 +34,9 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a conversation is found by: the digest of all of it, that of all before its last answer, that of its end."""
+    """Digests that a conversation is looked up by. history: of all its messages. before: of those before the last
+    answer. end: of its system prompt and last messages.
+    """
 
     history: bytes
     before: bytes
@@ -43,7 +45,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Of a turn within a line."""
+    """The end of a turn within a line."""
 
     names: Names
     num_messages: int
@@ -53,7 +55,7 @@ class _End:
 
 @dataclass(slots=True)
 class _Line:
-    """A conversation that grows; the ends of all its turns share its ids."""
+    """A growing conversation; all its turns share its ids."""
 
     number: int
     token_ids: array[int]
@@ -69,13 +71,13 @@ class _Line:
         beside = MESSAGE_COST * len(self.messages) + TURN_COST * len(self.ends) + BLOCK_COST * len(self.chain)
         return LINE_COST + len(self.token_ids) + beside
 
-    def at(self, end: _End) -> Conversation:
-        return Conversation(
+    def at(self, end: _End) -> KnownConversation:
+        return KnownConversation(
             self.messages[: end.num_messages], self.token_ids[: end.num_tokens], self.chain, self.lineage,
             self.turns[: end.num_turns], self.owner,
         )  # fmt: skip
 
-    def is_continued_by(self, names: Names, new: Conversation) -> bool:
+    def is_continued_by(self, names: Names, new: KnownConversation) -> bool:
         known = array("I", new.token_ids[: len(self.token_ids)])
         return (
             self.ends[-1].names.history == names.before
@@ -85,7 +87,7 @@ class _Line:
 
 
 class Lines:
-    """The conversations used last. Every method may be called from any thread."""
+    """The most recently used conversations. Any thread may call it."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -94,10 +96,10 @@ class Lines:
         self._by_history: dict[bytes, tuple[_Line, _End]] = {}
         self._by_end: dict[bytes, tuple[_Line, _End]] = {}
         self._next_number = 0
-        self.num_tokens = 0  # with what is beside them
+        self.num_tokens = 0  # with the costs beside them
 
-    def add(self, names: Names, new: Conversation) -> None:
-        """Remember a conversation, as a longer form of the one before its last answer if that is known."""
+    def add(self, names: Names, new: KnownConversation) -> None:
+        """Remember a conversation; if the one up to the previous answer is known, extend that."""
         with self._lock:
             line, _ = self._by_history.get(names.before, (None, None))
             if line is None or not line.is_continued_by(names, new):
@@ -119,8 +121,8 @@ class Lines:
             while self.num_tokens > self._max_tokens:
                 self._remove(next(iter(self._lines.values())))
 
-    def find(self, histories: Iterable[bytes]) -> Conversation | None:
-        """The first of these that is known."""
+    def find_first(self, histories: Iterable[bytes]) -> KnownConversation | None:
+        """The first known conversation among those with these digests."""
         with self._lock:
             for history in histories:
                 line, end = self._by_history.get(history, (None, None))
@@ -129,10 +131,10 @@ class Lines:
                     return line.at(end)
         return None
 
-    def find_longer(self, name: bytes, system: Sequence[bytes], rest: Sequence[bytes]) -> Conversation | None:
-        """One of this end that begins with the same system prompt, then has more messages, and then the `rest`.
+    def find_longer(self, name: bytes, system: Sequence[bytes], rest: Sequence[bytes]) -> KnownConversation | None:
+        """A known conversation with this end: the same system prompt, then more messages, then the `rest`.
 
-        None of a session's, which takes what is its own with it when it is deleted.
+        Never one of a session, whose ids must go when it is deleted.
         """
         with self._lock:
             line, end = self._by_end.get(name, (None, None))

@@ -1,6 +1,6 @@
-"""What of a conversation is in the model's window, and the prompt of its next turn: longer, or truncated.
+"""The part of a conversation that is in the model's window, and the prompt of its next turn: longer, or truncated.
 
-Truncation cuts at turn boundaries in id space: what is kept keeps its exact ids, and its KV by a splice.
+Truncation cuts at turn boundaries in id space: the rest keeps its exact ids, and its KV by a splice.
 """
 
 from __future__ import annotations
@@ -19,13 +19,19 @@ NEEDED = "system prompt, message and answer need"
 ANSWER_SHARE = 8  # without max_tokens, a turn keeps a window's 1/8 free for its answer
 
 
+def spliced_blocks(chain: Sequence[BlockId], lineage: Lineage, *kept: Lineage) -> Sequence[BlockId]:
+    """The blocks that were spliced for this chain; none if one of the lineages `kept` has the same splice."""
+    first = lineage.splice_index
+    return () if first is None or lineage in kept else chain[first:]
+
+
 @dataclass(frozen=True, slots=True)
 class NextTurn:
     """A turn before its answer.
 
     chain: known ids of the prompt's first blocks; lineage: what they are built on. num_dropped: messages after the
-    system prompt that are not in the prompt. turn_starts: where in the prompt each turn begins, as far as that is
-    known. rebase: the prompt does not continue the ids there were.
+    system prompt that are not in the prompt. turn_starts: where in the prompt each turn begins, as far as known.
+    rebase: the prompt does not continue the previous ids.
     """
 
     prompt: list[int]
@@ -36,12 +42,15 @@ class NextTurn:
     truncated_tokens: int = 0
     rebase: bool = False
 
+    def spliced_blocks(self, *kept: Lineage) -> Sequence[BlockId]:
+        return spliced_blocks(self.chain, self.lineage, *kept)
+
 
 @dataclass(slots=True)
 class Window:
-    """A conversation at the end of a turn. turn_starts: one entry per turn in the window, or none are known.
+    """A conversation at the end of a turn. turn_starts: where in the ids each turn begins; empty if unknown.
 
-    messages: the whole transcript; num_dropped: how many of it, after the system prompt, are not in the window.
+    messages: the whole transcript; num_dropped: how many of them, after the system prompt, are not in the window.
     """
 
     system: list[Message]
@@ -54,12 +63,22 @@ class Window:
 
     @property
     def shown(self) -> list[Message]:
-        """Those of the transcript that are in it."""
+        """The messages that are in the window."""
         return self.kept(self.num_dropped)
 
     def kept(self, num_dropped: int) -> list[Message]:
-        """The messages that are left without so many after the system prompt."""
+        """The messages without this many after the system prompt."""
         return self.system + self.messages[len(self.system) + num_dropped :]
+
+    def with_history(self, history: Sequence[Message]) -> Window:
+        """The window of a session without turns that begins with these messages."""
+        system = list(history[:1]) if history[0]["role"] == "system" else self.system
+        said = history[1:] if history[0]["role"] == "system" else history
+        return Window(system, [*system, *said], 0, [], [], self.lineage)
+
+    def num_tokens(self, template: ChatTemplate) -> int:
+        """The number of its tokens; of the rendered prompt if its ids are not known yet."""
+        return len(self.token_ids or (template.prompt_ids(self.shown) if self.shown else ()))
 
     def next_turn(
         self,
@@ -71,7 +90,7 @@ class Window:
         truncation: str,
         reuse: str,
     ) -> NextTurn:
-        """The next prompt, truncated where it would not fit. Raises ContextLengthError where it must not be."""
+        """The next prompt, truncated if it does not fit. Raises ContextLengthError if it may not be truncated."""
         user: Message = {"role": "user", "content": text}
         prompt = template.next_ids(self.token_ids, self.shown, text) if self.token_ids else None
         if prompt is not None:
@@ -81,7 +100,7 @@ class Window:
             turn = self._rendered(template, self.num_dropped, user)
         window, answer = core.facts.max_request_tokens, params.max_tokens or 0
         needed = len(turn.prompt) + max(answer, 1)
-        is_first = len(self.messages) == len(self.system)  # there is nothing to drop
+        is_first = len(self.messages) == len(self.system)  # nothing can be dropped
         if truncation == "disabled" or is_first:
             if needed > window:
                 who = "prompt and answer need" if truncation == "disabled" else NEEDED
@@ -92,7 +111,7 @@ class Window:
         return self._truncated(core, template, user, len(turn.prompt), max(answer, 1), tenant, reuse)
 
     def _rendered(self, template: ChatTemplate, num_dropped: int, user: Message) -> NextTurn:
-        """The whole prompt from the template; turn starts are known for a first turn only."""
+        """Render the whole prompt; turn starts are known only for a first turn."""
         prompt = template.prompt_ids([*self.kept(num_dropped), user])
         starts: list[int] = []
         if len(self.kept(num_dropped)) == len(self.system):
@@ -101,7 +120,7 @@ class Window:
         return NextTurn(prompt, [], self.lineage.exact, num_dropped, starts, rebase=rebase)
 
     def _starts_with(self, template: ChatTemplate, starts: list[int], num_known: int, prompt: list[int]) -> list[int]:
-        """The starts with that of the turn whose ids follow the first `num_known`; none when it cannot be told."""
+        """`starts` and the start of the turn that begins after the first `num_known` ids; empty if that is unknown."""
         end = template.end_ids(bool(self.system))
         if not starts or end is None or prompt[num_known : num_known + len(end)] != end:
             return []
@@ -109,9 +128,9 @@ class Window:
 
     # -- truncation --------------------------------------------------------------------------------------------------
     def last(self, num_turns: int, core: Core, tenant: str, reuse: str) -> Window | None:
-        """The window with its last turns only, their ids as they are; None when it has no more of them.
+        """The window with only its last turns, with the same ids; None when it has no more turns than that.
 
-        Where turn starts are not known, or no turn is kept, it has no ids: the next prompt is rendered.
+        If turn starts are unknown, or no turn is kept, it has no ids, and the next prompt is rendered.
         """
         total = len(self.messages) - len(self.system)
         num_dropped = max(0, total - 2 * num_turns)
@@ -133,11 +152,11 @@ class Window:
     def _truncated(
         self, core: Core, template: ChatTemplate, user: Message, num_tokens: int, answer: int, tenant: str, reuse: str
     ) -> NextTurn:
-        """Drop whole turns from the oldest on, until half the window is kept at most and the answer fits."""
+        """Drop whole turns, the oldest first, until at most half the window is left and the answer fits."""
         window = core.facts.max_request_tokens
         total = len(self.messages) - len(self.system)
         drops = range(min(self.num_dropped + 2, total), total + 1, 2)
-        longest = min(window // 2, window - answer)  # of a prompt; it gets shorter from each to the next
+        longest = min(window // 2, window - answer)  # of a prompt; prompts get shorter one by one
 
         def is_short(num_dropped: int) -> bool:
             return len(self._without(template, num_dropped, user).prompt) <= longest
@@ -152,8 +171,8 @@ class Window:
         return replace(turn, truncated_tokens=num_tokens - len(prompt), rebase=True)
 
     def _without(self, template: ChatTemplate, num_dropped: int, user: Message) -> NextTurn:
-        """The next prompt without the oldest turns: the same ids, or rendered anew where turn starts are not known."""
-        first = (num_dropped - self.num_dropped) // 2  # turn of the window that is the first one kept
+        """The next prompt without the oldest turns: the same ids, or rendered again if turn starts are unknown."""
+        first = (num_dropped - self.num_dropped) // 2  # the first turn of the window to keep
         if num_dropped < len(self.messages) - len(self.system) and self.turn_starts:
             head, cut = self.turn_starts[0], self.turn_starts[first]
             kept = self.token_ids[:head] + self.token_ids[cut:]
@@ -165,7 +184,7 @@ class Window:
         return self._rendered(template, num_dropped, user)
 
     def _spliced(self, core: Core, turn: NextTurn, tenant: str) -> NextTurn:
-        """The same turn with the KV of what is kept, as far as it is stored; else it is computed."""
+        """The same turn with a splice of the kept turns' KV if that is stored; else they are computed."""
         spans = [(0, turn.turn_starts[0]), (self.turn_starts[1 - len(turn.turn_starts)], len(self.token_ids))]
         spliced = core.splice(self.chain, self.token_ids, self.lineage, spans, tenant)
         return turn if spliced is None else replace(turn, chain=spliced[0], lineage=spliced[1])

@@ -1,10 +1,10 @@
-"""Text on its way to token ids and back.
+"""Text to token ids and back.
 
 Loads no torch; knows neither sessions nor a store.
 
-- `chat_template`: from messages to token ids by what the template adds
-- `detokenizer`: one choice as its caller sees it: text, token by token, in whole characters
-- `encoder`: parts of a prompt to token ids: template text, and nothing but text
+- `chat_template`: from messages to token ids, by what the template adds
+- `detokenizer`: the text of one choice, token by token, in whole characters
+- `encoder`: encodes parts of a prompt: template text, and plain text
 - `prompts`: checks of prompts, session ids and lengths
 
 Decisions:

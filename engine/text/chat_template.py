@@ -1,4 +1,4 @@
-"""From messages to token ids with the model's own chat template, and from turn to turn by what the template adds.
+"""Turns messages into token ids with the model's own chat template; from turn to turn, by what the template adds.
 
 An answer is never tokenized again: the next prompt is the ids so far plus the ids of the template's delta.
 """
@@ -26,7 +26,7 @@ _USER, _ANSWER, _NEXT = "kvstorefirstquestion", "kvstorefirstanswer", "kvstorese
 
 @dataclass(frozen=True, slots=True)
 class TurnDelta:
-    """What the template puts between an answer and the next user message, and after that message."""
+    """The template's text between an answer and the next user message, and after that message."""
 
     before: str
     after: str
@@ -34,14 +34,14 @@ class TurnDelta:
 
 @dataclass(frozen=True, slots=True)
 class HistoryIds:
-    """A prompt made of known ids and encoded text. ends: where in it each known answer ends, by its message's index."""
+    """A prompt made of known ids and encoded text. ends: where each known answer ends, by its message's index."""
 
     token_ids: list[int]
     ends: dict[int, int]
 
 
 class ChatTemplate:
-    """The chat template of one tokenizer. Make it with `of`."""
+    """The chat template of one tokenizer; made by `of`."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -52,11 +52,11 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Any | None) -> ChatTemplate | None:
-        """None when there is no tokenizer, or it has no chat template."""
+        """The template of a tokenizer; None without a tokenizer, or if it has no chat template."""
         return cls(tokenizer) if tokenizer is not None and tokenizer.chat_template else None
 
     def check(self) -> None:
-        """Raises ConfigError where it cannot show a plain message: for a template that was given."""
+        """Check a template that the user gave. Raises ConfigError if it cannot show a plain message."""
         try:
             self.prompt_ids([{"role": "user", "content": "Hello"}])
         except RequestError as error:
@@ -83,16 +83,16 @@ class ChatTemplate:
     def next_ids(self, token_ids: list[int], messages: list[Message], content: str) -> list[int] | None:
         """The next prompt: the conversation so far and one user message more.
 
-        token_ids: exactly what the model saw and said, up to the last answer without its end token; messages: the same
-        as texts, the last one that answer. None when the template shows it otherwise (rewrites history, drops the
-        reasoning of an answer), so that the whole conversation must be rendered again.
+        token_ids: exactly the ids that the model read and generated, up to the last answer without its end token;
+        messages: the same as texts, of which that answer is the last. None if the template changes earlier text
+        (rewrites history, drops an answer's reasoning), so that the whole conversation must be rendered again.
         """
         delta = self._delta(messages[0]["role"] == "system")
         if delta is None:
             return None
         rendered = self._render([*messages, {"role": "user", "content": content}])
         answer = messages[-1]["content"]
-        for said, shown in product((answer, answer.strip()), (content, content.strip())):  # to trim is not to rewrite
+        for said, shown in product((answer, answer.strip()), (content, content.strip())):  # trimming is not rewriting
             if rendered.endswith(said + delta.before + shown + delta.after):
                 break
         else:
@@ -110,10 +110,10 @@ class ChatTemplate:
     ) -> HistoryIds | None:
         """`prompt_ids` of a history in which some answers keep the ids that the model gave them.
 
-        answers: ids without the end token, by the index of the assistant's message. known: all ids up to the end of
-        the answer of this index, which come instead of what is before it. An answer that the template does not show
-        as the model saw it (it drops reasoning, or opens an answer otherwise) is encoded as text, and so is all that
-        comes before it. None when no answer is left.
+        answers: ids without the end token, by the index of the assistant's message. known: all ids up to the end of the
+        answer with this index; they replace everything before it. If the template shows an answer differently from what
+        the model saw (it drops reasoning, or opens an answer in another way), that answer and everything before it are
+        encoded as text. None if no answer is left.
         """
         if self._delta(messages[0]["role"] == "system") is None:
             return None
@@ -142,14 +142,14 @@ class ChatTemplate:
     def _shown(
         self, messages: list[Message], kept: Mapping[int, Sequence[int]]
     ) -> tuple[list[str], dict[int, str]] | None:
-        """The history cut at the answers that are kept, from the first one on that has to be; None: at none of them.
+        """Cut the rendered history at the answers to keep, from the first required one on; None if that is impossible.
 
-        The texts between the cuts, and what the template makes of the contents there (it may trim), by their indices.
+        Returns the texts between the cuts, and the contents as the template shows them (it may trim), by their indices.
         """
         first = min(kept)
         spells = self._text.spells_control
         cuts = [i for i, m in enumerate(messages) if i in kept or (i > first and spells(m["content"]))]
-        nonce = secrets.token_hex(8)  # no content can spell it
+        nonce = secrets.token_hex(8)  # no content can contain it
         marked = list(messages)
         for index in cuts:
             marked[index] = {**messages[index], "content": f"kvstore{nonce}x{index}end"}
@@ -169,17 +169,17 @@ class ChatTemplate:
             contents[index] = content
             end -= len(before) + len(content)
         while contents and next(reversed(contents)) not in kept:
-            contents.popitem()  # before the first answer that is kept, all is encoded in one piece
+            contents.popitem()  # everything before the first kept answer is encoded in one piece
         contents = dict(reversed(contents.items()))
         return (texts[len(texts) - len(contents) - 1 :], contents) if contents else None
 
     def _find_opening(self) -> str:
-        """What opens an answer that is to be given."""
+        """Find the text that opens the next answer."""
         asked = [{"role": "user", "content": _USER}]
         return self._render(asked).removeprefix(self._render(asked, opens_answer=False))
 
     def head_ids(self, system: list[Message]) -> list[int] | None:
-        """Ids of what stands before the first turn: of a prompt, the part that every truncation keeps."""
+        """The ids before a prompt's first turn, which every truncation keeps."""
         boundary = self._boundary(bool(system))
         if boundary is None:
             return None
@@ -194,18 +194,18 @@ class ChatTemplate:
         return self._text.encode(start) + self._text.encode_plain(content) + self._text.encode_part(rest)
 
     def first_start(self, system: list[Message], prompt: list[int]) -> list[int]:
-        """Where the first turn of a prompt begins; empty where it cannot be told."""
+        """Where the first turn of a prompt begins; empty if unknown."""
         head = self.head_ids(system)
         return [len(head)] if head is not None and prompt[: len(head)] == head else []
 
     def end_ids(self, has_system: bool) -> list[int] | None:
-        """Ids of what the template puts behind an answer before the next turn begins."""
+        """The ids that the template adds after an answer, before the next turn."""
         boundary = self._boundary(has_system)
         return None if boundary is None else self._text.encode_part(boundary[0])
 
     def _find_boundary(self, has_system: bool) -> tuple[str, int] | None:
-        """What closes an answer before the next turn begins, and how many characters open a turn: what stands before
-        the first user message and before a later one has the same end.
+        """The text that closes an answer, and the number of characters that open a turn: the common end of what comes
+        before the first user message and before a later one.
         """
         delta = self._delta(has_system)
         if delta is None:
@@ -220,7 +220,7 @@ class ChatTemplate:
         return delta.before[: len(delta.before) - count], count
 
     def encode_answer(self, text: str) -> list[int]:
-        """Ids of a part of an answer, as plain text that continues what stands before it."""
+        """Ids of a part of an answer, as plain text that continues what is before it."""
         return self._text.encode_plain(text)
 
     def _find_delta(self, has_system: bool) -> TurnDelta | None:
@@ -242,7 +242,7 @@ class ChatTemplate:
 
 
 def _content_before(rendered: str, end: int, before: str, content: str) -> str | None:
-    """How a content is shown that ends at `end` and has `before` before it."""
+    """How the template shows a content that ends at `end` and follows `before`."""
     for shown in (content, content.strip()):
         start = end - len(shown)
         if rendered.startswith(shown, start) and rendered.endswith(before, 0, start):

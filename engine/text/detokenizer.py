@@ -1,4 +1,4 @@
-"""Text of one answer, token by token: whole characters only, and nothing that a stop string may still take back.
+"""The text of one answer, token by token: only whole characters, without text that may belong to a stop string.
 
 Knows a tokenizers.Tokenizer and outputs; must not know torch, requests or templates.
 """
@@ -19,9 +19,9 @@ REPLACEMENT = "\ufffd"
 # A UTF-8 character has at most 4 bytes, so an unfinished one has at most 3; decoders show it as one U+FFFD
 # (byte-level) or as one per byte (byte fallback).
 MAX_UNFINISHED = 3
-# Tokens in the window before a character that does not come to its end is believed never to.
+# Tokens in the window before an unfinished character is taken as final.
 MAX_WINDOW_TOKENS = 16
-# Prompt tokens that are looked at for the context of the first token.
+# Prompt tokens that give the first token its context.
 NUM_PROMPT_TOKENS = 8
 
 # A real U+FFFD in a byte-fallback vocabulary: complete, although it looks like an unfinished character.
@@ -34,8 +34,8 @@ class Detokenizer:
 
     text: everything released so far. stop_string: the stop string that was met (among several that end at the same
     character, the longest). num_tokens: tokens consumed, up to and with the one that completed the stop string.
-    With `tokenizer` None all text is "". Special tokens and ids without a token decode to "". Text of the first
-    `min_tokens` tokens is released without a look at stop strings.
+    Without a tokenizer all text is "". Special tokens and ids without a token decode to "". The text of the first
+    `min_tokens` tokens is released without a search for stop strings.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class Detokenizer:
         self._decoder = None if tokenizer is None else _Decoder(tokenizer, prompt_token_ids)
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
-        self._held = ""  # whole characters which may be the beginning of a stop string
+        self._held = ""  # whole characters that may begin a stop string
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """Newly released text. Tokens after a stop string are not consumed."""
+        """Add tokens; returns newly released text. Tokens after a stop string are not consumed."""
         released = ""
         for token_id in token_ids:
             if self.stop_string is not None:
@@ -66,7 +66,7 @@ class Detokenizer:
         return released
 
     def finish(self) -> str:
-        """Newly released text: all that was held back, an unfinished character as U+FFFD. "" after a stop string."""
+        """The rest of the text, with an unfinished character as U+FFFD. "" after a stop string."""
         if self._decoder is None or self.stop_string is not None:
             return ""
         released = self._filter(self._decoder.flush())
@@ -76,13 +76,13 @@ class Detokenizer:
         return released
 
     def _filter(self, piece: str) -> str:
-        """What of `_held` and `piece` is free to go; sets stop_string when one is complete."""
+        """The part of `_held` and `piece` that can be released; sets stop_string when one is complete."""
         if not self._stop or not piece or self.num_tokens < self._min_tokens:
             return piece
         text = self._held + piece
         self._held = ""
         found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
-        if found:  # the first to end, whatever pieces the text came in; then the longest
+        if found:  # the one that ends first, however the text was split; among these the longest
             _, start, self.stop_string = min(found)
             return text[:start]
         longest = max(len(stop) for stop in self._stop)
@@ -108,7 +108,7 @@ class ChoiceText:
         return self._text.stop_string
 
     def add_token(self, token_id: int, logprob: TokenLogprob | None, finish_reason: str | None) -> Piece:
-        """What a new token brings. finish_reason: what ended the choice with it, unless a stop string does."""
+        """The piece for a new token. finish_reason: why the choice ends with it, unless a stop string ends it."""
         choice = self.choice
         choice.token_ids.append(token_id)
         if choice.logprobs is not None and logprob is not None:
@@ -122,7 +122,7 @@ class ChoiceText:
         return Piece(self._index, released, (token_id,), finish_reason, None if logprob is None else (logprob,))
 
     def end(self, finish_reason: str) -> Piece:
-        """Its last piece, where it ends without a token."""
+        """Its last piece, if it ends without a token."""
         released = self._text.finish()
         self.choice.text += released
         return Piece(self._index, released, (), finish_reason)
@@ -132,11 +132,11 @@ class _Decoder:
     """Whole characters from token ids, by decoding a short window again with each token.
 
     The window is a context token and the tokens whose text is not complete: the prefix/read offset method of Hugging
-    Face's text-generation-inference (`decode_token`) and vLLM. Three things differ. A character that never completes
-    is not waited for: only the last MAX_UNFINISHED U+FFFD are held. The context is not a token `<0x..>`, because byte
-    fallback decodes neighbouring bytes together and calls all of them wrong until the last character is whole. Tokens
-    that decode to nothing do not stay in the window. (tokenizers' own DecodeStream, 0.23, waits for ever in the
-    first case and raises in the second.)
+    Face's text-generation-inference (`decode_token`) and vLLM. There are three differences. A character that never
+    completes is not waited for: only the last MAX_UNFINISHED U+FFFD are held. The context is not a token `<0x..>`,
+    because byte fallback decodes neighbouring bytes together and calls all of them wrong until the last character is
+    whole. Tokens that decode to nothing do not stay in the window. (tokenizers' own DecodeStream, 0.23, waits for ever
+    in the first case and raises in the second.)
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
@@ -149,7 +149,7 @@ class _Decoder:
             self._restart(self._context(prompt), 0)
 
     def push(self, token_id: int) -> str:
-        """Text that became certain with this token."""
+        """The text that this token completes."""
         self._window.append(token_id)
         text = self._decode(self._window)
         if text == self._decoded and self._is_silent(token_id):
@@ -183,11 +183,11 @@ class _Decoder:
         self._num_released = max(0, len(self._decoded) - num_unreleased)
 
     def _context(self, token_ids: list[int]) -> list[int]:
-        """A token to begin the next window with, so that a leading space is neither lost nor added."""
+        """A token that begins the next window, so that a leading space is neither lost nor added."""
         for token_id in reversed(token_ids):
             if not _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or ""):
                 return [token_id]
-        # Only bytes yet. Any token with text tells a byte-fallback decoder that this is not the beginning.
+        # Only bytes so far. Any token with text tells a byte-fallback decoder that this is not the beginning.
         return self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -197,5 +197,5 @@ class _Decoder:
         """Whether decoding leaves this token out: no such token, or a special one."""
         if self._tokenizer.id_to_token(token_id) is None:
             return True
-        # A lone "▁" also decodes to "", but it is not left out: it takes the space which the decoder strips.
+        # A lone "▁" also decodes to "", but is not left out: it is the space that the decoder strips.
         return self._decode([token_id]) == "" and self._tokenizer.decode([token_id], False) != ""

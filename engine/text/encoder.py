@@ -1,4 +1,4 @@
-"""Parts of a prompt to token ids: template text as it stands, what people write as nothing but text."""
+"""Encodes parts of a prompt: template text with its control tokens, people's text without any."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 from functools import cached_property
 from typing import Any
 
-# A private token before a part that is encoded by itself: tokenizers that mark the beginning of a text with a space
-# would else mark the beginning of every part.
+# A private token before a part that is encoded alone: without it, tokenizers that mark the beginning of a text with a
+# space would mark every part.
 _ANCHOR = "\ue0f0kvstore\ue0f1"
 
 
 class TextEncoder:
-    """Of one tokenizer. Its control tokens are what template text may spell, and a person may not."""
+    """Encodes with one tokenizer. Template text may contain its control tokens; people's text may not."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._backend = tokenizer.backend_tokenizer
@@ -22,7 +22,7 @@ class TextEncoder:
         return any(token in text for token in self._controls)
 
     def whole_tokens(self, text: str, count: int) -> int:
-        """The last `count` characters, or fewer: a cut through a control token moves behind it."""
+        """At most the last `count` characters. A cut through a control token moves behind it."""
         cut = len(text) - count
         for token in self._controls:
             for start in range(max(0, cut - len(token) + 1), cut):
@@ -32,7 +32,7 @@ class TextEncoder:
 
     @cached_property
     def _plain(self) -> Any:
-        """The same tokenizer without any control token but the anchor: whatever a text spells stays text."""
+        """The same tokenizer without any control token but the anchor: any text stays text."""
         description = json.loads(self._backend.to_str())
         description["added_tokens"] = []
         plain = type(self._backend).from_str(json.dumps(description))
@@ -43,7 +43,7 @@ class TextEncoder:
         return _ids(self._backend, text)
 
     def encode_part(self, text: str) -> list[int]:
-        """Template text within a prompt: what it gives behind a control token, if the tokenizer has one."""
+        """Ids of template text within a prompt, as after a control token if the tokenizer has one."""
         if not text or not self._controls or text.startswith(tuple(self._controls)):
             return self.encode(text)
         return self.encode(self._controls[0] + text)[1:]
@@ -55,5 +55,5 @@ class TextEncoder:
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
-    """As a batch of one: unlike `encode` it lets other threads run meanwhile."""
+    """Encode as a batch of one, which, unlike `encode`, lets other threads run meanwhile."""
     return list(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)

@@ -1,4 +1,4 @@
-"""Checks of what callers hand in: prompts, session ids, lengths. Bounds first, work later; no torch."""
+"""Checks of callers' input: prompts, session ids, lengths. Bounds first, work later; no torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from functools import lru_cache
 from typing import Any
 
 from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.text.chat_template import Message
 from kvstore.errors import ContextLengthError, RequestError
 
-USUAL_CHARS = 8  # of a token: a text that is shorter is tokenized without another look
+USUAL_CHARS = 8  # of a token; texts that fit with so many are tokenized without further checks
 PART_CHARS = 2**17
-SEAM_TOKENS = 64  # that a part may have more than where it is not cut off
-_SURROGATE = re.compile("[\ud800-\udfff]")  # in a str of its own: half a pair
+MAX_HISTORY_CHARS = 2**21  # in a first turn, however much of it is then kept
+SEAM_TOKENS = 64  # by which the tokens of parts may exceed those of the uncut text
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair
 
 
 def checked_prompts(
@@ -51,21 +53,21 @@ def check_text(text: object, param: str) -> None:
 
 @lru_cache(maxsize=4)
 def _longest_token(tokenizer: Any) -> int:
-    """In characters."""
+    """The length of the longest token, in characters."""
     return max(map(len, tokenizer.get_vocab()), default=1)
 
 
 def check_chars(texts: Sequence[str], tokenizer: Any, limit: int) -> None:
-    """Raises ContextLengthError for texts that have more than `limit` tokens even if all were the longest there is."""
+    """Raises ContextLengthError for texts that have more than `limit` tokens even if all were the longest token."""
     num_chars = sum(map(len, texts))
     if num_chars > USUAL_CHARS * limit:
         _check_least(num_chars, num_chars // max(1, _longest_token(tokenizer)), limit)
 
 
 def check_length(texts: Sequence[str], tokenizer: Any, limit: int) -> None:
-    """Raises ContextLengthError for texts that have far more than `limit` tokens, without making all of these.
+    """Raises ContextLengthError for texts with far more than `limit` tokens, without tokenizing all.
 
-    What is not certain passes.
+    Unclear cases pass.
     """
     check_chars(texts, tokenizer, limit)
     num_chars = sum(map(len, texts))
@@ -93,6 +95,29 @@ def _parts(texts: Sequence[str]) -> Iterator[str]:
             yield text[start : start + PART_CHARS]
 
 
+def checked_turn(messages: Sequence[Message], params: SamplingParams, tokenizer: Any, limit: int) -> list[Message]:
+    """The messages of a turn: a user's, or a history that ends with one. Raises RequestError, and as `check_length`.
+
+    A history is the system prompt first if there is one, then user and assistant in turn.
+    """
+    check_params(params)
+    if params.n != 1:
+        raise RequestError(f"n is {params.n}; a turn has one answer", param="n")
+    if not params.detokenize:
+        raise RequestError("detokenize is False; a turn is kept as text", param="detokenize")
+    for message in messages:
+        check_text(message["content"], "message")
+        check_length([message["content"]], tokenizer, limit)
+    if sum(len(message["content"]) for message in messages) > MAX_HISTORY_CHARS:
+        raise RequestError(f"messages have more than {MAX_HISTORY_CHARS} characters", param="messages")
+    said = [dict(message) for message in messages]
+    history = said[1:] if said and said[0]["role"] == "system" else said
+    expected = ["user", "assistant"] * (len(history) // 2) + ["user"]
+    if [message["role"] for message in history] != expected:
+        raise RequestError("messages must take turns, user and assistant, and end with the user", param="messages")
+    return said
+
+
 def check_owner(tenant: object, cache_salt: object, priority: object) -> None:
     """Raises RequestError unless tenant and salt are texts and the priority is a whole number."""
     for name, value in (("tenant", tenant), ("cache_salt", cache_salt)):
@@ -105,8 +130,8 @@ def check_owner(tenant: object, cache_salt: object, priority: object) -> None:
 def prompt_ids(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int, limit: int | None = None) -> list[int]:
     """Token ids of a prompt: tokenized with the tokenizer's own special tokens, or checked against the vocabulary.
 
-    vocab_size is the model's, which may be larger than the tokenizer's. limit: of tokens, where a text that cannot
-    have so few is not worth the work.
+    vocab_size: the model's, which may be larger than the tokenizer's. limit: a text that must have more tokens is
+    refused without tokenizing it.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -132,7 +157,7 @@ def check_ids(token_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def check_ids_of(params: SamplingParams, vocab_size: int) -> None:
-    """Raises RequestError where the parameters name token ids that the model does not have."""
+    """Raises RequestError if the parameters name token ids that the model does not have."""
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
         if ids and max(ids) >= vocab_size:
             raise RequestError(f"{name} names token {max(ids)}; token ids go from 0 to {vocab_size - 1}", param=name)
@@ -143,7 +168,9 @@ def _is_integer(value: object) -> bool:
 
 
 def check_fits(num_prompt_tokens: int, params: SamplingParams, max_model_len: int, pool_tokens: int) -> int:
-    """Tokens that the answer may have. Raises ContextLengthError with both numbers when the request cannot fit."""
+    """The number of tokens that the answer may have. Raises ContextLengthError, with both numbers, if the request
+    cannot fit.
+    """
     limit = min(max_model_len, pool_tokens)
     where = f"the context window has {limit}" if limit == max_model_len else f"the HBM pool holds {limit}"
     if num_prompt_tokens >= limit:

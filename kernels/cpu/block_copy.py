@@ -1,7 +1,7 @@
-"""Blocks between arena and paged cache in compiled code: calls copy.c, whose structs these are.
+"""Copies blocks between arena and paged cache by the compiled code of copy.c, whose structs are declared here.
 
-Each function answers False for what is not for it: no compiler, a dtype or strides that the code does not know. Then
-`block_copy` does the same with torch operations, bit for bit.
+Each function returns False if it cannot do it: without a compiler, or for a dtype or strides that the code does not
+know. Then `block_copy` does the same with torch operations, bit for bit.
 """
 
 import ctypes
@@ -56,8 +56,13 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
+def _is_solid(arena: Tensor) -> bool:
+    """Whether the bytes of each slot have no gap, as those of some layers in a row."""
+    return len(arena) > 0 and arena[0].is_contiguous()
+
+
 class NativeLoad:
-    """A load's blocks as the compiled code takes them. slots, block_numbers, positions: int64 on the CPU, [N]."""
+    """The blocks of a load, as the compiled code takes them. slots, block_numbers, positions: int64 on the CPU, [N]."""
 
     def __init__(self, arena: Tensor, slots: Tensor, block_numbers: Tensor, positions: Tensor) -> None:
         self._arena = arena
@@ -71,9 +76,9 @@ class NativeLoad:
         self._turns: dict[int, _Rotate | None] = {}
 
     def load_layer(self, layer: int, key_cache: Tensor, value_cache: Tensor, rotation: Rotation | None) -> bool:
-        """As `BlockLoad.load_layer`; raises IndexError, and has written nothing, where a number is out of range."""
+        """As `BlockLoad.load_layer`. Raises IndexError, before anything is written, if a number is out of range."""
         library, arena = native.library(), self._arena
-        if library is None or not arena.is_contiguous():
+        if library is None or not _is_solid(arena):
             return False
         for cache_ in (key_cache, value_cache):
             if cache_.dtype != arena.dtype or cache_.shape[1:] != arena.shape[3:] or not cache_.is_contiguous():
@@ -98,7 +103,7 @@ class NativeLoad:
 
 
 def _turn_of(rotation: Rotation, arena: Tensor) -> _Rotate | None:
-    """None where the compiled code does not know the dtypes. The rotation's tables must outlive it."""
+    """None if the compiled code does not know the dtypes. The rotation's tables must outlive the result."""
     cos, sin = rotation.cos, rotation.sin
     if cos.dtype != sin.dtype or cos.shape != sin.shape or not (cos.is_contiguous() and sin.is_contiguous()):
         return None
@@ -112,9 +117,9 @@ def _turn_of(rotation: Rotation, arena: Tensor) -> _Rotate | None:
 def save_layers(
     arena: Tensor, layers: Sequence[tuple[int, Tensor, Tensor]], rows: Tensor | None, slots: Tensor
 ) -> bool:
-    """As `block_copy.save_layers`. Raises IndexError as a load does."""
+    """As `block_copy.save_layers`. Raises IndexError as `load_layer` does."""
     library = native.library()
-    if library is None or not (arena.is_cpu and layers[0][1].is_cpu and arena.is_contiguous()):
+    if library is None or not (arena.is_cpu and layers[0][1].is_cpu and _is_solid(arena)):
         return False
     table = _layer_table(arena, layers)
     if table is None:
@@ -130,7 +135,7 @@ def save_layers(
 
 
 def _layer_table(arena: Tensor, layers: Sequence[tuple[int, Tensor, Tensor]]) -> "ctypes.Array[ctypes.c_int64] | None":
-    """Of each layer its number, where its keys and values are, and the bytes from one token to the next."""
+    """For each layer: its number, the addresses of its keys and values, and the bytes from one token to the next."""
     dtype, item_bytes, shape = arena.dtype, arena.element_size(), layers[0][1].shape
     inner, num_layers = arena.stride()[4:], arena.shape[1]
     if shape[1:] != arena.shape[4:]:

@@ -1,6 +1,6 @@
-/* One layer of N blocks from the CPU arena into the paged cache, keys rotated on the way, and a step's tokens into the
- * arena: one pass over each. The twins are in reference.py; what is rotated is theirs bit for bit. Called from
- * block_copy.py, which holds the same structs. A number out of range is answered before anything is written. */
+/* Copies one layer of N blocks from the CPU arena to the paged cache, rotating keys, and a step's tokens to the arena,
+ * in one pass each. The twins are in reference.py; rotated keys equal theirs bit for bit. Called from block_copy.py,
+ * which declares the same structs. A number out of range is an error before anything is written. */
 #include <emmintrin.h>
 #include <stdint.h>
 #include <string.h>
@@ -21,7 +21,7 @@ typedef struct {
     const void *cos, *sin; /* [num_positions, num_pairs] */
     int64_t num_positions, num_pairs;
     int64_t item_bytes;                     /* of cos and sin: 2 is bf16, 4 is float32 */
-    int64_t interleaved, rounds_each_product; /* as kvstore.rope.rotary: the style, and bf16 that is not upcast */
+    int64_t interleaved, rounds_each_product; /* as in kvstore.rope.rotary: the style, and bf16 without upcast */
 } Turn;
 
 static inline float widen(uint16_t bits) {
@@ -31,7 +31,7 @@ static inline float widen(uint16_t bits) {
     return value;
 }
 
-/* To nearest even. A NaN that comes from bf16 has no low bits to carry into its sign, so it stays one. */
+/* Rounds to nearest even. A NaN from bf16 has no low bits that could carry into its sign, so it stays NaN. */
 static inline uint32_t rounded(float value) {
     uint32_t word;
     memcpy(&word, &value, 4);
@@ -86,8 +86,8 @@ static void widen_row(const void *table, int64_t item_bytes, int64_t row, int64_
     for (int64_t i = 0; i < width; i++) out[i] = widen(in[i]);
 }
 
-/* streams: past the caches, which then need not read first what is overwritten. Only where a layer is more than they
- * would keep until attention reads it: below STREAM_BYTES loading and reading together took longer. */
+/* streams: write past the caches, which then need not first read what is overwritten. Only if a layer is larger than
+ * they would keep until attention reads it: below STREAM_BYTES, loading and reading together took longer. */
 static void copy(char *target, const char *source, int64_t num_bytes, int streams) {
     if (!streams || ((uintptr_t)target | num_bytes) & 15) {
         memcpy(target, source, num_bytes);
@@ -97,7 +97,7 @@ static void copy(char *target, const char *source, int64_t num_bytes, int stream
         _mm_stream_si128((__m128i *)(target + at), _mm_loadu_si128((const __m128i *)(source + at)));
 }
 
-/* The hardware's own prefetching ends at a page, and the next block lies elsewhere. */
+/* The hardware's own prefetching ends at a page, and the next block is elsewhere. */
 static inline void fetch(const char *start, int64_t num_bytes) {
     for (int64_t at = 0; at < num_bytes; at += 64) __builtin_prefetch(start + at);
 }
@@ -114,7 +114,7 @@ static void turn_token(const Load *load, const Turn *turn, const char *source, c
         turn_once(load, turn, source, target, cos, sin);
 }
 
-/* next: the block after this one, fetched meanwhile with its values. */
+/* next: the following block, which is fetched meanwhile with its values. */
 static void turn_block(const Load *load, const Turn *turn, const char *source, char *target, int64_t position,
                        const char *next, int streams) {
     char scratch[SCRATCH_BYTES] __attribute__((aligned(64)));
@@ -139,7 +139,7 @@ static int loads_fit(const Load *load, const Turn *turn) {
     return 1;
 }
 
-/* arena: this layer's raw keys in slot 0, its values behind them. turn: NULL to rotate nothing. */
+/* arena: this layer's raw keys in slot 0, followed by its values. turn: NULL to rotate nothing. */
 int kvstore_load_layer(const Load *load, const Turn *turn, const char *arena, char *key_cache, char *value_cache) {
     if (!loads_fit(load, turn)) return OUT_OF_RANGE;
     int64_t size = load->block_size * load->num_heads * load->head_dim * load->item_bytes, last = load->num_loads - 1;
@@ -157,7 +157,7 @@ int kvstore_load_layer(const Load *load, const Turn *turn, const char *arena, ch
                 copy(key, source, size, streams);
             copy(value, source + size, size, streams);
         }
-        if (streams) _mm_sfence(); /* each of what it wrote itself: others read it as soon as all are through */
+        if (streams) _mm_sfence(); /* each thread for its own writes: others read them as soon as all are done */
     }
     return DONE;
 }
@@ -184,7 +184,7 @@ static int tokens_fit(const Save *save) {
     return 1;
 }
 
-/* Raw keys and values of a step's tokens into their token slots, arena slot * block_size + offset. */
+/* Saves raw keys and values of a step's tokens to their token slots, arena slot * block_size + offset. */
 int kvstore_save_layers(const Save *save, const Layer *layers, int64_t num_layers) {
     if (!tokens_fit(save)) return OUT_OF_RANGE;
     int64_t size = save->token_bytes, part = save->block_size * size;

@@ -1,12 +1,12 @@
-/* What a decode step computes of a layer's attention, in one pass over memory: rotation, the write into the paged cache,
- * attention over the pages; and the first two for tokens of any step. The rotation gives torch's bits. */
+/* The attention of a layer in a decode step, in one pass over memory: rotation, the write to the paged cache, attention
+ * over the pages; and rotation and write for tokens of any step. The rotation gives the same bits as torch. */
 
 #include "team.h"
 #include "vectors.h"
 
 #define MAX_HEAD_DIM 256
-#define MAX_GROUP 4 /* query heads that share what is read of a page; their sums stay in registers */
-#define CHUNK 64 /* tokens between two rescalings: their weights and rows stay in the first cache */
+#define MAX_GROUP 4 /* query heads that share one read of a page; their sums stay in registers */
+#define CHUNK 64 /* tokens between two rescalings; their weights and rows stay in the first cache */
 #define PARALLEL_BYTES (64 * 1024) /* of keys and values; below, waking threads costs more than they save */
 #define PARALLEL_ROWS (8 * 1024)   /* bytes of keys to be rotated */
 
@@ -17,7 +17,7 @@ struct kv_step {
     const int64_t *block_table, *context_lens, *slots;
 };
 
-/* One layer of it. cos, sin: [num_requests, head_dim], sin with the sign it is added with; null: no rotation. */
+/* One layer of it. cos, sin: [num_requests, head_dim], sin with its sign, so that it is added; null: no rotation. */
 struct layer {
     const void *query, *key, *value;
     int64_t query_stride, key_stride, value_stride;
@@ -28,7 +28,7 @@ struct layer {
     int64_t window;
 };
 
-/* LANES numbers of each half of a head, each product rounded, then the sum. */
+/* Rotates LANES numbers of each half of a head: each product is rounded, then the sum. */
 INLINE void rotate_lanes(const void *x, const void *cos, const void *sin, void *to, int64_t i, int64_t half, bool narrow)
 {
     floats a = load(x, i, narrow), b = load(x, half + i, narrow);
@@ -68,7 +68,7 @@ INLINE void rotate_heads(const struct kv_step *step, const struct layer *layer, 
         rotate_head((const char *)from + h * width * size, cos, sin, (char *)to + h * width * size, width / 2, narrow);
 }
 
-/* Rotates the query into `out`, where its attention finds it, and the key into the cache, beside the value. */
+/* Writes the rotated query to `out`, where its attention reads it, and the rotated key to the cache, with the value. */
 INLINE void rotate_and_write(const struct kv_step *step, const struct layer *layer, int64_t i, bool narrow)
 {
     int64_t size = narrow ? 2 : 4, row = step->num_kv_heads * step->head_dim * size, slot = step->slots[i];
@@ -82,15 +82,15 @@ INLINE void rotate_and_write(const struct kv_step *step, const struct layer *lay
     memcpy((char *)layer->value_cache + slot * row, (const char *)layer->value + i * layer->value_stride * size, row);
 }
 
-/* What is known of some query heads of one request that share a KV head. */
+/* The state of some query heads of one request that share a KV head. */
 struct heads {
     floats query[MAX_GROUP][MAX_HEAD_DIM / LANES], sums[MAX_GROUP][MAX_HEAD_DIM / LANES];
     float largest[MAX_GROUP], weight[MAX_GROUP];
     floats scores[MAX_GROUP][CHUNK / LANES];
-    int64_t rows[CHUNK + LANES]; /* where the tokens of this chunk stand in the caches */
+    int64_t rows[CHUNK + LANES]; /* where the tokens of this chunk are in the caches */
 };
 
-/* Rows of one head lie apart, so that the processor does not foresee the next one. */
+/* Rows of one head are apart, so the processor does not prefetch the next one. */
 INLINE void fetch(const void *from, int64_t row, int64_t width, bool narrow)
 {
     int64_t size = narrow ? 2 : 4;
@@ -98,7 +98,7 @@ INLINE void fetch(const void *from, int64_t row, int64_t width, bool narrow)
         __builtin_prefetch((const char *)from + row * size + i);
 }
 
-/* Scores of LANES tokens. Some may stand for none, as copies of one that is: their lanes are to be hidden. */
+/* Scores of LANES tokens. Some may be copies that stand for no token; their lanes must be masked. */
 INLINE void score_tile(struct heads *heads, const void *keys, const void *values, int tile, int count, int64_t width,
                        bool narrow)
 {
@@ -150,7 +150,7 @@ INLINE void add_values(struct heads *heads, const void *values, int num_tokens, 
             heads->sums[g][start + i] = sums[g][i];
 }
 
-/* From scores to weights, in place; what was summed with a smaller largest score is made as small. */
+/* Turns scores into weights, in place. Earlier sums are scaled down to a new largest score. */
 INLINE void weigh(struct heads *heads, int num_tiles, int count, int64_t width)
 {
     for (int g = 0; g < count; g++) {
@@ -196,7 +196,7 @@ INLINE void attend_chunk(struct heads *heads, const void *keys, const void *valu
         add_values(heads, values, num_tokens, count, start, 1, narrow);
 }
 
-/* `count` query heads from `head` on of one request over its pages. */
+/* Attention of `count` query heads of one request, from `head` on, over its pages. */
 INLINE void attend_heads(const struct kv_step *step, const struct layer *layer, int64_t request, int64_t head,
                          int count, bool narrow)
 {
@@ -244,7 +244,7 @@ INLINE void attend_heads(const struct kv_step *step, const struct layer *layer, 
     }
 }
 
-/* All query heads of one KV head of one request; the number of heads at a time is a constant in each call. */
+/* All query heads of one KV head of one request. The number of heads at a time is a constant in each call. */
 INLINE void attend_unit(const struct kv_step *step, const struct layer *layer, int64_t unit, bool narrow)
 {
     int64_t request = unit / step->num_kv_heads, group = step->num_heads / step->num_kv_heads;
@@ -312,7 +312,7 @@ struct writing {
     char *rotated;
 };
 
-#define WRITTEN_TOKENS 16 /* that one thread takes at once */
+#define WRITTEN_TOKENS 16 /* one thread takes at once */
 
 static void write_some(const void *job, int64_t item, int thread)
 {
@@ -341,8 +341,8 @@ static void write_some(const void *job, int64_t item, int thread)
     }
 }
 
-/* Rotation and write of one layer for tokens of any requests; out: [num_requests, num_heads, head_dim], query, and rotated:
- * [num_requests, num_kv_heads, head_dim], key. */
+/* Rotation and write of one layer for tokens of any requests; out: [num_requests, num_heads, head_dim], query, and
+ * rotated: [num_requests, num_kv_heads, head_dim], key. */
 int kv_write(const struct kv_step *step, const void *query, int64_t query_stride, const void *key, int64_t key_stride,
              const void *value, int64_t value_stride, void *key_cache, void *value_cache, const void *cos,
              const void *sin, void *out, void *rotated)
@@ -360,7 +360,7 @@ int kv_write(const struct kv_step *step, const void *query, int64_t query_stride
     return 0;
 }
 
-/* Whether every block and slot of the step lies in the caches: asked once per step, before any of its layers. */
+/* Whether every block and slot of the step is in the caches. Called once per step, before its layers. */
 int kv_decode_fits(const struct kv_step *step)
 {
     for (int64_t i = 0; i < step->num_requests; i++) {

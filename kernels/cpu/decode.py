@@ -1,6 +1,6 @@
-"""Attention of a decode step on a CPU, and rotation and write of any step, by `decode.c`: one call per layer.
+"""Attention of a decode step on a CPU, and rotation and write of any step, by `decode.c`, in one call per layer.
 
-The torch twins: rotation, write and attention of `kvstore.kernels.reference`.
+Torch twins: rotation, write and attention of `kvstore.kernels.reference`.
 """
 
 import ctypes
@@ -16,9 +16,9 @@ from kvstore.kernels.cpu.threads import num_threads
 from kvstore.kernels.paged_batch import PagedBatch, Scoring
 from kvstore.rope.rotary import Rotation
 
-MAX_REQUESTS = 64  # so many rotate one after the other; beyond, torch's products of matrices catch up
+MAX_REQUESTS = 64  # they are rotated one by one; with more, torch's matrix products are as fast
 MAX_HEAD_DIM = 256
-_HEAD_UNIT = 16  # numbers of a vector: a head is made of whole ones
+_HEAD_UNIT = 16  # numbers in a vector; a head must be a multiple
 CODES = {torch.float32: 0, torch.bfloat16: 1}
 
 _Number, _Address = ctypes.c_int64, ctypes.c_void_p
@@ -45,7 +45,7 @@ def _functions(library: ctypes.CDLL) -> dict[str, Callable[..., int]]:
 
 
 class DecodeStep:
-    """One step whose requests have one token each; holds what its layers share, and keeps it alive while C reads it."""
+    """One step whose requests have one token each. Holds what its layers share, and keeps it alive while C reads it."""
 
     def __init__(
         self, function: Callable[..., int], step: Step, kept: tuple[Tensor, ...], tables: list[tuple[int, int] | None]
@@ -59,8 +59,8 @@ class DecodeStep:
     ) -> Tensor | None:  # [num_tokens, num_heads, head_dim]  # fmt: skip
         """Rotate, write and attend, as `write_kv.rotate_and_write` and `attention.paged_attention` after it.
 
-        query: [num_tokens, num_heads, head_dim], key and value with num_kv_heads, raw; rows may be strided. None, and
-        nothing written, for a layer that is not known here: with softcap, sinks or another rotation than of halves.
+        query: [num_tokens, num_heads, head_dim], key and value with num_kv_heads, raw; rows may be strided. Returns
+        None and writes nothing for a layer with softcap, sinks or a rotation other than of halves.
         """
         table, step = self._tables[layer], self._step
         if table is None or not scoring.plain or any(one.dtype != key_cache.dtype for one in (query, key, value)):
@@ -79,7 +79,7 @@ class DecodeStep:
 
 
 def decode_step(batch: PagedBatch, cache: Tensor, rotations: Sequence[Rotation | None]) -> DecodeStep | None:
-    """What the layers of this step share; None where torch operations are to compute it.
+    """What the layers of this step share; None if torch operations are to compute the step.
 
     cache: one of the step's, [num_blocks, block_size, num_kv_heads, head_dim]; all are alike. rotations: per layer, at
     the step's positions (see `Rotation.spread_out`).
@@ -111,7 +111,7 @@ def decode_step(batch: PagedBatch, cache: Tensor, rotations: Sequence[Rotation |
 
 
 def _tables_of(rotation: Rotation | None, cache: Tensor) -> tuple[int, int] | None:
-    """Addresses of cos and sin, 0 for a layer without rotation; None for a rotation that is not known here."""
+    """Addresses of cos and sin, 0 for a layer without rotation; None for a rotation that C does not know."""
     if rotation is None:
         return 0, 0
     spread = rotation.spread
@@ -125,7 +125,7 @@ def _tables_of(rotation: Rotation | None, cache: Tensor) -> tuple[int, int] | No
 def rotate_and_write(
     query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, rotation: Rotation
 ) -> tuple[Tensor, Tensor] | None:  # query and key, rotated
-    """As `write_kv.rotate_and_write`; None, and nothing written, for what is not known here."""
+    """As `write_kv.rotate_and_write`, but returns None and writes nothing for tensors that C does not know."""
     num_blocks, block_size, num_kv_heads, head_dim = key_cache.shape
     library = native.library() if key.device.type == "cpu" else None
     if library is None or key_cache.dtype not in CODES:

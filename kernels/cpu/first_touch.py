@@ -1,6 +1,6 @@
-"""Memory of a pool is touched a little ahead of its use.
+"""Touches the memory of a pool a little ahead of its use.
 
-The system gives a page when it is first written, which on virtual machines can take long: see bench/LOG.md.
+The system provides a page when it is first written, which can take long on virtual machines: see bench/LOG.md.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from queue import SimpleQueue
 
 import torch
 
-AHEAD_BYTES = 256 << 20  # what is touched and not used yet, at most
+AHEAD_BYTES = 256 << 20  # touched but not used yet, at most
 _PIECE_BYTES = 4 << 20
-_LEAST_BYTES = 32 << 20  # less is not worth a thread
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; contents stay
+LEAST_BYTES = 32 << 20  # a smaller tensor is not worth a thread
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14; keeps the contents
 
 
 class FirstTouch:
     """Touches the rows of a tensor on a CPU, from the first on, in a thread of its own.
 
-    Rows are expected to be used about in order. The thread ends when this is dropped; where the system cannot do it,
-    nothing happens.
+    Rows are expected to be used roughly in order. The thread ends when this object is dropped. Nothing happens if the
+    system cannot touch pages, or if the tensor has fewer than least_bytes. ahead_bytes: AHEAD_BYTES unless given.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, ahead_bytes: int | None = None, least_bytes: int = LEAST_BYTES) -> None:
         row_bytes = tensor.stride(0) * tensor.element_size()
         self._num_rows = len(tensor)
-        self._ahead = max(1, AHEAD_BYTES // row_bytes)
+        self._ahead = max(1, (AHEAD_BYTES if ahead_bytes is None else ahead_bytes) // row_bytes)
         self._target = 0
-        self._wanted: SimpleQueue[int] = SimpleQueue()  # rows that are to have been touched; 0: end
-        if self._num_rows * row_bytes < _LEAST_BYTES:
+        self._wanted: SimpleQueue[int] = SimpleQueue()  # how many rows to touch in all; 0: end
+        if self._num_rows * row_bytes < least_bytes:
             self._target = self._num_rows
             return
         ended = threading.Event()
-        # The thread holds no tensor: it must not be the one that frees it.
+        # The thread holds no tensor, because it must not be the one that frees it.
         arguments = (tensor.data_ptr(), row_bytes, self._wanted, ended)
         thread = threading.Thread(target=_touch, args=arguments, name="kvstore-touch", daemon=True)
         weakref.finalize(self, _end, thread, self._wanted, ended, tensor)
@@ -44,14 +44,14 @@ class FirstTouch:
         self.reach(0)
 
     def reach(self, row: int) -> None:
-        """This row is about to be used: those behind it will be. Cheap; to be called each time."""
+        """Note that this row is about to be used, and the following rows soon. Cheap; call it each time."""
         if self._target < self._num_rows and row + self._ahead // 2 >= self._target:
             self._target = min(self._num_rows, row + self._ahead)
             self._wanted.put(self._target)
 
 
 def _end(thread: threading.Thread, wanted: SimpleQueue[int], ended: threading.Event, tensor: torch.Tensor) -> None:
-    """The memory, which `tensor` holds until here, is not touched any more."""
+    """End touching. `tensor` keeps the memory alive until then."""
     ended.set()
     wanted.put(0)
     if thread is not threading.current_thread():

@@ -1,14 +1,15 @@
-/* What a step of a few rows computes of a layer beside its attention: norms, and products with weights as oneDNN has
- * packed them: [out / COLUMNS][in / 2][COLUMNS][2], bfloat16, COLUMNS being 32 for tiles (AMX) and 64 for vectors, the last
- * block filled up. Such a product is bound by memory, and a weight is fetched far ahead of its use, which oneDNN does not do (bench/LOG.md). */
+/* A layer without its attention, for a step of few rows: norms, and products with weights as oneDNN has packed them:
+ * [out / COLUMNS][in / 2][COLUMNS][2], bfloat16, where COLUMNS is 32 for tiles (AMX) and 64 for vectors, and the last
+ * block is padded. Memory bounds such a product, so a weight is fetched far ahead of its use, as oneDNN does not
+ * (bench/LOG.md). */
 
 #include "team.h"
 #include "tiles.h"
 #include "vectors.h"
 
-#define AHEAD 8192 /* bytes of a weight between what is fetched and what is used */
+#define AHEAD 8192 /* bytes of a weight between the place that is fetched and the one that is used */
 
-/* One row. wide: the scale is float32, and applied before rounding, else after. */
+/* One row. wide: the scale is float32 and applied before rounding, else after. */
 INLINE void norm_row(const void *x, const void *scale, void *out, int64_t width, float eps, bool wide, bool narrow)
 {
     floats sums[4] = {};
@@ -21,7 +22,7 @@ INLINE void norm_row(const void *x, const void *scale, void *out, int64_t width,
     float sum = total((sums[0] + sums[1]) + (sums[2] + sums[3]));
     for (; i < width; i++)
         sum += get(x, i, narrow) * get(x, i, narrow);
-    float inverse = (float)(1.0 / sqrt((double)sum / (double)width + eps)); /* the trial is strict: 2 ulps */
+    float inverse = (float)(1.0 / sqrt((double)sum / (double)width + eps)); /* double: the trial allows 2 ulps */
     if (wide)
         for (i = 0; i < width; i++)
             put(out, i, get(x, i, narrow) * inverse * ((const float *)scale)[i], narrow);
@@ -39,7 +40,7 @@ struct norms {
     float eps;
 };
 
-#define NORM_ROWS 32 /* that one thread takes at once */
+#define NORM_ROWS 32 /* one thread takes at once */
 
 static void norm_some(const void *job, int64_t item, int thread)
 {
@@ -84,7 +85,7 @@ struct norm {
     int64_t width, wide;
 };
 
-/* A layer, its attention left out. gelu: the gate is gelu by its tanh formula, else silu. */
+/* A layer without its attention. gelu: the gate is gelu by its tanh formula, else silu. */
 struct layer_parts {
     struct norm before, between;
     struct product qkv, out, gate, up, down;
@@ -92,8 +93,8 @@ struct layer_parts {
 };
 
 #if defined HAS_TILES
-#define COLUMNS 32    /* of a weight that stand together */
-#define GROUP_ROWS 32 /* that are multiplied at once, and all there may be: more of them oneDNN does faster */
+#define COLUMNS 32    /* of a weight that are stored together */
+#define GROUP_ROWS 32 /* multiplied at once, and the most of a step: with more, oneDNN is faster */
 
 /* Tiles 0 to 3: sums, by half of the rows and half of the columns; 4, 5: rows of x; 6, 7: columns of the weight. */
 INLINE void shape_tiles(struct tile_shapes *before, int64_t rows)
@@ -143,15 +144,15 @@ INLINE void multiply(const struct product *product, int64_t block, const uint16_
 #define COLUMNS 64
 #define GROUP_ROWS 30
 #define ROWS_AT_ONCE 6 /* their sums, 4 vectors of a weight and one number of x fit into the registers */
-#define DEPTH 2048     /* of a block of a weight, 256 KiB, which stay in a cache while all rows of a group meet them */
+#define DEPTH 2048     /* of a block of a weight, 256 KiB, which stays in a cache while all rows of a group use it */
 
 INLINE void shape_tiles(struct tile_shapes *before, int64_t rows)
 {
     (void)before, (void)rows;
 }
 
-/* Sums of so many rows, a constant, and one block of columns, over so much of `in`: added to those that are there, or in
- * place of them. is_first: the weight comes from memory, else from a cache. */
+/* Sums of so many rows, a constant, and one block of columns, over so much of `in`. They are added to earlier sums, or
+ * replace them. is_first: the weight comes from memory, else from a cache. */
 INLINE void multiply_rows(const uint16_t *weight, const uint16_t *x, int64_t stride, int64_t depth, int num_rows,
                           float *sums, bool adds, bool is_first)
 {
@@ -179,7 +180,7 @@ INLINE void multiply_rows(const uint16_t *weight, const uint16_t *x, int64_t str
             _mm512_storeu_ps(sums + row * COLUMNS + i * LANES, found[row][i]);
 }
 
-/* Sums of one block of columns, [rows, 64], without bias. is_first: of the rows that meet this block. */
+/* Sums of one block of columns, [rows, 64], without bias. is_first: these rows are the first to use the block. */
 INLINE void multiply(const struct product *product, int64_t block, const uint16_t *x, int64_t rows, float *sums,
                      bool is_first)
 {
@@ -239,7 +240,7 @@ INLINE floats biased(const struct product *product, int64_t column, const float 
     return x;
 }
 
-/* One block of y, with `added` where there is some, [rows, out]: rounded once. */
+/* One block of y, [rows, out], plus `added` if there is one; rounded once. */
 INLINE void finish(const struct product *product, int64_t block, const uint16_t *x, const uint16_t *added, uint16_t *y,
                    int64_t rows, bool is_first)
 {
@@ -288,7 +289,7 @@ INLINE int64_t in_group(int64_t rows, int64_t row)
     return rows - row < GROUP_ROWS ? rows - row : GROUP_ROWS;
 }
 
-/* All rows of one block of y, with `added` where there is some. */
+/* All rows of one block of y, plus `added` if there is one. */
 struct computed {
     const struct product *product;
     const uint16_t *x, *added;
@@ -310,7 +311,7 @@ static void compute_block(const void *job, int64_t block, int thread)
     restore_tiles(&before);
 }
 
-/* Blocks are taken one by one: a thread whose processor has other work takes fewer. */
+/* Threads take blocks one by one, so a thread whose processor has other work takes fewer. */
 static void compute(const struct product *product, const uint16_t *x, const uint16_t *added, uint16_t *y, int64_t rows,
                     int num_threads)
 {
@@ -318,7 +319,7 @@ static void compute(const struct product *product, const uint16_t *x, const uint
     in_team(compute_block, &computed, num_blocks(product), num_threads);
 }
 
-/* The same of activated(gate(x)) * up(x). */
+/* The same for activated(gate(x)) * up(x). */
 struct gated {
     const struct layer_parts *parts;
     const uint16_t *x;
@@ -345,7 +346,7 @@ static void normalise(const struct norm *norm, const uint16_t *x, uint16_t *y, i
 
 #endif
 
-/* Whether tiles can be used: the system has to allow a process that. */
+/* Whether tiles can be used. The system must allow a process to use them. */
 int kv_has_tiles(void)
 {
     return may_use_tiles();
@@ -361,7 +362,7 @@ int kv_product_rows(void)
 #endif
 }
 
-/* How many columns of a weight stand together for the products below; 0: there are none. */
+/* How many columns of a weight are stored together for the products below; 0 if there are no products. */
 int kv_product_columns(void)
 {
 #if defined HAS_TILES
@@ -373,7 +374,8 @@ int kv_product_columns(void)
 #endif
 }
 
-/* This and what follows: only where there are products; rows: at most as many as they take. Each returns 0. */
+/* This and the following functions: call them only if there are products, with at most the rows that these take. Each
+ * returns 0. */
 int kv_product(const struct product *product, const uint16_t *x, uint16_t *y, int64_t rows, int num_threads)
 {
 #ifdef HAS_PRODUCTS
@@ -384,7 +386,7 @@ int kv_product(const struct product *product, const uint16_t *x, uint16_t *y, in
 #endif
 }
 
-/* The layer up to its attention: norm and joined product of q, k and v. scratch: [rows, in]. */
+/* The layer before its attention: norm and joined product of q, k and v. scratch: [rows, in]. */
 int kv_before_attention(const struct layer_parts *parts, const uint16_t *x, uint16_t *scratch, uint16_t *y,
                         int64_t rows, int num_threads)
 {
@@ -397,8 +399,8 @@ int kv_before_attention(const struct layer_parts *parts, const uint16_t *x, uint
 #endif
 }
 
-/* The layer behind it. attended: [rows, in of `out`]; x, which is added, and y: [rows, hidden]; scratch: 2 * [rows,
- * hidden] + [rows, out of `gate`]. */
+/* The layer after its attention. attended: [rows, in of `out`]; x, which is added, and y: [rows, hidden]; scratch: 2 *
+ * [rows, hidden] + [rows, out of `gate`]. */
 int kv_after_attention(const struct layer_parts *parts, const uint16_t *attended, const uint16_t *x, uint16_t *scratch,
                        uint16_t *y, int64_t rows, int num_threads)
 {

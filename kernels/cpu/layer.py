@@ -1,6 +1,6 @@
-"""Norms and products on a CPU by the C code of `layer.c`, whose structs these are.
+"""Norms and products on a CPU by the C code of `layer.c`, whose structs are declared here.
 
-The torch twins: `kvstore.engine.model.packing.FusedRMSNorm`, oneDNN's products, and the torch operations of
+Torch twins: `kvstore.engine.model.packing.FusedRMSNorm`, oneDNN's products, and the torch operations of
 `kvstore.engine.model.lean`.
 """
 
@@ -54,14 +54,14 @@ def _functions(library: ctypes.CDLL) -> dict[str, Callable[..., int]]:
 
 @cache
 def has_tiles() -> bool:
-    """Whether tiles (AMX) can be used here, and compute what torch does."""
+    """Whether tiles (AMX) can be used here and compute the same as torch."""
     library = native.library()
     return library is not None and bool(_functions(library)["kv_has_tiles"]()) and num_columns() > 0
 
 
 @cache
 def num_columns() -> int:
-    """How many columns of a weight stand together for products here, by tiles or by vectors; 0: there are none."""
+    """How many columns of a weight are stored together for products by tiles or vectors; 0 if there are no products."""
     library = native.library()
     if library is None:
         return 0
@@ -72,14 +72,14 @@ def num_columns() -> int:
 
 @cache
 def max_rows() -> int:
-    """How many rows a product here takes: 32 by tiles, where oneDNN does more of them faster, by vectors any number."""
+    """How many rows a product takes: 32 with tiles, as oneDNN is faster with more; any number with vectors."""
     library = native.library()
     return _functions(library)["kv_product_rows"]() if library is not None and num_columns() else 0
 
 
 def _multiplies(function: Callable[..., int], columns: int, most: int) -> bool:
-    """Tried once, for few rows and for many: compilers have read the arguments of functions differently."""
-    numbers = torch.arange(128 * 64) * 37 % 17 - 8  # whole and small: every sum is exact
+    """Whether products are right. Tried once, with few rows and many: compilers differ in how they read arguments."""
+    numbers = torch.arange(128 * 64) * 37 % 17 - 8  # small whole numbers, so that every sum is exact
     x, weight = numbers.view(-1, 64).bfloat16(), numbers.roll(5).view(-1, 64).bfloat16()[:columns]
     packed = weight.view(columns, 32, 2).transpose(0, 1).contiguous()
     product = _Product(packed.data_ptr(), 0, 64, columns)
@@ -95,7 +95,7 @@ class NativeRMSNorm:
     """Root mean square norm over the last dimension in one pass; `wide` as in
     `kvstore.engine.model.packing.FusedRMSNorm`.
 
-    scale: [width], contiguous; float32 if wide, else of the dtype of the input, which is also that of the result.
+    scale: [width], contiguous; float32 if wide, else of the input's dtype. The result has the input's dtype.
     """
 
     def __init__(self, function: Callable[..., int], scale: Tensor, dtype: torch.dtype, eps: float, wide: bool) -> None:
@@ -106,7 +106,7 @@ class NativeRMSNorm:
         self._variant = _CODES[dtype] + 2 * wide
 
     def __call__(self, x: Tensor) -> Tensor | None:
-        """x: [outer, inner, width], where the outer dimension may be strided; None for what is laid out otherwise."""
+        """x: [outer, inner, width], of which the outer dimension may be strided. None for another layout."""
         if x.dim() != 3 or x.dtype != self.dtype:
             return None
         outer, inner, width = x.shape
@@ -122,7 +122,7 @@ class NativeRMSNorm:
 
 
 def native_rms_norm(scale: Tensor, dtype: torch.dtype, eps: float, wide: bool) -> NativeRMSNorm | None:
-    """None without the C code, or for an input of another dtype than it knows."""
+    """None without the C code, or for a dtype that it does not know."""
     fits = dtype in _CODES and scale.is_contiguous() and scale.dtype == (torch.float32 if wide else dtype)
     library = native.library() if fits and scale.device.type == "cpu" else None
     return None if library is None else NativeRMSNorm(_functions(library)["rms_norm"], scale, dtype, eps, wide)
@@ -139,7 +139,7 @@ class NativeProduct:
         self._at, self._max_rows = ctypes.addressof(self.struct), max_rows()
 
     def __call__(self, x: Tensor) -> Tensor | None:  # [..., out]
-        """x: [..., in]; None for more rows, and for what is not contiguous or not bfloat16."""
+        """x: [..., in]. None for more rows, or for an input that is not contiguous or not bfloat16."""
         num_rows = x.numel() // self.num_in
         if not 0 < num_rows <= self._max_rows or x.dtype != torch.bfloat16 or not x.is_contiguous():
             return None
@@ -151,9 +151,9 @@ class NativeProduct:
 
 
 def native_product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> NativeProduct | None:
-    """None where C cannot compute it: another dtype or processor, or a layout that is not the one known here.
+    """None if C cannot compute the product: because of the dtype, the processor or an unknown layout of the weight.
 
-    packed: what oneDNN made of weight, [out, in], which is needed for a comparison alone. bias: [out], contiguous.
+    packed: weight, [out, in], as oneDNN has packed it; weight itself is only compared. bias: [out], contiguous.
     """
     columns = num_columns() if weight.dtype == torch.bfloat16 and weight.dim() == 2 else 0
     if not columns or weight.shape[0] % 16 or weight.shape[1] % 32:
@@ -167,7 +167,7 @@ def native_product(packed: Tensor, weight: Tensor, bias: Tensor | None) -> Nativ
 
 
 def _is_as_known(packed: Tensor, weight: Tensor, columns: int) -> bool:
-    """Whether the packed weight is [out / columns][in / 2][columns][2], filled up: its layout is oneDNN's choice."""
+    """Whether the packed weight is [out / columns][in / 2][columns][2], padded. oneDNN chooses its layout."""
     try:
         address, size = torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
     except (AttributeError, RuntimeError, TypeError):
@@ -182,10 +182,10 @@ def _is_as_known(packed: Tensor, weight: Tensor, columns: int) -> bool:
 
 
 class NativeLayer:
-    """A decoder layer beside its attention, for up to `max_rows()` rows: two calls.
+    """A decoder layer without its attention, for up to `max_rows()` rows, in two calls.
 
-    norms: in front of the attention and behind it; products: q, k and v joined, output, gate, up, down. All stay alive
-    and where they are as long as this does.
+    norms: before and after the attention; products: q, k and v joined, output, gate, up, down. All of them stay alive
+    and in place as long as this object.
     """
 
     def __init__(self, norms: Sequence[NativeRMSNorm], products: Sequence[NativeProduct], gelu: bool) -> None:
@@ -202,13 +202,13 @@ class NativeLayer:
         self._max_rows = max_rows()
 
     def takes(self, x: Tensor) -> bool:
-        """x: [1, rows, hidden]."""
+        """Whether C computes x, [1, rows, hidden]."""
         num_requests, num_rows, width = x.shape
         fits = num_requests == 1 and 0 < num_rows <= self._max_rows and width == self._num_hidden
         return fits and x.dtype == torch.bfloat16 and x.is_contiguous()
 
     def before_attention(self, x: Tensor) -> Tensor:  # [rows, out of q, k and v]
-        """x: [1, rows, hidden], taken."""
+        """x: [1, rows, hidden], for which `takes` is true."""
         num_rows = x.shape[1]
         scratch = torch.empty(num_rows * self._num_hidden, dtype=x.dtype)
         out = torch.empty((num_rows, self._num_qkv), dtype=x.dtype)
@@ -217,7 +217,7 @@ class NativeLayer:
         return out
 
     def after_attention(self, attended: Tensor, x: Tensor) -> Tensor:  # [1, rows, hidden]
-        """attended: [1, rows, in of the output's product], contiguous; x: what came into the layer, taken."""
+        """attended: [1, rows, in of the output's product], contiguous; x: as in `before_attention`."""
         num_rows = x.shape[1]
         scratch = torch.empty(num_rows * self._num_scratch, dtype=x.dtype)
         out = torch.empty_like(x)
@@ -229,7 +229,7 @@ class NativeLayer:
 def native_layer(
     norms: Sequence[NativeRMSNorm | None], products: Sequence[NativeProduct | None], gelu: bool
 ) -> NativeLayer | None:
-    """None where one of its parts is missing, or they do not fit together."""
+    """None if one of its parts is missing, or if they do not fit together."""
     known_norms = [norm for norm in norms if norm is not None and norm.dtype == torch.bfloat16]
     known = [product for product in products if product is not None]
     if len(known_norms) != 2 or len(known) != 5:

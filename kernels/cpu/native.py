@@ -1,7 +1,7 @@
 """The C code of this folder, compiled once by the machine's own compiler and kept in the user's cache.
 
-For what torch has no operation for on a CPU: several small ones in one pass, products that fetch weights ahead. Without
-a compiler torch operations do the same work.
+It does what torch has no operation for on a CPU: several small operations in one pass, and products that fetch weights
+ahead. Without a compiler, torch operations do the same work.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch  # noqa: F401  its OpenMP is to be the one that the compiled code finds
+import torch  # noqa: F401  so that the compiled code finds torch's OpenMP
 
 SOURCES = ("decode.c", "prefill.c", "layer.c", "copy.c", "threads.c")
 HEADERS = ("vectors.h", "tiles.h", "team.h")
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled code, or None. Compiling takes a second or two, once for each machine and version of the sources."""
+    """The compiled code, or None. Compiling takes a second or two, once per machine and version of the sources."""
     folder = Path(__file__).parent
     sources = [folder / name for name in SOURCES]
     try:
@@ -40,7 +40,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def declared(library: ctypes.CDLL, arguments: Mapping[str, Sequence[Any]]) -> dict[str, Callable[..., int]]:
-    """Functions of it by name, which take arguments of these types and return an int."""
+    """Functions of the compiled code by name. They take arguments of these types and return an int."""
     functions = {}
     for name, types in arguments.items():
         functions[name] = getattr(library, name)
@@ -72,6 +72,6 @@ def _built(sources: list[Path]) -> Path | None:
 
 
 def _cpu_flags() -> str:
-    """What the processor can do: a cache may be shared by machines that differ."""
+    """The features of the processor, because different machines may share a cache."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line for line in lines if line.startswith("flags")), "")

@@ -1,19 +1,19 @@
-/* Attention of many tokens of one request over its pages, by tiles (AMX) or by vectors of bfloat16: flash attention (Dao
- * et al., 2022) with scores transposed.
+/* Attention of many tokens of one request over its pages, by tiles (AMX) or by vectors of bfloat16: flash attention
+ * (Dao et al., 2022) with scores transposed.
  *
- * A tile of scores is keys * queries, 16 * 16: keys are read row by row as they stand, and softmax goes down the rows,
- * sixteen queries in one vector, no sum across lanes. Weights are rounded to bfloat16 in pairs of keys, which is what the
- * second product takes; its other side is a chunk of values, transposed once for all queries of a unit of work. Scores
- * and sums are float32. Positions count from the request's first token. */
+ * A tile of scores is keys * queries, 16 * 16. Keys are read row by row, and softmax goes down the rows with sixteen
+ * queries in one vector, so there are no sums across lanes. Weights are rounded to bfloat16 in pairs of keys, as the
+ * second product takes them; its other side is a chunk of values, transposed once for all queries of a unit of work.
+ * Scores and sums are float32. Positions count from the request's first token. */
 
 #include "team.h"
 #include "tiles.h"
 #include "vectors.h"
 
 #define MAX_HEAD_DIM 256
-#define CHUNK 256 /* keys at a time: what belongs to them stays in the second cache */
+#define CHUNK 256 /* keys at a time; their data stays in the second cache */
 #define PAIR 32   /* tokens of a head that are computed together: two tiles */
-#define ROWS 8    /* keys, or numbers of a value, whose sums with a pair's queries stay in the registers of vectors */
+#define ROWS 8    /* keys, or numbers of a value, whose sums with a pair's queries stay in vector registers */
 
 /* One request. Strides are in elements; a row of out is num_heads * head_dim. window: 0 for none. */
 struct prefill {
@@ -28,8 +28,8 @@ struct prefill {
 
 #ifdef HAS_PRODUCTS
 
-/* Two tiles of queries: their transposed rows as pairs of numbers, and what is known of their sums so far, transposed.
- * Arrays of a chunk are shared by all. */
+/* Two tiles of queries: their transposed rows as pairs of numbers, and the state of their sums, transposed. All of them
+ * share the arrays of a chunk. */
 struct pair {
     uint16_t *query; /* [2][head_dim / 32][16 pairs][16 queries][2] */
     float *sums;     /* [2][head_dim][16 queries] */
@@ -37,8 +37,8 @@ struct pair {
     float *weight;   /* [2][16 queries] */
 };
 
-/* One thread's. keys, rows: [CHUNK][head_dim]; values: [CHUNK / 32][head_dim][32]; scores: [2][CHUNK][16]; weights:
- * [2][CHUNK / 2][16][2]. */
+/* Scratch of one thread. keys, rows: [CHUNK][head_dim]; values: [CHUNK / 32][head_dim][32]; scores: [2][CHUNK][16];
+ * weights: [2][CHUNK / 2][16][2]. */
 struct scratch {
     uint16_t *keys, *rows, *values, *weights;
     float *scores;
@@ -91,7 +91,7 @@ INLINE __m512i gathered(const void *from, int64_t stride, int64_t count)
     return _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), mask, offsets, from, 1);
 }
 
-/* Queries of `head` from `token` on, up to `end`; nothing is known of them. */
+/* Begins with the queries of `head` from `token` on, up to `end`. */
 static void begin_pair(const struct prefill *job, struct pair *pair, int64_t head, int64_t token, int64_t end)
 {
     int64_t dim = job->head_dim, stride = job->query_stride * 2;
@@ -107,7 +107,7 @@ static void begin_pair(const struct prefill *job, struct pair *pair, int64_t hea
         pair->largest[i] = -INFINITY;
 }
 
-/* Keys and values of `count` positions from `first` on; what is missing to whole tiles is 0. */
+/* Reads keys and values of `count` positions from `first` on, padded to whole tiles with 0. */
 static void read_chunk(const struct prefill *job, const struct scratch *scratch, int64_t kv_head, int64_t first,
                        int64_t count)
 {
@@ -160,8 +160,8 @@ INLINE void score(const struct pair *pair, const struct scratch *scratch, int64_
 
 #else
 
-/* sums[row][half] += the sum over so many pairs of numbers of columns[half][pair] * rows[row][pair]: a vector of columns,
- * 32 numbers, is 16 queries. Strides are in numbers. */
+/* sums[row][half] += the sum over so many pairs of numbers of columns[half][pair] * rows[row][pair]: a vector of
+ * columns, 32 numbers, is 16 queries. Strides are in numbers. */
 INLINE void multiply(floats sums[ROWS][2], const uint16_t *rows, int64_t row_stride, const uint16_t *columns,
                      int64_t half_stride, int64_t num_pairs)
 {
@@ -192,7 +192,8 @@ INLINE void score(const struct pair *pair, const struct scratch *scratch, int64_
 
 #endif
 
-/* 2^x, 0 from -150 on; to 5e-5 of it, and then rounded to bfloat16; NaN of NaN: Taylor's series of e^(f * ln 2), |f| <= 1/2. */
+/* 2^x, 0 below -150, with a relative error of 5e-5, as it is then rounded to bfloat16; NaN for NaN. By Taylor's series
+ * of e^(f * ln 2), |f| <= 1/2. */
 INLINE floats power_of_two(floats x)
 {
     __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-160.0f), x);
@@ -217,7 +218,7 @@ INLINE floats visible(floats scores, int64_t position, ints at, int64_t window)
     return scores;
 }
 
-/* Two floats' vectors as bfloat16, one in the low halves, the other in the high ones. */
+/* Two vectors of floats as bfloat16, one in the low halves, the other in the high halves. */
 INLINE __m512i paired(floats low, floats high)
 {
     __m512i a = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(low));
@@ -225,8 +226,8 @@ INLINE __m512i paired(floats low, floats high)
     return _mm512_or_si512(a, _mm512_slli_epi32(b, 16));
 }
 
-/* Softmax of one tile's scores, and what it had summed before made as small. first: position of the chunk; token: of the
- * tile's first query. */
+/* Softmax of one tile's scores. Earlier sums are scaled down to a new largest score. first: position of the chunk;
+ * token: of the tile's first query. */
 static void weigh(const struct prefill *job, struct pair *pair, const struct scratch *scratch, int half,
                   int64_t num_keys, int64_t first, int64_t token)
 {
@@ -373,7 +374,7 @@ static void attend_tokens(const struct prefill *job, const struct scratch *scrat
     }
 }
 
-/* Units of the last tokens, which see most, come first. */
+/* The units of the last tokens come first, as they see most keys. */
 static void attend_unit(const void *whole, int64_t item, int thread)
 {
     const struct prefill *job = whole;
@@ -397,8 +398,8 @@ int64_t kv_prefill_scratch(int64_t num_heads, int64_t num_kv_heads, int64_t head
 #endif
 }
 
-/* Only where there are products. head_dim: a multiple of 32. Returns -1, with nothing done, where a block is none of
- * the cache's. */
+/* Call it only if there are products. head_dim: a multiple of 32. Returns -1 and does nothing if a block is not in the
+ * cache. */
 int kv_prefill(const struct prefill *job, int num_threads)
 {
 #ifdef HAS_PRODUCTS

@@ -1,6 +1,6 @@
 """Attention of many tokens of a request on a CPU with tiles (AMX) or vectors of bfloat16 by the C code of `prefill.c`.
 
-The torch twin: `attention_torch`, which gathers the pages of a request first.
+Torch twin: `attention_torch`, which gathers the pages of a request first.
 """
 
 import ctypes
@@ -15,8 +15,8 @@ from kvstore.kernels.cpu.threads import num_threads
 from kvstore.kernels.paged_batch import PagedBatch, Scoring
 
 MAX_HEAD_DIM = 256
-UNIT_TOKENS = 64  # of one KV head, by one thread: the more, the less often keys and values are read
-FEW_UNIT_TOKENS = 32  # where there would not be enough units for all threads
+UNIT_TOKENS = 64  # per unit of work of a thread, for one KV head; more would read keys and values less often
+FEW_UNIT_TOKENS = 32  # if there would not be enough units for all threads
 _DIM_UNIT = 32
 
 _NUMBERS = (
@@ -37,7 +37,7 @@ class _Prefill(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The compiled code, where it multiplies bfloat16."""
+    """The compiled code if it multiplies bfloat16."""
     library = native.library()
     if library is None or not layer_native.num_columns():
         return None
@@ -48,7 +48,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 class _Scratch(threading.local):
-    """Of each thread that calls, kept: new memory costs more than a layer's attention."""
+    """Scratch memory of each calling thread. It is kept, because new memory costs more than a layer's attention."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
@@ -63,7 +63,7 @@ _scratch = _Scratch()
 
 
 def knows(scoring: Scoring, head_dim: int) -> bool:
-    """Whether C can score so, and heads of this width; not whether it runs here."""
+    """Whether C knows this scoring and heads of this width; not whether it runs on this machine."""
     return scoring.plain and head_dim % _DIM_UNIT == 0 and head_dim <= MAX_HEAD_DIM
 
 
@@ -76,9 +76,9 @@ def prefill(
     scoring: Scoring,
     out: torch.Tensor,
 ) -> bool:
-    """Attention of this request's tokens over all of its context, which is in the caches; False: not done, not known.
+    """Attention of this request's tokens over its whole context, which is in the caches. False if C cannot do it.
 
-    query, out: [num_tokens, num_heads, head_dim], of the request; caches: [num_blocks, block_size, num_kv_heads,
+    query, out: the request's, [num_tokens, num_heads, head_dim]; caches: [num_blocks, block_size, num_kv_heads,
     head_dim], bfloat16.
     """
     num_blocks, block_size, num_kv_heads, head_dim = key_cache.shape

@@ -1,8 +1,9 @@
 /* Where the threads of OpenMP run, and a team of our own for the products and the attention of this folder.
  *
- * A model whose products are all computed here has the second: OpenMP ends a region when every thread has come to its end, also one that others keep from its processor and that has
- * nothing to do. Here who calls waits for items that are being computed, for nothing else. A helper gives its processor
- * up between two items, before it is taken away in the middle of one: beside other work nobody waits (bench/LOG.md). */
+ * A model whose products are all computed here has such a team. OpenMP ends a region when every thread has reached its
+ * end, even a thread that has nothing to do and waits for a processor. Here the caller waits only for items that are
+ * being computed. A helper yields its processor between two items, before it is taken away in the middle of one, so
+ * nobody waits beside other work (bench/LOG.md). */
 
 #define _GNU_SOURCE
 #include "team.h"
@@ -19,13 +20,13 @@
 #include <unistd.h>
 
 #define MAX_HELPERS 255
-#define CLOSED UINT32_MAX       /* as the next item: the job is being changed */
-#define HELD_NS 1000000         /* a processor, until it is offered to others */
+#define CLOSED UINT32_MAX       /* as the next item: the job is being replaced */
+#define HELD_NS 1000000         /* for which a helper holds a processor before it offers it to others */
 #define IDLE_HELD_NS 20000      /* the same while there is nothing to do */
-#define AWAKE_NS 3000000        /* without work, until a helper sleeps */
+#define AWAKE_NS 3000000        /* without work, after which a helper sleeps */
 
-/* The job in work. A helper may be stopped anywhere for any time: it takes an item by exchanging `next`, whose upper half
- * is the number of the job, so an item of a job that has ended is never taken. */
+/* The current job. A helper may be stopped anywhere for any time. It takes an item by exchanging `next`, whose upper
+ * half is the number of the job, so it never takes an item of a job that has ended. */
 static struct {
     _Alignas(64) _Atomic uint64_t next; /* number of the job, and its next item */
     _Alignas(64) _Atomic int64_t num_done;
@@ -37,9 +38,9 @@ static struct {
     _Atomic int num_threads;
 } team;
 
-static pthread_mutex_t owner = PTHREAD_MUTEX_INITIALIZER; /* who calls has it, and changes what follows */
+static pthread_mutex_t owner = PTHREAD_MUTEX_INITIALIZER; /* the caller holds it, and changes the following */
 static int num_helpers;
-static _Atomic int helper_ids[MAX_HELPERS]; /* as the system calls them; 0: not running yet */
+static _Atomic int helper_ids[MAX_HELPERS]; /* thread ids of the system; 0: not running yet */
 static int helper_cpus[MAX_HELPERS], num_helper_cpus;
 
 static int64_t now_ns(void)
@@ -49,7 +50,7 @@ static int64_t now_ns(void)
     return now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Whether there was an item for this thread; it is done. */
+/* Computes one item, if there is one. Returns whether there was. */
 static bool take_one(int thread)
 {
     uint64_t next = atomic_load(&team.next);
@@ -128,7 +129,7 @@ static void start_helpers(int count)
     pthread_sigmask(SIG_SETMASK, &before, 0);
 }
 
-static _Thread_local bool has_own_team; /* the calling thread */
+static _Thread_local bool has_own_team; /* of the calling thread */
 
 void in_team(work_on *work, const void *job, int64_t num_items, int num_threads)
 {
@@ -164,8 +165,8 @@ void in_team(work_on *work, const void *job, int64_t num_items, int num_threads)
     pthread_mutex_unlock(&owner);
 }
 
-/* From now on thread i of the caller's team runs on cpus[i] alone, the caller itself as thread 0. Returns how many of them
- * the system did not let be bound. */
+/* From now on, thread i of the caller's team runs only on cpus[i]; the caller is thread 0. Returns how many of them the
+ * system refused to bind. */
 int kv_bind_threads(const int *cpus, int count)
 {
     int num_failed = 0;
@@ -187,7 +188,7 @@ int kv_bind_threads(const int *cpus, int count)
     return num_failed;
 }
 
-/* What the system calls the threads of the caller's team, which is to have `count`; 0 for one that does not run yet. */
+/* The system's ids of the threads of the caller's team, which is to have `count`; 0 for one that does not run yet. */
 int kv_team(int *ids, int count, int is_own)
 {
     if (is_own) {
@@ -201,8 +202,8 @@ int kv_team(int *ids, int count, int is_own)
     return 0;
 }
 
-/* Of the caller's regions of OpenMP from now on, torch's too; the threads that are left out stay and sleep. is_own: this
- * folder's code has a team of its own here. */
+/* The number of threads of the caller's regions of OpenMP from now on, including torch's. Unused threads stay and
+ * sleep. is_own: the code of this folder has a team of its own. */
 int kv_use_threads(int count, int is_own)
 {
     omp_set_num_threads(count);
@@ -210,9 +211,8 @@ int kv_use_threads(int count, int is_own)
     return 0;
 }
 
-/* Ends the threads that help the caller; the next region makes new ones. They sleep, but OpenMP counts them: where there
- * are more threads than processors, all wait for one another without spinning, and each wait costs a wake-up.
- */
+/* Ends the threads that help the caller; the next region makes new ones. They sleep, but OpenMP counts them: if there
+ * are more threads than processors, all wait for one another without spinning, and each wait costs a wake-up. */
 int kv_let_helpers_go(void)
 {
     return omp_pause_resource_all(omp_pause_soft);

@@ -1,9 +1,9 @@
-"""The computing threads of a process: binds two of them to its two processors, and does with one beside other work.
+"""The computing threads of a process: binds two of them to its two processors, and uses one beside other work.
 
-The helper, which slept while nobody asked, may be woken on the processor of the thread that waits for it, and stay
-there for the whole of a prefill: a turn after a pause took up to twice as long (bench/LOG.md). Not for more than two:
-OpenMP ends threads when a smaller team is asked for, and new ones would all inherit the processor of the caller. Nor
-does one of more than two decode alone: it would read weights more slowly than all of them, though one has to wait.
+After a pause, the system may wake the helper on the processor of the thread that waits for it, and leave it there for a
+whole prefill: such a turn took up to twice as long (bench/LOG.md). More than two threads are not bound: OpenMP ends
+threads if a smaller team is requested, and new threads would all inherit the caller's processor. Nor does one of more
+than two decode alone: it would read weights more slowly than all of them, even if one of these has to wait.
 """
 
 import ctypes
@@ -19,10 +19,10 @@ import torch
 
 from kvstore.kernels.cpu import native
 
-FEW_ROWS = 16  # a step of so many reads weights more than it computes: one thread does it nearly as fast as two
-LOOK_S = 0.05  # of computing between two looks at how long threads have waited
-CROWDED_SHARE = 0.25  # of that time, spent waiting for a processor by both threads together
-PATIENCE_S = (1.0, 8.0)  # until all threads are tried again: at first, and at most
+FEW_ROWS = 16  # up to so many rows, reading weights dominates a step, and one thread is nearly as fast as two
+LOOK_S = 0.05  # of computing between two checks how long threads have waited
+CROWDED_SHARE = 0.25  # of that time, if both threads together wait so much for a processor, there is other work
+PATIENCE_S = (1.0, 8.0)  # after which all threads are tried again: at first, and at most
 TEAM = 2  # threads, of which one may decode alone
 _USERS_OWN = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
@@ -32,29 +32,29 @@ class _Bound:
     """A thread that `bind_threads` has bound."""
 
     own: set[int]  # its processor
-    before: set[int]  # where it could run before
+    before: set[int]  # where it could run until then
     roams: bool = False
 
 
 class _Here(threading.local):
-    """Of the calling thread."""
+    """What belongs to the calling thread."""
 
     bound: _Bound | None = None
-    num_own = 0  # threads of a team of its own; 0: OpenMP's compute
+    num_own = 0  # threads of its own team; 0: OpenMP's threads compute
 
 
 _here = _Here()
 
 
 def num_threads() -> int:
-    """How many threads compute the C code that the calling thread calls."""
+    """How many threads run the C code that the calling thread calls."""
     return _here.num_own or torch.get_num_threads()
 
 
 def bind_threads(environment: Mapping[str, str] = os.environ) -> bool:
-    """Bind the calling thread and its helper, if there are two processors for them. Whether it did.
+    """Bind the calling thread and its helper, if there are two processors for them. Returns whether it did.
 
-    Threads that the caller starts later inherit its processor. What the user has set in the environment counts.
+    Threads that the caller starts later inherit its processor. Settings of the user in the environment take precedence.
     """
     library = native.library()
     if library is None or not hasattr(os, "sched_getaffinity") or any(name in environment for name in _USERS_OWN):
@@ -72,8 +72,8 @@ def bind_threads(environment: Mapping[str, str] = os.environ) -> bool:
 def let_helpers_go() -> None:
     """End the threads that help the calling one, until it computes again.
 
-    Sleeping ones count: in a process with more of them than processors OpenMP lets all sleep in every wait, and a
-    prompt takes nearly twice as long (bench/LOG.md).
+    Sleeping helpers matter: if a process has more threads than processors, OpenMP lets all of them sleep in every wait,
+    and a prompt takes nearly twice as long (bench/LOG.md).
     """
     library = native.library()
     if library is not None:
@@ -83,11 +83,11 @@ def let_helpers_go() -> None:
 class Team:
     """Both computing threads for a step, or one for a step of few rows while others want the processors, too.
 
-    Threads of a team wait for one another. Where one of them shares its processor, all take twice as long, and a thread
-    alone would not, if it may go where there is room (bench/LOG.md).
+    Threads of a team wait for one another. If one of them shares its processor, all take twice as long. A thread alone
+    does not, if it may run where there is room (bench/LOG.md).
 
-    is_own: C code computes all products, by a team of its own (`threads.c`). Torch's few operations between them run in
-    the calling thread: helpers of two kinds would keep each other from their processor.
+    is_own: C code computes all products with a team of its own (`threads.c`). Torch's few operations between them run
+    in the calling thread, because helpers of two kinds would compete for a processor.
     """
 
     def __init__(
@@ -95,25 +95,25 @@ class Team:
     ) -> None:
         self._threads, self._clock = threads or Threads(is_own), clock
         self._seen_s: float | None = None
-        self._computed_s = 0.0  # with all threads since the last look
+        self._computed_s = 0.0  # with all threads, since the last check
         self._patience_s = PATIENCE_S[0]
         self._alone_until: float | None = None
         self._is_gathered = False
 
     def rest(self) -> None:
-        """There is nothing to compute for a while. Called by the thread that computes."""
+        """Note that there is nothing to compute for a while. The computing thread calls it."""
         if self._is_gathered:
             self._is_gathered = False
             self._threads.rest()
 
     @property
     def is_crowded(self) -> bool:
-        """Whether others wanted the processors when this was last looked at."""
+        """Whether others wanted the processors at the last check."""
         return self._alone_until is not None
 
     @contextmanager
     def step(self, num_rows: int) -> Iterator[None]:
-        """In here a step of so many rows is computed by the calling thread and those that help it."""
+        """In this context, the calling thread and its helpers compute a step of so many rows."""
         if not self._is_gathered:
             self._is_gathered = True
             self._threads.gather()
@@ -145,7 +145,7 @@ class Team:
 
 
 class Threads:
-    """The team of whichever thread calls: how long it waits for processors, how many compute, where the caller runs."""
+    """The team of the calling thread: how long it waits for processors, how many compute, where the caller runs."""
 
     def __init__(self, is_own: bool = False) -> None:
         self._is_own = is_own
@@ -153,9 +153,9 @@ class Threads:
         self._ids: list[int] = []
 
     def waited_s(self) -> float | None:
-        """Seconds for which its threads were ready and had no processor, as Linux counts them.
+        """Seconds for which the team's threads were ready but had no processor, as Linux counts them.
 
-        None where it does not, and at the first call of a thread.
+        None if the system does not count them, and at the first call of a thread.
         """
         library = native.library()
         if library is None:
@@ -174,7 +174,7 @@ class Threads:
             return None
 
     def gather(self) -> None:
-        """The caller is going to compute, and starts no threads of another kind."""
+        """Gather the team. The caller will compute, and starts no threads of another kind."""
         bind_threads()
 
     def rest(self) -> None:
@@ -183,7 +183,7 @@ class Threads:
 
     @contextmanager
     def use(self, count: int) -> Iterator[None]:
-        """So many compute in here."""
+        """So many threads compute in this context."""
         library, before = native.library(), torch.get_num_threads()
         if library is None or (count == before and not self._is_own):
             yield
@@ -197,15 +197,15 @@ class Threads:
             library.kv_use_threads(before, False)
 
     def roam(self, may_roam: bool) -> None:
-        """The caller may run wherever its team does, or on its own processor again.
+        """Let the caller run wherever its team runs, or only on its own processor again.
 
-        Only one that `bind_threads` has bound: where others run is up to whoever owns them.
+        Only for a thread that `bind_threads` has bound: where other threads run is up to their owners.
         """
         bound = _here.bound
         if bound is None or bound.roams == may_roam:
             return
         places = (bound.before, bound.own) if bound.roams else (bound.own, bound.before)
-        if os.sched_getaffinity(0) != places[0]:  # the user has moved it since, who counts
+        if os.sched_getaffinity(0) != places[0]:  # the user has moved it since then; leave it there
             _here.bound = None
             return
         bound.roams = may_roam

@@ -1,5 +1,5 @@
-/* Tiles of a processor with AMX: eight of at most 16 rows of 64 bytes, which oneDNN uses, too. What is handed to GCC's
- * functions for them stands in parentheses: in early versions they are macros that lack these. */
+/* Tiles of a processor with AMX: eight of at most 16 rows of 64 bytes, which oneDNN uses, too. Arguments of
+ * GCC's functions for them are in parentheses, because these are macros without parentheses in early versions. */
 
 #include <stdint.h>
 #if defined __AMX_TILE__ && defined __AMX_BF16__ && defined __AVX512F__ && defined __AVX512BF16__ && defined __linux__
@@ -32,26 +32,26 @@ static inline struct tile_shapes full_tiles(void)
     return shapes;
 }
 
-/* GCC's own functions tell the compiler of the first eight bytes only: it would leave the rest unwritten. */
+/* GCC's own functions tell the compiler only of the first eight bytes, and it would not write the rest. */
 static inline void load_shapes(const struct tile_shapes *shapes)
 {
     __asm__ volatile("ldtilecfg %0" : : "m"(*shapes));
 }
 
-/* In this thread, from now on; what was set is kept in `before`. */
+/* Configures the tiles of this thread. Keeps the previous configuration in `before`. */
 static inline void set_tiles(struct tile_shapes *before, const struct tile_shapes *shapes)
 {
     __asm__ volatile("sttilecfg %0" : "=m"(*before));
     load_shapes(shapes);
 }
 
-/* To be called before tiles are loaded from what was just written: GCC's functions do not say what memory they read. */
+/* Call it before tiles are loaded from memory that was just written: GCC's functions do not tell what they read. */
 static inline void settle(void)
 {
     __asm__ volatile("" : : : "memory");
 }
 
-/* oneDNN may count on its own shapes being there still. */
+/* oneDNN may expect its own shapes to be still configured. */
 static inline void restore_tiles(const struct tile_shapes *before)
 {
     if (before->palette)
@@ -60,7 +60,7 @@ static inline void restore_tiles(const struct tile_shapes *before)
         _tile_release();
 }
 
-#else /* what is written for both says nothing to vectors */
+#else /* vectors need nothing of this */
 
 struct tile_shapes {
     char none;

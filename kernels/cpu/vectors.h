@@ -1,6 +1,6 @@
-/* Vectors for the C code of this folder. They are GCC's own, so that the code holds for every width.
+/* Vectors for the C code of this folder. They are GCC's own, so the code works with every width.
  *
- * Sums are float32; where torch rounds, this rounds. No multiply-add is fused but those written as such. */
+ * Sums are float32, and are rounded where torch rounds. No multiply-add is fused unless written as such. */
 
 #include <math.h>
 #include <stdbool.h>
@@ -65,7 +65,7 @@ INLINE floats load(const void *from, int64_t i, bool narrow)
     if (narrow) {
         halves x;
         memcpy(&x, (const uint16_t *)from + i, sizeof x);
-#ifdef __AVX512F__ /* GCC would convert one half after the other */
+#ifdef __AVX512F__ /* GCC would convert the halves one after the other */
         words bits = (words)_mm512_cvtepu16_epi32((__m256i)x) << 16;
 #else
         words bits = __builtin_convertvector(x, words) << 16;
@@ -77,8 +77,8 @@ INLINE floats load(const void *from, int64_t i, bool narrow)
     return wide;
 }
 
-/* Two vectors. Of bfloat16 the first is of the numbers at even places, the second of those between: that takes half the
- * work, and who sums products of two heads need not care for the order. */
+/* Two vectors. For bfloat16, the first has the numbers at even places, the second the others: that takes half the work,
+ * and a sum of products of two heads does not depend on the order. */
 INLINE void load_pair(const void *from, int64_t i, floats *pair, bool narrow)
 {
     if (narrow) {
@@ -92,7 +92,7 @@ INLINE void load_pair(const void *from, int64_t i, floats *pair, bool narrow)
     }
 }
 
-/* Writes what stands as `load_pair` would give it. */
+/* Writes two vectors in the order of `load_pair`. */
 INLINE void put_pair(void *to, int64_t i, const floats *pair, bool narrow)
 {
     for (int64_t j = 0; j < LANES; j++) {
@@ -101,7 +101,7 @@ INLINE void put_pair(void *to, int64_t i, const floats *pair, bool narrow)
     }
 }
 
-/* a * b + sum, rounded once where the machine can: only for what torch does not give bit for bit. */
+/* a * b + sum, rounded once if the machine can; only for results that need not equal torch's bit for bit. */
 INLINE floats fused(floats a, floats b, floats sum)
 {
 #if defined __AVX512F__
@@ -124,10 +124,10 @@ INLINE floats chosen(ints mask, floats a, floats b)
     return (floats)(((ints)a & ~mask) | ((ints)b & mask));
 }
 
-/* e^x for x <= 0, to 2e-7 of it; 0 from -87 on. 2^n * e^f with |f| <= ln 2 / 2, by Taylor's series. */
+/* e^x for x <= 0, with a relative error of 2e-7; 0 below -87. 2^n * e^f with |f| <= ln 2 / 2, by Taylor's series. */
 INLINE floats exponential(floats x)
 {
-    const float shift = 12582912.0f; /* 1.5 * 2^23: what is added to it is rounded to a whole number */
+    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
     floats n = (x * 1.44269504f + shift) - shift;
     floats f = fused(n, all(-0.693145752f), x);
     f = fused(n, all(-1.42860677e-6f), f);
@@ -187,7 +187,7 @@ INLINE floats all_as_held(floats x, bool narrow)
     return x;
 }
 
-/* Writes what is held so already. */
+/* Writes numbers that are already in this form. */
 INLINE void put_held(void *to, int64_t i, floats x, bool narrow)
 {
     if (narrow) {

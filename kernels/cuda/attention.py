@@ -2,9 +2,9 @@
 
 A program owns a tile of rows: a few tokens of one request times the query heads that share a KV head, so that each key
 is read once for all of them. It walks the tiles of keys that these rows see, page by page through the block table, with
-a running softmax in float32 (FlashAttention: Dao et al., 2022). Where there are too few programs for the device, the
-keys are divided among several, each leaves a partial result, and `_join` adds them (Flash-Decoding: Dao et al., 2023).
-Launches depend on shapes alone, never on what the device tensors hold, so that decode can be captured in a CUDA graph.
+a running softmax in float32 (FlashAttention: Dao et al., 2022). If there are too few programs for the device, several
+share the keys; each leaves a partial result, and `_join` adds them (Flash-Decoding: Dao et al., 2023). Launches depend
+only on shapes, never on the contents of device tensors, so decode can be captured in a CUDA graph.
 """
 
 import functools
@@ -19,7 +19,7 @@ from torch import Tensor
 from kvstore.kernels.paged_batch import DeviceBatch, Scoring
 
 LOG2E = math.log2(math.e)
-DEFAULT_SMS = 132  # H100 and H200; for devices that do not say
+DEFAULT_SMS = 132  # of H100 and H200; for devices that do not tell
 MAX_SPLITS = 128
 SPLITS_PER_READ = 32
 
@@ -27,7 +27,7 @@ SPLITS_PER_READ = 32
 @triton.jit
 def _request_of(query_start, tile, first, num_requests, TILE_TOKENS: tl.constexpr):
     """The request that owns a tile. Request r starts at tile `(query_start[r] - r) // TILE_TOKENS + r - first`: its
-    n tokens need (n - 1) // TILE_TOKENS + 1 tiles, and get at least these. The first `first` requests have one token.
+    n tokens need (n - 1) // TILE_TOKENS + 1 tiles, and get at least as many. The first `first` requests have one token.
     """
     low, high = first, num_requests - 1
     while low < high:
@@ -47,7 +47,7 @@ def _walk(
 ):  # fmt: skip
     """Fold the keys at positions begin .. end - 1 into the running softmax of a tile of rows.
 
-    MASKED: only positions first .. last - 1 are read, and each row sees none after its own. Else all rows see all.
+    MASKED: only positions first .. last - 1 are read, and no row sees a position after its own. Else all rows see all.
     """
     dims = tl.arange(0, WIDTH)
     for start in tl.range(begin, end, TILE_KEYS):
@@ -59,7 +59,7 @@ def _walk(
             blocks = tl.load(table + positions // BLOCK_SIZE)
         tokens = blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE  # pools have more than 2**31 elements
         offsets = tokens[:, None] * (KV_HEADS * HEAD_DIM) + dims[None, :]
-        if MASKED:  # what stands in the rest of a page may be anything, NaN included
+        if MASKED:  # the rest of a page may contain anything, even NaN
             there = real[:, None] & (dims < HEAD_DIM)[None, :]
             key = tl.load(keys + offsets, mask=there, other=0.0)
             value = tl.load(values + offsets, mask=there, other=0.0)
@@ -87,7 +87,7 @@ def _walk(
     return acc, peak, total
 
 
-@triton.jit(  # what changes from step to step must not compile anew
+@triton.jit(  # arguments that change from step to step must not cause a compilation
     do_not_specialize=["first", "num_requests", "num_splits", "table_stride"],
     do_not_specialize_on_alignment=["query_start", "context_lens", "block_table"],
 )
@@ -104,7 +104,7 @@ def _attend(
     num_heads, num_splits] (base 2) the part of one split. `sinks` may be None; with splits `_join` adds them.
     """
     TILE_TOKENS: tl.constexpr = 1 if ONE_TOKEN else TILE_ROWS // GROUP
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles of a long prefill see most keys: they go first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles of a long prefill see most keys, so they go first
     kv_head, split = tl.program_id(1), tl.program_id(2)
     request = first + tile
     if not ONE_TOKEN:
@@ -123,19 +123,19 @@ def _attend(
     places = tokens.to(tl.int64) * query_token_stride + heads * query_head_stride
     queries = tl.load(query + places[:, None] + dims[None, :], mask=there, other=0.0)
 
-    own, lowest = context_len - end + tokens, context_len - end + token  # positions: of each row, of the first
+    own, lowest = context_len - end + tokens, context_len - end + token  # the position of each row, and of the first
     oldest = tl.maximum(lowest - WINDOW + 1, 0) if WINDOW > 0 else 0
     newest = tl.minimum(lowest + TILE_TOKENS, context_len)
     share = tl.maximum(tl.cdiv(tl.cdiv(newest, TILE_KEYS) - oldest // TILE_KEYS, num_splits), MIN_TILES) * TILE_KEYS
     begin = oldest // TILE_KEYS * TILE_KEYS + split * share
     finish = tl.minimum(begin + share, newest)
-    edge = begin  # up to here all rows see all keys: not worth a loop of its own where loads alone cost time
+    edge = begin  # up to here all rows see all keys; no loop of its own, as only the loads cost time
     if not (WINDOW > 0 or ONE_TOKEN):
         edge = tl.maximum(tl.minimum((lowest + 1) // TILE_KEYS * TILE_KEYS, finish), begin)
 
     peak = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([TILE_ROWS], dtype=tl.float32)
-    if sinks is not None and partial is None:  # a score that takes part and has no value
+    if sinks is not None and partial is None:  # a score that enters the softmax but has no value
         peak = tl.load(sinks + heads, mask=ours, other=0.0).to(tl.float32) * 1.4426950408889634
         total += 1.0
     acc = tl.zeros([TILE_ROWS, WIDTH], dtype=tl.float32)
@@ -150,7 +150,7 @@ def _attend(
         acc, peak, total, queries, own, keys, values, table, edge, finish, oldest, newest, factor, inner,
         KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, TILE_KEYS, WINDOW, SOFTCAP, True,
     )  # fmt: skip
-    total = tl.where(total == 0, 1.0, total)  # nothing seen: zeros
+    total = tl.where(total == 0, 1.0, total)  # a row that sees nothing gets zeros
     acc = acc / total[:, None]
     if partial is None:
         target = (tokens * KV_HEADS * GROUP + heads).to(tl.int64) * HEAD_DIM
@@ -193,14 +193,14 @@ def _join(
 def decode(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: DeviceBatch, scoring: Scoring, out: Tensor
 ) -> None:
-    """The requests of one token. Shapes and launches follow from the layout's host numbers alone: may be captured."""
+    """Attention of the requests with one token. Launches depend only on the layout's host numbers: may be captured."""
     _launch(query, key_cache, value_cache, layout, scoring, out, 0, layout.num_decodes, 1)
 
 
 def prefill(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: DeviceBatch, scoring: Scoring, out: Tensor
 ) -> None:
-    """The requests after those of one token."""
+    """Attention of the requests after those with one token."""
     first = layout.num_decodes
     _launch(query, key_cache, value_cache, layout, scoring, out, first, layout.num_requests, layout.max_query_len)
 
@@ -209,7 +209,7 @@ def _launch(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, layout: DeviceBatch, scoring: Scoring, out: Tensor,
     first: int, end: int, max_query_len: int,
 ) -> None:  # fmt: skip
-    """Requests first .. end - 1, none longer than `max_query_len`; those before them have one token each."""
+    """Launch for requests first .. end - 1, none longer than `max_query_len`. Those before them have one token each."""
     assert key_cache.is_contiguous() and value_cache.is_contiguous() and out.is_contiguous() and query.stride(2) == 1
     num_heads, head_dim = query.shape[1:]
     block_size, num_kv_heads = key_cache.shape[1:3]
@@ -217,7 +217,7 @@ def _launch(
     num_tokens = end if max_query_len == 1 else query.shape[0]
     shape = tile_shape(max_query_len * group, group, width, query.dtype)
     tile_tokens = 1 if max_query_len == 1 else shape.rows // group
-    num_tiles = (num_tokens - end) // tile_tokens + end - first  # at most; see _request_of
+    num_tiles = (num_tokens - end) // tile_tokens + end - first  # an upper bound; see _request_of
     num_splits = _num_splits(num_tiles * num_kv_heads, layout.max_context_len, shape, scoring.window, query.device)
     partial = logsum = None
     if num_splits > 1:
@@ -245,21 +245,22 @@ def _launch(
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """What a program works on at a time: rows (tokens times heads of a group) and keys. min_split: keys of a split."""
+    """What a program works on at a time."""
 
-    rows: int
+    rows: int  # tokens times heads of a group
     keys: int
     num_warps: int
     num_stages: int
-    min_split: int
+    min_split: int  # keys of a split, at least
 
 
 def tile_shape(max_rows: int, group: int, width: int, dtype: torch.dtype) -> TileShape:
     """The tiles for requests of up to `max_rows` rows and heads of `width` elements, a power of two.
 
-    For an H200. Decode: 4.8 TB/s at 1 us of latency are 36 KB on their way per SM; a tile of 128 keys is 64 KB, of two
-    programs. Prefill: 128 rows need 4 TB/s of the L2 cache at 500 TFLOP/s, 64 rows twice that, which it does not have.
-    A load that waits for the block table takes two stages: 3 stages read one tile ahead, 5 two.
+    For an H200. Decode: 4.8 TB/s with a latency of 1 us means 36 KB in flight per SM; a tile of 128 keys of two
+    programs is 64 KB. Prefill: 128 rows need 4 TB/s of the L2 cache at 500 TFLOP/s; 64 rows would need twice that,
+    which it does not have. A load that waits for the block table takes two stages: 3 stages read one tile ahead, 5 read
+    two.
     """
     least = triton.next_power_of_2(group)
     if dtype == torch.float32:  # exact products: no tensor cores
@@ -274,7 +275,7 @@ def tile_shape(max_rows: int, group: int, width: int, dtype: torch.dtype) -> Til
 def _num_splits(
     num_programs: int, max_context_len: int, shape: TileShape, window: int | None, device: torch.device
 ) -> int:
-    """Programs that share the keys of one tile of rows: as many as fill the device, once."""
+    """How many programs share the keys of one tile of rows: enough to fill the device once."""
     per_sm = 2 if shape.num_warps == 4 else 1
     length = max_context_len if window is None else min(max_context_len, window + shape.rows + shape.keys)
     return max(1, min(num_sms(device) * per_sm // num_programs, -(-length // shape.min_split), MAX_SPLITS))

@@ -1,7 +1,7 @@
-"""Prefill of a step by attention kernels of others that read the paged cache: flash-attn's, or torch's own.
+"""Prefill of a step by foreign attention kernels that read the paged cache: flash-attn's, or torch's own.
 
-Each function takes the whole step and computes the requests after the decodes: these start at `query_start[first]`, and
-rows before that are left as they come. What a kernel does not support is not known here: `works` tries it.
+Each function takes the whole step and computes the requests after the decodes. They start at `query_start[first]`;
+earlier rows are undefined. This module does not know what a kernel supports: `works` tries it.
 """
 
 import functools
@@ -25,7 +25,7 @@ Prefill = Callable[[Tensor, Tensor, Tensor, DeviceBatch, Scoring], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PrefillSetting:
-    """All that decides whether a kernel can compute a layer."""
+    """Everything that decides whether a kernel can compute a layer."""
 
     device: torch.device
     dtype: torch.dtype
@@ -39,7 +39,7 @@ class PrefillSetting:
 
 @functools.cache
 def module(name: str) -> ModuleType | None:
-    """A package that may be absent, or built for another torch: then its import raises what its libraries do."""
+    """A package that may be missing or built for another torch, in which case its import may raise anything."""
     try:
         return importlib.import_module(name)
     except (ImportError, OSError, RuntimeError) as error:
@@ -88,9 +88,9 @@ def _window(scoring: Scoring) -> tuple[int, int]:
 
 
 def works(prefill: Prefill, setting: PrefillSetting) -> bool:
-    """Whether `prefill` computes attention as `reference` does: tried on three small requests, one of them a decode.
+    """Whether `prefill` computes attention as `reference` does: tries three small requests, one of them a decode.
 
-    Which cards, head sizes and page sizes a build of a foreign kernel takes is known to that build alone.
+    Only a build of a foreign kernel knows which cards, head sizes and page sizes it takes.
     """
     block_size, device = setting.block_size, setting.device
     context_lens, query_start = [3, 2 * block_size + 3, block_size + 5], [0, 1, 1 + block_size + 2, block_size + 8]
@@ -106,7 +106,7 @@ def works(prefill: Prefill, setting: PrefillSetting) -> bool:
     layout = PagedBatch(query_start, context_lens, table, slots, block_size).device_batch
     try:
         got = prefill(query, key_cache, value_cache, layout, scoring)
-    except (RuntimeError, TypeError, ValueError, AssertionError):  # its ways to say no
+    except (RuntimeError, TypeError, ValueError, AssertionError):  # the ways in which it refuses
         return False
     expected = reference.paged_attention(
         query, key_cache, value_cache, query_start, context_lens, table.to(device),

@@ -1,8 +1,8 @@
-"""Triton kernels that move KV: a step's into the paged cache, the arena's blocks into it, a step's into the arena.
+"""Triton kernels that move KV: from a step or from arena blocks to the paged cache, and from a step to the arena.
 
 The arena is host memory that the device reads and writes directly over the bus. Keys are rotated in registers with the
-rounding of `kvstore.rope.rotary.rotate`: products and sum are computed in float32 and rounded each, never fused. Twins
-of everything here are in `kvstore.kernels.reference`. Callers see to the order of streams.
+rounding of `kvstore.rope.rotary.rotate`: products and sum are computed in float32 and rounded each, never fused. All
+kernels have twins in `kvstore.kernels.reference`. Callers take care of the order of streams.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from torch import Tensor
 from kvstore.kernels.device import to_device
 from kvstore.rope.rotary import Rotation, Style
 
-# The bus, not the device, bounds loads and saves. A read over PCIe takes 1 to 2 us, so 55 GB/s want about 100 KB on
-# their way: 16 programs have 64 bytes per thread, 256 KB, and leave all but 16 multiprocessors to the computation.
+# The bus, not the device, limits loads and saves. A read over PCIe takes 1 to 2 us, so 55 GB/s need about 100 KB in
+# flight. 16 programs have 64 bytes per thread, 256 KB, and leave all but 16 multiprocessors to the computation.
 NUM_PROGRAMS = 16
 NUM_WARPS = 8
 TILE = 4096  # elements of keys, and of values, that a program moves at a time: two 16-byte loads per thread for each
@@ -91,7 +91,7 @@ def _write_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ROUNDS_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One program per token: all its heads. HALF: pairs of a head that are rotated; 0: write only."""
+    """One program per token, for all its heads. HALF: pairs of a head that are rotated; 0: only write."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     kv_head = tl.arange(0, triton.next_power_of_2(NUM_KV_HEADS))[:, None]
@@ -109,7 +109,7 @@ def _write_kernel(
         key_out = new_key + token * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
         first, second = _load_pairs(key_rows, is_kv_head, HALF, INTERLEAVED)
         query_first, query_second = _load_pairs(query_rows, is_head, HALF, INTERLEAVED)
-        # Each head loads the angles anew, from L1: one row for all heads would go through shared memory.
+        # Each head loads the angles again, from L1: one row for all heads would go through shared memory.
         angle, query_angle = token * HALF + kv_head * 0, token * HALF + head * 0
         cosines, sines = _load_angles(cos + angle, is_kv_head, HALF), _load_angles(sin + angle, is_kv_head, HALF)
         first, second = _turn(first, second, cosines, sines, ROUNDS_ONCE)
@@ -132,8 +132,8 @@ def rotate_and_write(
     query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor,
     rotation: Rotation | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `kvstore.kernels.write_kv.rotate_and_write`: rotated query and key, new and contiguous; without rotation as
-    given."""
+    """As `kvstore.kernels.write_kv.rotate_and_write`: rotated query and key, new and contiguous. Without a
+    rotation they are returned as they are."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, half = key.shape[1], 0 if rotation is None else rotation.cos.shape[-1]
     assert key_cache.is_contiguous() and value_cache.is_contiguous() and slots.dtype == torch.int64
@@ -154,7 +154,7 @@ def rotate_and_write(
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         HALF=half, INTERLEAVED=rotation is not None and rotation.style is Style.INTERLEAVED,
         ROUNDS_ONCE=rotation is not None and rotation.rounds_once(key.dtype),
-        num_warps=min(max(pairs // 256, 1), 8),  # so few that each thread has 16 bytes of a tile of keys
+        num_warps=min(max(pairs // 256, 1), 8),  # so that each thread has 16 bytes of a tile of keys
         enable_fp_fusion=False,
     )  # fmt: skip
     return new_query, new_key
@@ -176,7 +176,7 @@ def _load_kernel(
     BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_ROWS: tl.constexpr,
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ROUNDS_ONCE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Items are NUM_ROWS heads of a block in one layer, keys and values; each program takes every so many-th.
+    """Items are NUM_ROWS heads of a block in one layer, keys and values. Programs take items in turn.
 
     layers: (number, address of the key cache, of the value cache).
     """
@@ -212,8 +212,8 @@ def _load_kernel(
 
 
 def load(arena: Tensor, layers: Sequence[CachedLayer], places: Tensor, rotation: Rotation | None) -> None:
-    """N blocks of some layers, in order; arena and caches as in `kvstore.kernels.reference.load_blocks`, the arena
-    pinned host memory.
+    """Load N blocks of some layers, in order. Arena and caches as in `kvstore.kernels.reference.load_blocks`; the arena
+    is pinned host memory.
 
     places: [3, N] int64 on the device: arena slot, HBM block, and the position of each block's first token. rotation:
     the layers' full table, on the device.
@@ -280,7 +280,7 @@ def _save_kernel(
 
 
 def save(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | None, slots: Tensor) -> None:
-    """As `kvstore.kernels.block_copy.save_to_arena`: one launch for all layers whose keys and values have the same
+    """As `kvstore.kernels.block_copy.save_to_arena`, with one launch for all layers whose keys and values have the same
     strides."""
     if not layers or not len(slots):
         return
@@ -301,7 +301,7 @@ def save(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | None, slots: 
 
 
 def _shape_of(layer: RawLayer) -> tuple[int, int, int, int, bool]:
-    """What one launch has in common: strides of key and value, and whether both begin at a multiple of 16 bytes."""
+    """What layers of one launch have in common: strides of key and value, and whether both are aligned to 16 bytes."""
     _, key, value = layer
     aligned = key.data_ptr() % 16 == value.data_ptr() % 16 == 0
     return (*key.stride()[:2], *value.stride()[:2], aligned)
@@ -309,9 +309,9 @@ def _shape_of(layer: RawLayer) -> tuple[int, int, int, int, bool]:
 
 @lru_cache(maxsize=512)
 def _numbers_on(device: torch.device, stream: int, numbers: tuple[int, ...]) -> Tensor:
-    """Kept, since a graph's buffers, and often an allocator's, come back: then a save copies nothing to the device.
+    """These numbers as a tensor on the device. Kept, because buffers often come back: then a save copies nothing.
 
-    stream: of the save, in whose order the copy is, and in which alone the result may be used.
+    stream: of the save, which orders the copy; the result may only be used there.
     """
     return to_device(torch.tensor(numbers), device)
 

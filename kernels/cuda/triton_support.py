@@ -1,4 +1,4 @@
-"""Whether Triton is there and launches kernels. Importing this imports no Triton."""
+"""Whether Triton is installed and launches kernels. Importing this module imports no Triton."""
 
 import importlib.util
 import logging
@@ -11,14 +11,14 @@ log = logging.getLogger(__name__)
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed and can launch kernels; without it a CUDA device computes with torch operations."""
+    """Whether Triton is installed and can launch kernels. Without it, a CUDA device computes with torch operations."""
     if importlib.util.find_spec("triton") is None:
         return False
     return not torch.cuda.is_available() or _launches()
 
 
 def _launches() -> bool:
-    """Tried on the current device: Triton needs a C compiler and Python's headers, which small images leave out."""
+    """Try it on the current device: Triton needs a C compiler and Python's headers, which small images lack."""
     from kvstore.kernels.cuda import kv as kv_triton
 
     try:

@@ -1,6 +1,7 @@
-"""The commands that a store's owner answers, and that run on a store without one: their arguments and their results.
+"""The commands on a store: their arguments and results.
 
-Knows no socket and no tier: `control` carries them, the owner or `offline` carries them out. Results are plain dicts.
+Knows no socket and no tier: `control` transmits them, and the owner or `offline` executes them. Results are plain
+dicts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MAX_SESSIONS = 10_000  # of one list
 
 # -- arguments: what a handler is given -----------------------------------------------------------------------------
 class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Arguments of a command that has none."""
+    """The arguments of a command without arguments."""
 
 
 class SessionName(Nothing, frozen=True, kw_only=True):
@@ -54,7 +55,7 @@ class Sessions(Nothing, frozen=True):
 
 
 class Verify(Nothing, frozen=True):
-    """delete: damaged blocks are taken out."""
+    """delete: also delete damaged blocks."""
 
     delete: bool = False
 
@@ -103,7 +104,7 @@ def read_arguments(command: str, arguments: Mapping[str, Any]) -> Any:
 
 # -- results: what a handler returns --------------------------------------------------------------------------------
 def session_info(head: SessionHead) -> dict[str, Any]:
-    """Times in seconds since the epoch; expires_s: None when it never ends by itself."""
+    """Times in seconds since the epoch; expires_s: None when it never expires."""
     return {
         "id": head.key.session_id, "tenant": head.key.tenant, "turns": head.num_turns, "tokens": head.num_tokens,
         "updated_s": head.updated_s, "created_s": head.created_s, "expires_s": head.expires_s,
@@ -112,7 +113,7 @@ def session_info(head: SessionHead) -> dict[str, Any]:
 
 
 def transcript(state: SessionState, aside: Sequence[AsideTurn]) -> dict[str, Any]:
-    """A session and all that was said in it. aside: turns that a repair has set aside; messages None: unreadable."""
+    """A session and its whole transcript. aside: turns that a repair has set aside; messages None: unreadable."""
     left = [{"turn": one.number, "messages": one.messages and list(one.messages)} for one in aside]
     return {"session": session_info(state.head), "messages": state.messages, "aside": left}
 

@@ -1,9 +1,9 @@
 """The owner's Unix socket: other processes ask for stats, evict, verify, compact and sessions, and the owner answers.
 
-Owns the wire; what the commands are stands in `commands`. One connection carries one request, a line
-`{"version": 1, "command": "stats", "arguments": {}}`. While the owner works, lines `{"progress": null}` say that it
-lives; the last line is `{"ok": true, "result": {...}}` or `{"ok": false, "error": "one line", "kind": "config"}`, where
-the kind may also be "store" or "failure".
+Owns the wire format; `commands` defines the commands. One connection carries one request, a line `{"version": 1,
+"command": "stats", "arguments": {}}`. While the owner works, lines `{"progress": null}` say that it lives; the last
+line is `{"ok": true, "result": {...}}` or `{"ok": false, "error": "one line", "kind": "config"}`, where the kind may
+also be "store" or "failure".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ VERSION = 1
 MAX_REQUEST_BYTES = 1 << 20
 MAX_ANSWER_BYTES = 64 << 20
 MAX_CONNECTIONS = 8
-REQUEST_S = 5.0  # for a whole request to arrive, and for a part of the answer to be taken
+REQUEST_S = 5.0  # for a whole request to arrive, and for the reader to accept a part of the answer
 PULSE_S = 1.0  # between two signs of life while a command runs
 _LONGEST_PATH = 107  # bytes of sun_path, less its end
 _CLOSE_S = 1.0
@@ -54,27 +54,28 @@ class OwnerSilentError(StoreLockedError):
 
 # -- the owner's side ------------------------------------------------------------------------------------------------
 class ControlServer:
-    """Answers other processes of the same user with handler(command, arguments), each in a thread of its own.
+    """Answers other processes of the same user with handler(command, arguments), each in its own thread.
 
     The socket lies in the store's directory, or where that path is too long for one, in a private directory; the lock
     file names it. A KVStoreError of the handler is answered as one line. Raises StoreError when there can be no socket.
     """
 
-    def __init__(self, directory: StoreDirectory, handler: Handler, request_s: float = REQUEST_S) -> None:
-        self._handler = handler
+    def __init__(
+        self, directory: StoreDirectory, handler: Handler, request_s: float = REQUEST_S, pulse_s: float = PULSE_S
+    ) -> None:
+        self._handler, self._pulse_s = handler, pulse_s
         self._request_s = request_s
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
         self.path, self._private = _place(Path(directory.path))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
+        with ExitStack() as opened:
+            opened.callback(self._remove)
+            opened.callback(self._listener.close)
             _listen(self._listener, self.path)
             directory.announce(self.path)
-        except BaseException:
-            self._listener.close()
-            self._remove()
-            raise
+            opened.pop_all()
         self._thread = threading.Thread(target=self._accept, name="kvstore-control", daemon=True)
         self._thread.start()
         closed = threading.Event()
@@ -156,10 +157,13 @@ class ControlServer:
                 _send(connection, _error("failure", f"not a request: {_one_line(error)}"))
                 return
             connection.settimeout(self._request_s)
-            with _Pulse(connection):
+            with _Pulse(connection, self._pulse_s):
                 answer = self._answer(request)
             _send(connection, answer)
-        except (OSError, RuntimeError):  # the connection broke, or no thread can be had: the other side sees its end
+        except (
+            OSError,
+            RuntimeError,
+        ):  # the connection broke, or no thread can be started: the other side sees its end
             pass
         finally:
             self._forget(connection)
@@ -183,15 +187,15 @@ class ControlServer:
 
 
 class _Pulse:
-    """While it is entered, the other side is told every PULSE_S that we live."""
+    """While entered, it sends the other side a sign of life at intervals."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+    def __init__(self, connection: socket.socket, every_s: float) -> None:
+        self._connection, self._every_s = connection, every_s
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-control-pulse", daemon=True)
 
     def _run(self) -> None:
-        while not self._ended.wait(PULSE_S):
+        while not self._ended.wait(self._every_s):
             if not _send(self._connection, _line({"progress": None})):
                 return
 
@@ -204,7 +208,7 @@ class _Pulse:
 
 
 def _place(directory: Path) -> tuple[Path, PrivateFolder | None]:
-    """Where the socket is to be; and the directory that was made for it, if one was."""
+    """The socket's path, and the directory made for it, if any."""
     path, private = Path(os.path.abspath(directory)) / SOCKET_NAME, None
     if len(os.fsencode(path)) > _LONGEST_PATH:
         private = PrivateFolder()
@@ -322,7 +326,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _send(connection: socket.socket, line: bytes) -> bool:
-    """False when the other side has gone, or does not read."""
+    """Returns False when the other side is gone or does not read."""
     try:
         connection.sendall(line)
     except OSError:

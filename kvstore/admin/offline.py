@@ -1,6 +1,6 @@
-"""A store that nobody owns, opened for one command: stats, evict, verify, compact and sessions on its files.
+"""A store without an owner, opened for one command: stats, evict, verify, compact and sessions on its files.
 
-Holds the store's lock while it works, and makes nothing that was not there. No model and no tier above the disk.
+Holds the store's lock meanwhile and creates nothing new. Knows no model and no tier above the disk.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class OfflineStore:
             set_aside = _quarantined(self.directory.path)
             self.disk: DiskTier | None = None
             if (self.directory.path / "blocks").is_dir():
-                from kvstore.disk.tier import DiskTier  # here, as numpy takes longer to load than all the rest
+                from kvstore.disk.tier import DiskTier  # imported here, as numpy loads slower than all the rest
 
                 data_file = self.directory.path / "blocks" / disk_check.DATA_FILE
                 self.disk = DiskTier(self.directory, stored_capacity(data_file))
@@ -80,7 +80,7 @@ class OfflineStore:
     def handle(
         self, command: str, arguments: dict[str, Any], on_progress: OnProgress | None = None
     ) -> Mapping[str, Any]:
-        """What a store's owner would answer (see `commands`). Raises ConfigError and StoreError."""
+        """Answer like a store's owner (see `commands`). Raises ConfigError and StoreError."""
         request = read_arguments(command, arguments)
         if command == "verify":
             return self.verify(request.delete, on_progress)
@@ -119,7 +119,7 @@ class OfflineStore:
         state = None if self.sessions is None else self.sessions.load(key)
         if state is None:
             raise _no_session(key)
-        return transcript(state, self.sessions.aside(key) if self.sessions is not None else ())
+        return transcript(state, self.sessions.upkeep.aside(key) if self.sessions is not None else ())
 
     # -- giving up ---------------------------------------------------------------------------------------------------
     def evict(self, request: EvictRequest) -> dict[str, Any]:
@@ -137,20 +137,20 @@ class OfflineStore:
     def _blocks_of(self, key: SessionKey) -> frozenset[BlockId]:
         if self.sessions is None or not self.sessions.exists(key):
             raise _no_session(key)
-        return frozenset(self.sessions.unshared_blocks_of(key))
+        return frozenset(self.sessions.upkeep.unshared_blocks_of(key))
 
     def delete_session(self, key: SessionKey) -> dict[str, Any]:
-        """Its transcript, its ids and the KV that no other session refers to."""
+        """Delete a session: transcript, ids and the KV that no other session refers to."""
         tombstone = None if self.sessions is None else self.sessions.delete(key).wait()
         if self.sessions is None or tombstone is None:
             raise _no_session(key)
-        for one in self.sessions.pending_deletions():  # this one, and those that a crash cut off
+        for one in self.sessions.upkeep.pending_deletions():  # this one, and those that a crash interrupted
             self._carry_out(self.sessions, one)
         return {"deleted": True, "blocks": len(tombstone.block_ids)}
 
     def repair_session(self, key: SessionKey) -> dict[str, Any]:
-        """Its whole turns become the session; the rest is set aside."""
-        found = None if self.sessions is None else self.sessions.repair(key).wait()
+        """Repair a session: its intact turns become the session; the rest is set aside."""
+        found = None if self.sessions is None else self.sessions.upkeep.repair(key).wait()
         if self.sessions is None or found is None:
             raise _no_session(key)
         if found.tombstone is not None:
@@ -158,7 +158,7 @@ class OfflineStore:
         return repaired(found)
 
     def _forget_answers(self, key: SessionKey) -> None:
-        """The token ids by which its answers would be known again in a history that comes as text."""
+        """Forget the token ids by which its answers are recognised in histories that come as text."""
         if (self.directory.path / "answers").is_dir():
             from kvstore.sessions.answers import open_answers, owner_tag
 
@@ -171,23 +171,23 @@ class OfflineStore:
             index = _index_of(self.disk)
             _delete(self.disk, _with_descendants(index, tombstone.block_ids))
             self.disk.sync()
-        sessions.finish_deletion(tombstone.number).wait()
+        sessions.upkeep.finish_deletion(tombstone.number).wait()
 
     # -- upkeep ------------------------------------------------------------------------------------------------------
     def verify(self, delete: bool, on_progress: OnProgress | None = None) -> dict[str, Any]:
-        """Every block and every session; delete: damaged blocks go, and with them what was computed after them."""
+        """Verify every block and every session; delete: also delete damaged blocks and those computed after them."""
         report: dict[str, Any] = {"set_aside": self.set_aside}
         if self.disk is not None:
             report |= self._verify_disk(self.disk, delete, on_progress)
         if self.sessions is not None:
-            report["sessions"] = asdict(self.sessions.check())
+            report["sessions"] = asdict(self.sessions.upkeep.check())
         elif self._missing is not None:
             report["sessions"] = asdict(CheckReport(0, 0, 0, 0, (self._missing,)))
         return report
 
     def accept_loss(self) -> bool:
         if self.sessions is not None:
-            return self.sessions.accept_loss()
+            return self.sessions.upkeep.accept_loss()
         if self._missing is not None:
             self._marker.remove()
         was_missing, self._missing = self._missing is not None, None
@@ -198,7 +198,7 @@ class OfflineStore:
 
         def note(num_done: int) -> None:
             if on_progress is not None:
-                on_progress(num_done / max(num_done, index.num_blocks))
+                on_progress(num_done / max(num_done, len(index)))
 
         found = disk.verify(progress=note)
         gone = _with_descendants(index, found.bad_ids) if delete else []
@@ -207,7 +207,7 @@ class OfflineStore:
 
     def compact(self) -> dict[str, Any]:
         if self.sessions is not None:
-            self.sessions.compact()
+            self.sessions.upkeep.compact()
         return {"before_bytes": 0, "after_bytes": 0, "seconds": 0.0} if self.disk is None else (
             self.disk.compact().as_dict()
         )  # fmt: skip
@@ -225,7 +225,7 @@ def _quarantined(directory: Path) -> set[str]:
 
 
 def stored_capacity(data_file: Path) -> int:
-    """The map size that the last owner gave a data file: with less, opening it would evict."""
+    """The map size that the last owner gave a data file; a smaller one would evict at opening."""
     try:
         meta = disk_check.read_meta(data_file)
         with data_file.open("rb") as file:
@@ -266,13 +266,13 @@ def _index_of(disk: DiskTier) -> DiskIndex:
 
 
 def _with_descendants(index: DiskIndex, block_ids: Sequence[BlockId]) -> list[BlockId]:
-    """These blocks and all that was computed after them and is stored, tails first: nobody could use it."""
-    found = dict.fromkeys(below for block_id in block_ids for below in index.descendants(block_id))
+    """These blocks and all stored blocks computed after them, tails first: nobody could use those."""
+    found = dict.fromkeys(below for block_id in block_ids for below in index.links.descendants(block_id))
     return list(found)[::-1]
 
 
 def _delete(disk: DiskTier, block_ids: Sequence[BlockId]) -> None:
-    """In transactions of a bounded size. Raises DegradedError when one fails; those before it stay done."""
+    """Delete in transactions of bounded size. Raises DegradedError when one fails; earlier ones stay committed."""
     for first in range(0, len(block_ids), DELETE_BATCH):
         outcome = disk.write((), block_ids[first : first + DELETE_BATCH])
         if outcome.error is not None:

@@ -1,6 +1,6 @@
-"""A folder for sockets that only this user can enter, and that does not outlive its owner for long.
+"""A folder for sockets that only this user can enter.
 
-Its owner removes it at the end; where it was killed, the next one does.
+Its owner removes it at the end; after a kill, the next owner does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PrivateFolder:
         leave_to_parent(self, str(self.path), _lock=-1)
 
     def remove(self) -> None:
-        """With all that is in it. In a forked child: no effect."""
+        """Remove it with all its contents. In a forked child: no effect."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -41,7 +41,7 @@ class PrivateFolder:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Folders of this user whose lock nobody holds any more. What is no such folder stays, and so do those in use."""
+    """Remove folders of this user whose lock nobody holds. Other folders, and those in use, stay."""
     for folder in parent.glob(PREFIX + "*"):
         with suppress(OSError):
             found = folder.lstat()

@@ -1,12 +1,18 @@
-"""Blocks, in whatever memory: their names, what is told of them, which is free and which goes next.
+"""Blocks in any memory: their ids, their records, which are free, and which is evicted next.
 
 Knows no tier, no I/O and no tensor; of policies it knows the conversations that blocks belong to.
 
-- `forest`: the cached blocks of a tier as a forest, and which of them goes next
-- `ids`: names of blocks: ids, chains, and where a splice stands in one
-- `keys`: ids and records of blocks that somebody else names
+- `ends`: at which block each conversation ends, and which end is evicted next
+- `forest`: a tier's cached blocks, by their links and ends, and which is evicted next
+- `holdings`: which tiers hold which blocks, and which of this was announced
+- `ids`: block ids, chains, and a splice's place in one
+- `in_flight`: what blocks in flight build on
+- `keys`: ids and records of blocks with another engine's keys
+- `links`: which cached block of a tier builds on which
 - `pool`: which block is in use, cached, or next to go
-- `records`: what crosses the borders between tiers: records, transfers, outcomes
+- `records`: data between tiers: records, transfers, outcomes
+- `selection`: which blocks a selection evicts from a tier
+- `tenant_bytes`: a sum of bytes, in all and for each tenant
 
 Decisions:
 
@@ -14,14 +20,13 @@ A block's id is SHA-256 over its parent's id and its token ids, from a root that
 over the model's fingerprint, the tenant and the caller's salt. So another model, tenant or salt never hits, and the
 secret keeps ids stable across restarts. Speed is no reason for a weaker hash: a chain of 50,000 tokens takes 3 ms.
 
-On every tier blocks go leaf by leaf: a block is given up only when no cached block builds on it, so what is kept
-can always be used from its beginning. Per tier and conversation there is one entry, the last of its blocks; a block
-knows who ends at it, at most 16. So the cost is O(1) a block and O(log n) a conversation, however many share a
-head.
+Every tier evicts leaf by leaf: a block is evicted only when no cached block builds on it, so what is kept can always be
+used from its beginning.
 
-An edited message or a second answer leaves a copy of the conversation on the branch that was left. The first block
-of a splice is linked to the block in front of it, though it names an HMAC as its parent, so that the head stays
-with the rest.
+Each tier has one entry per conversation, its last block; a block knows at most 16 conversations that end at it. So the
+cost is O(1) a block and O(log n) a conversation, however many share a head. An edited message or a second answer leaves
+a copy of the conversation on the abandoned branch. The first block of a splice names an HMAC as its parent. It is
+linked to the block before it all the same, so that the head stays with the rest.
 
 A block with several references is never written: its next writer gets a copy. Choices of one prompt share its
 blocks, the partial tail included.

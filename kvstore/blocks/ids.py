@@ -1,10 +1,11 @@
-"""Names of blocks: what a block id is, and how a chain of them grows with a token sequence.
+"""Block ids, and how a chain of them grows with a token sequence.
 
 Knows no tier, no tensor and no request.
 """
 
 import hashlib
 import hmac
+import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,9 +23,9 @@ def _field(tag: bytes, value: bytes) -> bytes:
 
 
 def lineage_root(secret: bytes, fingerprint: str, tenant: str = "", cache_salt: str = "") -> BlockId:
-    """What the first block of a chain is built on: HMAC-SHA256 of model and owner under the store's secret.
+    """The parent of a chain's first block: HMAC-SHA256 of model and owner under the store's secret.
 
-    Another fingerprint, tenant or salt is another root, so their chains never meet.
+    Another fingerprint, tenant or salt gives another root, so their chains never meet.
     """
     fields = ((b"fp", fingerprint), (b"tn", tenant), (b"cs", cache_salt))
     # A client's JSON may hold half a surrogate pair, which plain UTF-8 refuses; it is a salt like any other.
@@ -38,6 +39,11 @@ def token_bytes(token_ids: Sequence[int]) -> bytes:
     if tokens.itemsize != 4 or array("H", [1]).tobytes() != b"\x01\x00":
         return b"".join(int(t).to_bytes(4, "little") for t in token_ids)
     return tokens.tobytes()
+
+
+def ids_of(tokens: bytes) -> list[int]:
+    """The token ids of these bytes."""
+    return list(struct.unpack(f"<{len(tokens) // TOKEN_BYTES}I", tokens))
 
 
 def child_block_id(parent_id: BlockId, tokens: bytes) -> BlockId:
@@ -85,7 +91,7 @@ class Lineage:
 
 
 def splice_parent_id(secret: bytes, last_exact: BlockId, sources: Sequence[tuple[BlockId, int, int]]) -> BlockId:
-    """What the first block of a splice is built on: HMAC of where it begins and of every run of tokens it reuses.
+    """The parent of a splice's first block: HMAC of where it begins and of every run of tokens that it reuses.
 
     sources: (source block id, offset, number of tokens) in order. No computed chain can have such a parent.
     """

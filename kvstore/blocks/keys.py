@@ -1,6 +1,6 @@
-"""Blocks that somebody else names: their keys become block ids, and what is known of them a record.
+"""Blocks with another engine's keys: turns keys into block ids, and facts about blocks into records.
 
-Knows no store and no host. A key is any bytes that name a block's content by its whole history, as our ids do.
+Knows no store and no host. A key is any bytes that identify a block's content by its whole history, as our ids do.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ _FACTS = struct.Struct("<QI")  # position, bytes of the key; then the key, and z
 
 @dataclass(frozen=True, slots=True)
 class WantedBlock:
-    """What is known of a block before it is read. parent_id: None where the index does not say."""
+    """What is known of a block before it is read. parent_id: None if the index does not have it."""
 
     block_id: BlockId
     parent_id: BlockId | None
@@ -26,13 +26,13 @@ class WantedBlock:
     key: bytes
 
     def same_content(self, other: BlockRecord) -> bool:
-        """Whether this is the record of the block, stored under this key in this namespace."""
+        """Whether this is the block's record: stored under this key, in this namespace."""
         mine = (self.block_id, self.parent_id or other.parent_id, self.fingerprint, self.key)
         return mine == (other.block_id, other.parent_id, other.fingerprint, key_in(other))
 
 
 class Namespace:
-    """Names keys. Those of another namespace, or of a store with another secret, get other ids.
+    """Turns keys into ids. Another namespace gives other ids, and so does a store with another secret.
 
     root: the parent of blocks that have none. owner: goes into every record, with a part of the fingerprint, as its
     model's name.
@@ -42,7 +42,9 @@ class Namespace:
         self.fingerprint = hashlib.sha256(b"kvstore host blocks\0" + namespace).digest()
         self._label = f"{owner} {self.fingerprint.hex()[:12]}"
         self.root = lineage_root(secret, self.fingerprint.hex())
-        self._begun = hashlib.sha256(b"key" + self.root)  # which is of a fixed length, and of the store's secret
+        self._begun = hashlib.sha256(
+            b"key" + self.root
+        )  # the root has a fixed length and depends on the store's secret
 
     def block_id(self, key: bytes) -> BlockId:
         named = self._begun.copy()
@@ -68,7 +70,7 @@ class Namespace:
 
 
 def key_in(record: BlockRecord) -> bytes | None:
-    """None: no key was written into this record."""
+    """The key in a record; None if it holds no key."""
     if len(record.tokens) < _FACTS.size:
         return None
     _, num_bytes = _FACTS.unpack_from(record.tokens)

@@ -1,12 +1,13 @@
-"""One pool for every memory: which block is in use, which is cached under which id, which goes next.
+"""One pool for every memory: which block is in use, which is cached under which id, which is evicted next.
 
 Owns numbers, not bytes: it does not know which device its blocks are on, and it never touches a tensor.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
-from kvstore.blocks.forest import EvictionTree, Order
+from kvstore.blocks.ends import Order
+from kvstore.blocks.forest import EvictionTree
 from kvstore.blocks.ids import BlockId
 from kvstore.policy.conversation import Conversation
 
@@ -14,21 +15,24 @@ from kvstore.policy.conversation import Conversation
 class BlockPool:
     """Blocks 0 .. num_blocks - 1, each in use (counted references) or free.
 
-    A free block may still be cached: it can be found by its id until it is allocated again. Handed out are first the
-    free blocks without an id, then cached ones in the order of `kvstore.blocks.forest`: the tail of the least valuable
-    conversation, and of blocks without a conversation the least recently released, of one chain the tail before the
-    head (a head without its tail is a shorter hit, a tail without its head is none).
+    A free block may still be cached: it can be found by its id until it is allocated again. `allocate` takes free
+    blocks without an id first, then cached ones in the order of `kvstore.blocks.forest`: the tail of the least valuable
+    conversation; of blocks without a conversation, the least recently released.
 
-    Blocks may be linked to their parents (see `insert`): then a block is never handed out while a child of it is
-    cached. order: of conversations on this tier.
+    Of one chain the tail goes before the head: a head without its tail is a shorter hit, a tail without its head is
+    none. A block that is linked to its parent (see `insert`) keeps that from being allocated. order: of conversations
+    on this tier. on_gone: called with the id of each block that can no longer be found.
     """
 
-    def __init__(self, num_blocks: int, order: Order | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, order: Order | None = None, on_gone: Callable[[BlockId], None] | None = None
+    ) -> None:
         self.num_blocks = num_blocks
+        self._on_gone = on_gone
         self.num_evictions = 0  # to make room
         self.num_forgotten = 0  # for any other reason
         self._ref_counts = [0] * num_blocks
-        self._tree: EvictionTree[int] = EvictionTree(order, self._is_held)
+        self.tree: EvictionTree[int] = EvictionTree(order, self.is_free)
         self._clear()
 
     def _clear(self) -> None:
@@ -37,16 +41,13 @@ class BlockPool:
         self._by_id: dict[BlockId, int] = {}
         self._stale: set[int] = set()
         self.num_in_use = 0  # blocks that somebody holds
-        self._tree.clear()
+        self.tree.clear()
         self._blank: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))  # free and without an id
-
-    def _is_held(self, block: int) -> bool:
-        return self._ref_counts[block] > 0
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds, cached ones included: what `allocate` can hand out, if who holds a block also holds
-        those it is linked to.
+        """Blocks that nobody holds, cached ones included. `allocate` can take them if each holder of a block also holds
+        its parents.
         """
         return self.num_blocks - self.num_in_use
 
@@ -73,10 +74,6 @@ class BlockPool:
     def is_free(self, block: int) -> bool:
         return self._ref_counts[block] == 0
 
-    def has_children(self, block: int) -> bool:
-        """Whether a cached block is linked below this one."""
-        return self._tree.has_children(block)
-
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks from the front of the eviction order, one reference each. Needs count <= num_free."""
         assert 0 <= count <= self.num_free, f"{count} blocks asked for, {self.num_free} free"
@@ -88,7 +85,7 @@ class BlockPool:
         """One block as `allocate` gives it, or None when everything is held."""
         if self._blank:
             block, _ = self._blank.popitem(last=False)
-        elif (block := self._tree.next()) is None:  # type: ignore[assignment]
+        elif (block := self.tree.next()) is None:  # type: ignore[assignment]
             return None
         else:
             self._unname(block)
@@ -99,8 +96,8 @@ class BlockPool:
         return block
 
     def evict_one(self) -> int | None:
-        """Give up the block that goes next; returns it, or None when everything that is cached is held."""
-        block = self._tree.next()
+        """Evict the next block and return it; None when every cached block is held."""
+        block = self.tree.next()
         if block is not None:
             self._unname(block)
             self._make_blank(block, first=False)
@@ -114,12 +111,12 @@ class BlockPool:
                 if self._block_ids[block] is None:
                     del self._blank[block]
                 else:
-                    self._tree.hold(block)
+                    self.tree.hold(block)
                 self.num_in_use += 1
             self._ref_counts[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give back a reference to each block of a chain, given head first; unreferenced ones become free."""
+        """Release a reference to each block of a chain, given head first; unreferenced ones become free."""
         for block in reversed(blocks):
             assert self._ref_counts[block] > 0, f"block {block} was released once too often"
             self._ref_counts[block] -= 1
@@ -128,7 +125,7 @@ class BlockPool:
                 if self._block_ids[block] is None:
                     self._make_blank(block)
                 else:
-                    self._tree.rest(block)
+                    self.tree.rest(block)
 
     def _make_blank(self, block: int, first: bool = True) -> None:
         self._blank[block] = None
@@ -137,23 +134,25 @@ class BlockPool:
         self._stale.add(block)
 
     def touch(self, blocks: Sequence[int], conversation: Conversation | None = None) -> None:
-        """Blocks of a chain, head first, were useful: of the free ones that are nobody's, they go last, tail first.
+        """Mark blocks of a chain, head first, as just used: of free blocks without a conversation, they are evicted
+        last, tail first.
 
-        conversation: whose they are, from now on.
+        conversation: owns them from now on.
         """
         if conversation is not None and blocks:
-            self._tree.claim(conversation, blocks)
-            self._tree.settle(conversation.prefix, self._by_id.get)
+            self.tree.claim(conversation, blocks)
+            self.tree.settle(conversation.prefix, self._by_id.get)
             return
         for block in reversed(blocks):
-            self._tree.touch(block)
+            self.tree.touch(block)
 
     def insert(
         self, block: int, block_id: BlockId, parent_id: BlockId | None = None, conversation: Conversation | None = None
     ) -> bool:
-        """Let `block`, which is in use and holds this content, be found by its id. False when another one holds it.
+        """Make `block`, which is in use and holds this content, findable by its id.
 
-        parent_id: link it to its parent if that is cached here, which then stays as long as this one.
+        False when another block holds it. parent_id: link it to its parent if that is cached here; the parent then
+        stays as long as this one.
         """
         assert self._ref_counts[block] > 0, f"block {block} is cached while nobody holds it"
         if self._by_id.setdefault(block_id, block) != block:
@@ -162,29 +161,21 @@ class BlockPool:
         if self._block_ids[block] is None:
             self._block_ids[block] = block_id
             parent = None if parent_id is None else self._by_id.get(parent_id)
-            self._tree.add(block, parent, conversation)
+            self.tree.add(block, parent, conversation)
             prefix = None if conversation is None else conversation.prefix
-            while prefix is not None:  # in place, for every block: a call would cost more than all of it
+            while prefix is not None:  # inlined for speed: a call would cost more than the loop
                 if prefix.end == block_id:
-                    self._tree.settle(prefix, self._by_id.get)
+                    self.tree.settle(prefix, self._by_id.get)
                     break
                 prefix = prefix.parent
         return True
 
-    def link(self, block: int, parent: int) -> None:
-        """Two cached blocks, of which the first names no cached parent: it goes before the other all the same."""
-        self._tree.link(block, parent)
-
-    def descendants(self, block: int) -> list[int]:
-        """The block itself and all that is linked below it, parents before children."""
-        return self._tree.descendants(block)
-
     def forget(self, block: int) -> list[int]:
-        """This block's content is not to be found any more, nor what is linked below it; returns all that were.
+        """Forget this block's content and all linked below it; returns the forgotten blocks.
 
-        Whoever holds one of them keeps it.
+        Holders keep theirs.
         """
-        gone = self.descendants(block)
+        gone = self.tree.links.descendants(block)
         for one in reversed(gone):  # tails first
             if self._unname(one):
                 self.num_forgotten += 1
@@ -193,38 +184,36 @@ class BlockPool:
         return gone
 
     def reset(self) -> None:
-        """Everything free and nothing cached, as at the start: after an error left counts that cannot be trusted."""
+        """Free everything and cache nothing, as at the start, after an error that may have left wrong counts."""
         self.num_evictions += len(self._by_id)
+        if self._on_gone is not None:
+            for block_id in self._by_id:
+                self._on_gone(block_id)
         self._clear()
         self._stale.update(range(self.num_blocks))
 
     def evict_all(self) -> int:
-        """Forget the ids of all free blocks; returns how many. Blocks in use stay, and what they are linked to."""
+        """Forget the ids of all free blocks; returns their number. Blocks in use and their parents stay."""
         return sum(1 for _ in iter(self.evict_one, None))
 
     def cached_blocks(self) -> list[int]:
         """All blocks that can be found by an id."""
         return sorted(self._by_id.values())
 
-    def from_tails(self, used_s: Callable[[int], float], may_go: Callable[[int], bool]) -> Iterator[int]:
-        """Cached blocks, those of the least recently used leaf first, each before what it builds on.
-
-        may_go: False keeps a block and with it what is above it.
-        """
-        return self._tree.from_tails(sorted(self._tree.leaves(), key=used_s), may_go)
-
     def take_stale(self) -> list[int]:
-        """Free blocks without an id that were held since the last call: their content is of no use to anybody."""
+        """Free blocks without an id that were held since the last call: nobody can use their content."""
         stale, self._stale = sorted(self._stale), set()
         return stale
 
     def _unname(self, block: int) -> bool:
-        """Take the id and the links of a block without cached children. False when it had none."""
+        """Remove the id and the links of a block without cached children. False when it had no id."""
         block_id, self._block_ids[block] = self._block_ids[block], None
         if block_id is None:
             return False
         del self._by_id[block_id]
-        self._tree.remove(block)
+        self.tree.remove(block)
+        if self._on_gone is not None:
+            self._on_gone(block_id)
         return True
 
     def check_integrity(self, idle: bool = True) -> None:
@@ -233,8 +222,8 @@ class BlockPool:
             block_id = self._block_ids[block]
             assert count >= 0 and (block in self._blank) == (count == 0 and block_id is None), f"block {block}: {count}"
             assert block_id is None or self._by_id.get(block_id) == block, f"block {block}: its id leads elsewhere"
-            assert (block_id is not None) == (block in self._tree), f"block {block}: cached and not in the order"
+            assert (block_id is not None) == (block in self.tree), f"block {block}: cached and not in the order"
         assert len(self._by_id) == sum(i is not None for i in self._block_ids), "an id leads to a block without it"
-        self._tree.check_integrity()
+        self.tree.check_integrity()
         assert self.num_in_use == sum(count > 0 for count in self._ref_counts), "blocks in use are miscounted"
         assert not idle or not self.num_in_use, f"{self.num_in_use} blocks still held"

@@ -1,4 +1,4 @@
-"""What crosses the borders between tiers: a block's record, the outcome of a read, what an eviction covers.
+"""Data between tiers: a block's record, the outcome of a read, what an eviction covers.
 
 Knows no tensor, no thread and no file.
 """
@@ -19,11 +19,11 @@ Seconds = Annotated[float, Meta(ge=-1e18, le=1e18)]  # finite: NaN is not betwee
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What is stored as such (see `kvstore.disk.records`); its fields in their order are the format."""
+    """Base of everything stored as a record (see `kvstore.disk.records`). Its fields, in order, are the format."""
 
 
 class BlockRecord(Record, frozen=True):
-    """What a stored block is, without its bytes.
+    """A stored block's description, without its bytes.
 
     tokens: its token ids, little-endian u32 (see `kvstore.blocks.ids.token_bytes`). fingerprint: 32 bytes, of the model
     and layout that computed it. tenant, model: labels (`kvstore.disk.records.label`). created_s: seconds since the
@@ -45,7 +45,7 @@ class BlockRecord(Record, frozen=True):
 
 
 class Expected(Protocol):
-    """What a read asks for: a block's record, or whatever else knows that block when it sees its record."""
+    """What a read expects: a block's record, or anything else that recognises the block by its record."""
 
     @property
     def block_id(self) -> BlockId: ...
@@ -54,18 +54,18 @@ class Expected(Protocol):
 
 
 class ReadResult(Enum):
-    """How a read ended. Everything but OK ends in recompute, and is counted by this cause."""
+    """How a read ended. Everything but OK ends in recompute, counted by its cause."""
 
     OK = "ok"
     MISSING = "missing"  # no such block
     CORRUPT = "corrupt"  # header or checksum do not match; the block is to be deleted
-    MISMATCH = "mismatch"  # sound, but of another history, model or size than expected; it stays, it is somebody else's
+    MISMATCH = "mismatch"  # intact, but of another history, model or size than expected; it stays
     FAILED = "failed"  # the medium failed; the block may still be there
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A read or a write of a `BlockStore` has ended, and its memory is the caller's again.
+    """A read or a write of a `BlockStore` that has ended; its memory belongs to the caller again.
 
     ok: a write is durable; a read has passed all checks, and else the memory may hold anything. reason: "" where it is
     ok; of a read "missing", "damaged" (the block is deleted), "mismatch" (the memory has another size than the block)
@@ -113,16 +113,18 @@ class TransferPlan:
 
 
 class SaveFence(Protocol):
-    """Of a step's saves, on a device that runs behind its host: what they read must not be written before they end."""
+    """A fence of a step's saves, on a device that runs behind its host: what they read must not be written before they
+    end.
+    """
 
     def order(self) -> None:
-        """What the current stream is given from now on begins after the saves. Returns at once."""
+        """Let all further work of the current stream begin after the saves. Returns at once."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Transferred:
-    """The loads or the saves of one step have ended; nobody reads or writes their slots any more."""
+    """The loads or saves of one step have ended: nobody reads or writes their slots any more."""
 
     ticket: int
     is_load: bool
@@ -133,7 +135,7 @@ class Transferred:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Which blocks to give up: those that match every condition that is set; nothing set selects nothing.
+    """Which blocks to evict: those that match every given condition; no condition selects nothing.
 
     everything: all blocks. unused_for_s: last used at least so long ago. model: computed by this model. block_ids: only
     these. to_bytes: the least recently used, until each tier holds at most so many bytes. dry_run: only count them.
@@ -149,7 +151,7 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """What an eviction gave up on one tier, or with dry_run would."""
+    """What an eviction evicted from one tier, or would with dry_run."""
 
     num_blocks: int = 0
     num_bytes: int = 0

@@ -2,51 +2,49 @@
 
 Usable alone: without arena, without torch, without the CPU tier. Other engines use it through `kvstore.block_store`.
 
-- `blocks_file`: the file of the blocks over its life: opened, compacted, recovered, set aside; its space
+- `blocks_file`: the blocks' file over its life: opening, compaction, recovery, quarantine; its space
 - `check`: whether a file may be handed to LMDB, and quarantine; small files, replaced as a whole
 - `codec`: a block as one value: header, checksum, payload
-- `committer`: a thread that commits what others hand in, in groups
+- `committer`: a thread that commits others' changes in groups
 - `directory`: the store's directory: owner, lock, secret
 - `env`: an LMDB environment, opened once and safely
 - `format`: the databases of the blocks, index records and errors
 - `index`: what is on disk: parents, sizes, last use
 - `index_loader`: builds it from a scan, in a thread
-- `io_queue`: one writer and two readers between CPU and disk; or who waits reads
-- `learned`: what the policies learned, between two starts
-- `live`: tables of an environment while threads use it: opened again, compacted, closed
+- `io_queue`: one writer and two readers between CPU and disk
+- `learned`: what the policies learned, kept between starts
+- `live`: tables of an environment that threads use: reopening, compaction, closing
 - `records`: the bytes of a store's records: msgspec structs as MessagePack; sealed, with a checksum that covers their
   place, too
 - `tier`: blocks in LMDB: write, read, scan
-- `verify`: a check of every block
+- `verify`: checks every block
 - `walk`: the structural check, a program of its own
 - `weights`: a model's weights as one digest
 
 Decisions:
 
-A value is a whole block with a header and a checksum over both (xxh3), compared with what the request wants:
-parent, token ids, fingerprint. Values are raw unless the setting says otherwise: where it was measured, compressing
-took more time than the smaller values saved.
+A value is a whole block with a header and a checksum over both (xxh3), compared with what the request wants: parent,
+token ids, fingerprint. Values are raw unless configured otherwise: in measurements, compressing took more time than the
+smaller values saved.
 
-LMDB is the index. Lookups work at once after a start; the eviction order is loaded by a thread meanwhile, and what
-happens until then is applied to it afterwards. LMDB's map size is the tier's size, so the file never exceeds it.
-Freed pages are used again two transactions later, so a batch is at most 1/32 of the file, and eviction begins at 85
-%.
+LMDB is the index. Lookups work at once after a start. A thread loads the eviction order meanwhile; changes until then
+are applied to it afterwards. LMDB's map size is the tier's size, so the file never exceeds it. Freed pages are used
+again two transactions later, so a batch is at most 1/32 of the file, and eviction begins at 85 %.
 
 Options by measurement: `sync=True, metasync=False, writemap=False` recovered 200 of 200 simulated power losses;
 without `sync` 16 %, and wrong values silently; `writemap` dies of SIGBUS on a full disk; without read-ahead cold
 reads were 15 to 30 times slower. Reads take views (`buffers=True`), as a copy in LMDB would hold the interpreter's
 lock through page faults.
 
-LMDB trusts its pages, and some flipped bits that its own verification passes make it crash later. So a file is
-checked in a process of its own before LMDB gets it. What fails is moved into quarantine, and the store goes on with
-an empty file.
+LMDB trusts its pages, and some flipped bits that its own verification passes make it crash later. So a separate process
+checks a file before LMDB opens it. A file that fails is moved into quarantine, and the store goes on with an empty one.
 
-A store is owned twice over, and looked at while it is. An `flock` on the directory stands when the lock file is
-removed, and whoever answers at the socket owns the store, too. Before a write, after each commit of turns and twice
-a second, the lock and the data files are compared by device and inode with what was opened: a turn that would not
+A store's ownership is held twice and checked while it is open. An `flock` on the directory remains when the lock file
+is removed, and a process that answers at the socket owns the store, too. Before a write, after each commit of turns and
+twice a second, the lock and the data files are compared by device and inode with what was opened: a turn that could not
 be found again is not acknowledged.
 
 One thread writes, two read. Reads have three classes: for a request that runs, for those that wait in the queue's
-order, and hints. Whoever comes earlier may take arena blocks from those behind; nobody waits for one behind, so
-nobody waits in a ring. A queued read that nobody wants any more is dropped.
+order, and hints. An earlier read may take arena blocks from later ones; nobody waits for a later one, so there is no
+deadlock. A queued read that nobody wants any more is dropped.
 """

@@ -1,6 +1,6 @@
-"""The file that holds the blocks, over its life: opened, compacted, recovered, set aside; and the space it may take.
+"""The blocks' file over its life: opening, compaction, recovery, quarantine; and the space it may take.
 
-Knows no block. Whoever uses it says what went wrong inside, and learns here whether that means damage.
+Knows no block. Its user reports errors from inside, and learns here whether they mean damage.
 """
 
 from __future__ import annotations
@@ -45,14 +45,13 @@ class CompactReport:
 
 
 class BlocksFile:
-    """The environment `blocks/` of a store directory. `with file as tables:` they stay open inside; None when they are
-    closed or broken.
+    """The environment `blocks/` of a store directory. `with file as tables:` they stay open inside; None when closed or
+    broken.
 
-    write_lock: for one transaction or one compaction; who recovers or replaces the file holds it. broken: the file is
-    damaged, or gone, until `quarantine`. was_reset: a damaged one was moved aside and begun anew. lost: that it was
-    once removed or replaced while it was open. is_too_large: for the capacity, when it was opened. used_bytes: of the
-    pages in use after the last transaction; what was deleted does not count. Raises StoreError when it cannot be
-    opened at all.
+    write_lock: held for one transaction or one compaction, and while the file is recovered or replaced. broken: the
+    file is damaged or gone, until `quarantine`. was_reset: a damaged file was moved aside and an empty one begun. lost:
+    it was removed or replaced while open. is_too_large: for the capacity, when it was opened. used_bytes: of the pages
+    in use after the last transaction; deleted data does not count. Raises StoreError when it cannot be opened at all.
     """
 
     def __init__(self, directory: StoreDirectory, capacity_bytes: int) -> None:
@@ -65,7 +64,7 @@ class BlocksFile:
         self.used_bytes = self._usable_bytes = 0
         self.write_lock = threading.Lock()
         self._directory = directory
-        self._is_new = False  # damage was found and set aside, and only the owner does not know
+        self._is_new = False  # a damaged file was set aside, and the owner does not know yet
         discard_copy(self.path)
         self._live: LiveTables[Tables] = LiveTables(self._open)
 
@@ -77,7 +76,7 @@ class BlocksFile:
         self._live.__exit__()
 
     def look_up(self, work: Callable[[Any, Tables], R], otherwise: R) -> R:
-        """What `work` finds in a short transaction; `otherwise` where the file cannot be read."""
+        """The result of `work` in a short transaction; `otherwise` if the file cannot be read."""
         with self as tables:
             if tables is None:
                 return otherwise
@@ -98,7 +97,7 @@ class BlocksFile:
             return self._open_tables(self.capacity_bytes)
 
     def _map_bytes(self) -> int:
-        """The capacity; more where the file is larger than that, which evicting needs, as it writes."""
+        """The capacity, or more if the file is larger: eviction writes, too, and needs room."""
         try:
             needed_bytes = disk_check.read_meta(self.path / DATA_FILE).needed_bytes
         except (OSError, disk_check.UnreadableFileError):
@@ -128,7 +127,7 @@ class BlocksFile:
             self._live.close(clean=not self.broken)
 
     def sync(self) -> None:
-        """Everything written survives a power loss afterwards. Raises DegradedError."""
+        """Sync: everything written survives a power loss afterwards. Raises DegradedError."""
         with self as tables:
             if tables is None:
                 raise DegradedError(f"{self.path} is closed or damaged; nothing more is made durable")
@@ -140,13 +139,13 @@ class BlocksFile:
 
     # -- damage and loss ---------------------------------------------------------------------------------------------
     def note(self, error: Exception) -> None:
-        """Something failed in the environment: whether that means damage."""
+        """Note an error of the environment. Returns whether it means damage."""
         self.broken = self.broken or is_damage(error)
         if isinstance(error, LostFileError):
             self._note_loss(str(error))
 
     def look(self) -> None:
-        """Whether the file is still where it was; one that is not counts as damaged, unless the whole store is lost."""
+        """Check that the file is still in its place; otherwise it counts as damaged, unless the whole store is lost."""
         with self._live as tables:
             loss = None if tables is None else tables.env.loss()
         if loss is not None:
@@ -173,7 +172,7 @@ class BlocksFile:
             self.broken = self._is_new = False
 
     def recover(self) -> None:
-        """LMDB gave the environment up after a failed write of its meta page; the file is most likely sound."""
+        """Reopen after LMDB gave up on a failed write of its meta page; the file is most likely intact."""
         was_reset, self.was_reset = self.was_reset, False
         try:
             with self._live.alone():
@@ -194,7 +193,9 @@ class BlocksFile:
 
     # -- space -------------------------------------------------------------------------------------------------------
     def note_space(self, tables: Tables, used_bytes: int) -> None:
-        """What is used, and what may be: the file as it is, and what it may grow by before the reserve is touched."""
+        """Update the used and the usable space: the file, and its growth before the file system's reserve is
+        touched.
+        """
         free, size = disk_format.free_bytes(self.path)
         reserve = min(int(size * RESERVE_SHARE), MAX_RESERVE_BYTES)
         self.used_bytes = used_bytes
@@ -207,9 +208,9 @@ class BlocksFile:
         return growth <= 0 or self.used_bytes + incoming_bytes <= self._usable_bytes
 
     def excess_bytes(self, incoming_bytes: int = 0) -> int:
-        """How much must be deleted before so much may be written; 0 or less: nothing.
+        """How much must be deleted before this much may be written; 0 or less: nothing.
 
-        On a disk that is nearly full the tier makes do with the file it has.
+        On a nearly full disk, the tier makes do with the file as it is.
         """
         return self.used_bytes + incoming_bytes - int(WATERMARK * self._usable_bytes)
 

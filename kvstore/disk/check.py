@@ -1,6 +1,6 @@
-"""Whether a file may be handed to LMDB, which believes what a file says and can crash on a damaged one.
+"""Checks whether LMDB may open a file: LMDB trusts a file and can crash on a damaged one.
 
-Reads plain bytes, never through LMDB. Also what becomes of a file that fails: it is set aside, not deleted.
+Reads plain bytes, never through LMDB. A file that fails is set aside, not deleted.
 """
 
 import json
@@ -47,7 +47,7 @@ class Meta:
 
     @property
     def needed_bytes(self) -> int:
-        """Size of the file up to its last page."""
+        """Size up to the file's last page."""
         return (self.last_page + 1) * self.page_bytes
 
 
@@ -85,7 +85,7 @@ def _parse_meta(page: bytes) -> Meta:
 
 
 def find_problem(directory: Path, verify_below_bytes: int) -> str | None:
-    """Why the environment in `directory` must not be opened; None when it may, or when there is none.
+    """Why the environment in `directory` must not be opened; None when it may be, or does not exist.
 
     Its structure is verified in a child process when it was not closed cleanly, when it is smaller than
     `verify_below_bytes`, or when it is shorter than it says: pages at its end may be free and never written.
@@ -105,7 +105,7 @@ def find_problem(directory: Path, verify_below_bytes: int) -> str | None:
 
 
 def verify_structure(data_file: Path) -> str | None:
-    """The first problems in the structure of a data file, None for none. Values are not looked at."""
+    """The first problems in the structure of a data file, None for none. Values are not checked."""
     command = [sys.executable, "-I", WALKER, str(data_file)]
     limit_s = VERIFY_BASE_S + VERIFY_S_PER_GIB * data_file.stat().st_size / 2**30
     try:
@@ -113,13 +113,13 @@ def verify_structure(data_file: Path) -> str | None:
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=limit_s
         )
     except subprocess.TimeoutExpired:
-        # Of a machine that stands still, not of the file: nothing is set aside for it.
+        # The machine is stalled, not the file damaged: nothing is set aside.
         raise StoreError(f"checking {data_file} took more than {limit_s:.0f} s; try again when less runs") from None
     if done.returncode == disk_walk.CANNOT:
         raise StoreError("the installed lmdb package cannot verify files; install lmdb>=3.0")
     if done.returncode == 0:
         return None
-    if -done.returncode in STOPS:  # of a server that is stopped, or short of memory; damage ends in other signals
+    if -done.returncode in STOPS:  # of a server that is stopped or short of memory; damage causes other signals
         name = signal.Signals(-done.returncode).name
         raise StoreError(f"checking {data_file} was ended by {name} from outside; nothing was changed, start again")
     return " ".join(done.stdout.split()) or f"checking its structure ended with status {done.returncode}"
@@ -127,7 +127,7 @@ def verify_structure(data_file: Path) -> str | None:
 
 # -- the mark of a clean stop ----------------------------------------------------------------------------------------
 def was_closed_cleanly(directory: Path, meta: Meta) -> bool:
-    """Whether the mark is there and names just this state of the file."""
+    """Whether the mark exists and names exactly this state of the file."""
     try:
         mark = json.loads((directory / CLEAN_FILE).read_bytes())
     except (OSError, ValueError):
@@ -140,7 +140,7 @@ def _mark(directory: Path, meta: Meta) -> dict[str, int]:
 
 
 def mark_clean(directory: Path) -> None:
-    """After the environment was synced and closed. Not being able to only costs a check at the next start."""
+    """Mark a file whose environment was synced and closed. A failure only costs a check at the next start."""
     try:
         mark = _mark(directory, read_meta(directory / DATA_FILE))
         write_durably(directory / CLEAN_FILE, json.dumps(mark).encode())
@@ -149,7 +149,7 @@ def mark_clean(directory: Path) -> None:
 
 
 def clear_mark(directory: Path) -> None:
-    """Before the environment is opened for writing."""
+    """Remove the mark before the environment is opened for writing."""
     if (directory / CLEAN_FILE).exists():
         (directory / CLEAN_FILE).unlink()
         sync_directory(directory)
@@ -157,7 +157,7 @@ def clear_mark(directory: Path) -> None:
 
 # -- kinds -----------------------------------------------------------------------------------------------------------
 def check_kinds(store: Path) -> None:
-    """Files are files, as opening a pipe would wait for ever; folders are folders; and what holds data can be written.
+    """Check that files are files (opening a pipe would wait for ever), folders are folders, and data can be written.
 
     Raises StoreError, and OSError.
     """
@@ -183,7 +183,7 @@ def _kind(mode: int) -> str:
 
 # -- files -----------------------------------------------------------------------------------------------------------
 def sync_directory(directory: Path) -> None:
-    """Make creations and renames in it durable."""
+    """Make creations and renames in a directory durable."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -192,7 +192,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def is_still_at(path: Path, known: os.stat_result) -> bool:
-    """Whether this file or directory, open somewhere, is what stands at `path`. What cannot be looked at counts so."""
+    """Whether this open file or directory is the one at `path`; True if that cannot be examined."""
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -203,7 +203,7 @@ def is_still_at(path: Path, known: os.stat_result) -> bool:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Replace a small file of ours, 0600: afterwards it has the old content or the new. Raises OSError."""
+    """Replace a small file, 0600: afterwards it has the old content or the new. Raises OSError."""
     new = path.with_name(path.name + ".new")
     with ExitStack() as undo:
         undo.callback(new.unlink, missing_ok=True)
@@ -218,7 +218,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def quarantine(path: Path, why: str, clock: Callable[[], datetime] = lambda: datetime.now(UTC)) -> Path:
-    """Move a file or directory of a store into a new directory beside it, with a warning. Returns where it is now."""
+    """Move a file or directory of a store into a new directory beside it, with a warning. Returns its new place."""
     stamp = clock().strftime("%Y%m%dT%H%M%SZ")
     for number in range(1, 1000):
         place = path.parent / f"quarantine-{stamp}-{number}"

@@ -1,6 +1,6 @@
 """A block as one value on disk: header, checksum, payload; and back into memory that the caller owns.
 
-Knows no file and no thread. Whatever bytes it is given to read, it raises nothing and allocates no more than a block.
+Knows no file and no thread. Reading raises nothing and allocates at most a block, whatever the bytes.
 """
 
 import struct
@@ -46,7 +46,7 @@ CODECS = dict(zip(CODEC_NAMES, Codec, strict=True))
 
 
 class Header(Record, frozen=True):
-    """What a value says about itself."""
+    """A value's description of itself."""
 
     record: BlockRecord
     codec: Codec
@@ -59,7 +59,7 @@ class Header(Record, frozen=True):
 def encode(record: BlockRecord, payload: Bytes, codec: Codec = Codec.RAW, itemsize: int = 2) -> memoryview:
     """The value to store, in memory of its own. itemsize: bytes of one element, for SPLIT_ZSTD.
 
-    What does not get smaller, or does not divide into elements, is stored raw.
+    A payload that does not get smaller, or does not divide into elements, is stored raw.
     """
     assert len(record.block_id) == len(record.parent_id) == len(record.fingerprint) == BLOCK_ID_BYTES
     assert len(record.tokens) % 4 == 0 and itemsize in ITEMSIZES
@@ -74,7 +74,7 @@ def encode(record: BlockRecord, payload: Bytes, codec: Codec = Codec.RAW, itemsi
     for part in parts:
         begin, end = end, end + len(part)
         np.copyto(value[begin:end], np.frombuffer(part, np.uint8))
-    # Over the copy: what was checked is what is written, whatever happens to the source.
+    # Computed over the copy: what is checked is what is written, whatever happens to the source.
     value[len(head) : start] = np.frombuffer(_checksum(head, value[start:]), np.uint8)
     return value.data
 
@@ -107,17 +107,32 @@ def _compressor() -> zstandard.ZstdCompressor:
     return _local.compressor
 
 
+def encode_head(record: BlockRecord, payload: Bytes, itemsize: int = 2) -> bytes:
+    """The bytes before a raw payload, when both are sent without a copy. The payload must not change meanwhile."""
+    raw = np.frombuffer(payload, np.uint8)
+    packed = disk_records.pack(Header(record, Codec.RAW, itemsize, len(raw), len(raw)))
+    head = _PREFIX.pack(MAGIC, len(packed)) + packed
+    return head + _checksum(head, raw)
+
+
 # -- reading ---------------------------------------------------------------------------------------------------------
-def decode_header(value: Bytes) -> Header | None:
-    """The header, or None when these bytes are not a value of this format. The checksum is not looked at."""
+def decode_header(value: Bytes, num_bytes: int | None = None) -> Header | None:
+    """The header, or None when these bytes are not a value of this format.
+
+    Does not check the checksum. num_bytes: of the whole value, if only its head is given.
+    """
     if len(value) < _PREFIX.size:
         return None
-    magic, num_bytes = _PREFIX.unpack_from(value)
+    magic, header_bytes = _PREFIX.unpack_from(value)
+    payload_at = _PREFIX.size + header_bytes
     try:
-        header = disk_records.unpack(Header, memoryview(value)[_PREFIX.size : _PREFIX.size + num_bytes])
+        header = disk_records.unpack(Header, memoryview(value)[_PREFIX.size : payload_at])
     except ValueError:
         return None
-    if magic != MAGIC or header.itemsize not in ITEMSIZES or len(value) != _payload_at(value) + header.stored_bytes:
+    num_bytes = len(value) if num_bytes is None else num_bytes
+    if magic != MAGIC or header.itemsize not in ITEMSIZES:
+        return None
+    if num_bytes != payload_at + CHECKSUM_BYTES + header.stored_bytes:
         return None
     if header.codec == Codec.RAW and header.raw_bytes != header.stored_bytes:
         return None
@@ -131,8 +146,8 @@ def _payload_at(value: Bytes) -> int:
 def decode_into(value: Bytes, expected: Expected | None, into: memoryview) -> ReadResult:
     """Check everything, and put the raw payload into `into`, which must have exactly its size.
 
-    OK, CORRUPT or MISMATCH; unless it is OK `into` may hold anything. expected None: whatever block it is. A value of
-    another identity or size is a mismatch only if it is sound: otherwise that is what was damaged.
+    Returns OK, CORRUPT or MISMATCH; unless it is OK, `into` may hold anything. expected None: any block. A value of
+    another identity or size is a mismatch only if it is intact; otherwise it is corrupt.
     """
     header = decode_header(value)
     if header is None:
@@ -142,7 +157,7 @@ def decode_into(value: Bytes, expected: Expected | None, into: memoryview) -> Re
         return ReadResult.MISMATCH if is_intact(value, header) else ReadResult.CORRUPT
     stored, out = _payload(value, header), np.frombuffer(into, np.uint8)
     if header.codec is Codec.RAW:
-        # Copied first, then checked: what is served is what was checked, and the pages are touched only once.
+        # Copied first, then checked: what is served is what was checked, and pages are touched only once.
         np.copyto(out, stored)
         return ReadResult.OK if _matches(value, out) else ReadResult.CORRUPT
     if not _matches(value, stored):
@@ -150,8 +165,21 @@ def decode_into(value: Bytes, expected: Expected | None, into: memoryview) -> Re
     return ReadResult.OK if _decompress(stored, header.codec, header.itemsize, out) else ReadResult.CORRUPT
 
 
+def check_landed(head: Bytes, payload: memoryview, expected: Expected) -> ReadResult:
+    """Check a raw value whose payload is already in place: OK, CORRUPT or MISMATCH, as `decode_into`."""
+    header = decode_header(head, len(head) + payload.nbytes)
+    start = len(head) - CHECKSUM_BYTES
+    if header is None or header.codec is not Codec.RAW or header.stored_bytes != payload.nbytes:
+        return ReadResult.CORRUPT
+    state = xxhash.xxh3_128(head[:start])
+    state.update(payload)
+    if state.digest() != head[start:]:
+        return ReadResult.CORRUPT
+    return ReadResult.OK if expected.same_content(header.record) else ReadResult.MISMATCH
+
+
 def is_intact(value: Bytes, header: Header) -> bool:
-    """Whether the checksum of a value matches, whose header is this."""
+    """Whether the checksum of a value with this header matches."""
     return _matches(value, _payload(value, header))
 
 

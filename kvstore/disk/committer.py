@@ -1,6 +1,6 @@
-"""One thread that commits what others hand in, in groups, so that many changes share one synced transaction.
+"""One thread that commits changes in groups, so that many share one synced transaction.
 
-Owns the queue and the tickets. What a change is, and how a group of them is committed, is its user's.
+Owns the queue and the tickets. Its user defines a change and how a group of them is committed.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ class Ticket(Generic[T]):
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> T:
-        """Returns when it is durable. Raises StoreError when it was refused, DegradedError when the disk failed.
+        """Wait until it is durable.
 
-        After a failure or a timeout (seconds) it is not known to be stored, and may be: load the session to find out.
+        Raises StoreError when it was refused, DegradedError when the disk failed. After a failure or a timeout
+        (seconds) it may be stored or not: load the session to find out.
         """
         if not self._done.wait(timeout):
             raise StoreError(f"not durable after {timeout} s: the disk is slow; it may still become so")
         if self._error is not None:
-            # Each wait raises its own: an exception that two threads raise at once grows one mixed traceback.
+            # Each wait raises its own exception: two threads that raise the same one mix their tracebacks.
             raise type(self._error)(str(self._error)) from self._error
         return self._result  # type: ignore[return-value]
 
@@ -49,11 +50,10 @@ class Ticket(Generic[T]):
 
 
 class Committer:
-    """commit: called in the thread with what waits, in order; finishes each ticket. What it raises is a bug: then
-    nobody may wait for ever, and nothing more is accepted.
+    """commit: called in the thread with the waiting changes, in order; finishes each ticket.
 
-    what: its user, as errors name it. max_queue: tickets that may wait. pause_s: in which more may join a group, unless
-    somebody waits in `flush`.
+    If it raises, which is a bug, all tickets fail and nothing more is accepted. what: the user's name in errors.
+    max_queue: tickets that may wait. pause_s: time for others to join a group, unless somebody waits in `flush`.
     """
 
     def __init__(
@@ -76,7 +76,9 @@ class Committer:
         return len(self._queue)
 
     def submit(self, change: Any) -> Ticket[Any]:
-        """Carried out in the order of the calls; waits while the queue is full. Raises StoreError after `close`."""
+        """Queue a change; changes are committed in order. Waits while the queue is full. Raises StoreError after
+        `close`.
+        """
         with self._changed:
             self._changed.wait_for(lambda: len(self._queue) < self._max_queue or self._refusal)
             if self._refusal:
@@ -87,7 +89,7 @@ class Committer:
         return ticket
 
     def flush(self) -> None:
-        """Returns when all that was submitted has ended, well or not."""
+        """Wait until all that was submitted has ended, successfully or not."""
         with self._changed:
             last = self._num_taken + len(self._queue)
             self._num_flushing += 1
@@ -96,7 +98,7 @@ class Committer:
             self._num_flushing -= 1
 
     def close(self) -> None:
-        """Carry out what is queued, and end the thread. Calling it again does nothing."""
+        """Commit what is queued, and end the thread. Calling it again does nothing."""
         with self._changed:
             self._refusal = self._refusal or f"{self._what} is closed"
             self._changed.notify_all()
@@ -115,7 +117,7 @@ class Committer:
                 self._changed.notify_all()
 
     def _next_group(self) -> list[Ticket[Any]]:
-        """All that wait. Empty: closed, and nothing is left."""
+        """All waiting changes. Empty: closed, and nothing is left."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._refusal)
             if self._pause_s:

@@ -1,7 +1,7 @@
-"""The directory of a store: who may use it, who owns it now, and the secret that its block ids are made with.
+"""A store's directory: its permissions, its owner, and the secret for its block ids.
 
-Knows no LMDB. One owner at a time, held by an `flock` of the directory and one of its lock file, which the kernel takes
-back however the owner ends. The directory's stands when somebody removes the file.
+Knows no LMDB. One owner at a time, held by an `flock` of the directory and one of its lock file, which the kernel
+releases however the owner ends. The directory's lock remains when somebody removes the file.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ NETWORK_FILE_SYSTEMS = {
     "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "orangefs", "smb3", "smbfs",
 }  # fmt: skip
 _LOCK_TRIES, _LOCK_WAIT_S = 4, 0.02
-_CONNECT_S = 1.0  # for a socket that is there: its owner's kernel answers, not the owner
+_CONNECT_S = 1.0  # to connect to an existing socket: the kernel answers, not the owner
 
 
 @dataclass(frozen=True, slots=True)
 class LockInfo:
-    """The owner of a store at this moment; None where it did not say. name: what it calls itself."""
+    """A store's current owner; None for what it did not tell. name: the owner's name for itself."""
 
     pid: int | None
     socket_path: str | None
@@ -48,8 +48,8 @@ class LockInfo:
 class StoreDirectory:
     """An owned store directory; `open` it. After a fork the child owns nothing, and every method raises there.
 
-    is_share: it keeps the locks of another one, which says who the owner is. name: of the owner, for those who are
-    refused.
+    is_share: it keeps the locks of another one, which names the owner. name: the owner's, for messages to refused
+    processes.
     """
 
     def __init__(
@@ -96,19 +96,21 @@ class StoreDirectory:
             raise StoreError(f"store directory {path!r} is no path: {error}") from None
 
     def share(self) -> StoreDirectory:
-        """For a part that is closed by itself: the store stays locked until this one and all its shares are closed."""
+        """A share for a part that closes by itself: the store stays locked until this object and all its shares are
+        closed.
+        """
         fd, lock_fd = self.descriptors
         return StoreDirectory(self.path, os.dup(fd), os.dup(lock_fd), self.secret, is_share=True)
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """That carry the locks. A process that inherits them makes its share of them with `inherited`."""
+        """Descriptors that carry the locks. A process that inherits them makes its share with `inherited`."""
         assert self._fd is not None and self._lock_fd is not None, "used after close"
         return self._fd, self._lock_fd
 
     @classmethod
     def inherited(cls, path: str | Path, descriptors: tuple[int, int]) -> StoreDirectory:
-        """The share of a process that was started by the owner with these. Raises StoreError."""
+        """The share of a process that the owner started with these descriptors. Raises StoreError."""
         for fd in descriptors:
             os.set_inheritable(fd, False)
         try:
@@ -122,9 +124,10 @@ class StoreDirectory:
         _write_lock_info(self._lock_fd, None if socket_path is None else str(socket_path), self._name)
 
     def loss(self) -> str | None:
-        """Why this process must not write here any more, for good: what it holds is not what others find at the path.
+        """Why this process must never write here again: the files that it holds are not those at the path, and somebody
+        else may own the store by now.
 
-        Somebody else may have become the owner since. None: all is as it was, or it is closed.
+        None: nothing changed, or it is closed.
         """
         if self._loss is None and self._lock_fd is not None:
             gone = next((path for path, known in self._held if not disk_check.is_still_at(path, known)), None)
@@ -133,14 +136,14 @@ class StoreDirectory:
         return self._loss
 
     def close(self) -> None:
-        """Give it up; without shares another owner may come at once."""
+        """Release it; if there are no shares, another owner may follow at once."""
         if self._lock_fd is not None:
             if not self._is_share:
                 os.ftruncate(self._lock_fd, 0)
             self.let_go()
 
     def let_go(self) -> None:
-        """Of the locks, which belong to the open files: a child that keeps them open would keep them locked."""
+        """Close the locks' files: a forked child that kept them open would keep the store locked."""
         _directories.discard(self)
         for fd in (self._lock_fd, self._fd):
             if fd is not None:
@@ -199,7 +202,9 @@ def file_system_type(path: Path, mounts: Path = Path("/proc/self/mounts")) -> st
         if len(fields) < 3:
             continue
         point = fields[1].encode("utf-8", "surrogateescape").decode("unicode_escape", "replace").rstrip("/")
-        if (real == point or real.startswith(point + "/")) and len(point) >= best:  # the last of equals is on top
+        if (real == point or real.startswith(point + "/")) and len(
+            point
+        ) >= best:  # of equal ones the last is mounted on top
             best, found = len(point), fields[2]
     return found
 
@@ -215,7 +220,7 @@ def _wait_for_lock(directory: Path, fd: int) -> None:
 
 
 def _refuse_if_answered(directory: Path) -> None:
-    """Whoever listens on the store's socket owns it, whatever became of its locks."""
+    """Raises StoreLockedError if a process listens on the store's socket: it owns the store, whatever its locks."""
     found, pid = _listener(directory / SOCKET_NAME)
     if found:
         raise _locked_error(directory, LockInfo(pid, None))
@@ -291,7 +296,7 @@ def read_lock_info(path: str | Path) -> LockInfo | None:
 
 
 def _who_owns(directory: Path) -> LockInfo:
-    """As its lock file says; where somebody removed that, as the socket does."""
+    """The owner, from the lock file, or from the socket if the lock file was removed."""
     try:
         fd = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
@@ -309,7 +314,7 @@ def _who_owns(directory: Path) -> LockInfo:
 
 # -- its format ------------------------------------------------------------------------------------------------------
 def _check_format(directory: Path) -> None:
-    """A new store gets its format in a file of its own; those of format 1 have none."""
+    """Write a new store's format into a file; stores of format 1 have none. Refuse other formats."""
     path = directory / FORMAT_NAME
     if path.exists():
         with path.open("rb") as file:
@@ -328,7 +333,9 @@ def _check_format(directory: Path) -> None:
 
 # -- the secret ------------------------------------------------------------------------------------------------------
 def _load_secret(path: Path) -> bytes:
-    """Made once. A damaged one is set aside: what was stored under it is not found any more, and never wrong."""
+    """Load the secret, or make it once. A damaged one is set aside: blocks stored under it are no longer found, and
+    never wrong.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""One LMDB environment of a store, opened so that a bad file is set aside and a good one is opened only once.
+"""One LMDB environment of a store: a bad file is set aside, and a good one is opened only once.
 
-Owns the options that make LMDB durable, the registry of what is open, and what a fork does to it.
+Owns the options that make LMDB durable, the registry of open environments, and their handling in a fork.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ STRUCTURAL_ERRORS = (
 
 
 class LostFileError(lmdb.Error):
-    """What would be written could not be found again: the data file, or what makes us its owner, is not in its place.
+    """New data could not be found again: the data file, or the proof of our ownership, is not in its place.
 
     The message says which, and what to do.
     """
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-_HEAP_BYTES = 32 << 20  # the most that glibc takes, and what its own adaptation ends at
+_HEAP_BYTES = 32 << 20  # the most that glibc accepts, and where its own adaptation ends
 _KEPT_BYTES = 256 << 20
 
 _telling = threading.Lock()
@@ -66,14 +66,14 @@ def _keep_freed_memory() -> None:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether LMDB found the file's structure wrong. PanicError only says that it gave up on a failed write."""
+    """Whether LMDB found the file's structure damaged. PanicError only says that it gave up on a failed write."""
     return isinstance(error, STRUCTURAL_ERRORS) and not isinstance(error, lmdb.PanicError)
 
 
 class StoreEnvironment:
     """An open environment with the methods of `lmdb.Environment`. After a fork they raise StoreError in the child.
 
-    quarantined: where a bad predecessor was moved, None when there was none.
+    quarantined: where a damaged predecessor was moved, None if there was none.
     """
 
     def __init__(self, directory: Path, env: lmdb.Environment, quarantined: Path | None, on_loss: str = "") -> None:
@@ -102,29 +102,29 @@ class StoreEnvironment:
         return self._env.open_db(key, txn=txn)
 
     def stat(self) -> dict[str, int]:
-        """Of the main database."""
+        """Statistics of the main database."""
         return cast(dict[str, int], self._env.stat())
 
     def info(self) -> dict[str, int]:
         return cast(dict[str, int], self._env.info())
 
     def set_mapsize(self, map_bytes: int) -> None:
-        """Only while no transaction is open."""
+        """Change the map size, only while no transaction is open."""
         self._env.set_mapsize(map_bytes)
 
     def sync(self) -> None:
-        """All that was committed is durable afterwards."""
+        """Make everything committed durable."""
         self._env.sync(True)
 
     def loss(self) -> str | None:
-        """What of this environment is not where it was when it was opened; None: nothing, or it is closed."""
+        """What of this environment is no longer in its place; None: nothing, or it is closed."""
         found = None if self._owned is None else self._owned.loss()
         if found is None and not disk_check.is_still_at(self._data_file, self._data_status):
             found = f"{self._data_file} was removed or replaced while the store was open{self._on_loss}"
-        return found if self.is_open else None  # asked last: whoever replaces the file in order closes it before
+        return found if self.is_open else None  # checked last: an orderly replacement closes the file before
 
     def is_removed(self) -> bool:
-        """Whether the store is ours as it was, and nothing stands in the place of the data file."""
+        """Whether the store is still ours, and there is no file in the data file's place."""
         return (self._owned is None or self._owned.loss() is None) and not os.path.lexists(self._data_file)
 
     def check_in_place(self) -> None:
@@ -133,14 +133,16 @@ class StoreEnvironment:
             raise LostFileError(loss)
 
     def file_bytes(self) -> int:
-        """What the data file takes."""
+        """The data file's size."""
         try:
             return (self.directory / DATA_FILE).stat().st_size
         except OSError:
             return 0
 
     def close(self, clean: bool = True) -> None:
-        """Nobody may be inside. clean: sync, and mark it as complete, so that the next start need not check it."""
+        """Close it while no transaction is open. clean: sync and mark it as complete, so that the next start need not
+        check it.
+        """
         if not self.is_open:
             return
         clean = clean and self.loss() is None
@@ -159,7 +161,7 @@ class StoreEnvironment:
                 disk_check.mark_clean(self.directory)
 
     def let_go(self) -> None:
-        """In a forked child, which may open it for itself."""
+        """Release it in a forked child, which may then open it itself."""
         _open_environments.pop(os.path.realpath(self.directory), None)
 
 
@@ -177,20 +179,20 @@ def keys_after(txn: Any, db: Any, after: bytes | None, limit: int) -> Iterator[t
 
 
 def tell_losses(store: Path) -> None:
-    """Log what of the environments that are open in a store is not in its place any more, once each. By any thread."""
+    """Log which parts of a store's open environments are no longer in their place, once each. By any thread."""
     real, told = os.path.realpath(store), set[str]()
     with _telling:
         for place, env in list(_open_environments.items()):
             loss = env.loss() if os.path.dirname(place) == real else None
             if loss != env.told_loss:
                 env.told_loss = loss
-                if loss is not None and loss not in told:  # of the whole store it is one for all
+                if loss is not None and loss not in told:  # a loss of the whole store is logged once
                     LOGGER.error(loss)
                     told.add(loss)
 
 
 class LossWatch:
-    """Tells losses of the environments that this process has open in a store, in a thread of its own."""
+    """Logs losses of a store's open environments, in its own thread."""
 
     def __init__(self, store: Path) -> None:
         self._store = store
@@ -217,9 +219,9 @@ def open_environment(
 ) -> StoreEnvironment:  # fmt: skip
     """Open or create the environment in the directory `path`; its parent is a StoreDirectory that this process holds.
 
-    What is damaged is moved into quarantine with a warning, and an empty one is opened instead. metasync: a commit
-    survives a power loss at once, not only with the next one. on_loss: what is said, beside that it happened, when the
-    file is removed or replaced. Raises StoreError when nothing can be opened.
+    A damaged one is moved into quarantine with a warning, and an empty one is opened instead. metasync: a commit
+    survives a power loss at once, not only with the next one. on_loss: added to the log message when the file is
+    removed or replaced. Raises StoreError when nothing can be opened.
     """
     check_map_bytes(path, map_bytes)
     if os.path.realpath(path) in _open_environments:
@@ -255,7 +257,7 @@ def _open_lmdb(path: Path, map_bytes: int, max_dbs: int, metasync: bool) -> lmdb
     _keep_freed_memory()
     _tighten(path)
     disk_check.clear_mark(path)
-    # The reader table of another run means nothing now, and a damaged one crashes LMDB; the store's lock is ours.
+    # Another run's reader table is void, and a damaged one crashes LMDB; the store's lock is ours.
     (path / LOCK_FILE).unlink(missing_ok=True)
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     env = lmdb.open(
@@ -273,7 +275,7 @@ def _open_lmdb(path: Path, map_bytes: int, max_dbs: int, metasync: bool) -> lmdb
 
 
 def _tighten(path: Path) -> None:
-    """Take the permissions of others off what is ours already."""
+    """Remove other users' permissions from existing files."""
     for one, mode in ((path, 0o700), (path / DATA_FILE, 0o600)):
         if one.exists() and one.stat().st_mode & 0o077:
             one.chmod(mode)

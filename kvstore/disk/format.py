@@ -1,4 +1,4 @@
-"""The LMDB environment of the disk tier: its databases, an index record, what an error of it means.
+"""The LMDB environment of the disk tier: its databases, index records, and the meaning of its errors.
 
 Knows the file's format, no policy. A value is `kvstore.disk.codec`'s.
 """
@@ -26,7 +26,7 @@ _PAGE_HEADER_BYTES, _NODE_BYTES = 16, 8 + BLOCK_ID_BYTES
 
 
 class WriteError(StrEnum):
-    """Why a transaction left nothing behind."""
+    """Why a transaction failed; it left nothing behind."""
 
     MAP_FULL = "map full"
     NO_SPACE = "no space"
@@ -54,7 +54,7 @@ class Tables:
 
 
 class WrongFormatError(Exception):
-    """A sound LMDB file that some other program or version wrote."""
+    """An intact LMDB file that another program or version wrote."""
 
 
 def open_tables(env: StoreEnvironment) -> Tables:
@@ -88,7 +88,7 @@ def footprint(value_bytes: int, page_bytes: int) -> int:
 
 # -- index records ---------------------------------------------------------------------------------------------------
 class IndexRecord(Record, frozen=True):
-    """What the index has of a block under its id."""
+    """The index entry of a block, under its id."""
 
     parent_id: Id
     stored_bytes: Count
@@ -116,12 +116,12 @@ def unpack_index(block_id: BlockId, packed: bytes) -> IndexEntry | None:
 
 @lru_cache(maxsize=1024)
 def _one(name: str) -> str:
-    """A million records name a few models: one object each, not a million."""
+    """Intern the name: a million records share a few models."""
     return name
 
 
 def with_access(packed: bytes, now_s: float) -> bytes:
-    """The same record, last used at another time. One that is damaged stays as it is."""
+    """The same record with another time of last use. A damaged one stays as it is."""
     try:
         return pack(replace(unpack(IndexRecord, packed), last_access_s=now_s))
     except ValueError:
@@ -148,7 +148,7 @@ _BY_ERRNO = {
 
 
 def write_error(error: Exception, free_bytes: int) -> WriteError:
-    """What to call a failed write. A full disk shows as a short write, which LMDB reports as EIO."""
+    """Classify a failed write. A full disk causes a short write, which LMDB reports as EIO."""
     if isinstance(error, LostFileError):
         return WriteError.LOST
     if isinstance(error, MemoryError | lmdb.MemoryError):
@@ -162,6 +162,6 @@ def write_error(error: Exception, free_bytes: int) -> WriteError:
 
 
 def free_bytes(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """Of the file system: what is free for us, and its size."""
+    """The file system's free bytes for this user, and its size."""
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize

@@ -1,6 +1,6 @@
-"""Builds the index of the disk from a scan of it, in a thread of its own: there may be millions of blocks.
+"""Builds the disk's index from a scan, in its own thread: there may be millions of blocks.
 
-Knows nothing of what is written meanwhile; who takes the index adds that.
+Does not see what is written meanwhile; the taker of the index adds that.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from kvstore.blocks.forest import Order
+from kvstore.blocks.ends import Order
 from kvstore.disk.index import DiskIndex, IndexEntry
 from kvstore.disk.tier import DiskTier
 from kvstore.policy.conversation import Conversation
@@ -18,7 +18,7 @@ from kvstore.policy.conversation import Conversation
 
 @dataclass(frozen=True, slots=True)
 class LoadedIndex:
-    """found: a conversation for each leaf, with that leaf. is_whole False: of the blocks that could be read only."""
+    """found: a conversation for each leaf, with that leaf. is_whole False: only of the blocks that could be read."""
 
     index: DiskIndex
     found: list[tuple[Hashable, Conversation]]
@@ -26,7 +26,7 @@ class LoadedIndex:
 
 
 class IndexLoader:
-    """Starts at once."""
+    """Starts loading at once."""
 
     def __init__(self, disk: DiskTier, order: Order, clock: Callable[[], float]) -> None:
         self._disk = disk
@@ -35,8 +35,8 @@ class IndexLoader:
         self._loaded: deque[LoadedIndex] = deque()
         threading.Thread(target=self._load, name="kvstore-index", daemon=True).start()
 
-    def take(self) -> LoadedIndex | None:
-        """What was loaded, once."""
+    def take_loaded(self) -> LoadedIndex | None:
+        """The loaded index; returned once."""
         return self._loaded.popleft() if self._loaded else None
 
     def _load(self) -> None:

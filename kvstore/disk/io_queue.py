@@ -1,7 +1,7 @@
-"""Threads between the CPU tier and the disk: one writer that batches, several readers. They finish, and are polled.
+"""Threads between the CPU tier and the disk: one writer that batches, several readers; `completed` polls them.
 
-Owns the queues. Never touches the control plane's state: it is given records and memory, and returns outcomes. Whatever
-is raised by the work itself is an outcome too: a thread that died would leave its slots held, and requests waiting.
+Owns the queues. Never touches the control plane's state: it gets records and memory, and returns outcomes. An exception
+in the work is an outcome, too: a dead thread would leave slots held and requests waiting.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ BATCH_BYTES = 64 << 20
 BATCH_WAIT_S = 0.2
 NUM_READERS = 2
 WAKE_EVERY = 32  # reads, when more are queued
-TOUCHED_WAIT_S = 60.0  # that times of last use wait for other work to travel with
+TOUCHED_WAIT_S = 60.0  # that times of last use wait for another transaction to join
 
 Rank = tuple[int, ...]  # of a read that is queued; the smallest goes first
 AT_ONCE: Rank = (0,)
 
 
 def rank_of_request(key: tuple[int, int]) -> Rank:
-    """For a request that waits for it, with this place in the queue."""
+    """The rank of a read that a request waits for, with this place in the queue."""
     return (1, *key)
 
 
@@ -42,16 +42,16 @@ class Disk(Protocol):
     def write(
         self, puts: Sequence[tuple[BlockRecord, memoryview]], deletes: Sequence[BlockId], touched: dict[BlockId, float]
     ) -> Outcome:
-        """One durable transaction, or none of it."""
+        """Commit one durable transaction, or nothing of it."""
         ...
 
     def read(self, expected: Expected, into: memoryview) -> ReadResult:
-        """Into memory that nobody can see yet; everything is checked."""
+        """Read into memory that nobody else can see yet, and check everything."""
         ...
 
 
 class Outcome(Protocol):
-    """How a transaction ended: stored bytes of each put, or why there is none of it."""
+    """How a transaction ended: stored bytes of each put, or why it failed."""
 
     @property
     def stored_bytes(self) -> Sequence[int]: ...
@@ -80,7 +80,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Other work for a reader: `run` is called in its thread; `key` comes back with whether it succeeded."""
+    """Other work for a reading thread: it calls `run`; the result has `key` and whether it succeeded."""
 
     key: int
     run: Callable[[], None]
@@ -117,7 +117,7 @@ Done = ReadDone | WriteDone | TaskDone
 
 
 class RankedReads:
-    """Reads and tasks that are queued: the smallest rank goes first, of the same rank who came first. One thread."""
+    """Queued reads and tasks: the smallest rank goes first, and of equal ranks the earliest. One thread."""
 
     def __init__(self) -> None:
         self._order: list[tuple[Rank, int]] = []  # a heap; entries that are not in `_jobs` are void
@@ -136,17 +136,17 @@ class RankedReads:
             self._numbers[job.slot] = number
 
     def change_rank(self, slot: int, rank: Rank) -> None:
-        """A read that is not queued is ignored."""
+        """Change a queued read's rank; others are ignored."""
         if slot in self._numbers:
             self.add(self._jobs.pop(self._numbers[slot]), rank)
 
     def cancel(self, slot: int) -> bool:
-        """False when it is not queued."""
+        """Cancel a read; False when it is not queued."""
         number = self._numbers.pop(slot, None)
         return number is not None and self._jobs.pop(number) is not None
 
     def first_rank(self) -> Rank | None:
-        """None: nothing is queued."""
+        """The smallest rank; None when nothing is queued."""
         while self._order and self._order[0][1] not in self._jobs:
             heapq.heappop(self._order)
         return self._order[0][0] if self._order else None
@@ -168,7 +168,7 @@ class RankedReads:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Of one transaction. touched: times of last use."""
+    """The content of one transaction. touched: times of last use."""
 
     writes: tuple[Write, ...]
     deletes: tuple[BlockId, ...]
@@ -176,14 +176,18 @@ class Batch:
 
 
 class PendingWrites:
-    """What is to be written, deleted and touched. One thread. batch_bytes: of one transaction."""
+    """Pending writes, deletions and times of last use. One thread.
 
-    def __init__(self, batch_bytes: int) -> None:
-        self._batch_bytes = batch_bytes
+    batch_bytes: of one transaction. most_touched_wait_s: so long may times of last use wait for other work.
+    """
+
+    def __init__(self, batch_bytes: int, most_touched_wait_s: float) -> None:
+        self._batch_bytes, self._most_touched_wait_s = batch_bytes, most_touched_wait_s
         self._writes: deque[Write] = deque()
         self._deletes: dict[BlockId, None] = {}
         self._touched: dict[BlockId, float] = {}
         self._touched_since = 0.0
+        self.is_hurried = False
 
     def add(self, write: Write) -> None:
         self._deletes.pop(write.record.block_id, None)  # it is overwritten
@@ -193,7 +197,7 @@ class PendingWrites:
         self._deletes |= dict.fromkeys(block_ids)
 
     def touch(self, touched: dict[BlockId, float], again: bool = False) -> None:
-        """again: they could not be written, and those that came meanwhile are later."""
+        """again: they could not be written, and times that came meanwhile are later."""
         if again or not self._touched:
             self._touched_since = time.monotonic()
         self._touched = touched | self._touched if again else self._touched | touched
@@ -207,22 +211,27 @@ class PendingWrites:
 
     @property
     def has_blocks(self) -> bool:
-        """There is more than times of last use."""
+        """Whether there is more than times of last use."""
         return bool(self._writes or self._deletes)
 
-    def touched_wait_s(self, hurry: bool) -> float | None:
-        """How long times of last use may go on waiting for other work; None: there are none."""
+    def hurry(self) -> None:
+        """What is here is to be written at once."""
+        self.is_hurried = bool(self)
+
+    def touched_wait_s(self) -> float | None:
+        """How long times of last use may still wait for other work; None: there are none."""
         if not self._touched:
             return None
-        return 0.0 if hurry else max(0.0, self._touched_since + TOUCHED_WAIT_S - time.monotonic())
+        return 0.0 if self.is_hurried else max(0.0, self._touched_since + self._most_touched_wait_s - time.monotonic())
 
     @property
-    def is_full(self) -> bool:
-        """There is a batch of writes, or something to delete, which makes room."""
+    def is_due(self) -> bool:
+        """Whether no more is to be waited for: there is a full batch of writes, or a deletion, which makes room."""
         is_large = self._writes and len(self._writes) * self._writes[0].view.nbytes >= self._batch_bytes
-        return bool(self._deletes or is_large)
+        return bool(self.is_hurried or self._deletes or is_large)
 
     def pop(self) -> Batch:
+        self.is_hurried = False
         writes: list[Write] = []
         size = 0
         while self._writes and (not writes or size < self._batch_bytes):
@@ -237,26 +246,26 @@ class PendingWrites:
 
 
 class IoQueue:
-    """Queues and threads. Queues are bounded by the arena's slots, since every entry holds one.
+    """Queues and threads.
 
-    on_progress: called in an I/O thread after something has ended; it may only wake somebody. disk None: tasks only.
-    batch_wait_s, batch_bytes: of one transaction.
+    The arena's slots bound the queues, since every entry holds one. on_progress: called in an I/O thread after work has
+    ended; it may only wake a thread. disk None: tasks only. batch_wait_s, batch_bytes: of one transaction.
     """
 
     def __init__(
         self, disk: Disk | None, on_progress: Callable[[], None], num_readers: int = NUM_READERS,
-        batch_wait_s: float = BATCH_WAIT_S, batch_bytes: int = BATCH_BYTES,
+        batch_wait_s: float = BATCH_WAIT_S, batch_bytes: int = BATCH_BYTES, touched_wait_s: float = TOUCHED_WAIT_S,
     ) -> None:  # fmt: skip
         self._disk = disk
         self._on_progress = on_progress
         self._batch_wait_s = batch_wait_s
         lock = threading.Lock()
         self._write_ready, self._read_ready = threading.Condition(lock), threading.Condition(lock)
-        self._pending = PendingWrites(batch_bytes)
+        self._pending = PendingWrites(batch_bytes, touched_wait_s)
         self._reads = RankedReads()
         self._began: dict[int, float] = {}  # by reading thread
         self._done: deque[Done] = deque()
-        self._hurry = self._closing = self._is_writing = False
+        self._closing = self._is_writing = False
         names = [("kvstore-write", self._write_loop)] if disk is not None else []
         names += [(f"kvstore-read-{i}", self._read_loop) for i in range(num_readers)]
         self._threads = [threading.Thread(target=loop, name=name, daemon=True) for name, loop in names]
@@ -276,19 +285,21 @@ class IoQueue:
             self._write_ready.notify()
 
     def submit_touched(self, touched: dict[BlockId, float]) -> None:
-        """Times of last use, which travel with the next transaction; in a hurry or after a while they are one alone."""
+        """Submit times of last use, which join the next transaction; when hurried, or after a while, they get their
+        own.
+        """
         with self._write_ready:
             self._pending.touch(touched)
             self._write_ready.notify()
 
     def submit_read(self, read: Read | Task, rank: Rank = AT_ONCE) -> None:
-        """Those of the smallest rank go first, and of the same rank in the order in which they came."""
+        """Submit a read. The smallest rank goes first, and of equal ranks the earliest."""
         with self._read_ready:
             self._reads.add(read, rank)
             self._read_ready.notify()
 
     def rank_read(self, slot: int, rank: Rank) -> None:
-        """A read that is queued gets another rank; one that runs or has ended goes on."""
+        """Change a queued read's rank; does nothing if it runs or has ended."""
         with self._read_ready:
             self._reads.change_rank(slot, rank)
 
@@ -299,12 +310,12 @@ class IoQueue:
 
     @property
     def stalled_s(self) -> float:
-        """For how long the oldest running read or task has been running."""
+        """How long the oldest running read or task has been running."""
         with self._read_ready:
             return time.perf_counter() - min(self._began.values()) if self._began else 0.0
 
     def completed(self) -> list[Done]:
-        """What has ended since the last call."""
+        """Everything that has ended since the last call."""
         done: list[Done] = []
         while self._done:
             done.append(self._done.popleft())
@@ -313,18 +324,18 @@ class IoQueue:
     def hurry(self) -> None:
         """Write now what is queued, without waiting for a batch to fill."""
         with self._write_ready:
-            self._hurry = bool(self._pending)
+            self._pending.hurry()
             self._write_ready.notify()
 
     @property
     def is_idle(self) -> bool:
-        """Nothing queued, nothing running, nothing that was not polled."""
+        """Whether nothing is queued, running or waiting to be polled."""
         with self._read_ready:
             queued = self._pending.has_blocks or self._reads or self._done
             return not (queued or self._began or self._is_writing)
 
     def close(self, timeout_s: float) -> bool:
-        """Write what is queued, drop the reads, end the threads. False when that took longer than given."""
+        """Write what is queued, drop the reads, end the threads. False when that takes longer than the timeout."""
         deadline = time.monotonic() + timeout_s
         with self._write_ready:
             self._closing = True
@@ -356,24 +367,24 @@ class IoQueue:
             self._on_progress()
 
     def _next_batch(self) -> Batch | None:
-        """What fills a batch, or has come within its time; None at the end."""
+        """The next batch, full or complete by time; None at the end."""
         with self._write_ready:
             while not self._pending.has_blocks and (wait_s := self._touched_wait_s()) != 0:
                 if self._closing:
                     return None
                 self._write_ready.wait(wait_s)
             deadline = time.monotonic() + self._batch_wait_s
-            while not (self._hurry or self._closing or self._pending.is_full):
+            while not (self._closing or self._pending.is_due):
                 if (left := deadline - time.monotonic()) <= 0:
                     break
                 self._write_ready.wait(left)
-            self._hurry = False
             batch = self._pending.pop()
             self._is_writing = bool(batch.writes or batch.deletes)
             return batch
 
     def _touched_wait_s(self) -> float | None:
-        return self._pending.touched_wait_s(self._hurry or self._closing)
+        wait_s = self._pending.touched_wait_s()
+        return 0.0 if self._closing and wait_s is not None else wait_s
 
     def _read_loop(self) -> None:
         me = threading.get_ident()
@@ -389,13 +400,13 @@ class IoQueue:
                 elif isinstance(job, Read):
                     self._done.append(ReadDone(job, result, seconds, num_active))
                 del self._began[me]
-                # Who waits needs all of its blocks: waking it for each would cost more than the reads.
+                # A waiting request needs all of its blocks: waking it for each would cost more than the reads.
                 wake = self._reads.first_rank() != rank or len(self._done) % WAKE_EVERY == 0
             if wake:
                 self._on_progress()
 
     def _next_read(self, me: int) -> tuple[Rank, Read | Task, int] | None:
-        """What is to be done, its rank, and how many readers are at work with it; None at the end."""
+        """The next read or task, its rank, and the number of active readers with it; None at the end."""
         with self._read_ready:
             while not self._reads:
                 if self._closing:
@@ -416,6 +427,6 @@ class IoQueue:
     def _run(task: Task) -> TaskDone:
         try:
             task.run()
-        except Exception:  # whatever it is, the splice did not happen: its tokens are computed
+        except Exception:  # whatever it is, the splice failed: its tokens are computed
             return TaskDone(task.key, False)
         return TaskDone(task.key, True)

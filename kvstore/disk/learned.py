@@ -1,4 +1,4 @@
-"""What a store has learned, between two starts: one small JSON file beside its data. Knows nothing of what is in it."""
+"""What a store has learned, kept between starts: one small JSON file beside its data. Does not know its content."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_BYTES = 16 << 20
 
 
 def read_learned(directory: Path) -> object:
-    """What was written last, or None when nothing was. Raises OSError or ValueError."""
+    """The last written content, or None if there is none. Raises OSError or ValueError."""
     path = directory / FILE_NAME
     try:
         if path.stat().st_size > MAX_BYTES:
@@ -25,5 +25,5 @@ def read_learned(directory: Path) -> object:
 
 
 def write_learned(directory: Path, learned: object) -> None:
-    """Instead of what was there. Raises OSError."""
+    """Replace the content. Raises OSError."""
     write_durably(directory / FILE_NAME, json.dumps(learned).encode())

@@ -1,6 +1,6 @@
-"""The tables of an LMDB environment while threads use it: how it is opened again, replaced, compacted and closed.
+"""The tables of an LMDB environment that threads use: reopening, replacement, compaction, closing.
 
-Knows no table of anybody: whoever uses an environment says how its tables are opened.
+Knows no particular table: its user passes the function that opens them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COPY_RECORDS, COPY_BYTES = 4096, 64 << 20  # of one transaction, at most
 
 
 class OpenTables(Protocol):
-    """An open environment and whatever belongs to it."""
+    """An open environment and what belongs to it."""
 
     @property
     def env(self) -> StoreEnvironment: ...
@@ -35,10 +35,10 @@ T = TypeVar("T", bound=OpenTables)
 
 
 class LiveTables(Generic[T]):
-    """`with live as tables:` holds them open. They are None after `shut`, and where they could not be opened again.
+    """`with live as tables:` holds them open. They are None after `shut`, and if they could not be reopened.
 
-    Many threads may be inside, or one that is `alone()`, which goes first; LMDB's map must not move under a reader.
-    open_tables: called when they are opened, with those before closed. Raises whatever it raises.
+    Many threads may be inside, or one that is `alone()`, which has priority; LMDB's map must not move under a reader.
+    open_tables: called to open them, after the previous ones were closed. Raises whatever it raises.
     """
 
     def __init__(self, open_tables: Callable[[], T]) -> None:
@@ -76,7 +76,7 @@ class LiveTables(Generic[T]):
 
     # -- alone -------------------------------------------------------------------------------------------------------
     def shut(self, clean: bool = True) -> None:
-        """Close the environment; clean: as one that is complete. To be called alone, as all that follow."""
+        """Close the environment; clean: mark it as complete. Call it, and all that follow, `alone()`."""
         tables, self._tables = self._tables, None
         if tables is not None:
             tables.env.close(clean)
@@ -92,10 +92,10 @@ class LiveTables(Generic[T]):
 
     # -- compaction --------------------------------------------------------------------------------------------------
     def compact(self, env: StoreEnvironment, databases: Mapping[str, Any]) -> None:
-        """Copy the records of these databases, and put the copy in the file's place. Nobody may write meanwhile.
+        """Copy the records of these databases, and replace the file by the copy.
 
-        A file that somebody removed is there again afterwards. One that stands in its place is not touched:
-        LostFileError. When anything fails, the file is as it was and open, if it can be opened.
+        Nobody may write meanwhile. A removed file is restored. A foreign file in its place is not touched:
+        LostFileError. After any failure the file is unchanged, and open if it can be opened.
         """
         place = copy_path(env.directory)
         is_removed = env.is_removed()
@@ -114,7 +114,7 @@ class LiveTables(Generic[T]):
             discard_copy(env.directory)
 
     def _swap(self, directory: Path, is_removed: bool) -> None:
-        if not is_removed:  # else its bytes would go with the last one who has it open
+        if not is_removed:  # else its bytes would be lost with the last open descriptor
             self.shut(clean=False)
         os.replace(copy_path(directory) / DATA_FILE, directory / DATA_FILE)
         disk_check.sync_directory(directory)
@@ -123,12 +123,14 @@ class LiveTables(Generic[T]):
 
 
 def copy_path(directory: Path) -> Path:
-    """Where a compacted copy of this environment is made."""
+    """The path of a compacted copy of this environment."""
     return directory.with_name(directory.name + ".compact")
 
 
 def discard_copy(directory: Path) -> None:
-    """Of a compaction that was cut off. It may hold the text of sessions that were deleted since. Raises StoreError."""
+    """Delete the copy of an interrupted compaction. It may hold the text of sessions deleted since. Raises
+    StoreError.
+    """
     place = copy_path(directory)
     try:
         if place.is_dir():
@@ -138,9 +140,9 @@ def discard_copy(directory: Path) -> None:
 
 
 def _copy_records(env: StoreEnvironment, databases: Mapping[str, Any], place: Path) -> None:
-    """Record by record: LMDB's own copy keeps what was deleted in the gaps of pages that are in use."""
+    """Copy record by record: LMDB's own copy keeps deleted data in the gaps of used pages."""
     place.mkdir(mode=0o700)
-    # Synced once at the end: before that, nobody looks at it.
+    # Synced once at the end: nobody uses it before that.
     copy = lmdb.open(
         str(place), map_size=env.info()["map_size"], max_dbs=len(databases), sync=False, lib_version=0, mode=0o700
     )

@@ -1,6 +1,6 @@
-"""The bytes of a store's records: msgspec structs as MessagePack; sealed, with a checksum that covers their place, too.
+"""The bytes of a store's records: msgspec structs as MessagePack, sealed with a checksum that also covers their place.
 
-Knows no file. The bytes that are read may be anybody's: what is no record of the wanted kind raises ValueError.
+Knows no file. Bytes may come from anywhere: what is no record of the wanted kind raises ValueError.
 """
 
 from functools import cache
@@ -28,12 +28,12 @@ def unpack(kind: type[T], packed: bytes | memoryview) -> T:
 
 
 def seal(table: str, key: bytes, packed: bytes) -> bytes:
-    """A value that is good under this key of this table only."""
+    """Seal a value so that it is valid only under this key of this table."""
     return packed + _checksum(table, key, packed)
 
 
 def unseal(kind: type[T], table: str, key: bytes, value: bytes) -> T:
-    """Raises ValueError, too, when the value was sealed for another place."""
+    """Check and remove the seal. Raises ValueError, also when the value was sealed for another place."""
     packed = value[:-CHECKSUM_BYTES]
     if value[-CHECKSUM_BYTES:] != _checksum(table, key, packed):
         raise ValueError(f"a record in {table!r} fails its checksum")
@@ -47,7 +47,7 @@ def _checksum(table: str, key: bytes, packed: bytes) -> bytes:
 
 
 def label(text: str) -> str:
-    """A name as every block carries it: not too long, and always storable."""
+    """A name in the form that blocks carry: not too long, and always storable."""
     if text.isascii() and len(text) <= MAX_LABEL_CHARS:
         return text
     return text[:MAX_LABEL_CHARS].encode("utf-8", "replace").decode()

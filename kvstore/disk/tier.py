@@ -1,6 +1,6 @@
 """The disk tier: blocks in LMDB, each written whole or not at all, and checked whenever it is read.
 
-Decides nothing about what stays. One thread writes, any number read; neither raises for what the world does.
+Does not decide what stays. One thread writes, any number read; neither raises for failures of the world.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import lmdb
+import numpy as np
 
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import BlockRecord, Expected, ReadResult
@@ -37,14 +38,14 @@ Put = tuple[BlockRecord, memoryview]
 
 @dataclass(frozen=True, slots=True)
 class WriteOutcome:
-    """How a transaction ended: bytes on disk of each put, in order; or why there is none of them."""
+    """How a transaction ended: bytes on disk of each put, in order, or why it failed."""
 
     stored_bytes: tuple[int, ...] = ()
     error: WriteError | None = None
 
 
 class DiskCounts:
-    """What was read and written, how long it took and what failed. From any thread."""
+    """Counts reads and writes, their times and failures. From any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,7 +64,7 @@ class DiskCounts:
         with self._lock:
             self._num_writes += num_blocks
             self._write_seconds.observe(seconds)
-            if num_bytes >= RATE_MIN_BYTES:  # less says nothing
+            if num_bytes >= RATE_MIN_BYTES:  # smaller ones say nothing
                 self._measure("write", num_bytes, seconds)
 
     def _measure(self, what: str, num_bytes: int, seconds: float) -> None:
@@ -91,9 +92,9 @@ class DiskCounts:
 class DiskTier:
     """Blocks in the environment `blocks/` of a store directory.
 
-    capacity_bytes: what the file may take, its map size. codec: of what is written; blocks of all codecs are read.
+    capacity_bytes: the file's largest size, its map size. codec: for writing; blocks of all codecs can be read.
     itemsize: bytes of an element of KV. file: over its life; while it is `broken`, reads fail and writes are refused.
-    Raises StoreError when it cannot be opened at all; a damaged one is moved aside and begun anew.
+    Raises StoreError when it cannot be opened at all; a damaged one is moved aside and an empty one begun.
     """
 
     def __init__(
@@ -117,9 +118,10 @@ class DiskTier:
     def write(
         self, puts: Sequence[Put], deletes: Sequence[BlockId] = (), touched: Mapping[BlockId, float] | None = None
     ) -> WriteOutcome:
-        """One transaction: all of it durable when this returns, or nothing. From one thread.
+        """Write one transaction, durable on return, or nothing of it.
 
-        touched: times of last use. When the map is full the deletes are tried alone first, to make room.
+        From one thread. touched: times of last use. When the map is full, the deletes are tried alone first, to make
+        room.
         """
         with self.file.write_lock:
             outcome = self._write(puts, deletes, touched or {})
@@ -127,7 +129,7 @@ class DiskTier:
                 self._make_writable()
                 freed = deletes and self._write((), deletes, {}).error is None
                 if freed:
-                    self._make_writable()  # pages are used again two transactions after they were freed
+                    self._make_writable()  # LMDB reuses pages two transactions after they were freed
                     outcome = self._write(puts, (), touched or {})
         if outcome.error is not None:
             self._counts.failed(f"write: {outcome.error}")
@@ -158,7 +160,7 @@ class DiskTier:
         return WriteOutcome(error=WriteError.IO)
 
     def _put(self, txn: lmdb.Transaction, tables: Tables, record: BlockRecord, view: memoryview) -> int:
-        """Returns what it takes in the file."""
+        """Put a block. Returns its size in the file."""
         value = codec.encode(record, view, codec.CODECS[self.codec], self._itemsize)
         txn.put(record.block_id, value, db=tables.values)
         size = disk_format.footprint(len(value), tables.page_bytes)
@@ -188,7 +190,7 @@ class DiskTier:
 
     # -- reading -----------------------------------------------------------------------------------------------------
     def read(self, expected: Expected, into: memoryview) -> ReadResult:
-        """A block's payload into memory of its exact size that nobody can see yet. From any thread."""
+        """Read a block's payload into memory of its exact size that nobody else can see yet. From any thread."""
         started, is_lost = time.perf_counter(), False
         with self.file as tables:
             try:
@@ -209,6 +211,10 @@ class DiskTier:
             self._counts.failed(f"read: {result.value}")
         return result
 
+    def warm(self, block_id: BlockId) -> None:
+        """Bring a block's pages into the page cache. From any thread; `read` reports errors."""
+        self.file.look_up(partial(_touch, block_id=block_id), None)
+
     def entry(self, block_id: BlockId) -> IndexEntry | None:
         """The index record of a block; None when there is none, or when it cannot be read."""
         packed = self.file.look_up(lambda txn, tables: _bytes(txn.get(block_id, db=tables.index)), None)
@@ -218,7 +224,7 @@ class DiskTier:
         return self.entry(block_id) is not None
 
     def header(self, block_id: BlockId) -> codec.Header | None:
-        """What a block says about itself; None when it cannot be read."""
+        """A block's header; None when it cannot be read."""
         return self.file.look_up(
             lambda txn, tables: codec.decode_header(txn.get(block_id, b"", db=tables.values)), None
         )
@@ -236,8 +242,14 @@ class DiskTier:
                 return
             yield entries
 
+    def records(self) -> Iterator[list[BlockRecord]]:
+        """The headers of all blocks, in batches; reads one page of each."""
+        for entries in self.scan():
+            headers = [self.header(entry.block_id) for entry in entries]
+            yield [header.record for header in headers if header is not None]
+
     def verify(self, progress: Callable[[int], None] | None = None) -> VerifyReport:
-        """Read every block and check it. progress: gets the number of blocks so far."""
+        """Read every block and check it. progress: called with the number of blocks so far."""
         return verify(self.file, progress)
 
     def compact(self) -> CompactReport:
@@ -282,18 +294,24 @@ def _read(tables: Tables, expected: Expected, into: memoryview) -> ReadResult:
         return ReadResult.MISSING if value is None else codec.decode_into(value, expected, into)
 
 
+def _touch(txn: lmdb.Transaction, tables: Tables, block_id: BlockId) -> None:
+    value = txn.get(block_id, b"", db=tables.values)
+    if len(value):
+        np.frombuffer(value, np.uint8).max()  # numpy lets other threads run meanwhile
+
+
 def _bytes(view: memoryview | None) -> bytes | None:
-    """Of a transaction that ends."""
+    """The bytes of a transaction that ends."""
     return None if view is None else bytes(view)
 
 
 def _shrink(tier: DiskTier) -> None:
-    """To its capacity: evict the least recently used, then compact. Where that fails the file stays larger than it
-    should be, with a warning: better than no store.
+    """Shrink the file to its capacity: evict the least recently used blocks, then compact. If that fails, the file
+    stays too large, with a warning: better than no store.
     """
     index = DiskIndex.build(tier.scan())
     is_deleting = True
-    while is_deleting and (excess := tier.file.excess_bytes()) > 0 and index.num_blocks:
+    while is_deleting and (excess := tier.file.excess_bytes()) > 0 and len(index):
         victims = [entry.block_id for entry in index.take_victims(excess)]
         parts = [victims[first : first + DELETE_BATCH] for first in range(0, len(victims), DELETE_BATCH)]
         is_deleting = all(tier.write((), part).error is None for part in parts)

@@ -19,11 +19,12 @@ VALUES_BATCH, INDEX_BATCH = 32, 4096  # of one transaction, so that the store ca
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What a check of every block found.
+    """The result of a check of every block.
 
-    num_orphans: values without an index record, or the other way round. num_heads: blocks whose parent is not stored:
-    the first of a chain, or one that lost what was before it. bad_ids: corrupt ones and orphans. num_deleted: of them,
-    by whoever asked. is_complete: False when the check had to stop, because the file is damaged or was closed.
+    num_orphans: values without an index record, or records without a value. num_heads: blocks whose parent is not
+    stored: the first of a chain, or one that lost its parent. bad_ids: corrupt blocks and orphans. num_deleted: how
+    many of these the caller deleted. is_complete: False when the check had to stop, because the file is damaged or was
+    closed.
     """
 
     num_ok: int = 0
@@ -35,13 +36,13 @@ class VerifyReport:
     is_complete: bool = True
 
     def as_dict(self) -> dict[str, object]:
-        """For people: the first of the bad ones."""
+        """The report as a dict, with only the first bad ids."""
         return {**asdict(self), "bad_ids": [block_id.hex() for block_id in self.bad_ids[:100]]}
 
 
 @dataclass(slots=True)
 class _Survey:
-    """So far. stopped: it could not go through to the end."""
+    """The state of a check. stopped: it could not reach the end."""
 
     num_ok: int = 0
     num_heads: int = 0
@@ -51,7 +52,7 @@ class _Survey:
     stopped: bool = False
 
     def values(self, txn: Any, tables: Tables) -> bool:
-        """The next ones; False at the end."""
+        """Check the next values; False at the end."""
         after = self.last
         for key, value in keys_after(txn, tables.values, after, VALUES_BATCH):
             self.last = key
@@ -78,11 +79,11 @@ class _Survey:
 
 
 def verify(file: BlocksFile, progress: Callable[[int], None] | None = None) -> VerifyReport:
-    """progress: gets the number of blocks so far."""
+    """Check every block. progress: called with the number of blocks so far."""
     survey = _Survey()
     for step in (survey.values, survey.index):
         survey.last = None
-        while (goes_on := file.look_up(step, None)):
+        while goes_on := file.look_up(step, None):
             if progress is not None:
                 progress(survey.num_ok + len(survey.corrupt) + len(survey.orphans))
         survey.stopped = survey.stopped or goes_on is None

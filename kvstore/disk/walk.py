@@ -1,7 +1,7 @@
 """Checks the structure of an LMDB 0.9 data file without LMDB. Run as a program: `python -I disk_walk.py FILE`.
 
-Prints what is wrong and ends with 1; 0 when nothing is; 70 when it cannot check. It is a process of its own because it
-holds the GIL, and a hostile file decides how long it takes. Imports nothing of this package.
+Exit codes: 1 with the problems printed, 0 without problems, 70 when it cannot check. It is a process of its own because
+it holds the GIL, and a hostile file can make it slow. Imports nothing of this package.
 """
 
 import struct
@@ -22,7 +22,7 @@ _META = struct.Struct("=16x24xI44x40xQQQ")  # page size, root of the main databa
 
 
 def problems(path: str) -> Iterator[str]:
-    """What lmdb.verify finds; then what it does not look at."""
+    """The problems that lmdb.verify finds, then those that it does not look for."""
     from lmdb.verify import VerifyError, verify
 
     try:
@@ -38,8 +38,8 @@ def problems(path: str) -> Iterator[str]:
 class _Walk:
     """Two facts that LMDB's writes rely on and that lmdb.verify, which has passed, does not check.
 
-    The nodes of a page fill it without gaps and without overlap, or a delete moves the wrong bytes; and the keys of a
-    branch divide those below it, or records cannot be found.
+    The nodes of a page fill it without gap or overlap, or a delete would move wrong bytes; and the keys of a branch
+    divide those below it, or records could not be found.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -57,7 +57,7 @@ class _Walk:
                 yield from self._page(root, None, None)
 
     def _page(self, number: int, low: bytes | None, high: bytes | None) -> Iterator[str]:
-        """A page whose keys are to be at least `low` and less than `high`."""
+        """Check a page whose keys must be at least `low` and less than `high`."""
         self._file.seek(number * self._page_bytes)
         page = self._file.read(self._page_bytes)
         _, flags, lower, upper = _PAGE.unpack_from(page)
@@ -76,7 +76,7 @@ class _Walk:
                 if third & SUB_DATA and not third & DUP_DATA:
                     self._roots.append(struct.unpack_from("=40xQ", page, data)[0])
             used += (NODE_HEADER_BYTES + key_bytes + data_bytes + 1) & ~1
-            # The first key of a branch page is never looked at.
+            # LMDB never reads the first key of a branch page.
             if not (flags & BRANCH and i == 0) and not ((low is None or low <= key) and (high is None or key < high)):
                 yield f"page {number}: a key is not where the pages above it say"
         if used != self._page_bytes - upper:

@@ -1,6 +1,6 @@
-"""A model's weights as one digest, kept between starts: what blocks of another file under the same name differ by.
+"""A model's weights as one digest, kept between starts, so that other weights under the same name never hit.
 
-Reads the files as bytes, and knows no tensor.
+Reads the files as bytes and knows no tensor.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _MAX_THREADS = 4
 
 
 class _FileState(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What changes when a file is written: as long as all of it is the same, its digest holds."""
+    """A file's identity and times: while these stay the same, its digest holds."""
 
-    path: str  # of the file itself, behind links
+    path: str  # of the file itself, with links resolved
     size: int
     mtime_ns: int
-    ctime_ns: int  # moves also when the time of modification is put back
+    ctime_ns: int  # changes even when the modification time is set back
     inode: int
 
     @classmethod
@@ -85,7 +85,7 @@ def _hash_file(file: Path) -> str:
 
 
 def _read_cache(cache: Path | None) -> dict[_FileState, str]:
-    """Digest by file state; empty when there is no cache or it is not what this version writes."""
+    """Digests by file state; empty without a cache in this version's form."""
     try:
         return {} if cache is None else dict(msgspec.json.decode(cache.read_bytes(), type=_Cache).files)
     except (OSError, msgspec.MsgspecError, RecursionError):
@@ -93,7 +93,7 @@ def _read_cache(cache: Path | None) -> dict[_FileState, str]:
 
 
 def _write_cache(cache: Path, entries: dict[_FileState, str]) -> None:
-    """A place that cannot be written costs the next start's time."""
+    """Write the cache. A failure only makes the next start slower."""
     with suppress(OSError):
         cache.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_durably(cache, msgspec.json.encode(_Cache(1, list(entries.items()))))

@@ -8,12 +8,12 @@ from kvstore.errors import ModelError
 
 
 def model_folder(name: str, revision: str | None = None, cache: str | None = None) -> Path:
-    """Of a hub id the snapshot that the host has fetched. Raises ModelError."""
+    """The folder itself, or the snapshot that the host has fetched for a hub id. Raises ModelError."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))
-    except Exception as error:  # a library's errors of many kinds; all mean the same here
+    except Exception as error:  # the library raises many kinds of errors; all mean the same here
         raise ModelError(f"the files of {name} were not found on this machine ({type(error).__name__})") from error

@@ -1,6 +1,7 @@
-"""Load or compute, for hosts that tell little: by how long loads take, and how soon computed blocks come to be stored.
+"""Whether to load or to compute, for hosts that tell little: judged by how long loads take, and how soon computed
+blocks are offered to the store.
 
-Knows numbers only.
+Knows only numbers.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from kvstore.policy.planner import ASSUMED_READ_RATE, LEAST_SAVING_S, LEAST_SHAR
 
 
 class LoadOrCompute:
-    """block_bytes, block_tokens: of a block. always: load whatever is stored.
+    """block_bytes, block_tokens: the size of a block. always: load whatever is stored.
 
     What is stored is loaded, unless computing is predicted to save more than 20 ms and 10 %. The first blocks of a
-    history never cost that much, so a slow disk is always read a little, and seen to have become faster.
+    history never cost that much, so even a slow disk is read a little, which shows when it has become faster.
     """
 
     def __init__(self, block_bytes: int, block_tokens: int, always: bool = False) -> None:
@@ -28,12 +29,12 @@ class LoadOrCompute:
             self._read.add(num_bytes, seconds)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """A request's first computed blocks are there, so long after it was scheduled."""
+        """A request's first computed blocks were offered to the store, this long after it was scheduled."""
         if num_tokens:
             self._prefill.add(num_tokens, seconds)
 
     def should_load(self, num_tokens: int, num_ahead: int) -> bool:
-        """num_tokens: of the history up to this block. num_ahead: blocks that are being read already."""
+        """num_tokens: the length of the history up to this block. num_ahead: blocks that are already being read."""
         prefill = self._prefill.per_s
         if self._always or prefill is None:
             return True

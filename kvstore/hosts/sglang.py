@@ -1,6 +1,6 @@
-"""KVStoreBackend: the store below SGLang's hierarchical cache (HiCache), as its `dynamic` storage back end.
+"""KVStoreBackend: the store below SGLang's hierarchical cache (HiCache), as its `dynamic` storage backend.
 
-SGLang loads it by name into each rank's process, and calls it from its storage threads, which may wait.
+SGLang loads it by name into each rank's process and calls it from its storage threads, which may block.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from kvstore.hosts.sglang_pages import PoolPages, memory_of
 from kvstore.hosts.waiting import WaitingStore
 
 logger = logging.getLogger("sglang.kvstore")
-FORMAT = "sglang 1"  # raised when a stored page changes its meaning
+FORMAT = "sglang 1"  # incremented when the meaning of a stored page changes
 OPTIONS = {"path", "disk", "policy", "identity", "model", "timeout_s"}
 OF_SGLANG = {"backend_name", "module_path", "class_name", "interface_v1"}
 _ARGUMENTS = ("kv_cache_dtype", "dtype", "quantization", "json_model_override_args")
 
 
 class KVStoreBackend(HiCacheStorage):
-    """Options, in `--hicache-storage-backend-extra-config`: path, where each rank has a folder; disk: what a rank may
-    take; policy: of eviction; model: the folder or hub id of the weights, where SGLang does not say; identity: stands
-    for the weights where they are no safetensors files; timeout_s: how long SGLang waits for the disk.
+    """Options, in `--hicache-storage-backend-extra-config`: path: where each rank has a folder; disk: how much a rank
+    may use; policy: the order of eviction; model: the folder or hub id of the weights, if SGLang does not say;
+    identity: a name for the weights, if they are not safetensors files; timeout_s: how long SGLang waits for the disk.
 
-    Raises ConfigError and StoreError, before SGLang serves. Afterwards what cannot be read or written is False.
+    Raises ConfigError and StoreError before SGLang serves. After that, what cannot be read or written is answered with
+    False.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
@@ -90,7 +91,7 @@ class KVStoreBackend(HiCacheStorage):
         lengths = list(range(1, num_pages + 1))  # prefixes that can be restored
         for transfer in pool_transfers or []:
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
-                continue  # another form of the same pages, which decides nothing
+                continue  # another form of the same pages: it decides nothing
             stored = self._stored(transfer.name, keys[:num_pages])
             if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
                 fits = set(range(1, _leading(stored) + 1))
@@ -147,10 +148,10 @@ class KVStoreBackend(HiCacheStorage):
         memories, _tensors = pages.lend(indices, is_read=False)  # which live until the disk has them
         blocks = pages.blocks(keys, memories, prefix)
         if name != PoolName.KV and prefix and not self._stored(name, prefix[-1:])[0]:
-            blocks[0] = replace(blocks[0], parent=None)  # kept for the ends of histories alone
+            blocks[0] = replace(blocks[0], parent=None)  # the pool keeps these only for the ends of histories
         return pages.by_page(self._blocks.write(blocks))
 
-    # -- calls with tensors, of which SGLang uses those of many pages where interface_v1 is not set ------------------
+    # -- calls with tensors; SGLang uses those for many pages if interface_v1 is not set -----------------------------
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
         return self.batch_get([key], [target_location])[0]
 
@@ -175,14 +176,14 @@ class KVStoreBackend(HiCacheStorage):
         return all(self._blocks.write(pages.blocks(keys, [memory_of(one) for one in tensors], ())))
 
     def _whole(self, keys: list[str], tensors: Sequence[Any]) -> PoolPages | None:
-        """None: pages are in pieces, or not as many as their keys."""
+        """None if pages come in pieces, or are not as many as their keys."""
         pages = self._pools.get(PoolName.KV.value)
         fits = len(keys) == len(tensors) > 0 and all(one is not None for one in tensors)
         return pages if fits and pages is not None and pages.num_pieces == 1 else None
 
     # -- looking after -----------------------------------------------------------------------------------------------
     def clear(self) -> None:
-        """Raises StoreError, so that nobody takes it for done: it would be other models' pages, too."""
+        """Raises StoreError rather than pretend: it would delete the pages of other models, too."""
         raise StoreError(f"SGLang does not clear a kvstore; run: kvstore evict --all --store {self._path}")
 
     def close(self) -> None:
@@ -222,8 +223,8 @@ def _open_store(path: Path, namespace: bytes, extra: dict[str, Any]) -> BlockSto
 
 
 def _namespace(config: HiCacheStorageConfig, extra: dict[str, Any], cache: Path) -> bytes:
-    """What KV depends on beside tokens and the pool, which is part of its keys. Raises ConfigError."""
-    runtime = sys.modules.get("sglang.srt.runtime_context")  # there where SGLang serves
+    """What KV depends on beside the tokens and the pool, which the keys cover. Raises ConfigError."""
+    runtime = sys.modules.get("sglang.srt.runtime_context")  # loaded wherever SGLang serves
     arguments = None if runtime is None else runtime.get_server_args()
     parts = {
         "format": FORMAT,

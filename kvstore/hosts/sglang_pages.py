@@ -1,6 +1,6 @@
 """Pages of SGLang's host pools as blocks: their keys, and where their bytes lie.
 
-Reads the pools that SGLang hands over, and imports nothing of it.
+Reads the pools that SGLang hands over; imports nothing of SGLang.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 
 from kvstore.hosts.waiting import HostBlock
 
-_FACTS = (  # of a pool, that decide about the bytes of its pages
+_FACTS = (  # attributes of a pool that determine the bytes of its pages
     "dtype", "layout", "page_size", "size_per_token", "layer_num", "head_num", "head_dim", "kv_cache_dim",
     "start_layer", "end_layer", "storage_format_tag", "temporal_dtype", "conv_dtype", "indexer_dtype",
 )  # fmt: skip
 
 
 class PoolPages:
-    """A page is one block for each piece of memory that the pool names for it (its keys, its values), which are read
-    and written in place. Where it names none, or one for each layer, a page is one block, and copied by the pool.
+    """A page is one block for each piece of memory that the pool names for it (its keys, its values); these are read
+    and written in place. If the pool names none, or one for each layer, a page is one block that the pool copies.
 
-    has_pointers: SGLang uses calls that name places in the pool.
+    has_pointers: whether SGLang uses the calls that name places in the pool.
     """
 
     def __init__(self, name: str, pool: Any, has_pointers: bool = True) -> None:
@@ -43,7 +43,7 @@ class PoolPages:
         return len(pages) > 0 and indices is not None and indices.numel() == len(pages) * self.page_tokens
 
     def keys(self, pages: Sequence[str]) -> list[bytes]:
-        """Of all pieces, page by page."""
+        """The keys of all pieces, page by page."""
         return [
             b"%b%b/%d-%d" % (self._tag, page.encode(), piece, self._pieces)
             for page in pages
@@ -51,7 +51,9 @@ class PoolPages:
         ]
 
     def blocks(self, pages: Sequence[str], memories: Sequence[memoryview], prefix: Sequence[str]) -> list[HostBlock]:
-        """Each behind the one before it. memories: of all pieces. prefix: the pages before these."""
+        """The pieces as blocks, each built on the one before it. memories: those of all pieces. prefix: the pages
+        before these.
+        """
         keys = self.keys(pages)
         parents = [self.keys(prefix[-1:])[-1] if prefix else None, *keys[:-1]]
         return [
@@ -60,11 +62,11 @@ class PoolPages:
         ]
 
     def by_page(self, pieces: Sequence[bool]) -> list[bool]:
-        """A page is there when all of its pieces are."""
+        """For each page, whether all of its pieces are there."""
         return [all(pieces[i : i + self.num_pieces]) for i in range(0, len(pieces), self.num_pieces)]
 
     def lend(self, indices: Any, is_read: bool) -> tuple[list[memoryview], list[Any]]:
-        """The memory of pages, and for copied ones their tensors, which hold it. indices: of all tokens."""
+        """The memory of pages, and the tensors that hold it if pages are copied. indices: those of all tokens."""
         if self._pieces:
             pointers, sizes = self.pool.get_page_buffer_meta(indices)
             return [_memory(at, size) for at, size in zip(pointers, sizes, strict=True)], []
@@ -74,7 +76,7 @@ class PoolPages:
         return [memory_of(tensor) for tensor in tensors], tensors
 
     def put_back(self, indices: Any, tensors: Sequence[Any], read: Sequence[bool]) -> None:
-        """Copied pages that were read, into the pool."""
+        """Copy pages that were read into the pool."""
         for start, tensor, ok in zip(self._starts(indices), tensors, read, strict=True):
             if ok:
                 self.pool.set_from_flat_data_page(start, tensor)
@@ -99,7 +101,7 @@ class _FirstPage(list[int]):
 
 
 def memory_of(tensor: Any) -> memoryview:
-    """Of a contiguous tensor, which must outlive it."""
+    """The memory of a contiguous tensor, which must outlive it."""
     return _memory(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 

@@ -1,6 +1,6 @@
-"""Jobs of a host between its memory and a store: many blocks each, begun together and told of together.
+"""A host's jobs between its memory and a store: the blocks of a job are begun together and reported together.
 
-Knows no host: a job is a number, memory is rows of one size.
+Knows no host: a job is a number, and memory is rows of one size.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 
 from kvstore.block_store import BlockStore
 
-MAX_FAILED = 1 << 16  # keys that could not be read and are remembered
+MAX_FAILED = 1 << 16  # of the keys that could not be read, so many are remembered
 
 
 @dataclass(frozen=True, slots=True)
 class RowWrite:
-    """A block to be stored from a row of the host's memory. parent: the key before it; position: of its first token."""
+    """A block to be stored from a row of the host's memory. parent: the key before it; position: that of its first
+    token.
+    """
 
     key: bytes
     parent: bytes | None
@@ -27,7 +29,7 @@ class RowWrite:
 
 @dataclass(frozen=True, slots=True)
 class JobDone:
-    """num_bytes: that were moved. loaded: of a load, the keys whose rows are sound; others may hold anything."""
+    """num_bytes: how many were moved. loaded: the keys whose rows a load has filled; other rows may hold anything."""
 
     job_id: int
     ok: bool
@@ -50,8 +52,8 @@ class _RowJob:
 
 
 class RowTransfers:
-    """rows: the host's memory, flat. A write that the store refuses because too much waits is asked for again at every
-    `collect`: its row is kept for us until its job has ended.
+    """rows: the host's memory, flat. If the store refuses a write because too many are waiting, `collect` tries it
+    again: the host keeps the row until its job has ended.
     """
 
     def __init__(self, store: BlockStore, rows: memoryview, row_bytes: int) -> None:
@@ -61,11 +63,11 @@ class RowTransfers:
         self._open: dict[int, tuple[_RowJob, bytes]] = {}  # by ticket, with the block's key
         self._waiting: deque[tuple[_RowJob, RowWrite]] = deque()
         self._ended: list[JobDone] = []
-        self.failed: dict[bytes, None] = {}  # could not be read, in this order, and not written since
+        self.failed: dict[bytes, None] = {}  # keys that could not be read, in this order, and were not written since
         self.num_reading = 0
 
     def write(self, job_id: int, blocks: Iterable[RowWrite], conversation: str | None) -> None:
-        """Those that are stored already are passed over."""
+        """Write these blocks, except for those that are already stored."""
         job = _RowJob(job_id, is_load=False, conversation=conversation)
         found = list(blocks)
         stored = self._store.lookup([one.key for one in found])
@@ -109,7 +111,7 @@ class RowTransfers:
         return ended
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Those that wait are not written any more."""
+        """Give up writes of these keys that have not begun."""
         unwanted, waiting = frozenset(keys), self._waiting
         self._waiting = deque()
         for job, block in waiting:
@@ -120,7 +122,7 @@ class RowTransfers:
 
     @property
     def is_idle(self) -> bool:
-        """Nobody reads or writes the host's memory."""
+        """Whether nobody is reading or writing the host's memory."""
         return not self._open and not self._waiting
 
     def release(self) -> None:
@@ -133,7 +135,7 @@ class RowTransfers:
                 block.key, block.parent, block.position, self._row(block.row), conversation=job.conversation
             )
             if ticket is None and self._num_writing and not self._store.is_degraded:
-                return  # too much waits: again, as soon as something has ended
+                return  # too many are waiting: tried again as soon as something has ended
             self._waiting.popleft()
             if ticket is None:
                 self._refuse(job)
@@ -162,4 +164,3 @@ class RowTransfers:
 
     def _row(self, row: int) -> memoryview:
         return self._rows[row * self._row_bytes : (row + 1) * self._row_bytes]
-

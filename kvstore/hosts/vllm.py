@@ -1,7 +1,7 @@
 """KVStoreTier: the store as a secondary tier of vLLM's tiered offloading.
 
 vLLM loads it by name (`module_path`) into its scheduler's process and asks it for chunks, by keys and from rows of its
-primary tier's memory. Nothing here waits for the disk, but `drain_jobs` and `shutdown`.
+primary tier's memory. Nothing here waits for the disk except `drain_jobs` and `shutdown`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvstore.block_store import BlockStore
+from kvstore.block_store import BlockStore, check_block_bytes
+from kvstore.config import parse_size
 from kvstore.errors import ConfigError, StoreLockedError
 from kvstore.hosts import vllm_identity
 from kvstore.hosts.rates import LoadOrCompute
+from kvstore.hosts.read_ahead import ReadAhead
 from kvstore.hosts.transfers import RowTransfers, RowWrite
-from kvstore.hosts.vllm_keys import chain_of, end_of, keys_before
+from kvstore.hosts.vllm_keys import RequestKeys, chain_of, end_of
+from kvstore.hosts.vllm_memory import remove_left_memory
 from kvstore.hosts.vllm_metrics import METRICS, TierCounts
 from kvstore.hosts.wishes import Wishes, read_wishes
 
@@ -43,9 +46,12 @@ LOADS = ("auto", "always")
 
 @dataclass(slots=True)
 class _Asked:
-    """A request as far as a tier sees it. name: of its conversation. first: tokens before the first key looked up."""
+    """A request as far as a tier sees it. name: its conversation's. first: how many tokens come before the first key
+    looked up.
+    """
 
     context: ReqContext
+    keys: RequestKeys
     wishes: Wishes
     name: str
     is_known: bool = False  # to the store's order of eviction
@@ -54,10 +60,10 @@ class _Asked:
 
 
 class KVStoreTier(SecondaryTierManager):
-    """path: the store's directory, owned by this process. disk: its capacity. policy: of eviction. identity: stands for
-    the weights where they are no safetensors files. load: "auto", or "always" whatever it costs.
+    """path: the store's directory, owned by this process. disk: its capacity. policy: the order of eviction. identity:
+    a name for the weights, if they are not safetensors files. load: "auto", or "always" to load whatever it costs.
 
-    Raises ConfigError and StoreError, before vLLM serves.
+    Raises ConfigError and StoreError before vLLM serves.
     """
 
     medium: ClassVar[Medium | None] = Medium.STORAGE
@@ -70,12 +76,13 @@ class KVStoreTier(SecondaryTierManager):
         if load not in LOADS:
             raise ConfigError(f'"load" of KVStoreTier is {load!r}; give one of {", ".join(LOADS)}')
         folder = Path(path).expanduser()
-        self._tokens = {  # of a chunk, by group
+        self._tokens = {  # in a chunk, by group
             group.group_id: group.tokens_per_block * offloading_spec.blocks_per_chunk
             for group in offloading_spec.config.groups
         }
         self._store = _open_store(offloading_spec, folder, disk, policy, identity, self.block_size_bytes)
         self._transfers = RowTransfers(self._store, primary_kv_view.cast("B"), self.block_size_bytes)
+        self._ahead = ReadAhead(self._store, folder)
         self._rates = LoadOrCompute(self.block_size_bytes, min(self._tokens.values()), always=load == "always")
         self._counts = TierCounts(self._store)
         self._asked: dict[str, _Asked] = {}
@@ -96,14 +103,14 @@ class KVStoreTier(SecondaryTierManager):
         return LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Keys come in any order; a block is stored behind the one before it, which may be of an earlier job."""
+        """Keys come in any order. Each block names the one before it, which may belong to an earlier job."""
         asked = self._of(job_metadata.req_context)
         if asked.scheduled_s is not None:
             num_tokens = sum(map(self._tokens_of, job_metadata.keys)) // len(self._tokens)
             self._rates.computed(num_tokens, time.perf_counter() - asked.scheduled_s)
-            asked.scheduled_s = None  # what comes later is decoded
+            asked.scheduled_s = None  # later blocks are decoded
         rows = dict(zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True))
-        self._transfers.write(job_metadata.job_id, self._in_order(rows, asked.context), asked.name)
+        self._transfers.write(job_metadata.job_id, self._in_order(rows, asked), asked.name)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         self._transfers.read(job_metadata.job_id, list(job_metadata.keys), job_metadata.chunk_ids.tolist())
@@ -121,10 +128,10 @@ class KVStoreTier(SecondaryTierManager):
             loaded = job.loaded if job.is_load and not job.ok else None
             self._results.append(JobResult(job.job_id, job.ok, loaded, job.seconds, job.num_bytes))
 
-    def _in_order(self, rows: dict[OffloadKey, int], context: ReqContext) -> list[RowWrite]:
+    def _in_order(self, rows: dict[OffloadKey, int], asked: _Asked) -> list[RowWrite]:
         return [
-            RowWrite(key, parent, max(0, end_of(key, context) - self._tokens_of(key)), rows[key])
-            for key, parent in keys_before(rows, context).items()
+            RowWrite(key, parent, max(0, end_of(key, asked.context) - self._tokens_of(key)), rows[key])
+            for key, parent in asked.keys.before(rows).items()
         ]
 
     def _tokens_of(self, key: OffloadKey) -> int:
@@ -132,7 +139,12 @@ class KVStoreTier(SecondaryTierManager):
 
     # -- requests ----------------------------------------------------------------------------------------------------
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._of(req_context)
+        """vLLM asks for its keys when it has reached the head of the queue. Until then its session's history is read
+        ahead.
+        """
+        session = self._of(req_context).wishes.session
+        if session is not None:
+            self._ahead.arrives(session)
         return RequestOffloadingContext()
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -143,7 +155,7 @@ class KVStoreTier(SecondaryTierManager):
                 asked.scheduled_s = time.perf_counter()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """vLLM submits nothing more for it; what was submitted may still be on its way."""
+        """vLLM submits nothing more for it; what it has submitted may still be in flight."""
         asked = self._asked.pop(req_context.req_id, None)
         if asked is None:
             return
@@ -152,14 +164,18 @@ class KVStoreTier(SecondaryTierManager):
         if not chain:
             return
         wishes = asked.wishes
+        if wishes.session is not None and not wishes.prefetch:
+            self._ahead.ended(wishes.session, [chain_of(req_context, group) for group in self._tokens])
         if wishes.pin_s is not None:
             self._store.pin(chain, wishes.pin_s)
         if wishes.ttl_s is not None:
             self._store.expire(chain, wishes.ttl_s)
         if wishes.forget:
-            self._forget(req_context)
+            self._forget(req_context, wishes.session)
 
-    def _forget(self, context: ReqContext) -> None:
+    def _forget(self, context: ReqContext, session: str | None) -> None:
+        if session is not None:
+            self._ahead.forget(session)
         for group in self._tokens:
             chain = chain_of(context, group)
             self._transfers.forget(chain)
@@ -171,11 +187,12 @@ class KVStoreTier(SecondaryTierManager):
             wishes, problem = read_wishes(context.kv_transfer_params, context.kv_hints)
             if problem:
                 logger.warning("request %s: %s", context.req_id, problem)
-            asked = self._asked[context.req_id] = _Asked(context, wishes, wishes.session or context.req_id)
+            asked = _Asked(context, RequestKeys(context), wishes, _name(wishes, context))
+            self._asked[context.req_id] = asked
         return asked
 
     def _tell_of(self, asked: _Asked) -> None:
-        """Once its keys are known: whoever waits or runs is not evicted."""
+        """Tell the store of it once its keys are known, so that blocks of waiting and running requests stay."""
         if not asked.is_known:
             chain = chain_of(asked.context)
             if chain:
@@ -190,6 +207,7 @@ class KVStoreTier(SecondaryTierManager):
         self._collect()
 
     def shutdown(self) -> None:
+        self._ahead.close()
         self._store.close()
         self._transfers.release()
 
@@ -201,6 +219,11 @@ class KVStoreTier(SecondaryTierManager):
         return self._counts.stats()
 
 
+def _name(wishes: Wishes, context: ReqContext) -> str:
+    """The name of the request's conversation."""
+    return wishes.session if wishes.session is not None and not wishes.prefetch else context.req_id
+
+
 def _open_store(
     spec: Any, folder: Path, disk: int | str, policy: str, identity: str | None, row_bytes: int
 ) -> BlockStore:
@@ -209,12 +232,20 @@ def _open_store(
         vllm_identity.check_hashes(config)
         for text in vllm_identity.warnings(config, spec.offload_prompt_only):
             logger.warning("KVStoreTier: %s", text)
+    check_block_bytes(row_bytes, parse_size(disk, "disk"))
     namespace = vllm_identity.namespace(spec, config, identity, row_bytes, folder, __version__)
     owner = f"vLLM with {spec.config.model.name}"
     try:
-        return BlockStore(folder, namespace=namespace, capacity=disk, policy=policy, owner=owner)
+        store = BlockStore(folder, namespace=namespace, capacity=disk, policy=policy, owner=owner)
     except StoreLockedError as error:
         raise StoreLockedError(
             f'{error}. A store has one owner: give each vLLM a "path" of its own in its secondary tier', error.pid
         ) from error
-
+    try:
+        left = remove_left_memory(folder, spec.config.engine_id)
+    except OSError as error:
+        logger.warning("what a vLLM that was killed has left in /dev/shm stays there: %s", error)
+    else:
+        if left is not None:
+            logger.info("removed %s, which a vLLM that was killed had left", left)
+    return store

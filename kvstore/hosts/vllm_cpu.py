@@ -1,7 +1,7 @@
-"""vLLM's tiered offloading on its CPU backend: a spec whose worker copies between two places in memory.
+"""vLLM's tiered offloading on its CPU backend: a spec whose worker copies from memory to memory.
 
-Loaded by vLLM (`spec_module_path`), and imports it. vLLM's own spec takes GPUs alone; everything else of it, the
-primary tier's memory, its manager and the tiers behind it, is used here as it is.
+vLLM loads it (`spec_module_path`), and it imports vLLM. vLLM's own spec only takes GPUs. The rest of it (the primary
+tier's memory, its manager, and the tiers behind it) is used here unchanged.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 class Pages:
     """One tensor of the model's cache and its place in the chunks.
 
-    cache: [num_blocks, page bytes]. chunks: [num_chunks, blocks per chunk, page bytes]. num_bytes: of a page that are
-    no padding.
+    cache: [num_blocks, page bytes]. chunks: [num_chunks, blocks per chunk, page bytes]. num_bytes: how many bytes of a
+    page are not padding.
     """
 
     cache: Any
@@ -31,9 +31,9 @@ class Pages:
 
 
 class MemcpyWorker(OffloadingWorker):
-    """Copies when it is asked to, in the thread that computes: at the start of a step nothing else runs there.
+    """Copies at once, in the thread that computes: nothing else runs there at the start of a step.
 
-    groups: for each group of layers its pages.
+    groups: the pages of each group of layers.
     """
 
     def __init__(self, region: SharedOffloadRegion, groups: Sequence[Sequence[Pages]], blocks_per_chunk: int) -> None:
@@ -49,7 +49,8 @@ class MemcpyWorker(OffloadingWorker):
             num_bytes += pages.num_bytes
         return self._finish(job_id, num_bytes, started)
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: GPULoadStoreSpec) -> bool:
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: GPULoadStoreSpec, expedited: bool = False) -> bool:
+        """expedited: since 0.33, vLLM waits for such a load within the step. Here every load is done at once."""
         started, num_bytes = time.perf_counter(), 0
         for pages, block, chunk, place in self._copies(dst_spec, src_spec.block_ids):
             np.copyto(pages.cache[block, : pages.num_bytes], pages.chunks[chunk, place, : pages.num_bytes])
@@ -57,9 +58,9 @@ class MemcpyWorker(OffloadingWorker):
         return self._finish(job_id, num_bytes, started)
 
     def _copies(self, blocks: GPULoadStoreSpec, chunk_ids: Any) -> Iterator[tuple[Pages, int, int, int]]:
-        """Each page with its block, its chunk and the block's place in that.
+        """For each page, the block, the chunk, and the block's place in the chunk.
 
-        A group's blocks follow each other in the request, from `block_indices` on; its first one may lie inside a
+        A group's blocks follow each other in the request from `block_indices` on. The first may lie in the middle of a
         chunk.
         """
         block_ids, chunk_list = blocks.block_ids.tolist(), chunk_ids.tolist()
@@ -84,10 +85,10 @@ class MemcpyWorker(OffloadingWorker):
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Every job is done when its submission returns."""
+        """Does nothing: every job is done when its submission returns."""
 
     def shutdown(self) -> None:
-        self._groups = ()  # the region cannot be unmapped while somebody looks into it
+        self._groups = ()  # the region cannot be unmapped while there is a view of it
         self._region.cleanup()
 
 

@@ -1,7 +1,8 @@
-"""What vLLM's KV depends on beside the tokens: weights, configuration, dtype, layout, sizes. And settings that hurt.
+"""What vLLM's KV depends on beside the tokens: weights, configuration, dtype, layout and sizes. Also warns of settings
+that hurt.
 
-vLLM's keys hold tokens, salt, adapters and images; everything else is the namespace of its blocks. Reads the objects
-that vLLM hands over, and imports nothing of it.
+vLLM's keys cover tokens, salt, adapters and images; everything else goes into the namespace of the blocks. Reads the
+objects that vLLM hands over; imports nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from kvstore.disk.weights import weights_digest
 from kvstore.errors import ConfigError, ModelError
 from kvstore.hosts.model_folder import model_folder
 
-FORMAT = "vllm 1"  # raised when a stored chunk changes its meaning
+FORMAT = "vllm 1"  # incremented when the meaning of a stored chunk changes
 _COSMETIC = {"_name_or_path", "name_or_path", "transformers_version", "_commit_hash", "id2label", "label2id"}
-_CPU_FLAGS = ("amx_tile", "avx512f", "avx2")  # by which vLLM's CPU attention lays out a page
+_CPU_FLAGS = ("amx_tile", "avx512f", "avx2")  # they decide how vLLM's CPU attention lays out a page
 
 
 def host_config() -> Any:
-    """vLLM's configuration, which it hands to no tier: from a caller's frame that has it. None: there is none."""
+    """vLLM's configuration, taken from a caller's frame, as vLLM does not hand it to tiers. None if no frame has it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals.get("vllm_config")
@@ -36,8 +37,15 @@ def host_config() -> Any:
     return None
 
 
+def store_folder(config: Any) -> Path | None:
+    """The folder of the first KVStoreTier in this configuration."""
+    extra = getattr(getattr(config, "kv_transfer_config", None), "kv_connector_extra_config", None) or {}
+    paths = (tier.get("path") for tier in extra.get("secondary_tiers", ()) if tier.get("type") == "KVStoreTier")
+    return next((Path(path).expanduser() for path in paths if path), None)
+
+
 def check_hashes(config: Any) -> None:
-    """Raises ConfigError where keys would not name content."""
+    """Raises ConfigError if vLLM's keys would not identify their content."""
     algorithm = str(config.cache_config.prefix_caching_hash_algo)
     if algorithm.startswith("xxhash"):
         raise ConfigError(
@@ -47,7 +55,7 @@ def check_hashes(config: Any) -> None:
 
 
 def warnings(config: Any, offload_prompt_only: bool) -> Iterator[str]:
-    """What people with conversations would not want, by the names of the settings."""
+    """Settings that spoil the reuse of conversations, each with advice."""
     if offload_prompt_only:
         yield (
             "offload_prompt_only is true, vLLM's default: answers are not kept, so every turn computes the last one "
@@ -61,14 +69,12 @@ def warnings(config: Any, offload_prompt_only: bool) -> Iterator[str]:
         )
 
 
-def namespace(
-    spec: Any, config: Any, identity: str | None, row_bytes: int, folder: Path, version: str
-) -> bytes:
-    """32 bytes. spec: vLLM's offloading spec. config: see `host_config`. identity: a text that stands for the weights,
-    where they are no safetensors files. folder: where digests of files are kept. version: of vLLM, which promises no
-    layout to the next one.
+def namespace(spec: Any, config: Any, identity: str | None, row_bytes: int, folder: Path, version: str) -> bytes:
+    """32 bytes that name what all blocks depend on. spec: vLLM's offloading spec. config: see `host_config`. identity:
+    a name for the weights, if they are not safetensors files. folder: where digests of files are kept. version: vLLM's,
+    since layouts may change with it.
 
-    Raises ConfigError where neither tells what the weights are.
+    Raises ConfigError if neither tells what the weights are.
     """
     if identity is None:
         if config is None:
@@ -124,7 +130,7 @@ def _plain(value: Any) -> Any:
 
 
 def _device(config: Any) -> list[str]:
-    """On a CPU what it can do decides how attention lays out its pages."""
+    """The device's kind; on a CPU also the features that decide how attention lays out its pages."""
     device = str(getattr(getattr(config, "device_config", None), "device_type", ""))
     if device != "cpu":
         return [device]

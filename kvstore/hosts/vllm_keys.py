@@ -1,17 +1,18 @@
-"""The keys of a request of vLLM in their order: vLLM hands them over one by one or as sets.
+"""The keys of a vLLM request in order: vLLM hands them over one by one, or as sets.
 
-It tells where each key ends in the prompt, and lists them all in a private field, which is read here alone.
+A request tells where each key ends in the prompt, and lists them all in a private field. Only this module reads that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import islice
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
 
 
 def chain_of(context: ReqContext, group: int | None = None) -> list[OffloadKey]:
-    """A request's keys of one group of layers, head first. None: of the first group."""
+    """A request's keys for one group of layers, head first. group None: the first group."""
     keys = _all_keys(context)
     if group is None:
         group = min(map(get_offload_group_idx, keys), default=0)
@@ -20,28 +21,28 @@ def chain_of(context: ReqContext, group: int | None = None) -> list[OffloadKey]:
 
 
 def end_of(key: OffloadKey, context: ReqContext) -> int:
-    """Tokens of the prompt and answer up to this chunk's end."""
+    """The number of tokens up to this chunk's end, in prompt and answer."""
     return context.get_offload_key_position(key) or 0
 
 
-def keys_before(keys: Collection[OffloadKey], context: ReqContext) -> dict[OffloadKey, OffloadKey | None]:
-    """Of each the one before it, None for a first one; in the order of their ends.
+class RequestKeys:
+    """A request's keys, each with the one before it in its group.
 
-    All keys but the latest are looked at only where needed: what is stored while decoding stands at the end.
+    vLLM adds keys while the request grows; each is looked at once.
     """
-    found: dict[OffloadKey, OffloadKey | None] = dict.fromkeys(sorted(keys, key=lambda key: end_of(key, context)))
-    left = set(found)
-    later: dict[int, OffloadKey] = {}  # by group: the key that was seen last, going backwards
-    for key in reversed(_all_keys(context)):
-        if not left:
-            break
-        group = get_offload_group_idx(key)
-        after = later.get(group)
-        if after is not None and after in left:
-            found[after] = key
-            left.discard(after)
-        later[group] = key
-    return found
+
+    def __init__(self, context: ReqContext) -> None:
+        self._context = context
+        self._before: dict[OffloadKey, OffloadKey | None] = {}
+        self._last: dict[int, OffloadKey] = {}  # by group
+
+    def before(self, keys: Collection[OffloadKey]) -> dict[OffloadKey, OffloadKey | None]:
+        """For each key the one before it, or None for a first one; in the order of their ends."""
+        for key in islice(_all_keys(self._context), len(self._before), None):
+            group = get_offload_group_idx(key)
+            self._before[key] = self._last.get(group)
+            self._last[group] = key
+        return {key: self._before.get(key) for key in sorted(keys, key=lambda key: end_of(key, self._context))}
 
 
 def _all_keys(context: ReqContext) -> dict[OffloadKey, int]:

@@ -1,4 +1,4 @@
-"""What the tier tells vLLM's own metrics: a few counters, and gauges of the store every few seconds."""
+"""What the tier reports to vLLM's own metrics: a few counters, and every few seconds the store's gauges."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ METRICS: dict[str, OffloadingMetricMetadata] = {
 
 
 class TierCounts:
-    """recomputed: see above; counted by the tier."""
+    """recomputed: see above; the tier counts it."""
 
     def __init__(self, store: BlockStore) -> None:
         self._store = store
@@ -40,7 +40,7 @@ class TierCounts:
             self._failed[FAILED_LOADS if job.is_load else FAILED_STORES] += 1
 
     def stats(self) -> OffloadingConnectorStats | None:
-        """What has come since the last call; asked for at every step."""
+        """What was counted since the last call. vLLM asks at every step."""
         now = time.monotonic()
         counters = {name: count for name, count in (*self._failed.items(), (RECOMPUTED, self.recomputed)) if count}
         if not counters and now < self._gauges_at:

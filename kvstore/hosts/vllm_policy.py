@@ -1,7 +1,7 @@
-"""KVStorePolicy: who stays in vLLM's own memory tier, by our order of conversations.
+"""KVStorePolicy: what stays in vLLM's own memory tier, by our order of conversations.
 
-vLLM loads it by name (`cache_policy_module_path`), keeps the chunks' bytes and says when a chunk may go. Decides with
-keys alone.
+vLLM loads it by name (`cache_policy_module_path`), keeps the chunks' bytes, and says when a chunk may be evicted. Sees
+only keys.
 """
 
 from __future__ import annotations
@@ -9,38 +9,45 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from typing import Any
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
 from kvstore.blocks.forest import EvictionTree
-from kvstore.hosts.vllm_keys import chain_of, keys_before
+from kvstore.hosts.kept import KeptFile
+from kvstore.hosts.vllm_identity import host_config, store_folder
+from kvstore.hosts.vllm_keys import RequestKeys, chain_of
 from kvstore.policy.conversation import Conversation
 from kvstore.policy.steering import Steering
 
 TIER = "cpu"
+FILE_NAME = "vllm-policy.json"
 
 
 class KVStorePolicy(CachePolicy):
-    """Chunks leave from the tails of the conversations that are least likely to return soon; what runs goes last.
+    """Evicts chunks from the tails of the conversations that are least likely to return soon, running ones last.
 
-    What was learned of returns ends with the process: vLLM tells a policy no place to keep it.
+    What it learns of returns is kept in the directory of the first KVStoreTier among vLLM's tiers, if there is one.
     """
 
     def __init__(self, cache_capacity: int, clock: Callable[[], float] = time.time) -> None:
         super().__init__(cache_capacity)
-        self._steering = Steering("return", clock, {TIER: cache_capacity})
-        self._tree = EvictionTree[OffloadKey](self._steering.order(TIER), self._is_held)
+        folder = store_folder(host_config())
+        self._file = None if folder is None else KeptFile(folder / FILE_NAME, dict[str, Any])
+        self._steering = Steering("return", clock, {TIER: cache_capacity}, self._file and self._file.found)
+        self._tree = EvictionTree[OffloadKey](self._steering.order(TIER), self._is_free)
         self._chunks: dict[OffloadKey, ChunkStatus] = {}
         self._evictable: dict[OffloadKey, None] = {}
-        self._open: dict[str, Conversation] = {}  # by request
+        self._open: dict[str, tuple[Conversation, RequestKeys]] = {}  # by request
         self._coming: dict[OffloadKey, tuple[OffloadKey | None, Conversation]] = {}  # to be inserted
 
     # -- chunks ------------------------------------------------------------------------------------------------------
     def get(self, key: OffloadKey) -> ChunkStatus | None:
         return self._chunks.get(key)
 
-    def insert(self, key: OffloadKey, chunk: ChunkStatus) -> None:
+    def insert(self, key: OffloadKey, chunk: ChunkStatus, req_context: ReqContext | None = None) -> None:
+        """req_context: given since vLLM 0.33; `on_store_miss` has told more."""
         parent, conversation = self._coming.pop(key, (None, None))
         self._chunks[key] = chunk
         if chunk.ref_cnt == 0:
@@ -63,10 +70,12 @@ class KVStorePolicy(CachePolicy):
         self._tree.hold(key)
 
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
-        """All of them or none. A chunk goes before one that builds on it only where that one cannot go at all."""
+        """Evict n chunks, or none. A chunk is evicted before one that builds on it only if that one cannot be evicted
+        at all.
+        """
         if len(self._evictable) - sum(key in self._evictable for key in protected) < n:
             return None
-        keys = self._tree.take(n, lambda key: 1, protected.__contains__) if n else []
+        keys = self._tree.evict(n, lambda key: 1, protected.__contains__) if n else []
         for key in keys:
             del self._evictable[key]
         others = list(islice((key for key in self._evictable if key not in protected), n - len(keys)))
@@ -76,8 +85,8 @@ class KVStorePolicy(CachePolicy):
         return [(key, self._chunks.pop(key)) for key in (*keys, *others)]
 
     def clear(self) -> None:
-        for conversation in self._open.values():
-            self._steering.leave(conversation, ())
+        for conversation, _ in self._open.values():
+            self._steering.end_request(conversation, ())
         self._tree.clear()
         for each in (self._chunks, self._evictable, self._open, self._coming):
             each.clear()
@@ -88,11 +97,11 @@ class KVStorePolicy(CachePolicy):
             self._tree.touch(key)
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """These are inserted next, unless there is no room: the one time that vLLM tells whose they are."""
-        conversation = self._arrive(req_context)
+        """vLLM is about to insert these, if there is room. Only here does it tell whose they are."""
+        conversation, request_keys = self._arrive(req_context)
         if len(self._coming) > self.cache_capacity:
             self._coming.clear()
-        for key, parent in keys_before(list(keys), req_context).items():
+        for key, parent in request_keys.before(list(keys)).items():
             self._coming[key] = (parent, conversation)
 
     def on_request_finished(
@@ -104,35 +113,38 @@ class KVStorePolicy(CachePolicy):
     ) -> None:
         if not key_groups:
             return  # it had no whole chunk
-        conversation = self._arrive(req_context)
+        conversation, _ = self._arrive(req_context)
         del self._open[req_context.req_id]
         chain = chain_of(req_context)
         end = next((i for i in range(len(chain), 0, -1) if chain[i - 1] in self._chunks), 0)
         if end:
             self._tree.claim(conversation, chain[:end])
             self._tree.settle(conversation.prefix, self._known)
-        self._steering.leave(conversation, chain)
-        self._steering.poll()
+        self._steering.end_request(conversation, chain)
+        self._steering.poll(is_idle=not self._open)
+        if self._file is not None and self._file.is_due:
+            self._file.keep(self._steering.state())
 
-    def _arrive(self, context: ReqContext) -> Conversation:
-        conversation = self._open.get(context.req_id)
-        if conversation is None:
+    def _arrive(self, context: ReqContext) -> tuple[Conversation, RequestKeys]:
+        found = self._open.get(context.req_id)
+        if found is None:
             chain = chain_of(context)
             is_stored = bool(chain) and chain[-1] in self._chunks
-            conversation = self._open[context.req_id] = self._steering.arrive(chain, is_stored=is_stored)
+            conversation = self._steering.arrive(chain, is_stored=is_stored)
             conversation.num_running = conversation.num_open
             self._steering.refresh(conversation)
-        return conversation
+            found = self._open[context.req_id] = conversation, RequestKeys(context)
+        return found
 
     def check_integrity(self) -> None:
-        """Assert that chunks, their order and what may go agree; for a tier in which nobody runs."""
+        """Assert that chunks, their order and what can be evicted agree. Call it only while nothing runs."""
         self._tree.check_integrity()
         idle = {key for key, chunk in self._chunks.items() if chunk.ref_cnt == 0}
         assert idle == self._evictable.keys(), "a chunk that nobody uses cannot go, or one in use can"
         assert len(self._chunks) <= self.cache_capacity and not self._open, "a request is open while idle"
 
-    def _is_held(self, key: OffloadKey) -> bool:
-        return key in self._chunks and key not in self._evictable
+    def _is_free(self, key: OffloadKey) -> bool:
+        return key in self._evictable or key not in self._chunks
 
     def _known(self, key: OffloadKey) -> OffloadKey | None:
         return key if key in self._chunks else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,26 +21,30 @@ _REGISTER_FLAGS = 1 | 2
 
 
 class Arena:
-    """[num_slots, num_layers, 2, block_size, num_kv_heads, head_dim]; index 0 of the third axis is raw keys.
+    """[num_slots, num_layers, 2, block_size, num_kv_heads, head_dim]; index 0 of the third axis is raw keys. own: the
+    part that this process moves to and from HBM, all of it or its layers and heads.
 
-    Memory is taken by mmap, exactly as much as asked for, and registered with CUDA when the model runs there: torch's
+    Memory comes from mmap, exactly as much as asked for, and is registered with CUDA if the model runs there: torch's
     own pinned allocator rounds up to powers of two. Pages are touched when they are first used; registering touches and
     locks all of them in one call, so a large arena takes seconds to open, and all of its memory from the beginning.
     """
 
-    def __init__(self, layout: KVLayout, num_slots: int, pin: bool) -> None:
+    def __init__(self, layout: KVLayout, num_slots: int, pin: bool, descriptor: int | None = None) -> None:
+        """descriptor: of memory that other processes map, too. The first of them sets its size."""
         self.layout = layout
         self.num_slots = num_slots
         size_bytes = num_slots * layout.block_bytes
         try:
-            self._memory = _private(size_bytes)
+            self._memory = _private(size_bytes) if descriptor is None else _shared(size_bytes, descriptor)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"cpu is {format_size(size_bytes)}, which this machine does not give: {error}") from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
-        with torch.inference_mode(False):  # whatever its caller is in: threads outside of it write here too
+        with torch.inference_mode(False):  # whatever mode the caller is in: threads outside of it write here, too
             flat = torch.frombuffer(self._memory, dtype=torch.uint8)
             self.tensor = flat.view(layout.dtype).view(num_slots, *layout.block_shape)
+            self.own = self.tensor if layout.own_layers is None else self.tensor[:, layout.own_layers]
+            self.own = self.own if layout.own_heads is None else self.own[..., layout.own_heads, :]
         self._bytes = memoryview(self._memory)
         self._unpin: weakref.finalize | None = None
         self._first_touch: FirstTouch | None = None
@@ -49,7 +54,9 @@ class Arena:
             self._first_touch = FirstTouch(self.tensor)
 
     def _pin(self, flat: torch.Tensor) -> None:
-        """Until `close`, or until nobody has this arena: what is unmapped while it is registered stays locked."""
+        """Pin it until `close`, or until the arena is collected: memory that is unmapped while registered stays
+        locked.
+        """
         cudart = torch.cuda.cudart()
         code = int(cudart.cudaHostRegister(flat.data_ptr(), flat.numel(), _REGISTER_FLAGS))
         if code == 0:
@@ -64,7 +71,7 @@ class Arena:
             )
 
     def reach(self, slot: int) -> None:
-        """Slots up to this one are in use: the memory behind them is made ready."""
+        """Slots up to this one are in use: make the memory behind them ready."""
         if self._first_touch is not None:
             self._first_touch.reach(slot)
 
@@ -91,13 +98,23 @@ class Arena:
 
 
 def _private(size_bytes: int) -> mmap.mmap:
-    """Private, so that Linux may give huge pages, which it mostly does not for shared memory: fewer to touch and lock.
+    """Private memory, for which Linux gives huge pages more readily than for shared memory: fewer to touch and lock.
 
-    A forked child does not get it: else the parent's next write would go to a copy, and the device's to the original.
+    A forked child does not get it. Otherwise the parent's next write would go to a copy, and the device's to the
+    original.
     """
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_DONTFORK"):
         memory.madvise(mmap.MADV_DONTFORK)
+    return memory
+
+
+def _shared(size_bytes: int, descriptor: int) -> mmap.mmap:
+    """Shared memory: what one process writes, the others see."""
+    if os.fstat(descriptor).st_size == 0:
+        os.truncate(descriptor, size_bytes)
+    memory = mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED)
+    memory.madvise(mmap.MADV_DONTFORK)
     return memory
 
 

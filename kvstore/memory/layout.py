@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape of a model's KV as it is stored. rotations: per layer the full table, None where keys are not rotated."""
+    """Shape of a model's KV as it is stored. rotations: per layer the full table, None where keys are not rotated.
+
+    own_heads, own_layers: the heads and layers that this process moves, None for all. Blocks have all of them.
+    """
 
     num_layers: int
     num_kv_heads: int
@@ -21,6 +24,12 @@ class KVLayout:
     block_size: int
     dtype: torch.dtype
     rotations: tuple[Rotation | None, ...]
+    own_heads: slice | None = None
+    own_layers: slice | None = None
+
+    @property
+    def own_rotations(self) -> tuple[Rotation | None, ...]:
+        return self.rotations if self.own_layers is None else self.rotations[self.own_layers]
 
     @property
     def block_shape(self) -> tuple[int, ...]:
@@ -29,3 +38,17 @@ class KVLayout:
     @property
     def block_bytes(self) -> int:
         return self.num_layers * 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPart:
+    """What of each block a rank has: layers and KV heads, [start, stop)."""
+
+    layers: tuple[int, int]
+    heads: tuple[int, int]
+
+    @classmethod
+    def of(cls, layout: KVLayout) -> OwnPart:
+        layers = layout.own_layers or slice(0, layout.num_layers)
+        heads = layout.own_heads or slice(0, layout.num_kv_heads)
+        return cls((layers.start, layers.stop), (heads.start, heads.stop))

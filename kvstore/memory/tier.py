@@ -1,55 +1,55 @@
 """The CPU tier: which block lies in which slot of the arena, and whether its bytes have landed.
 
-Owns slots and records, not bytes: the arena is given, or absent when a trace is replayed. One thread.
+Owns slots and records, not bytes: the arena is given, or there is none when a trace is replayed. One thread.
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from itertools import islice
+from functools import partial
 
-from kvstore.blocks.forest import Order
+from kvstore.blocks.ends import Order
+from kvstore.blocks.holdings import Holdings, Place
 from kvstore.blocks.ids import BlockId
+from kvstore.blocks.in_flight import ParentsInFlight
 from kvstore.blocks.pool import BlockPool
 from kvstore.blocks.records import BlockRecord, Evict
+from kvstore.blocks.selection import Candidate, select
 from kvstore.policy.conversation import Conversation
 
 
 class SlotState(Enum):
-    """Of a slot that somebody holds or that has a record."""
+    """The state of a slot that somebody holds or that has a record."""
 
     EMPTY = "empty"
-    PENDING = "pending"  # findable, its bytes are still on their way
+    PENDING = "pending"  # findable, but its bytes are still on their way
     READY = "ready"  # loadable
-    FAILED = "failed"  # its bytes will never come; whoever waits for it computes
+    FAILED = "failed"  # its bytes will never come: whoever waits for it computes
 
 
 class CpuTier:
     """Slots 0 .. num_slots - 1. A slot is written only while it is not READY, and reused only when nobody holds it.
 
     num_slots: capacity. erase: overwrite the bytes of these slots (after a deletion). keep: False makes the arena a
-    staging area, which forgets a block when the last holder releases it. order: of conversations on this tier.
+    staging area, which forgets a block when the last holder releases it. order: the order of conversations on this
+    tier. holdings: where it reports what can be loaded.
     """
 
     def __init__(
-        self,
-        num_slots: int,
-        erase: Callable[[Sequence[int]], None] = lambda slots: None,
-        keep: bool = True,
-        order: Order | None = None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self.pool = BlockPool(num_slots, order)
+        self, num_slots: int, erase: Callable[[Sequence[int]], None] = lambda slots: None, keep: bool = True,
+        order: Order | None = None, clock: Callable[[], float] = time.time, holdings: Holdings | None = None,
+    ) -> None:  # fmt: skip
+        self.pool = BlockPool(num_slots, order, None if holdings is None else partial(holdings.gone, Place.CPU))
         self.keep = keep
-        self.num_removed = 0  # blocks that could be loaded and were given up for another reason than room
+        self._holdings = holdings
+        self.num_removed = 0  # READY blocks that were given up for other reasons than room
         self._erase = erase
         self._clock = clock
         self._states = [SlotState.EMPTY] * num_slots
         self._records: list[BlockRecord | None] = [None] * num_slots
         self._conversations: list[Conversation | None] = [None] * num_slots
         self._last_used_s = [0.0] * num_slots
-        self._pending_parents: Counter[BlockId] = Counter()
+        self.parents_in_flight = ParentsInFlight()
 
     def slot_of(self, block_id: BlockId) -> int | None:
         """The slot of this block, PENDING or READY."""
@@ -66,14 +66,14 @@ class CpuTier:
         return self._conversations[slot]
 
     def reserve(self) -> int | None:
-        """An empty slot with one reference, taken from what is evicted first; None when everything is held."""
+        """Take an empty slot, or the one that is evicted next, with one reference. None if everything is held."""
         slot = self.pool.try_allocate()
         if slot is not None:
             self._states[slot], self._records[slot] = SlotState.EMPTY, None
         return slot
 
     def announce(self, slot: int, record: BlockRecord, conversation: Conversation | None = None) -> bool:
-        """From now on the slot is found under this record's id, PENDING. False when another slot has that block."""
+        """From now on the slot is found under this record's id, PENDING. False if another slot has that block."""
         assert self._states[slot] is SlotState.EMPTY
         # What a staging area holds is on its way to or from disk: closure under parents is the disk's concern.
         parent_id, owner = (record.parent_id, conversation) if self.keep else (None, None)
@@ -81,7 +81,7 @@ class CpuTier:
             return False
         self._conversations[slot] = conversation
         self._states[slot], self._records[slot], self._last_used_s[slot] = SlotState.PENDING, record, self._clock()
-        self._pending_parents[record.parent_id] += 1
+        self.parents_in_flight.add(record.parent_id)
         return True
 
     def publish(self, slot: int) -> None:
@@ -90,12 +90,12 @@ class CpuTier:
         self._landed(slot, SlotState.READY)
 
     def spoil(self, slot: int) -> None:
-        """Some of its tokens will not come, and it has no id yet: it never gets one."""
+        """Some of its tokens will not come, and it has no id yet: it will never get one."""
         assert self._states[slot] is SlotState.EMPTY
         self._states[slot] = SlotState.FAILED
 
     def fail(self, slot: int) -> list[int]:
-        """Its bytes will not come: forget it and what hangs below it. Returns all slots that were forgotten."""
+        """Its bytes will not come: forget it and what hangs below it. Returns all forgotten slots."""
         num_before = self.pool.num_forgotten
         gone = self.pool.forget(slot)
         pending = [one for one in gone if self._states[one] is SlotState.PENDING]
@@ -109,19 +109,19 @@ class CpuTier:
         record = self._records[slot]
         assert record is not None
         self._states[slot] = state
-        self._pending_parents[record.parent_id] -= 1
-        if not self._pending_parents[record.parent_id]:
-            del self._pending_parents[record.parent_id]
+        if self._holdings is not None and state is SlotState.READY:
+            self._holdings.stored_record(Place.CPU, record)
+        self.parents_in_flight.remove(record.parent_id)
 
     def is_needed(self, block_id: BlockId) -> bool:
-        """Whether somebody uses this block here, or a block builds on it."""
-        if block_id in self._pending_parents:
+        """Whether somebody uses this block here, or a block that is here or in flight builds on it."""
+        if block_id in self.parents_in_flight:
             return True
         slot = self.pool.lookup(block_id)
-        return slot is not None and (not self.pool.is_free(slot) or self.pool.has_children(slot))
+        return slot is not None and (not self.pool.is_free(slot) or slot in self.pool.tree.links.children_of)
 
     def is_current(self, slot: int) -> bool:
-        """Whether what lies in this slot can be found."""
+        """Whether the content of this slot can be found."""
         return self.pool.block_id(slot) is not None
 
     def forget(self, block_id: BlockId) -> int:
@@ -139,7 +139,7 @@ class CpuTier:
             self.fail(slot)
 
     def touch(self, chain: Sequence[BlockId], conversation: Conversation | None = None) -> None:
-        """These blocks, head first, were of use just now. The time is noted at the last: the others stay with it.
+        """These blocks, head first, were used just now. The time is noted at the last one: the others stay with it.
 
         conversation: whose they are.
         """
@@ -149,30 +149,30 @@ class CpuTier:
             self.pool.touch(slots, conversation if self.keep else None)
 
     def claim(self, chain: Sequence[BlockId], conversation: Conversation) -> None:
-        """These blocks, head first, are wanted by this conversation, as far as they are here."""
+        """Give these blocks, head first, to this conversation, as far as they are here."""
         if self.keep:
             self.pool.touch([slot for slot in map(self.slot_of, chain) if slot is not None], conversation)
 
     def link(self, block_id: BlockId, parent_id: BlockId) -> None:
-        """The first block of a splice goes before the block in front of it, though it names another parent."""
+        """Let a splice's first block be evicted before the block in front of it, although it names another parent."""
         slot, parent = self.pool.lookup(block_id), self.pool.lookup(parent_id)
         if slot is not None and parent is not None and self.keep:
-            self.pool.link(slot, parent)
+            self.pool.tree.link(slot, parent)
 
     def keep_blank(self, num_slots: int) -> None:
-        """Evict until so many slots are empty, so that what is read finds one at once; as far as nobody holds them."""
+        """Evict until so many slots are empty, as far as possible, so that a read finds one at once."""
         while self.pool.num_blank < num_slots and self.pool.evict_one() is not None:
             pass
 
     def erase_stale(self) -> None:
-        """Overwrite what lies in slots that nobody holds and no id leads to."""
+        """Overwrite slots that nobody holds and no id leads to."""
         stale = self.pool.take_stale()
         for slot in stale:  # a record holds the tokens
             self._records[slot] = self._conversations[slot] = None
         self._erase(stale)
 
     def _children(self) -> dict[BlockId, list[BlockId]]:
-        """Of each block, here or not, those that build on it here, linked or not."""
+        """For each block, here or not, those here that build on it, linked or not."""
         children: dict[BlockId, list[BlockId]] = {}
         for record in map(self.record, self.pool.cached_blocks()):
             assert record is not None
@@ -184,7 +184,7 @@ class CpuTier:
         return [block_id for block_id in self._children() if self.slot_of(block_id) is None]
 
     def with_descendants(self, block_ids: Iterable[BlockId]) -> list[BlockId]:
-        """These, here or not, and all that builds on them here, parents before children."""
+        """These blocks, here or not, and all that builds on them here, parents before children."""
         children, found = self._children(), list(dict.fromkeys(block_ids))
         given = set(found)
         for block_id in found:
@@ -192,22 +192,15 @@ class CpuTier:
         return found
 
     def select(self, what: Evict, block_bytes: int) -> list[BlockId]:
-        """Blocks that match, the least recently used first, and tails before heads."""
-        conditions = (what.unused_for_s, what.model, what.block_ids, what.to_bytes)
-        if not what.everything and all(condition is None for condition in conditions):
-            return []
-        now, most = self._clock(), self.pool.num_cached
-        if what.to_bytes is not None:
-            most = max(0, most - what.to_bytes // block_bytes)
+        """All blocks that `what` means; see `kvstore.blocks.selection`."""
 
-        def matches(slot: int) -> bool:
+        def candidate(slot: int) -> Candidate:
             record = self._records[slot]
             assert record is not None
-            if what.unused_for_s is not None and now - self._last_used_s[slot] < what.unused_for_s:
-                return False
-            return what.model in (None, record.model) and (what.block_ids is None or record.block_id in what.block_ids)
+            return Candidate(record.block_id, record.model, self._last_used_s[slot], block_bytes)
 
-        slots = islice(self.pool.from_tails(self._last_used_s.__getitem__, matches), most)
+        num_bytes = self.pool.num_cached * block_bytes
+        slots = select(what, self.pool.tree.links, candidate, self.slot_of, num_bytes, self._clock())
         ids = [record.block_id for record in map(self.record, slots) if record is not None]
         # Nothing is linked in a staging area, and what waits to be written must not lose its parent.
         return ids if self.keep else [one for one in self.with_descendants(ids) if self.slot_of(one) is not None]
@@ -233,3 +226,4 @@ class CpuTier:
             assert record is not None and record.block_id == self.pool.block_id(slot), f"slot {slot}: another record"
             assert state in (SlotState.PENDING, SlotState.READY), f"slot {slot}: {state}"
             assert not idle or state is SlotState.READY, f"slot {slot} is in flight while idle"
+        assert not idle or not self.parents_in_flight, f"{len(self.parents_in_flight)} parents are kept while idle"

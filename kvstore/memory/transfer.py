@@ -1,7 +1,7 @@
-"""Moves KV between HBM and the arena on a CPU: loads a layer before it is attended to, saves it as it is computed.
+"""Moves KV between HBM and the arena on a CPU: loads a layer before its attention, saves it as it is computed.
 
-The computing thread does both, since a third thread on its cores would cost it more. Knows slots and tensors, no block
-id and no request, and decides nothing. On CUDA: `device_transfer`.
+The computing thread does both, as another thread on its cores would cost it more. Knows slots and tensors, but no block
+ids and no requests, and decides nothing. For CUDA see `device_transfer`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstore.kernels.block_copy import BlockLoad, save_layers
 from kvstore.memory.arena import Arena
 from kvstore.stats import Histogram
 
-SMALL_STEP_TOKENS = 64  # steps of so many tokens are saved in one go, when their forward has ended
+SMALL_STEP_TOKENS = 64  # steps of at most so many tokens are saved in one go, when their forward has ended
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class _SaveStep:
 
 
 def token_places(saves: Sequence[Save], row_starts: Sequence[int], block_size: int) -> np.ndarray:
-    """Of every token that a step saves, its row in the step and its slot in the arena: [2, num_tokens] int64."""
+    """For every token that a step saves, its row in the step and its slot in the arena: [2, num_tokens] int64."""
     counts = np.fromiter((s.num_tokens for s in saves), np.int64, len(saves))
     rows = np.fromiter((row_starts[s.scheduled] + s.first for s in saves), np.int64, len(saves))
     slots = np.fromiter((s.slot * block_size + s.offset for s in saves), np.int64, len(saves))
@@ -56,11 +56,11 @@ def token_places(saves: Sequence[Save], row_starts: Sequence[int], block_size: i
 
 def block_load(arena: Arena, loads: Sequence[Load]) -> BlockLoad:
     slots, numbers = [load.slot for load in loads], [load.block_number for load in loads]
-    return BlockLoad(arena.tensor, slots, numbers, [load.position for load in loads], arena.layout.rotations)
+    return BlockLoad(arena.own, slots, numbers, [load.position for load in loads], arena.layout.own_rotations)
 
 
 class Transfer:
-    """Has no thread: what is begun ends within the step."""
+    """Has no thread of its own: what is begun ends within the step."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -88,13 +88,15 @@ class Transfer:
     def wait_for_layer(self, layer: int) -> None:
         """Returns when this layer's blocks are in HBM, or its step's loads have failed.
 
-        Just before they are attended to, so that attention finds them in the cores' caches.
+        Loads them just before their attention, which then finds them in the cores' caches.
         """
         if self._load is not None:
             self._load_layers(self._load, layer + 1)
 
     def _load_layers(self, job: _LoadJob, num_layers: int) -> None:
-        """The first `num_layers` layers, as far as they have not landed; a failure is the step's."""
+        """Load the first `num_layers` layers, as far as they have not landed. If one fails, the step's loads have
+        failed.
+        """
         if job.failed or job.num_layers_done >= num_layers:
             return
         started = time.perf_counter()
@@ -103,7 +105,7 @@ class Transfer:
                 while job.num_layers_done < num_layers:
                     job.blocks.load_layer(job.num_layers_done, *self._caches[job.num_layers_done])
                     job.num_layers_done += 1
-        except Exception:  # out of memory, a bug: the requests of these blocks compute them
+        except Exception:  # out of memory, or a bug: the requests compute these blocks
             job.failed = True
         job.seconds += time.perf_counter() - started
 
@@ -113,13 +115,13 @@ class Transfer:
         if step is None:
             return
         step.waiting.append((layer, raw_key, value))
-        if len(raw_key) > SMALL_STEP_TOKENS:  # at once: memory that is held back the next layer has to take anew
+        if len(raw_key) > SMALL_STEP_TOKENS:  # at once: otherwise the next layer would have to allocate new memory
             self._copy(step)
 
     def end(self, succeeded: bool = True) -> SaveFence | None:
-        """The forward has ended: save what is left of it; not succeeded: none of its saves is to count.
+        """The forward has ended: save what is left of it. succeeded False: none of its saves count.
 
-        What it did not load is loaded now: the HBM blocks are in the map as if they held it. Interrupted, it can be
+        Loads what the forward did not: the HBM blocks are in the map as if they held it. If interrupted, it can be
         called again.
         """
         if (load := self._load) is not None:
@@ -136,27 +138,27 @@ class Transfer:
         return None
 
     def _copy(self, step: _SaveStep) -> None:
-        """Into the arena; a failure is the step's."""
+        """Copy into the arena. If this fails, the step's saves have failed."""
         layers, step.waiting = step.waiting, []
         if not layers or step.failed:
             return
         try:
             with torch.inference_mode():
-                save_layers(self.arena.tensor, layers, step.rows, step.slots)
-        except Exception:  # as for loads; the step's blocks are computed and saved again later
+                save_layers(self.arena.own, layers, step.rows, step.slots)
+        except Exception:  # as for loads: the step's blocks are computed and saved again later
             step.failed = True
 
     @property
     def can_save(self) -> bool:
-        """Nothing is kept back: what is saved is copied where it is computed."""
+        """Always: what is saved is copied where it is computed."""
         return True
 
     def completed(self) -> list[Transferred]:
         """Steps whose loads or saves have ended since the last call."""
         done: list[Transferred] = []
-        while self._done:  # one at a time: the computing thread appends meanwhile
+        while self._done:  # one at a time, as the computing thread appends meanwhile
             done.append(self._done.popleft())
         return done
 
     def close(self) -> None:
-        """Nothing is on its way."""
+        """Does nothing: nothing is in flight between steps."""

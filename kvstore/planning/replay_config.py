@@ -1,4 +1,4 @@
-"""What a replay is asked and what it answers: tiers, a model of the service, counts. Knows not how it is done."""
+"""Input and output of a replay: sizes of tiers, speeds of the service, counts. Knows nothing of how it is done."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ class ServiceModel:
 class ReplayConfig:
     """Tiers in blocks of the trace, 0 for none below HBM. block_bytes: KV of one block.
 
-    look_ahead: whether the store knows who waits; else it is told of a request that could start. ttl_s: a conversation
-    idle for longer goes first; None: none does. warm_up: so many requests, the first to arrive, are served and not
-    counted.
+    look_ahead: whether the store hears of waiting requests; else only of those that could start. ttl_s: a conversation
+    that is idle for longer is evicted first; None: no limit. warm_up: the first so many requests are not counted.
     """
 
     hbm_blocks: int

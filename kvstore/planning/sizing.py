@@ -1,4 +1,4 @@
-"""How large tiers should be: what a trace asks for, which sizes to try, and where more of them brings little.
+"""How large tiers should be: what a trace needs, which sizes to try, and where larger ones bring little.
 
 Numbers only: replays nothing, prints nothing.
 """
@@ -50,16 +50,16 @@ class Extent:
 
 
 def extent(trace: Trace) -> Extent:
-    """Conversations are recognised as the store does it: a chain that goes on from the tip of another."""
+    """Measure a trace. As in the store, a chain that continues another's tip is the same conversation."""
     conversations, num_conversations = Conversations(), 0
     seen: set[int] = set()
     size, largest, times = trace.block_size, 0, nominal_arrivals(trace)
     for request, arrival_s in zip(trace.requests, times, strict=True):
         chain = request.chain
-        num_conversations += request.after < 0 and conversations.find(chain) is None
+        num_conversations += request.after < 0 and conversations.conversation_of(chain) is None
         is_seen = bool(chain) and chain[-1] in seen
         conversation = conversations.arrive(chain, arrival_s, is_stored=is_seen)
-        conversations.leave(conversation, chain, arrival_s)
+        conversations.end_request(conversation, chain, arrival_s)
         for name in reversed(chain):
             if name in seen:  # then all before it were seen as well
                 break
@@ -96,7 +96,7 @@ def last_requests(trace: Trace, num_requests: int) -> Trace:
 
 
 def without_reuse(trace: Trace) -> Trace:
-    """The same requests with nothing in common: what a server without a cache has to compute."""
+    """The same requests without any common blocks: what a server without a cache must compute."""
     requests = [
         replace(request, chain=chain_names(number, len(request.chain)), partial=None)
         for number, request in enumerate(trace.requests, 1)
@@ -105,7 +105,7 @@ def without_reuse(trace: Trace) -> Trace:
 
 
 def load_of(demand: Extent, hit_rate: float, service: ServiceModel) -> float:
-    """Work over the time that there is for it; above 1 a queue grows without end and with it every TTFT."""
+    """Work divided by the time available; above 1 the queue grows without end, and with it every TTFT."""
     compute_s = demand.num_prompt_tokens * (1 - hit_rate) / service.prefill_tokens_per_s
     decode_s = demand.num_output_tokens / service.decode_tokens_per_s / service.max_batch
     return max(compute_s, decode_s) / max(demand.duration_s, 1e-9)
@@ -114,7 +114,7 @@ def load_of(demand: Extent, hit_rate: float, service: ServiceModel) -> float:
 # -- which sizes to try ----------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of the tiers, in bytes; 0 is no such tier."""
+    """Sizes of the tiers in bytes; 0 for no such tier."""
 
     hbm: int
     cpu: int
@@ -127,7 +127,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Bytes of one block of a trace, and what it takes on disk, where it may be compressed."""
+    """Bytes of one block of a trace in memory, and on disk, where it may be compressed."""
 
     block_bytes: int
     disk_block_bytes: int
@@ -141,7 +141,7 @@ class Geometry:
 
 
 def batch_bytes(demand: Extent, block_size: int, block_bytes: int, max_batch: int) -> int:
-    """What HBM needs to serve such requests: a full batch of average ones, and at least two of the largest."""
+    """The HBM that such requests need: a full batch of average ones, and at least two of the largest."""
     mean_blocks = -(-demand.mean_tokens // block_size)
     return block_bytes * max(math.ceil(mean_blocks * max_batch), 2 * demand.largest_blocks)
 
@@ -164,7 +164,7 @@ class Point:
 
 
 def best_so_far(points: Sequence[Point]) -> list[Point]:
-    """One point a capacity, in order: the best that this much or less of it reaches."""
+    """One point per capacity, in order: the best hit rate with at most this capacity."""
     best: dict[int, float] = {}
     highest = -math.inf
     for point in sorted(points, key=lambda point: (point.capacity, point.hit_rate)):
@@ -204,6 +204,6 @@ def _above_the_diagonal(curve: Sequence[Point]) -> list[float]:
 
 
 def _until_higher(distances: Sequence[float], limit: float) -> Sequence[float]:
-    """Those before the curve rises above an earlier maximum again; at least one."""
+    """The points before the curve rises above an earlier maximum again; at least one."""
     end = next((index for index, one in enumerate(distances) if one > limit), len(distances))
     return distances[: max(end, 1)]

@@ -1,6 +1,6 @@
-"""Reads traces from files, line by line where the format has lines. Trusts no line; an error names it.
+"""Reads traces from files, line by line if the format has lines. Every line is checked, and errors name it.
 
-Knows the formats; what a request is stands in traces.
+`traces` defines what a request is.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import math
 import random
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,8 @@ def read_trace(
 
 # -- lines and fields ------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class Record:
-    """A JSON object and where it stands."""
+class TraceRecord:
+    """A JSON object and its place in a file."""
 
     fields: dict[str, Any]
     place: str  # "trace.jsonl, line 3"
@@ -138,36 +138,40 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise ConfigError(f"the trace {path} cannot be read: {error.strerror or error}") from None
 
 
-def _records(path: Path) -> Iterator[Record]:
+def _records(path: Path) -> Iterator[TraceRecord]:
     for number, line in _lines(path):
         place = f"{path.name}, line {number}"
         fields = _parsed(line, place)
         if not isinstance(fields, dict):
             raise ConfigError(f"{place}: expected is a JSON object a line, not {_shown(fields)}")
-        yield Record(fields, place)
+        yield TraceRecord(fields, place)
 
 
 # -- traces that name their blocks -----------------------------------------------------------------------------------
-def _mooncake_fields(record: Record) -> tuple[float, array[int]]:
-    """timestamp (ms), input_length, output_length, hash_ids: the name of a block stands for all before it too."""
-    return record.seconds("timestamp", 0.001), record.names("hash_ids")
+def _mooncake_fields(record: TraceRecord) -> tuple[float, array[int]]:
+    """timestamp (ms), input_length, output_length, hash_ids."""
+    return record.seconds("timestamp", 0.001), _joined(record.names("hash_ids"))
 
 
-def _bailian_fields(record: Record) -> tuple[float, array[int]]:
-    """chat_id, parent_chat_id, timestamp (s), input_length, output_length, type, turn, hash_ids.
-
-    The schema says that a name stands for a block's own tokens, so each is joined with those before it. Joined are
-    numbers by Python's hash of their tuple, which is the same in every process and 64 bits wide.
-    """
+def _bailian_fields(record: TraceRecord) -> tuple[float, array[int]]:
+    """chat_id, parent_chat_id, timestamp (s), input_length, output_length, type, turn, hash_ids."""
     record.get("chat_id")
-    names, before = array("q"), 0
-    for name in record.names("hash_ids"):
+    return record.seconds("timestamp"), _joined(record.names("hash_ids"))
+
+
+def _joined(names: Sequence[int]) -> array[int]:
+    """Names that stand for all before a block, too. Whether those of a file do already need not be asked: joined with
+    the ones before them they are as many and as equal. By Python's hash of numbers, which is the same in every process
+    and 64 bits wide.
+    """
+    joined, before = array("q"), 0
+    for name in names:
         before = hash((before, name))
-        names.append(before)
-    return record.seconds("timestamp"), names
+        joined.append(before)
+    return joined
 
 
-def _read_named(path: Path, block_size: int, fields: Callable[[Record], tuple[float, array[int]]]) -> Trace:
+def _read_named(path: Path, block_size: int, fields: Callable[[TraceRecord], tuple[float, array[int]]]) -> Trace:
     requests: list[TraceRequest] = []
     num_surplus = 0
     for record in _records(path):
@@ -224,15 +228,15 @@ def _read_sessions(path: Path, block_size: int) -> Trace:
 def read_session_lines(lines: Iterable[str], name: str, block_size: int = DEFAULT_BLOCK_SIZE) -> Trace:
     """A trace of the format `sessions` from its lines, as the store's own history gives them."""
     numbered = ((f"{name}, line {number}", line) for number, line in enumerate(lines, 1))
-    return _sessions_trace(name, block_size, (Record(_parsed(line, place), place) for place, line in numbered))
+    return _sessions_trace(name, block_size, (TraceRecord(_parsed(line, place), place) for place, line in numbered))
 
 
-def _sessions_trace(name: str, block_size: int, records: Iterable[Record]) -> Trace:
+def _sessions_trace(name: str, block_size: int, records: Iterable[TraceRecord]) -> Trace:
     sessions = _Sessions()
     return Trace(name, block_size, _in_order([_turn(r, sessions, block_size) for r in records]))
 
 
-def _turn(record: Record, sessions: _Sessions, block_size: int) -> TraceRequest:
+def _turn(record: TraceRecord, sessions: _Sessions, block_size: int) -> TraceRequest:
     name, arrival_s = record.get("session"), record.seconds("timestamp")
     if not isinstance(name, str) and not _is_int(name):
         raise record.wrong(f"'session' is {_shown(name)}; expected is a text or a whole number")
@@ -280,7 +284,7 @@ def _read_turns(path: Path, block_size: int, arrivals: Arrivals, max_context: in
     return Trace(path.name, block_size, collected.requests())
 
 
-def _conversations(path: Path) -> Iterator[Record]:
+def _conversations(path: Path) -> Iterator[TraceRecord]:
     first = next(iter(_lines(path)), (1, ""))[1]
     if not first.lstrip().startswith("["):
         yield from _records(path)
@@ -290,7 +294,7 @@ def _conversations(path: Path) -> Iterator[Record]:
         place = f"{path.name}, conversation {number}"
         if not isinstance(fields, dict):
             raise ConfigError(f"{place}: expected is a JSON object, not {_shown(fields)}")
-        yield Record(fields, place)
+        yield TraceRecord(fields, place)
 
 
 def _whole(path: Path) -> list[Any]:
@@ -304,8 +308,8 @@ def _whole(path: Path) -> list[Any]:
     return found
 
 
-def _turns_of(record: Record) -> tuple[int, list[tuple[int, int]]]:
-    """Tokens before the first message, and of each message with its answer."""
+def _turns_of(record: TraceRecord) -> tuple[int, list[tuple[int, int]]]:
+    """The tokens before the first message, and those of each message with its answer."""
     history, waiting = 0, 0
     pairs: list[tuple[int, int]] = []
     for answers, num_tokens in _messages(record):
@@ -321,7 +325,7 @@ def _turns_of(record: Record) -> tuple[int, list[tuple[int, int]]]:
     return history, pairs
 
 
-def _messages(record: Record) -> Iterator[tuple[bool, int]]:
+def _messages(record: TraceRecord) -> Iterator[tuple[bool, int]]:
     """Whether a message is an answer, and its tokens."""
     if "turns" not in record.fields and "conversations" not in record.fields:
         raise record.wrong(f"expected is 'turns' or 'conversations'; there are {_shown(list(record.fields))}")

@@ -1,4 +1,4 @@
-"""Traces: what requests ask of a cache, by the names of their blocks. Makes them of conversations.
+"""Traces: the requests to a cache, with the names of their blocks. Makes traces of conversations.
 
 Knows neither the files that traces come in (trace_formats does) nor how they are replayed.
 """
@@ -43,9 +43,9 @@ class TraceRequest:
 
 @dataclass(slots=True)
 class Trace:
-    """Requests in order of arrival; those that follow another stand where a server that is never busy would see them.
+    """Requests in order of arrival. One that follows another is placed where an idle server would see it.
 
-    notes: what the reader of a file found odd and how it was read, a sentence each.
+    notes: oddities of the file and how they were read, a sentence each.
     """
 
     name: str
@@ -64,7 +64,7 @@ def chain_names(number: int, num_blocks: int, num_shared: int = 0, prefix: int =
 # -- from conversations to requests ----------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message of so many tokens and its answer; gap_s: from the end of the answer before to this message.
+    """A message of so many tokens and its answer. gap_s: seconds from the end of the previous answer to this message.
 
     calls_tool: the answer ends in a call of a tool.
     """
@@ -76,8 +76,8 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
-    """What conversations have in common: so many tokens at their beginning; prefixes of another number differ."""
+class CommonPrefix:
+    """A beginning that conversations have in common. Prefixes with the same number are the same."""
 
     number: int
     num_tokens: int
@@ -85,10 +85,10 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """How people come and go where a file does not say.
+    """When people begin conversations and how long they think, for files that do not say.
 
-    Conversations arrive as a Poisson process of `rate_per_s`. Between an answer and the next message lies a lognormal
-    time: reading an answer of 200 words takes about 50 s and typing the next message 10 to 20 s, hence a median of
+    Conversations arrive as a Poisson process of `rate_per_s`. The time between an answer and the next message is
+    lognormal: reading an answer of 200 words takes about 50 s and typing the next message 10 to 20 s, hence a median of
     60 s; sigma 1 puts two thirds between 22 and 163 s. Both are assumptions, not measurements. num_conversations: how
     many to draw, with replacement when there are fewer in the file; None takes each of them once, in a random order.
     """
@@ -136,9 +136,9 @@ class TurnsToRequests:
         return len(self._drafts)
 
     def add(
-        self, start_s: float, turns: Iterable[Turn], history_tokens: int = 0, prefix: Prefix = Prefix(0, 0)
+        self, start_s: float, turns: Iterable[Turn], history_tokens: int = 0, prefix: CommonPrefix = CommonPrefix(0, 0)
     ) -> None:
-        """A conversation; behind the prefix, `history_tokens` of its own stand before its first message."""
+        """Add a conversation. `history_tokens` of its own come between the prefix and its first message."""
         room, num_shared = self._room(prefix), prefix.num_tokens // self._block_size
         history = deque([history_tokens] if history_tokens else ())
         now_s, num_history, after = start_s, history_tokens, -1
@@ -154,15 +154,13 @@ class TurnsToRequests:
             chain = chain_names(self._num_chains, num_blocks, num_shared, prefix.number)
             now_s += turn.gap_s if after >= 0 else 0.0
             arrival_s = turn.gap_s if after >= 0 else start_s
-            self._drafts.append(
-                TraceRequest(chain, num_tokens, answer, arrival_s, after, None, True, turn.calls_tool)
-            )
+            self._drafts.append(TraceRequest(chain, num_tokens, answer, arrival_s, after, None, True, turn.calls_tool))
             self._nominal_s.append(now_s)
             after = len(self._drafts) - 1
             now_s += answer / ANSWER_TOKENS_PER_S
 
-    def _room(self, prefix: Prefix) -> float:
-        """Tokens of a context behind the prefix."""
+    def _room(self, prefix: CommonPrefix) -> float:
+        """The tokens of a context after the prefix."""
         if self._max_context is None:
             return math.inf
         if self._max_context < prefix.num_tokens + 2:
@@ -170,7 +168,7 @@ class TurnsToRequests:
         return self._max_context - prefix.num_tokens
 
     def requests(self, limit: int | None = None) -> list[TraceRequest]:
-        """All, or the first `limit`; each stands behind the one that it follows."""
+        """All requests, or the first `limit`; each comes after the one that it follows."""
         order = sorted(range(len(self._drafts)), key=self._nominal_s.__getitem__)[:limit]
         places = array("q", bytes(8 * len(self._drafts)))
         for place, draft in enumerate(order):

@@ -1,4 +1,5 @@
-"""Time, disk and transfers that take as long as rates say and move no byte: a `KVStore` for replays of traces.
+"""A virtual clock, disk and transfers, which take as long as given rates say and move no bytes: a `KVStore` for
+replays.
 
 Everything that decides is the store's own. Knows no trace and no request.
 """
@@ -46,7 +47,7 @@ STAGING_BYTES = 64 << 20  # as in the engine, which has an arena of this size wh
 
 
 class VirtualClock:
-    """The time, and what happens when it comes; of equal times, what was planned first."""
+    """A clock with planned events. Of events at the same time, the first planned runs first."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -61,7 +62,7 @@ class VirtualClock:
         heapq.heappush(self._events, (time_s, self._num_planned, action, argument))
 
     def run(self) -> None:
-        """Until nothing is planned any more."""
+        """Run until nothing is planned any more."""
         events = self._events
         while events:
             self.now_s, _, action, argument = heapq.heappop(events)
@@ -91,10 +92,9 @@ class VirtualDisk:
 
 
 class VirtualIo:
-    """Stands for an `IoQueue`: reads in the order of their ranks, one after the other, and beside them writes.
+    """Stands for an `IoQueue`: one read at a time, in order of rank, and writes beside them.
 
-    on_progress: called with the rank after reads have ended, where that of the next one is another, and with None after
-    all writes.
+    on_progress: called with a rank when its reads have ended, and with None when all writes have.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class VirtualIo:
         self._wake_writer()
 
     def _wake_writer(self) -> None:
-        """It begins when whoever submits has finished."""
+        """The writer begins after the current event, when everything has been submitted."""
         if not self._is_writing:
             self._is_writing = True
             self._clock.at(self._clock.now_s, self._write_next)
@@ -191,7 +191,7 @@ class VirtualIo:
 
 
 class VirtualTransfers:
-    """Stands for a `Transfer`: who knows when transfers end appends them to `done`."""
+    """Stands for a `Transfer`. The replay appends finished transfers to `done`."""
 
     can_save = True
 
@@ -213,7 +213,7 @@ def virtual_store(
     config: ReplayConfig, num_slots: int, block_size: int, clock: VirtualClock, steering: Steering,
     transfers: VirtualTransfers, on_progress: Callable[[Rank | None], None],
 ) -> tuple[KVStore, VirtualIo]:  # fmt: skip
-    """An empty store of these sizes that loads whatever it has, and its reads and writes."""
+    """An empty store of these sizes, which always loads what it has, and its I/O."""
     disk = VirtualDisk(config.disk_blocks, STORE_BLOCK_BYTES)
     service, stats = config.service, StoreStats()
     read_s, write_s = config.block_bytes / service.read_bytes_per_s, config.block_bytes / service.write_bytes_per_s

@@ -13,11 +13,10 @@ Decides with names, counts and times alone; knows no tier and no tensor.
 
 Decisions:
 
-Conversations are recognised without being told: a chain that extends the last block of an earlier prompt or answer
-goes on with that conversation, whether it comes from a session or from a client that sends its history. In each
-tier a conversation ends at the last of its blocks there. What goes next is the end of the least valuable
-conversation, then that block's parent; a leaf at which several conversations end counts as the most valuable of
-them.
+Conversations are recognised without being told: a chain that extends the last block of an earlier prompt or answer goes
+on with that conversation, whether it comes from a session or from a client that sends its history. In each tier a
+conversation ends at the last of its blocks there. The next block to evict is the end of the least valuable
+conversation, then that block's parent; a leaf at which several conversations end counts as the most valuable of them.
 
 The order of conversations is the same on each tier: those whose time to live is over; the ordinary ones, by policy;
 pinned ones (a priority with an end, so pins cannot wedge a pool); those that a waiting request needs, the one to be
@@ -30,26 +29,24 @@ into the CPU tier are prefetched, as many as fit into CPU and disk are protected
 requests that really wait, where the paper divides capacities by a mean size. A quarter of the CPU tier is left for
 what is being computed: prefetching into all of it dropped saves, and hit less than LRU.
 
-`return` gives up first what is worth least by what was learned of returns. A life table per category (how the last
-answer ended and how long it was, the last gap, the number of turns) counts those that have not come back yet for as
-long as they have stayed away, and is shrunk towards pooled tables where little is known; with nothing learned it is
-LRU. A conversation's worth is the largest P(return within h) / E[time until return or h] over all h: hits per block
-and second. A fixed horizon was tried too, and none was better at all capacities.
+`return` evicts first what is worth least by the learned returns. A life table per category (how the last answer ended
+and how long it was, the last gap, the number of turns) counts conversations that have not come back yet for as long as
+they have been away, and is shrunk towards pooled tables where little is known; with nothing learned, the policy is LRU.
+A conversation's worth is the largest P(return within h) / E[time until return or h] over all h: hits per block and
+second. A fixed horizon was tried too, and none was better at all capacities.
 
-That an answer ended in a call of a tool is known from the model's own tokens for it, by their names in the
-tokenizer, or from a stop string that ended it, behind which a program usually goes on. Of families without such
-tokens it is not known.
+An answer that calls a tool is recognised by the model's own tokens for it, by their names in the tokenizer, or by a
+stop string that ended it, after which a program usually goes on. For families without such tokens it is unknown.
 
-A block is worth what its own reuse is worth, too. What a newcomer's first prompt has in common with another's, a
-document or a system prompt, is a prefix: it rests and returns as conversations do, in categories of its own. A
-first prompt that nobody shares yet is one as well, or no document would be kept until its second reader comes.
-Without this, `return` hit less than LRU where documents stand under many conversations. An `auto` that chose
-between policies by caches of counts saw a conversation's own blocks only, and so never chose what documents needed;
-`auto` is `return` now.
+A block also has the value of its own reuse. The common beginning of two first prompts, a document or a system prompt,
+is a prefix: it rests and returns as conversations do, in categories of its own. A first prompt that nobody shares yet
+is a prefix, too, or no document would be kept for its second reader. Without this, `return` hit less than LRU where
+documents stand under many conversations. An `auto` that chose between policies by caches of counts saw a conversation's
+own blocks only, and so never chose what documents needed; `auto` is `return` now.
 
-Load or recompute follows measured rates: what is stored is loaded unless computing saves more than 20 ms and 10 %.
-On a slow or busy disk a request does both: reads are queued from the tail of its history while it computes the
-head, and where the two meet, the rest is loaded. So the prediction need not be right: at equal speeds the turn
-takes 0.67 of either way alone, and it was never slower than the better one by more than 2 %. A disk that is not
-read because it is slow is tried with a few blocks now and then.
+Load or recompute follows measured rates: what is stored is loaded unless computing saves more than 20 ms and 10 %. On a
+slow or busy disk a request does both: reads are queued from the tail of its history while it computes the head, and
+where the two meet, the rest is loaded. So the prediction need not be right: at equal speeds the turn takes 0.67 of
+either way alone, and it was never more than 2 % slower than the better one. A disk that is too slow to be read is tried
+with a few blocks now and then.
 """

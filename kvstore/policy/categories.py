@@ -1,6 +1,6 @@
-"""Categories of what rests, conversations and prefixes: those of one category are expected to return alike.
+"""Categories of resting conversations and prefixes: members of one category are expected to return alike.
 
-A category is a number; pooled over are those that share its group, and groups that share their kind.
+A category is a number; estimates are pooled over its group, and over groups of the same kind.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GROUPS: tuple[tuple[str, int], ...] = (
 
 
 def category_of(conversation: Conversation) -> int:
-    """What is known of it now; one that stands for a prefix has a category of its own."""
+    """Its category now; an entry that stands for a prefix has categories of its own."""
     prefix = conversation.prefix
     if prefix is not None and prefix.entry is conversation:
         return _of_prefix(prefix)

@@ -12,14 +12,14 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-MAX_KNOWN = 1 << 20  # conversations remembered, stored or not, where nothing less is asked for
+MAX_KNOWN = 1 << 20  # conversations remembered, stored or not, unless a smaller number is given
 ROOT_MASK = (1 << 64) - 1
 QueueKey = tuple[int, int]  # the scheduler's: (priority, sequence); the smaller is served earlier
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the end of a request tells about the next one. calls_tool: a program will go on, and soon."""
+    """What the end of a request tells about the next one. calls_tool: a program will go on soon."""
 
     num_tokens: int
     calls_tool: bool = False
@@ -30,14 +30,14 @@ class Conversation:
     """What eviction knows of a conversation. Times in seconds of the store's clock.
 
     number: in order of creation. root: a number made of the name of a block of its own, for sampling. use: counts the
-    uses of all conversations, so of two the more recently used one has the larger; 0 for those only found in a store,
-    which go by used_s. category: of the model of returns; the learner's to set. turn: requests so far, 0 for unknown.
-    gap_s: between the end of the request before the last and the last. answer: the last one, where known. num_open:
-    its requests that wait or run. num_running: those that run, where somebody looks at the queue. wanted: the queue key
-    of its first waiting request within the look-ahead window. pinned_until_s: kept longer than others until then.
-    expires_s: goes first from then on.
-    branch: below 0 for a copy that stands for blocks it has left (see `kvstore.blocks.forest`); unique in a tier.
-    prefix: what its first prompt was, or had in common with others, where the policy asks.
+    uses of all conversations, so the more recently used of two has the larger; 0 for those only found in a store, which
+    are ordered by used_s. category: of the model of returns, set by the learner. turn: requests so far, 0 if unknown.
+    gap_s: between the end of the request before the last and the last. answer: the last one, where known. num_open: its
+    requests that wait or run. num_running: those that run, where somebody looks at the queue. wanted: the queue key of
+    its first waiting request within the look-ahead window. pinned_until_s: kept longer than others until then.
+    expires_s: evicted first from then on. branch: below 0 for a copy that stands for blocks it has left (see
+    `kvstore.blocks.forest`); unique in a tier. prefix: its first prompt, or what that shares with others, if the policy
+    needs it.
     """
 
     number: int
@@ -59,11 +59,11 @@ class Conversation:
 
     @property
     def first_block(self) -> bytes:
-        """The beginning of the id of the block that `root` was made of."""
+        """The beginning of the block id that `root` was made from."""
         return (self.root & ROOT_MASK).to_bytes(8, "little")
 
     def prefix_at(self, block_id: Hashable) -> Prefix | None:
-        """The one of its prefixes that ends at this block."""
+        """Its prefix that ends at this block."""
         prefix = self.prefix
         while prefix is not None and prefix.end != block_id:
             prefix = prefix.parent
@@ -71,16 +71,16 @@ class Conversation:
 
     @property
     def name(self) -> str:
-        """One that no other conversation has, in this process or another."""
+        """A name that no other conversation has, in this process or another."""
         return f"{self.first_block.hex()}-{round(1000 * self.created_s):x}"
 
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """What several prompts begin with, or may (see `kvstore.policy.prefixes`): `num_blocks`, the last of which is
-    `end`.
+    """A beginning that several prompts share, or may share (see `kvstore.policy.prefixes`): `num_blocks` blocks, the
+    last of which is `end`.
 
-    entry: stands for it in orders and trees, beside conversations; its gap_s is the mean one. parent: a shorter one.
+    entry: stands for it in orders and trees, beside conversations; its gap_s is the mean. parent: a shorter prefix.
     """
 
     entry: Conversation
@@ -90,18 +90,20 @@ class Prefix:
 
 
 class Learner(Protocol):
-    """What learns when conversations return."""
+    """Learns when conversations return."""
 
     def returned(self, conversation: Conversation, gap_s: float) -> None:
-        """It had rested and has another request, so long after the last one ended. Turn and gap_s are set."""
+        """A resting conversation has another request, this long after the last one ended. Turn and gap_s are set."""
         ...
 
     def rested(self, conversation: Conversation, now_s: float) -> None:
-        """From now on it may return: its last request has ended, or it was found in a store (used_s is long ago)."""
+        """From now on it may return: its last request has ended, or it was found in a store (then used_s is long
+        ago).
+        """
         ...
 
     def forgotten(self, conversation: Conversation) -> None:
-        """It does not rest any more, and did not return: a request goes on, or nobody can recognise it again."""
+        """It no longer rests, and did not return: a request goes on, or nobody can recognise it again."""
         ...
 
 
@@ -111,11 +113,12 @@ BeginPrefix = Callable[[Conversation, Sequence[Hashable], Callable[[float], Conv
 class Conversations:
     """Recognises conversations by their tips: the last block of the last answer, and of the prompt before it.
 
-    A prompt's last block that others had before is no tip: behind a system prompt that many share, every newcomer would
-    be taken for the one who came last. Block ids may be any hashable names, so that a trace's own can be used. Every
-    operation is O(1), but for a chain that continues nothing known, which is looked through from its end.
+    A prompt's last block that others had before is no tip: every newcomer after a shared system prompt would be taken
+    for the latest one.
 
-    begin_prefix: told of first prompts (`kvstore.policy.prefixes`).
+    Block ids may be any hashable names, such as a trace's own. Every operation is O(1), except for a chain that
+    continues nothing known, which is searched from its end. begin_prefix: called with first prompts
+    (`kvstore.policy.prefixes`).
     """
 
     def __init__(
@@ -131,8 +134,8 @@ class Conversations:
     def __len__(self) -> int:
         return len(self._tips_of)
 
-    def find(self, chain: Sequence[Hashable]) -> Conversation | None:
-        """The conversation that this chain is the latest of, or that it continues."""
+    def conversation_of(self, chain: Sequence[Hashable]) -> Conversation | None:
+        """The conversation whose latest chain this is, or that it continues."""
         return next((self._tips[block_id] for block_id in reversed(chain) if block_id in self._tips), None)
 
     def arrive(
@@ -140,9 +143,9 @@ class Conversations:
     ) -> Conversation:
         """A request of this chain was queued. known: the same request again, after a preemption, or another choice.
 
-        is_stored: the last block of the chain was there before. Each call needs a `leave`.
+        is_stored: the last block of the chain was there before. Each call needs an `end_request`.
         """
-        conversation = known or self.find(chain)
+        conversation = known or self.conversation_of(chain)
         is_new = conversation is None
         if conversation is None:
             conversation = self.make(now_s, chain[-1] if chain else None)
@@ -150,7 +153,7 @@ class Conversations:
             self._open[conversation] = (len(chain), is_stored)
             self._count_turn(conversation, now_s)
         elif not conversation.num_open and self._learner is not None:
-            self._learner.forgotten(conversation)  # it was not gone
+            self._learner.forgotten(conversation)  # it had not left
         conversation.num_open += 1
         self._use(conversation, now_s)
         if is_new and chain and self._begin_prefix is not None:
@@ -160,15 +163,15 @@ class Conversations:
     def _count_turn(self, conversation: Conversation, now_s: float) -> None:
         conversation.turn += 1
         if conversation.num_open or conversation not in self._tips_of:
-            return  # it is not back: it has not left, or is new
-        conversation.turn = max(conversation.turn, 2)  # one that was adopted has had a request before
+            return  # it has not returned: it never left, or is new
+        conversation.turn = max(conversation.turn, 2)  # an adopted one has had a request before
         if conversation.expires_s <= now_s:
-            conversation.expires_s = math.inf  # it was not over; a session that is sets it again after each turn
+            conversation.expires_s = math.inf  # it had not expired; a session with a ttl sets it again after each turn
         conversation.gap_s = max(0.0, now_s - conversation.used_s)
         if self._learner is not None:
             self._learner.returned(conversation, conversation.gap_s)
 
-    def leave(
+    def end_request(
         self, conversation: Conversation, chain: Sequence[Hashable], now_s: float, answer: Answer | None = None
     ) -> None:
         """The request has ended or was preempted; chain: with the blocks of its answer."""
@@ -184,25 +187,25 @@ class Conversations:
         if not conversation.num_open:
             self._open.pop(conversation, None)
         if not conversation.num_open and conversation in self._tips_of and self._learner is not None:
-            self._learner.rested(conversation, now_s)  # without a block of its own it could never return
+            self._learner.rested(conversation, now_s)  # without a block of its own, it could never be recognised again
         self._forget_oldest()
 
     def make(self, now_s: float, block_id: Hashable = None) -> Conversation:
-        """A conversation that nobody is known to have. block_id: one that is its own."""
+        """Make a conversation without a known owner. block_id: one of its own blocks."""
         self._num_made += 1
         return Conversation(self._num_made, _root(block_id, self._num_made), now_s, now_s)
 
     def move(self, conversation: Conversation, chain: Sequence[Hashable]) -> None:
-        """It goes on under another chain: a splice."""
+        """Continue a conversation under another chain: a splice."""
         if chain:
             self._set_tips(conversation, (*self._tips_of.get(conversation, ())[:1], chain[-1]))
 
     def adopt(self, found: Iterable[tuple[Hashable, Conversation]], now_s: float) -> None:
-        """Conversations of which only the last stored block is known, and in used_s when: after a start."""
+        """Add conversations after a start, of which only the last stored block and its time (used_s) are known."""
         for block_id, conversation in sorted(found, key=lambda pair: pair[1].used_s, reverse=True):
             if block_id not in self._tips:
                 self._set_tips(conversation, (block_id,))
-                self._tips_of.move_to_end(conversation, last=False)  # behind all that was used since the start
+                self._tips_of.move_to_end(conversation, last=False)  # after all that were used since the start
                 if self._learner is not None:
                     self._learner.rested(conversation, now_s)
         self._forget_oldest()
@@ -232,14 +235,14 @@ class Conversations:
             self._learner.forgotten(conversation)
 
     def forget(self, block_ids: Iterable[Hashable]) -> None:
-        """These blocks were deleted: so were the conversations that end there."""
+        """Forget the conversations that end at these deleted blocks."""
         for block_id in block_ids:
             if (conversation := self._tips.get(block_id)) is not None:
                 self._forget(conversation)
 
 
 def _root(block_id: Hashable, number: int) -> int:
-    """The same in every process, which hash() of a string is not."""
+    """A number that is the same in every process, unlike hash() of a string."""
     if isinstance(block_id, str):
         block_id = block_id.encode()
     if isinstance(block_id, bytes):

@@ -1,4 +1,4 @@
-"""The waiting order: whose blocks are read ahead, and whose are not to be evicted. Metadata only.
+"""The waiting order: whose blocks are read ahead, and whose must not be evicted. Metadata only.
 
 The windows are those of CachedAttention (Gao et al., USENIX ATC 2024, section 3.3): as many waiting requests as the CPU
 tier holds are prefetched, as many as CPU and disk hold together are protected.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvstore.policy.conversation import Conversation, QueueKey
 
-SAVE_SHARE = 4  # one of so many CPU slots is not for reading ahead: what is computed meanwhile has to be saved
+SAVE_SHARE = 4  # one in this many CPU slots is not for reading ahead, but for saving what is computed meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class LookAhead:
         return request_id in self._by_id
 
     def add(self, request_id: Hashable, key: QueueKey, conversation: Conversation, num_blocks: int) -> None:
-        """A request waits. Known ones are replaced."""
+        """Add a waiting request, or replace it."""
         self.remove(request_id)
         waiting = self._by_id[request_id] = Waiting(key, request_id, conversation, num_blocks)
         index = bisect.bisect_right(self._order, key, key=lambda other: other.key)
@@ -62,11 +62,11 @@ class LookAhead:
         self._fit()
 
     def remove(self, request_id: Hashable) -> None:
-        """It is gone. Unknown ones are ignored."""
+        """Remove a request; ignores unknown ones."""
         if (waiting := self._by_id.pop(request_id, None)) is None:
             return
         index = bisect.bisect_left(self._order, waiting.key, key=lambda other: other.key)
-        while self._order[index] is not waiting:  # keys of different requests may be equal
+        while self._order[index] is not waiting:  # different requests may have equal keys
             index += 1
         del self._order[index]
         if index < self._end:
@@ -75,7 +75,7 @@ class LookAhead:
         self._fit()  # it may also have been the one that no longer fitted
 
     def start(self, request_id: Hashable) -> None:
-        """It runs from now on, and needs its blocks more than any that waits. Unknown ones are ignored."""
+        """Note that a request runs, and needs its blocks more than any waiting one. Ignores unknown ones."""
         waiting = self._by_id.get(request_id)
         if waiting is not None:
             waiting.conversation.num_running += 1
@@ -83,7 +83,7 @@ class LookAhead:
             self._refresh(waiting.conversation)
 
     def to_prefetch(self) -> list[Waiting]:
-        """Those whose blocks fit into the CPU tier together, in order of expected start; the first always does."""
+        """Requests whose blocks fit into the CPU tier together, in order of expected start; always the first one."""
         found: list[Waiting] = []
         left = self.num_cpu_blocks
         for waiting in self._order:

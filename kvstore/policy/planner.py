@@ -1,6 +1,7 @@
-"""Load or recompute, decided from measured rates. Knows numbers only.
+"""Decides from measured rates whether to load or recompute.
 
-Also both at once: the head of what is stored is computed while its tail is read from a slow disk, until they meet.
+Knows numbers only. It can choose both at once: the head of what is stored is computed while its tail is read from a
+slow disk, until they meet.
 """
 
 from __future__ import annotations
@@ -12,29 +13,29 @@ from dataclasses import dataclass
 from enum import Enum
 
 LEAST_SAVING_S = 0.020
-LEAST_OPEN_SAVING_S = 0.002  # for a request that is computing anyway
+LEAST_OPEN_SAVING_S = 0.002  # for a request that computes anyway
 LEAST_SHARE = 0.10
-LEAST_CHUNK_TOKENS = 128  # computed before asking again how far the reads are: a smaller step costs as much
-MEMORY_S = 1.0  # of measured time, after which what was measured before counts for a third
-MOST_KEPT = 0.9  # of what was measured before, after any measurement: a rate may have become much faster
+LEAST_CHUNK_TOKENS = 128  # computed before checking the reads again: a smaller step costs as much
+MEMORY_S = 1.0  # of measured time, after which earlier measurements count for a third
+MOST_KEPT = 0.9  # largest weight of earlier measurements after a new one: a rate may have become much faster
 NUM_SAMPLES = 7  # of steps
-STEP_TOKENS = 32  # a step more costs as much as so many tokens, whatever its size
-ASSUMED_READ_RATE = 500e6  # bytes/s of a disk that was not measured yet
-_RETRY_EVERY = 16  # of the requests that are better computed so many are loaded all the same: rates change
-_COMPUTE_AFTER = 8  # requests that waited for the disk while nothing was computed by which it could be measured
+STEP_TOKENS = 32  # one more step costs as much as this many tokens, whatever its size
+ASSUMED_READ_RATE, ASSUMED_REMOTE_RATE = 500e6, 100e6  # bytes/s of a disk and a network without measurements yet
+_RETRY_EVERY = 16  # one in this many requests that are better computed is loaded all the same: rates change
+_COMPUTE_AFTER = 8  # requests that waited for the disk without a measurement of computing
 
 
 class Way(Enum):
-    """How a request is to get blocks that are stored."""
+    """How a request gets stored blocks."""
 
     LOAD = "load"  # all of them, and wait for those on disk
-    COMPUTE = "compute"  # what is not in memory yet
+    COMPUTE = "compute"  # blocks that are not in memory yet
     BOTH = "both"  # compute the first ones while the others are read
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """num_blocks: to be computed before those that are loaded; num_next: of them before asking again."""
+class LoadChoice:
+    """num_blocks: to compute before the loaded ones; num_next: of these, before asking again."""
 
     way: Way
     num_blocks: int = 0
@@ -42,7 +43,7 @@ class Choice:
 
 
 class Rate:
-    """Amount per second, as a mean that forgets: what took long counts more than what took no time."""
+    """Amount per second, as a mean that forgets; weighted by time taken."""
 
     def __init__(self) -> None:
         self._amount = self._seconds = 0.0
@@ -60,7 +61,7 @@ class Rate:
 
 
 class StepRate:
-    """Amount per second, as the weighted median of the last steps: one that was held up by others says nothing."""
+    """Amount per second, as the weighted median of the last steps, so that one delayed step has no effect."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float]] = deque(maxlen=NUM_SAMPLES)  # amount per second, amount
@@ -88,31 +89,36 @@ class Planner:
     def __init__(self, block_bytes: int, block_size: int, always: bool = False) -> None:
         self.block_bytes = block_bytes
         self._block_size = block_size
-        self._always = always
+        self.always = always
         self._load = StepRate()  # bytes/s, CPU -> HBM
         self._read = Rate()  # bytes/s, disk -> CPU, of all readers together
+        self._remote = Rate()  # the same from the remote tier
         self._prefill = StepRate()  # tokens/s
         self._num_computed = 0
         self._num_waited = 0
 
     def loaded(self, num_bytes: int, seconds: float) -> None:
-        """A step's loads have ended."""
+        """Measure a step's ended loads."""
         self._load.add(num_bytes, seconds)
 
     def read(self, num_bytes: int, seconds: float, num_active: float = 1.0) -> None:
-        """A read has ended, beside which so many others were running, itself included."""
+        """Measure an ended read, with this many reads running at once, itself included."""
         self._read.add(num_bytes, seconds / num_active)
 
+    def read_remote(self, num_bytes: int, seconds: float, num_active: float = 1.0) -> None:
+        """The same of a read from the remote tier."""
+        self._remote.add(num_bytes, seconds / num_active)
+
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """A step with a prefill of so many tokens has ended. Few tokens say nothing about many."""
+        """Measure an ended step with a prefill of this many tokens; few tokens are ignored."""
         if num_tokens >= LEAST_CHUNK_TOKENS // 2 or self._prefill.per_s is None:
             self._prefill.add(num_tokens, seconds)
             self._num_waited = 0
 
     def should_load(self, num_tokens: int) -> bool:
-        """Whether to load so many tokens that lie in the CPU tier: unless computing saves more than 20 ms and 10 %."""
+        """Whether to load this many tokens from the CPU tier: yes, unless computing saves more than 20 ms and 10 %."""
         load_s, compute_s = self._load_s, self._compute_s
-        if self._always or load_s is None or compute_s is None:
+        if self.always or load_s is None or compute_s is None:
             return True
         num_blocks = num_tokens / self._block_size
         if not _saves(num_blocks * load_s, num_blocks * compute_s):
@@ -121,18 +127,22 @@ class Planner:
         return self._num_computed % _RETRY_EVERY == 0
 
     def choose(
-        self, num_blocks: int, num_unread: int, num_ahead: int = 0, stalled_s: float = 0.0, is_open: bool = False
-    ) -> Choice:
+        self, num_blocks: int, num_unread: int, num_ahead: int = 0, stalled_s: float = 0.0, is_open: bool = False,
+        num_remote: int = 0, num_remote_ahead: int = 0,
+    ) -> LoadChoice:  # fmt: skip
         """How to get `num_blocks` stored blocks, of which the first `num_unread` have to come from disk.
 
         num_ahead: blocks of others that are read before. stalled_s: how long the oldest read has been running.
         is_open: the request runs already, computing. Then nobody is kept waiting for its place, and little is enough.
+        num_remote: of the unread, that come from the remote tier; num_remote_ahead: of others, read there before.
         """
         compute_s = self._compute_s
-        if self._always or compute_s is None or not num_unread:
-            return Choice(Way.LOAD)
-        read_s, load_s = self.read_s, self._load_s or 0.0
-        wait_s = num_ahead * read_s + max(0.0, stalled_s - read_s)  # what takes long is likely to go on
+        if self.always or compute_s is None or not num_unread:
+            return LoadChoice(Way.LOAD)
+        load_s, share = self._load_s or 0.0, num_remote / num_unread
+        read_s = (1 - share) * self.read_s + share * self.remote_s
+        # A read that takes long is likely to go on.
+        wait_s = num_ahead * self.read_s + num_remote_ahead * self.remote_s + max(0.0, stalled_s - read_s)
         all_load_s = wait_s + num_unread * read_s + num_blocks * load_s
         all_compute_s = num_blocks * compute_s
         meeting = math.ceil((wait_s + num_unread * read_s) / (compute_s + read_s))  # as long computed as read
@@ -141,28 +151,30 @@ class Planner:
         both_s = steps_s + num_first * compute_s + (num_blocks - num_first) * load_s
         least_s = LEAST_OPEN_SAVING_S if is_open else LEAST_SAVING_S
         if not _saves(all_load_s, min(both_s, all_compute_s), least_s):
-            return Choice(Way.LOAD)
+            return LoadChoice(Way.LOAD)
         if _saves(all_compute_s, both_s, least_s):
             return self._both(num_first)
-        return Choice(Way.COMPUTE, num_blocks)
+        return LoadChoice(Way.COMPUTE, num_blocks)
 
-    def measure(self, num_unread: int) -> Choice | None:
-        """For a request that would wait for the disk: compute a little meanwhile, if that was not measured for long."""
-        if self._always or num_unread < 2 * self._least_chunk:
+    def measure(self, num_unread: int) -> LoadChoice | None:
+        """Let a request that would wait for the disk compute a little meanwhile, if computing was not measured for
+        long.
+        """
+        if self.always or num_unread < 2 * self._least_chunk:
             return None
         self._num_waited += 1
         return self._both(self._least_chunk) if self._num_waited > _COMPUTE_AFTER else None
 
-    def _both(self, num_blocks: int) -> Choice:
-        """Most of the way at a time, since what is predicted comes otherwise."""
-        return Choice(Way.BOTH, num_blocks, min(num_blocks, max(self._least_chunk, 3 * num_blocks // 4)))
+    def _both(self, num_blocks: int) -> LoadChoice:
+        """Choose most of the remaining way at a time, since predictions are inexact."""
+        return LoadChoice(Way.BOTH, num_blocks, min(num_blocks, max(self._least_chunk, 3 * num_blocks // 4)))
 
     @property
     def _least_chunk(self) -> int:
         return -(-LEAST_CHUNK_TOKENS // self._block_size)
 
     def _num_steps(self, num_blocks: int) -> int:
-        """In which `_both` computes so many."""
+        """The number of steps in which `_both` computes this many blocks."""
         return 1 + max(0, math.ceil(math.log(num_blocks / self._least_chunk, 4)))
 
     @property
@@ -172,8 +184,18 @@ class Planner:
 
     @property
     def read_s(self) -> float:
-        """Of a block, from disk."""
+        """Seconds to read a block from disk."""
         return self.block_bytes / (self._read.per_s or ASSUMED_READ_RATE)
+
+    @property
+    def remote_s(self) -> float:
+        """Seconds to read a block from the remote tier."""
+        return self.block_bytes / (self._remote.per_s or ASSUMED_REMOTE_RATE)
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """None: no prefill was measured yet."""
+        return self._prefill.per_s
 
     @property
     def _compute_s(self) -> float | None:
@@ -181,15 +203,14 @@ class Planner:
         return None if rate is None else self._block_size / rate
 
     def state(self) -> dict[str, float]:
-        """What was measured, for JSON."""
-        rates = {"load": self._load.per_s, "read": self._read.per_s, "prefill": self._prefill.per_s}
+        """The measurements, for JSON."""
+        rates = {name: rate.per_s for name, rate in self._rates.items()}
         return {name: rate for name, rate in rates.items() if rate is not None}
 
     def restore(self, state: object) -> None:
-        """What an earlier process measured is believed until something is measured here. Raises ValueError."""
+        """Take over an earlier process' measurements until there are new ones. Raises ValueError."""
         found = state if isinstance(state, Mapping) else {}
-        parts: dict[str, Rate | StepRate] = {"load": self._load, "read": self._read, "prefill": self._prefill}
-        for name, rate in parts.items():
+        for name, rate in self._rates.items():
             value = found.get(name)
             if value is None:
                 continue
@@ -197,10 +218,15 @@ class Planner:
                 raise ValueError(f"rate {name!r} is {value!r}")
             rate.add(value * MEMORY_S / 10, MEMORY_S / 10)
 
+    @property
+    def _rates(self) -> dict[str, Rate | StepRate]:
+        return {"load": self._load, "read": self._read, "remote": self._remote, "prefill": self._prefill}
+
     def as_dict(self) -> dict[str, float | None]:
         return {
             "load_bytes_per_s": self._load.per_s,
             "read_bytes_per_s": self._read.per_s,
+            "remote_bytes_per_s": self._remote.per_s,
             "prefill_tokens_per_s": self._prefill.per_s,
         }
 

@@ -1,6 +1,6 @@
-"""The order in which the conversations of one tier give up their blocks: fifo, lru or return, which is also auto.
+"""The order in which conversations of one tier are evicted: fifo, lru or return, which is also auto.
 
-Control plane, metadata only. Knows conversations and their ranks; not which blocks they have, nor who asks.
+Control plane, metadata only. Knows conversations and their ranks, not their blocks.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from kvstore.policy.return_model import LOWER_S, UPPER_S, AgeShelves, Entry, Ret
 POLICIES = ("auto", "fifo", "lru", "return")
 
 
-class Queue(Protocol):
-    """Conversations by one policy. It remembers the keys under which it has put them."""
+class EvictionQueue(Protocol):
+    """Conversations ordered by one policy. It remembers the keys under which it has put them."""
 
     def add(self, conversation: Conversation) -> None:
-        """By what it is now; one that is there is put anew."""
+        """Add by its present state, or move it."""
         ...
 
     def discard(self, conversation: Conversation) -> None:
-        """One that is not there is ignored."""
+        """Remove it; ignores unknown ones."""
         ...
 
     def first(self, now_s: float) -> Conversation | None:
-        """The least valuable one. It stays."""
+        """The least valuable conversation, without removing it."""
         ...
 
     def until_s(self) -> float:
-        """When time alone may change the answer that `first` gave last."""
+        """When time alone may change the last answer of `first`."""
         ...
 
 
 class KeyQueue:
-    """By a key, the smallest first."""
+    """Ordered by a key, the smallest first."""
 
     def __init__(self, key_of: Callable[[Conversation], Entry]) -> None:
         self._key_of = key_of
@@ -58,7 +58,7 @@ class KeyQueue:
         return self._sorted.first()[-1] if self._entries else None
 
     def first_s(self) -> float:
-        """For keys that are times: the earliest."""
+        """The earliest key, if keys are times."""
         return self._sorted.first()[0] if self._entries else math.inf
 
     def until_s(self) -> float:
@@ -66,10 +66,10 @@ class KeyQueue:
 
 
 class ReturnQueue:
-    """By the model's rank of category and age; of a shelf the oldest, and of equal ranks too.
+    """Ordered by the model's rank of category and age; within a shelf, and of equal ranks, the oldest first.
 
-    The best of each category is kept with the time until which it stays the best if nothing is added or taken: growing
-    older changes an answer only when somebody reaches a shelf of lower rank, or the best one leaves its own.
+    The first of each category is kept with the time until which it stays first if nothing is added or removed: age
+    changes an answer only when a conversation reaches a shelf of lower rank, or the first one leaves its shelf.
     """
 
     def __init__(self, model: ReturnModel) -> None:
@@ -80,7 +80,7 @@ class ReturnQueue:
         self._until_s: dict[int, float] = {}
         self._lower_s: dict[int, float] = {}  # the smallest age, below that of the first, of a lower rank
         self._lower: dict[tuple[int, int], list[int]] = {}  # see _lower_than
-        self._changed: set[int] = set()  # categories to look at again
+        self._changed: set[int] = set()  # categories to examine again
         self._first: Conversation | None = None
         self._first_until_s = math.inf
 
@@ -90,7 +90,7 @@ class ReturnQueue:
         category = shelf.category
         if category not in self._firsts or self._shelves.rows[category].last() is not shelf.entry:
             self._changed.add(category)
-        elif category not in self._changed:  # the youngest: nothing changes before it has reached a lower rank
+        elif category not in self._changed:  # the youngest: nothing changes until it reaches a lower rank
             until_s = shelf.used_s + self._lower_s[category]
             self._until_s[category] = min(until_s, self._until_s[category])
             self._first_until_s = min(until_s, self._first_until_s)
@@ -103,7 +103,7 @@ class ReturnQueue:
                 self._changed.add(shelf.category)
 
     def first(self, now_s: float) -> Conversation | None:
-        table = self._model.table  # read once: another thread may publish a new one
+        table = self._model.table  # read once, as another thread may publish a new one
         if table is not self._table:
             self._table = table
             self._lower.clear()
@@ -129,7 +129,7 @@ class ReturnQueue:
         self._first_until_s = min(self._until_s.values(), default=math.inf)
 
     def _look_at(self, category: int, row: SortedEntries, now_s: float) -> None:
-        """Find the first of a category that is not empty, and for how long it must be that."""
+        """Find the first of a category that is not empty, and how long it stays first."""
         first = row.first()
         place = bucket_of(now_s - first[0])
         until_s, lower_s = first[0] + UPPER_S[place], math.inf
@@ -148,7 +148,7 @@ class ReturnQueue:
         self._until_s[category], self._lower_s[category] = until_s, lower_s
 
     def _lower_than(self, category: int, bucket: int) -> list[int]:
-        """The younger buckets of lower rank, by rising rank. Few or none where value falls with age."""
+        """The younger buckets of lower rank, in rising rank; few or none if value falls with age."""
         if (found := self._lower.get((category, bucket))) is None:
             ranks = self._table.ranks[category]
             younger = range(bucket - 1, -1, -1)  # sorting is stable: of equal ranks the older one first
@@ -162,7 +162,7 @@ def _by_number(conversation: Conversation) -> Entry:
 
 
 def _by_use(conversation: Conversation) -> Entry:
-    return conversation.use, conversation.used_s  # those that were adopted at the start have no use yet
+    return conversation.use, conversation.used_s  # adopted ones have no `use` yet
 
 
 def _by_want(conversation: Conversation) -> Entry:
@@ -170,32 +170,58 @@ def _by_want(conversation: Conversation) -> Entry:
     return (math.inf, 0) if wanted is None else (-wanted[0], -wanted[1])
 
 
+class TimeQueue:
+    """Ordered by a time that is given, the earliest first."""
+
+    def __init__(self) -> None:
+        self._at_s: dict[Conversation, float] = {}
+        self._queue = KeyQueue(lambda conversation: (self._at_s[conversation],))
+
+    def set(self, conversation: Conversation, at_s: float) -> None:
+        """Add or move it; math.inf removes it."""
+        if conversation in self._at_s:
+            self._queue.discard(conversation)
+            del self._at_s[conversation]
+        if at_s < math.inf:
+            self._at_s[conversation] = at_s
+            self._queue.add(conversation)
+
+    def first(self) -> Conversation | None:
+        return self._queue.first(0.0)
+
+    def first_s(self) -> float:
+        """When the first is due; math.inf when there is none."""
+        return self._queue.first_s()
+
+
+def policy_in_force(policy: str) -> str:
+    """Which policy orders conversations."""
+    return "return" if policy == "auto" else policy
+
+
 class EvictionOrder:
-    """The conversations of one tier that could give up a block now, the least valuable first.
+    """Conversations of one tier with a block to evict now, the least valuable first.
 
-    First those that have expired, then the ordinary ones by policy, then those that are pinned, the pin that ends first
-    going first, then those that a waiting request wants (expired or not), the one to be served last going first, and
-    last those with a request that runs. So pins and wants are priorities and not locks.
-
-    For one thread, `refresh` excepted, which any thread may call: what changed is only noted, and read by `first`.
+    The order: expired ones; ordinary ones by policy; pinned ones, by the end of their pins; those that a waiting
+    request wants (expired or not), the last to be served first; those with a running request. So pins and wants are
+    priorities, not locks. For one thread, except `refresh`, which any thread may call: it only notes the change, and
+    `first` reads it.
     """
 
     def __init__(self, policy: str, model: ReturnModel, clock: Callable[[], float]) -> None:
         self._model = model
         self._clock = clock
-        self.policy_in_force = "return" if policy == "auto" else policy
         key_of = {"fifo": _by_number, "lru": _by_use}.get(policy)
-        self._ordinary: Queue = ReturnQueue(model) if key_of is None else KeyQueue(key_of)
+        self._ordinary: EvictionQueue = ReturnQueue(model) if key_of is None else KeyQueue(key_of)
         self._expired = KeyQueue(lambda conversation: (conversation.expires_s,))
         self._pinned = KeyQueue(lambda conversation: (conversation.pinned_until_s,))
         self._wanted = KeyQueue(_by_want)
-        self._change_s: dict[Conversation, float] = {}
-        self._changes = KeyQueue(lambda conversation: (self._change_s[conversation],))  # by when time moves them
-        self._queues: dict[Conversation, Queue | None] = {}  # of each member the queue it is in
+        self._changes = TimeQueue()  # when each moves to another queue
+        self._queues: dict[Conversation, EvictionQueue | None] = {}  # of each member the queue it is in
         self._dirty: set[Conversation] = set()
         self._table = model.table
         self._first: Conversation | None = None
-        self._first_until_s = -math.inf  # for so long it stays the first if nothing happens
+        self._first_until_s = -math.inf  # until then it stays first if nothing happens
 
     def __len__(self) -> int:
         return len(self._queues)
@@ -204,36 +230,38 @@ class EvictionOrder:
         return conversation in self._queues
 
     def add(self, conversation: Conversation) -> None:
-        """It has a block to give. One that is in here stays where it is."""
+        """Add a conversation that has a block to evict; does nothing if it is here."""
         if conversation not in self._queues:
-            self._queues[conversation] = None  # before anything of it is read, so that no refresh is lost
+            self._queues[conversation] = None  # set before reading its state, so that no refresh is lost
             self._dirty.add(conversation)
 
     def discard(self, conversation: Conversation) -> None:
-        """It has none to give. One that is not in here is ignored."""
+        """Remove a conversation without a block to evict; ignores unknown ones."""
         queue = self._queues.pop(conversation, None)
         self._dirty.discard(conversation)
         if queue is not None:
             queue.discard(conversation)
-            self._set_change(conversation, math.inf)
+            self._changes.set(conversation, math.inf)
             if conversation is self._first:
                 self._first_until_s = -math.inf
 
     def refresh(self, conversation: Conversation) -> None:
-        """Something of it has changed; to be called after the change. One that is not in here is ignored."""
+        """Note that its state has changed; call it after the change. Ignores unknown ones."""
         if conversation in self._queues:
             self._dirty.add(conversation)
 
     def first(self) -> Conversation | None:
-        """The one that should give up its tail. It stays; None when nobody is in here."""
+        """The conversation whose tail to evict next, without removing it; None when empty."""
         now_s = self._clock()
         if now_s < self._first_until_s and not self._dirty and self._model.table is self._table:
-            return self._first  # as it was: asked for every block, and most go on with the last one's conversation
+            return (
+                self._first
+            )  # unchanged: this is called for every block, and most continue the last one's conversation
         self._table = self._model.table
         while self._dirty:
             self._put(self._dirty.pop(), now_s)
         while self._changes.first_s() <= now_s:
-            self._put(self._changes.first(now_s), now_s)
+            self._put(self._changes.first(), now_s)
         found = self._expired.first(now_s) or self._ordinary.first(now_s)
         self._first = found or self._pinned.first(now_s) or self._wanted.first(now_s)
         self._first_until_s = min(self._changes.first_s(), self._ordinary.until_s())
@@ -248,10 +276,10 @@ class EvictionOrder:
             before.discard(conversation)
         self._queues[conversation] = queue
         queue.add(conversation)
-        self._set_change(conversation, change_s)
+        self._changes.set(conversation, change_s)
 
-    def _queue_for(self, conversation: Conversation, now_s: float) -> tuple[Queue, float]:
-        """The queue it belongs to, and when time alone will change that."""
+    def _queue_for(self, conversation: Conversation, now_s: float) -> tuple[EvictionQueue, float]:
+        """Its queue, and when time alone will change that."""
         expires_s, pinned_until_s = conversation.expires_s, conversation.pinned_until_s
         if conversation.wanted is not None or conversation.num_running:
             return self._wanted, math.inf
@@ -260,11 +288,3 @@ class EvictionOrder:
         if pinned_until_s > now_s:
             return self._pinned, min(pinned_until_s, expires_s)
         return self._ordinary, expires_s
-
-    def _set_change(self, conversation: Conversation, change_s: float) -> None:
-        if conversation in self._change_s:
-            self._changes.discard(conversation)
-            del self._change_s[conversation]
-        if change_s < math.inf:
-            self._change_s[conversation] = change_s
-            self._changes.add(conversation)

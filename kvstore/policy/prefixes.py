@@ -1,6 +1,6 @@
-"""Beginnings of prompts that others come back to: documents, system prompts. What is known of when they do.
+"""Beginnings of prompts that others reuse: documents, system prompts; and when they are reused.
 
-Control plane, one thread. Recognised by block ids alone, for a sample of them; knows no tier.
+Control plane, one thread. Recognises them by a sample of block ids; knows no tier.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Callable, Hashable, Sequence
 
 from kvstore.policy.conversation import Conversation, Learner, Prefix
 
-MAX_SAMPLED = 1 << 16  # block ids remembered; of larger stores a part of all blocks is looked at
+MAX_SAMPLED = 1 << 16  # block ids remembered; larger stores use only a part of all blocks
 MAX_PREFIXES = 1 << 14
 
 
 class Prefixes:
     """Every newcomer's prompt may be the first of several that begin with it, and so has a prefix of its own: at first
     all of the prompt; from the second one that begins like it, what they have in common. A prefix rests and returns as
-    conversations do: it returns when somebody new begins with it.
+    conversations do: it returns when a new prompt begins with it.
 
-    num_blocks: that the largest tier has. Of a prompt only sampled ids are remembered, in a store for which all would
-    be too many, so that a prefix may be taken for shorter than it is by as many blocks as lie between two of them.
+    num_blocks: of the largest tier. A large store remembers only sampled ids of a prompt, so a prefix may seem shorter
+    than it is by the distance between two samples.
     """
 
     def __init__(self, learner: Learner, num_blocks: int) -> None:
@@ -33,11 +33,11 @@ class Prefixes:
         return len(self._known)
 
     def begin(self, newcomer: Conversation, chain: Sequence[Hashable], make: Callable[[float], Conversation]) -> None:
-        """A first prompt: its newcomer gets a prefix as long as the prompt, and what that stands on was of use.
+        """Note a first prompt: it gets a prefix as long as the prompt, and shorter prefixes of it are marked as used.
 
-        make: a conversation of that time, to stand for a prefix.
+        make: makes a conversation of that time to stand for a prefix.
         """
-        owner, num_shared = self._find(chain)
+        owner, num_shared = self._longest_known(chain)
         own = used = None
         if owner is not None:
             own = used = self._part_of(owner, chain, num_shared, make(newcomer.used_s))
@@ -52,8 +52,8 @@ class Prefixes:
         while len(self._known) > MAX_PREFIXES:
             self._forget(next(iter(self._known)))
 
-    def _find(self, chain: Sequence[Hashable]) -> tuple[Prefix | None, int]:
-        """Whose the last known block of the chain is, and how many blocks are known."""
+    def _longest_known(self, chain: Sequence[Hashable]) -> tuple[Prefix | None, int]:
+        """The prefix that owns the chain's last known block, and the number of known blocks."""
         for index in range(len(chain) - 1, -1, -1):
             owner = self._owners.get(chain[index])
             if owner is not None and owner in self._known:
@@ -61,13 +61,16 @@ class Prefixes:
         return None, 0
 
     def _part_of(self, owner: Prefix, chain: Sequence[Hashable], num_shared: int, entry: Conversation) -> Prefix:
-        """The prefix of so many blocks, of which the last is the owner's. entry: for one that has to be made."""
+        """The prefix of this many blocks, the last of which belongs to `owner`. entry: for a new one."""
         if owner.num_blocks == num_shared:
             return owner
         if owner.num_blocks > num_shared and owner.entry.turn == 1:
-            owner.num_blocks, owner.end = num_shared, chain[num_shared - 1]  # what others do not begin with was not it
+            owner.num_blocks, owner.end = (
+                num_shared,
+                chain[num_shared - 1],
+            )  # the part that others do not share was not the prefix
             return owner
-        if owner.num_blocks < num_shared:  # of a prompt that was longer than what was common then
+        if owner.num_blocks < num_shared:  # of a prompt that is longer than the common part was then
             return self._make(chain, num_shared, owner, entry)
         shorter = self._make(chain, num_shared, owner.parent, entry)
         entry.turn, entry.created_s = owner.entry.turn, owner.entry.created_s
@@ -94,7 +97,7 @@ class Prefixes:
         self._learner.rested(prefix.entry, newcomer.used_s)
 
     def _remember(self, chain: Sequence[Hashable], own: Prefix | None) -> None:
-        """The sampled blocks of a chain are of use; each is that of the shortest prefix that it is in."""
+        """Remember a chain's sampled blocks as used; each belongs to the shortest prefix with it."""
         owners, mask, end = self._owners, self._mask, len(chain)
         while own is not None:
             first = 0 if own.parent is None else own.parent.num_blocks

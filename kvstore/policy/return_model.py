@@ -31,7 +31,9 @@ _END_S = (*EDGES_S, EDGES_S[-1] * 2**0.5)  # the open bucket counts as half an o
 PRIOR_HAZARD = 0.05  # of a half-octave, at every age: per second it falls as 1 / age
 _PRIOR = np.full(NUM_BUCKETS, PRIOR_HAZARD)
 _PRIOR[0] = 1 - (1 - PRIOR_HAZARD) ** 4  # stands for all that are shorter
-_STRENGTH = 30.0  # conversations at risk that an estimate one level up counts for
+# Conversations at risk that an estimate one level up counts for; more where that is a group's own, since members of a
+# group differ little and each has been counted seldom.
+_STRENGTH, _STRENGTH_OF_GROUP = 30.0, 100.0
 _MAX_HAZARD = 0.99  # keeps products over all buckets far from underflow
 _FORGET_AT = 50_000.0  # a conversation counts once for each bucket it lives through: some 2,500 conversations
 _MIN_INTERVAL, _MAX_INTERVAL = 16, 2048  # changes between two rank tables
@@ -137,7 +139,8 @@ class ReturnModel:
         by_group = np.add.reduceat(counts, np.unique(_GROUP_OF, return_index=True)[1], axis=1)
         by_kind = np.add.reduceat(by_group, np.unique(_KIND_OF_GROUP, return_index=True)[1], axis=1)
         of_kind = _shrunk(by_kind, _shrunk(by_kind.sum(axis=1), _PRIOR))
-        return _shrunk(counts, _shrunk(by_group, of_kind[_KIND_OF_GROUP])[_GROUP_OF])
+        of_group = _shrunk(by_group, of_kind[_KIND_OF_GROUP])
+        return _shrunk(counts, of_group[_GROUP_OF], _STRENGTH_OF_GROUP)
 
     def to_dict(self) -> dict[str, Any]:
         """What was counted, for JSON: the categories with something in them."""
@@ -166,9 +169,9 @@ class ReturnModel:
         return model
 
 
-def _shrunk(counts: Array, towards: Array) -> Array:
+def _shrunk(counts: Array, towards: Array, strength: float = _STRENGTH) -> Array:
     """Hazards: P(returns in the bucket | away at its start). counts: of returns and passes."""
-    hazards = (counts[0] + _STRENGTH * towards) / (counts.sum(axis=0) + _STRENGTH)
+    hazards = (counts[0] + strength * towards) / (counts.sum(axis=0) + strength)
     return cast(Array, np.minimum(hazards, _MAX_HAZARD))
 
 

@@ -1,27 +1,29 @@
-"""Who goes first, tied together: conversations, what is learned of their returns, an order for each tier.
+"""Ties together conversations, what is learned of their returns, and each tier's eviction order.
 
-Control plane, one thread; an order may be used in another one. Knows capacities and the lengths of chains, no block.
+Control plane, one thread; an order may be used in another thread. Knows capacities and the lengths of chains, no block.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvstore.policy.conversation import MAX_KNOWN, Answer, Conversation, Conversations
-from kvstore.policy.policies import POLICIES, EvictionOrder
+from kvstore.policy.policies import POLICIES, EvictionOrder, policy_in_force
 from kvstore.policy.prefixes import Prefixes
 from kvstore.policy.return_model import ReturnLearner, ReturnModel
 
 _STATE_VERSION = 2
 LEAST_KNOWN = 10_000
+MAX_WAIT_S = 10.0  # to wait for a moment when nothing runs
 
 
 class Steering:
-    """For a store: told of every request's arrival and end, it keeps the tiers' eviction orders right.
+    """Keeps a store's eviction orders up to date; it is told of every request's arrival and end.
 
-    capacities: blocks of each tier. state: from `state()`, or None; one of an earlier version is not used, and when it
-    is of no use at all, everything is learned anew and `state_was_bad` says so.
+    capacities: blocks of each tier. state: from `state()`, or None; an earlier version's is not used. If it cannot be
+    read, everything is learned again, and `state_was_bad` is set.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class Steering:
         self._policy = policy
         self._clock = clock
         self._capacities = dict(capacities)
+        self._polled_s = -math.inf
         self.state_was_bad = False
         try:
             self._start(state)
@@ -41,7 +44,7 @@ class Steering:
     def _start(self, state: object) -> None:
         self._model = ReturnModel.from_dict(_checked(state))
         self._learner = ReturnLearner(self._model)
-        # There can hardly be more of them in the tiers, and each takes a kilobyte.
+        # The tiers can hardly hold more conversations, and each takes a kilobyte.
         most = min(MAX_KNOWN, LEAST_KNOWN + 2 * sum(self._capacities.values()))
         self._prefixes = None
         if self._policy in ("return", "auto"):
@@ -51,22 +54,22 @@ class Steering:
         self._orders = {tier: EvictionOrder(self._policy, self._model, self._clock) for tier in self._capacities}
 
     def order(self, tier: str) -> EvictionOrder:
-        """The one order of this tier; its owner adds and discards."""
+        """The order of this tier; the tier's owner adds and discards."""
         return self._orders[tier]
 
-    def find(self, chain: Sequence[Hashable]) -> Conversation | None:
+    def conversation_of(self, chain: Sequence[Hashable]) -> Conversation | None:
         """The conversation that this chain is the latest of, or that it continues."""
-        return self._conversations.find(chain)
+        return self._conversations.conversation_of(chain)
 
     def make(self, block_id: Hashable = None, used_s: float | None = None) -> Conversation:
-        """A conversation for blocks of which nobody is known to have them; used_s: when they were last of use."""
+        """Make a conversation for blocks without a known owner; used_s: when they were last used."""
         now_s = self._clock()
         return self._conversations.make(now_s if used_s is None else min(used_s, now_s), block_id)
 
     def arrive(
         self, chain: Sequence[Hashable], known: Conversation | None = None, is_stored: bool = False
     ) -> Conversation:
-        """A request was queued; see `Conversations.arrive`. Each call needs a `leave`."""
+        """A request was queued; see `Conversations.arrive`. Each call needs an `end_request`."""
         conversation = self._conversations.arrive(chain, self._clock(), known, is_stored)
         self.refresh(conversation)
         prefix = conversation.prefix if conversation.turn == 1 else None
@@ -75,17 +78,17 @@ class Steering:
             prefix = prefix.parent
         return conversation
 
-    def leave(self, conversation: Conversation, chain: Sequence[Hashable], answer: Answer | None = None) -> None:
+    def end_request(self, conversation: Conversation, chain: Sequence[Hashable], answer: Answer | None = None) -> None:
         """The request has ended or was preempted. chain: with its answer."""
-        self._conversations.leave(conversation, chain, self._clock(), answer)
+        self._conversations.end_request(conversation, chain, self._clock(), answer)
         self.refresh(conversation)
 
     def move(self, conversation: Conversation, chain: Sequence[Hashable]) -> None:
-        """It goes on under another chain: a splice."""
+        """Continue a conversation under another chain: a splice."""
         self._conversations.move(conversation, chain)
 
     def forget(self, block_ids: Iterable[Hashable]) -> None:
-        """These blocks were deleted, and with them the conversations that end there."""
+        """Forget these deleted blocks and the conversations that end there."""
         self._conversations.forget(block_ids)
 
     def adopt(self, found: Iterable[tuple[Hashable, Conversation]]) -> None:
@@ -101,23 +104,30 @@ class Steering:
         self.refresh(conversation)
 
     def refresh(self, conversation: Conversation) -> None:
-        """Something of it has changed that the orders go by."""
+        """Note that its state has changed, on which orders depend."""
         for order in self._orders.values():
             order.refresh(conversation)
 
-    def poll(self) -> None:
-        """Once per step: learn from those that stay away. O(1) mostly, milliseconds when enough has happened."""
-        self._learner.poll(self._clock())
+    def poll(self, is_idle: bool = True) -> None:
+        """Learn from conversations that stay away.
+
+        Call it once per step: mostly O(1), milliseconds when enough has happened. is_idle: nobody waits for the caller;
+        otherwise learning is put off for a while.
+        """
+        now_s = self._clock()
+        if is_idle or not 0 <= now_s - self._polled_s < MAX_WAIT_S:
+            self._polled_s = now_s
+            self._learner.poll(now_s)
 
     def state(self) -> dict[str, Any]:
-        """What was learned, for JSON."""
+        """The learned state, for JSON."""
         return {"version": _STATE_VERSION, "model": self._model.to_dict()}
 
     def as_dict(self) -> dict[str, Any]:
-        """For stats: small and flat enough to be read by people."""
+        """A dict for stats, small and flat enough for people."""
         return {
             "policy": self._policy,
-            "in_force": {tier: order.policy_in_force for tier, order in self._orders.items()},
+            "in_force": dict.fromkeys(self._orders, policy_in_force(self._policy)),
             "evictable": {tier: len(order) for tier, order in self._orders.items()},
             "num_conversations": len(self._conversations),
             "num_prefixes": 0 if self._prefixes is None else len(self._prefixes),
@@ -129,7 +139,7 @@ class Steering:
 
 
 def _checked(state: object) -> object:
-    """The model's part; an empty one for what an earlier version has learned, which had other categories."""
+    """The model's part of the state; empty for an earlier version's, which had other categories."""
     if state is None or (isinstance(state, dict) and state.get("version") in range(_STATE_VERSION)):
         return {}
     if not isinstance(state, dict) or state.keys() != {"version", "model"} or state["version"] != _STATE_VERSION:

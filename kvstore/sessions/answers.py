@@ -1,7 +1,7 @@
-"""Token ids of answers by keyed digests, so that a history that comes back as text is known again after a restart.
+"""Token ids of answers by keyed digests: a history that comes back as text is recognised even after a restart.
 
-A cache, of which the oldest go first: what is lost or damaged is a miss, and nothing here raises into a request. On
-disk lie records by number, numbers by key and by owner. Knows no text, no template and no KV.
+A cache: the oldest answers are dropped first, a lost or damaged one is a miss, and nothing here raises into a request.
+On disk, records are stored by number, and numbers by key and by owner. Knows no text, no template and no KV.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ _NUMBER = struct.Struct(">Q")
 _Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 
 
-class Answer(Record, frozen=True):
-    """What one `put` brought. token_ids: little-endian u32."""
+class StoredAnswer(Record, frozen=True):
+    """An answer as it is stored. keys: all digests that lead to it. token_ids: little-endian u32. owner: see
+    `owner_tag`.
+    """
 
     keys: tuple[_Key, ...]
     token_ids: bytes
@@ -57,14 +59,14 @@ def owner_tag(tenant: str, session_id: str) -> bytes:
     return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()[:16]
 
 
-def encode(number: bytes, answer: Answer) -> bytes:
+def encode(number: bytes, answer: StoredAnswer) -> bytes:
     return seal("answers", number, pack(answer))
 
 
-def decode(number: bytes, value: bytes) -> Answer | None:
+def decode(number: bytes, value: bytes) -> StoredAnswer | None:
     """None: damaged."""
     try:
-        return unseal(Answer, "answers", number, value)
+        return unseal(StoredAnswer, "answers", number, value)
     except ValueError:
         return None
 
@@ -86,7 +88,7 @@ class AnswerTables:
             known = cursor.key() if cursor.last() else b""
             return _NUMBER.unpack(known)[0] + 1 if len(known) == _NUMBER.size else 0
 
-    def find(self, txn: Any, key: bytes) -> Answer | None:
+    def answer_of(self, txn: Any, key: bytes) -> StoredAnswer | None:
         number = txn.get(key, db=self._numbers)
         value = None if number is None else txn.get(number, db=self._answers)
         if value is None:
@@ -97,7 +99,7 @@ class AnswerTables:
             return None
         return answer
 
-    def write(self, answers: Sequence[tuple[int, Answer]], forgotten: Sequence[bytes]) -> int:
+    def write(self, answers: Sequence[tuple[int, StoredAnswer]], forgotten: Sequence[bytes]) -> int:
         """One transaction; returns how many old answers made room."""
         with self.env.begin(write=True) as txn:
             for owner in forgotten:
@@ -142,7 +144,7 @@ class AnswerTables:
         return used
 
     def _remove(self, txn: Any, number: bytes) -> None:
-        """Of a damaged one the keys stay, and lead nowhere."""
+        """The keys of a damaged answer stay; they lead nowhere."""
         answer = decode(number, txn.get(number, db=self._answers, default=b""))
         txn.delete(number, db=self._answers)
         if answer is not None:
@@ -159,21 +161,21 @@ class AnswerTables:
 class _Recent:
     """Answers in memory by their numbers, oldest first."""
 
-    answers: OrderedDict[int, Answer] = field(default_factory=OrderedDict)
+    answers: OrderedDict[int, StoredAnswer] = field(default_factory=OrderedDict)
     numbers: dict[bytes, int] = field(default_factory=dict)
     num_tokens: int = 0
 
-    def add(self, number: int, answer: Answer) -> None:
+    def add(self, number: int, answer: StoredAnswer) -> None:
         self.answers[number] = answer
         self.numbers.update(dict.fromkeys(answer.keys, number))
         self.num_tokens += len(answer.token_ids) // 4 + RECENT_EXTRA_TOKENS
 
-    def find(self, key: bytes) -> bytes | None:
+    def ids_of(self, key: bytes) -> bytes | None:
         number = self.numbers.get(key)
         return None if number is None else self.answers[number].token_ids
 
     def shrink(self, max_tokens: int) -> int:
-        """Remove the oldest until no more than this is left; returns how many that were."""
+        """Remove the oldest until no more than this is left. Returns how many were removed."""
         num_before = len(self.answers)
         while self.num_tokens > max_tokens:
             self.remove(next(iter(self.answers)))
@@ -193,7 +195,7 @@ class _Recent:
 class AnswerStore:
     """Answers, the oldest dropped when it is full. Every method may be called from any thread.
 
-    What `put` brings is found at once, and is on disk within a second unless the process or the disk fails before.
+    An answer is found at once after `put`, and is on disk within a second unless the process or the disk fails first.
     open_environment: must allow 3 named databases; None, or one that fails: everything is kept in memory.
     """
 
@@ -223,7 +225,7 @@ class AnswerStore:
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        """An error of the disk ends what is done in here, no more."""
+        """A disk error is counted and ends only the work in this context."""
         try:
             yield
         except ERRORS:
@@ -231,7 +233,8 @@ class AnswerStore:
                 self._counts["failed"] += 1
 
     def put(self, keys: Sequence[bytes], token_ids: Sequence[int], owner: bytes = b"") -> None:
-        """Remember the ids of an answer under each of its keys, instead of what these led to. owner: see `owner_tag`.
+        """Remember an answer under each of its keys, which then no longer lead to older answers. owner: see
+        `owner_tag`.
 
         Never waits for the disk.
         """
@@ -241,7 +244,7 @@ class AnswerStore:
             if self._is_closed or is_full or len(token_ids) > MAX_ANSWER_TOKENS:
                 self._counts["dropped"] += 1
                 return
-            self._recent.add(self._number, Answer(tuple(keys), token_bytes(token_ids), owner or NO_OWNER))
+            self._recent.add(self._number, StoredAnswer(tuple(keys), token_bytes(token_ids), owner or NO_OWNER))
             if self._committer is None:
                 self._counts["evicted"] += self._recent.shrink(MEMORY_TOKENS)
             else:
@@ -249,10 +252,10 @@ class AnswerStore:
                 self._committer.submit(self._number)  # never waits: there is room
             self._number += 1
 
-    def find(self, groups: Sequence[Sequence[bytes]]) -> list[Sequence[int] | None]:
+    def find_ids(self, groups: Sequence[Sequence[bytes]]) -> list[Sequence[int] | None]:
         """For each group, the ids of the first of its keys that is known."""
         with self._lock:  # first: what is not here any more is on disk by then
-            recent = {key: ids for group in groups for key in group if (ids := self._recent.find(key)) is not None}
+            recent = {key: ids for group in groups for key in group if (ids := self._recent.ids_of(key)) is not None}
             forgotten = set(self._forgotten)
         found: list[Sequence[int] | None] = [None] * len(groups)
         with self._counting(), self._reading() as (tables, txn):
@@ -260,7 +263,7 @@ class AnswerStore:
                 for key in group:
                     ids = recent.get(key)
                     if ids is None and tables is not None:
-                        answer = tables.find(txn, key)
+                        answer = tables.answer_of(txn, key)
                         ids = None if answer is None or answer.owner in forgotten else answer.token_ids
                     if ids is not None:
                         found[index] = struct.unpack(f"<{len(ids) // 4}I", ids)
@@ -277,7 +280,7 @@ class AnswerStore:
                     yield tables, txn
 
     def forget_owner(self, owner: bytes) -> bool:
-        """Nothing of this owner is found any more. Returns whether it is gone from disk too: False when that failed."""
+        """Forget all answers of this owner. Returns whether they are gone from disk, too; False if the disk failed."""
         with self._lock:
             of_owner = [number for number, answer in self._recent.answers.items() if answer.owner == owner]
             for number in of_owner:
@@ -292,7 +295,7 @@ class AnswerStore:
             return owner not in self._forgotten
 
     def flush(self) -> None:
-        """Returns when what was put is on disk, or when the disk failed."""
+        """Wait until all answers are on disk, or the disk has failed."""
         if self._committer is not None:
             self._committer.flush()
 
@@ -306,7 +309,7 @@ class AnswerStore:
         return shown
 
     def close(self) -> None:
-        """Write what waits, and close. Calling it again does nothing."""
+        """Write all waiting answers, and close. Calling it again does nothing."""
         with self._lock:
             self._is_closed = True
         if self._committer is not None:
@@ -316,7 +319,7 @@ class AnswerStore:
                 self._live.close()
 
     def _commit(self, group: Sequence[Ticket[None]]) -> None:
-        """Answers by their numbers, and whatever is to be forgotten."""
+        """Store the group's answers, and remove those of owners to be forgotten."""
         with self._lock:
             known = self._recent.answers
             answers = [(ticket.change, known[ticket.change]) for ticket in group if ticket.change in known]
@@ -334,8 +337,8 @@ class AnswerStore:
         for ticket in group:
             ticket.finish(None)
 
-    def _write(self, answers: Sequence[tuple[int, Answer]], forgotten: Sequence[bytes]) -> int | None:
-        """How many old ones made room; None when the disk failed."""
+    def _write(self, answers: Sequence[tuple[int, StoredAnswer]], forgotten: Sequence[bytes]) -> int | None:
+        """Returns how many old answers made room; None if the disk failed."""
         assert self._live is not None
         try:
             with self._live as tables:

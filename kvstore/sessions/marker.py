@@ -1,6 +1,7 @@
-"""Which file holds a store's sessions, told beside it: one that is missing, or another one, is never begun in silence.
+"""A note beside the file of sessions that says which file it is, so that a missing or different one is noticed.
 
-The file has a name of random bytes. It stands in the file, and in `sessions.id`, which stays when the file goes.
+The file has a name of random bytes. The name is stored in the file and in `sessions.id`, which remains if the file is
+lost.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class SessionMarker:
         self._data_file = store / "sessions" / disk_check.DATA_FILE
 
     def read(self) -> bytes | None:
-        """The name of the file that held the sessions; None: there was none yet, or the marker is none."""
+        """The name of the file that held the sessions; None if there was none yet, or if the marker cannot be read."""
         try:
             name = bytes.fromhex(self._path.read_text())
         except (FileNotFoundError, ValueError):
@@ -34,9 +35,10 @@ class SessionMarker:
         return name if len(name) == NAME_BYTES else None
 
     def settle(self, name: bytes | None, set_name: Callable[[bytes], None]) -> str | None:
-        """Compare with the name in the file, None where it has none, empty where it is damaged; else both get one.
+        """Compare the marker with the name in the file; where either has none, give both the same one. name: None if
+        the file has none, empty if it is damaged.
 
-        Returns what is missing, a sentence that is logged, too. Raises OSError.
+        Returns a sentence about what is missing, which is logged too, or None. Raises OSError.
         """
         known = self.read()
         if known is not None and name != b"":
@@ -49,13 +51,13 @@ class SessionMarker:
         return None
 
     def missing_file(self) -> str | None:
-        """What is missing where there is no file at all."""
+        """A sentence about the missing file if there is none at all, else None."""
         if self._data_file.exists() or self.read() is None:
             return None
         return self.say("is missing")
 
     def begun_anew(self) -> str | None:
-        """What is missing where the file that is open has no name."""
+        """A sentence about the missing file if the open one has no name, else None."""
         return None if self.read() is None else self.say("was begun anew while the store was open")
 
     def say(self, what: str) -> str:
@@ -67,7 +69,7 @@ class SessionMarker:
         return said
 
     def remove(self) -> None:
-        """What was missing is given up: the next file of sessions is the store's."""
+        """Give up what is missing: the next file of sessions becomes the store's."""
         with suppress(FileNotFoundError):
             self._path.unlink()
             disk_check.sync_directory(self._path.parent)

@@ -27,7 +27,7 @@ _Usage = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class SessionKey(Record, frozen=True, order=True):
-    """Whose session, and its id. Raises RequestError for an id of other than 1 to 128 letters, digits, "_" or "-"."""
+    """A session's owner and id. Raises RequestError unless the id has 1 to 128 letters, digits, "_" or "-"."""
 
     tenant: str
     session_id: str
@@ -38,7 +38,7 @@ class SessionKey(Record, frozen=True, order=True):
 
 
 class Parent(Record, frozen=True):
-    """The session a fork was made of, and its last turn that the fork shares. The parent may be gone by now."""
+    """The session that a fork was made of, and the last turn that they share. The parent may have been deleted."""
 
     session_id: str
     turn: U32
@@ -71,20 +71,20 @@ class SessionHead(Record, frozen=True):
 
     @property
     def cursor(self) -> str:
-        """Where the session stands in the list of its tenant: what `list(after=...)` goes on from."""
+        """The session's place in its tenant's list, for `list(after=...)`."""
         return f"{micros(self.updated_s):016x}{self.number:016x}"
 
 
 class TurnRecord(Record, frozen=True):
     """One turn, as it is stored. Sequences are copied into tuples.
 
-    number: from 1. messages: what the turn adds to the transcript. base "append": `token_ids` come after those there
-    were, `chain` holds the blocks that became full since; "rebase" (after a truncation, or when a template rewrote
-    history): both are complete, as of the end of this turn. first_reencoded: index of the first re-encoded block in the
-    complete chain; splice_parent, splice_end: see `kvstore.blocks.ids.Lineage`. turn_starts: where in the complete
-    token ids each turn that is left in the window begins, as far as it is known. num_dropped_messages: of all messages
-    after the system prompt, how many are no longer in the window. truncated_tokens: dropped by this turn.
-    idempotency_key: the request's; one turn of a session has it.
+    number: from 1. messages: what the turn adds to the transcript. base "append": `token_ids` follow the session's
+    earlier ones, and `chain` has the blocks that have become full since; "rebase" (after a truncation, or when a
+    template rewrote history): both are complete, as of the end of this turn. first_reencoded: index of the first
+    re-encoded block in the complete chain; splice_parent, splice_end: see `kvstore.blocks.ids.Lineage`. turn_starts:
+    where in the complete token ids each turn that is left in the window begins, as far as it is known.
+    num_dropped_messages: of all messages after the system prompt, how many are no longer in the window.
+    truncated_tokens: dropped by this turn. idempotency_key: the request's; no two turns of a session have the same.
     """
 
     number: U32
@@ -111,7 +111,7 @@ class TurnRecord(Record, frozen=True):
 
     @property
     def system(self) -> tuple[Message, ...]:
-        """The system messages it opens with; a first turn may bring the system prompt."""
+        """The system messages at its beginning; a first turn may bring the system prompt."""
         end = next((i for i, m in enumerate(self.messages) if m.get("role") != "system"), len(self.messages))
         return tuple(self.messages[:end])
 
@@ -134,10 +134,10 @@ class SessionState:
 
 
 class Tombstone(Record, frozen=True):
-    """A deletion that is to be carried through: the blocks that no session referred to any more when it happened.
+    """A deletion that is not finished yet: the blocks that no session referred to any more when it happened.
 
-    A session that came later may refer to the same ids, having the same content. Deleting them is harmless all the
-    same: KV is a cache, and what is missing is computed again.
+    A later session with the same content may refer to the same ids. Deleting them is still harmless: KV is a cache, and
+    missing blocks are computed again.
     """
 
     number: Count
@@ -189,7 +189,7 @@ def digest(text: str) -> bytes:
 
 
 def encode(record: Record, what: str) -> bytes:
-    """Raises StoreError for what could not be read again."""
+    """Raises StoreError for a record that could not be read back."""
     try:
         packed = disk_records.pack(record)
         disk_records.unpack(type(record), packed)
@@ -199,7 +199,7 @@ def encode(record: Record, what: str) -> bytes:
 
 
 def unseal(kind: type[T], table: str, key: bytes, value: bytes, what: str) -> T:
-    """A record of this kind from its place. Raises SessionDamagedError when it is not what was sealed for there."""
+    """Read a record of this kind from its place. Raises SessionDamagedError unless it was sealed for that place."""
     try:
         return disk_records.unseal(kind, table, key, value)
     except ValueError as error:

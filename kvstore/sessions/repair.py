@@ -1,6 +1,6 @@
-"""A damaged session: which of its turns are whole, and how these become the session again.
+"""Repairs a damaged session: finds the turns that are whole, and makes them the session.
 
-What cannot be kept is set aside under the session, unread: it stays until the session is deleted.
+All other records are set aside under the session, unread, until the session is deleted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvstore.sessions.tables import ASIDE, HEADS, TURNS, View, be64
 
 @dataclass(frozen=True, slots=True)
 class Remains:
-    """What can be read of a session. head: None where it is damaged; turns: those that are whole, by their numbers."""
+    """What can be read of a session. head: None if it is damaged. turns: the whole ones by their numbers."""
 
     number: int
     head: SessionHead | None
@@ -29,13 +29,15 @@ class Remains:
 
     @property
     def first_turns(self) -> list[TurnRecord]:
-        """The whole ones from the beginning, which make a state."""
+        """The turns from the first up to the first damaged one: they are a valid state."""
         return [self.turns[n] for n in takewhile(self.turns.__contains__, range(1, self.num_turns + 1))]
 
 
 @dataclass(frozen=True, slots=True)
 class Repaired:
-    """head: of the session now. num_aside: turns that were set aside now. tombstone: None when nothing was damaged."""
+    """The outcome of a repair. head: of the repaired session. num_aside: turns that it set aside. tombstone: None if
+    nothing was damaged.
+    """
 
     head: SessionHead
     num_aside: int
@@ -69,10 +71,10 @@ def remains(view: View, key: SessionKey) -> Remains | None:
 
 
 def _number(view: View, key: SessionKey) -> int | None:
-    """Of a session whose entry among the names is damaged or gone, or leads to another's, the one that its head has."""
+    """The session's number; from its head if its entry among the names is damaged, missing, or another session's."""
     number, error = None, None
     try:
-        number = tables.find(view, key)
+        number = tables.number_of(view, key)
     except StoreError as found:
         error = found
     if number is not None and _key_of(view, number) in (None, key):
@@ -86,7 +88,7 @@ def _number(view: View, key: SessionKey) -> int | None:
 
 
 def _key_of(view: View, number: int) -> SessionKey | None:
-    """As the head says; None: it cannot be read."""
+    """The key in the head; None if the head cannot be read."""
     try:
         return tables.head_of(view, number, "session").key
     except StoreError:
@@ -103,7 +105,7 @@ def _turn(place: bytes, value: bytes) -> TurnRecord | None:
 
 # -- what is said ----------------------------------------------------------------------------------------------------
 def explained(error: SessionDamagedError, key: SessionKey, found: Remains | None) -> SessionDamagedError:
-    """The error, with which turns are whole, and what can be done."""
+    """The error, extended by which turns are whole and what can be done."""
     if found is None:
         return error
     first = len(found.first_turns)
@@ -131,9 +133,9 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 # -- what is done ----------------------------------------------------------------------------------------------------
 def repair(view: View, key: SessionKey, now_s: float) -> Repaired | None:
-    """The whole turns from the beginning become the session, under a new number; all else is set aside.
+    """Make the whole turns from the beginning the session, under a new number, and set all else aside.
 
-    None: there is no such session. One that is whole stays as it is.
+    Returns None if there is no such session. A session without damage stays as it is.
     """
     found = remains(view, key)
     if found is None:
@@ -160,7 +162,7 @@ def repair(view: View, key: SessionKey, now_s: float) -> Repaired | None:
 
 
 def _sound_head(view: View, key: SessionKey, found: Remains) -> SessionHead | None:
-    """The head of a session in which everything can be read, and to which everything leads."""
+    """The session's head if all its records can be read and all entries lead to it, else None."""
     try:
         state = None if problems_of(view, found.number) else tables.load(view, key)
         for turn in found.turns.values():

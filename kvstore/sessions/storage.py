@@ -1,25 +1,51 @@
-"""Where the tables of sessions are: an LMDB environment over its life, or memory. Transactions and growth.
+"""Stores the tables of sessions in LMDB or in memory: opens them, runs transactions, lets the file grow.
 
-Knows no session. All failures are LMDB's or the system's own exceptions, but for an environment that cannot be opened
-again, which is a DegradedError.
+Knows no session. Failures are LMDB's or the system's own exceptions, except for an environment that cannot be opened
+again: that is a DegradedError.
 """
 
 from __future__ import annotations
 
 import threading
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, Protocol
 
 from kvstore.disk.check import DATA_FILE
 from kvstore.disk.env import StoreEnvironment
 from kvstore.disk.live import LiveTables, discard_copy
 from kvstore.errors import DegradedError
+from kvstore.sessions.sharing import Alone, Sharing
 from kvstore.sessions.tables import TABLES, View
 
 FIRST_MAP_BYTES = 64 << 20
+
+
+class Storage(Protocol):
+    """Where the tables are. A transaction is committed when its context is left without an exception, and may then
+    raise `StaleViewError`. sharing: how servers share the tables.
+    """
+
+    sharing: Sharing
+
+    def read(self) -> AbstractContextManager[View]: ...
+
+    def write(self) -> AbstractContextManager[View]: ...
+
+    def compact(self) -> None: ...
+
+    def grow(self) -> None: ...
+
+    def reopen(self) -> None: ...
+
+    def is_lost(self) -> bool: ...
+
+    def num_bytes(self) -> int: ...
+
+    def close(self) -> None: ...
 
 
 class _LmdbView:
@@ -53,6 +79,12 @@ class _LmdbView:
                 return
             yield key, value
 
+    def keys_below(self, table: str, prefixes: Sequence[bytes], limit: int) -> list[list[bytes]]:
+        return [[key for key, _ in islice(self.scan(table, prefix), limit)] for prefix in prefixes]
+
+    def expect(self, table: str, keys: Sequence[bytes]) -> None:
+        return
+
 
 @dataclass(frozen=True, slots=True)
 class _SessionTables:
@@ -63,7 +95,9 @@ class _SessionTables:
 
 
 class DiskTables:
-    """The tables in LMDB. What writes, grows, compacts and opens again is called by one thread."""
+    """The tables in LMDB. One thread writes, grows, compacts and reopens them; any thread may read."""
+
+    sharing: Sharing = Alone()
 
     def __init__(self, open_environment: Callable[[], StoreEnvironment]) -> None:
         self._open_environment = open_environment
@@ -84,7 +118,7 @@ class DiskTables:
 
     @contextmanager
     def _opened(self) -> Iterator[_SessionTables]:
-        """Open inside. Where they could not be opened the last time, another try may find the disk well again."""
+        """The open tables. If opening them failed the last time, it is tried again: the disk may be well by now."""
         with self._live as opened:
             if opened is not None:
                 yield opened
@@ -131,7 +165,9 @@ class DiskTables:
             self._open_again()
 
     def compact(self) -> None:
-        """Copy what is live, and put the copy in the file's place. The old file's bytes are the file system's now."""
+        """Copy the live records, and put the copy in the file's place. The old file's space goes back to the file
+        system.
+        """
         with self._opened() as opened:
             pass  # stays open: only this thread closes it
         self._live.compact(opened.env, opened.handles)
@@ -155,6 +191,8 @@ class _MemoryTable:
 
 class MemoryTables:
     """The same tables in memory, one transaction at a time. Nothing fails in here, so nothing is rolled back."""
+
+    sharing: Sharing = Alone()
 
     def __init__(self) -> None:
         self._tables = {name: _MemoryTable() for name in TABLES}
@@ -194,6 +232,12 @@ class MemoryTables:
         while 0 <= at < len(it.keys) and it.keys[at].startswith(prefix):
             yield it.keys[at], it.values[it.keys[at]]
             at += step
+
+    def keys_below(self, table: str, prefixes: Sequence[bytes], limit: int) -> list[list[bytes]]:
+        return [[key for key, _ in islice(self.scan(table, prefix), limit)] for prefix in prefixes]
+
+    def expect(self, table: str, keys: Sequence[bytes]) -> None:
+        return
 
     def compact(self) -> None:
         """There is no file."""

@@ -1,13 +1,14 @@
-"""What one transaction does with sessions: the tables, and create, append, fork, delete and list over them.
+"""The tables of sessions, and what one transaction does with them: create, append, fork, delete and list.
 
-Knows no file and no thread: a `View` is a transaction on sorted tables. A function that writes checks first and writes
-afterwards, so one that raises StoreError has changed nothing and the transaction can go on with the next.
+Knows no file and no thread: a `View` is a transaction on sorted tables. A function checks everything before it writes,
+so one that raises StoreError has changed nothing, and the transaction can go on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import islice, takewhile
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -44,6 +45,12 @@ TOMBSTONES = "tombstones"  # deletion number -> Tombstone
 ASIDE = "aside"  # session number, index -> a record that could not be kept, and its place (see `session_repair`)
 COUNTERS = "counters"  # "session", "deletion" -> the next number; "name" -> the name of this file
 TABLES = (NAMES, HEADS, TURNS, REQUESTS, ORDER, EXPIRY, REFS, TOMBSTONES, COUNTERS, ASIDE)
+KEYS_ONLY = frozenset({ORDER, EXPIRY, REFS})
+SESSION, DELETION = "session", "deletion"  # what is counted
+
+
+class StaleViewError(Exception):
+    """Another process has changed what this transaction read. Nothing was written; run it again."""
 
 
 class View(Protocol):
@@ -60,7 +67,15 @@ class View(Protocol):
     def scan(
         self, table: str, prefix: bytes = b"", reverse: bool = False, before: bytes | None = None
     ) -> Iterator[tuple[bytes, bytes]]:
-        """Entries whose key starts so, in order; reverse: from the last one, or the last before `before`, down."""
+        """Entries whose keys start with the prefix, in order. reverse: from the last one down, or from the last before
+        `before`.
+        """
+
+    def keys_below(self, table: str, prefixes: Sequence[bytes], limit: int) -> list[list[bytes]]:
+        """For each prefix, the first keys that start with it."""
+
+    def expect(self, table: str, keys: Sequence[bytes]) -> None:
+        """Say which keys `get` will ask for, so that remote tables can fetch them together."""
 
 
 def be64(number: int) -> bytes:
@@ -87,14 +102,14 @@ def expiry_key(head: SessionHead) -> bytes | None:
     return None if head.expires_s is None else be64(micros(head.expires_s)) + be64(head.number)
 
 
-def find(view: View, key: SessionKey) -> int | None:
+def number_of(view: View, key: SessionKey) -> int | None:
     """The session's number."""
     value = view.get(NAMES, name_key(key))
     return None if value is None else unseal(int, NAMES, name_key(key), value, f"session {key.session_id}")
 
 
 def read_head(view: View, key: SessionKey) -> SessionHead | None:
-    number = find(view, key)
+    number = number_of(view, key)
     if number is None:
         return None
     head = head_of(view, number, f"session {key.session_id}")
@@ -112,7 +127,7 @@ def head_of(view: View, number: int, what: str) -> SessionHead:
 
 
 def is_there(view: View, number: int) -> bool:
-    """Whether anything of this session is stored."""
+    """Whether any record of this session is stored."""
     return view.get(HEADS, be64(number)) is not None or any(True for _ in view.scan(TURNS, be64(number)))
 
 
@@ -155,7 +170,7 @@ def read_turn(view: View, key: SessionKey, number: int) -> TurnRecord | None:
 
 
 def turn_of_request(view: View, key: SessionKey, idempotency_key: str) -> TurnRecord | None:
-    number = find(view, key)
+    number = number_of(view, key)
     place = b"" if number is None else request_key(number, idempotency_key)
     value = view.get(REQUESTS, place) if place else None
     if value is None:
@@ -167,15 +182,19 @@ def turn_of_request(view: View, key: SessionKey, idempotency_key: str) -> TurnRe
     return turn
 
 
+def last_number(view: View, counter: str) -> int:
+    """The last number given out; 0 if there was none yet."""
+    value = view.get(COUNTERS, counter.encode())
+    return 0 if value is None else unseal(int, COUNTERS, counter.encode(), value, f"the counter of {counter}s") - 1
+
+
 def next_number(view: View, counter: str, table: str) -> int:
-    """Numbers are never used twice: a turn that was computed for a deleted session does not end up in its successor."""
+    """A number that was never used: a turn computed for a deleted session must not end up in a new one of that id."""
     key = counter.encode()
-    value = view.get(COUNTERS, key)
-    what = f"the counter of {counter}s"
     try:
-        number = 1 if value is None else unseal(int, COUNTERS, key, value, what)
+        number = last_number(view, counter) + 1
     except StoreError:
-        # One damaged record must not refuse every new session: far beyond all that is there, or was lately.
+        # One damaged record must not refuse every new session: take a number far beyond all recent ones.
         last = next(view.scan(table, reverse=True), (b"", b""))[0]
         number = int.from_bytes(last, "big") + 2**32
     view.put(COUNTERS, key, seal(COUNTERS, key, pack(number + 1)))
@@ -183,7 +202,7 @@ def next_number(view: View, counter: str, table: str) -> int:
 
 
 def file_name(view: View) -> bytes | None:
-    """See `session_marker`. None: it has none yet; empty: it is damaged."""
+    """The file's name, see `marker`. None if it has none yet; empty if it is damaged."""
     value = view.get(COUNTERS, b"name")
     with suppress(StoreError):
         return None if value is None else unseal(bytes, COUNTERS, b"name", value, "the file's name")
@@ -213,10 +232,12 @@ def _delete_places(view: View, head: SessionHead) -> None:
 def put_turn(view: View, number: int, turn: TurnRecord, payload: bytes) -> None:
     key = turn_key(number, turn.number)
     view.put(TURNS, key, seal(TURNS, key, payload))
-    for block_id in turn.chain:
-        # A rebase lists most blocks again, and LMDB would copy the page of each for nothing.
-        if view.get(REFS, block_id + be64(number)) is None:
-            view.put(REFS, block_id + be64(number), b"")
+    refs = [block_id + be64(number) for block_id in turn.chain]
+    view.expect(REFS, refs)
+    for place in refs:
+        # A rebase lists most blocks again; writing them again would copy a page each for nothing.
+        if view.get(REFS, place) is None:
+            view.put(REFS, place, b"")
     if turn.idempotency_key is not None:
         key = request_key(number, turn.idempotency_key)
         view.put(REQUESTS, key, seal(REQUESTS, key, pack(turn.number)))
@@ -228,11 +249,11 @@ def encode_turn(turn: TurnRecord, key: SessionKey) -> bytes:
 
 
 def create(view: View, draft: SessionHead) -> SessionHead:
-    """The session of a draft head, whose number is still to be given."""
-    if find(view, draft.key) is not None:
+    """Create a session from a draft head, which gets its number here."""
+    if number_of(view, draft.key) is not None:
         raise StoreError(f"session {draft.key.session_id} exists already: take another id, or delete it first")
     encode(draft, f"session {draft.key.session_id}")  # raises here, when nothing is written yet
-    head = replace(draft, number=next_number(view, "session", HEADS))
+    head = replace(draft, number=next_number(view, SESSION, HEADS))
     place = name_key(head.key)
     view.put(NAMES, place, seal(NAMES, place, pack(head.number)))
     _put_head(view, head)
@@ -240,7 +261,7 @@ def create(view: View, draft: SessionHead) -> SessionHead:
 
 
 def append(view: View, draft: SessionHead, turn: TurnRecord, payload: bytes, expected: int | None) -> SessionHead:
-    """One more turn. draft: the head if the session is new; its time, fingerprint and model count in any case."""
+    """Append a turn. draft: the head if the session is new; its time, fingerprint and model apply in any case."""
     key = draft.key
     head = read_head(view, key)
     if expected is not None and (head is None or head.number != expected):
@@ -271,7 +292,7 @@ def append(view: View, draft: SessionHead, turn: TurnRecord, payload: bytes, exp
 
 
 def fork(view: View, source: SessionKey, turn: int | None, new_key: SessionKey, now_s: float) -> SessionHead:
-    """A new session with the first turns of another. It shares their blocks, and none of their idempotency keys."""
+    """Create a session with the first turns of another. It shares their blocks, but none of their idempotency keys."""
     assert source.tenant == new_key.tenant, "a fork of another tenant's session"
     head = read_head(view, source)
     if head is None:
@@ -304,25 +325,33 @@ def set_ttl(view: View, key: SessionKey, ttl_s: float | None) -> SessionHead:
 
 def unshared(view: View, block_ids: set[BlockId], number: int) -> set[BlockId]:
     """Those of the blocks that no session but this one refers to."""
-    mine = be64(number)
-    return {b for b in block_ids if all(place == b + mine for place, _ in view.scan(REFS, b))}
+    blocks, mine = sorted(block_ids), be64(number)
+    found = view.keys_below(REFS, blocks, 2)  # one may be its own
+    return {b for b, places in zip(blocks, found, strict=True) if all(place == b + mine for place in places)}
 
 
 def unshared_blocks_of(view: View, key: SessionKey) -> set[BlockId]:
-    number = find(view, key)
+    number = number_of(view, key)
     return set() if number is None else unshared(view, _known_blocks(view, number), number)
 
 
-def delete(view: View, key: SessionKey) -> Tombstone | None:
-    """Works on a damaged session too: a person's right to have it deleted does not depend on the disk's health."""
-    number = find(view, key)
-    if number is None:
+def delete(view: View, key: SessionKey, if_over_s: float | None = None) -> Tombstone | None:
+    """Delete a session, also a damaged one: a person's right to deletion does not depend on the disk's health.
+
+    if_over_s: only if it has expired by this time.
+    """
+    number = number_of(view, key)
+    if number is None or (if_over_s is not None and not is_over(read_head(view, key), if_over_s)):
         return None
-    deletion = next_number(view, "deletion", TOMBSTONES)
+    deletion = next_number(view, DELETION, TOMBSTONES)
     block_ids = remove(view, key, number)
     tombstone = Tombstone(deletion, key, tuple(sorted(unshared(view, block_ids, number))))
     put_tombstone(view, tombstone)
     return tombstone
+
+
+def is_over(head: SessionHead | None, now_s: float) -> bool:
+    return head is not None and head.expires_s is not None and head.expires_s <= now_s
 
 
 def put_tombstone(view: View, tombstone: Tombstone) -> None:
@@ -332,7 +361,7 @@ def put_tombstone(view: View, tombstone: Tombstone) -> None:
 
 
 def remove(view: View, key: SessionKey, number: int) -> set[BlockId]:
-    """Everything stored of a session; returns its blocks."""
+    """Remove all records of a session. Returns its blocks."""
     block_ids = _known_blocks(view, number)
     try:
         _delete_places(view, head_of(view, number, "session"))
@@ -351,7 +380,7 @@ def remove(view: View, key: SessionKey, number: int) -> set[BlockId]:
 
 
 def _known_blocks(view: View, number: int) -> set[BlockId]:
-    """From the turns; where those cannot be read, from a walk over all references."""
+    """The session's blocks: from its turns, or, if those cannot be read, from all references."""
     try:
         head = head_of(view, number, "session")
         return {block_id for turn in read_turns(view, head, head.num_turns) for block_id in turn.chain}
@@ -361,7 +390,9 @@ def _known_blocks(view: View, number: int) -> set[BlockId]:
 
 
 def pending_deletions(view: View) -> list[Tombstone]:
-    """In their order. A damaged one is left out, and named by `check`: its text is gone, its blocks age out."""
+    """Deletions that are not finished, in order. A damaged one is left out and reported by `check`; its text is gone,
+    and its blocks age out.
+    """
     tombstones: list[Tombstone] = []
     for place, value in view.scan(TOMBSTONES):
         with suppress(StoreError):
@@ -374,7 +405,7 @@ def tombstone(place: bytes, value: bytes) -> Tombstone:
 
 
 def list_heads(view: View, tenant: str, limit: int, after: str | None) -> tuple[list[SessionHead], set[int]]:
-    """Most recently updated first; and the numbers of those that were left out because they are damaged."""
+    """Heads, the most recently updated first, and the numbers of those left out because they are damaged."""
     before = None
     if after is not None:
         try:
@@ -385,7 +416,7 @@ def list_heads(view: View, tenant: str, limit: int, after: str | None) -> tuple[
             raise RequestError("after is not a cursor of this list: pass the last session's, as it was given", "after")
     heads: list[SessionHead] = []
     are_damaged: set[int] = set()
-    for place, _ in view.scan(ORDER, digest(tenant), reverse=True, before=before):
+    for place in _expecting_heads(view, view.scan(ORDER, digest(tenant), reverse=True, before=before), limit):
         if len(heads) >= limit:
             break
         try:
@@ -398,11 +429,19 @@ def list_heads(view: View, tenant: str, limit: int, after: str | None) -> tuple[
     return heads, are_damaged
 
 
+def _expecting_heads(view: View, entries: Iterator[tuple[bytes, bytes]], size: int) -> Iterator[bytes]:
+    """The keys of these entries, which end with session numbers; the heads of so many are fetched together."""
+    while places := [place for place, _ in islice(entries, max(1, size))]:
+        view.expect(HEADS, [place[-8:] for place in places])
+        yield from places
+
+
 def expired(view: View, now_s: float, limit: int) -> list[SessionKey]:
-    """The longest expired first. A damaged session never expires: `check` names it."""
+    """Expired sessions, the longest expired first. A damaged session never expires; `check` reports it."""
     keys: list[SessionKey] = []
-    for place, _ in view.scan(EXPIRY):
-        if place[:8] > be64(micros(now_s)) or len(keys) >= limit:
+    due = takewhile(lambda entry: entry[0][:8] <= be64(micros(now_s)), view.scan(EXPIRY))
+    for place in _expecting_heads(view, due, limit):
+        if len(keys) >= limit:
             break
         try:
             head = head_of(view, int.from_bytes(place[8:], "big"), "session")

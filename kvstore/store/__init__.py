@@ -1,53 +1,65 @@
-"""The control plane: what travels between the tiers, for whom, and when. One thread.
+"""The control plane: what moves between the tiers, for which request, and when.
 
-Moves no bytes itself and loads no torch, `assembly` apart, which puts the parts together.
+One thread. It moves no bytes itself and, except for `assembly`, loads no torch.
 
 - `assembly`: opens the tiers and puts the parts together
-- `control_plane`: requests, steps and splices of a store, and what has ended of them
-- `deletion`: what is forgotten, or evicted by hand
+- `control_plane`: requests, steps and splices of a store, and their ends
+- `deletion`: deletion by request, and eviction by hand
 - `disk_contents`: what is on disk, also before its index is loaded
-- `disk_space`: what goes from the disk: to make room, deleted, lost
+- `disk_health`: whether the disk can be written, and when that is tried again
+- `disk_space`: what leaves the disk: evicted, deleted or lost
+- `elsewhere`: prompts that another server computes, and who waits for them
 - `history`: what a store remembers of its own traffic: times and lengths
 - `host_blocks`: the disk without tiers above it, for a host with memory of its own (`kvstore.block_store`)
 - `host_conversations`: whose blocks such a host writes and asks for
+- `host_reads`: what it reads into its memory, and what is read ahead for it
 - `host_writes`: its writes, while its memory is borrowed for them; tickets
 - `housekeeping`: the thread that polls while nobody steps
-- `learned`: what was learned, between two starts
+- `learned`: what was learned, kept between starts
 - `matching`: what a request may load when it is scheduled
 - `parts`: the parts of a store, and the order in which they end
 - `prefetch`: whose blocks are read next
 - `progress`: waiting for what worker threads do
-- `reads`: reads in flight, how urgent each is, and what becomes of those that nobody waits for
-- `requests`: what a request has in flight: held for it, read for it, saved of it
-- `saving`: which tokens of a step are saved, and where to
+- `reads`: reads in flight: their urgency, and those that nobody waits for
+- `remote`: the tier that stores share, as the store sees it
+- `remote_contents`: what is known to be there, and asking
+- `remote_deletes`: deletions that it has not confirmed yet
+- `remote_stores`: what goes there
+- `requests`: what a request has in flight: blocks held and read for it
+- `saving`: which tokens of a step are saved, and where
 - `seam`: what crosses the connector
 - `splicing`: new blocks out of runs of tokens of others
 - `steps`: the transfers of steps that are in flight
-- `stored`: which blocks CPU and disk have together, and whose they are
+- `stored`: which blocks CPU and disk hold together, and whose they are
 - `tiered`: the connector with tiers; one lock
 - `upkeep`: eviction by hand, checks, compaction
-- `write_back`: what is written next, and what becomes of what failed
+- `write_back`: what is written next, and retries after failures
 - `write_queue`: blocks that wait to be written, and those that the writer has
 
 Decisions:
 
-Every full block is saved, generated tokens included, as a turn's answer is the next turn's history. When the arena
-is full of dirty blocks, or more activations wait than may be kept alive, the save is dropped and counted. HBM could
-never make up for it, since its keys are rotated; so the block is remembered as unsaved: a later request stops
-before it when there is room, computes it, and the hole is closed. A block whose parent is stored nowhere is not
-saved, as nobody could load it.
+Every full block is saved, generated tokens included, as a turn's answer is the next turn's history. When the arena is
+full of dirty blocks, or more activations wait than may be kept alive, the save is dropped and counted. HBM cannot make
+up for it, since its keys are rotated. So the block is remembered as unsaved: when there is room, a later request stops
+before it and computes it, which closes the hole. A block whose parent is stored nowhere is not saved, as nobody could
+load it.
 
 What CPU and disk hold together is closed under parents; writes and evictions keep that. A dirty block is not
 evicted from CPU; afterwards evicting it there is metadata only. One arena block in 16 is kept empty, so a read
 never waits for an eviction.
 
-A block that is read is announced at once and published after header, checksum and identity were checked. Any miss,
+A block being read is announced at once, and published after header, checksum and identity are checked. Any miss,
 damage, failure or timeout ends in the same place: the tokens are computed, and the cause is counted.
 
+A remote tier is one more, below the disk. What it has is asked when a request arrives, and the request waits for the
+answer as for a read. What was read from there goes on to disk as if it had been computed; until its head has come it
+may stand there alone, and is found again by its head's ids. Chains go there when their requests end, not block by
+block, so that a hole is closed at the next turn.
+
 Truncation keeps KV by splices: runs of tokens copied within the arena, at token granularity, by an I/O thread. The
-first spliced block is built on an HMAC of its sources, so no computed chain can meet it; ids after it build on
-that. When a part of it is missing, all of it is given up and the kept tokens are computed under their exact chain.
-Re-encoded KV once attended to what was dropped: it is approximate, counted, and never mixed with exact hits.
+first spliced block is built on an HMAC of its sources, so no computed chain can meet it; ids after it build on that.
+When a part of it is missing, the whole splice is given up, and the kept tokens are computed under their exact chain.
+Re-encoded KV has attended to dropped tokens: it is approximate, counted, and never mixed with exact hits.
 
 The control plane has one lock, taken by the connector's verbs. Workers never take it and never call back: they put
 what they finished into queues, and `poll()` collects it once a step. Every queue is bounded.

@@ -7,10 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from kvstore.blocks.holdings import Holdings
+from kvstore.blocks.ids import BlockId, lineage_root
 from kvstore.config import CacheTiers
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.io_queue import BATCH_BYTES, IoQueue
@@ -18,17 +21,29 @@ from kvstore.disk.records import label
 from kvstore.disk.tier import DiskTier
 from kvstore.memory.arena import Arena
 from kvstore.memory.device_transfer import DeviceTransfer
+from kvstore.memory.far import FarBlocks
 from kvstore.memory.layout import KVLayout
+from kvstore.memory.ranked import OtherRanks, RankedTransfer
 from kvstore.memory.streams import CudaStreams
 from kvstore.memory.tier import CpuTier
 from kvstore.memory.transfer import Transfer
 from kvstore.policy.planner import Planner
 from kvstore.policy.steering import Steering
+from kvstore.remote.address import RedisAddress, parse_prefill_url
+from kvstore.remote.names import PREFILL_KEY, BlockNames, FleetSecret, fleet_secret
+from kvstore.remote.object_address import parse_remote_url
+from kvstore.remote.owned_blocks import OwnedBlocks
+from kvstore.remote.prefill import PrefillServer
+from kvstore.remote.redis_blocks import RedisBlocks
+from kvstore.remote.shared import Shared
+from kvstore.remote.tier import RemoteTier
 from kvstore.stats import StoreStats
 from kvstore.store.control_plane import KVStore
 from kvstore.store.learned import Learned
 from kvstore.store.parts import DataPlane, StoreParts
 from kvstore.store.progress import StoreProgress
+from kvstore.store.reads import DiskReads
+from kvstore.store.remote import RemoteBlocks, RemoteSource
 from kvstore.store.stored import Identity
 from kvstore.store.tiered import TieredConnector
 from kvstore.store.write_back import WriteBack
@@ -47,8 +62,12 @@ def open_tiered(
     num_hbm_blocks: int,
     policy: str,
     directory: StoreDirectory | None,
+    reports: bool = False,
+    secret: bytes | None = None,
+    others: OtherRanks | None = None,
+    owner: str | None = None,
 ) -> TieredConnector:
-    """See `kvstore.connector.open_connector`. directory: of the disk; it is closed also when this raises."""
+    """See `kvstore.connector.open_connector`. directory: the disk's; it is closed even if this raises."""
     with ExitStack() as opened:
         if directory is not None:
             opened.callback(directory.close)
@@ -62,28 +81,81 @@ def open_tiered(
         capacities = {"hbm": num_hbm_blocks, "cpu": num_slots, "disk": int(tiers.disk) // layout.block_bytes}
         steering = Steering(policy, clock, capacities, learned.steering)
         stats.policy_file_errors += steering.state_was_bad
-        planner = Planner(layout.block_bytes, layout.block_size, always=load == "always")
+        planner = Planner(layout.block_bytes, layout.block_size, always=load == "always" or tiers.role == "decode")
         learned.restore(planner)
-        arena = Arena(layout, num_slots, pin=device.type == "cuda")
-        cpu = CpuTier(num_slots, arena.erase, bool(tiers.cpu), steering.order("cpu"), clock)
-        disk, write_back = None, None
+        descriptor = None if others is None else others.arena_descriptor
+        arena = Arena(layout, num_slots, device.type == "cuda", descriptor)
+        disk, write_back, remote = None, None, None
         if directory is not None:
             disk = DiskTier(directory, int(tiers.disk), tiers.codec, itemsize=layout.dtype.itemsize)
-        # Freed pages can be used two transactions later, so a batch must be small beside the file.
+        fleet = None if tiers.remote is None else fleet_secret(tiers.fleet_secret_file)
+        secret = secret or (fleet.root if fleet else os.urandom(32) if directory is None else directory.secret)
+        holdings = holdings_of(partial(lineage_root, secret, name), disk) if reports else None
+        in_cpu = holdings if tiers.cpu else None
+        cpu = CpuTier(num_slots, arena.erase, bool(tiers.cpu), steering.order("cpu"), clock, in_cpu)
+        # Freed pages become usable two transactions later, so a batch must be small compared with the file.
         batch_bytes = min(BATCH_BYTES, max(int(tiers.disk) // 32, layout.block_bytes))
         io = IoQueue(disk, progress.wake, batch_bytes=batch_bytes)
         if disk is not None:
             tenant_bytes = None if tiers.disk_per_tenant is None else int(tiers.disk_per_tenant)
-            write_back = WriteBack(disk, cpu, io, arena.view, stats, clock, steering, tenant_bytes)
+            write_back = WriteBack(disk, cpu, io, arena.view, stats, clock, steering, tenant_bytes, holdings)
         transfer = make_transfer(device, arena, progress.wake)
+        if others is not None:
+            others.use(FarBlocks(arena))
+            transfer = RankedTransfer(transfer, others)
         identity = Identity(bytes.fromhex(name), label(model), layout.block_size)
-        store = KVStore(cpu, io, write_back, transfer, identity, planner, arena.copy_tokens, stats, clock, steering)
-        secret = os.urandom(32) if directory is None else directory.secret
-        lock = threading.RLock()
-        parts = StoreParts(directory, lock, progress, store, disk, io, learned, secret, cpu, arena, transfer)
+        if fleet is not None:
+            shared = open_shared(tiers, BlockNames(fleet, identity.fingerprint), layout)
+            prefill = open_prefill(tiers, fleet, name, progress.wake)
+            remote_tier = RemoteTier(shared, progress.wake)
+            remote = remote_blocks(remote_tier, cpu, io, arena, disk, write_back, stats, prefill)
+        elif owner is not None:
+            remote = remote_blocks(RemoteTier(OwnedBlocks(owner), progress.wake), cpu, io, arena, disk, None, stats)
+        store = KVStore(
+            cpu, io, write_back, transfer, identity, planner, arena.copy_tokens, stats, clock, steering, remote
+        )
+        parts = StoreParts(
+            directory, threading.RLock(), progress, store, disk, io, learned, secret, cpu, arena, transfer, holdings,
+            {} if owner is None else {"remote": "disk"},
+        )  # fmt: skip
         connector = TieredConnector(parts, name)
         opened.pop_all()
     return connector
+
+
+def holdings_of(root_of: Callable[[str], BlockId], disk: DiskTier | None) -> Holdings:
+    return Holdings(root_of) if disk is None else Holdings(root_of, disk.records)
+
+
+def remote_blocks(
+    tier: RemoteTier, cpu: CpuTier, io: IoQueue, arena: Arena, disk: DiskTier | None, write_back: WriteBack | None,
+    stats: StoreStats, prefill: PrefillServer | None = None,
+) -> RemoteBlocks:  # fmt: skip
+    """disk, write_back: None without a disk of its own."""
+    reads = DiskReads(cpu, io, arena.view, stats) if write_back is None else write_back.reads
+    reads.remote = tier.reads
+    is_told = isinstance(tier.shared, OwnedBlocks)
+    source = RemoteSource(tier, reads, None if disk is None else disk.read, arena.view, time.time, prefill, is_told)
+    return RemoteBlocks(source, cpu, write_back, stats)
+
+
+def open_prefill(
+    tiers: CacheTiers, fleet: FleetSecret, fingerprint: str, wake: Callable[[], None]
+) -> PrefillServer | None:
+    """The server of `--prefill-url`."""
+    if tiers.prefill_url is None:
+        return None
+    return PrefillServer(parse_prefill_url(tiers.prefill_url), fleet.derived(PREFILL_KEY), fingerprint, wake)
+
+
+def open_shared(tiers: CacheTiers, names: BlockNames, layout: KVLayout) -> Shared:
+    """The store of `--remote`."""
+    address = parse_remote_url(str(tiers.remote))
+    if isinstance(address, RedisAddress):
+        return RedisBlocks(address, names, tiers.remote_ttl_s)
+    from kvstore.remote.object_blocks import ObjectBlocks  # needs obstore, which only some have
+
+    return ObjectBlocks(address, names, tiers.remote_ttl_s, layout.block_size, layout.block_bytes)
 
 
 def make_transfer(device: torch.device, arena: Arena, wake: Callable[[], None]) -> DataPlane:

@@ -1,7 +1,7 @@
-"""KVStore: what lies in the CPU tier and on disk, and everything that is in flight between them.
+"""KVStore: what is in the CPU tier and on disk, and everything in flight between them.
 
 The control plane of the tiers: requests, steps, splices, evictions. One thread at a time; worker threads are polled.
-Knows slots and ids, no tensor.
+Knows slots and ids, but no tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from kvstore.blocks.ids import BlockId, Lineage, token_bytes
+from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.blocks.records import TransferPlan, Transferred
 from kvstore.disk.io_queue import Done, IoQueue, ReadDone, TaskDone
 from kvstore.memory.tier import CpuTier
@@ -22,6 +22,7 @@ from kvstore.stats import StoreStats
 from kvstore.store.deletion import Deletion
 from kvstore.store.matching import Matcher, choose
 from kvstore.store.prefetch import Prefetcher
+from kvstore.store.remote import RemoteBlocks
 from kvstore.store.requests import Requests, Tracked
 from kvstore.store.saving import Saver
 from kvstore.store.seam import Match, StepSpan
@@ -30,11 +31,11 @@ from kvstore.store.steps import StepsInFlight
 from kvstore.store.stored import ChainContent, Identity, StoredBlocks
 from kvstore.store.write_back import WriteBack
 
-HINT_S = 30.0  # that what was read on a hint is kept before other things
+HINT_S = 30.0  # how long blocks that were read on a hint are preferred to others
 
 
 class Transfers(Protocol):
-    """The data plane, as far as the store polls it."""
+    """The part of the data plane that the store polls."""
 
     @property
     def can_save(self) -> bool: ...
@@ -43,7 +44,7 @@ class Transfers(Protocol):
 
 
 class KVStore:
-    """disk None: there is none. copy: acts on the arena's bytes."""
+    """disk, remote: None without such a tier. copy: copies bytes within the arena."""
 
     def __init__(
         self,
@@ -57,85 +58,92 @@ class KVStore:
         stats: StoreStats,
         clock: Callable[[], float],
         steering: Steering,
+        remote: RemoteBlocks | None = None,
     ) -> None:
+        self.remote = remote
         self.cpu, self.disk, self.stats, self.steering, self.planner = cpu, disk, stats, steering, planner
         self._io, self._transfers, self._clock = io, transfers, clock
-        reads = None if disk is None else disk.reads
-        self.stored = StoredBlocks(cpu, None if disk is None else disk.contents, reads, identity, stats, clock)
-        self.requests = Requests(cpu, self.stored, reads, stats)
+        below = disk or remote
+        reads, contents = None if below is None else below.reads, None if disk is None else disk.contents
+        is_known = None if remote is None else remote.is_known
+        self.stored = StoredBlocks(cpu, contents, reads, identity, stats, clock, is_known)
+        self.requests = Requests(cpu, self.stored, reads, stats, None if remote is None else remote.is_asking)
+        num_disk_blocks = 0 if disk is None else disk.space.capacity_bytes // planner.block_bytes
         self.prefetcher = Prefetcher(
-            cpu, self.requests, lambda request: choose(request, planner, reads),
-            0 if disk is None else disk.capacity_bytes // planner.block_bytes, steering.refresh,
+            cpu, self.requests, lambda request: choose(request, planner, reads), num_disk_blocks, steering.refresh,
+            reads is not None,
         )  # fmt: skip
         self._matcher = Matcher(self.requests, self.prefetcher, planner, reads, stats, clock, cpu.keep)
         self.saver = Saver(cpu, self.requests, self.stored, stats, disk is not None)
         self.splicer = Splicer(cpu, io, self.stored, reads, copy, stats)
+        self._landed = cpu.release if disk is None else disk.add_dirty  # takes over a READY slot's reference
         self.steps = StepsInFlight(cpu, self.saver, stats, self._landed)
-        self.deletion = Deletion(cpu, disk, steering, stats, planner.block_bytes, self._unnamed_slots)
-        self.ended: deque[Done | Transferred] = deque()  # what worker threads have finished and was not looked at yet
+        self.deletion = Deletion(cpu, disk, steering, stats, planner.block_bytes, lambda: unnamed_slots(self), remote)
+        self.ended: deque[Done | Transferred] = deque()  # finished by worker threads, not processed yet
+        if remote is not None:
+            remote.connect(self.stored, planner, self.requests, self.prefetcher)
 
-    def arrive(self, request: Tracked, num_hbm_tokens: int) -> list[str]:
-        """A request was queued: returns the tier of each block after those in HBM, as far as they are stored."""
+    def arrive(self, request: Tracked, num_hbm_tokens: int) -> tuple[str, ...]:
+        """Note a queued request. Returns the tier of each block after those in HBM, as far as they are stored."""
         self.requests.arrive(request, num_hbm_tokens // self.stored.block_size)
+        if self.remote is not None:
+            self.remote.arrive(request)
         self.prefetcher.arrive(request)
-        return request.arrival
+        return tuple(request.arrival)
 
     def match(self, request_id: str, num_computed_tokens: int, max_tokens: int) -> Match:
-        """What can be loaded behind `num_computed_tokens`, and what is to be computed meanwhile."""
+        """What can be loaded after `num_computed_tokens`, and what to compute meanwhile."""
         size, request = self.stored.block_size, self.requests.by_id[request_id]
         first = num_computed_tokens // size
         usable = first if request.wanted.is_open else self.saver.num_usable(request, first)
         found = self._matcher.match(request, usable, first + max_tokens // size)
+        found = request.with_late_tiers(found)
         return found if usable == first else replace(found, num_unsaved=(first - usable) * size)
 
     def load(self, request_id: str, block_numbers: Sequence[int], first_token: int, num_tokens: int) -> None:
-        """HBM blocks for a hit were allocated: their loads go into the next plan."""
+        """Add the loads of a hit, whose HBM blocks were allocated, to the next plan."""
         size, request = self.stored.block_size, self.requests.by_id[request_id]
         self.steps.add_loads(self.requests.hand_out(request, block_numbers, first_token // size, num_tokens // size))
 
     def remove(self, request_id: str, answer: Answer | None = None) -> Tracked | None:
-        """The request ended or was preempted. Returns it as it was known."""
+        """Remove a request that has ended or was preempted, and return it."""
         self.saver.name_full_blocks(ending=self.requests.by_id.get(request_id))
         self.prefetcher.remove(request_id)
         request = self.requests.remove(request_id)
         if request is not None:
-            self.saver.drop_partial(request)
+            if self.remote is not None:
+                self.remote.offer(request)
+            self.saver.remove(request)
             if self.disk is not None:
                 self.disk.contents.touch(request.chain, request.conversation)
             if request.conversation is not None:
-                self.steering.leave(request.conversation, request.chain, answer)
+                self.steering.end_request(request.conversation, request.chain, answer)
         return request
 
     def extend(self, request_id: str, new_ids: Sequence[BlockId], new_tokens: Sequence[int]) -> None:
-        """Blocks of it have become full; see `StepSpan`."""
+        """Add blocks that have become full; see `StepSpan`."""
         if new_tokens and (request := self.requests.by_id.get(request_id)) is not None:
-            request.chain += new_ids
-            request.tokens += token_bytes(new_tokens)
+            request.extend(new_ids, new_tokens)
 
     def plan(self, spans: Sequence[StepSpan]) -> TransferPlan | None:
-        """The transfers of a step: the loads that were added since the last one, and where its tokens are saved."""
+        """The transfers of a step: the loads added since the last one, and where its tokens are saved."""
         for span in spans:
             if (request := self.requests.by_id.get(span.request_id)) is not None:
                 self.prefetcher.start(request)
         return self.steps.plan(spans, self._transfers.can_save)
 
-    def _unnamed_slots(self) -> Iterator[int]:
-        for request in self.requests.by_id.values():
-            if request.saving.partial is not None:
-                yield request.saving.partial[1]
-        for step in self.steps.by_ticket.values():
-            yield from step.saves.written
-
     def poll(self, reads_ahead: bool = True) -> bool:
-        """Collect what worker threads have finished. True when there was something.
+        """Collect what worker threads have finished.
 
-        reads_ahead: for those who wait, too, which takes a look at all of them.
+        Returns whether there was anything. reads_ahead: also start reads for waiting requests, which examines all of
+        them.
         """
         self.saver.name_full_blocks()
         self.ended += [*self._transfers.completed(), *self._io.completed()]
         moved = bool(self.ended)
-        while self.ended:  # one at a time: an error loses no other
+        while self.ended:  # one at a time, so that an error loses none of the others
             self._collect(self.ended.popleft())
+        moved |= self.remote is not None and self.remote.poll()
         self.steps.end_steps()
         self.splicer.poll()
         self.steering.poll()
@@ -162,17 +170,10 @@ class KVStore:
             else:
                 self.disk.write_done(ended)
 
-    def _landed(self, slot: int) -> None:
-        """A READY slot, whose reference goes to the disk's queue."""
-        if self.disk is not None:
-            self.disk.add_dirty(slot)
-        else:
-            self.cpu.release(slot)
-
     def splice(
         self, old: ChainContent, spans: Sequence[tuple[int, int]], secret: bytes
     ) -> tuple[list[BlockId], Lineage] | None:
-        """See `KVConnector.splice`. The chain covers the full blocks that can be made; the rest is to be computed."""
+        """See `KVConnector.splice`. The chain covers the full blocks that can be made; the rest must be computed."""
         planned = plan_chain(old, spans, self.stored, secret) if self.cpu.keep else None
         if planned is None:
             return None
@@ -183,25 +184,26 @@ class KVStore:
             self.steering.move(conversation, planned.chain)
         return planned.chain, planned.lineage
 
-    def prefetch(self, hint: Tracked) -> None:
-        """Read what of this chain is on disk only, when nobody waits.
+    def prefetch(self, content: ChainContent) -> None:
+        """Read blocks of this chain that are only on disk, while nobody waits for reads.
 
-        Its conversation is kept for a while, so that what was read is still there when the person presses enter.
+        Its conversation is kept for a while, so that they are still in memory when the user presses enter.
         """
-        if self.disk is None or not self.cpu.keep:
+        if (self.disk is None and self.remote is None) or not self.cpu.keep:
             return
-        conversation = hint.conversation = self._conversation_of(hint.chain)
+        conversation = self._conversation_of(content.chain)
         if conversation is not None and conversation.pinned_until_s < self._clock() + HINT_S:
             self.steering.pin(conversation, HINT_S)
-        self.prefetcher.hint(hint)
+        hint = Tracked(content.chain, content.tokens, content.lineage, content.tenant, conversation=conversation)
+        (self.prefetcher if self.remote is None else self.remote).hint(hint)
 
     def pin(self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None) -> None:
         if (conversation := self._conversation_of(chain)) is not None:
             self.steering.pin(conversation, seconds, expires_s)
 
     def _conversation_of(self, chain: Sequence[BlockId]) -> Conversation | None:
-        """The conversation of this chain; one is made when nobody is known to have it but its end is stored."""
-        found = self.steering.find(chain)
+        """The conversation of this chain; makes one if it has none and its end is stored."""
+        found = self.steering.conversation_of(chain)
         if found is None and chain and self.stored.holds(chain[-1]):
             found = self.steering.make(chain[-1])
             self.steering.adopt([(chain[-1], found)])
@@ -211,34 +213,40 @@ class KVStore:
         return found
 
     def finish(self) -> None:
-        """The store is about to be closed."""
+        """Prepare for closing."""
         self.prefetcher.drop_hints()
         if self.disk is not None:
             self.disk.finish()
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is in flight and nothing is to be written."""
+        """Whether nothing is in flight or waiting to be written."""
         if self.steps.by_ticket or self.ended or not self.splicer.is_idle:
+            return False
+        if self.remote is not None and not self.remote.is_idle:
             return False
         return self.disk.is_drained if self.disk else self._io.is_idle
 
     def as_dict(self) -> dict[str, object]:
         """Gauges and counters."""
-        found: dict[str, object] = {
+        counts = self.stats.as_dict() | self.planner.as_dict() | self.prefetcher.as_dict()
+        return {
             "cpu": self.cpu.as_dict(self.planner.block_bytes),
-            "store": {
-                **self.stats.as_dict(), "unsaved": self.saver.num_unsaved,
-                **self.planner.as_dict(), **self.prefetcher.as_dict(),
-            },
+            "store": counts | {"unsaved": self.saver.num_unsaved},
             "policy": self.steering.as_dict(),
+            **({} if self.disk is None else {"disk": self.disk.stats()}),
+            **({} if self.remote is None else {"remote": self.remote.as_dict()}),
         }
-        if self.disk is not None:
-            found["disk"] = self.disk.stats()
-        return found
 
     def check_integrity(self, idle: bool) -> None:
         """Assert that counts agree; with `idle`, that nothing is held."""
         self.cpu.check_integrity(idle)
         self.prefetcher.check_integrity(idle)
         assert not idle or not self.steps.by_ticket, f"steps in flight while idle: {list(self.steps.by_ticket)}"
+
+
+def unnamed_slots(store: KVStore) -> Iterator[int]:
+    """Slots that are being filled with blocks that have no id yet."""
+    yield from store.saver.partial_slots()
+    for step in store.steps.by_ticket.values():
+        yield from step.saves.written

@@ -1,6 +1,6 @@
-"""What is given up by hand: blocks that are forgotten with all that was computed after them, or that are evicted.
+"""Deletion of blocks with all that was computed after them, and eviction by hand.
 
-Control plane, one thread. Forgotten blocks leave no bytes behind in the arena.
+Control plane, one thread. Deleted blocks leave no bytes in the arena.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from kvstore.blocks.records import Evict, Evicted
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.steering import Steering
 from kvstore.stats import StoreStats
+from kvstore.store.remote import RemoteBlocks
 from kvstore.store.write_back import WriteBack
 
 
 @dataclass(eq=False)
 class Deletion:
-    """disk None: there is none. unnamed_slots: those that are being filled and have no id yet."""
+    """disk, remote: None without such a tier. unnamed_slots: those being filled with blocks that have no id yet."""
 
     _cpu: CpuTier
     _disk: WriteBack | None
@@ -26,17 +27,18 @@ class Deletion:
     _stats: StoreStats
     _block_bytes: int
     _unnamed_slots: Callable[[], Iterable[int]]
+    _remote: RemoteBlocks | None = None
 
     def __post_init__(self) -> None:
-        self._waiting: list[tuple[tuple[BlockId, ...], set[BlockId]]] = []  # what is below them is not known yet
-        self._to_erase: set[int] = set()  # slots with something forgotten in them that were held at that time
+        self._waiting: list[tuple[tuple[BlockId, ...], set[BlockId]]] = []  # the blocks below them are not known yet
+        self._to_erase: set[int] = set()  # deleted slots that were still held
 
     def forget(self, block_ids: Sequence[BlockId]) -> set[BlockId]:
-        """These blocks go from the CPU tier, the write queue and the disk, and their bytes from the arena.
+        """Delete these blocks from the CPU tier, the write queue and the disk, and their bytes from the arena; with all
+        that was computed after them, such as turns that were never stored, or answers cut by a stop string.
 
-        What was computed after them goes too: of turns that were never stored, of answers cut by a stop string. On disk
-        they are gone when `is_forgotten`; what somebody still uses in the CPU tier is not found any more, and is erased
-        when it has been released. Returns all of them; as long as the index of the disk is not loaded the set grows.
+        They are gone from disk when `is_forgotten`. Blocks in use in the CPU tier can no longer be found, and are
+        erased when released. Returns all deleted blocks; the set grows until the disk's index is loaded.
         """
         doomed = self._with_descendants(block_ids)
         self._forget(doomed)
@@ -46,7 +48,7 @@ class Deletion:
         return found
 
     def poll(self) -> None:
-        """Go on with what could not be done at once."""
+        """Continue deletions that could not be done at once."""
         if self._waiting and self._disk is not None and self._disk.contents.index is not None:
             waiting, self._waiting = self._waiting, []
             for block_ids, found in waiting:
@@ -64,32 +66,37 @@ class Deletion:
             self._disk.space.delete(doomed)
         for block_id in reversed(doomed):
             self._cpu.forget(block_id)
+        if self._remote is not None:
+            self._remote.forget(doomed)
         self._steering.forget(doomed)
         self._erase()
 
     def _with_descendants(self, block_ids: Sequence[BlockId]) -> list[BlockId]:
-        """Parents before children, as far as they are known."""
-        on_disk = block_ids if self._disk is None else self._disk.contents.with_descendants(block_ids)
-        return self._cpu.with_descendants(on_disk)
+        """These and all known descendants, parents before children."""
+        return (self._cpu if self._disk is None else self._disk.space).with_descendants(block_ids)
 
     def _erase(self) -> None:
-        """Overwrite what was forgotten and is not held any more."""
+        """Overwrite deleted slots that nobody holds any more."""
         self._cpu.erase_stale()
         self._to_erase = {slot for slot in self._to_erase if not self._cpu.pool.is_free(slot)}
 
     def is_forgotten(self, block_ids: set[BlockId]) -> bool:
-        """Whether what `forget` returned is gone from disk."""
+        """Whether the blocks that `forget` returned are gone from disk and from the remote tier."""
+        if self._remote is not None and self._remote.deletes.has_some(block_ids):
+            return False
         if self._disk is None:
             return True
         is_whole = all(found is not block_ids for _, found in self._waiting)
         return is_whole and not self._disk.space.is_deleting(block_ids)
 
     def cannot_forget(self, block_ids: set[BlockId]) -> bool:
-        """Whether the disk does not let these go at the moment; it is tried again later."""
+        """Whether a tier cannot delete these at the moment. It tries again later."""
+        if self._remote is not None and self._remote.degraded and self._remote.deletes.has_some(block_ids):
+            return True
         return self._disk is not None and self._disk.cannot_delete(block_ids)
 
     def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
-        """Give up what matches, on CPU and disk, or with dry_run count it; also returns the ids."""
+        """Evict matching blocks from CPU and disk; with dry_run only count them. Also returns their ids."""
         in_cpu = self._cpu.select(what, self._block_bytes)
         found = {"cpu": Evicted(len(in_cpu), len(in_cpu) * self._block_bytes)}
         chosen = set(in_cpu)
@@ -101,5 +108,7 @@ class Deletion:
             if not what.dry_run:
                 self._disk.space.delete(on_disk)
         if not what.dry_run:
+            if self._remote is not None:
+                self._remote.evicted(chosen)
             self._cpu.erase_stale()
         return found, frozenset(chosen)

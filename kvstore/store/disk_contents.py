@@ -1,6 +1,6 @@
-"""What is on disk, as the control plane knows it, also before the index of the disk is loaded.
+"""What the control plane knows to be on disk, even before the disk's index is loaded.
 
-Control plane, one thread; the index is built in another one.
+Control plane, one thread. Another thread builds the index.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
+from kvstore.blocks.holdings import Holdings, Place
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import BlockRecord
 from kvstore.disk.index import DiskIndex, IndexEntry
@@ -17,34 +18,41 @@ from kvstore.policy.conversation import Conversation
 from kvstore.policy.steering import Steering
 from kvstore.stats import StoreStats
 
-ADOPTED_AT_ONCE = 2000  # conversations that are found at a start
-MAX_EARLY_TOUCHES = 1 << 12  # chains remembered until the index is loaded
+ADOPTED_AT_ONCE = 2000  # of the conversations found at a start
+MAX_EARLY_TOUCHES = 1 << 12  # touched chains that are remembered until the index is loaded
 
 
 class DiskContents:
-    """Until the index is loaded LMDB itself is asked, and what happens is noted, to be repeated on the index."""
+    """Until the index is loaded, it asks LMDB itself, and notes changes so that they can be repeated on the index.
 
-    def __init__(self, disk: DiskTier, steering: Steering, stats: StoreStats, clock: Callable[[], float]) -> None:
+    holdings: where it reports what is on disk.
+    """
+
+    def __init__(
+        self, disk: DiskTier, steering: Steering, stats: StoreStats, clock: Callable[[], float],
+        holdings: Holdings | None = None,
+    ) -> None:  # fmt: skip
         self._disk, self._steering, self._stats, self._clock = disk, steering, stats, clock
+        self._holdings = holdings
         self.index: DiskIndex | None = None
-        self.removing: dict[BlockId, int] = {}  # what is being deleted, and the bytes that will be free
-        # The last that happened to each block: written, or None: deleted.
+        self.removing: dict[BlockId, int] = {}  # blocks being deleted, with the bytes that will be free
+        # Each block's last change: its entry if written, None if deleted.
         self._journal: dict[BlockId, tuple[IndexEntry, Conversation | None] | None] = {}
         self._early_touches = deque[tuple[tuple[BlockId, ...], float, Conversation | None]](maxlen=MAX_EARLY_TOUCHES)
         self._to_adopt: list[tuple[Hashable, Conversation]] = []
         self._loader = IndexLoader(disk, steering.order("disk"), clock)
 
     def poll(self) -> bool:
-        """Whether the index has just come."""
-        loaded, has_come = self._loader.take(), False
+        """Poll the loader. Returns whether the index has just been loaded."""
+        loaded, has_come = self._loader.take_loaded(), False
         if loaded is not None:
             self._stats.housekeeping_errors += not loaded.is_whole
             if has_come := self.index is None:
                 self._to_adopt, self.index = loaded.found, loaded.index
                 self._repeat(loaded.index)
-            else:  # of a file that was put aside meanwhile
+            else:  # it is of a file that was set aside meanwhile
                 loaded.index.clear()
-        if self._to_adopt:  # a part at a time, the last used first: there may be very many
+        if self._to_adopt:  # in parts, most recently used first, as there may be very many
             part, self._to_adopt = self._to_adopt[-ADOPTED_AT_ONCE:], self._to_adopt[:-ADOPTED_AT_ONCE]
             self._steering.adopt(part)
         return has_come
@@ -61,7 +69,7 @@ class DiskContents:
         self._early_touches.clear()
 
     def begin_anew(self) -> None:
-        """The file was put aside; the one in its place is empty."""
+        """Start again with an empty file, after the old one was set aside."""
         if self.index is not None:
             self.index.clear()
         self.index = DiskIndex(self._clock, self._steering.order("disk"))
@@ -69,9 +77,11 @@ class DiskContents:
         self._early_touches.clear()
         self._to_adopt = []
         self.removing.clear()
+        if self._holdings is not None:
+            self._holdings.emptied(Place.DISK)
 
     def contains(self, block_id: BlockId) -> bool:
-        """Whether the disk has this block; false for one that is being deleted."""
+        """Whether the disk has this block; False while it is being deleted."""
         if block_id in self.removing or self._disk.file.broken:
             return False
         if self.index is not None:
@@ -79,27 +89,27 @@ class DiskContents:
         return self._disk.contains(block_id)
 
     def with_descendants(self, block_ids: Iterable[BlockId]) -> list[BlockId]:
-        """These blocks and all that hangs below them on disk, as far as that is known: before the index is, nothing."""
+        """These blocks and all below them on disk. Without the index, nothing is known below them."""
         found = dict.fromkeys(block_ids)
         if (index := self.index) is None:
             return list(found)
         for block_id, entry in [(block_id, index.get(block_id)) for block_id in found]:
             if entry is None or entry.parent_id not in found:  # the others are below one of these
-                found |= dict.fromkeys(index.descendants(block_id))
+                found |= dict.fromkeys(index.links.descendants(block_id))
         return list(found)
 
     def claim(self, chain: Sequence[BlockId], conversation: Conversation) -> None:
-        """These blocks, head first, are wanted by this conversation, as far as they are on disk."""
+        """Give these blocks, head first, to this conversation, as far as they are on disk."""
         if self.index is not None:
             self.index.claim(chain, conversation)
 
     def link(self, block_id: BlockId, parent_id: BlockId) -> None:
-        """The first block of a splice goes before the block in front of it."""
+        """Link a splice's first block to the block before it."""
         if self.index is not None:
             self.index.link(block_id, parent_id)
 
     def touch(self, chain: Sequence[BlockId], conversation: Conversation | None = None) -> None:
-        """These blocks, head first, were of use just now. conversation: whose they are."""
+        """Mark these blocks, head first, as just used. conversation: their owner."""
         now = self._clock()
         if self.index is not None:
             self.index.touch(chain, now, conversation)
@@ -107,19 +117,27 @@ class DiskContents:
             self._early_touches.append((tuple(chain), now, conversation))
 
     def written(self, record: BlockRecord, stored_bytes: int, conversation: Conversation | None) -> None:
-        """A block is on disk from now on."""
+        """Add a block that was written."""
         entry = IndexEntry(
             record.block_id, record.parent_id, stored_bytes, record.created_s, self._clock(), record.model,
             record.tenant,
         )  # fmt: skip
         if self.index is None:
-            self._journal.pop(entry.block_id, None)  # the order is that of the last changes
+            self._journal.pop(entry.block_id, None)  # entries are in the order of their last changes
             self._journal[entry.block_id] = (entry, conversation)
         else:
             self.index.add(entry, conversation)
+        if self._holdings is not None:
+            self._holdings.stored_record(Place.DISK, record)
+
+    def leaves(self, block_id: BlockId, num_bytes: int) -> None:
+        """Note that a block, no longer in the index, is being deleted; this many bytes will be free."""
+        self.removing[block_id] = num_bytes
+        if self._holdings is not None:
+            self._holdings.gone(Place.DISK, block_id)
 
     def remove(self, block_id: BlockId) -> int | None:
-        """A block is to go; returns the bytes that it takes, None when it is not known to be there."""
+        """Remove a block; returns its bytes, None when it is not known to be there."""
         if self.index is None:
             self._journal.pop(block_id, None)
             self._journal[block_id] = None
@@ -129,5 +147,5 @@ class DiskContents:
         return None if entry is None else entry.stored_bytes
 
     def take_touched(self) -> dict[BlockId, float]:
-        """Times of last use that were not handed out before."""
+        """Times of last use since the last call."""
         return {} if self.index is None else self.index.take_touched()

@@ -1,8 +1,8 @@
-"""What a store remembers of its own traffic: when requests came and how long they were. No token, no text.
+"""What a store remembers of its own traffic: when requests came and how long they were. No tokens, no text.
 
-One line of JSON a request, in the `sessions` format of traces, so that `kvstore plan` and the benchmarks can replay it.
-Bounded: two files, the older of which is replaced. What was taken by one thread may be written by another; a file that
-cannot be written costs lines, never a request.
+One line of JSON per request, in the `sessions` format of traces, so that `kvstore plan` and the benchmarks can replay
+it. Bounded: there are two files, and the older one is replaced. One thread may take the lines and another write them. A
+file that cannot be written loses lines, but never fails a request.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvstore.policy.conversation import Answer
 FILE, OLDER_FILE = "history.jsonl", "history.1.jsonl"
 MAX_FILE_BYTES = 32 << 20  # some 200,000 requests in each of the two files
 MAX_PENDING = 1 << 16
-SETTLED_S = 5.0  # after its end a request that was only preempted would have come back
+SETTLED_S = 5.0  # a request that was only preempted would have come back by then
 
 
 class Line(msgspec.Struct, omit_defaults=True):
-    """What is said of a request. tip: its last full block, by which a later process knows it; after: the tip by which
+    """The line of a request. tip: its last full block, by which a later process recognises it. after: the tip by which
     it was recognised itself.
     """
 
@@ -51,14 +51,14 @@ class History:
         self._path, self._older = directory / FILE, directory / OLDER_FILE
         self._max_file_bytes = max_file_bytes
         self._open: dict[str, Line] = {}
-        self._ended: dict[str, tuple[Line, float]] = {}  # and when it did
+        self._ended: dict[str, tuple[Line, float]] = {}  # and when it ended
 
     def arrived(
         self, request_id: str, now_s: float, session: str, num_prompt_tokens: int, after: BlockId | None
     ) -> None:
         """A request was queued; one that had been preempted goes on. after: the tip that it was recognised by.
 
-        now_s: since the epoch, for lines outlive the process. session: a name that no other process gives again.
+        now_s: seconds since the epoch, as lines outlive the process. session: a name that no other process uses.
         """
         if request_id in self._ended:
             self._open[request_id], _ = self._ended.pop(request_id)
@@ -66,28 +66,30 @@ class History:
             self._open[request_id] = Line(session, round(now_s, 3), num_prompt_tokens, 0, after=short_id(after))
 
     def is_back(self, request_id: str) -> bool:
-        """Whether a request of this id has ended a moment ago: it was preempted, or a load for it failed."""
+        """Whether a request with this id ended a moment ago: it was preempted, or a load for it failed."""
         return request_id in self._ended
 
     def left(self, request_id: str, now_s: float, answer: Answer, tip: BlockId | None) -> None:
-        """It ended or was preempted. answer: so far. tip: the last full block of prompt and answer."""
+        """A request ended or was preempted. answer: the answer so far. tip: the last full block of prompt and
+        answer.
+        """
         line = self._open.pop(request_id, None)
         if line is not None and len(self._ended) < MAX_PENDING:
             line.output_length, line.calls_tool, line.tip = answer.num_tokens, answer.calls_tool, short_id(tip)
             self._ended[request_id] = line, now_s
 
     def take_lines(self, now_s: float, all_of_them: bool = False) -> list[str]:
-        """Lines of the requests that have ended for good, to be given to `write`."""
+        """Take the lines of requests that have ended for good; `write` writes them."""
         lines = []
         for request_id, (line, end_s) in list(self._ended.items()):
             if not all_of_them and 0 <= now_s - end_s < SETTLED_S:
-                break  # they stand in the order of their ends
+                break  # they are in the order of their ends
             del self._ended[request_id]
             lines.append(_text(line) + "\n")
         return lines
 
     def write(self, lines: Iterable[str]) -> None:
-        """Append, unless the file system refuses."""
+        """Append the lines, unless the file system refuses."""
         data = "".join(lines).encode()
         if not data:
             return
@@ -100,7 +102,7 @@ class History:
 
 
 def _after_what_was_cut(file: BinaryIO) -> bytes:
-    """What ends the last line, where a crash or a full disk cut it off: it must not take the next one with it."""
+    """A line end, if a crash or a full disk cut off the last line: that must not spoil the next one."""
     if file.seek(0, os.SEEK_END) == 0:
         return b""
     file.seek(-1, os.SEEK_END)
@@ -117,12 +119,12 @@ def history_files(directory: Path) -> list[Path]:
 
 
 def joined(lines: Iterable[str]) -> Iterator[str]:
-    """Lines of a history in order of arrival, with one session for what goes on after a restart.
+    """The lines of a history in order of arrival. What goes on after a restart keeps its session.
 
     A line that cannot be read is left out: the last one of a file may have been cut off by a crash.
     """
     session_of: dict[str, str] = {}  # by tip
-    first_name: dict[str, str] = {}  # of a session that goes on under another name
+    first_name: dict[str, str] = {}  # of sessions that go on under another name
     found = [line for line in map(_line, lines) if line is not None]
     for line in found:
         if line.after in session_of and line.session not in first_name:
@@ -135,7 +137,7 @@ def joined(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _line(text: str) -> Line | None:
-    """None for one that a reader of traces would refuse."""
+    """The line; None if a reader of traces would refuse it."""
     try:
         return msgspec.json.decode(text, type=Line)
     except (msgspec.MsgspecError, ValueError, RecursionError):

@@ -1,6 +1,6 @@
-"""Whose blocks a host writes and asks for: conversations by the names that a host gives, by chains, and by parents.
+"""Whose blocks a host writes and asks for: finds conversations by the host's names, by chains, and by parents.
 
-Control plane, one thread. Knows ids, no bytes.
+Control plane, one thread. Knows ids, but no bytes.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from kvstore.policy.steering import Steering
 from kvstore.store.disk_contents import DiskContents
 
 MAX_NAMES = 1 << 16
-REST_S = 30.0  # after its last write a conversation of which no request was told rests
+REST_S = 30.0  # after its last write, a conversation without known requests rests
 
 
 @dataclass(slots=True)
 class _Growing:
-    """A conversation that is known by its writes alone."""
+    """A conversation that is known only by its writes."""
 
     end: BlockId
     written_s: float
 
 
 class HostConversations:
-    """Told of requests, it knows exactly when conversations rest and return. Told of none, it takes a write behind the
-    end of a conversation that rested for that conversation's return.
+    """If the host tells it of requests, it knows exactly when conversations rest and return. Otherwise, a write behind
+    the end of a resting conversation counts as its return.
     """
 
     def __init__(self, steering: Steering, contents: DiskContents, clock: Callable[[], float]) -> None:
@@ -38,12 +38,17 @@ class HostConversations:
         self._named: OrderedDict[str, Conversation] = OrderedDict()  # in order of use
         self._open: dict[str, tuple[Conversation, list[BlockId]]] = {}  # with the chain of the request
         self._growing: dict[Conversation, _Growing] = {}
-        self._ends: dict[BlockId, Conversation] = {}  # of those that grow
+        self._ends: dict[BlockId, Conversation] = {}  # of the growing conversations
         self._num_arrived = 0
+
+    @property
+    def num_open(self) -> int:
+        """The number of known requests that have not ended."""
+        return len(self._open)
 
     # -- requests ----------------------------------------------------------------------------------------------------
     def arrive(self, name: str, chain: Sequence[BlockId]) -> None:
-        """A request waits or runs: until it ends, its blocks go last. Called again, it says more of its chain."""
+        """A request waits or runs: until it ends, its blocks are evicted last. A second call extends its chain."""
         if name in self._open:
             conversation = self._open[name][0]
         else:
@@ -55,8 +60,8 @@ class HostConversations:
     def _begin(self, name: str, chain: Sequence[BlockId]) -> Conversation:
         self._rest_in(chain)
         named = self._named.get(name)
-        if named is not None and chain and self._steering.find(chain) is not named:
-            self._steering.move(named, chain)  # with another beginning: its client has cut or edited it
+        if named is not None and chain and self._steering.conversation_of(chain) is not named:
+            self._steering.move(named, chain)  # it begins differently: the client has cut or edited it
         conversation = self._steering.arrive(chain, is_stored=self._has_end(chain))
         self._name(name, conversation)
         self._num_arrived += 1
@@ -65,7 +70,7 @@ class HostConversations:
         return conversation
 
     def finish(self, name: str, chain: Sequence[BlockId] = ()) -> None:
-        """The request has ended. chain: with its answer; if empty, as said before. An unknown name does nothing."""
+        """The request has ended. chain: with its answer; if empty, the one given before. Ignores unknown names."""
         if name not in self._open:
             return
         conversation, before = self._open.pop(name)
@@ -74,7 +79,7 @@ class HostConversations:
             conversation.wanted = None
         if chain:
             self._contents.touch(chain, conversation)
-        self._steering.leave(conversation, chain)
+        self._steering.end_request(conversation, chain)
 
     def _name(self, name: str, conversation: Conversation) -> None:
         self._named[name] = conversation
@@ -86,24 +91,24 @@ class HostConversations:
         return bool(chain) and self._contents.contains(chain[-1])
 
     def touch(self, chain: Sequence[BlockId]) -> None:
-        """These blocks, head first, were of use. Where no request was told of, that is one."""
+        """These blocks, head first, were used. Without known requests, that counts as one."""
         if not chain:
             return
         self._rest_in(chain)
-        found = self._steering.find(chain)
+        found = self._steering.conversation_of(chain)
         if found is not None and found.num_open:
             self._contents.touch(chain, found)
             return
         found = self._steering.arrive(chain, is_stored=self._has_end(chain))
         self._contents.touch(chain, found)
-        self._steering.leave(found, chain)
+        self._steering.end_request(found, chain)
 
     # -- writes ------------------------------------------------------------------------------------------------------
     def owner(self, name: str | None, block_id: BlockId, parent_id: BlockId) -> Conversation:
-        """Whose block this is, which is about to be written."""
+        """Whose block is about to be written."""
         if name is not None and name in self._open:
             return self._open[name][0]
-        resting = self._steering.find((parent_id,))
+        resting = self._steering.conversation_of((parent_id,))
         conversation = self._ends.get(parent_id)
         if conversation is None and name is not None:
             conversation = self._named.get(name)
@@ -112,7 +117,7 @@ class HostConversations:
             self._name(name, conversation)
         if conversation not in self._growing:
             if conversation.num_open:
-                return conversation  # a request of it was told of
+                return conversation  # one of its requests is known
             if conversation is resting:
                 self._steering.arrive((parent_id,))
             else:
@@ -124,11 +129,11 @@ class HostConversations:
         before = self._growing.pop(conversation, None)
         if before is not None:
             self._ends.pop(before.end, None)
-        self._growing[conversation] = _Growing(end, self._clock())  # the last in the order
+        self._growing[conversation] = _Growing(end, self._clock())  # make it the last in order
         self._ends[end] = conversation
 
     def poll(self) -> None:
-        """Those that were not written to for a while rest. O(1), but for these."""
+        """Let conversations rest that were not written to for a while. O(1), apart from those."""
         now_s = self._clock()
         while self._growing:
             conversation, last = next(iter(self._growing.items()))
@@ -137,7 +142,7 @@ class HostConversations:
             self._rest(conversation)
 
     def _rest_in(self, chain: Sequence[BlockId]) -> None:
-        """What grew rests, if this is a request that goes on with it."""
+        """Let a growing conversation rest, if this request goes on with it."""
         end = next((block_id for block_id in reversed(chain) if block_id in self._ends), None) if self._ends else None
         if end is not None:
             self._rest(self._ends[end])
@@ -145,18 +150,18 @@ class HostConversations:
     def _rest(self, conversation: Conversation) -> None:
         end = self._growing.pop(conversation).end
         del self._ends[end]
-        self._steering.leave(conversation, (end,))
+        self._steering.end_request(conversation, (end,))
 
     # -- by hand -----------------------------------------------------------------------------------------------------
     def pin(self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None = None) -> None:
-        """The conversation of this chain; see `Steering.pin`."""
+        """Pin the conversation of this chain; see `Steering.pin`."""
         if (conversation := self._of(chain)) is not None:
             self._steering.pin(conversation, seconds, expires_s)
 
     def _of(self, chain: Sequence[BlockId]) -> Conversation | None:
-        """The conversation of a chain; one is made where nobody is known to have it but its end is stored."""
+        """The conversation of a chain; makes one if it has none and its end is stored."""
         self._rest_in(chain)
-        found = self._steering.find(chain)
+        found = self._steering.conversation_of(chain)
         if found is None and self._has_end(chain):
             found = self._steering.make(chain[-1])
             self._steering.adopt([(chain[-1], found)])

@@ -1,4 +1,4 @@
-"""What a host has asked for and was not told of yet; and its writes, while its memory is borrowed for them.
+"""What a host has asked for and not yet collected; and its writes, while its memory is borrowed for them.
 
 Control plane, one thread.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 from kvstore.blocks.ids import BlockId
@@ -22,13 +22,13 @@ from kvstore.stats import StoreStats
 from kvstore.store.deletion import Deletion
 from kvstore.store.write_back import WriteBack
 
-MAX_WRITES = 4096  # that wait or run
+MAX_WRITES = 4096  # that are waiting or running
 MAX_WRITE_BYTES = 256 << 20
 NO_ROOM = {WriteError.MAP_FULL, WriteError.NO_SPACE}
 
 
 class Tickets:
-    """Each is handed out once, and collected once when it has ended."""
+    """Each ticket is handed out once, and collected once when it has ended."""
 
     def __init__(self) -> None:
         self._num = 0
@@ -36,7 +36,7 @@ class Tickets:
         self._finished: deque[Finished] = deque()
 
     def __bool__(self) -> bool:
-        """There is one that was not collected."""
+        """Whether there is one that was not collected."""
         return bool(self._since or self._finished)
 
     def begin(self) -> int:
@@ -45,7 +45,7 @@ class Tickets:
         return self._num
 
     def end(self, ticket: int, reason: str, num_bytes: int = 0) -> None:
-        """reason "": it is ok."""
+        """End a ticket. reason: why it failed; "" if it did not."""
         seconds = time.perf_counter() - self._since.pop(ticket)
         self._finished.append(Finished(ticket, not reason, reason, 0 if reason else num_bytes, seconds))
 
@@ -57,7 +57,9 @@ class Tickets:
 
 @dataclass(slots=True)
 class _Borrowed:
-    """Memory of the host. tickets: of all who asked for this block. reason: why it is not written, if it is not."""
+    """Memory of the host. tickets: those of all who asked for this block. reason: why it is not written, in case it is
+    not.
+    """
 
     block_id: BlockId
     view: memoryview
@@ -66,24 +68,28 @@ class _Borrowed:
 
 
 class HostWrites:
-    """Bounded in number and bytes. A write that fails is not tried again by itself: the host wants its memory back.
+    """Bounded in number and bytes. A failed write is not tried again, as the host wants its memory back.
 
-    root: the parent of blocks that have none. disk: where they go. deletion: of blocks by hand, here and there.
+    roots: the parents of blocks that have none; None: whoever writes knows that the block before is there.
+    tenant_bytes: what one tenant may have on disk. disk: where they are written. deletion: deletes blocks here and on
+    disk.
     """
 
     def __init__(
         self, tier: DiskTier, io: IoQueue, steering: Steering, stats: StoreStats, clock: Callable[[], float],
-        tickets: Tickets, root: BlockId,
+        tickets: Tickets, roots: Container[BlockId] | None, tenant_bytes: int | None = None,
     ) -> None:  # fmt: skip
-        self._tier, self._root = tier, root
+        self._tier, self._roots = tier, roots
         self._stats = stats
         self._tickets = tickets
         self._borrowed: dict[int, _Borrowed] = {}  # by slot
         self._num_bytes = 0
         self._max_bytes = min(MAX_WRITE_BYTES, tier.file.capacity_bytes // 4)
-        # Slots without memory of their own: each stands for a buffer of the host while that is written.
+        # Slots without memory of their own: each stands for a buffer of the host while that is being written.
         self._slots = CpuTier(MAX_WRITES, keep=False)
-        self.disk = WriteBack(tier, self._slots, io, lambda slot: self._borrowed[slot].view, stats, clock, steering)
+        self.disk = WriteBack(
+            tier, self._slots, io, lambda slot: self._borrowed[slot].view, stats, clock, steering, tenant_bytes
+        )
         self.deletion = Deletion(self._slots, self.disk, steering, stats, 1, tuple)
 
     def __len__(self) -> int:
@@ -92,13 +98,14 @@ class HostWrites:
     def write(
         self, record: BlockRecord, view: memoryview, owner: Callable[[BlockId, BlockId], Conversation]
     ) -> int | None:
-        """None: too many wait already, writing is paused, or it would take the room of others for nothing.
+        """Begin a write. Returns its ticket; None if too many wait, writing is paused, or it would evict others for
+        nothing.
 
-        owner: of a block with this id and this parent.
+        owner: finds the owner of a block by its id and its parent's.
         """
         slot = self._slots.slot_of(record.block_id)
         if slot is None:
-            may_wait = self._num_bytes + view.nbytes <= self._max_bytes and not self.disk.is_paused
+            may_wait = self._num_bytes + view.nbytes <= self._max_bytes and not self.disk.health.is_paused
             slot = self._slots.reserve() if may_wait and self._is_worth_room(record, view.nbytes) else None
             if slot is None:
                 self._stats.refused_writes += 1
@@ -113,10 +120,11 @@ class HostWrites:
         return ticket
 
     def _is_worth_room(self, record: BlockRecord, num_bytes: int) -> bool:
-        """False: others would go for it, and nobody could use it, as its parent is not there."""
+        """False if others would be evicted for a block that nobody could use, as its parent is not there."""
         parent_id = record.parent_id
         if (
-            parent_id == self._root
+            self._roots is None
+            or parent_id in self._roots
             or self.disk.contents.contains(parent_id)
             or self._slots.slot_of(parent_id) is not None
         ):
@@ -129,16 +137,16 @@ class HostWrites:
         self._give_back()
 
     def go_on(self) -> None:
-        """Hand the next ones to the writer. Called once per poll, and after writes were asked for."""
+        """Hand the next blocks to the writer. Called once per poll, and after every new write."""
         self.disk.pump()
-        if self.disk.queue.dirty and self.disk.is_paused:
+        if self.disk.queue.dirty and self.disk.health.is_paused:
             for slot in self.disk.queue.dirty:
-                self._borrowed[slot].reason = "no_room" if self.disk.degraded in NO_ROOM else "io_error"
+                self._borrowed[slot].reason = "no_room" if self.disk.health.error in NO_ROOM else "io_error"
             self.disk.refuse_waiting()
         self._give_back()
 
     def _give_back(self) -> None:
-        """The memory of those that the disk is done with."""
+        """Give back the memory of blocks that the disk is done with."""
         queue = self.disk.queue
         if len(self._borrowed) == len(queue.dirty) + len(queue.submitted):
             return
@@ -150,7 +158,7 @@ class HostWrites:
                 self._tickets.end(ticket, reason, borrowed.view.nbytes)
 
     def forget(self, block_ids: frozenset[BlockId]) -> None:
-        """Those that are being written are deleted as soon as that has ended."""
+        """Give these up. Those that are being written are deleted as soon as that has ended."""
         for borrowed in self._borrowed.values():
             if borrowed.block_id in block_ids:
                 borrowed.reason = "forgotten"

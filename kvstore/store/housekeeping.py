@@ -1,6 +1,6 @@
 """The thread that polls a store while nobody steps its engine, so that writes go on between turns.
 
-It also looks for the store's files, and writes what was learned.
+It also checks that the store's files are still there, and writes what was learned.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 from kvstore.disk import env as disk_env
 from kvstore.store.parts import DRAIN_S, DiskParts
 
-REST_S = 0.05  # between two rounds: a step that runs meanwhile collects by itself
-ROUND_S = 0.25  # a round at the latest: what a step saved itself, writes that wait to be tried again
+REST_S = 0.05  # between two rounds; a step that runs meanwhile collects by itself
+ROUND_S = 0.25  # the longest pause between rounds, for writes that are to be tried again
 TOUCHED_S = 2.0  # how often times of last use are handed to the writer
 LOOK_S = 0.5  # how often the store's files are looked for
 LEARNED_S = 60.0  # how often what was learned is written
 
 
 class Housekeeper:
-    """Starts at once, and ends when the progress of the parts is closed."""
+    """Starts at once. Ends when the parts' progress is closed."""
 
     def __init__(self, parts: DiskParts[Any]) -> None:
         self._parts = parts
@@ -49,7 +49,7 @@ class Housekeeper:
                     if parts.store.disk is not None and time.monotonic() - touched_s > TOUCHED_S:
                         parts.store.disk.persist_touched()
                         touched_s = time.monotonic()
-                except Exception:  # the border of a thread: without it nothing would be written between turns
+                except Exception:  # the top of a thread: without this, nothing more would be written between turns
                     parts.store.stats.housekeeping_errors += 1
             parts.learned.write_history(parts.lock)
             if time.monotonic() - learned_s > LEARNED_S:
@@ -57,12 +57,12 @@ class Housekeeper:
                 learned_s = time.monotonic()
 
     def _look_for_files(self) -> None:
-        """Whether what is written can still be found by whoever opens the store next."""
+        """Check that whoever opens the store next will find what is written."""
         parts = self._parts
         if parts.directory is None:
             return
         if parts.disk is not None:
             parts.disk.file.look()
         if parts.store.disk is not None and (loss := parts.directory.loss()) is not None:
-            parts.store.disk.degraded = loss
+            parts.store.disk.health.error = loss
         disk_env.tell_losses(parts.directory.path)

@@ -1,6 +1,6 @@
-"""What a store has learned of its traffic and of its machine, between two starts, and the history of its requests.
+"""Keeps what a store has learned of its traffic and its machine, and the history of its requests, across restarts.
 
-Whatever is wrong with the files, everything is learned anew; it never costs a request.
+If anything is wrong with the files, everything is learned anew. No request ever fails because of them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from kvstore.policy.steering import Steering
 from kvstore.stats import StoreStats
 from kvstore.store.history import History
 
-MOST_RATES = 15  # other models whose rates are remembered
+MOST_RATES = 15  # so many other models' rates are remembered
 
 
 class Learned:
-    """folder None: nothing outlives the process. model: its name, by which rates are remembered."""
+    """folder: None if nothing is to outlive the process. model: its name, by which rates are remembered."""
 
     def __init__(self, folder: Path | None, model: str, stats: StoreStats) -> None:
         self._folder, self._model, self._stats = folder, model, stats
@@ -37,11 +37,11 @@ class Learned:
 
     @property
     def steering(self) -> object:
-        """The state of the steering of an earlier process."""
+        """The steering's state from an earlier process."""
         return self._read.get("steering")
 
     def restore(self, planner: Planner) -> None:
-        """Rates are those of a model on this machine."""
+        """Restore the rates of this model on this machine."""
         try:
             planner.restore(self._rates.get(self._model))
         except ValueError:

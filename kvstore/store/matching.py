@@ -1,6 +1,6 @@
-"""What a request may load when it is scheduled: what is in memory, what is worth waiting for, what is computed instead.
+"""What a request may load when it is scheduled: what is in memory, what is worth waiting for, what to compute instead.
 
-Control plane, one thread. The planner says which way is faster, `requests` what is held.
+Control plane, one thread. The planner decides which way is faster; `requests` knows what is held.
 """
 
 from __future__ import annotations
@@ -8,33 +8,38 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvstore.policy.planner import Choice, Planner, Way
+from kvstore.policy.planner import LoadChoice, Planner, Way
 from kvstore.stats import StoreStats
 from kvstore.store.prefetch import Prefetcher
 from kvstore.store.reads import DiskReads
-from kvstore.store.requests import Requests, Tracked
+from kvstore.store.requests import Requests, Tracked, Wanted
 from kvstore.store.seam import Lookup, Match
 
-TRIED_BLOCKS = 16  # are read where computing is better: the disk may have become faster
-TRIED_SHARE = 4  # one of so many seconds is spent on that at most
+TRIED_BLOCKS = 16  # are read although computing is better: the disk may have become faster
+TRIED_SHARE = 4  # at most one second in this many is spent on such reads
 
 _MISS, _PENDING = Match(Lookup.MISS), Match(Lookup.PENDING)
 
 
-def choose(request: Tracked, planner: Planner, reads: DiskReads | None) -> Choice:
-    """How it is to get what it wants. reads None: there is no disk."""
-    if not request.is_exact or reads is None:  # without a disk: what is on its way is a splice, or a save
-        return Choice(Way.LOAD)
-    wanted = request.wanted
-    num_ahead, front = reads.num_before(request.rank), wanted.front
-    return planner.choose(wanted.end - front, wanted.back - front, num_ahead, reads.stalled_s, wanted.is_open)
+def choose(request: Tracked, planner: Planner, reads: DiskReads | None) -> LoadChoice:
+    """How a request should get what it wants. reads: None without a disk."""
+    if not request.is_exact or reads is None:  # without a disk, only splices or saves are on their way
+        return LoadChoice(Way.LOAD)
+    wanted, front = request.wanted, request.wanted.front
+    num_ahead = reads.num_before(request.rank)
+    unread = wanted.back - front
+    if reads.remote is None:
+        return planner.choose(wanted.end - front, unread, num_ahead, reads.stalled_s, wanted.is_open)
+    num_remote = sum(request.tier_at_arrival(index) == "remote" for index in range(front, wanted.back))
+    slow = num_remote, reads.num_before(request.rank, from_remote=True)
+    return planner.choose(wanted.end - front, unread, num_ahead, reads.stalled_s, wanted.is_open, *slow)
 
 
 @dataclass(eq=False)
 class Matcher:
     """Answers the scheduler, one request at a time.
 
-    may_try: what is read for nobody is kept in memory, so a slow disk may be tried.
+    may_try: blocks that nobody waits for stay in memory, so a slow disk may be tried.
     """
 
     _requests: Requests
@@ -47,9 +52,13 @@ class Matcher:
     _try_at: float = 0.0
 
     def match(self, request: Tracked, first: int, end: int) -> Match:
-        """What of blocks [first, end) can be loaded; called when it is to be scheduled, or has computed so far."""
+        """Which of blocks [first, end) can be loaded. Called when a request is to be scheduled, or has computed this
+        far.
+        """
         if not request.may_load:
             return _MISS
+        if self._requests.is_asking(request, True):
+            return _PENDING
         is_new, wanted = self._requests.ask(request, first, end), request.wanted
         if wanted.is_ready():
             return self._load(request, first)
@@ -69,16 +78,15 @@ class Matcher:
         return _PENDING if choice.way is Way.LOAD else self._load_and_compute(request, first, choice)
 
     def _load(self, request: Tracked, first: int) -> Match:
-        """All that it wants has landed."""
+        """Load everything that it wants: all of that has landed."""
         num_tokens = (request.wanted.end - first) * self._requests.block_size
+        self._requests.join(request)
         if num_tokens and (not request.is_exact or self._planner.should_load(num_tokens)):
-            request.wanted.is_open = False
             return Match(Lookup.HIT, num_tokens)
-        self._requests.cut(request, first)  # it is not asked again, or gets the same answer
-        request.wanted.is_open = False
+        self._requests.cut(request, first)  # the answer must be the same if it asks again
         return _MISS
 
-    def _load_and_compute(self, request: Tracked, first: int, choice: Choice) -> Match:
+    def _load_and_compute(self, request: Tracked, first: int, choice: LoadChoice) -> Match:
         """Load what is there, compute the next blocks, and ask again."""
         wanted, size = request.wanted, self._requests.block_size
         num_ready = wanted.front - first
@@ -88,18 +96,22 @@ class Matcher:
         num_next = min(choice.num_next, wanted.back - wanted.front)
         if not num_next:
             return self._load(request, first)
-        self._stats.split_prefills += not wanted.is_open
-        wanted.is_open = True
+        self._requests.split(request)
         return Match(Lookup.HIT if num_ready else Lookup.MISS, num_ready * size, num_next * size)
 
     def _try_disk(self, request: Tracked) -> None:
-        """Read the last of these blocks, for which nobody waits: without a measurement nothing would ever be read."""
+        """Read the last of these blocks although nobody waits for them: without measurements, nothing would ever be
+        read again.
+        """
         now_s = self._clock()
         if now_s < self._try_at or not self._may_try:
             return
-        self._try_at = now_s + TRIED_SHARE * TRIED_BLOCKS * self._planner.read_s
+        block_s = self._planner.read_s
+        if request.wanted.back and request.tier_at_arrival(request.wanted.back - 1) == "remote":
+            block_s = self._planner.remote_s
+        self._try_at = now_s + TRIED_SHARE * TRIED_BLOCKS * block_s
         wanted = request.wanted
-        tail = Tracked(request.chain, request.tokens, request.lineage, request.tenant)
-        tail.wanted.is_asked = True
+        is_asked = Wanted(is_asked=True)
+        tail = Tracked(request.chain, request.tokens, request.lineage, request.tenant, wanted=is_asked)
         self._requests.hold(tail, max(wanted.front, wanted.back - TRIED_BLOCKS), wanted.back)
         self._prefetcher.read_as_hint(tail)

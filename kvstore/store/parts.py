@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from kvstore.blocks.holdings import Holdings
 from kvstore.blocks.records import SaveFence, TransferPlan
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.io_queue import IoQueue
@@ -24,11 +25,11 @@ from kvstore.store.write_back import WriteBack
 if TYPE_CHECKING:
     import torch
 
-DRAIN_S = 5.0  # for what is in flight when the store is closed
+DRAIN_S = 5.0  # how long to wait for work in flight when the store is closed
 
 
 class DataPlane(Transfers, Protocol):
-    """What moves KV between HBM and the arena (`kvstore.memory.transfer`, `kvstore.memory.device_transfer`)."""
+    """Moves KV between HBM and the arena (`kvstore.memory.transfer`, `kvstore.memory.device_transfer`)."""
 
     load_seconds: Histogram
 
@@ -46,7 +47,7 @@ class DataPlane(Transfers, Protocol):
 
 
 class ControlPlane(Protocol):
-    """What a store does between the calls of those who use it (`control_plane.KVStore`, `host_blocks.HostBlocks`)."""
+    """A store's work between its users' calls (`control_plane.KVStore`, `host_blocks.HostBlocks`)."""
 
     stats: StoreStats
     steering: Steering
@@ -61,6 +62,8 @@ class ControlPlane(Protocol):
 
     def poll(self) -> bool: ...
 
+    def as_dict(self) -> dict[str, object]: ...
+
     def finish(self) -> None: ...
 
     def check_integrity(self, idle: bool) -> None: ...
@@ -71,7 +74,7 @@ S = TypeVar("S", bound=ControlPlane)
 
 @dataclass(frozen=True, slots=True)
 class DiskParts(Generic[S]):
-    """lock: of the control plane, held by whoever calls `store`. disk, directory None: there is no disk."""
+    """lock: the control plane's; callers of `store` hold it. disk, directory: None without a disk."""
 
     directory: StoreDirectory | None
     lock: AbstractContextManager[Any]
@@ -83,11 +86,15 @@ class DiskParts(Generic[S]):
 
     @property
     def degraded(self) -> str | None:
-        """Why nothing can be written to disk."""
-        return None if self.store.disk is None else self.store.disk.degraded
+        """Why nothing can be written to disk; None if it can."""
+        return None if self.store.disk is None else self.store.disk.health.error
+
+    def as_dict(self) -> dict[str, object]:
+        """Gauges and counters. lost: what has become of the store's files; None while they are there."""
+        return {**self.store.as_dict(), "lost": None if self.directory is None else self.directory.loss()}
 
     def wait_until(self, is_so: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Poll until it is so; False when that took longer than given, or when the store was closed."""
+        """Poll until the condition holds. Returns False after the timeout, or when the store was closed."""
 
         def polled() -> bool:
             with self.lock:
@@ -100,7 +107,7 @@ class DiskParts(Generic[S]):
         self.learned.write(self.store.steering, self.store.planner, self.lock)
 
     def drain(self) -> None:
-        """Write what is in flight, within DRAIN_S; afterwards nobody waits for progress any more."""
+        """Finish writes in flight, within DRAIN_S. After that, nobody waits for progress any more."""
         self.write_learned()
         with self.lock:
             self.store.finish()
@@ -108,20 +115,27 @@ class DiskParts(Generic[S]):
         self.progress.close()
 
     def close(self) -> None:
-        """After `drain`: give back files and memory."""
+        """Release files and memory, after `drain`."""
         self.learned.write_history(self.lock, is_end=True)
         ended = self.io.close(DRAIN_S)
         if self.disk is not None and ended:
             self.disk.close()
-        if self.directory is not None and ended:  # else a write is stuck: nobody else may have the file meanwhile
+        if self.directory is not None and ended:  # else a write is stuck, and nobody may open the file until it ends
             self.directory.close()
 
 
 @dataclass(frozen=True, slots=True)
 class StoreParts(DiskParts[KVStore]):
-    """With memory between HBM and the disk. Ends as DiskParts do, `transfer` before and `arena` after them."""
+    """The parts of a store with memory between HBM and the disk. They end like DiskParts, `transfer` before and `arena`
+    after those. tier_names: of tiers that the engine knows by another name.
+    """
 
     secret: bytes
     cpu: CpuTier
     arena: Any  # a `kvstore.memory.arena.Arena`
     transfer: DataPlane
+    holdings: Holdings | None = None
+    tier_names: Mapping[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, object]:
+        return {**DiskParts.as_dict(self), "load_seconds": self.transfer.load_seconds.as_dict()}

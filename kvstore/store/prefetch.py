@@ -1,7 +1,7 @@
 """Whose blocks are read next: waiting requests get slots in the order in which they are expected to start.
 
-Control plane, one thread. Running requests come before them, hints last; whoever comes earlier may take slots from
-those behind.
+Control plane, one thread. Running requests come before waiting ones, and hints last. An earlier one may take slots from
+later ones.
 """
 
 from __future__ import annotations
@@ -13,59 +13,71 @@ from kvstore.disk.io_queue import Rank
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Conversation
 from kvstore.policy.lookahead import SAVE_SHARE, LookAhead
-from kvstore.policy.planner import Choice, Way
+from kvstore.policy.planner import LoadChoice, Way
 from kvstore.store.requests import Requests, Tracked
 
-BLANK_SHARE = 16  # one of so many slots is kept empty, so that a read never waits for an eviction
+BLANK_SHARE = 16  # one in so many slots is kept empty, so that a read never waits for an eviction
 MOST_HINTS = 64
-NEW_SHARE = 8  # all who wait are looked at once one of so many has come since the last time
+NEW_SHARE = 8  # all waiting requests are examined once one in so many is new
 
 
 class Prefetcher:
-    """num_disk_blocks: capacity of the disk, 0 without one. choose: how a request is to get what it wants.
+    """num_disk_blocks: the disk's capacity, 0 without one. choose: decides how a request gets what it wants.
 
-    refresh: called with conversations that enter or leave the window.
+    refresh: called with conversations that enter or leave the window. may_read: whether there is a tier below the CPU
+    tier; None: only if there is a disk.
     """
 
     def __init__(
         self,
         cpu: CpuTier,
         requests: Requests,
-        choose: Callable[[Tracked], Choice],
+        choose: Callable[[Tracked], LoadChoice],
         num_disk_blocks: int,
         refresh: Callable[[Conversation], None],
+        may_read: bool | None = None,
     ) -> None:
-        self._cpu, self._requests, self._choose, self._has_disk = cpu, requests, choose, num_disk_blocks > 0
+        self._cpu, self._requests, self._choose = cpu, requests, choose
+        self._may_read = num_disk_blocks > 0 if may_read is None else may_read
         num_slots = cpu.pool.num_blocks
-        may_keep_blank = self._has_disk and cpu.keep and num_slots >= 4 * BLANK_SHARE
+        may_keep_blank = self._may_read and cpu.keep and num_slots >= 4 * BLANK_SHARE
         self.num_blank = num_slots // BLANK_SHARE if may_keep_blank else 0
         self._num_for_saves = num_slots // SAVE_SHARE if may_keep_blank else 0
         self.waiting = LookAhead(num_slots - self.num_blank, num_disk_blocks, refresh)
         self.hints: dict[int, Tracked] = {}  # in the order in which they came
         self._hint_numbers = count()
         self._has_changed = False
-        self._num_new = 0  # requests that have come since all were looked at
+        self._num_new = 0  # requests that have come since all were examined
 
     def arrive(self, request: Tracked) -> None:
-        """It waits from now on; what it needs from disk is read ahead, where many wait from the next step on."""
+        """A request waits from now on. What it needs from disk is read ahead; if many wait, only from the next step
+        on.
+        """
         assert request.conversation is not None and request.key is not None
         num_blocks = len(request.arrival) if request.may_load else 0
         self.waiting.add(request.request_id, request.key, request.conversation, num_blocks)
         self._has_changed = True
         self._num_new += 1
-        if NEW_SHARE * self._num_new >= len(self.waiting):  # else thousands would be looked at thousands of times
+        if NEW_SHARE * self._num_new >= len(self.waiting):  # else thousands would be examined thousands of times
             self.poll()
 
+    def answered(self, request: Tracked) -> None:
+        """More is known about what is stored for a request."""
+        if request.request_id in self.waiting:
+            assert request.conversation is not None and request.key is not None
+            self.waiting.add(request.request_id, request.key, request.conversation, len(request.arrival))
+        self._has_changed = True
+
     def start(self, request: Tracked) -> None:
-        """It runs in the next step."""
+        """A request runs in the next step."""
         if request.request_id in self.waiting:
             self.waiting.start(request.request_id)
             if not request.wanted.is_open:
-                self._requests.let_go(request)  # a choice that shares its prompt's blocks was never asked for
+                self._requests.let_go(request)  # the scheduler never asks for a choice that shares its prompt's blocks
             self._has_changed = True
 
     def remove(self, request_id: str) -> None:
-        """It has ended or was preempted, and holds nothing any more."""
+        """A request has ended or was preempted; it no longer holds anything."""
         self.waiting.remove(request_id)
         self._has_changed = True
 
@@ -74,16 +86,16 @@ class Prefetcher:
         self._has_changed = True
 
     def poll(self) -> None:
-        """Once per step: read for those who come next, and mark what they need."""
+        """Called once per step: read for the requests that come next, and mark what they need."""
         if self.num_blank:
             self._cpu.keep_blank(self.num_blank)
-        if not self._has_changed or not self._has_disk:
+        if not self._has_changed or not self._may_read:
             return
         self._has_changed, self._num_new = False, 0
         self.waiting.num_cpu_blocks = self._num_slots_to_fill()
         for waiting in self.waiting.to_prefetch():
             request = self._requests.by_id[waiting.request_id]  # type: ignore[index]
-            if request.may_load and request.arrival:
+            if request.may_load and request.arrival and not self._requests.is_asking(request, False):
                 self._read_ahead(request)
         for name, hint in list(self.hints.items()):
             self._requests.advance(hint, hint.wanted.first)
@@ -91,36 +103,40 @@ class Prefetcher:
                 self._drop_hint(name)
 
     def _num_slots_to_fill(self) -> int:
-        """The arena less what is kept blank and less what others hold than those who wait, or may need to save."""
+        """The arena's slots without those kept blank, and without those that running requests hold or may need for
+        saves.
+        """
         num_held = sum(len(one.wanted.slots) for one in (*self._holders(), *self.hints.values()))
         pool = self._cpu.pool
         num_others = max(self._num_for_saves, pool.num_in_use - num_held)
         return pool.num_blocks - self.num_blank - num_others
 
     def _holders(self) -> Iterator[Tracked]:
-        """Those who wait and hold slots: few of the thousands that may wait."""
+        """Waiting requests that hold slots: few of perhaps thousands."""
         requests = self._requests.by_id.values()
         return (request for request in requests if request.wanted.slots and request.request_id in self.waiting)
 
     def _read_ahead(self, request: Tracked) -> None:
-        """Read what it is better to load than to compute, as far as that can be said by now."""
+        """Read what is better loaded than computed, as far as can be said by now."""
         if not request.wanted.is_begun:
             self._requests.hold(request, request.num_hbm_blocks, request.num_loadable(self._requests.block_size))
         self._requests.advance(request, request.wanted.first)
-        if request.wanted.front < request.wanted.lowest:  # else all its reads have begun
+        if request.wanted.front < request.wanted.lowest:  # otherwise all of its reads have begun
             choice = self._choose(request)
             if choice.way is not Way.COMPUTE:
                 self.read(request, choice.num_blocks)
 
     def read(self, request: Tracked, num_computed: int) -> int | None:
-        """Begin to read what it wants but these blocks, in slots of those behind it if need be. Returns as
-        `Requests.read`.
+        """Begin to read what it wants after these blocks, if need be into slots of requests behind it. Returns the same
+        as `Requests.read`.
         """
         first = request.wanted.front + num_computed
         return self._requests.read(request, first, lambda: self._take_slots_behind(request))
 
     def _take_slots_behind(self, request: Tracked) -> bool:
-        """Slots of a hint, or else of the request that is expected to start last; False: all belong to earlier ones."""
+        """Take slots from a hint, or from the request that is expected to start last. False if all belong to earlier
+        ones.
+        """
         while self.hints and request.key is not None:
             if self._drop_hint(next(reversed(self.hints))):
                 return True
@@ -133,20 +149,22 @@ class Prefetcher:
         return True
 
     def may_wait(self, request: Tracked) -> bool:
-        """Whether somebody holds slots who will give them back: who comes earlier never waits for this one."""
+        """Whether an earlier request holds slots that it will give back. Earlier ones never wait for later ones."""
         place = self._place(request)
         return any(other.wanted.slots and self._place(other) < place for other in self._requests.by_id.values())
 
     def _place(self, request: Tracked) -> tuple[bool, Rank]:
-        """Of those who want slots: who runs comes first, a hint last. No two are equal: nobody waits in a ring."""
+        """The order of those who want slots: running requests first, hints last. No two are equal, so nobody waits in a
+        ring.
+        """
         return request.key is None or request.request_id in self.waiting, request.rank
 
     def hint(self, wanted: Tracked) -> None:
-        """Read what of this chain is on disk only, into slots that nobody waits for."""
+        """Read what is only on disk of this chain into slots that nobody waits for."""
         self._requests.hold(wanted, 0, len(wanted.chain))
         room = self._num_slots_to_fill() - sum(w.num_blocks for w in self.waiting.to_prefetch())
         room -= sum(len(hint.wanted.slots) for hint in self.hints.values())
-        # It takes what no waiting request needs, and not all of that.
+        # A hint takes only what no waiting request needs, and not all of that.
         room = min(room, self._cpu.pool.num_free - self._cpu.pool.num_blocks // 4)
         unread = [index for index in range(wanted.wanted.end) if index not in wanted.wanted.slots]
         if len(unread) > max(room, 0):
@@ -154,10 +172,10 @@ class Prefetcher:
         self.read_as_hint(wanted)
 
     def read_as_hint(self, hint: Tracked) -> None:
-        """What it wants, for which nobody waits."""
+        """Begin to read what a hint wants, for which nobody waits."""
         short = self._requests.read(hint, hint.wanted.first, lambda: False)
         if short is not None:
-            self._requests.cut(hint, short)  # nobody would ever read the rest, nor let go of what it holds
+            self._requests.cut(hint, short)  # nobody would ever read the rest, or release what it holds
         self._requests.advance(hint, hint.wanted.first)
         if hint.wanted.is_ready():
             self._requests.let_go(hint)
@@ -167,7 +185,7 @@ class Prefetcher:
             self._drop_hint(next(iter(self.hints)))
 
     def _drop_hint(self, name: int) -> bool:
-        """Its blocks stay in memory until others need the room. Whether slots became free."""
+        """Drop a hint; its blocks stay in memory until others need the room. Returns whether slots became free."""
         num_free = self._cpu.pool.num_free
         self._requests.let_go(self.hints.pop(name))
         return self._cpu.pool.num_free > num_free

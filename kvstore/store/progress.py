@@ -1,4 +1,4 @@
-"""Waiting for what worker threads do: they wake, and whoever waits polls the store under its lock."""
+"""Waiting for worker threads: they wake whoever waits, who then polls the store under its lock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class StoreProgress:
-    """num: things that have ended."""
+    """num: how many things have ended."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -22,19 +22,19 @@ class StoreProgress:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """End all waiting, now and later."""
         with self._changed:
             self.closed = True
             self._changed.notify_all()
 
     def wait(self, seen: int, timeout_s: float) -> int:
-        """Returns the number of things that have ended, once it is not `seen` any more, or after the timeout."""
+        """Wait until the number of ended things is no longer `seen`, or for the timeout. Returns the number."""
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self.num != seen, timeout_s)
             return self.num
 
     def wait_until(self, is_so: Callable[[], bool], hurry: Callable[[], None], timeout_s: float | None) -> bool:
-        """Ask until it is so; False when that took longer than given, or when the store was closed.
+        """Ask until it is so. Returns False after the timeout, or when the store was closed.
 
         hurry: called before each time.
         """

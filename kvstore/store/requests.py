@@ -1,28 +1,31 @@
-"""What a request has in flight: what it may load, held for it until it is scheduled, and how far it is saved.
+"""What a request has in flight: blocks that are read for it and held until it is scheduled.
 
-Control plane, one thread. `Requests` alone moves the cursors of `Wanted`.
+Control plane, one thread. Only this module writes the records; others read them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from kvstore.blocks.ids import TOKEN_BYTES
+from kvstore.blocks.ids import TOKEN_BYTES, BlockId, token_bytes
 from kvstore.blocks.records import BlockRecord, Load
 from kvstore.disk.io_queue import AS_HINT, Rank, rank_of_request
 from kvstore.memory.tier import CpuTier, SlotState
 from kvstore.policy.conversation import Conversation, QueueKey
 from kvstore.stats import StoreStats
 from kvstore.store.reads import DiskReads
+from kvstore.store.seam import Lookup, Match, NewRequest
 from kvstore.store.stored import ChainContent, StoredBlocks
+
+Announced = list[tuple[int, BlockRecord]]  # blocks to be read, by their places in the chain
 
 
 @dataclass(slots=True)
 class Wanted:
-    """Blocks [first, end) of a request, each in one of `slots`, held for it, or still to be read.
+    """Blocks [first, end) that a request wants, each held in one of `slots` or still to be read.
 
-    [first, front) and [back, end) are READY, all of [lowest, end) are held.
+    [first, front) and [back, end) are READY; all of [lowest, end) are held.
     """
 
     is_begun: bool = False
@@ -31,23 +34,14 @@ class Wanted:
     front: int = 0
     back: int = 0
     lowest: int = 0
-    slots: dict[int, int] = field(default_factory=dict)  # by block
-    is_asked: bool = False  # the scheduler has asked for the request
-    is_open: bool = False  # it runs, and loads more later
-    read_ahead: set[int] = field(default_factory=set)  # read before it was asked for, and not loaded by it
+    slots: dict[int, int] = field(default_factory=dict)  # by the block's place in the chain
+    is_asked: bool = False  # the scheduler has asked what can be loaded for it
+    is_open: bool = False  # it runs, and is going to load more
+    read_ahead: set[int] = field(default_factory=set)  # read before the request was asked for, and not loaded by it
 
     def is_ready(self) -> bool:
         """Whether all of them have landed."""
         return self.front == self.end
-
-
-@dataclass(slots=True)
-class Saving:
-    """How far a request is saved."""
-
-    partial: tuple[int, int] | None = None  # block and slot that its last tokens are being saved to
-    goes_on: bool = True  # its full blocks are saved
-    hole: int | None = None  # the first block that was not saved, once that has ended
 
 
 @dataclass(slots=True, eq=False)
@@ -58,14 +52,15 @@ class Tracked(ChainContent):
     key: QueueKey | None = None
     conversation: Conversation | None = None
     may_load: bool = True
+    was_elsewhere: bool = False  # another server was asked to compute it
     num_hbm_blocks: int = 0  # when it arrived
     arrival: list[str] = field(default_factory=list)  # the tier of each block after those, as far as they are stored
+    num_told: int = 0  # how many of these the engine knows of
     wanted: Wanted = field(default_factory=Wanted)
-    saving: Saving = field(default_factory=Saving)
 
     @property
     def rank(self) -> Rank:
-        """Of its reads."""
+        """The rank of its reads."""
         return AS_HINT if self.key is None else rank_of_request(self.key)
 
     @property
@@ -74,20 +69,47 @@ class Tracked(ChainContent):
         return self.lineage.splice_index is None
 
     def tier_at_arrival(self, index: int) -> str | None:
-        """Below HBM, that had this block; None: it was not stored there."""
+        """The tier below HBM that had this block; None if none had it."""
         place = index - self.num_hbm_blocks
         return self.arrival[place] if 0 <= place < len(self.arrival) else None
 
+    def extend(self, new_ids: Sequence[BlockId], new_tokens: Sequence[int]) -> None:
+        """Add blocks that have become full; see `StepSpan`."""
+        self.chain += new_ids
+        self.tokens += token_bytes(new_tokens)
+
+    def with_late_tiers(self, found: Match) -> Match:
+        """The match, with the tiers of blocks found after its arrival, which are reported once."""
+        late = tuple(self.arrival[self.num_told :])
+        if not late or found.lookup is Lookup.PENDING:
+            return found
+        first, self.num_told = self.num_hbm_blocks + self.num_told, len(self.arrival)
+        return replace(found, late_from=first, late_tiers=late)
+
     def num_loadable(self, block_size: int) -> int:
-        """Blocks that may be loaded: one token is always left to compute."""
+        """The number of blocks that may be loaded: one token is always left to compute."""
         return min((len(self.tokens) // TOKEN_BYTES - 1) // block_size, len(self.chain))
 
 
-class Requests:
-    """Holds what requests want and hands it out. reads None: there is no disk."""
+def tracked(new: NewRequest, conversation: Conversation) -> Tracked:
+    """A request that was just queued."""
+    tokens = bytearray(token_bytes(new.token_ids))
+    return Tracked(
+        list(new.chain), tokens, new.lineage, new.tenant, new.request_id, new.key, conversation, new.may_load
+    )
 
-    def __init__(self, cpu: CpuTier, stored: StoredBlocks, reads: DiskReads | None, stats: StoreStats) -> None:
+
+class Requests:
+    """Holds the blocks that requests want, and hands them out. reads None: there is no disk. is_asking: see
+    `RemoteBlocks.is_asking`; None: there is no such tier.
+    """
+
+    def __init__(
+        self, cpu: CpuTier, stored: StoredBlocks, reads: DiskReads | None, stats: StoreStats,
+        is_asking: Callable[[Tracked, bool], bool] | None = None,
+    ) -> None:  # fmt: skip
         self._cpu, self._stored, self._reads, self._stats = cpu, stored, reads, stats
+        self.is_asking = is_asking or (lambda *_: False)
         self.block_size = stored.block_size
         self.by_id: dict[str, Tracked] = {}
 
@@ -95,13 +117,20 @@ class Requests:
         """Note which tier holds each block after those in HBM."""
         self.by_id[request.request_id] = request
         request.num_hbm_blocks = num_hbm_blocks
-        most = request.num_loadable(self.block_size)
-        request.arrival += self._stored.tiers(request.chain, num_hbm_blocks, most)
+        self.look_again(request)
+        request.num_told = len(request.arrival)
         if request.conversation is not None:
             self._stored.claim(request.chain, request.lineage, request.conversation)
 
+    def look_again(self, request: Tracked) -> bool:
+        """Check whether more of its blocks are known to be stored by now. Reads that have begun stay as they are."""
+        first = request.num_hbm_blocks + len(request.arrival)
+        found = self._stored.tiers(request.chain, first, request.num_loadable(self.block_size))
+        request.arrival += found
+        return bool(found)
+
     def hold(self, request: Tracked, first: int, end: int) -> None:
-        """Hold what the CPU tier has of its blocks from `first` on, as far as they are stored; reads nothing."""
+        """Hold its blocks from `first` on that the CPU tier has, as far as they are stored. Reads nothing."""
         self.let_go(request)
         wanted = request.wanted
         wanted.is_begun, wanted.first, wanted.front, wanted.end = True, first, first, end
@@ -109,20 +138,20 @@ class Requests:
         self._hold_range(request, first, end)
 
     def hold_before(self, request: Tracked, first: int) -> None:
-        """HBM has lost some that it had: what the request wants begins earlier."""
+        """Let what the request wants begin earlier, as HBM has lost blocks."""
         wanted = request.wanted
         old_first, wanted.first, wanted.front = wanted.first, first, first
-        wanted.lowest = max(wanted.lowest, old_first)  # what is before it is not being read
+        wanted.lowest = max(wanted.lowest, old_first)  # blocks before it are not being read
         self._hold_range(request, first, old_first)
 
     def _hold_range(self, request: Tracked, first: int, end: int) -> None:
         for index in range(first, end):
-            if not self._acquire(request, index) and not self._stored.is_on_disk(request.chain[index]):
+            if not self._acquire(request, index) and not self._stored.is_below_cpu(request.chain[index]):
                 self.cut(request, index)
                 return
 
     def _acquire(self, request: Tracked, index: int) -> bool:
-        """Hold a block that is in the CPU tier or on its way there, which may have to hurry now."""
+        """Hold a block that is in the CPU tier or on its way there; its read may become more urgent."""
         slot = self._stored.slot_of(request, index)
         if slot is None:
             return False
@@ -133,7 +162,7 @@ class Requests:
         return True
 
     def advance(self, request: Tracked, first: int) -> None:
-        """Look at slots that were not READY; a failed one ends what the request may load. Blocks before go."""
+        """Check slots that were not READY: a failed one ends what may be loaded. Releases earlier blocks."""
         wanted = request.wanted
         if wanted.first < first:
             self._drop(request, [index for index in wanted.slots if index < first])
@@ -146,9 +175,8 @@ class Requests:
             wanted.back = last
 
     def _is_ready(self, request: Tracked, index: int) -> bool:
-        """Whether this block has landed. One that did not come is computed, and what is behind it."""
-        wanted = request.wanted
-        slot = wanted.slots.get(index)
+        """Whether this block has landed. If it failed, it and all that follow it are computed."""
+        wanted, slot = request.wanted, request.wanted.slots.get(index)
         state = SlotState.PENDING if slot is None else self._cpu.state(slot)
         if state in (SlotState.FAILED, SlotState.EMPTY):
             if request.key is not None:
@@ -157,7 +185,7 @@ class Requests:
         return state is SlotState.READY
 
     def cut(self, request: Tracked, end: int) -> None:
-        """What it wants ends here."""
+        """Let what it wants end here."""
         wanted = request.wanted
         self._drop(request, [index for index in wanted.slots if index >= end])
         wanted.end = wanted.back = end
@@ -166,16 +194,16 @@ class Requests:
     def read(self, request: Tracked, first: int, make_room: Callable[[], bool]) -> int | None:
         """Begin to read what it wants from `first` on, the tail before the head: the head can be computed meanwhile.
 
-        make_room: takes a slot from somebody else; False when there is none to take. Returns the first block for which
+        make_room: takes a slot from somebody else; False if there is none to take. Returns the first block for which
         there was no slot, or None.
         """
         wanted = request.wanted
         if first >= wanted.lowest:
             return None
-        begun: list[tuple[int, BlockRecord]] = []
-        short = self._announce(request, first, make_room, begun)
+        begun, short = self._announce(request, first, make_room)
         for index, record in reversed(begun):
-            self._reads.start(wanted.slots[index], record, request.rank)  # type: ignore[union-attr]
+            from_remote = not self._stored.is_on_disk(record.block_id)
+            self._reads.start(wanted.slots[index], record, request.rank, from_remote)  # type: ignore[union-attr]
         if not wanted.is_asked:
             wanted.read_ahead.update(index for index, _ in begun)
             self._stats.prefetched += len(begun)
@@ -183,33 +211,32 @@ class Requests:
             wanted.lowest = min(first, wanted.end)
         return short
 
-    def _announce(
-        self, request: Tracked, first: int, make_room: Callable[[], bool], begun: list[tuple[int, BlockRecord]]
-    ) -> int | None:
-        """Slots for what is to be read, noted in `begun`; returns the first block for which there was none, or None."""
-        for index in range(first, request.wanted.end):  # announced in order: a block is linked to the one before
+    def _announce(self, request: Tracked, first: int, make_room: Callable[[], bool]) -> tuple[Announced, int | None]:
+        """Allocate slots for blocks to read. Returns them, and the first block without a slot, or None."""
+        begun: Announced = []
+        for index in range(first, request.wanted.end):  # announced in order, as a block is linked to the one before
             if index in request.wanted.slots or self._acquire(request, index):
                 continue
-            if not self._stored.is_on_disk(request.chain[index]):
+            if not self._stored.is_below_cpu(request.chain[index]):
                 self.cut(request, index)
-                return None
+                break
             slot = self._cpu.reserve()
             while slot is None and make_room():
                 slot = self._cpu.reserve()
             if slot is None:
-                return index
+                return begun, index
             record = self._stored.record(request, index)
             if not self._cpu.announce(slot, record, request.conversation):
-                self._cpu.release(slot)  # the id is there with another content
+                self._cpu.release(slot)  # the id exists with other content
                 self.cut(request, index)
-                return None
+                break
             self._cpu.acquire(slot)
             request.wanted.slots[index] = slot
             begun.append((index, record))
-        return None
+        return begun, None
 
     def ask(self, request: Tracked, first: int, end: int) -> bool:
-        """It is to be scheduled, with blocks before `first` in HBM. Whether that is so for the first time."""
+        """Note that it is to be scheduled, with blocks before `first` in HBM. Returns whether for the first time."""
         wanted = request.wanted
         if not wanted.is_begun:
             self.hold(request, first, end)
@@ -219,13 +246,20 @@ class Requests:
         is_new, wanted.is_asked = not wanted.is_asked, True
         if is_new:
             ready = [index for index, slot in wanted.slots.items() if self._cpu.state(slot) is SlotState.READY]
-            self._stats.prefetch_hits += sum(request.tier_at_arrival(index) == "disk" for index in ready)
+            self._stats.prefetch_hits += sum(request.tier_at_arrival(index) in ("disk", "remote") for index in ready)
         return is_new
 
-    def hand_out(
-        self, request: Tracked, block_numbers: Sequence[int], first_block: int, num_blocks: int
-    ) -> list[Load]:
-        """Held slots as loads into these HBM blocks; the references go with them."""
+    def split(self, request: Tracked) -> None:
+        """It loads what is there, computes what comes next, and asks again."""
+        self._stats.split_prefills += not request.wanted.is_open
+        request.wanted.is_open = True
+
+    def join(self, request: Tracked) -> None:
+        """It does not ask again."""
+        request.wanted.is_open = False
+
+    def hand_out(self, request: Tracked, block_numbers: Sequence[int], first_block: int, num_blocks: int) -> list[Load]:
+        """Turn held slots into loads into these HBM blocks; the references go with them."""
         wanted, size = request.wanted, self.block_size
         loads = [
             Load(number, wanted.slots.pop(index), index * size, request.chain[index])
@@ -240,32 +274,23 @@ class Requests:
         return loads
 
     def let_go(self, request: Tracked) -> None:
-        """Give back what is held for it; it may ask again."""
+        """Release all that is held for it. It may ask again."""
         wanted = request.wanted
         self._drop(request, list(wanted.slots))
         wanted.is_begun = wanted.is_open = False
         wanted.first = wanted.end = wanted.front = wanted.back = wanted.lowest = 0
 
     def _drop(self, request: Tracked, indices: Sequence[int]) -> None:
-        """Give back these; reads of them that nobody else wants are dropped, too."""
+        """Release these slots, and drop reads of them that nobody else wants."""
         ordered = sorted(indices, reverse=True)  # the tail is evicted before the head
         slots = [request.wanted.slots.pop(index) for index in ordered]
         for slot in slots:
             self._cpu.release(slot)
-        if self._reads is None:
-            return
-        is_kept = False
-        for index, slot in zip(ordered, slots, strict=True):
-            if slot not in self._reads or self._cpu.pool.ref_count(slot) > 1:
-                continue
-            is_kept = is_kept or self._reads.is_built_on(slot)
-            if is_kept:
-                self._reads.set_rank(slot, AS_HINT)
-            elif self._reads.cancel(slot):
-                request.wanted.read_ahead.discard(index)
+        if self._reads is not None and (dropped := self._reads.let_go(slots)):
+            request.wanted.read_ahead -= {index for index, slot in zip(ordered, slots, strict=True) if slot in dropped}
 
     def remove(self, request_id: str) -> Tracked | None:
-        """The request ended or was preempted: what was held for it is given back. Returns it as it was known."""
+        """Remove a request that ended or was preempted, with what was held for it; return it."""
         request = self.by_id.pop(request_id, None)
         if request is not None:
             self.let_go(request)

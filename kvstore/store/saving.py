@@ -1,13 +1,13 @@
-"""Which of a step's tokens are saved, and where to: a slot per block, reserved when its first token is scheduled.
+"""Which of a step's tokens are saved, and where: each block has a slot, reserved when its first token is scheduled.
 
-Control plane, one thread. A block that cannot be saved ends the saving of its request: what would follow it could not
-be used without it.
+Control plane, one thread. If a block cannot be saved, saving of its request ends, as later blocks would be useless
+without it.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.blocks.ids import BlockId
@@ -22,20 +22,29 @@ MAX_UNSAVED = 1 << 20
 
 
 @dataclass(slots=True)
+class Saving:
+    """How far a request is saved."""
+
+    partial: tuple[int, int] | None = None  # block and slot that its last tokens are being saved to
+    goes_on: bool = True  # whether its full blocks are saved
+    hole: int | None = None  # the first unsaved block, once saving has ended
+
+
+@dataclass(slots=True)
 class SaveStep:
-    """Slots of one step's saves."""
+    """The slots of one step's saves."""
 
     saves: list[Save] = field(default_factory=list)
-    written: list[int] = field(default_factory=list)  # each holds a reference for it
-    complete: list[int] = field(default_factory=list)  # those that are full with it
-    num_unnamed: int = 0  # blocks that are full with it, too, and have no id yet
+    written: list[int] = field(default_factory=list)  # each holds a reference for the step
+    complete: list[int] = field(default_factory=list)  # blocks that this step fills
+    num_unnamed: int = 0  # blocks that this step fills and that have no id yet
 
 
 @dataclass(eq=False)
 class Saver:
     """Plans saves, and knows the blocks of HBM that should have been saved and were not.
 
-    has_disk: what was evicted below HBM is worth computing again, as there is room for all.
+    has_disk: whether blocks that only HBM has are worth computing again, as the disk has room for all.
     """
 
     _cpu: CpuTier
@@ -46,15 +55,16 @@ class Saver:
 
     def __post_init__(self) -> None:
         self._block_size = self._stored.block_size
-        # Block id -> its parent: holes that a later request closes by computing from there.
+        self._savings: defaultdict[Tracked, Saving] = defaultdict(Saving)
+        # Block id -> its parent: holes that a later request closes by computing them.
         self._unsaved: OrderedDict[BlockId, BlockId] = OrderedDict()
         # Full blocks whose last token was not read from the device yet: step, request, index, and slot if it is saved.
         self._unnamed: list[tuple[SaveStep, Tracked, int, int | None]] = []
 
     def plan(self, spans: Sequence[StepSpan], may_save: bool, step: SaveStep) -> None:
-        """Slots for the tokens of a step, noted in `step` as they are taken, so that an error leaves none behind.
+        """Choose slots for the tokens of a step, noted in `step` as they are taken, so that an error leaks none.
 
-        may_save False: the queue is full, so every block that begins is dropped.
+        may_save: False if the queue is full, so that every new block is dropped.
         """
         for scheduled, span in enumerate(spans):
             request = self._requests.by_id.get(span.request_id)
@@ -80,9 +90,9 @@ class Saver:
                 self._filled(request, index, slot, step)
 
     def name_full_blocks(self, ending: Tracked | None = None) -> None:
-        """Go on with the blocks whose last token is known by now, or whose request has left.
+        """Continue with blocks whose last token is known by now, or whose request has left.
 
-        ending: a request that leaves now. Its last token was computed for nothing, if at all.
+        ending: a request that leaves now; the KV of its last token does not count.
         """
         unnamed, self._unnamed = self._unnamed, []
         for step, request, index, slot in unnamed:
@@ -92,40 +102,54 @@ class Saver:
                 self._unnamed.append((step, request, index, slot))
                 continue
             step.num_unnamed -= 1
-            if is_here:  # else its slot was given back
+            if is_here:  # else its slot was released
                 slot = None if slot is None else self._continued(request, index, slot)
                 self._filled(request, index, slot, step)
 
     def drop_unnamed(self) -> None:
-        """All requests are going to end."""
+        """Drop blocks without ids: all requests are about to end."""
         for step, *_ in self._unnamed:
             step.num_unnamed = 0
         self._unnamed = []
 
-    def drop_partial(self, request: Tracked) -> None:
-        """Give back the slot of a block that will not become full."""
-        if request.saving.partial is not None:
-            self._cpu.release(request.saving.partial[1])
-            request.saving.partial = None
+    def remove(self, request: Tracked) -> None:
+        """A request has ended or was preempted."""
+        if (saving := self._savings.pop(request, None)) is not None:
+            self._drop_partial(saving)
+
+    def _drop_partial(self, saving: Saving) -> None:
+        """Release the slot of a block that will not become full."""
+        if saving.partial is not None:
+            self._cpu.release(saving.partial[1])
+            saving.partial = None
+
+    def is_saving(self, request: Tracked) -> bool:
+        """Whether its full blocks are saved."""
+        saving = self._savings.get(request)
+        return saving is None or saving.goes_on
+
+    def partial_slots(self) -> Iterator[int]:
+        """The slots of blocks that are not full yet."""
+        return (saving.partial[1] for saving in self._savings.values() if saving.partial is not None)
 
     def _filled(self, request: Tracked, index: int, slot: int | None, step: SaveStep) -> None:
         if slot is not None:
             self._complete(request, index, slot, step)
-        elif index == request.saving.hole:
+        elif index == self._savings[request].hole:
             self._mark(request, index)
 
     def _slot_for(self, request: Tracked, index: int, begins: bool, may_save: bool) -> int | None:
-        """Where this block's tokens go; None when they are not saved."""
-        saving = request.saving
+        """The slot for this block's tokens; None when they are not saved."""
+        saving = self._savings[request]
         if not begins and saving.partial is not None and saving.partial[0] == index:
             return self._continued(request, *saving.partial)
-        self.drop_partial(request)
+        self._drop_partial(saving)
         if len(request.chain) > index and self._stored.holds(request.chain[index]):
             self._unsaved.pop(request.chain[index], None)
-            return None  # somebody has saved it
+            return None  # it is already saved
         if not saving.goes_on:
             return None
-        if not begins:  # its first tokens were computed by another choice of the same prompt: nothing to do with room
+        if not begins:  # another choice of the same prompt computed its first tokens: no lack of room
             saving.goes_on, saving.hole = False, index
             return None
         if not self._has_parent(request, index):
@@ -139,16 +163,16 @@ class Saver:
         return slot
 
     def _continued(self, request: Tracked, index: int, slot: int) -> int | None:
-        """The slot of a block that an earlier step began, unless what that step saved has not arrived."""
+        """The slot of a block that an earlier step began, if that step's save has arrived."""
         if self._cpu.state(slot) is SlotState.EMPTY:
             return slot
-        self.drop_partial(request)
+        self._drop_partial(self._savings[request])
         self._drop(request, index)
         return None
 
     def _complete(self, request: Tracked, index: int, slot: int, step: SaveStep) -> None:
-        """The step fills this block: from now on it is found, PENDING. The request's reference becomes the step's."""
-        request.saving.partial = None
+        """Make a block that this step fills findable, as PENDING. The request's reference becomes the step's."""
+        self._savings[request].partial = None
         if not self._has_parent(request, index):  # evicted or deleted since the block was begun
             self._orphan(request, index)
             self._cpu.release(slot)
@@ -160,20 +184,22 @@ class Saver:
 
     def _drop(self, request: Tracked, index: int) -> None:
         self._stats.dropped_saves += 1
-        request.saving.goes_on, request.saving.hole = False, index
+        saving = self._savings[request]
+        saving.goes_on, saving.hole = False, index
 
     def _orphan(self, request: Tracked, index: int) -> None:
-        """What this block is built on was evicted below HBM: where there is a disk, a later turn stores it again.
+        """Note that the block's parent was evicted below HBM.
 
-        Without one the CPU tier is too small for what HBM holds, and computing again would only evict others.
+        With a disk, a later turn stores it again. Without one, the CPU tier is too small for what HBM holds, and
+        computing again would only evict others.
         """
         self._stats.orphan_saves += 1
-        request.saving.goes_on = False
+        self._savings[request].goes_on = False
         if self._has_disk:
             self._mark(request, next(first for first in range(index - 1, -1, -1) if self._has_parent(request, first)))
 
     def _has_parent(self, request: Tracked, index: int) -> bool:
-        """Whether what this block is built on is stored: without it nobody could ever load the block."""
+        """Whether the block's parent is stored: without it nobody could load the block."""
         return index == 0 or self._stored.holds(request.chain[index - 1])
 
     def _mark(self, request: Tracked, index: int) -> None:
@@ -182,12 +208,14 @@ class Saver:
             self._unsaved.popitem(last=False)
 
     def lost(self, slot: int) -> None:
-        """A save has failed after its slot was announced."""
+        """Note that a save failed after its slot was announced."""
         if (record := self._cpu.record(slot)) is not None:
             self._unsaved[record.block_id] = record.parent_id
 
     def num_usable(self, request: Tracked, num_hit: int) -> int:
-        """Of `num_hit` blocks in HBM those before a hole that can be closed now: what follows is computed and saved."""
+        """How many of `num_hit` blocks in HBM come before a hole that can be closed now. The rest is computed and
+        saved.
+        """
         if not self._unsaved:
             return num_hit
         for index in range(num_hit):

@@ -1,4 +1,4 @@
-"""What crosses the seam between a scheduler and the store: what is asked of a request, and what is answered."""
+"""What crosses the seam between a scheduler and the store: questions about requests, and their answers."""
 
 from __future__ import annotations
 
@@ -7,43 +7,66 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from kvstore.blocks.ids import BlockId
+from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.blocks.records import Evict, Evicted
-from kvstore.policy.conversation import Conversation
+from kvstore.policy.conversation import Conversation, QueueKey
 
 
 class Lookup(Enum):
-    """What a connector says of the blocks behind those already in HBM."""
+    """What a connector says about the blocks after those already in HBM."""
 
     MISS = "miss"  # nothing more; compute
     HIT = "hit"  # `num_tokens` more can be loaded at once
-    PENDING = "pending"  # on their way from a slower tier: leave the request waiting, take the next
+    PENDING = "pending"  # more are on their way from a slower tier: let the request wait, and take the next
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
     """Answer of `get_num_new_matched_tokens`; every number of tokens is a multiple of the block size.
 
-    num_tokens: that can be loaded, 0 unless HIT. num_compute_tokens: so many are to be computed behind those before
-    asking again, as more are on their way from a slower tier; None when there is nothing more to be asked. num_unsaved:
-    of the tokens in HBM that were asked from, so many at the end are to be computed again, so that they can be saved.
+    num_tokens: how many can be loaded, 0 unless HIT. num_compute_tokens: how many to compute after those before asking
+    again, as more are on their way from a slower tier; None if there is nothing more to ask. num_unsaved: how many of
+    the tokens in HBM, counted from their end, must be computed again so that they can be saved. late_tiers: the tiers
+    of blocks from `late_from` on that were found after the `Arrival`.
     """
 
     lookup: Lookup
     num_tokens: int = 0
     num_compute_tokens: int | None = None
     num_unsaved: int = 0
+    late_from: int = 0
+    late_tiers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request that was queued, for the first time or after a preemption.
+
+    chain, token_ids: all that is known now; `StepSpan` brings later ones. num_hbm_tokens: the first of them that HBM
+    has. key: its place in the queue. conversation: from the `Arrival` of the same request before, or of another choice
+    of its prompt. may_load False: a load for it failed, so it is computed.
+    """
+
+    request_id: str
+    chain: tuple[BlockId, ...]
+    token_ids: tuple[int, ...]
+    lineage: Lineage
+    tenant: str
+    num_hbm_tokens: int
+    key: QueueKey
+    conversation: Conversation | None = None
+    may_load: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What a connector says of a request that was queued.
+    """What a connector says about a request that was queued.
 
-    tiers: "cpu" or "disk" for each block after those in HBM, as far as they are stored. conversation: which one it goes
-    on with, to be handed back when the same request is queued again.
+    tiers: "cpu", "disk" or "remote" for each block after those in HBM, as far as they are stored. conversation: the one
+    that it continues, to be handed back when the same request is queued again.
     """
 
-    tiers: list[str]
+    tiers: tuple[str, ...]
     conversation: Conversation
 
 
@@ -51,8 +74,8 @@ class Arrival:
 class StepSpan:
     """What one request computes in a step: tokens [first_token, first_token + num_tokens).
 
-    new_ids: of its blocks that have become full since the store was last told of it. new_tokens: its tokens from where
-    the store knows them to the end of these blocks.
+    new_ids: its blocks that have become full since the store was last told. new_tokens: its tokens from where the store
+    knows them up to the end of these blocks.
     """
 
     request_id: str
@@ -62,33 +85,51 @@ class StepSpan:
     new_tokens: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A step that mostly computed prompts: how many of their tokens, and how long it took."""
+
+    num_tokens: int
+    seconds: float
+
+
 class Upkeep(Protocol):
-    """What whoever looks after a store asks of it, beside the requests. Without a store there is nothing to do."""
+    """What an operator asks of a store, beside its requests. Without a store there is nothing to do."""
+
+    def stats(self) -> dict[str, object]:
+        """Counters and gauges."""
+        ...
 
     def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
-        """Give up what matches, or with dry_run only count it: per tier, and the ids."""
+        """Evict what matches, or with dry_run only count it. Returns the amount per tier, and the ids."""
         return {}, frozenset()
 
     def forget(self, block_ids: Sequence[BlockId], timeout_s: float = 60.0) -> tuple[frozenset[BlockId], bool]:
         """Delete these blocks, in flight or not, from every tier below HBM, and what was computed after them.
 
-        Returns all that were forgotten, and whether they are gone from disk too: False when that took longer than given
-        or when the disk cannot write.
+        Returns all deleted blocks, and whether they are gone from disk, too: False if that took longer than the
+        timeout, or if the disk cannot write.
         """
         return frozenset(block_ids), True
+
+    def share(self, chain: Sequence[BlockId], timeout_s: float) -> int:
+        """Wait until nothing of an ended request's chain is on its way to the tier that servers share any more; returns
+        how many of its first blocks are there.
+        """
+        return 0
 
     def flush(self) -> None:
         """Returns when every finished block is synced on disk. Raises DegradedError when the disk cannot write."""
         return
 
     def verify(self, delete: bool = False) -> dict[str, object]:
-        """Check every block on disk; delete: take out what is damaged."""
+        """Check every block on disk. delete: also delete what is damaged."""
         return {}
 
     def compact(self) -> dict[str, object]:
-        """Rewrite the disk's file without what was deleted."""
+        """Rewrite the disk's file without the space of deleted blocks."""
         return {}
 
     def check_integrity(self, idle: bool) -> None:
-        """Assert that all counts agree. idle: no request is there; waits for what is in flight first."""
+        """Assert that all counts agree. idle: there are no requests; first waits for what is in flight."""
         return

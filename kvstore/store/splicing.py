@@ -1,4 +1,4 @@
-"""Splices: new blocks in the CPU tier put together from runs of tokens of other blocks, without computing them.
+"""Splices: new blocks in the CPU tier, put together from runs of other blocks' tokens without computing them.
 
 Control plane, one thread; the copying is a task of an I/O thread. Raw keys carry no position, so a run can be copied to
 any place in a block and is rotated when it is loaded there.
@@ -21,15 +21,15 @@ from kvstore.stats import StoreStats
 from kvstore.store.reads import DiskReads
 from kvstore.store.stored import ChainContent, StoredBlocks
 
-CHUNK_BLOCKS = 64  # copied by one task: other reads come in between
+CHUNK_BLOCKS = 64  # copied by one task, so that reads can come in between
 
 Piece = tuple[int, int, int, int, int]  # source slot, source offset, slot, offset, number of tokens
-NewBlock = tuple[BlockRecord, list[tuple[BlockRecord, SplicePiece]]]  # and the runs that fill it, with their sources
+NewBlock = tuple[BlockRecord, list[tuple[BlockRecord, SplicePiece]]]  # with the runs that fill it, and their sources
 
 
 @dataclass(frozen=True, slots=True)
 class Spliced:
-    """A chain that is to be: its first blocks are old ones, then come new ones."""
+    """A planned chain: its first blocks are old ones, the others are new."""
 
     chain: list[BlockId]
     lineage: Lineage
@@ -39,7 +39,7 @@ class Spliced:
 def plan_chain(
     old: ChainContent, spans: Sequence[tuple[int, int]], stored: StoredBlocks, secret: bytes
 ) -> Spliced | None:
-    """The chain of the kept `spans` of old tokens, as far as full blocks can be made; None: nothing can be reused.
+    """The chain of the kept `spans` of old tokens, as far as full blocks can be made. None if nothing can be reused.
 
     Its first blocks, before any token that moved, are the old ones.
     """
@@ -75,7 +75,7 @@ class _Job:
 
 @dataclass(eq=False)
 class Splicer:
-    """reads None: there is no disk. copy: copies pieces within the arena, callable from any thread."""
+    """reads: None without a disk. copy: copies pieces within the arena, in any thread."""
 
     _cpu: CpuTier
     _io: IoQueue
@@ -89,7 +89,7 @@ class Splicer:
         self._keys = count()
 
     def start(self, blocks: Sequence[NewBlock], conversation: Conversation | None) -> bool:
-        """Begin to make these blocks, PENDING at once. False when a source or a slot is missing: then none is made."""
+        """Begin to make these blocks, PENDING at once. False if a source or a slot is missing: then none is made."""
         jobs: list[_Job] = []
         for index, block in enumerate(blocks):
             if index % CHUNK_BLOCKS == 0:
@@ -124,7 +124,7 @@ class Splicer:
         return True
 
     def _source(self, record: BlockRecord) -> int | None:
-        """A held slot with this block, READY or on its way; None when no tier has it."""
+        """A slot with this block, held, READY or on its way. None if no tier has the block."""
         slot = self._cpu.slot_of(record.block_id)
         if slot is not None:
             stored = self._cpu.record(slot)
@@ -140,21 +140,20 @@ class Splicer:
         return slot
 
     def poll(self) -> None:
-        """Hand over the jobs whose sources have all landed; abandon those with a source that never will."""
+        """Hand over jobs whose sources have all landed; abandon those with a source that never will."""
         for key, job in list(self._jobs.items()):
             if job.submitted:
                 continue
-            states = {self._cpu.state(slot) for slot in job.sources.values()}
-            if states - {SlotState.READY, SlotState.PENDING} or not self._has_sources(job):
+            if not self._has_sources(job):
                 self._abandon(self._jobs.pop(key))
-            elif SlotState.PENDING not in states:
+            elif all(self._cpu.state(slot) is SlotState.READY for slot in job.sources.values()):
                 job.submitted = True
                 self._io.submit_read(Task(key, partial(self._copy, job.pieces)))
 
     def task_done(self, key: int, succeeded: bool) -> list[int]:
-        """A job has been copied: returns its READY slots, whose references go to the caller.
+        """A job has been copied. Returns its READY slots, whose references go to the caller.
 
-        What was copied from a block that has been deleted since is not to be found, and is overwritten.
+        What was copied from a block that was deleted since cannot be found, and is overwritten.
         """
         job = self._jobs.pop(key)
         if not succeeded or not self._has_sources(job):
@@ -170,7 +169,7 @@ class Splicer:
         return ready
 
     def _has_sources(self, job: _Job) -> bool:
-        """Whether none of the blocks that this job copies from has been deleted."""
+        """Whether none of the blocks that this job copies from was deleted, or failed to be read."""
         return all(map(self._cpu.is_current, job.sources.values()))
 
     def _abandon(self, job: _Job) -> None:

@@ -1,4 +1,4 @@
-"""The transfers of the engine's steps: planned, begun, and ended, when the slots that they held are given back.
+"""The transfers of the engine's steps: planned, begun, and ended. Then the slots that they held are released.
 
 Control plane, one thread.
 """
@@ -17,13 +17,13 @@ from kvstore.store.seam import StepSpan
 
 @dataclass(slots=True)
 class StepTransfers:
-    """Slots that a step's transfers hold."""
+    """The slots that a step's transfers hold."""
 
     loads: tuple[Load, ...] = ()
     saves: SaveStep = field(default_factory=SaveStep)
-    begun: bool = False  # the data plane has it, and will say how it ended
+    begun: bool = False  # the data plane has it, and will tell how it ends
     has_saved: bool | None = None  # whether its saves succeeded, None until they have ended
-    is_garbage: bool = False  # it was computed behind blocks that did not come
+    is_garbage: bool = False  # it was computed after blocks that did not come
 
 
 class StepsInFlight:
@@ -37,12 +37,12 @@ class StepsInFlight:
         self._failed_blocks: list[int] = []  # in HBM
 
     def add_loads(self, loads: Sequence[Load]) -> None:
-        """They go into the next plan."""
+        """Add loads to the next plan."""
         self._next_loads += loads
 
     def plan(self, spans: Sequence[StepSpan], may_save: bool) -> TransferPlan | None:
         """The loads that were added since the last plan, and where the step's tokens are saved."""
-        # Registered before it holds anything: what is cut off in here can be dropped.
+        # Registered before it holds anything, so that a step that is cut off in here can be dropped.
         ticket = self._last_ticket = self._last_ticket + 1
         step = self.by_ticket[ticket] = StepTransfers()
         self._saver.plan(spans, may_save, step.saves)
@@ -57,7 +57,7 @@ class StepsInFlight:
         self.by_ticket[ticket].begun = True
 
     def drop_unbegun(self) -> None:
-        """Steps that were planned and never began, and loads for one that was never planned."""
+        """Drop steps that were planned and never began, and loads for a step that was never planned."""
         for ticket in [ticket for ticket, step in self.by_ticket.items() if not step.begun]:
             step = self.by_ticket.pop(ticket)
             self._release_loads(step)
@@ -67,7 +67,7 @@ class StepsInFlight:
         self._release(loads)
 
     def transferred(self, done: Transferred) -> None:
-        if (step := self.by_ticket.get(done.ticket)) is None:  # dropped between its beginning and the note of it
+        if (step := self.by_ticket.get(done.ticket)) is None:  # dropped after it began, but before that was noted
             return
         if not done.is_load:
             step.has_saved = done.succeeded
@@ -81,11 +81,15 @@ class StepsInFlight:
         self._release_loads(step)
 
     def end_steps(self) -> None:
-        """Those whose transfers have ended and whose blocks have names."""
+        """End steps whose transfers have ended, none before an earlier one: its blocks may build on lost ones.
+
+        A block that has no name yet holds up nobody: it follows when it is named.
+        """
         for ticket, step in list(self.by_ticket.items()):
-            if step.has_saved is not None and not step.loads and not step.saves.num_unnamed:
-                self._end_saves(step, step.has_saved and not step.is_garbage)
-            if not step.loads and not step.saves.written:
+            if step.loads or (step.saves.saves and step.has_saved is None):
+                return
+            self._end_saves(step, bool(step.has_saved) and not step.is_garbage)
+            if not step.saves.num_unnamed:
                 del self.by_ticket[ticket]
 
     def pop_failed_blocks(self) -> tuple[int, ...]:
@@ -121,7 +125,7 @@ class StepsInFlight:
         step.saves.written, step.saves.complete = [], []
 
     def _lose(self, slot: int) -> None:
-        """A block that was announced will not come, nor what later steps are saving behind it."""
+        """An announced block will not come, nor will what later steps save behind it."""
         lost = {self._cpu.record(slot).block_id}  # type: ignore[union-attr]
         self._saver.lost(slot)
         self._cpu.fail(slot)

@@ -39,7 +39,9 @@ class ChainContent:
 
 @dataclass(eq=False)
 class StoredBlocks:
-    """disk, reads None: there is none."""
+    """disk, reads: None without a disk. is_remote: whether the remote tier is known to have a block; None without
+    one.
+    """
 
     _cpu: CpuTier
     _disk: DiskContents | None
@@ -47,6 +49,7 @@ class StoredBlocks:
     _identity: Identity
     _stats: StoreStats
     _clock: Callable[[], float]
+    _is_remote: Callable[[BlockId], bool] | None = None
 
     def __post_init__(self) -> None:
         self.block_size = self._identity.block_size
@@ -70,8 +73,12 @@ class StoredBlocks:
     def is_on_disk(self, block_id: BlockId) -> bool:
         return self._disk is not None and self._disk.contains(block_id)
 
+    def is_below_cpu(self, block_id: BlockId) -> bool:
+        """Whether a block can be read from disk or from the remote tier."""
+        return self.is_on_disk(block_id) or (self._is_remote is not None and self._is_remote(block_id))
+
     def holds(self, block_id: BlockId) -> bool:
-        """Whether CPU or disk have this block, in flight included."""
+        """Whether CPU or disk have this block, even if it is still in flight."""
         return self._cpu.slot_of(block_id) is not None or self.is_on_disk(block_id)
 
     def has_end(self, chain: Sequence[BlockId], num_hbm_tokens: int) -> bool:
@@ -81,7 +88,7 @@ class StoredBlocks:
         return self.holds(chain[-1])
 
     def slot_of(self, content: ChainContent, index: int) -> int | None:
-        """The slot of this block after comparing whose it is."""
+        """The slot of this block, after comparing its identity."""
         slot = self._cpu.slot_of(content.chain[index])
         if slot is None:
             return None
@@ -97,18 +104,27 @@ class StoredBlocks:
         return None
 
     def tiers(self, chain: Sequence[BlockId], first: int, end: int) -> list[str]:
-        """Which tier has each block from `first` on, as far as they are stored; what is being read is on disk."""
+        """Which tier has each block from `first` on, as far as they are stored. What is being read counts as on
+        disk.
+        """
         found: list[str] = []
         for block_id in chain[first:end]:
             slot = self._cpu.slot_of(block_id)
-            if slot is None and not self.is_on_disk(block_id):
+            if slot is None and not self.is_below_cpu(block_id):
                 break
-            is_there = slot is not None and self._cpu.keep and (self._reads is None or slot not in self._reads)
-            found.append("cpu" if is_there else "disk")
+            found.append(self._tier(block_id, slot))
         return found
 
+    def _tier(self, block_id: BlockId, slot: int | None) -> str:
+        is_read = slot is not None and self._reads is not None and slot in self._reads
+        if slot is not None and not is_read and self._cpu.keep:
+            return "cpu"
+        if is_read and slot is not None and self._reads is not None:
+            return "remote" if self._reads.is_from_remote(slot) else "disk"
+        return "disk" if slot is not None or self.is_on_disk(block_id) else "remote"
+
     def claim(self, chain: Sequence[BlockId], lineage: Lineage, conversation: Conversation) -> None:
-        """What is stored of a chain has the conversation's value from now on, the head in front of a splice too."""
+        """Give what is stored of a chain the conversation's value, including the head in front of a splice."""
         index = lineage.splice_index
         for tier in (self._cpu, self._disk):
             if tier is not None:

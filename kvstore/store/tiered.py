@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
-from kvstore.blocks.forest import Order
+from kvstore.blocks.ends import Order
 from kvstore.blocks.ids import BlockId, Lineage, lineage_root, token_bytes
 from kvstore.blocks.records import SaveFence, TransferPlan
 from kvstore.forks import leave_to_parent
-from kvstore.policy.conversation import Answer, Conversation, QueueKey
+from kvstore.policy.conversation import Answer
 from kvstore.store.housekeeping import Housekeeper
-from kvstore.store.parts import StoreParts
-from kvstore.store.requests import Tracked
-from kvstore.store.seam import Arrival, Match, StepSpan, Upkeep
+from kvstore.store.parts import DRAIN_S, StoreParts
+from kvstore.store.requests import tracked
+from kvstore.store.seam import Arrival, Match, NewRequest, Prefilled, StepSpan, Upkeep
 from kvstore.store.stored import ChainContent
 from kvstore.store.upkeep import TieredUpkeep
 
@@ -24,11 +25,11 @@ class TieredConnector:
 
     def __init__(self, parts: StoreParts, fingerprint: str) -> None:
         self.parts = parts
-        self.directory = parts.directory
         self.fingerprint = bytes.fromhex(fingerprint)
         self.lineage_root: Callable[[str, str], BlockId] = partial(lineage_root, parts.secret, fingerprint)
         self.hbm_order: Order = parts.store.steering.order("hbm")
         self.upkeep: Upkeep = TieredUpkeep(parts)
+        self.holdings = parts.holdings
         self.register_kv_caches = parts.transfer.register
         self.wait_for_layer_load = parts.transfer.wait_for_layer
         self.save_kv_layer = parts.transfer.save_layer
@@ -38,32 +39,26 @@ class TieredConnector:
         leave_to_parent(self, "the store", _closed=True)
 
     # -- scheduler side ----------------------------------------------------------------------------------------------
-    def on_new_request(
-        self,
-        request_id: str,
-        chain: Sequence[BlockId],
-        token_ids: Sequence[int],
-        lineage: Lineage,
-        tenant: str,
-        num_hbm_tokens: int,
-        key: QueueKey,
-        conversation: Conversation | None = None,
-        may_load: bool = True,
-    ) -> Arrival:
+    def on_new_request(self, request: NewRequest) -> Arrival:
         with self.parts.lock:
             store, history = self.parts.store, self.parts.learned.history
             store.poll(reads_ahead=False)
-            found = store.steering.arrive(chain, conversation, store.stored.has_end(chain, num_hbm_tokens))
-            tokens = bytearray(token_bytes(token_ids))
-            request = Tracked(list(chain), tokens, lineage, tenant, request_id, key, found, may_load)
-            if history is not None and (conversation is None or history.is_back(request_id)):
+            is_stored = store.stored.has_end(request.chain, request.num_hbm_tokens)
+            found = store.steering.arrive(request.chain, request.conversation, is_stored)
+            if history is not None and (request.conversation is None or history.is_back(request.request_id)):
                 after = found.first_block if found.number < 0 else None
-                history.arrived(request_id, time.time(), found.name, len(token_ids), after)
-            return Arrival(store.arrive(request, num_hbm_tokens), found)
+                history.arrived(request.request_id, time.time(), found.name, len(request.token_ids), after)
+            tiers = store.arrive(tracked(request, found), request.num_hbm_tokens)
+            return Arrival(self._shown(tiers), found)
+
+    def _shown(self, tiers: Sequence[str]) -> tuple[str, ...]:
+        """Tiers by the names that the engine knows."""
+        return tuple(self.parts.tier_names.get(tier, tier) for tier in tiers)
 
     def get_num_new_matched_tokens(self, request_id: str, num_computed_tokens: int, max_tokens: int) -> Match:
         with self.parts.lock:
-            return self.parts.store.match(request_id, num_computed_tokens, max_tokens)
+            found = self.parts.store.match(request_id, num_computed_tokens, max_tokens)
+            return replace(found, late_tiers=self._shown(found.late_tiers)) if found.late_tiers else found
 
     def update_state_after_alloc(
         self, request_id: str, block_numbers: Sequence[int], num_computed_tokens: int, num_external_tokens: int
@@ -102,15 +97,17 @@ class TieredConnector:
         return self.parts.transfer.end()
 
     def step_failed(self) -> None:
-        """Of whatever was planned: the step may have been cut off before its plan was known to anybody."""
+        """Drop whatever was planned: the step may have been cut off before anybody knew its plan."""
         with self.parts.lock:
-            self.parts.transfer.end(succeeded=False)  # does nothing when it never began
+            self.parts.transfer.end(succeeded=False)  # does nothing if it never began
             self.parts.store.steps.drop_unbegun()
             self.parts.store.poll()
-            self.parts.store.steps.pop_failed_blocks()  # of requests that have ended: others will have these blocks
+            self.parts.store.steps.pop_failed_blocks()  # their requests have ended: others will get these blocks
 
-    def get_finished(self) -> tuple[int, ...]:
+    def get_finished(self, prefilled: Sequence[Prefilled] = ()) -> tuple[int, ...]:
         with self.parts.lock:
+            for step in prefilled:
+                self.parts.store.planner.computed(step.num_tokens, step.seconds)
             self.parts.store.poll()
             return self.parts.store.steps.pop_failed_blocks()
 
@@ -119,15 +116,12 @@ class TieredConnector:
         with self.parts.lock:
             self.parts.store.poll()
 
-    def step_measured(self, num_prefill_tokens: int, seconds: float) -> None:
-        self.parts.store.planner.computed(num_prefill_tokens, seconds)
-
     # -- beside them -------------------------------------------------------------------------------------------------
     def prefetch(self, chain: Sequence[BlockId], token_ids: Sequence[int], lineage: Lineage, tenant: str) -> None:
-        hint = Tracked(list(chain), token_bytes(token_ids), lineage, tenant)
+        content = ChainContent(list(chain), token_bytes(token_ids), lineage, tenant)
         with self.parts.lock:
             self.parts.store.poll()
-            self.parts.store.prefetch(hint)
+            self.parts.store.prefetch(content)
 
     def pin(self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None = None) -> None:
         with self.parts.lock:
@@ -148,19 +142,16 @@ class TieredConnector:
             self.parts.store.poll()
             return spliced
 
-    def stats(self) -> dict[str, object]:
-        with self.parts.lock:
-            loss = None if self.directory is None else self.directory.loss()
-            load_seconds = self.parts.transfer.load_seconds.as_dict()
-            return {**self.parts.store.as_dict(), "load_seconds": load_seconds, "lost": loss}
-
     def close(self) -> None:
-        """Write what is in flight, within DRAIN_S, and give the store back. Twice does no harm."""
+        """Write what is in flight, within DRAIN_S, and release the store. May be called twice."""
         if self._closed:
             return
         self.parts.transfer.close()
         self.parts.drain()
         self._closed = True
         self._housekeeper.join()
+        remote = self.parts.store.remote
+        has_ended = remote is None or remote.close(DRAIN_S)
         self.parts.close()
-        self.parts.arena.close()
+        if has_ended:  # otherwise something is still being read into it
+            self.parts.arena.close()

@@ -1,4 +1,4 @@
-"""What whoever looks after a store asks of it: eviction by hand, checks, compaction."""
+"""What an operator asks of a store: figures, eviction by hand, checks, compaction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.errors import DegradedError, StoreError
 from kvstore.forks import leave_to_parent
 from kvstore.store.parts import DiskParts
 
-INDEX_S = 60.0  # for the index of a disk that was just opened, when blocks are to be chosen by it
+INDEX_S = 60.0  # how long an eviction waits for the index of a disk that was just opened
 
 
 class TieredUpkeep:
@@ -21,9 +21,13 @@ class TieredUpkeep:
         self._parts = parts
         leave_to_parent(self, "the store")
 
+    def stats(self) -> dict[str, object]:
+        with self._parts.lock:
+            return self._parts.as_dict()
+
     def evict(self, what: Evict) -> tuple[dict[str, Evicted], frozenset[BlockId]]:
         disk = self._parts.store.disk
-        if disk is not None:  # waited for here, where nobody is held up
+        if disk is not None:  # waited for here, where it holds up nobody
             self._parts.wait_until(lambda: disk.contents.index is not None, INDEX_S)
         with self._parts.lock:
             self._parts.store.poll()
@@ -36,6 +40,14 @@ class TieredUpkeep:
         self._parts.wait_until(lambda: deletion.is_forgotten(found) or deletion.cannot_forget(found), timeout_s)
         with self._parts.lock:
             return frozenset(found), deletion.is_forgotten(found)
+
+    def share(self, chain: Sequence[BlockId], timeout_s: float) -> int:
+        remote = self._parts.store.remote
+        if remote is None:
+            return 0
+        self._parts.wait_until(lambda: not remote.is_sharing(chain), timeout_s)
+        with self._parts.lock:
+            return remote.num_shared(chain)
 
     def flush(self) -> None:
         parts = self._parts

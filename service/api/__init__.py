@@ -1,4 +1,4 @@
-"""Routes, bodies and answers that belong to no session and to no protocol of others; and what all handlers share.
+"""Routes outside sessions and OpenAI's protocol, and what all handlers share.
 
 - `sessions/`: `/chat` and `/sessions`
 - `openai/`: OpenAI's routes
@@ -9,6 +9,7 @@
 - `metrics`: /metrics: what is counted of requests and answers
 - `openapi`: /openapi.json from the table of routes and the types of bodies
 - `page`: the web page's static files
+- `prefill`: prompts of other servers, computed here
 - `recent_stats`: the engine's counters for /health and /metrics
 - `schema`: JSON bodies: limits, bounded types, messages that name the field
 - `sse`: server-sent events, with errors as events
@@ -20,12 +21,13 @@ Bodies are msgspec structs: bounds are types, so the description at /openapi.jso
 compares the two in the tests.
 
 What would change an answer is refused, not ignored: tools, response formats, chat templates in a request, guided
-decoding and other constraints. So are near misses of a name that the body has. All other unknown fields are
-ignored, as clients of other servers expect. What a request leaves open is the model's own `generation_config.json`.
+decoding and other constraints. So are near misses of a name that the body has. All other unknown fields are ignored, as
+clients of other servers expect. Sampling values that a request does not give come from the model's
+`generation_config.json`.
 
-The web page's own files need no key: a browser cannot send one before the page is there, and they hold no data. All
-else but /health and /ready does, and a test goes through every route. The page makes elements of an answer's
-Markdown, and no HTML of its HTML: tags are text, pictures are links, and a sanitiser behind the parser lets a short
-list of elements and http, https and mailto links through. While an answer streams, blocks before the last one stay
-as they are, and the last one is drawn once a frame at most.
+The web page's files need no key: they hold no data, and a browser cannot send a key before it has the page. /health and
+/ready need none either. Everything else does; a test tries every route. The page renders an answer's Markdown but not
+its HTML: tags show as text, pictures become links, and a sanitiser behind the parser allows only a short list of
+elements and http, https and mailto links. While an answer streams, finished blocks stay as they are, and the last one
+is drawn at most once a frame.
 """

@@ -12,7 +12,7 @@ from kvstore.service.http.routes import Route
 
 
 class EvictBody(msgspec.Struct, kw_only=True, rename={"everything": "all"}, omit_defaults=True):
-    """What goes: everything, or what meets all the conditions given. session: {"tenant", "session_id"}."""
+    """What to evict: everything, or what meets all the given conditions. session: {"tenant", "session_id"}."""
 
     everything: bool = False
     unused_for_s: float | None = None
@@ -28,7 +28,7 @@ class Amount(msgspec.Struct):
 
 
 class EvictAnswer(msgspec.Struct):
-    """Per tier what was given up, or would be."""
+    """What was evicted per tier, or would be."""
 
     dry_run: bool
     tiers: dict[str, Amount]

@@ -23,9 +23,9 @@ State = Literal["starting", "running", "stopping", "failed"]
 
 @dataclass(slots=True)
 class Context:
-    """The parts of one server. `engine`, `recall` and `stats` are there once `state` is no longer "starting".
+    """The parts of one server. `engine`, `recall` and `stats` are set once `state` is no longer "starting".
 
-    No handler but those of public routes runs before that.
+    Until then only public routes are served.
     """
 
     options: ServeOptions
@@ -40,7 +40,7 @@ class Context:
     stats: RecentStats = field(init=False)
 
     def open(self, engine: AsyncEngine, recall: Recall) -> None:
-        """The model is loaded: from now on requests are served."""
+        """Mark the model as loaded: requests are served from now on."""
         self.engine, self.recall, self.stats = engine, recall, RecentStats(engine)
         self.state = "running"
 
@@ -50,7 +50,7 @@ class Context:
         return self.state == "failed" or (self.state == "running" and self.engine.engine.closed)
 
     def answer_ended(self, output: RequestOutput, route: str, itl_s: Sequence[float] | None = None) -> None:
-        """The model has ended an answer: for /metrics, and for the log's line of the request that it belongs to."""
+        """Count an answer that has ended, for /metrics and for its request's line in the log."""
         self.metrics.answer_ended(output, route, itl_s)
         exchange = ANSWERED.get()
         if exchange is not None:
@@ -63,10 +63,10 @@ class Context:
 
 @dataclass(slots=True)
 class Exchange:
-    """What is known of one request on its way.
+    """What is known of one open request.
 
-    response: its stream, if any, and abandon: ends that with an error from outside. status, error_code: of its error.
-    usage: of its answers together, as far as they have ended; ttft_s: of the one that began first.
+    response: its stream, if any; abandon: ends that stream with an error from outside. status, error_code: its error's.
+    usage: the sum over its answers that have ended; ttft_s: of the answer that began first.
     """
 
     request_id: str
@@ -100,5 +100,5 @@ def context_of(request: web.Request) -> Context:
 
 
 def tenant_of(request: web.Request) -> str:
-    """Whose key the request brought; "" where there are no keys."""
+    """The tenant whose key the request carries; "" where there are no keys."""
     return request[EXCHANGE].tenant

@@ -17,7 +17,7 @@ from kvstore.service.http.errors import ApiError, bad_request
 from kvstore.service.http.routes import Route
 
 MAX_TOKENIZED_CHARS = 2**20
-SILENT_S = 5.0  # without a sign of life, of which there are two a second
+SILENT_S = 5.0  # without a sign of life; there should be two a second
 
 
 def json_response(body: Any, status: int = 200) -> web.Response:
@@ -26,7 +26,7 @@ def json_response(body: Any, status: int = 200) -> web.Response:
 
 # -- health ----------------------------------------------------------------------------------------------------------
 class Health(msgspec.Struct):
-    """status: ok, degraded (it answers, but something does not work), starting, stopping or failed."""
+    """status: ok, degraded (it answers, but some part does not work), starting, stopping or failed."""
 
     status: str
     reasons: list[str]
@@ -76,16 +76,20 @@ def is_silent(context: Context) -> bool:
 
 
 def health_reasons(stats: dict[str, Any], sessions_fail: bool) -> list[str]:
-    disk, sessions = stats.get("disk") or {}, stats.get("sessions") or {}
+    disk, sessions, remote = (stats.get(name) or {} for name in ("disk", "sessions", "remote"))
     found = {
         "stats_unavailable": "error" in stats,
+        "replica_down": any(one["process"]["state"] != "running" for one in stats.get("replicas", ())),
         "disk_degraded": disk.get("degraded"),
         "disk_broken": disk.get("broken"),
+        "remote_degraded": remote.get("degraded"),
+        "prefill_degraded": (remote.get("prefill") or {}).get("degraded"),
         "disk_was_reset": disk.get("was_reset"),
         "disk_file_lost": disk.get("lost"),
         "store_lost": stats.get("lost"),
         "sessions_file_lost": not stats.get("lost") and sessions.get("lost"),
         "sessions_missing": sessions.get("missing"),
+        "session_store_unreachable": sessions.get("unreachable"),
         "sessions_damaged": sessions.get("damaged"),
         "sessions_failing": sessions_fail,
     }
@@ -209,7 +213,7 @@ async def detokenize(request: web.Request) -> web.Response:
 
 
 def _detokenized(tokenizer: Any, ids: list[int]) -> web.Response:
-    """As a batch of one: unlike `decode` it lets other threads run meanwhile."""
+    """Decode as a batch of one, which, unlike `decode`, lets other threads run meanwhile."""
     (text,) = tokenizer.backend_tokenizer.decode_batch([ids], skip_special_tokens=False)
     return json_response(Prompt(text))
 

@@ -1,6 +1,6 @@
 """What /metrics shows of `Engine.stats()`: the loop, each tier, sessions. Only renders; knows no request and no tenant.
 
-Names and meanings are vLLM's where there is an equal one. Counters begin anew with the engine, as Prometheus expects.
+A metric that vLLM has, too, has vLLM's name and meaning. Counters begin anew with the engine, as Prometheus expects.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,9 +11,10 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 PREFIX = "kvstore:"
-TIERS = ("hbm", "cpu", "disk")
+TIERS = ("hbm", "cpu", "disk", "remote")
 POLICIES = ("fifo", "lru", "return")
 READ_FAILURES = ("corrupt", "mismatch", "missing", "failed")  # shown from the start, so that the first one is a rise
+PREFILL_FAILURES = ("late", "unreachable", "down", "busy")
 STEP_PHASES = ("schedule", "build", "forward", "sample", "update")
 
 Values = Mapping[Any, float]  # by tuples of as many texts as there are labels, a type that mypy cannot infer
@@ -37,7 +38,7 @@ def _filled(family: Any, value: float | Values) -> Metric:
 
 
 def histogram(name: str, text: str, found: Mapping[Any, Stats], labels: Sequence[str] = ()) -> Metric:
-    """found: for each combination of labels what `kvstore.stats.Histogram.as_dict` gave."""
+    """found: what `kvstore.stats.Histogram.as_dict` returned, for each combination of labels."""
     family = HistogramMetricFamily(PREFIX + name, text, labels=labels)
     for values, one in found.items():
         bounds = [*map(str, map(float, one["bounds"])), "+Inf"]
@@ -47,12 +48,17 @@ def histogram(name: str, text: str, found: Mapping[Any, Stats], labels: Sequence
 
 # -- what an engine shows --------------------------------------------------------------------------------------------
 def engine_families(stats: Stats) -> Iterator[Metric]:
-    """stats: empty when there is no engine to be asked at the moment."""
+    """stats: empty while no engine can be asked."""
     yield gauge("engine_up", "1 when the engine answers, 0 when it is gone or begins again.", float(bool(stats)))
     if not stats:
         return
     restarts = stats.get("process", {}).get("restarts", 0)
     yield counter("engine_restarts", "How often the engine's own process was started again.", restarts)
+    if "replicas" in stats:
+        up = {(str(one["rank"]),): float(one["process"]["state"] == "running") for one in stats["replicas"]}
+        open_ones = {(str(one["rank"]),): one["process"]["requests"] for one in stats["replicas"]}
+        yield gauge("replica_up", "1 while this engine of --data-parallel-size answers.", up, ["replica"])
+        yield gauge("replica_requests", "Requests that run or wait in this engine.", open_ones, ["replica"])
     yield gauge("engine_info", "The model that is served.", {(stats["model"],): 1.0}, ["model"])
     yield from _loop(stats)
     yield from _hits(stats["tokens"])
@@ -65,9 +71,13 @@ def engine_families(stats: Stats) -> Iterator[Metric]:
         yield from _latencies(stats)
     if "disk" in stats:
         yield from _disk(stats["disk"])
+    if "remote" in stats:
+        yield from _remote(stats["remote"])
+    if "kv_events" in stats:
+        yield from _events(stats["kv_events"])
     troubles = [stats.get("lost"), *(stats.get("disk", {}).get(name) for name in ("degraded", "broken", "lost"))]
-    troubles += [stats["sessions"].get(name) for name in ("lost", "missing")]
-    said = "1 when the disk tier cannot write at the moment, or files of the store were lost."
+    troubles += [stats["sessions"].get(name) for name in ("lost", "missing", "unreachable")]
+    said = "1 when the disk tier cannot write at the moment, files of the store were lost, or shared sessions are away."
     yield gauge("degraded", said, float(any(troubles)))
 
 
@@ -86,9 +96,14 @@ def _loop(stats: Stats) -> Iterator[Metric]:
 
 
 def _hits(tokens: Stats) -> Iterator[Metric]:
-    """By the tier that held the block when the request arrived; a tier is asked for what those above it had not."""
+    """By the tier that held the block when the request arrived. A tier is queried for what the tiers above it did not
+    have.
+    """
     hits, prompt = tokens["cached_by_tier"], tokens["prompt_tokens"]
-    asked = {"hbm": prompt, "cpu": prompt - hits["hbm"], "disk": prompt - hits["hbm"] - hits["cpu"]}
+    asked, left = {}, prompt
+    for tier in TIERS:
+        asked[tier] = left
+        left -= hits[tier]
     yield counter("prompt_tokens", "Prompt tokens of finished requests, cached ones included.", prompt)
     yield counter("generation_tokens", "Tokens generated for finished requests.", tokens["completion_tokens"])
     yield counter("cached_prompt_tokens", "Prompt tokens that no step had to compute.", tokens["cached_tokens"])
@@ -96,7 +111,7 @@ def _hits(tokens: Stats) -> Iterator[Metric]:
     yield counter("prefix_cache_queries", "Prompt tokens looked up in HBM.", asked["hbm"])
     yield counter("prefix_cache_hits", "Prompt tokens found in HBM.", hits["hbm"])
     yield counter("external_prefix_cache_queries", "Prompt tokens looked up below HBM.", asked["cpu"])
-    yield counter("external_prefix_cache_hits", "Prompt tokens found on CPU or disk.", hits["cpu"] + hits["disk"])
+    yield counter("external_prefix_cache_hits", "Prompt tokens found below HBM.", sum(hits[tier] for tier in TIERS[1:]))
     queries = {(tier,): asked[tier] for tier in TIERS}
     yield counter("tier_query_tokens", "Prompt tokens that a tier was asked for.", queries, ["tier"])
     found = {(tier,): hits[tier] for tier in TIERS}
@@ -133,9 +148,11 @@ def _traffic(stats: Stats) -> Iterator[Metric]:
     """In bytes of KV: a block on disk may be smaller, where it is compressed."""
     store, size = stats["store"], stats["cpu"]["block_bytes"]
     read = {("cpu",): store["loaded"] * size, ("disk",): store["read"] * size}
-    into_cpu = store["saved"] + store["read"] + store["spliced"]
+    into_cpu = store["saved"] + store["read"] + store["remote_read"] + store["spliced"]
     written = {("cpu",): into_cpu * size, ("disk",): store["written"] * size}
-    yield counter("tier_read_bytes", "KV read: from CPU into HBM, from disk into CPU.", read, ["tier"])
+    if remote := stats.get("remote"):
+        read[("remote",)], written[("remote",)] = remote["read_bytes"], remote["stored_bytes"]
+    yield counter("tier_read_bytes", "KV read: from CPU into HBM, from disk or remote into CPU.", read, ["tier"])
     yield counter("tier_write_bytes", "KV written into the tier.", written, ["tier"])
     yield counter("loaded_tokens", "Tokens loaded into HBM.", store["loaded_tokens"])
     yield counter("spliced_blocks", "Blocks made of parts of others after a truncation.", store["spliced"])
@@ -151,6 +168,9 @@ def _failures(stats: Stats) -> Iterator[Metric]:
     failed = {("cpu", "failed"): store["load_failures"]}
     failed |= {("disk", cause): 0 for cause in READ_FAILURES}
     failed |= {("disk", cause): count for cause, count in store["read_failures"].items()}
+    if "remote" in stats:
+        failed |= {("remote", cause): 0 for cause in READ_FAILURES}
+        failed |= {("remote", cause): count for cause, count in store["remote_read_failures"].items()}
     lost = store["given_up_tokens"] + store["load_failures"] * block_tokens
     yield counter("dropped_saves", "Blocks not saved: no room, or their parent is not stored.", dropped, ["reason"])
     yield counter("dropped_writes", "Blocks whose write to disk failed, each try.", store["dropped_writes"])
@@ -166,7 +186,9 @@ def _latencies(stats: Stats) -> Iterator[Metric]:
     found = {("cpu",): stats["load_seconds"]}
     if "disk" in stats:
         found[("disk",)] = stats["disk"]["read_seconds"]
-    text = "Time of a load: all of a step from CPU into HBM, one block from disk into CPU."
+    if "remote" in stats:
+        found[("remote",)] = stats["remote"]["read_seconds"]
+    text = "Time of a load: all of a step from CPU into HBM, one block from disk, a batch of them from remote into CPU."
     yield histogram("tier_load_seconds", text, found, ["tier"])
 
 
@@ -178,6 +200,42 @@ def _disk(disk: Stats) -> Iterator[Metric]:
     yield gauge("disk_dirty_blocks", "Blocks that wait to be handed to the writer.", disk["dirty_blocks"])
     yield gauge("disk_reads_in_flight", "Reads that are queued or running.", disk["reads_in_flight"])
     yield counter("disk_errors", "Operations on the disk tier that failed.", causes, ["operation", "cause"])
+
+
+def _remote(remote: Stats) -> Iterator[Metric]:
+    causes = {tuple(_operation_and_cause(name)): count for name, count in remote["failures"].items()}
+    yield gauge(
+        "remote_up", "1 while the remote tier answers, 0 while it is left alone.", float(not remote["degraded"])
+    )
+    yield gauge("remote_full", "1 after the remote tier took no more.", float(remote["full"]))
+    yield counter("remote_breaks", "Times that the remote tier stopped answering.", remote["breaks"])
+    yield histogram("remote_ask_seconds", "Time to hear which blocks of a chain it has.", {(): remote["ask_seconds"]})
+    yield counter("remote_stored_blocks", "Blocks sent to the remote tier.", remote["stored"])
+    yield gauge("remote_waiting_blocks", "Blocks that wait to be sent.", remote["waiting_blocks"])
+    yield counter("remote_dropped_blocks", "Blocks not sent; they are offered again.", remote["dropped_blocks"])
+    yield counter("remote_errors", "Operations on the remote tier that failed.", causes, ["operation", "cause"])
+    if prefill := remote.get("prefill"):
+        yield from _prefill(prefill)
+
+
+def _prefill(prefill: Stats) -> Iterator[Metric]:
+    """Of the server that computes prompts for this one."""
+    up = float(not prefill["degraded"])
+    yield gauge("prefill_up", "1 while the server of --prefill-url answers, 0 while all is computed here.", up)
+    yield counter("prefill_computed", "Prompts that it has computed.", prefill["computed"])
+    yield counter("prefill_blocks", "Their blocks that were in the shared tier then.", prefill["blocks"])
+    failed = {(cause,): 0 for cause in PREFILL_FAILURES} | {(c,): n for c, n in prefill["failures"].items()}
+    yield counter("prefill_failures", "Prompts that were computed here instead, and failed probes.", failed, ["cause"])
+    yield histogram("prefill_seconds", "Time until a prompt was computed and stored there.", {(): prefill["seconds"]})
+
+
+def _events(events: Stats) -> Iterator[Metric]:
+    blocks = {(kind,): events[kind] for kind in ("stored", "removed")}
+    requests = {("answered",): events["replays"], ("refused",): events["bad_replay_requests"]}
+    yield counter("kv_event_batches", "Messages to routers.", events["batches"])
+    yield counter("kv_event_blocks", "Blocks that routers were told of, by what became of them.", blocks, ["event"])
+    yield counter("kv_event_pictures", "Times that readers were sent all that is held.", events["pictures"])
+    yield counter("kv_event_replays", "Requests for messages that a reader missed.", requests, ["outcome"])
 
 
 def _operation_and_cause(name: str) -> list[str]:
@@ -194,4 +252,10 @@ def _sessions(sessions: Stats) -> Iterator[Metric]:
     yield gauge("session_queue", "Changes of sessions that are not durable yet.", sessions["queued"])
     yield counter("session_commits", "Transactions of the session store.", sessions["commits"])
     yield counter("session_changes", "Changes of sessions, by how they ended.", changes, ["outcome"])
+    if "servers" in sessions:
+        yield gauge("session_servers", "Servers that share the sessions.", sessions["servers"])
+        yield counter("session_conflicts", "Transactions on shared sessions that ran again.", sessions["conflicts"])
+        yield counter(
+            "session_store_failures", "Calls of the shared sessions' server that failed.", sessions["failures"]
+        )
     yield counter("damaged_sessions", "Records of sessions that could not be read.", sessions["damaged"])

@@ -1,4 +1,4 @@
-"""What the service counts of its requests, and what the engine shows, in Prometheus' text format.
+"""The service's own counters and the engine's, in Prometheus' text format.
 
 Belongs to the event loop's thread. Labels are bounded: a route's pattern, never a path; no tenant, no user.
 """
@@ -18,7 +18,7 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 TTFT_BOUNDS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560
 )  # fmt: skip
-# vLLM's, and below its first one a few for small models and cached prompts.
+# vLLM's bounds, with a few smaller ones for small models and cached prompts.
 TOKEN_BOUNDS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80
 )  # fmt: skip
@@ -40,7 +40,7 @@ Labels = tuple[str, ...]
 
 
 class Metrics:
-    """One of a server. `render` may be asked at any time; what an engine shows is given to it."""
+    """The metrics of one server. `render` may be called at any time; it is given the engine's counters."""
 
     def __init__(self) -> None:
         self._process = CollectorRegistry()
@@ -55,17 +55,17 @@ class Metrics:
         self._prompt_tokens, self._generation_tokens = Histogram(COUNT_BOUNDS), Histogram(COUNT_BOUNDS)
 
     def request_ended(self, route: str, method: str, status: int, seconds: float) -> None:
-        """An HTTP request was answered to its end. route: the pattern, or one word for what matched none."""
+        """Count an HTTP request that was answered to its end. route: the pattern, or one word where none matched."""
         method = method if method in METHODS else "other"  # a client may invent any number of them
         self._requests[(route, method, str(status))] += 1
         self._http_s[(route, method)].observe(seconds)
 
     def refused(self, reason: str) -> None:
-        """A request was turned away before any work: one of a few fixed words."""
+        """Count a request that was refused before any work. The reason is one of a few fixed words."""
         self._refused[(reason,)] += 1
 
     def answer_ended(self, output: RequestOutput, route: str, itl_s: Sequence[float] | None = None) -> None:
-        """The model has ended an answer. itl_s: seconds between its pieces, where they were seen as they came."""
+        """Count an answer that has ended. itl_s: seconds between its pieces, if they were read as they came."""
         usage, timings, labels = output.usage, output.timings, (route,)
         for choice in output.choices:
             self._finished[(choice.finish_reason or "abort",)] += 1
@@ -84,7 +84,7 @@ class Metrics:
             self._itl_s[labels].observe(seconds)
 
     def render(self, stats: Stats) -> bytes:
-        """The page. stats: `Engine.stats()`, or nothing when no engine answers."""
+        """Return the page. stats: `Engine.stats()`, empty when no engine answers."""
         families = [*self._families(), *engine_families(stats), *self._process.collect()]
         return generate_latest(SimpleNamespace(collect=lambda: families))
 

@@ -1,6 +1,6 @@
-"""/openapi.json: the description of the interface, made of the table of routes and of the types of their bodies.
+"""/openapi.json: the description of the interface, made from the table of routes and the types of their bodies.
 
-Describes; knows no handler's business. What a handler answers is checked against it in the tests.
+The tests check the handlers' answers against it. Knows no handler.
 """
 
 from collections.abc import Iterator, Sequence
@@ -97,11 +97,11 @@ def _error_statuses(route: Route) -> set[int]:
         found |= {400, 401, 503}
     if "{" in route.path:
         found |= {404}
-    if route.method != "GET" and route.access == "user":
-        found |= {409}  # a session that is busy, or exists
+    if route.method != "GET" and route.access in ("user", "fleet"):
+        found |= {409}  # a session that is busy, or exists; another model
     if route.body is not None:
         found |= {400, 404, 408, 413, 415}
-        found |= {429} if route.access == "user" else set()
+        found |= {429} if route.access in ("user", "fleet") else set()
     return found
 
 

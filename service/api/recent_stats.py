@@ -1,4 +1,4 @@
-"""The engine's counters as they were last told, so that a long step keeps neither /health nor /metrics waiting."""
+"""The engine's last known counters, so that /health and /metrics never wait for a long step."""
 
 import asyncio
 import time
@@ -12,17 +12,20 @@ FAILING_S = 60.0
 
 
 class RecentStats:
-    """Of one engine. Used in the server's event loop only."""
+    """The counters of one engine. Used in the server's event loop only.
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self._engine = engine
+    stuck_s: longer than any step takes; failing_s: for so long a failure is reported.
+    """
+
+    def __init__(self, engine: AsyncEngine, stuck_s: float = STUCK_S, failing_s: float = FAILING_S) -> None:
+        self._engine, self._stuck_s, self._failing_s = engine, stuck_s, failing_s
         self._known: dict[str, Any] = {}
         self._asking: asyncio.Task[None] | None = None
         self._asked_s = 0.0  # when the last question was put, on the monotonic clock
         self._failing_until_s = 0.0  # monotonic
 
     async def get(self) -> dict[str, Any]:
-        """The counters; those of an earlier question where a long step keeps the engine from answering now."""
+        """The counters; older ones while a long step keeps the engine from answering."""
         if self._asking is None or self._asking.done():
             self._asking, self._asked_s = asyncio.create_task(self._ask()), time.monotonic()
         await asyncio.wait({self._asking}, timeout=WAIT_S)
@@ -30,13 +33,13 @@ class RecentStats:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a question has been open for longer than any step takes."""
+        """Whether a query has been open for longer than any step takes."""
         is_open = self._asking is not None and not self._asking.done()
-        return is_open and time.monotonic() > self._asked_s + STUCK_S
+        return is_open and time.monotonic() > self._asked_s + self._stuck_s
 
     @property
     def sessions_fail(self) -> bool:
-        """Whether turns could not be stored a moment ago."""
+        """Whether turns recently could not be stored."""
         return time.monotonic() < self._failing_until_s
 
     async def _ask(self) -> None:
@@ -46,7 +49,7 @@ class RecentStats:
         except Exception as error:  # whatever it is, it must not be /health that fails
             self._known = {"error": type(error).__name__}
         if _num_failed(self._known) > num_known:
-            self._failing_until_s = time.monotonic() + FAILING_S
+            self._failing_until_s = time.monotonic() + self._failing_s
 
 
 def _num_failed(stats: dict[str, Any]) -> int:

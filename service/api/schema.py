@@ -1,4 +1,4 @@
-"""JSON bodies in: limits, types with bounds, and messages that name the field and say what to do in plain words.
+"""Reads JSON bodies: limits, types with bounds, and error messages that name the field and the remedy.
 
 Knows the shapes that several routes share; those of one route stand beside it.
 """
@@ -95,8 +95,8 @@ _SAMPLED = [one.name for one in fields(SamplingParams) if one.name in Sampling._
 
 
 def sampling_params(body: Sampling, defaults: Mapping[str, float], **more: Any) -> SamplingParams:
-    """defaults: the model's, for what the request leaves open. more: fields of SamplingParams that the route sets
-    itself, such as max_tokens or logprobs; None is not given.
+    """defaults: the model's values for what the request does not give. more: fields of SamplingParams that the route
+    sets, such as max_tokens or logprobs; None means not given.
 
     Raises RequestError, which names the field.
     """
@@ -108,7 +108,7 @@ def sampling_params(body: Sampling, defaults: Mapping[str, float], **more: Any) 
 
 # -- messages --------------------------------------------------------------------------------------------------------
 def messages_of(messages: Sequence[MessageIn], param: str = "messages") -> list[Message]:
-    """As the engine wants them. Raises ApiError 400 for roles and parts that are not supported."""
+    """Messages in the engine's form. Raises ApiError 400 for roles and parts that are not supported."""
     return [message_of(message, f"{param}[{index}]") for index, message in enumerate(messages)]
 
 
@@ -117,7 +117,7 @@ def num_chars_of(messages: Sequence[Message]) -> int:
 
 
 def check_chars_of(context: Context, texts: Sequence[str]) -> None:
-    """Raises ContextLengthError for what no window holds: before it waits for anything, and takes memory meanwhile."""
+    """Raises ContextLengthError for what no window holds, before the request waits and takes memory."""
     engine = context.engine.engine
     if engine.tokenizer is not None:
         check_chars(texts, engine.tokenizer, engine.facts.max_request_tokens)
@@ -166,7 +166,7 @@ async def read_body(request: web.Request, type_: type[T]) -> T:
 
 
 def _check_headers(request: web.Request) -> None:
-    """A page of another origin can have a browser send a plain form, so with an Origin it has to be JSON."""
+    """Another origin's page can make a browser send a plain form, so a request with an Origin must be JSON."""
     kind, limit = request.content_type, context_of(request).options.max_body_bytes
     if "Origin" in request.headers and kind != "application/json" and request.can_read_body:
         raise ApiError(415, f"the body is {kind[:80]}; send application/json", code="unsupported_media_type")
@@ -179,11 +179,11 @@ def _check_headers(request: web.Request) -> None:
 async def _ask_for_body(request: web.Request) -> None:
     if request.headers.get("Expect", "").lower() == "100-continue" and request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # it is no part of the answer
+        request.writer.output_size = 0  # it is not part of the answer
 
 
 async def _content(request: web.Request, limit: int) -> bytearray:
-    """Unlike aiohttp's own `read` it leaves nothing with the request, which lives as long as its answer."""
+    """Unlike aiohttp's `read`, it does not keep the body in the request, which lives as long as its answer."""
     content = bytearray()
     async for chunk in request.content.iter_any():
         content += chunk
@@ -196,8 +196,8 @@ def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
 
 
-# Each makes a Python object, many times as large as its bytes, and nobody else is served meanwhile. Those within texts
-# are counted too, but no window holds so many.
+# Each becomes a Python object many times as large as its bytes, and nobody else is served meanwhile. Commas within
+# texts count too, but no window holds so many.
 MAX_BRACKETS, MAX_QUOTES = 2**18, 2**21
 
 
@@ -264,7 +264,7 @@ MAX_SEARCHED_BYTES = 2**20
 
 
 def _syntax_error(raw: bytes | bytearray, text: str) -> ApiError:
-    """Not JSON; where it is only for NaN or Infinity, the field is named."""
+    """The error for a body that is not JSON. If only a NaN or Infinity is wrong, it names the field."""
     param = None
     if len(raw) <= MAX_SEARCHED_BYTES and re.search(rb"NaN|Infinity", raw):
         with suppress(ValueError, RecursionError):

@@ -1,6 +1,6 @@
-"""Server-sent events: one answer as a stream of JSON, with errors as events once the headers are out.
+"""Server-sent events: one answer as a stream of JSON, with errors as events once the headers are sent.
 
-Knows nothing of what the events say.
+Does not know what the events mean.
 """
 
 import asyncio
@@ -19,20 +19,20 @@ HEADERS = {
     "X-Accel-Buffering": "no",  # a proxy must not hold events back
 }
 DONE = b"data: [DONE]\n\n"
-LAST_WORDS_S = 1.0  # for a reader to take the error event of an abandoned stream
+LAST_WORDS_S = 1.0  # for a reader to receive the error event of an abandoned stream
 
 
 class ReaderGone(ConnectionError):
-    """Nobody reads any more: the connection was closed, or dropped because its reader took nothing for too long."""
+    """The reader is gone: the connection was closed, or dropped because its reader received nothing for too long."""
 
 
 class EventStream:
     """`async with EventStream(request) as events: await events.send(...)`; it ends with [DONE], whatever happens.
 
-    Headers go out with the first event, so that an error before it still has its status. An exception that leaves the
-    block, and the end of the request's time, become an error event; the exception goes on to be logged and counted.
-    Where the block does not end by then, `abandon` says the last words for it.
-    done: whether "data: [DONE]" closes the stream.
+    Headers are sent with the first event, so that an error before it still has its status. An exception that leaves the
+    block, or the end of the request's time, becomes an error event; the exception is raised again to be logged and
+    counted. If the block does not end in time, `abandon` sends the last event for it. done: whether "data: [DONE]"
+    closes the stream.
     """
 
     def __init__(self, request: web.Request, done: bool = True) -> None:
@@ -42,12 +42,12 @@ class EventStream:
         self.response = web.StreamResponse(headers=HEADERS)
 
     async def send(self, data: Any, event: str | None = None) -> None:
-        """One event. Returns when the reader has taken it, or at least the kernel. Raises ReaderGone."""
+        """Send one event. Returns when the reader, or at least the kernel, has accepted it. Raises ReaderGone."""
         name = b"" if event is None else b"event: " + event.encode() + b"\n"
         await self._write(name + b"data: " + msgspec.json.encode(data) + b"\n\n")
 
     async def abandon(self, error: ApiError) -> None:
-        """End it with this error, if it has not ended; what is still to be sent is refused from now on."""
+        """End the stream with this error, unless it has ended. Later events are refused."""
         if self._is_over:
             return
         self._is_over = True

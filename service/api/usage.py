@@ -1,4 +1,4 @@
-"""Token counts and times as clients see them: OpenAI's names, and under them which tier each cached token came from."""
+"""Token counts and times as clients see them: OpenAI's names, with the tier that each cached token came from."""
 
 import msgspec
 
@@ -11,6 +11,7 @@ class CachedTokens(msgspec.Struct):
     hbm: int
     cpu: int
     disk: int
+    remote: int
     reencoded: int
 
 
@@ -46,7 +47,7 @@ def sum_usage(usages: list[Usage]) -> UsageObject:
     details = sum((usage.cached_tokens_details for usage in usages), CachedTokensDetails())
     prompt = sum(usage.prompt_tokens for usage in usages)
     completion = sum(usage.completion_tokens for usage in usages)
-    by_tier = CachedTokens(details.hbm, details.cpu, details.disk, details.reencoded)
+    by_tier = CachedTokens(details.hbm, details.cpu, details.disk, details.remote, details.reencoded)
     return UsageObject(prompt, completion, prompt + completion, PromptTokensDetails(details.total, by_tier))
 
 

@@ -1,4 +1,4 @@
-"""The `kvstore` command: its commands and exit codes. Loads torch only when a model is really needed.
+"""The `kvstore` command: its commands and exit codes. Loads torch only when a command needs a model.
 
 Exit codes: 0; 1 failure; 2 usage; 3 the store is in use and its owner does not answer; 4 damage found; 5 the
 server's engine stays down; 130 interrupted.
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None, engine_factory: Callable[..., object
     except KeyboardInterrupt:
         return _fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
-        # The reader went away (`| head`). What Python still holds for stdout must not raise again at exit.
+        # The reader is gone (`| head`). Python must not raise again at exit for what it has buffered for stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILURE
     except Exception as error:  # ours or a library's bug: a person at a terminal gets one line of it
@@ -96,13 +96,34 @@ def _run_engine(
         print(as_toml(settings.values()))
         return EXIT_OK
     model = arguments.pop("model", None)
+    if name == "serve" and options.replicas is not None:
+        from kvstore.service.replicas.run import run_replicas
+
+        return run_replicas(model, arguments, options)
     if name == "serve":
+        if arguments.get("distributed_executor") == "torchrun":
+            _be_rank(arguments, options.engine_timeout_s, environment)
         from kvstore.service.server import run_serve
 
         return run_serve(model, arguments, options, engine_factory)  # type: ignore[arg-type]
     from kvstore.service.command.terminal import run_chat
 
     return run_chat(model, arguments, options, engine_factory)  # type: ignore[arg-type]
+
+
+def _be_rank(arguments: Mapping[str, Any], silence_s: float, environment: Mapping[str, str]) -> None:
+    """If torchrun says that this is another rank than the first, be that until it ends."""
+    from kvstore.engine.process.pulse import SLOW_FACTOR
+    from kvstore.engine.rank_process import run_far_rank
+    from kvstore.engine.ranks.door import PURPOSE
+    from kvstore.engine.ranks.torchrun import RankPlace
+    from kvstore.remote.names import fleet_secret
+
+    place = RankPlace.of(environment)
+    place.check(arguments["tensor_parallel_size"] * arguments["pipeline_parallel_size"])
+    if place.rank:
+        key = fleet_secret(arguments["cache_tiers"].fleet_secret_file).derived(PURPOSE)
+        run_far_rank(place, key, SLOW_FACTOR * silence_s)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""How far something that takes its time has come, on stderr: a bar in a terminal, a line now and then elsewhere.
+"""Progress of long work, on stderr: a bar in a terminal, elsewhere a line now and then.
 
-Nothing is shown in the first second.
+The first second shows nothing.
 """
 
 import sys
@@ -15,17 +15,19 @@ OnProgress = Callable[[float | None], None]
 
 
 @contextmanager
-def progress(note: str, is_silent: bool = False) -> Iterator[OnProgress]:
-    """What is yielded is to be told the share that is done, from 0 to 1, or None for a mere sign of life.
+def progress(
+    note: str, is_silent: bool = False, after_s: float = SHOWN_AFTER_S, every_s: float = LINE_EVERY_S
+) -> Iterator[OnProgress]:
+    """Yields a function to call with the share that is done, from 0 to 1, or with None as a mere sign of life.
 
-    is_silent: for whoever prints results for a program.
+    is_silent: show nothing, for output that a program reads. after_s: nothing is shown before; every_s: between lines.
     """
     if is_silent:
         yield lambda fraction: None
         return
-    shown = _Bar(note) if sys.stderr.isatty() else _Lines(note)
+    shown = _Bar(note) if sys.stderr.isatty() else _Lines(note, every_s)
     ended = threading.Event()
-    thread = threading.Thread(target=_tick, args=(shown, ended), name="kvstore-progress", daemon=True)
+    thread = threading.Thread(target=_tick, args=(shown, ended, after_s), name="kvstore-progress", daemon=True)
     thread.start()
     try:
         yield shown.note
@@ -38,10 +40,8 @@ def progress(note: str, is_silent: bool = False) -> Iterator[OnProgress]:
 class _Lines:
     """For a log or a pipe."""
 
-    every_s = LINE_EVERY_S
-
-    def __init__(self, note: str) -> None:
-        self._note, self._fraction = note, 0.0
+    def __init__(self, note: str, every_s: float) -> None:
+        self._note, self._fraction, self.every_s = note, 0.0, every_s
         self._started_s = time.monotonic()
 
     def note(self, fraction: float | None) -> None:
@@ -58,7 +58,7 @@ class _Lines:
 
 
 class _Bar:
-    """For a terminal: it is gone when the work is done."""
+    """For a terminal: it disappears when the work is done."""
 
     every_s = 3600.0  # it draws itself
 
@@ -82,8 +82,8 @@ class _Bar:
         self._progress.stop()
 
 
-def _tick(shown: _Lines | _Bar, ended: threading.Event) -> None:
-    if ended.wait(SHOWN_AFTER_S):
+def _tick(shown: _Lines | _Bar, ended: threading.Event, after_s: float) -> None:
+    if ended.wait(after_s):
         return
     shown.show()
     while not ended.wait(shown.every_s):

@@ -1,6 +1,6 @@
-"""What `kvstore stats` prints for a person: a row per tier, what else is to be known, and what went wrong if it did.
+"""What `kvstore stats` prints for a person: a row per tier, other figures, and failures if there are any.
 
-Knows the dict of an engine's or a store's numbers. All of them are in --json; here stand those that one acts upon.
+Knows the dict of an engine's or a store's numbers. --json has all of them; this shows those that one acts upon.
 """
 
 import time
@@ -21,7 +21,7 @@ Stats = Mapping[str, Any]
 WIDE = 100  # columns, from which on reads and writes are shown too
 COLUMNS = ("blocks", "used / limit", "full", "hit tokens", "hit rate", "evicted", "reads", "writes")
 NUM_NARROW = 6  # of them
-TIERS = ("hbm", "cpu", "disk")
+TIERS = ("hbm", "cpu", "disk", "remote")
 LOST = {"dropped_saves": "saves", "dropped_writes": "writes"}
 TROUBLES = {  # counters of the store whose place is among the failures
     "load_failures": "loads",
@@ -37,7 +37,7 @@ def show_stats(stats: Stats, out: Console) -> None:
 
 @contextmanager
 def live_stats(out: Console) -> Iterator[Callable[[Stats], None]]:
-    """What is yielded shows numbers in the place of those before, or elsewhere than in a terminal below them."""
+    """Yields a function that shows numbers: in a terminal they replace the ones before, elsewhere they follow below."""
     if not out.is_terminal:
         yield lambda stats: show_stats(stats, out)
         return
@@ -71,7 +71,7 @@ def _part(stats: Stats, name: str) -> Stats:
 
 # -- the tiers -------------------------------------------------------------------------------------------------------
 def _tier_table(stats: Stats, width: int) -> Table:
-    """Of each tier that there is; a column in which nothing stands is left out."""
+    """A row per tier; empty columns are left out."""
     rows = {tier: _tier_row(stats, tier) for tier in TIERS if _part(stats, tier)}
     num_columns = len(COLUMNS) if width >= WIDE else NUM_NARROW
     shown = [i for i in range(num_columns) if any(row[i] != NONE for row in rows.values())]
@@ -87,6 +87,10 @@ def _tier_table(stats: Stats, width: int) -> Table:
 def _tier_row(stats: Stats, tier: str) -> tuple[str, ...]:
     part, store, tokens = _part(stats, tier), _part(stats, "store"), _part(stats, "tokens")
     moved: tuple[int | None, int | None] = (None, None)
+    hits, num_tokens = _part(tokens, "cached_by_tier").get(tier), tokens.get("prompt_tokens", 0)
+    hit_rate = f"{hits / num_tokens:.1%}" if hits is not None and num_tokens else NONE
+    if tier == "remote":  # how much it holds is not known here
+        return NONE, NONE, NONE, _count(hits), hit_rate, NONE, _count(part["reads"]), _count(part["stored"])
     if tier == "disk":
         blocks, used, limit = part.get("blocks"), part.get("bytes", 0), part.get("capacity_bytes", 0)
         evicted = store.get("disk_evictions")
@@ -97,8 +101,6 @@ def _tier_row(stats: Stats, tier: str) -> tuple[str, ...]:
         evicted = part.get("evicted_blocks")
         if tier == "cpu":
             moved = (store.get("loaded"), store.get("saved"))
-    hits, num_tokens = _part(tokens, "cached_by_tier").get(tier), tokens.get("prompt_tokens", 0)
-    hit_rate = f"{hits / num_tokens:.1%}" if hits is not None and num_tokens else NONE
     full = f"{used / limit:.0%}" if limit else NONE
     amount = f"{format_size(used)} / {format_size(limit) if limit else NONE}"
     return (_count(blocks), amount, full, _count(hits), hit_rate, _count(evicted), *map(_count, moved))
@@ -119,10 +121,16 @@ def _facts(stats: Stats) -> list[tuple[str, str]]:
         facts.append(("hit rate", f"{share:.1%} of {prompt_tokens:,} prompt tokens{extra}"))
     if requests:
         facts.append(("requests", _counts(requests) or "none yet"))
+    if replicas := stats.get("replicas"):
+        num_up = sum(one["process"]["state"] == "running" for one in replicas)
+        open_ones = " and ".join(str(one["process"]["requests"]) for one in replicas)
+        facts.append(("engines", f"{num_up} of {len(replicas)} answer; open requests: {open_ones}"))
     facts.append(("sessions", f"{sessions.get('sessions', 0):,}, with {sessions.get('turns', 0):,} turns"))
     for name, amount in _part(_part(stats, "disk"), "models").items():
         shown = f"{num_blocks(amount['blocks'])}, {format_size(amount['bytes'])}"
         facts.append((f"model {printable(name) or 'not named'}", shown))
+    if remote := _part(stats, "remote"):
+        facts.append(("remote", _remote(remote)))
     if policy := _part(stats, "policy"):
         facts.append(("policy", _policy(policy)))
     if rates := _rates(stats):
@@ -130,8 +138,18 @@ def _facts(stats: Stats) -> list[tuple[str, str]]:
     return facts
 
 
+def _remote(remote: Stats) -> str:
+    """Where it is, what it was asked to move, and whether it is asked at all."""
+    moved = f"{format_size(remote['read_bytes'])} read, {format_size(remote['stored_bytes'])} stored"
+    state = "takes no more" if remote["full"] else "answers"
+    if remote["degraded"]:
+        state = "is left alone and tried again by itself"
+    counts = _counts({"waiting": remote["waiting_blocks"], "dropped": remote["dropped_blocks"]})
+    return f"{printable(remote['url'])} {state}; {moved}{f'; {counts}' if counts else ''}"
+
+
 def _policy(policy: Stats) -> str:
-    """What is asked for, what that means on each tier now, and what it was learned from."""
+    """The configured policy, what it does on each tier now, and what it has learned from."""
     shown = policy["policy"]
     if shown == "auto":
         in_force = policy["in_force"]
@@ -158,6 +176,7 @@ def _rates(stats: Stats) -> str:
 def _troubles(stats: Stats) -> list[tuple[str, str]]:
     disk, store = _part(stats, "disk"), _part(stats, "store")
     causes = {**(disk.get("failures") or {}), **(store.get("read_failures") or {})}
+    causes |= {f"remote {cause}": num for cause, num in _part(stats, "remote").get("failures", {}).items()}
     causes |= {words: store[name] for name, words in TROUBLES.items() if store.get(name)}
     facts = []
     if shown := _counts({printable(str(cause)): num for cause, num in causes.items()}):
@@ -169,10 +188,14 @@ def _troubles(stats: Stats) -> list[tuple[str, str]]:
             facts.append(("lost", printable(str(part["lost"]))))
     if _part(stats, "sessions").get("lost"):
         facts.append(("lost", "the sessions' file was removed or replaced; kvstore compact writes a removed one again"))
+    if _part(stats, "sessions").get("unreachable"):
+        facts.append(("away", "the Redis with the sessions does not answer: the counts are old"))
     if _part(stats, "sessions").get("missing"):
         facts.append(("missing", "sessions that this store held; kvstore verify says more"))
     if disk.get("degraded"):
         facts.append(("degraded", f"the disk cannot be written: {printable(str(disk['degraded']))}"))
+    if reason := _part(stats, "remote").get("degraded"):
+        facts.append(("degraded", f"the remote tier does not answer: {printable(str(reason))}"))
     if disk.get("broken"):
         facts.append(("broken", "the disk tier's file is damaged; kvstore verify says more"))
     return facts

@@ -1,4 +1,4 @@
-"""`kvstore stats|evict|verify|compact|sessions`: asks the store's owner, or works on the files where there is none.
+"""`kvstore stats|evict|verify|compact|sessions`: asks the store's owner, or works on the files if there is none.
 
 Knows flags and results; no file and no socket. With --json, stdout holds one JSON object and nothing else.
 """
@@ -57,6 +57,10 @@ def _limit(name: str, text: str) -> int:
     return int(text)
 
 
+SESSION_STORE = Option(
+    "--session-store", plain_text, None, "Redis in which servers share sessions, redis://host:6379/0",
+    "those of --store",
+)  # fmt: skip
 TENANT = Option("--tenant", plain_text, "", "whose session", shown="the one without a name")
 CONDITIONS = (
     Option("--all", switch, False, "everything", mirrored=False),
@@ -100,7 +104,7 @@ def _stats(values: Mapping[str, Any], _: Sequence[str]) -> int:
 
 
 def _watch(values: Mapping[str, Any]) -> int:
-    """Until Ctrl-C, which is how this ends and so no failure. In a terminal the numbers stay where they are."""
+    """Run until Ctrl-C, which is no failure here. In a terminal the numbers stay in place."""
     from kvstore.service.command.stats_tables import live_stats
 
     try:
@@ -158,8 +162,8 @@ def _sessions(values: Mapping[str, Any], arguments: Sequence[str]) -> int:
     return EXIT_OK
 
 
-# By verb: the owner's command, what is done meanwhile, what of `store_tables` shows its result, and whether it is about
-# one session.
+# For each verb: the owner's command, the message meanwhile, the function of `store_tables` that shows its result, and
+# whether it concerns one session.
 SESSION_VERBS = {
     "list": ("sessions", "reading the sessions", "show_sessions", False),
     "show": ("sessions.show", "reading the session", "show_transcript", True),
@@ -201,7 +205,7 @@ STORE_COMMANDS = {
     "sessions": _command(
         "sessions",
         _sessions,
-        (TENANT, LIMIT),
+        (SESSION_STORE, TENANT, LIMIT),
         "examples:\n  kvstore sessions\n  kvstore sessions list --tenant acme --limit 10 --json\n"
         "  kvstore sessions show anna\n  kvstore sessions delete anna",
         "list | show ID | delete ID | repair ID | accept-loss",
@@ -211,7 +215,7 @@ STORE_COMMANDS = {
 
 # -- how -------------------------------------------------------------------------------------------------------------
 def _tables() -> Any:
-    """Imported late: it loads rich, which --help does without."""
+    """Imported late: it loads rich, which --help does not need."""
     from kvstore.service.command import store_tables
 
     return store_tables
@@ -237,8 +241,14 @@ def _is_printed_as_json(values: Mapping[str, Any], result: Mapping[str, Any]) ->
 
 
 def carry_out(values: Mapping[str, Any], command: str, arguments: dict[str, Any], note: str) -> Mapping[str, Any]:
-    """Through the owner's socket, or on the files of a store that nobody owns; it says so when it takes its time."""
+    """Run a command through the owner's socket, or on the files of a store without an owner, with a message when it
+    takes long.
+    """
     with progress(note, values["json"]) as on_progress:
+        if values.get("session_store") is not None:
+            from kvstore.admin.shared import ask_shared
+
+            return ask_shared(values["session_store"], command, arguments)
         return ask_or_open(values["store"], command, arguments, on_progress)
 
 

@@ -27,7 +27,7 @@ HELP = """/help  this text
 /quit  leave (so does Ctrl-D)
 Ctrl-C stops an answer; at the prompt it leaves."""
 YOU, MODEL = "you> ", "model> "
-TIER_NAMES = {"hbm": "hbm", "cpu": "cpu", "disk": "disk", "reencoded": "re-encoded"}
+TIER_NAMES = {"hbm": "hbm", "cpu": "cpu", "disk": "disk", "remote": "remote", "reencoded": "re-encoded"}
 SESSION_CHARS = 128
 MAX_SHOWN_CHARS = 1000  # of each message of the exchange that a resumed conversation shows
 
@@ -67,7 +67,7 @@ def run_chat(
 
 
 def tell_in_lines() -> None:
-    """What the libraries below warn of and log, a line on stderr each."""
+    """Print the libraries' warnings and log messages as one line each on stderr."""
     warnings.showwarning = one_line_warning
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(logging.Formatter("kvstore: %(message)s"))
@@ -78,7 +78,7 @@ def one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def tolerate_any_text() -> None:
-    """Bytes that are not text in the terminal's encoding become marks instead of a crash."""
+    """Replace bytes that are not text in the terminal's encoding, instead of failing."""
     for stream in (sys.stdin, sys.stdout):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -99,7 +99,7 @@ def _loading(console: "Console", model: str | None) -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Ctrl-C in here ends in KeyboardInterrupt: a library's import may catch it, or make another error of it."""
+    """Make Ctrl-C end in KeyboardInterrupt, as a library's import may catch it or raise another error instead."""
     seen = False
 
     def on_interrupt(signum: int, frame: FrameType | None) -> None:
@@ -150,7 +150,7 @@ class TerminalChat:
         self._start()
 
     def _start(self) -> None:
-        """The conversation that was asked for; later, one of an id that has no turns yet."""
+        """Open the conversation that was asked for; later, one whose id has no turns yet."""
         while True:
             suffix = f"-{self._num_started + 1}" if self._num_started else ""
             self._session = self._engine.chat(
@@ -188,7 +188,7 @@ class TerminalChat:
         return num_failed
 
     def _show_where_it_was(self) -> None:
-        """Of a resumed conversation: how far it is, and its last exchange."""
+        """Show how long a resumed conversation is, and its last exchange."""
         said = self._said()
         if not said:
             return
@@ -200,7 +200,7 @@ class TerminalChat:
             self._dim((YOU if message["role"] == "user" else MODEL) + text[:MAX_SHOWN_CHARS] + end)
 
     def _turn(self, message: str) -> bool:
-        """One message and its answer. False when it was refused, or could not be kept; the conversation goes on."""
+        """Run one turn. Returns False when it was refused or could not be stored; the conversation goes on."""
         start_s, was_said = time.perf_counter(), self._session.num_turns > 0
         print(MODEL, end="", flush=True)
         try:
@@ -221,7 +221,7 @@ class TerminalChat:
 
     def _stream(self, message: str) -> bool:
         """Print the answer as it comes. True when Ctrl-C ended it."""
-        # Closed in here also when nobody reads us any more: the turn ends before the engine does.
+        # Closed here also when our reader is gone: the turn must end before the engine does.
         with _interrupt_flag() as interrupted, closing(self._session.stream(message, self._params)) as pieces:
             for piece in pieces:
                 print(printable(piece.text), end="", flush=True)
@@ -260,7 +260,7 @@ def _piped_lines() -> Iterator[str]:
 
 @contextmanager
 def _interrupt_flag() -> Iterator[Callable[[], bool]]:
-    """Within it the first Ctrl-C only sets a flag, so that the engine's step is never torn; the second one raises."""
+    """The first Ctrl-C only sets a flag, so that it never interrupts an engine's step; the second one raises."""
     seen = False
 
     def on_interrupt(signum: int, frame: FrameType | None) -> None:
@@ -277,7 +277,7 @@ def _interrupt_flag() -> Iterator[Callable[[], bool]]:
 def _handling(on_interrupt: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     try:
         previous = signal.signal(signal.SIGINT, on_interrupt)
-    except ValueError:  # not the main thread: nobody can press Ctrl-C here
+    except ValueError:  # not the main thread: signals do not arrive here
         yield
         return
     try:

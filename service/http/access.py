@@ -1,6 +1,6 @@
-"""Who may do what: keys and their tenants, and the browser's Host and Origin. Knows no handler.
+"""Access: keys and their tenants, and the browser's Host and Origin.
 
-Keys are held and compared as digests, always over all keys, so that the time says nothing about them.
+Knows no handler. Keys are stored and compared as digests, and always all of them, so that timing reveals nothing.
 """
 
 import hmac
@@ -32,7 +32,7 @@ EXPOSED = "Retry-After, X-Request-Id, X-Should-Retry"
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key. tenant: whose data its requests see."""
+    """One key. tenant: its requests see this tenant's data."""
 
     digest: bytes
     tenant: str
@@ -40,9 +40,13 @@ class Key:
 
 
 class Access:
-    """The keys of one server and its rules. Raises ConfigError for a file of keys that cannot be used."""
+    """The keys of one server and its rules. fleet_key: of other servers; None: there are no routes for them.
 
-    def __init__(self, options: ServeOptions) -> None:
+    Raises ConfigError for a file of keys that cannot be used.
+    """
+
+    def __init__(self, options: ServeOptions, fleet_key: bytes | None = None) -> None:
+        self._fleet_digest = None if fleet_key is None else _digest(fleet_key.hex())
         self._keys = tuple(_keys(options))
         if len({key.digest for key in self._keys}) < len(self._keys):
             raise ConfigError("a key is given twice; every tenant needs a key of its own, and so does --admin-key")
@@ -55,24 +59,33 @@ class Access:
 
     @property
     def needs_key(self) -> bool:
-        """Whether users do. The administrator's key alone locks nothing but the administrator's routes."""
+        """Whether users need a key. The administrator's key alone protects only the administrator's routes."""
         return any(not key.is_admin for key in self._keys)
 
     @property
     def tenants(self) -> tuple[str, ...]:
-        """Those who have a key; "" alone where there are none."""
+        """The tenants that have a key; only "" where there are no keys."""
         return tuple(sorted({key.tenant for key in self._keys if not key.is_admin})) or ("",)
 
     def check(self, request: web.Request, route: Route) -> str:
-        """The tenant of a request that is let in. Raises ApiError 401 or 403."""
+        """Check a request and return its tenant. Raises ApiError 401 or 403."""
+        header = request.headers.get("Authorization", "")
+        if route.access == "fleet":  # no browser knows that key
+            self._check_fleet(header)
+            return ""
         self._check_browser(request)
         if route.access == "public":
             return ""
-        key = self._known_key(request.headers.get("Authorization", ""))
+        key = self._known_key(header)
         if route.access == "admin":
             self._check_admin(key)
         if key is None and (self.needs_key or route.access == "admin"):
             raise _unknown_key("Authorization" in request.headers)
+        return "" if key is None else key.tenant
+
+    def tenant_of(self, authorization: str) -> str:
+        """Of whoever sends this header; "" also for nobody's, which `check` refuses where keys are needed."""
+        key = self._known_key(authorization)
         return "" if key is None else key.tenant
 
     def _check_admin(self, key: Key | None) -> None:
@@ -81,17 +94,20 @@ class Access:
         if key is not None and not key.is_admin:
             raise _forbidden("this needs the administrator's key", "admin_only")
 
+    def _check_fleet(self, header: str) -> None:
+        if self._fleet_digest is None or not hmac.compare_digest(self._fleet_digest, _digest_of(header)):
+            raise _unknown_key(bool(header))
+
     def _known_key(self, header: str) -> Key | None:
-        scheme, _, text = header.partition(" ")
-        digest = _digest(text.strip() if scheme.lower() == "bearer" else "")
+        digest = _digest_of(header)
         found = None
-        for key in self._keys:  # all of them, whichever it is
+        for key in self._keys:  # compare all, whichever matches
             if hmac.compare_digest(key.digest, digest):
                 found = key
         return found
 
     def _check_browser(self, request: web.Request) -> None:
-        """A web page of somebody else must not reach a server on this machine through its visitor's browser."""
+        """Another site's page must not reach a server on this machine through its visitor's browser."""
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
         if self._hosts is not None and host and _without_port(host).lower() not in self._hosts:
             said = f"this server does not answer for the host name {host[:80]!r}; behind a proxy, start it with "
@@ -105,8 +121,8 @@ class Access:
         return origin.lower() in self._origins
 
     def preflight(self, request: web.Request) -> web.Response | None:
-        """The answer to a browser that asks whether a page of an allowed origin may send what it wants to; None when
-        it is another request. It brings no key, and says nothing but what such a page may send.
+        """Answer a browser's preflight request for a page of an allowed origin; None for any other request. A preflight
+        carries no key, and the answer says only what such a page may send.
         """
         asked = request.headers.get("Access-Control-Request-Method")
         if request.method != "OPTIONS" or asked is None or not self._allows(request.headers.get("Origin", "")):
@@ -118,7 +134,7 @@ class Access:
         return web.Response(status=204, headers={**PREFLIGHT, "Access-Control-Allow-Headers": allowed})
 
     def shared_with(self, request: web.Request) -> dict[str, str]:
-        """Headers of every answer: whether the page that asked may read it."""
+        """CORS headers of every answer: whether the asking page may read it."""
         if not self._origins:
             return {}
         origin = request.headers.get("Origin", "")
@@ -136,12 +152,17 @@ def _forbidden(message: str, code: str) -> ApiError:
     return ApiError(403, message, type="permission_error", code=code)
 
 
+def _digest_of(header: str) -> bytes:
+    scheme, _, text = header.partition(" ")
+    return _digest(text.strip() if scheme.lower() == "bearer" else "")
+
+
 def _digest(key: str) -> bytes:
     return sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def _host_of(origin: str) -> str:
-    """With the port, if it has one."""
+    """The host, with its port if it has one."""
     return origin.partition("://")[2]
 
 

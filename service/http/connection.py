@@ -1,9 +1,10 @@
-"""One TCP connection: the deadlines and the cap that aiohttp has none of its own for. Knows no route."""
+"""One TCP connection: deadlines and a cap that aiohttp does not have. Knows no route."""
 
 import asyncio
 import logging
 import secrets
 from dataclasses import dataclass, field
+from typing import cast
 
 import msgspec
 from aiohttp import web
@@ -12,10 +13,10 @@ from kvstore.service.http.errors import ApiError, error_response, unavailable
 from kvstore.service.http.logs import log
 from kvstore.service.settings.serve_options import ServeOptions
 
-# Of the kernel, per connection. What a reader that stopped reading can hold back; and as the kernel asks for more only
-# when a third is free, the less a reader has to take within a write timeout to be seen reading.
+# The kernel's buffer for each connection. It bounds what a reader that has stopped can hold back. The kernel asks for
+# more only when a third is free, so a small buffer also lowers what a slow reader must read within a write timeout.
 SEND_BUFFER_BYTES = 64 * 2**10
-LINGER_S = 2.0  # for the rest of a body that nobody wants, so that its sender reads the answer
+LINGER_S = 2.0  # to drain the rest of an unwanted body, so that its sender reads the answer
 
 
 def new_request_id() -> str:
@@ -33,12 +34,11 @@ class Connections:
 
 
 class Connection(web.RequestHandler):
-    """aiohttp's protocol, with a deadline for a request's head and one for a reader that takes nothing.
+    """aiohttp's protocol, with a deadline for a request's head and one for a reader that reads nothing.
 
-    A head that begins in the packet of the request before it has the time of an idle connection, which is aiohttp's.
-
-    The transport's buffer has no room of its own: writing pauses as soon as the kernel takes no more, and goes on when
-    it has taken everything.
+    A head that begins in the packet of the request before has aiohttp's timeout for idle connections. The transport's
+    own buffer is empty: writing pauses as soon as the kernel accepts no more, and resumes when the kernel has accepted
+    everything.
     """
 
     __slots__ = ("_all", "_head_timer", "_is_refused", "_unsent", "_wire", "_write_timer")
@@ -57,7 +57,7 @@ class Connection(web.RequestHandler):
         self._wire: asyncio.Transport | None = None  # stays known while aiohttp closes it
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
         transport.set_write_buffer_limits(high=0)
         self._wire = transport
         if self._all.is_full:
@@ -101,7 +101,7 @@ class Connection(web.RequestHandler):
 
     @property
     def _is_idle(self) -> bool:
-        """Whether what arrives now belongs to the head of the next request."""
+        """Whether arriving bytes belong to the head of the next request."""
         return self._waiter is not None and not self._messages
 
     def _await_head(self) -> None:
@@ -125,7 +125,7 @@ class Connection(web.RequestHandler):
             self._write_timer = None
 
     def _watch(self) -> None:
-        """Look again after a while whether anything was taken."""
+        """Check after a while whether the reader has read anything."""
         if self._wire is not None:
             self._unsent = self._wire.get_write_buffer_size()
             self._write_timer = self._loop.call_later(self._all.options.write_timeout_s, self._look)
@@ -142,7 +142,7 @@ class Connection(web.RequestHandler):
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """aiohttp's own errors in our shape; what the client sent is not repeated."""
+        """Answer aiohttp's own errors in our shape, without repeating what the client sent."""
         if status >= 500:
             log("a connection failed", {}, logging.ERROR, exc)
             error = ApiError(status, "internal error", type="server_error", code="internal_error")

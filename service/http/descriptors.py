@@ -1,4 +1,4 @@
-"""Descriptors of files and connections: as many as the server may need, or a clear word at the start."""
+"""File descriptors: enough for all connections, or a clear error at the start."""
 
 import asyncio
 import errno
@@ -11,20 +11,23 @@ from kvstore.errors import KVStoreError
 from kvstore.service.http.logs import log
 
 NUM_OWN = 192  # beside connections: the store's files, the engine's process, what the runtime opens
-TOLD_S = 10.0  # between two words on connections that cannot be accepted
+TOLD_S = 10.0  # between two log lines about connections that cannot be accepted
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-def ensure_descriptors(max_connections: int) -> None:
-    """Raise the soft limit of this process, and so that of the engine's. Raises KVStoreError where that cannot be."""
-    needed = max_connections + NUM_OWN
+def ensure_descriptors(max_connections: int, ends: int = 1) -> None:
+    """Raise the soft limit of this process and so of the engine's process. Raises KVStoreError where it cannot.
+
+    ends: of each connection that this process has.
+    """
+    needed = max_connections * ends + NUM_OWN
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
     except (ValueError, OSError):
-        fewer = f", or give --max-connections {hard - NUM_OWN} or fewer" if hard > NUM_OWN else ""
+        fewer = f", or give --max-connections {(hard - NUM_OWN) // ends} or fewer" if hard > NUM_OWN else ""
         raise KVStoreError(
             f"--max-connections {max_connections} needs {needed} open files, but this process may have {hard}; raise "
             f"the hard limit (ulimit -Hn, LimitNOFILE= of systemd, --ulimit nofile= of Docker){fewer}"
@@ -32,7 +35,7 @@ def ensure_descriptors(max_connections: int) -> None:
 
 
 class AcceptErrors:
-    """Handler of an event loop's exceptions: connections that cannot be accepted are told now and then, in one line.
+    """An event loop's exception handler: logs now and then, in one line, that connections cannot be accepted.
 
     asyncio tries again after a second.
     """

@@ -1,6 +1,6 @@
-"""What a client is told when something is wrong: one shape, OpenAI's, with a stable `code`.
+"""Errors as clients see them: one shape, OpenAI's, with a stable `code`.
 
-Knows no route. Nothing of an unexpected exception's text reaches a client.
+Knows no route. The text of an unexpected exception never reaches a client.
 """
 
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ class ApiError(Exception):
 
 
 def bad_request(param: str | None, message: str, code: str | None = "invalid_value") -> ApiError:
-    """param: the field that is wrong."""
+    """A 400. param: the wrong field."""
     return ApiError(400, message, param=param, code=code)
 
 
@@ -65,19 +65,20 @@ def error_response(error: ApiError) -> web.Response:
     )
 
 
-_REFUSED: tuple[tuple[type[Exception], int, str], ...] = (  # in the error's own words; the first kind that it is of
+_REFUSED: tuple[tuple[type[Exception], int, str], ...] = (  # with the error's own message; the first class that matches
     (kv.ContextLengthError, 400, "context_length_exceeded"),
     (kv.SessionBusyError, 409, "session_busy"),
     (kv.SessionExistsError, 409, "session_exists"),
     (kv.SessionNotFoundError, 404, "session_not_found"),
     (kv.SessionDamagedError, 409, "session_damaged"),
+    (kv.SessionTakenError, 409, "session_busy"),
     (kv.RequestError, 400, "invalid_value"),
     (kv.ConfigError, 400, "invalid_value"),  # arguments of an administrator's command
 )
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client is told of an exception; anything that is not known to be its own fault is "internal error"."""
+    """The answer to an exception; anything not known to be the client's fault is an "internal error"."""
     if isinstance(error, ApiError):
         return error
     for kind, status, code in _REFUSED:
@@ -98,6 +99,9 @@ def api_error(error: Exception) -> ApiError:
         return unavailable(lost, "store_lost", is_final=True)
     if isinstance(error, kv.DegradedError):
         return unavailable("the disk tier cannot write at the moment: what was to be kept is not", "store_degraded")
+    if isinstance(error, kv.RemoteError):
+        away = "the store of sessions does not answer at the moment, or cannot store: what was to be kept is not"
+        return unavailable(away, "session_store_unavailable", 5)
     if isinstance(error, kv.StoreError):
         return unavailable("the store could not carry this out", "store_error")
     if isinstance(error, web.HTTPException):
@@ -106,7 +110,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def unavailable(message: str, code: str, retry_after_s: int | None = None, is_final: bool = False) -> ApiError:
-    """is_final: it will not be otherwise the next time."""
+    """A 503. is_final: a retry will not help."""
     headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
     headers |= NO_RETRY if is_final else {}
     return ApiError(503, message, type="server_error", code=code, headers=headers)

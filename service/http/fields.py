@@ -1,6 +1,7 @@
-"""Fields of a body that it does not have: those that would change the answer, and near misses of those it has.
+"""Unknown fields of a body.
 
-Everything else that is not known is ignored, as clients of other servers expect. Knows no body.
+Those that would change the answer and near misses of known names are refused; all others are ignored, as clients of
+other servers expect. Knows no body.
 """
 
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ CONSTRAINTS = {
     "structural_tag", "structured_outputs", "truncate_prompt_tokens", "use_beam_search",
 }  # fmt: skip
 GUIDED = "guided_"  # and what follows it: json, regex, choice, grammar
-# Of other servers, and close to a name of ours without meaning it.
+# Fields of other servers that are close to a name of ours but mean something else.
 NO_MISSES = {"message_id", "models", "top_a", "top_n"}
 MAX_EXAMINED = 64  # of unknown fields
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -46,9 +47,9 @@ def _says_something(value: msgspec.Raw) -> bool:
 
 
 def near_miss(name: str, known: Iterable[str]) -> str | None:
-    """The known name that this one was probably meant to be: one slip in a short one, two in a long one.
+    """The known name that was probably meant: one typing error in a short name, two in a long one.
 
-    Other capitals and underscores are none: maxTokens was meant to be max_tokens.
+    Capitals and underscores do not count: maxTokens means max_tokens.
     """
     plain = _plain(name)
     num_slips = 1 if len(plain) < 8 else 2
@@ -62,7 +63,7 @@ def _plain(name: str) -> str:
 
 
 def _distance(one: str, other: str) -> int:
-    """Letters added, left out, replaced, or swapped with their neighbour (optimal string alignment)."""
+    """The number of letters added, left out, replaced, or swapped with a neighbour (optimal string alignment)."""
     before, last = [0] * (len(other) + 1), list(range(len(other) + 1))
     for i, letter in enumerate(one, 1):
         row = [i]

@@ -1,6 +1,6 @@
-"""How much may wait and run, per tenant and in all, and how long a request may take. Knows no route, no engine.
+"""Limits on what may wait and run, per tenant and in all, and on a request's time. Knows no route and no engine.
 
-Counted are sequences: each choice of each prompt is one, so that a request counts by the work that it asks for.
+The limits count sequences: each choice of each prompt is one, so that a request counts by the work that it asks for.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from kvstore.service.settings.serve_options import ServeOptions
 
 RETRY_AFTER_S = 1
 SEQUENCES_PER_REQUEST = 32  # of all that wait or run, on average: so --max-queue bounds sequences, too
-MAX_LARGE_BYTES = 2**28  # of large bodies that arrive at once; a small one never waits for them
+MAX_LARGE_BYTES = 2**28  # of large bodies that are read at once; a small one never waits for them
 LARGE_BODY_BYTES = 2**20
 
 
@@ -26,9 +26,9 @@ class _Waiter:
 
 @dataclass(slots=True)
 class _Tenant:
-    """num_requests, num_sequences: waiting or running; num_running: sequences of those that were let in.
+    """num_requests, num_sequences: waiting or running; num_running: admitted sequences.
 
-    waiters wait for that, the first to come first.
+    waiters: wait to be admitted, in order of arrival.
     """
 
     num_requests: int = 0
@@ -42,7 +42,7 @@ class _Tenant:
 
 
 class Deadline:
-    """The time one request has. `error` is what its client is told when it is over before the answer is."""
+    """The time that one request has. error: what its client is told when the time is over before the answer."""
 
     def __init__(self, timeout: asyncio.Timeout) -> None:
         self._timeout = timeout
@@ -64,7 +64,7 @@ class Deadline:
 
 
 class Limits:
-    """Counts of one server's requests. Used in its event loop only. is_shared: by several tenants."""
+    """Counts one server's requests. Used in its event loop only. is_shared: several tenants use it."""
 
     def __init__(self, options: ServeOptions, is_shared: bool = False) -> None:
         self._options = options
@@ -77,21 +77,21 @@ class Limits:
         self.num_sequences = 0  # theirs
 
     def counts(self) -> dict[str, tuple[int, int]]:
-        """Per tenant that has any: how many sequences run and how many wait for their tenant's turn."""
+        """For each active tenant: how many sequences run, and how many wait for their tenant's turn."""
         return {name: (tenant.num_running, tenant.num_waiting) for name, tenant in self._tenants.items()}
 
     @property
     def num_open(self) -> int:
-        """Requests that have not been answered yet, of whatever kind."""
+        """The number of requests of any kind that are not answered yet."""
         return len(self._deadlines)
 
     # -- turns -------------------------------------------------------------------------------------------------------
     @asynccontextmanager
     async def admit(self, name: str, num_sequences: int = 1) -> AsyncIterator[None]:
-        """In here runs one request of this tenant that computes so many sequences. Waits for the tenant's turn.
+        """Admit a request that computes this number of sequences, and hold its place while the context lasts.
 
-        Raises ApiError 400 when it asks for more than fits, 503 when the server is full, 429 when the tenant has too
-        many.
+        Waits for the tenant's turn. Raises ApiError 400 when it asks for more than fits, 503 when the server is full,
+        429 when the tenant has too many.
         """
         self._check_room(self._tenants.get(name, _Tenant()), num_sequences)
         tenant = self._tenants.setdefault(name, _Tenant())
@@ -108,7 +108,9 @@ class Limits:
                 del self._tenants[name]
 
     def _check_room(self, tenant: _Tenant, num_sequences: int) -> None:
-        """One of several tenants has at most half of what the others leave free: whoever comes next finds room."""
+        """Where there are several tenants, each has at most half of what the others leave free, so a newcomer finds
+        room.
+        """
         max_requests, share = self._options.max_queue, 2 if self._is_shared else 1
         largest = min(self._max_sequences // share, self._options.max_concurrent_per_key or self._max_sequences)
         if num_sequences > largest:
@@ -155,19 +157,19 @@ class Limits:
         finally:
             if waiter in tenant.waiters:
                 tenant.waiters.remove(waiter)
-                self._let_in(tenant)  # who stood behind a larger one may have room
+                self._let_in(tenant)  # a waiter behind a larger one may fit now
             elif not was_let_in:
-                self._give_back(tenant, num_sequences)  # the turn came just as the waiting was given up
+                self._give_back(tenant, num_sequences)  # it was admitted just as it stopped waiting
 
     def _give_back(self, tenant: _Tenant, num_sequences: int) -> None:
         tenant.num_running -= num_sequences
         self._let_in(tenant)
 
     def _let_in(self, tenant: _Tenant) -> None:
-        """Those who come next, as far as there is room."""
+        """Admit the next waiters, as far as there is room."""
         for waiter in list(tenant.waiters):
             if waiter.turn.done():
-                continue  # given up just now
+                continue  # it has just stopped waiting
             if tenant.num_running + waiter.num_sequences > self._options.max_concurrent_per_key:
                 return
             tenant.waiters.remove(waiter)
@@ -176,7 +178,9 @@ class Limits:
 
     @asynccontextmanager
     async def body(self, num_bytes: int | None) -> AsyncIterator[None]:
-        """In here a body of so many bytes is read; None is not known. Waits while too many large ones are."""
+        """Hold room for reading a body of this size (None: unknown). Waits while too many large bodies are being
+        read.
+        """
         if num_bytes is not None and num_bytes <= LARGE_BODY_BYTES:
             yield
             return
@@ -186,7 +190,7 @@ class Limits:
     # -- time --------------------------------------------------------------------------------------------------------
     @asynccontextmanager
     async def deadline(self) -> AsyncIterator[Deadline]:
-        """In here runs one request, with the time that it has. Raises ApiError when that is over."""
+        """Run one request within its deadline. Raises ApiError when the time is over."""
         timeout = asyncio.timeout(self._options.request_timeout_s)
         deadline = Deadline(timeout)
         self._deadlines.add(deadline)

@@ -1,4 +1,4 @@
-"""The server's log: one line a request, as text or as JSON, without anything that a person wrote."""
+"""The server's log: one line per request, as text or JSON, without anything that a person wrote."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logging(log_format: str, level: str = "info") -> None:
-    """Lines of this level and above go to stderr from now on."""
+    """Write lines of this level and above to stderr from now on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     for logger in (LOGGER, logging.getLogger("kvstore.engine"), logging.getLogger("aiohttp.server")):
@@ -40,7 +40,7 @@ def set_up_logging(log_format: str, level: str = "info") -> None:
 
 
 def log(message: str, fields: Mapping[str, object], level: int = logging.INFO, error: Any = None) -> None:
-    """One line. error: an exception whose trace follows; for bugs only."""
+    """Write one line. error: an exception whose trace follows; for bugs only."""
     LOGGER.log(level, message, exc_info=error, extra={"fields": fields})
 
 
@@ -49,6 +49,6 @@ def _stamp(record: logging.LogRecord) -> str:
 
 
 def _word(value: object) -> str:
-    """As it is where it is one plain word, else as a JSON string: a line stays a line."""
+    """A plain word as it is, anything else as a JSON string, so that a line stays one line."""
     text = f"{value:.4f}" if isinstance(value, float) else str(value)
     return text if text.isascii() and text.isprintable() and " " not in text and '"' not in text else json.dumps(text)

@@ -8,7 +8,7 @@ from typing import Literal
 from aiohttp import web
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Access = Literal["public", "user", "admin"]
+Access = Literal["public", "user", "admin", "fleet"]
 PARAMETER = re.compile(r"\{(\w+)(?::((?:[^{}]|\{[^{}]*\})+))?\}")  # of a path: its name, and its pattern if it has one
 
 

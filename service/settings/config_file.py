@@ -1,7 +1,7 @@
-"""Where the values of flags come from: the command line, the environment, a TOML file, defaults; and how they print.
+"""Where values of flags come from: the command line, the environment, a TOML file, defaults; and how they print.
 
-Knows the form of the file: keys are the flags' names, at the top for every command, and under [serve] or [chat] for
-that one only, where they win. Knows no command otherwise.
+The file's keys are the flags' names: at the top for every command, and under [serve] or [chat] for one command, where
+they win.
 """
 
 import json
@@ -30,7 +30,7 @@ Entries = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """What a file says, by key. sections: what it says for one command only."""
+    """A file's values by key. sections: the values for one command only."""
 
     path: Path
     entries: Entries = field(default_factory=dict)
@@ -48,7 +48,7 @@ class ConfigFile:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a command was told. settings: by the flags' keys; arguments: what stood beside flags."""
+    """A command's input. settings: by the flags' keys; arguments: the words beside flags."""
 
     settings: dict[str, OptionValue]
     arguments: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class Told:
 
 
 def told(command: Command, argv: list[str], environment: Mapping[str, str]) -> Told | None:
-    """None where help was asked for, which is printed then.
+    """None after printing the help, if that was asked for.
 
     Raises UsageError, and ConfigError which names the flag, the variable or the file.
     """
@@ -94,7 +94,7 @@ def _setting(
 
 
 def _parse(option: Option, where: str, written: object) -> object:
-    """A value of a file is read as a flag's text is; what is no text must be of the kind that this makes."""
+    """Read a file's text like a flag's text; any other value must have the type that this makes."""
     if option.repeats and isinstance(written, list) and all(isinstance(one, str) for one in written):
         written = ",".join(written)
     if isinstance(written, bool):
@@ -114,7 +114,7 @@ def _parse(option: Option, where: str, written: object) -> object:
 
 # -- reading ---------------------------------------------------------------------------------------------------------
 def _config_file(given: str | None, environment: Mapping[str, str]) -> ConfigFile | None:
-    """The file that is named, which has to exist, or the default one where there is one."""
+    """The named file, which must exist, or the default file if there is one."""
     for name, text in ((CONFIG.flag, given), ("KVSTORE_CONFIG", environment.get("KVSTORE_CONFIG") or None)):
         if text is not None:
             return read_config(CONFIG.parse(name, text))  # type: ignore[arg-type]
@@ -131,7 +131,7 @@ def read_config(path: Path) -> ConfigFile:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"the configuration {path} cannot be read: {error.strerror or error}") from None
-    except ValueError as error:  # no TOML, or no UTF-8
+    except ValueError as error:  # not TOML, or not UTF-8
         raise ConfigError(f"the configuration {path} is no valid TOML: {error}") from None
     known = known_keys()
     entries, sections = {}, {}
@@ -163,7 +163,7 @@ def _named(entries: Entries, known: Mapping[str, Iterable[str]], command: str | 
 
 
 def known_keys() -> dict[str, set[str]]:
-    """By command, the keys that a file may have: older names too."""
+    """The keys that a file may have, by command, with older names."""
     from kvstore.service.settings.engine_options import engine_command
 
     found = {}
@@ -175,9 +175,9 @@ def known_keys() -> dict[str, set[str]]:
 
 # -- printing --------------------------------------------------------------------------------------------------------
 def as_toml(settings: Iterable[OptionValue]) -> str:
-    """A file that says the same, each line with where its value comes from. Secrets are left out of it.
+    """A file with the same values, each line with its origin.
 
-    Defaults are comments: commands have different ones, and another command may read the file.
+    Secrets are left out. Defaults are comments, as commands have different ones, and another command may read the file.
     """
     lines = []
     for one in settings:

@@ -1,4 +1,4 @@
-"""The flags that `serve` and `chat` share, made of the fields of the engine's configuration, and what they say to it.
+"""The flags that `serve` and `chat` share, made from the fields of the engine's configuration.
 
 Loads no engine.
 """
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import Field, fields, replace
 from typing import Any
 
-from kvstore.config import CODEC_NAMES, CacheTiers
+from kvstore.config import CODEC_NAMES, ROLES, CacheTiers
 from kvstore.engine.config import EngineConfig
 from kvstore.errors import ConfigError
 from kvstore.service.settings.chat_options import ChatOptions
@@ -22,6 +22,8 @@ from kvstore.service.settings.options import (
     choice,
     count,
     default_store,
+    duration_s,
+    file,
     flags_of,
     plain_text,
     size,
@@ -32,7 +34,7 @@ from kvstore.service.settings.options import (
 from kvstore.service.settings.serve_options import ServeOptions
 
 DEFAULT_DISK, DEFAULT_CPU = "8GiB", "1GiB"
-# Where a flag is not called as the engine's field: vLLM's --policy has long been --scheduling-policy.
+# Flags with another name than the engine's field: vLLM's --policy has long been --scheduling-policy.
 FLAGS = {"policy": "--scheduling-policy", "eviction": "--policy", "model": "MODEL"}
 ALIASES = {"eviction": ("--eviction",)}
 SERVE_EXAMPLES = """Prefer KVSTORE_API_KEY or --api-key-file to --api-key: all users can see a command line.
@@ -64,7 +66,7 @@ def _engine_option(one: "Field[Any]") -> Option:
     )  # fmt: skip
 
 
-OWN_OPTIONS: dict[str, type] = {"serve": ServeOptions, "chat": ChatOptions}  # beside what the engine is told
+OWN_OPTIONS: dict[str, type] = {"serve": ServeOptions, "chat": ChatOptions}  # beside the engine's options
 ENGINE_OPTIONS = tuple(_engine_option(one) for one in fields(EngineConfig) if "help" in one.metadata)
 PRINT_CONFIG = Option(
     "--print-config", switch, False, "print the settings in force and where each comes from", mirrored=False
@@ -83,9 +85,14 @@ def tier_options(keeps: bool) -> tuple[Option, ...]:
         Option("--disk", size, None, about["disk"] + ("; 0 keeps nothing" if keeps else ""), disk, field="disk"),
         replace(STORE, help=about["path"] + ("" if keeps else "; keeps conversations"), shown=store, field="path"),
         Option("--codec", choice(*CODEC_NAMES), "raw", about["codec"], field="codec"),
+        Option("--remote", plain_text, None, about["remote"], field="remote"),
+        Option("--fleet-secret-file", file, None, about["fleet_secret_file"], field="fleet_secret_file"),
+        Option("--remote-ttl", duration_s, 7 * 86400.0, about["remote_ttl_s"], "7d", field="remote_ttl_s"),
+        Option("--role", choice(*ROLES), None, about["role"], "both", field="role"),
+        Option("--prefill-url", plain_text, None, about["prefill_url"], field="prefill_url"),
         Option("--disk-per-key", size, None, about["disk_per_tenant"], "no limit", field="disk_per_tenant"),
     )
-    return options if keeps else options[:-1]  # tenants have keys, and those a server
+    return options if keeps else options[:-3]  # tenants need keys, and only a server has those and a role
 
 
 def engine_command(name: str) -> Command:
@@ -101,9 +108,9 @@ def engine_command(name: str) -> Command:
 
 
 def with_tiers(settings: Mapping[str, OptionValue], keeps: bool) -> dict[str, OptionValue]:
-    """A store alone means a disk tier, and a disk tier a CPU tier before it; what is given counts.
+    """A store alone implies a disk tier, and a disk tier implies a CPU tier; given values win.
 
-    keeps: there is a disk tier unless that is refused.
+    keeps: there is a disk tier unless it is switched off.
     """
     found = dict(settings)
 
@@ -121,7 +128,7 @@ def with_tiers(settings: Mapping[str, OptionValue], keeps: bool) -> dict[str, Op
 
 
 def engine_arguments(settings: Mapping[str, OptionValue]) -> dict[str, object]:
-    """For `Engine(**arguments)`. Raises ConfigError as the engine would, in the words of whoever gave the value."""
+    """Arguments for `Engine(**arguments)`. Raises ConfigError as the engine would, but names the flag or variable."""
     found = {one.field: settings[one.key].value for one in ENGINE_OPTIONS}
     try:
         EngineConfig(**found)  # type: ignore[arg-type]

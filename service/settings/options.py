@@ -1,4 +1,4 @@
-"""Flags of the `kvstore` command and the forms of values they accept; says nothing of where values come from.
+"""Flags of the `kvstore` command and the forms of values they accept; does not know where values come from.
 
 A flag is written once: as a field of the dataclass that it fills (`flag`), or as an Option where there is none.
 """
@@ -31,7 +31,7 @@ COMMANDS = {
     "vllm-config": "write the flags under which vLLM keeps its KV in a store",
 }
 HELP_COLUMN = 30
-DEFAULT = "default"  # where a value comes from that was not given
+DEFAULT = "default"  # the origin of a value that was not given
 DEFAULT_PATH, OLD_PATH = "~/.local/share/kvstore", "~/.cache/kvstore"
 EPILOG = """Every flag has a mirror in the environment: KVSTORE_MAX_MODEL_LEN=1024 is --max-model-len 1024.
 Order: flag, environment, file (--config), default. In the file, max_model_len = 1024 is for every command, and below
@@ -40,9 +40,9 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def default_store() -> str:
-    """Where conversations are kept unless a person says so: with the data, as cleaners empty caches.
+    """Where conversations are kept by default: in the data folder, as cleaners empty caches.
 
-    Those whose conversations are where the default once was are told so, as long as nothing is in the new place.
+    Users whose conversations are still in the old default folder are told so while the new one is empty.
     """
     home = os.environ.get("XDG_DATA_HOME", "")
     found = f"{home}/kvstore" if home.startswith("/") else DEFAULT_PATH
@@ -62,7 +62,7 @@ Parse = Callable[[str, str], object]  # from (name, text); raises ConfigError wi
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One flag. One without dashes, such as MODEL, is the command's own argument.
+    """One flag. A name without dashes, such as MODEL, is the command's argument.
 
     shown: the default in words, where the value does not say it. bare: what the flag means without a value, where it
     may have one. mirrored: false for what a command destroys, which is taken neither from the environment nor from a
@@ -87,7 +87,7 @@ class Option:
 
     @property
     def is_switch(self) -> bool:
-        """It takes no value on the command line, where it means 1."""
+        """Whether it takes no value on the command line, where it means 1."""
         return self.parse is switch
 
     @property
@@ -126,7 +126,7 @@ def filled(kind: type[T], values: Mapping[str, Any]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class OptionValue:
-    """The value of an option. written: as it was given, the default as it is; origin: where, in words."""
+    """The value of an option. written: the text as given, or the default; origin: where it came from, in words."""
 
     option: Option
     value: object
@@ -139,7 +139,7 @@ class OptionValue:
 
     @property
     def where(self) -> str:
-        """What a message calls it: the flag, the variable, or the key and its file."""
+        """Its name in messages: the flag, the variable, or the key and its file."""
         kind, _, place = self.origin.partition(" ")
         names = {"file": f"{self.option.key} in {place}", "environment": place}
         return names.get(kind, self.option.flag)
@@ -147,8 +147,8 @@ class OptionValue:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a command may be told. groups: its flags under their headings. takes: what there may be beside flags, in
-    the first line of the help, and most: the same for who gives more. has_arguments: words that are no flags' values.
+    """What a command accepts. groups: its flags under their headings. takes: the arguments beside flags, for the help's
+    first line; most: the same, for the error about too many. has_arguments: it accepts words that belong to no flag.
     """
 
     name: str
@@ -190,6 +190,13 @@ def number(name: str, text: str) -> float:
         raise ConfigError(f"{name} is {text!r}; give a number") from None
 
 
+def bandwidth(name: str, text: str) -> float:
+    rate = parse_size(text, name)
+    if not rate:
+        raise ConfigError(f"{name} is {text!r}; give bytes a second, such as 3GB")
+    return float(rate)
+
+
 def size(name: str, text: str) -> int:
     return parse_size(text, name)
 
@@ -214,7 +221,7 @@ def lifetime_s(name: str, text: str) -> float | None:
     except ConfigError as error:
         raise ConfigError(f'{error}, or "none"') from None
     if seconds == 0:
-        raise ConfigError(f"{name} is {text!r}; give a time above 0, or \"none\"")
+        raise ConfigError(f'{name} is {text!r}; give a time above 0, or "none"')
     return seconds
 
 
@@ -273,8 +280,8 @@ def ttl_flag() -> Any:
     return flag(None, lifetime_s, "new sessions end so long after their last turn: 12h, 7d", shown="none")
 
 
-_READ_BY = {  # what stands for a value in the help, and what reads it
-    "N": "count count_or_none whole _limit", "SIZE": "size size_or_auto body_size", "SIZES": "_sizes",
+_READ_BY = {  # the placeholder in the help, and the function that reads the value
+    "N": "count count_or_none whole _limit replica_counts", "SIZE": "size size_or_auto body_size", "SIZES": "_sizes",
     "SECONDS": "seconds engine_timeout _interval_s", "TIME": "duration_s lifetime_s", "DIR": "directory",
     "ID": "session_id",
 }  # fmt: skip
@@ -330,7 +337,7 @@ def value_of(option: Option) -> str:
 
 
 def parse_arguments(command: Command, argv: list[str]) -> dict[str, Any] | None:
-    """What was given, as texts by the flags' keys, and "arguments"; None when help was, which is printed."""
+    """The given values, as texts by the flags' keys, and "arguments"; None after printing the help."""
     parser = command_parser(command)
     if any(argument in ("-h", "--help") for argument in argv):
         print(parser.format_help(), end="")

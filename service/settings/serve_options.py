@@ -1,4 +1,4 @@
-"""Flags of `kvstore serve` beside those of the engine, and the checked values that the service's parts receive."""
+"""Flags of `kvstore serve` beside the engine's, and the checked values that parts of the service receive."""
 
 import ipaddress
 import re
@@ -12,11 +12,12 @@ from kvstore.service.settings.options import choice, count, file, flag, number, 
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?|\[[0-9a-f:.]+\]")
+MOST_ENGINES = 64
 DEFAULT_PORTS = {"http": "80", "https": "443"}
 
 
 def check_key(key: str, where: str) -> None:
-    """Raises ConfigError unless it can stand in a header. The message does not repeat the key."""
+    """Raises ConfigError unless the key can be sent in a header. The message does not repeat the key."""
     if not 8 <= len(key) <= 512 or not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(f"{where}: a key has 8 to 512 printable ASCII characters without spaces")
 
@@ -39,7 +40,7 @@ def seconds(name: str, text: str) -> float:
 
 
 def host_names(name: str, text: str) -> tuple[str, ...]:
-    """In lower case, as a Host header has them but for the port."""
+    """Host names in lower case, as in a Host header but without a port."""
     found = tuple(one.strip().lower() for one in text.split(","))
     for one in found:
         if not HOST_NAME.fullmatch(one):
@@ -48,7 +49,7 @@ def host_names(name: str, text: str) -> tuple[str, ...]:
 
 
 def origins(name: str, text: str) -> tuple[str, ...]:
-    """In lower case, as a browser's Origin header has them."""
+    """Origins in lower case, as in a browser's Origin header."""
     found = tuple(one.strip().lower() for one in text.split(","))
     for one in found:
         scheme, _, rest = one.partition("://")
@@ -65,6 +66,20 @@ def engine_timeout(name: str, text: str) -> float:
     if value < MIN_SILENCE_S:
         raise ConfigError(f"{name} is {text!r}; give seconds from {MIN_SILENCE_S:g} to 86400")
     return value
+
+
+def engine_count(name: str, text: str) -> int:
+    value = count(name, text)
+    if value > MOST_ENGINES:
+        raise ConfigError(f"{name} is {text!r}; give a whole number from 1 to {MOST_ENGINES}")
+    return value
+
+
+def replica_counts(name: str, text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([1-9][0-9]{0,3})(?:-([1-9][0-9]{0,3}))?", text)
+    if match is None or int(match[2] or match[1]) < int(match[1]):
+        raise ConfigError(f"{name} is {text!r}; give a number such as 2, or the least and the most, such as 1-4")
+    return int(match[1]), int(match[2] or match[1])
 
 
 def on_or_off(name: str, text: str) -> bool:
@@ -85,28 +100,38 @@ def body_size(name: str, text: str) -> int:
 class ServeOptions:
     """How the service listens, whom it lets in, and its limits: the flags of `kvstore serve`. Times are in seconds.
 
-    Counted by the limits are sequences (see `kvstore.service.http.limits`). Raises ConfigError.
+    The limits count sequences (see `kvstore.service.http.limits`). Raises ConfigError.
     """
 
     host: str = flag("127.0.0.1", plain_text, "address to listen on")
     port: int = flag(8000, port_number, "port to listen on; 0 takes any free one")
     api_key: str | None = flag(
-        None, plain_text,
-        "key that requests must bring (tenant: none); in the list of processes, unlike KVSTORE_API_KEY", secret=True,
+        None,
+        plain_text,
+        "key that requests must bring (tenant: none); in the list of processes, unlike KVSTORE_API_KEY",
+        secret=True,
     )
     api_key_file: Path | None = flag(None, file, "file with one tenant:key a line; not readable by others")
     admin_key: str | None = flag(
-        None, plain_text, "key of the routes below /admin; without one they are closed, and it locks no others",
+        None,
+        plain_text,
+        "key of the routes below /admin; without one they are closed, and it locks no others",
         secret=True,
     )
     allow_no_key: bool = flag(False, switch, "listen on a public address without a key for users")
     allowed_hosts: tuple[str, ...] = flag(
-        (), host_names, "host name that a proxy sends, beside localhost and --host; may be given again",
-        "allowed_host", repeats=True,
+        (),
+        host_names,
+        "host name that a proxy sends, beside localhost and --host; may be given again",
+        "allowed_host",
+        repeats=True,
     )
     allowed_origins: tuple[str, ...] = flag(
-        (), origins, "origin whose pages may call, such as https://chat.example.org; may be given again",
-        "allowed_origin", repeats=True,
+        (),
+        origins,
+        "origin whose pages may call, such as https://chat.example.org; may be given again",
+        "allowed_origin",
+        repeats=True,
     )
     served_model_name: str | None = flag(None, plain_text, "name of the model in answers", shown="the model's")
     ttl_s: float | None = ttl_flag()
@@ -119,8 +144,15 @@ class ServeOptions:
     engine_process: bool = flag(
         True, on_or_off, "on runs the engine in a process of its own, beside the one that answers", shown="on"
     )
+    data_parallel_size: int = flag(
+        1,
+        engine_count,
+        "engines behind this port, each with the whole model in a process of its own; they share the disk and divide "
+        "--cpu, and --hbm and the limits of a batch are of each",
+    )
     engine_timeout_s: float = flag(
-        30.0, engine_timeout,
+        30.0,
+        engine_timeout,
         "seconds without a sign of life until the engine's process is killed and started again; one step may take ten "
         "times as long",
     )
@@ -135,10 +167,18 @@ class ServeOptions:
     body_timeout_s: float = flag(30.0, seconds, "seconds a request's body may take to arrive")
     shutdown_timeout_s: float = flag(5.0, seconds, "seconds running requests get when the server ends")
     log_level: str = flag(
-        "info", choice(*LOG_LEVELS),
+        "info",
+        choice(*LOG_LEVELS),
         "debug, info, warning or error; debug shows polls of /health, /ready and /metrics, too",
     )
     log_format: str = flag("text", choice(*LOG_FORMATS), "text or json, one line a request")
+    replicas: tuple[int, int] | None = flag(
+        None,
+        replica_counts,
+        "servers behind Ray Serve at one port: N, or MIN-MAX by load; each has a store of its own below --store",
+        shown="one server, without Ray",
+    )
+    takes_session_names: bool = False  # who sends the requests names new sessions
     header_timeout_s: float = 10.0
     write_timeout_s: float = 30.0
     keep_alive_s: float = 75.0
@@ -149,6 +189,15 @@ class ServeOptions:
         for key, where in ((self.api_key, "--api-key"), (self.admin_key, "--admin-key")):
             if key is not None:
                 check_key(key, where)
+        if self.data_parallel_size > 1 and not self.engine_process:
+            raise ConfigError(
+                f"--data-parallel-size is {self.data_parallel_size}, and --engine-process is off; several engines are "
+                "processes of their own: leave it on"
+            )
+        if self.data_parallel_size > 1 and self.replicas is not None:
+            raise ConfigError(
+                f"--data-parallel-size is {self.data_parallel_size}, and --replicas starts whole servers; give one"
+            )
         has_key = self.api_key is not None or self.api_key_file is not None
         if not self.is_loopback and not self.allow_no_key and not has_key:
             raise ConfigError(

@@ -6,6 +6,7 @@ export const SOURCES = [
   { name: "hbm", label: "HBM", phrase: "from HBM", help: "still in the engine's own memory" },
   { name: "cpu", label: "CPU", phrase: "from CPU memory", help: "loaded from CPU memory" },
   { name: "disk", label: "Disk", phrase: "from disk", help: "loaded from disk" },
+  { name: "remote", label: "Shared", phrase: "from the shared tier", help: "read from what servers share" },
   { name: "reencoded", label: "Re-encoded", phrase: "re-encoded", help: "kept by a truncation, at a new position" },
   { name: "computed", label: "Computed", phrase: "computed", help: "not stored anywhere: the model worked them out" },
 ];
@@ -42,12 +43,17 @@ export function numberOf(name, label, number) {
 
 export function inWords(tokens) {
   const all = SOURCES.reduce((sum, { name }) => sum + tokens[name], 0);
-  const parts = SOURCES.map(({ name, phrase }) => `${count(tokens[name])} ${phrase}`);
+  const parts = everywhere(tokens).map(({ name, phrase }) => `${count(tokens[name])} ${phrase}`);
   return `${plural(all, "prompt token")}: ${parts.join(", ")}`;
 }
 
+// Few servers share a tier: it is named where something came from there.
+function everywhere(tokens) {
+  return SOURCES.filter(({ name }) => name !== "remote" || tokens.remote > 0);
+}
+
 export function legend() {
-  return SOURCES.map(({ name, label, help }) =>
+  return everywhere({}).map(({ name, label, help }) =>
     el("li", { class: name, title: `${label}: ${help}` }, el("span", { class: "swatch" }), label));
 }
 

@@ -17,6 +17,8 @@ const TIERS = [
   { name: "disk", label: "Disk", help: "What survives a restart" },
 ];
 
+const SHARED = { name: "remote", label: "Shared", help: "What servers share, behind their disks" };
+
 const STATES = {
   ok: "All well",
   degraded: "Degraded: it goes on answering",
@@ -29,6 +31,7 @@ const ENGINE_GONE = { title: "The engine does not answer at the moment.", detail
 const REASONS = {
   stats_unavailable: "The engine is too busy, or gone, to show its numbers.",
   disk_degraded: "The disk tier cannot write at the moment. Nothing new is kept on disk; it is tried again by itself.",
+  remote_degraded: "The shared tier does not answer at the moment. What only it holds is computed; it is tried again by itself.",
   disk_broken: "The disk tier was damaged and has been set aside. What it held is computed again.",
   disk_was_reset: "The disk tier was damaged and began anew, empty.",
   disk_file_lost: "A file of the disk tier was removed or replaced while it was open. What it held is computed again.",
@@ -97,6 +100,7 @@ export class Tiers {
     }
     if (reading) {
       const cards = TIERS.map((tier) => card(tier, reading));
+      if (reading.value("remote_up") !== undefined) cards.push(sharedCard(reading));
       parts.push(this.overview(reading), el("div", { class: "cards" }, ...cards), this.charts());
     } else if (!this.problem) parts.push(el("p", { class: "quiet" }, "Reading the server's numbers…"));
     const { scrollTop } = this.element;
@@ -130,7 +134,7 @@ export class Tiers {
     const knownS = nowS - this.history.readings[0].seconds;
     const windowS = WIDTHS_S.find((seconds) => seconds >= knownS) ?? WINDOW_S;
     const shared = { windowS, nowS };
-    const of = (metric) => TIERS.filter(({ name }) => this.history.last.value(metric, { tier: name }) !== undefined)
+    const of = (metric) => [...TIERS, SHARED].filter(({ name }) => this.history.last.value(metric, { tier: name }) !== undefined)
       .map(({ name, label }) => ({ name, label, points: this.history.rate(metric, { tier: name }) }));
     const hits = { name: "hits", label: "last 30 s", points: this.history.series(hitRate, SMOOTH) };
     const traffic = { width: wide, least: 2 ** 20, format: (value) => `${bytes(value)}/s` };
@@ -143,7 +147,7 @@ export class Tiers {
 
 function sourcesOf(reading) {
   const value = (name, labels) => reading.value(name, labels) ?? 0;
-  const tokens = Object.fromEntries(TIERS.map(({ name }) => [name, value("tier_hit_tokens_total", { tier: name })]));
+  const tokens = Object.fromEntries([...TIERS, SHARED].map(({ name }) => [name, value("tier_hit_tokens_total", { tier: name })]));
   tokens.reencoded = value("reencoded_tokens_total");
   tokens.computed = Math.max(0, value("prompt_tokens_total") - value("cached_prompt_tokens_total"));
   return tokens;
@@ -170,4 +174,16 @@ function card({ name, label, help }, reading) {
     el("p", { class: "numbers" }, words),
     el("p", { class: "quiet" }, help),
     el("p", { class: "numbers" }, el("b", {}, count(hits)), " tokens found here"));
+}
+
+// How much it holds is not known here: what was read and stored, and whether it answers.
+function sharedCard(reading) {
+  const value = (name) => reading.value(name, { tier: SHARED.name }) ?? 0;
+  const state = !reading.value("remote_up") ? "away" : reading.value("remote_full") ? "full" : "answers";
+  return el("section", { class: "card" },
+    el("div", { class: "headline" }, el("h2", {}, SHARED.label), el("span", {}, el("b", {}, state))),
+    el("p", { class: "numbers" },
+      `${bytes(value("tier_read_bytes_total"))} read, ${bytes(value("tier_write_bytes_total"))} stored`),
+    el("p", { class: "quiet" }, SHARED.help),
+    el("p", { class: "numbers" }, el("b", {}, count(value("tier_hit_tokens_total"))), " tokens found here"));
 }

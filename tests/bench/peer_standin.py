@@ -61,11 +61,17 @@ def check_transfer(transfer: dict) -> None:
         return
     extra = transfer["kv_connector_extra_config"]
     assert extra["spec_name"] == "CPUTieringSpec" and flag("--prefix-caching-hash-algo") == "sha256_cbor"
+    is_ours = extra["eviction_policy"] == "KVStorePolicy"
+    assert ("cache_policy_module_path" in extra) == is_ours
+    if not extra["secondary_tiers"]:
+        assert is_ours or extra["eviction_policy"] in ("lru", "arc")
+        return
     [tier] = extra["secondary_tiers"]
-    assert ("eviction_policy" in extra) == (tier["type"] == "KVStoreTier")
+    assert is_ours == (tier["type"] == "KVStoreTier")
     folder = Path(tier["path"] if tier["type"] == "KVStoreTier" else tier["root_dir"])
     folder.mkdir(exist_ok=True)
-    (folder / "data").write_bytes(b"x" * (1 << 20))
+    is_small = os.statvfs(folder).f_blocks * os.statvfs(folder).f_frsize < 1 << 30
+    (folder / "data").write_bytes(b"x" * (1 << (10 if is_small else 20)))
 
 
 def main() -> None:

@@ -36,15 +36,14 @@ def whole(tmp_path_factory):
 
 
 @pytest.fixture
-def bench(monkeypatch, tmp_path, capsys):
+def bench(tmp_path, capsys):
     """Runs the command line in this process: its exit code, its rows, and what it said."""
 
     def command(*flags):
         file = tmp_path / "found.json"
-        monkeypatch.setattr(sys, "argv", ["gpu.py", *COMMAND[2:], "--json", str(file), *flags])
         threads = torch.get_num_threads()
         try:
-            code = gpu.main()
+            code = gpu.main([*COMMAND[2:], "--json", str(file), *flags])
         finally:
             torch.set_num_threads(threads)
         return code, json.loads(file.read_text())["results"], capsys.readouterr()

@@ -2,7 +2,6 @@
 
 import json
 import random
-import sys
 
 import pytest
 
@@ -28,13 +27,12 @@ def trace(tmp_path):
 
 
 @pytest.fixture
-def bench(monkeypatch, capsys):
+def bench(capsys):
     """Runs the command line in this process: its exit code, its table and what else it says."""
 
     def command(*flags):
-        monkeypatch.setattr(sys, "argv", ["hit_rate.py", *map(str, flags)])
         try:
-            code = hit_rate.main()
+            code = hit_rate.main(list(map(str, flags)))
         except SystemExit as left:
             code = left.code
         captured = capsys.readouterr()

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import venv
 from dataclasses import replace
 
 import pytest
@@ -44,6 +45,12 @@ work(Echo)
 """
 
 
+def empty_python(folder):
+    """A python that has no package."""
+    venv.create(folder)
+    return folder / "bin" / "python"
+
+
 def bench(*flags):
     command = [sys.executable, "-m", "bench.peers", *map(str, flags)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -77,15 +84,15 @@ def test_servers_are_compared_warm_after_a_restart_and_anew(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--peer", "vllm", "--peer-python", sys.executable], "has no package vllm"),
-        (["--peer", "llamacpp", "--peer-python", sys.executable], "has no package llama-cpp-python"),
+        (["--peer", "vllm", "--peer-python", "EMPTY"], "has no package vllm"),
+        (["--peer", "llamacpp", "--peer-python", "EMPTY"], "has no package llama-cpp-python"),
         (["--peer", "transformers", "--peer-python", "/no/python"], "--peer-python /no/python does not run"),
         (["--peer", "transformers", "--peer-python", sys.executable, "--models", "x"], "--models 'x'; known: m, l"),
         (["--peer", "transformers", "--peer-python", sys.executable, "--lmcache"], "--lmcache goes with --peer vllm"),
     ],
 )
-def test_what_cannot_be_measured_is_said_in_one_line(flags, said):
-    done = bench(*flags)
+def test_what_cannot_be_measured_is_said_in_one_line(flags, said, tmp_path):
+    done = bench(*(empty_python(tmp_path) if flag == "EMPTY" else flag for flag in flags))
     assert done.returncode == 2 and said in done.stderr.splitlines()[-1], done.stderr
 
 

@@ -76,7 +76,7 @@ def create(store: SessionStore, key: SessionKey, *about, ttl_s=None):
     def work(view):
         return tables.create(view, replace(tables.draft_head(key, store._clock(), *about), ttl_s=ttl_s))
 
-    return store._submit(store._explaining(key, work))
+    return store.transactions.submit(work, key)
 
 
 def talk(store: SessionStore, key: SessionKey, num_turns: int, **changes) -> list[TurnRecord]:
@@ -142,8 +142,12 @@ def read_flipped(directory: str, expected: int) -> None:
         else:
             print(session_id, "whole")
     try:
-        print(len(store.check().problems), "problems", store.list(TENANT) and "")
-        print(store.expired(1e9), store.pending_deletions(), store.delete(SessionKey(TENANT, "red")).wait(20) and "")
+        print(len(store.upkeep.check().problems), "problems", store.list(TENANT) and "")
+        print(
+            store.upkeep.expired(1e9),
+            store.upkeep.pending_deletions(),
+            store.delete(SessionKey(TENANT, "red")).wait(20) and "",
+        )
     except StoreError as error:
         print("reported", type(error).__name__)
     store.close()

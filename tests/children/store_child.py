@@ -64,7 +64,7 @@ def fork_after_opening(model: str, store: str) -> None:
             lambda: engine.generate([[1, 2, 3]], greedy(2)),
             engine.flush,
             lambda: chat.send("In the child", greedy(2)),
-            lambda: engine.sessions.load(chat._key),
+            lambda: engine.sessions.load(chat.key),
             engine.admin.verify,
             engine.admin.compact,
             lambda: engine.admin.delete_session("parent"),

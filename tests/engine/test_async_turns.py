@@ -13,7 +13,7 @@ from tests.support.by_hand import held
 from tests.support.waiting import wait_in_loop
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
-LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
 
 
 def said(text):
@@ -31,7 +31,7 @@ def run(scenario):
         finally:
             await engine.close()
 
-    asyncio.run(asyncio.wait_for(whole(), 60))
+    asyncio.run(asyncio.wait_for(whole(), 300))
 
 
 async def text_of(answer):
@@ -66,7 +66,7 @@ def test_an_abandoned_turn_is_not_stored_and_a_stopped_one_is(num_pieces):
             await answer.stop()
             pieces = [piece async for piece in answer]
         assert pieces[-1].finish_reason == "abort" and answer.turn.finish_reason == "abort"
-        assert chat.num_turns == 1 and 1 <= len(answer.output.token_ids) < 400
+        assert chat.num_turns == 1 and 1 <= len(answer.output.token_ids) < 900
 
     run(scenario)
 
@@ -191,7 +191,7 @@ def test_a_session_talks_forks_and_is_resumed(tmp_path):
                 await engine.prefetch("c")
             assert (await again.keep_last(1)).messages == ()
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), 300))
 
 
 def test_a_stream_of_a_session_that_is_left_keeps_what_was_said_and_a_cancelled_turn_is_not_stored():

@@ -10,6 +10,7 @@ from kvstore import CacheTiers, Engine, SamplingParams
 from kvstore.errors import ConfigError, ContextLengthError, EngineClosedError, ModelError, RequestError
 from tests.support.by_hand import by_hand
 from tests.support.engines import Greedy, save_model
+from tests.support.typing_in import type_in
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 PROMPT = list(range(3, 60))
@@ -257,7 +258,7 @@ def test_stats_count_requests_and_tokens(engine):
     engine.generate([PROMPT], SamplingParams(temperature=0, max_tokens=2))
     stats = engine.stats()
     assert stats["requests"]["finished"] == 3
-    assert stats["tokens"].pop("cached_by_tier") == {"hbm": 48, "cpu": 0, "disk": 0, "reencoded": 0}
+    assert stats["tokens"].pop("cached_by_tier") == {"hbm": 48, "cpu": 0, "disk": 0, "remote": 0, "reencoded": 0}
     assert stats["tokens"] == {"prompt_tokens": 171, "cached_tokens": 48, "completion_tokens": 6}
     assert stats["step"]["num_steps"] > 0 and stats["step"]["forward_s"] > 0
 
@@ -269,7 +270,7 @@ def test_stats_count_requests_and_tokens(engine):
         ("connector", "build_connector_meta"),
         ("runner", "_update_rows"),
         ("runner", "_draw"),
-        ("runner.model", "forward"),
+        ("runner.model", "begin"),
         ("runner.sampler", "set_row"),
         ("scheduler", "update"),
         ("outputs", "process"),
@@ -318,7 +319,6 @@ def test_wrong_types_are_request_errors(engine):
 
 
 def test_a_models_own_code_is_never_run(tmp_path, monkeypatch):
-    import io
     import json
     import pathlib
 
@@ -327,7 +327,7 @@ def test_a_models_own_code_is_never_run(tmp_path, monkeypatch):
     config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"}}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\ny\n"))
+    type_in(monkeypatch, "y", "y", "y")
     with pytest.raises(ModelError):
         Engine(folder)
     assert not (tmp_path / "ran").exists()

@@ -157,6 +157,6 @@ def test_how_an_answer_ended_is_known_of_its_conversation(model, disk, tmp_path)
             while not handle.done:
                 engine.step()
             steering = engine.connector.parts.store.steering if disk else engine.connector._steering
-            conversation = steering.find(chain_of(engine, tokens(seed, PROMPT)))
+            conversation = steering.conversation_of(chain_of(engine, tokens(seed, PROMPT)))
             found.append(conversation.answer)
     assert found == [Answer(5), Answer(3, calls_tool=True), Answer(1, calls_tool=True)]

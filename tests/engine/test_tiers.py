@@ -29,7 +29,9 @@ from tests.support.engines import (
     settle,
     tokens,
 )
+from tests.support.faults import before_each_save, disk_that
 from tests.support.models import make_model
+from tests.support.waiting import wait_until
 
 # Rotation in halves, interleaved, partial; per layer type; not in every layer; sliding windows; sinks.
 NAMES = ["Llama", "Qwen3", "Mistral", "Gemma3", "SmolLM3", "Glm4", "GPTNeoX", "GptOss", "Cohere2"]
@@ -300,7 +302,7 @@ def test_choices_that_share_a_block_are_not_dropped_for_want_of_room(model, plai
             check_made_up_for(engine, plain, [*prompt, *choice.token_ids], 32)
 
 
-def test_invariant_8_a_full_cpu_tier_drops_and_leaves_no_lasting_hole(model, plain, store, monkeypatch):
+def test_invariant_8_a_full_cpu_tier_drops_and_leaves_no_lasting_hole(model, plain, store):
     """A disk so slow that every slot is dirty."""
     go, write = threading.Event(), kvstore.disk.tier.DiskTier.write
 
@@ -309,15 +311,52 @@ def test_invariant_8_a_full_cpu_tier_drops_and_leaves_no_lasting_hole(model, pla
         return write(*args)
 
     with open_engine(model, store, cpu=8 * LLAMA_BLOCK_BYTES) as engine:
-        monkeypatch.setattr(kvstore.disk.tier.DiskTier, "write", slow)
-        first, history = tokens(63, 84), tokens(64, 70)
-        ask(engine, first)
-        out = ask(engine, history, 30)
-        assert out.token_ids == plain(history, 30)
-        assert counters(engine)["dropped_saves"] == 1 and counters(engine)["saved"] == 8
-        go.set()
+        with disk_that(write=slow):
+            first, history = tokens(63, 84), tokens(64, 70)
+            ask(engine, first)
+            out = ask(engine, history, 30)
+            assert out.token_ids == plain(history, 30)
+            assert counters(engine)["dropped_saves"] == 1 and counters(engine)["saved"] == 8
+            go.set()
         settle(engine)
         check_made_up_for(engine, plain, history + out.token_ids, 48)
+
+
+@pytest.mark.parametrize("ends", ["after its newer copy was queued", "while that is computed"])
+def test_invariant_8_a_block_evicted_during_its_write_leaves_what_builds_on_its_newer_copy(model, plain, store, ends):
+    """Without a CPU tier, where nothing but the disk knows what builds on a block."""
+    begun, go, ended, write = threading.Event(), threading.Event(), threading.Event(), kvstore.disk.tier.DiskTier.write
+
+    def slow(*args):
+        begun.set()
+        go.wait(60)
+        outcome = write(*args)
+        ended.set()
+        return outcome
+
+    def end_write(layer):
+        go.set()
+        ended.wait(60)
+
+    prompt = tokens(66, 40)
+    with open_engine(model, store, cpu=0) as engine:
+        with disk_that(write=slow):
+            ask(engine, prompt[:17])
+            wait_until(begun.is_set)
+            engine.admin.evict(Evict(everything=True))
+            engine.loop.pool.evict_all()
+            if ends == "while that is computed":
+                with before_each_save(end_write):
+                    ask(engine, prompt)
+            else:
+                ask(engine, prompt)
+                wait_until(lambda: counters(engine)["saved"] == 3)
+            go.set()
+            settle(engine)
+        assert check_closed(engine, {engine.root("")}) == 2
+        engine.loop.pool.evict_all()
+        out = ask(engine, prompt)
+        assert out.token_ids == plain(prompt, 4) and sum(cached(out)) == 32
 
 
 @pytest.mark.parametrize("disk", ["32MiB", 0])
@@ -365,21 +404,19 @@ def test_invariant_7_a_tiny_disk_evicts_tails_and_stays_its_size(model, plain, s
 
 @pytest.mark.parametrize("disk", [0, 2 << 20, "32MiB"])
 @pytest.mark.parametrize("cpu", [0, 12 * LLAMA_BLOCK_BYTES, 60 * LLAMA_BLOCK_BYTES])
-def test_invariant_8_what_is_stored_is_closed_under_parents(model, plain, store, monkeypatch, cpu, disk):
+def test_invariant_8_what_is_stored_is_closed_under_parents(model, plain, store, cpu, disk):
     """Random requests, aborts, evictions of every kind, failing saves; checked whenever nothing is in flight."""
     if not cpu and not disk:
         return
     rng = random.Random(f"{cpu} {disk}")
-    save = kvstore.memory.transfer.save_layers
 
-    def unreliable(*args):
+    def unreliable(layer):
         if rng.random() < 0.05:
             raise MemoryError("injected")
-        save(*args)
 
-    monkeypatch.setattr(kvstore.memory.transfer, "save_layers", unreliable)
     stems = [tokens(seed, 120) for seed in range(110, 116)]
-    with open_engine(model, store, cpu=cpu, disk=disk, max_num_batched_tokens=64, max_num_seqs=6) as engine:
+    options = {"cpu": cpu, "disk": disk, "max_num_batched_tokens": 64, "max_num_seqs": 6}
+    with before_each_save(unreliable), open_engine(model, store, **options) as engine:
         by_hand(engine)
         for _ in range(7):
             handles = []

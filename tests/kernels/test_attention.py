@@ -19,9 +19,7 @@ class Case(Paged):
         super().__init__(requests, (HEADS, KV_HEADS, HEAD_DIM), block_size, dtype, "cpu", in_order, 0.0, seed)
 
     def attend(self, scoring):
-        return paged_attention(
-            self.query, self.key, self.value, self.key_cache, self.value_cache, self.batch, scoring
-        )
+        return paged_attention(self.query, self.key, self.value, self.key_cache, self.value_cache, self.batch, scoring)
 
     def check(self, scoring=None, tolerance=1e-5):
         scoring = scoring or Scoring(HEAD_DIM**-0.5)

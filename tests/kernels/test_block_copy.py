@@ -1,5 +1,7 @@
 """Blocks between arena and paged cache on a CPU: bit-identical to what computing at the position writes, no more."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -7,9 +9,9 @@ from kvstore.engine.model.interception import run_step
 from kvstore.engine.model.probe import Recorder, intercept
 from kvstore.kernels import reference
 from kvstore.kernels.block_copy import BlockLoad, save_layers
-from kvstore.kernels.cpu import native
 from kvstore.kernels.write_kv import write_kv
 from tests.support.models import make_model
+from tests.support.native import no_compiler
 from tests.support.rotations import KINDS, kinds
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -75,7 +77,7 @@ def saved(keys, slots, block_size) -> torch.Tensor:
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("block_size", [1, 16, 7])
 @torch.inference_mode()
-def test_what_comes_back_is_what_was_computed(dtype, name, block_size, monkeypatch):
+def test_what_comes_back_is_what_was_computed(dtype, name, block_size):
     """At its old position and at a new one, into runs and into scattered blocks, with and without compiled code."""
     rotations, keys = kinds(dtype)[name], raw_keys(5 * block_size, dtype)
     for slots, blocks in PLACES.values():
@@ -83,12 +85,11 @@ def test_what_comes_back_is_what_was_computed(dtype, name, block_size, monkeypat
         for first in (0, 3 * block_size, 101):
             positions = [first + i * block_size for i in range(5)]
             expected = computed(keys, rotations, blocks, block_size, positions)
-            for library in (native.library(), None):
-                monkeypatch.setattr(native, "library", lambda found=library: found)
-                caches = new_caches(block_size, dtype)
-                BlockLoad(arena, slots, blocks, positions, rotations).load_layers(0, caches)
+            for compiled in (nullcontext(), no_compiler()):
+                with compiled:
+                    caches = new_caches(block_size, dtype)
+                    BlockLoad(arena, slots, blocks, positions, rotations).load_layers(0, caches)
                 assert_same(caches, expected)  # blocks that were not loaded included
-            monkeypatch.undo()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

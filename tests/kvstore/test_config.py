@@ -140,8 +140,8 @@ def test_devices(device):
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
         ({"max_num_batched_tokens": "many"}, "max_num_batched_tokens is 'many'"),
         ({"max_model_len": 1}, "max_model_len is 1; give a whole number from 2"),
-        ({"tokenizer": " "}, "tokenizer is ' '; give a name"),
-        ({"revision": 5}, "revision is 5; give a name"),
+        ({"tokenizer": " "}, "tokenizer is ' '; give a text"),
+        ({"revision": 5}, "revision is 5; give a text"),
         ({"seed": 2**63}, "seed is"),
         ({"seed": 0.5}, "seed is 0.5"),
     ],
@@ -155,3 +155,22 @@ def test_wrong_options_are_refused_with_the_remedy(options, message):
 
 def test_fewer_tokens_a_step_than_requests_is_allowed():
     assert EngineConfig(max_num_seqs=64, max_num_batched_tokens=8).max_num_batched_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"role": "both"}, "role is 'both'; give one of prefill, decode"),
+        ({"role": "prefill"}, "remote is not set"),
+        ({"role": "decode", "remote": "redis://a"}, "prefill_url is not set"),
+        ({"role": "prefill", "remote": "redis://a", "prefill_url": "http://a"}, "role is not decode"),
+        ({"prefill_url": "http://a"}, "role is not decode"),
+        ({"role": "decode", "remote": "redis://a", "prefill_url": "a"}, "prefill_url is 'a'; give http://host:8000"),
+    ],
+)
+def test_roles_that_cannot_be_are_refused(options, words, monkeypatch):
+    monkeypatch.setenv("KVSTORE_FLEET_SECRET", "the secret of this fleet, 32 characters")
+    with pytest.raises(ConfigError, match=words):
+        CacheTiers(cpu="1MiB", **options)
+    both = CacheTiers(cpu="1MiB", remote="redis://a", role="decode", prefill_url="http://a:1")
+    assert both.prefill_url == "http://a:1"

@@ -12,7 +12,7 @@ from kvstore.connector import KVConnector, NullConnector
 from kvstore.engine.core.request import Request, Status
 from kvstore.engine.outputs import CachedTokensDetails
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.store.seam import Lookup, Match, StepSpan
+from kvstore.store.seam import Lookup, Match, NewRequest, StepSpan
 from tests.support.house import ROOT, FakeStore, House, history_keys, steps_of
 
 VERBS = [name for name, value in vars(KVConnector).items() if callable(value) and not name.startswith("_")]
@@ -29,12 +29,13 @@ def test_the_null_connector_has_every_verb_with_the_same_arguments(verb):
 
 def test_every_lookup_is_a_miss():
     connector = NullConnector()
-    assert connector.on_new_request("r", [b"id"], list(range(16)), Lineage(ROOT), "", 0, (0, 0)).tiers == []
+    new = NewRequest("r", (b"id",), tuple(range(16)), Lineage(ROOT), "", 0, (0, 0))
+    assert connector.on_new_request(new).tiers == ()
     assert connector.get_num_new_matched_tokens("r", 0, 63) == Match(Lookup.MISS, 0)
     assert connector.build_connector_meta([StepSpan("r", 0, 16)]) is None
     assert connector.get_finished() == ()
     assert connector.splice([b"id"], list(range(16)), Lineage(ROOT), [(0, 16)], "") is None
-    assert set(connector.stats()) == {"policy"}
+    assert set(connector.upkeep.stats()) == {"policy"}
 
 
 def test_roots_are_one_per_owner_and_another_in_every_store():
@@ -92,7 +93,7 @@ def test_stored_blocks_are_loaded_and_the_rest_is_computed(num_stored):
     request = house.requests["a"]
     loads = [(load.block_number, load.block_id, load.position) for load in output.plan.loads]
     assert loads == [(request.block_numbers[i], request.chain[i], 0) for i in range(num_stored)]
-    assert request.cached == CachedTokensDetails(cpu=4 * num_stored)
+    assert request.cached.details == CachedTokensDetails(cpu=4 * num_stored)
     house.run()
     house.check_answer("a", prompt)
     assert house.computed == {"a": 13 - 4 * num_stored + 2}
@@ -108,6 +109,6 @@ def test_stored_blocks_continue_a_hit_in_hbm():
     output = house.step()
     assert steps_of(output) == {"a": (20, 8, 0)}
     assert [load.block_id for load in output.plan.loads] == house.requests["a"].chain[2:5]
-    assert house.requests["a"].cached == CachedTokensDetails(hbm=8, cpu=12)
+    assert house.requests["a"].cached.details == CachedTokensDetails(hbm=8, cpu=12)
     house.run()
     house.check_answer("a", prompt)

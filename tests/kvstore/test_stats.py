@@ -1,6 +1,5 @@
 """Counters of a store: the histogram, and that each thing that happens is counted where it happens."""
 
-
 from kvstore.stats import Histogram, StoreStats
 from tests.support.engines import ask, counters, evict_cpu, open_engine, settle, tokens
 

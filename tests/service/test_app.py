@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import logging
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,9 @@ from kvstore.service.http.errors import ApiError, api_error
 from kvstore.service.http.logs import LOGGER
 from kvstore.service.http.routes import Route
 from tests.support.service.serving import ADMIN_KEY, KEY, raw_request, read_to_end, serving
+from tests.support.waiting import wait_until
 
 OPEN_TO_ALL = {"/health", "/ready", *(route.path for route in page.ROUTES)}
-counted: list[tuple] = []
 logged: list[dict] = []
 
 
@@ -49,17 +51,35 @@ def server():
         yield found
 
 
+def samples(server, name: str) -> Counter[tuple[str, ...]]:
+    """This counter on /metrics by its labels."""
+    found = re.findall(rf"^kvstore:{name}_total{{(.*)}} (\S+)$", server.get("/metrics").body.decode(), re.MULTILINE)
+    return Counter({tuple(re.findall('"([^"]*)"', labels)): int(float(count)) for labels, count in found})
+
+
 @pytest.fixture
-def counts(server, monkeypatch):
-    """What is counted and logged, for this test."""
-    counted.clear()
+def counted(server):
+    """Gives what a counter has counted since the beginning of this test, but for requests of /metrics."""
+    before = {name: samples(server, name) for name in ("http_requests", "refused_requests")}
+
+    def since(name: str) -> dict[tuple[str, ...], int]:
+        return {key: count for key, count in (samples(server, name) - before[name]).items() if "/metrics" not in key}
+
+    return since
+
+
+@pytest.fixture
+def logs():
+    """What is logged, for this test."""
     logged.clear()
-
-    def ended(route, method, status, seconds):
-        counted.append((route, method, status))
-
-    monkeypatch.setattr(server.context.metrics, "request_ended", ended)
-    monkeypatch.setattr(LOGGER, "log", lambda level, message, extra, exc_info: logged.append(extra["fields"]))
+    notes = logging.Handler()
+    notes.emit = lambda record: logged.append(record.fields)
+    level = LOGGER.level
+    LOGGER.addHandler(notes)
+    LOGGER.setLevel(logging.INFO)
+    yield
+    LOGGER.removeHandler(notes)
+    LOGGER.setLevel(level)
 
 
 def filled(path: str) -> str:
@@ -204,11 +224,11 @@ def test_unknown_paths_and_methods(server):
         assert server.request(method, path).error["code"] == code
 
 
-def test_nothing_of_a_bug_is_told(server, counts):
+def test_nothing_of_a_bug_is_told(server, counted):
     reply = server.get("/bug")
     assert (reply.status, reply.error["code"]) == (500, "internal_error")
     assert b"secret" not in reply.body
-    assert counted == [("/bug", "GET", 500)]
+    assert counted("http_requests") == {("GET", "/bug", "500"): 1}
 
 
 @pytest.mark.parametrize(("error", "status", "code"), [
@@ -246,38 +266,36 @@ def test_a_request_id_is_taken_or_made(server):
     assert len(made) == 5 and all(re.fullmatch("[0-9a-f]{24}", one) for one in made)
 
 
-def test_every_request_is_counted_and_logged_once_by_its_pattern(server, counts):
+def test_every_request_is_counted_and_logged_once_by_its_pattern(server, counted, logs):
     server.get("/who", **{"X-Request-Id": "r1"})
     server.get("/v1/models/some-name")
     server.get("/nothing/secret")
     server.request("GET", "/who", headers={"Authorization": "Bearer secret-secret"})
     server.wait_until(lambda: len(logged) == 4)
-    assert counted == [
-        ("/who", "GET", 200), ("/v1/models/{id}", "GET", 404), ("unknown", "GET", 404), ("/who", "GET", 401)
-    ]  # fmt: skip
     assert [(line["status"], line["code"]) for line in logged] == [
         (200, None), (404, "model_not_found"), (404, "not_found"), (401, "invalid_api_key")
     ]  # fmt: skip
     assert logged[0]["request_id"] == "r1" and logged[0]["seconds"] > 0
     assert "secret" not in str(logged) and "some-name" not in str(logged)
+    assert counted("http_requests") == {
+        ("GET", "/who", "200"): 1, ("GET", "/v1/models/{id}", "404"): 1, ("GET", "unknown", "404"): 1,
+        ("GET", "/who", "401"): 1,
+    }  # fmt: skip
 
 
-def test_a_client_that_goes_away_is_counted_and_leaves_nothing(server, counts):
+def test_a_client_that_goes_away_is_counted_and_leaves_nothing(server, counted):
     with server.connect() as raw:
         raw.sendall(raw_request("GET", "/waits", Authorization=f"Bearer {KEY}"))
         server.wait_until(lambda: server.context.limits.num_admitted == 1)
-    server.wait_until(lambda: bool(counted))
-    assert counted == [("/waits", "GET", 499)]
+    wait_until(lambda: counted("http_requests") == {("GET", "/waits", "499"): 1})
     server.wait_until_idle()
 
 
-def test_refusals_are_counted(server, monkeypatch):
-    reasons = []
-    monkeypatch.setattr(server.context.metrics, "refused", reasons.append)
+def test_refusals_are_counted(server, counted):
     server.request("GET", "/who", headers={"Authorization": None})
     server.get("/admin/stats")
     server.get("/nothing")
-    assert reasons == ["invalid_api_key", "admin_only"]
+    assert counted("refused_requests") == {("invalid_api_key",): 1, ("admin_only",): 1}
 
 
 # -- states ----------------------------------------------------------------------------------------------------------

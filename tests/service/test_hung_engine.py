@@ -10,8 +10,8 @@ from tests.support.service.serving import ADMIN, ADMIN_KEY, KEY, Reply, Serving,
 from tests.support.service.talking import SHORT, Stream
 from tests.support.waiting import wait_until
 
-MODEL = {"tokenizer": True}
-TIMEOUT_S = 2.0
+MODEL = {"tokenizer": True, "max_position_embeddings": 2048}
+REQUEST_S = 8.0
 SAID = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 BODIES = {
     "/chat": {"message": "Hello", **SHORT},
@@ -26,11 +26,12 @@ BODIES = {
 }
 
 
-def ask(server: Serving, route, session_id: str) -> tuple[str, Reply]:
-    """What a client of this route gets."""
+def ask(server: Serving, route, session_id: str, deleted: str) -> tuple[str, Reply]:
+    """What a client of this route gets. DELETE names a conversation of its own: an answer's deletion would be first."""
     path = route.path.replace("{id:.+}", "{id}")
     body = BODIES.get(path, {}) if route.method == "POST" else None
     named = f"resp_{session_id}_1" if "responses" in path else session_id
+    named = deleted if (route.method, path) == ("DELETE", "/sessions/{id}") else named
     reply = server.request(route.method, path.replace("{id}", named), body, ADMIN if route.access == "admin" else None)
     return f"{route.method} {path}", reply
 
@@ -52,15 +53,15 @@ def test_every_route_answers_within_its_deadline_and_all_is_well_once_the_engine
         tiers = {"hbm": "2MiB", "cpu": "2MiB", "disk": "32MiB", "path": tmp_path / "store"}
         return RemoteEngine(model, tiers, device="cpu", silence_s=600.0)
 
-    with serving(engine_factory=opened, request_timeout_s=TIMEOUT_S, api_key=KEY, admin_key=ADMIN_KEY) as server:
-        known = chat_once(server, "Hello")["session_id"]
-        long = {"message": "Hello", "max_tokens": 200, "ignore_eos": True}
+    with serving(engine_factory=opened, request_timeout_s=REQUEST_S, api_key=KEY, admin_key=ADMIN_KEY) as server:
+        known, deleted = (chat_once(server, "Hello")["session_id"] for _ in range(2))
+        long = {"message": "Hello", "max_tokens": 1900, "ignore_eos": True}
         stream = Stream(server, "/chat", long)
         assert "session_id" in stream.next()
         os.kill(server.engine.pid, signal.SIGSTOP)
         try:
             with ThreadPoolExecutor(64) as clients:
-                asked = [clients.submit(ask, server, route, known) for route in ROUTES]
+                asked = [clients.submit(ask, server, route, known, deleted) for route in ROUTES]
                 streamed = clients.submit(stream.rest)
                 begun = Stream(server, "/v1/chat/completions", SAID)  # while all others ask
                 found = dict(one.result() for one in asked)
@@ -88,7 +89,7 @@ def test_every_route_answers_within_its_deadline_and_all_is_well_once_the_engine
 
 
 def test_a_process_that_hangs_is_killed_and_replaced(model):
-    with serving(engine_factory=lambda: RemoteEngine(model, device="cpu", silence_s=3.0)) as server:
+    with serving(engine_factory=lambda: RemoteEngine(model, device="cpu", silence_s=10.0)) as server:
         stopped, body = server.engine.pid, {"message": "Hello", **SHORT}
         assert server.post("/chat", body).status == 200
         os.kill(stopped, signal.SIGSTOP)

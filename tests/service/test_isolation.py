@@ -123,7 +123,7 @@ def test_a_salt_separates_within_a_tenant(pair, route):
     assert ask(other, route, text, cache_salt="one")["all"] == 0
     for more in ({}, {"cache_salt": "one"}, {"cache_salt": "two"}):
         found = ask(owner, route, text, **more)
-        assert found["hbm"] == found["whole"] >= 32
+        assert found["all"] == found["whole"] >= 32, found  # which tier has it is the policy's choice
 
 
 # -- sessions --------------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def is_running_again(server: ServerProcess) -> bool:
 
 def test_an_engine_s_process_that_is_killed_is_started_again_until_the_server_gives_up(store):
     clients = Clients(seed=2)
-    with launched(store, "--engine-restarts", "1", "--engine-timeout", "5", engine_process=True) as server:
+    with launched(store, "--engine-restarts", "1", "--engine-timeout", "10", engine_process=True) as server:
         clients.check(server)
         clients.begin(server)
         clients.progress.wait(100)
@@ -100,7 +100,7 @@ def test_an_engine_s_process_that_is_killed_is_started_again_until_the_server_gi
         clients.join()
         log = server.log.read_text()
         assert "(signal 9); it is started again in 0 s" in log
-        assert "no sign of life for 5 s); it is not started again: the limit of restarts an hour is 1" in log
+        assert "no sign of life for 10 s); it is not started again: the limit of restarts an hour is 1" in log
     verify(store)
     stored = stored_turns(store)
     for client in clients.sessions:

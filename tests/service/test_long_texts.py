@@ -19,10 +19,11 @@ from kvstore.engine.sessions.recall import Recall
 from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.engine.text.prompts import prompt_ids
 from kvstore.service.api import edge
+from tests.support.by_hand import held
 from tests.support.engines import save_model
 from tests.support.service.serving import serving
 from tests.support.service.talking import LONG, Stream
-from tests.support.waiting import wait_in_loop
+from tests.support.waiting import TIMEOUT_S, wait_in_loop
 
 WINDOW = 16384  # fewer than the text has tokens, more than can be told from its length
 MODEL = {"tokenizer": True, "max_position_embeddings": WINDOW}
@@ -96,7 +97,7 @@ def test_a_long_text_that_nobody_waits_for_any_more_is_not_tokenized(model, monk
 
     def waiting(*arguments):
         begun.append(threading.get_ident())
-        may_go_on.wait(60)
+        may_go_on.wait(TIMEOUT_S)
         return prompt_ids(*arguments)
 
     async def scenario() -> None:
@@ -139,7 +140,8 @@ def taken():
     with serving(max_concurrent_per_key=1, max_queue_per_key=8) as found:
         stream = Stream(found, "/chat", {"message": "Hello", **LONG})
         assert stream.status == 200
-        yield found
+        with held(found.engine):  # so that it does not end
+            yield found
         stream.leave()
 
 
@@ -149,9 +151,11 @@ def test_who_tokenizes_waits_for_a_place(path):
     with serving(max_concurrent_per_key=1) as server:
         stream = Stream(server, "/chat", {"message": "Hello", **LONG})
         stream.next()
-        reply = server.post(path, body)
+        with held(server.engine):
+            reply = server.post(path, body)
         assert (reply.status, reply.error["code"]) == (429, "rate_limit_exceeded")
-        stream.rest()
+        stream.leave()
+        server.wait_until_idle()
         assert server.post(path, body).status == 200
 
 
@@ -180,14 +184,15 @@ def test_a_body_does_not_stay_while_its_request_waits():
         tracemalloc.start()
         try:
             with ThreadPoolExecutor(6) as clients:
-                replies = [clients.submit(server.post, "/v1/completions", body) for _ in range(6)]
-                server.wait_until(lambda: limits.counts()[""][1] == 6, "all wait")
-                held, _ = tracemalloc.get_traced_memory()
+                with held(server.engine):
+                    replies = [clients.submit(server.post, "/v1/completions", body) for _ in range(6)]
+                    server.wait_until(lambda: limits.counts()[""][1] == 6, "all wait")
+                    num_bytes, _ = tracemalloc.get_traced_memory()
                 stream.leave()
         finally:
             tracemalloc.stop()
         assert {reply.result().status for reply in replies} == {200}
-        assert held < 2 * len(body)  # and not six
+        assert num_bytes < 2 * len(body)  # and not six
 
 
 @pytest.mark.parametrize("route", [route for route in ROUTES if "token" not in route])
@@ -201,8 +206,8 @@ def test_a_text_that_was_refused_does_not_stay(taken, route):
         for _ in range(4):
             assert taken.post(path, body).status == 400
         taken.wait_until(lambda: taken.context.limits.num_open <= 1, "only the stream is left")
-        held, _ = tracemalloc.get_traced_memory()
+        num_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
         gc.enable()
-    assert held < len(body)
+    assert num_bytes < len(body)

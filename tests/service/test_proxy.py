@@ -9,10 +9,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.faults import before_each_step
 from tests.support.service.browser import Tabs
 from tests.support.service.serving import Serving, serving
 from tests.support.waiting import wait_until
@@ -122,28 +122,25 @@ def test_names_that_were_not_allowed_stay_refused_behind_it(server: Serving, por
     assert through(server, ports["plain"]).post("/chat", {}, **origin).error["code"] == "origin_not_allowed"
 
 
-def test_an_answer_comes_through_while_it_is_made(
-    server: Serving, ports: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step, seen = server.engine.loop.runner.launch, threading.Event()
+def test_an_answer_comes_through_while_it_is_made(server: Serving, ports: dict[str, int]) -> None:
+    seen = threading.Event()
     held_from = server.engine.stats()["step"]["num_steps"] + 4
 
-    def until_seen(output: Any) -> Any:
+    def until_seen() -> None:
         """A few steps, and then none until the client has the first of them."""
         if server.engine.loop.runner.times.num_steps >= held_from:
             seen.wait(30)
-        return step(output)
 
-    monkeypatch.setattr(server.engine.loop.runner, "launch", until_seen)
-    connection = http.client.HTTPConnection("127.0.0.1", ports["plain"], timeout=20)
-    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    body = {"message": "Hello", "stream": True, "ignore_eos": True, "max_tokens": 20}
-    connection.request("POST", "/chat", json.dumps(body), headers)
-    reply = connection.getresponse()
-    assert reply.readline().startswith(b"data: ")
-    seen.set()
-    assert reply.read().endswith(b"data: [DONE]\n\n")
-    connection.close()
+    with before_each_step(server.engine, until_seen):
+        connection = http.client.HTTPConnection("127.0.0.1", ports["plain"], timeout=20)
+        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+        body = {"message": "Hello", "stream": True, "ignore_eos": True, "max_tokens": 20}
+        connection.request("POST", "/chat", json.dumps(body), headers)
+        reply = connection.getresponse()
+        assert reply.readline().startswith(b"data: ")
+        seen.set()
+        assert reply.read().endswith(b"data: [DONE]\n\n")
+        connection.close()
 
 
 # -- pages of other origins ------------------------------------------------------------------------------------------

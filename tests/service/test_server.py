@@ -201,7 +201,7 @@ from tests.service.test_server import FakeEngine, ROUTES
 from kvstore.service import server
 from kvstore.service.settings.serve_options import ServeOptions
 known = server.Server.__init__
-server.Server.__init__ = lambda self, options: known(self, options, ROUTES)
+server.Server.__init__ = lambda self, options, **more: known(self, options, ROUTES, **more)
 for log_format in ("text", "json", "text"):
     options = ServeOptions(port=0, shutdown_timeout_s=60.0, log_format=log_format)
     code = server.run_serve(None, {}, options, lambda model, **_: FakeEngine())

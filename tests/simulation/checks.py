@@ -47,17 +47,17 @@ def may_go(tree: EvictionTree) -> list[Hashable]:
     """Leaves that nobody holds, and that were not put aside."""
     return [
         key
-        for key in tree._keys
-        if key not in tree._children
-        and not tree._is_held(key)
-        and (key in tree._nobodys or any(one in tree._order for one in tree.conversations(key)))
+        for key in tree.links.keys
+        if key not in tree.links.children_of
+        and tree._is_free(key)
+        and (key in tree._unclaimed or any(one in tree.ends.order for one in tree.ends.conversations(key)))
     ]
 
 
 def check_victim(tree: EvictionTree, victim: Hashable, now_s: float) -> None:
     """No cached child, nobody who holds it, and nothing of lower value that may go."""
-    assert victim not in tree._children, "a parent is evicted before its child"
-    assert not tree._is_held(victim), "a block in use is evicted"
+    assert victim not in tree.links.children_of, "a parent is evicted before its child"
+    assert tree._is_free(victim), "a block in use is evicted"
     value = value_of(tree, victim, now_s)
     for key in may_go(tree):
         other = value_of(tree, key, now_s)
@@ -67,7 +67,7 @@ def check_victim(tree: EvictionTree, victim: Hashable, now_s: float) -> None:
 def value_of(tree: EvictionTree, key: Hashable, now_s: float) -> tuple[int, ...]:
     """0 nobody's, 1 expired, 2 ordinary, 3 pinned, 4 waiting or running; of those that wait, the later the less."""
     values: list[tuple[int, ...]] = [(0,)]
-    for one in tree.conversations(key):
+    for one in tree.ends.conversations(key):
         if one.wanted is not None or one.num_running:
             values.append((4, *(-part for part in one.wanted or (0, 0))))
         elif one.expires_s <= now_s:
@@ -100,8 +100,8 @@ def held_slots(sim: Simulation) -> dict[int, int]:
     for request in sim.store.requests.by_id.values():
         for slot in request.wanted.slots.values():
             held[slot] = held.get(slot, 0) + 1
-        if request.saving.partial is not None:
-            held[request.saving.partial[1]] = held.get(request.saving.partial[1], 0) + 1
+    for slot in sim.store.saver.partial_slots():
+        held[slot] = held.get(slot, 0) + 1
     return held
 
 
@@ -115,8 +115,10 @@ def check_bounds(sim: Simulation) -> None:
     assert len(sim.store.steps.by_ticket) <= 32, f"{len(sim.store.steps.by_ticket)} steps are in flight"
     if (disk := sim.store.disk) is not None:
         assert len(disk.queue.dirty) + len(disk.queue.submitted) <= num_slots, "more is dirty than there is"
-        assert disk.queue.num_bytes <= sim.config.max_queued_bytes + 4096, f"{disk.queue.num_bytes} bytes are queued"
-        assert disk.queue.num_bytes >= 0
+        assert disk.queue.bytes.total <= sim.config.max_queued_bytes + 4096, (
+            f"{disk.queue.bytes.total} bytes are queued"
+        )
+        assert disk.queue.bytes.total >= 0
         assert len(disk.reads) <= num_slots
 
 
@@ -181,7 +183,11 @@ def in_flight(sim: Simulation) -> str:
     found += [f"hints {list(store.prefetcher.hints)}"]
     if disk is not None:
         found += [f"dirty {len(disk.queue.dirty)}", f"deleting {len(disk.contents.removing)}"]
-        found += [f"reads {len(disk.reads)}", f"degraded {disk.degraded}", f"index {disk.contents.index is not None}"]
+        found += [
+            f"reads {len(disk.reads)}",
+            f"degraded {disk.health.error}",
+            f"index {disk.contents.index is not None}",
+        ]
         found += [f"queue is idle: {sim.connector.parts.io.is_idle}"]
     return ", ".join(found)
 
@@ -211,16 +217,16 @@ def check_counters(sim: Simulation) -> None:
 def check_disk(sim: Simulation) -> None:
     """The index is what is on disk, and what the tier counts as written is or was there."""
     disk = sim.store.disk
-    if disk is None or disk.contents.index is None or disk.degraded is not None or disk._disk.file.broken:
+    if disk is None or disk.contents.index is None or disk.health.error is not None or disk._disk.file.broken:
         return
     values = sim.platter.values
     assert disk.contents.index._entries.keys() == values.keys(), "the index and the disk disagree"
     assert sim.store.stats.written == sim.counts_of_store["blocks written"], "written blocks are miscounted"
-    assert not disk.queue._of_tenants, "bytes of tenants are counted as queued while idle"
+    assert not disk.queue.bytes.of_tenants, "bytes of tenants are counted as queued while idle"
     if sim.limit_bytes is not None:
-        most = max(disk.contents.index._tenant_bytes.values(), default=0)
+        most = max(disk.contents.index.bytes.of_tenants.values(), default=0)
         assert most <= sim.limit_bytes, f"{most} bytes of a tenant that may have {sim.limit_bytes}"
-    assert disk.queue.num_bytes == 0 and not disk.queue.dirty and not disk.queue._parents and not disk.queue.submitted
+    assert disk.queue.bytes.total == 0 and not disk.queue.dirty and not disk.queue._parents and not disk.queue.submitted
     for block_id, (_, _, value) in values.items():
         assert value == sim.book.blocks[block_id]
 
@@ -230,7 +236,7 @@ def check_forgotten(sim: Simulation) -> None:
     if not sim.forgotten:
         return
     disk = sim.store.disk
-    if disk is not None and (disk.degraded is not None or disk._disk.file.broken):
+    if disk is not None and (disk.health.error is not None or disk._disk.file.broken):
         return
     contents = {sim.book.blocks[block_id] for block_id in sim.forgotten}
     contents = {content for content in contents if sim.book.num_names[content] == 1}

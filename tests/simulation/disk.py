@@ -214,6 +214,7 @@ class VirtualIo(IoQueue):
         self.num_reads_submitted = self.num_reads_begun = 0
         self._is_batch_due_s: float | None = None
         self._writing: Batch | None = None
+        self.has_hung = False  # a read that the store could not wait for when it was closed
         return self
 
     def submit_read(self, read, rank=(0,)) -> None:
@@ -285,9 +286,9 @@ class VirtualIo(IoQueue):
             return
         is_due = self._is_batch_due_s is not None and self.clock.now_s >= self._is_batch_due_s
         is_touched_due = self._touched_wait_s() == 0
-        if not (is_due or is_touched_due or self._hurry or self._closing or self._pending.is_full):
+        if not (is_due or is_touched_due or self._closing or self._pending.is_due):
             return
-        self._hurry = True  # so that the next line does not wait
+        self._pending.is_hurried = True  # so that the next line does not wait
         batch = self._writing = self._next_batch()
         self._is_batch_due_s = None
         before = [bytes(write.view) for write in batch.writes]
@@ -310,6 +311,7 @@ class VirtualIo(IoQueue):
         self._on_progress()
 
     def close(self, timeout_s: float) -> bool:
+        self.has_hung = self.stalled_s >= timeout_s
         super().close(0.0)
         while self._began or self._writing or self._pending.has_blocks:
             self._is_batch_due_s = self.clock.now_s

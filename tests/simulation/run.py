@@ -92,6 +92,7 @@ CONFIGS = (
     Config("ahead-faults", runs_ahead=True, cpu_slots=100, disk_blocks=400, faults=ALL),
 )
 
+
 class Simulation:
     """One run. After `run`, `counts` says what happened in it."""
 
@@ -129,26 +130,25 @@ class Simulation:
             "Arena": self._make_arena, "CpuTier": self._make_cpu, "DiskTier": self._make_disk, "IoQueue": self._make_io,
             "Transfer": self._make_transfers, "time": clock.module, "threading": threads, "STAGING_BYTES": 0,
         }  # fmt: skip
-        stack.enter_context(mock.patch.multiple(assembly, **parts))
-        for module in (progress, housekeeping):
-            stack.enter_context(mock.patch.multiple(module, time=clock.module, threading=threads))
-        for module in (learned, tiered):
-            stack.enter_context(mock.patch.object(module, "time", clock.module))
-        stack.enter_context(mock.patch("os.urandom", lambda count: b"s" * count))
-        stack.enter_context(mock.patch("kvstore.disk.io_queue.time", clock.module))
-        stack.enter_context(mock.patch("kvstore.disk.index_loader.threading", threads))
-        stack.enter_context(mock.patch("kvstore.store.write_queue.PAGE_BYTES", PAGE_BYTES))
-        stack.enter_context(mock.patch("kvstore.store.write_back.MAX_QUEUED_BYTES", self.config.max_queued_bytes))
-        stack.enter_context(mock.patch("kvstore.policy.planner.ASSUMED_READ_RATE", self.book.block_bytes / 0.005))
-        stack.enter_context(mock.patch("kvstore.policy.planner.LEAST_CHUNK_TOKENS", 16))
+        time, threading = {"time": clock.module}, {"threading": threads}
+        virtual = {
+            assembly: parts, progress: time | threading, housekeeping: time | threading, learned: time, tiered: time,
+            "kvstore.disk.io_queue": time, "kvstore.disk.index_loader": threading,
+            "kvstore.store.write_queue": {"PAGE_BYTES": PAGE_BYTES},
+            "kvstore.store.write_back": {"MAX_QUEUED_BYTES": self.config.max_queued_bytes},
+            "kvstore.policy.planner": {"ASSUMED_READ_RATE": self.book.block_bytes / 0.005, "LEAST_CHUNK_TOKENS": 16},
+            "os": {"urandom": lambda count: b"s" * count},
+        }  # fmt: skip
+        for module, stand_ins in virtual.items():
+            stack.enter_context(mock.patch.multiple(module, **stand_ins))
         return stack
 
-    def _make_arena(self, layout, num_slots, pin) -> Arena:
+    def _make_arena(self, layout, num_slots, pin, is_shared) -> Arena:
         self.arena = Arena(self.book, num_slots)
         return self.arena
 
-    def _make_cpu(self, num_slots, erase, keep, order, clock) -> WatchedCpu:
-        cpu = WatchedCpu(num_slots, erase, keep, order, clock)
+    def _make_cpu(self, num_slots, erase, keep, order, clock, holdings) -> WatchedCpu:
+        cpu = WatchedCpu(num_slots, erase, keep, order, clock, holdings)
         self.cpu = cpu.watch(self.arena, self.counts_of_store, self.may_fail)
         return self.cpu
 
@@ -233,8 +233,8 @@ class Simulation:
 
     def _watch_orders(self) -> None:
         self._watched_index: object = None
-        checks.watch_order(self, self.pool._tree, self.pool.block_id)
-        checks.watch_order(self, self.cpu.pool._tree, self.cpu.pool.block_id)
+        checks.watch_order(self, self.pool.tree, self.pool.block_id)
+        checks.watch_order(self, self.cpu.pool.tree, self.cpu.pool.block_id)
 
     def _watch_index(self) -> None:
         """The disk's order begins anew with each index."""
@@ -255,8 +255,10 @@ class Simulation:
             self.connector.step_failed()
             self.scheduler.roster.reset("abort")
             self.connector.close()
-            if self.store.disk is None or self.store.disk.degraded is None:
-                assert self.store.is_idle, "closed while something is in flight"
+            if (disk := self.store.disk) is None or disk.health.error is None:
+                is_over = self.store.is_idle or self.connector.parts.io.has_hung
+                assert is_over, f"closed while something is in flight: {checks.in_flight(self)}"
+                assert disk is None or not disk.queue.dirty, "closed before all was written"
         self.people.all_ended(self.scheduler.roster.requests)
         self.accounts.clear()
         self.clock.io.clear()
@@ -304,7 +306,7 @@ class Simulation:
             return False
         finally:
             self._may_raise = False
-        tiers = first.arrival or []
+        tiers = first.cached.arrival or []
         checks.check_arrival(self, tiers, first.chain, num_hbm)
         found = (block_id for block_id, tier in zip(first.chain, tiers, strict=False) if tier == "disk")
         self.counts["blocks found again"] += sum(block_id in self.survivors for block_id in found)
@@ -346,7 +348,7 @@ class Simulation:
         self._wait_if_stuck(has_computed)
 
     def _take_in(self, output: SchedulerOutput, result: StepResult) -> None:
-        scheduler, failed = self.scheduler, self.connector.get_finished()
+        scheduler, failed = self.scheduler, self.connector.get_finished(result.prefilled)
         known = scheduler.roster.requests
         self.counts["computed for nothing"] += sum(s.request_id not in known for s in output.scheduled)
         progress = scheduler.update(output, result.token_ids, failed)
@@ -372,7 +374,7 @@ class Simulation:
             self.accounts[request.request_id] = replace(self.accounts[name])
         if request.finish_reason is not None:
             account = self.accounts[request.request_id]
-            cached = request.cached
+            cached = request.cached.details
             assert account.covered >= request.num_prompt_tokens
             assert cached is not None and cached.total == account.cached, (
                 f"{request.request_id}: usage says {cached}, seen were {account.cached} tokens"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import SchedulerOutput
 from kvstore.engine.core.steps import StepResult, StepTimes
+from kvstore.store.seam import Prefilled
 from tests.simulation.parts import GARBAGE, TOKEN_BYTES, next_key, next_token
 
 if TYPE_CHECKING:
@@ -44,13 +45,15 @@ class Runner:
         self.unread: dict[str, int] = {}  # tokens of the last step
         self.last: Launched | None = None
         self.before: dict[str, Account] = {}  # of the step that was read last
+        self.prefilled: list[Prefilled] = []
 
     def read(self, launched: Launched) -> StepResult:
         self.sim.may_fail("executed")
         if launched is self.last:
             self.unread.clear()
         self.before = launched.before
-        return StepResult(launched.sampled, {})
+        prefilled, self.prefilled = self.prefilled, []
+        return StepResult(launched.sampled, {}, prefilled=prefilled)
 
     def launch(self, output: SchedulerOutput) -> Launched:
         sim = self.sim
@@ -104,7 +107,7 @@ class Runner:
         sim.connector.wait_for_save()
         num_prefill = sum(step.num_tokens for step in output.scheduled if step.num_tokens > 1)
         if 2 * num_prefill > num_tokens and not (output.plan and output.plan.loads):
-            sim.connector.step_measured(num_prefill, sim.clock.now_s - began_s)
+            self.prefilled.append(Prefilled(num_prefill, sim.clock.now_s - began_s))
         return sampled
 
     def _apply_allocations(self, output: SchedulerOutput) -> None:

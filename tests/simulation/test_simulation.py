@@ -10,18 +10,18 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-import kvstore.policy.policies
 from kvstore.blocks.forest import EvictionTree
 from kvstore.blocks.records import ReadResult
-from kvstore.disk.io_queue import IoQueue, ReadDone, WriteDone
+from kvstore.disk.io_queue import IoQueue, WriteDone
+from kvstore.engine.core.cached_tokens import CachedCount
 from kvstore.engine.core.request import Request
-from kvstore.engine.core.request_blocks import RequestBlocks
 from kvstore.engine.core.roster import Roster
 from kvstore.memory.tier import CpuTier
-from kvstore.store.control_plane import KVStore
+from kvstore.policy.policies import EvictionOrder
 from kvstore.store.disk_space import DiskSpace
 from kvstore.store.requests import Requests
 from kvstore.store.steps import StepsInFlight
@@ -79,128 +79,137 @@ def test_many_seeds(config, request):
 
 
 # -- planted bugs ------------------------------------------------------------------------------------------------------
-Plant = Callable[[pytest.MonkeyPatch], None]
+Method = Callable[..., Any]
+Plant = Callable[[], dict[tuple[type, str], Callable[[Method], Method]]]  # methods, and what makes them wrong ones
 
 
-def load_of_a_wrong_slot(patch: pytest.MonkeyPatch) -> None:
-    hand_out = Requests.hand_out
+def load_of_a_wrong_slot():
+    def swapped(hand_out):
+        def handed(self, *given):
+            loads = hand_out(self, *given)
+            if len(loads) > 1:
+                loads[:2] = [replace(loads[0], slot=loads[1].slot), replace(loads[1], slot=loads[0].slot)]
+            return loads
 
-    def swapped(self, *given):
-        loads = hand_out(self, *given)
-        if len(loads) > 1:
-            loads[:2] = [replace(loads[0], slot=loads[1].slot), replace(loads[1], slot=loads[0].slot)]
-        return loads
+        return handed
 
-    patch.setattr(Requests, "hand_out", swapped)
-
-
-def slot_given_back_before_its_load(patch: pytest.MonkeyPatch) -> None:
-    hand_out, end = Requests.hand_out, StepsInFlight.transferred
-
-    def early(self, *given):
-        loads = hand_out(self, *given)
-        for load in reversed(loads):
-            self._cpu.release(load.slot)
-        return loads
-
-    def late(self, done):
-        for load in self.by_ticket[done.ticket].loads if done.is_load else ():
-            self._cpu.acquire(load.slot)
-        end(self, done)
-
-    patch.setattr(Requests, "hand_out", early)
-    patch.setattr(StepsInFlight, "transferred", late)
+    return {(Requests, "hand_out"): swapped}
 
 
-def write_that_is_not_counted(patch: pytest.MonkeyPatch) -> None:
-    write_done = WriteBack.write_done
+def slot_given_back_before_its_load():
+    def early(hand_out):
+        def handed(self, *given):
+            loads = hand_out(self, *given)
+            for load in reversed(loads):
+                self._cpu.release(load.slot)
+            return loads
 
-    def uncounted(self, done: WriteDone):
-        write_done(self, done)
-        self._stats.written -= done.error is None and len(done.writes) > 3
+        return handed
 
-    patch.setattr(WriteBack, "write_done", uncounted)
+    def late(end):
+        def ended(self, done):
+            for load in self.by_ticket[done.ticket].loads if done.is_load else ():
+                self._cpu.acquire(load.slot)
+            end(self, done)
 
+        return ended
 
-def save_that_is_counted_twice(patch: pytest.MonkeyPatch) -> None:
-    landed = KVStore._landed
-
-    def twice(self, slot):
-        self.stats.saved += self.stats.saved == 7
-        landed(self, slot)
-
-    patch.setattr(KVStore, "_landed", twice)
-
-
-def parent_evicted_before_its_child(patch: pytest.MonkeyPatch) -> None:
-    following = EvictionTree.next
-
-    def parent(self):
-        key = following(self)
-        above = self._parents.get(key)
-        return above if above in self._keys and not self._is_held(above) else key
-
-    patch.setattr(EvictionTree, "next", parent)
+    return {(Requests, "hand_out"): early, (StepsInFlight, "transferred"): late}
 
 
-def parent_deleted_below_a_dirty_child(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DiskSpace, "_is_pinned", lambda self, block_id: False)
+def write_that_is_not_counted():
+    def uncounted(write_done):
+        def done(self, done: WriteDone):
+            write_done(self, done)
+            self._stats.written -= done.error is None and len(done.writes) > 3
+
+        return done
+
+    return {(WriteBack, "write_done"): uncounted}
 
 
-def failed_load_that_nobody_is_told_of(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Roster, "roll_back", lambda self, failed: None)
+def save_that_is_counted_twice():
+    def twice(landed):
+        def lands(self, slot):
+            self._stats.saved += self._stats.saved == 7
+            landed(self, slot)
+
+        return lands
+
+    return {(WriteBack, "add_dirty"): twice}
 
 
-def read_that_is_lost_with_its_rank(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(IoQueue, "rank_read", lambda self, slot, rank: self.cancel_read(slot))
+def parent_evicted_before_its_child():
+    def above(following):
+        def next_one(self):
+            key = following(self)
+            parent = self.links.parents.get(key)
+            return parent if parent in self.links and self._is_free(parent) else key
+
+        return next_one
+
+    return {(EvictionTree, "next"): above}
 
 
-def corrupt_block_that_is_served(patch: pytest.MonkeyPatch) -> None:
-    read_done = WriteBack.read_done
-
-    def trusting(self, done: ReadDone):
-        read_done(self, replace(done, result=ReadResult.OK))
-
-    patch.setattr(WriteBack, "read_done", trusting)
+def parent_deleted_below_a_dirty_child():
+    return {(CpuTier, "is_needed"): lambda _: lambda self, block_id: False}
 
 
-def deletion_that_leaves_the_bytes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CpuTier, "erase_stale", lambda self: None)
+def failed_load_that_nobody_is_told_of():
+    return {(Roster, "roll_back"): lambda _: lambda self, failed: None}
 
 
-def waiting_requests_that_do_not_count(patch: pytest.MonkeyPatch) -> None:
-    queue_for = kvstore.policy.policies.EvictionOrder._queue_for
-
-    def blind(self, conversation, now_s):
-        return queue_for(self, replace(conversation, wanted=None, num_running=0), now_s)
-
-    patch.setattr(kvstore.policy.policies.EvictionOrder, "_queue_for", blind)
+def read_that_is_lost_with_its_rank():
+    return {(IoQueue, "rank_read"): lambda _: lambda self, slot, rank: self.cancel_read(slot)}
 
 
-def cached_tokens_counted_again(patch: pytest.MonkeyPatch) -> None:
-    count = RequestBlocks._count_cached
+def corrupt_block_that_is_served():
+    def trusting(read_done):
+        return lambda self, done: read_done(self, replace(done, result=ReadResult.OK))
 
-    def again(self, request, num_hit, num_cached):
-        request.num_seen_tokens = 0
-        count(self, request, num_hit, num_cached)
-
-    patch.setattr(RequestBlocks, "_count_cached", again)
+    return {(WriteBack, "read_done"): trusting}
 
 
-def request_that_keeps_its_slots(patch: pytest.MonkeyPatch) -> None:
-    remove = Requests.remove
-
-    def holding(self, request_id):
-        request = self.by_id.get(request_id)
-        if request is not None:
-            for slot in request.wanted.slots.values():
-                self._cpu.acquire(slot)
-        return remove(self, request_id)
-
-    patch.setattr(Requests, "remove", holding)
+def deletion_that_leaves_the_bytes():
+    return {(CpuTier, "erase_stale"): lambda _: lambda self: None}
 
 
-def choices_that_keep_a_splice(patch: pytest.MonkeyPatch) -> None:
+def waiting_requests_that_do_not_count():
+    def blind(queue_for):
+        def queue(self, conversation, now_s):
+            return queue_for(self, replace(conversation, wanted=None, num_running=0), now_s)
+
+        return queue
+
+    return {(EvictionOrder, "_queue_for"): blind}
+
+
+def cached_tokens_counted_again():
+    def again(count):
+        def counted(self, *args):
+            self.num_seen = 0
+            count(self, *args)
+
+        return counted
+
+    return {(CachedCount, "count"): again}
+
+
+def request_that_keeps_its_slots():
+    def holding(remove):
+        def removed(self, request_id):
+            request = self.by_id.get(request_id)
+            if request is not None:
+                for slot in request.wanted.slots.values():
+                    self._cpu.acquire(slot)
+            return remove(self, request_id)
+
+        return removed
+
+    return {(Requests, "remove"): holding}
+
+
+def choices_that_keep_a_splice():
     """As it was until the simulation found it."""
 
     def alone(self):
@@ -208,12 +217,12 @@ def choices_that_keep_a_splice(patch: pytest.MonkeyPatch) -> None:
         self.chain.clear()
         self.extend_chain()
 
-    patch.setattr(Request, "give_up_splice", alone)
+    return {(Request, "give_up_splice"): lambda _: alone}
 
 
-def quarantine_that_keeps_orphans(patch: pytest.MonkeyPatch) -> None:
+def quarantine_that_keeps_orphans():
     """As it was until the simulation found it."""
-    patch.setattr(DiskSpace, "begin_anew", lambda self: self._contents.begin_anew())
+    return {(DiskSpace, "begin_anew"): lambda _: lambda self: self._contents.begin_anew()}
 
 
 # The bug, the configuration that is to find it, and what is to be said of it.
@@ -238,7 +247,8 @@ PLANTS: list[tuple[Plant, str, str]] = [
 
 @pytest.mark.parametrize(("plant", "name", "words"), PLANTS, ids=[row[0].__name__ for row in PLANTS])
 def test_a_planted_bug_is_found(plant, name, words, monkeypatch):
-    plant(monkeypatch)
+    for (owner, method), bug in plant().items():
+        monkeypatch.setattr(owner, method, bug(getattr(owner, method)))
     for seed in range(1, 9):
         try:
             Simulation(BY_NAME[name], seed).run()

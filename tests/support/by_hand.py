@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 from kvstore.engine.core.step_loop import StepLoop
 from kvstore.engine.sessions.core import Bell
@@ -68,8 +69,9 @@ def held(engine) -> Iterator[None]:
         let_go.set()
 
 
-def ended_at_once(engine):
-    """In the place of `Core.submit_all`: what is queued is aborted before its first step."""
+@contextmanager
+def ending_at_once(engine):
+    """In here what is queued is aborted before its first step."""
     submit_all = engine.core.submit_all
 
     def submit_and_abort(*args, **kwargs):
@@ -79,4 +81,5 @@ def ended_at_once(engine):
                 engine.loop.inbox.put(engine.loop.abort, handle)
         return handles
 
-    return submit_and_abort
+    with mock.patch.object(engine.core, "submit_all", submit_and_abort):
+        yield

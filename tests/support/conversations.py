@@ -1,6 +1,6 @@
 """Conversations of tests: turns until the window is full, and what is left of them anywhere."""
 
-from contextlib import contextmanager
+from unittest import mock
 
 from kvstore import Engine
 from kvstore.blocks.ids import extend_chain
@@ -31,19 +31,16 @@ def fill(chat: ChatSession) -> None:
     chat.truncation = "disabled"
     while True:
         try:
-            chat.window.next_turn(chat._core, chat._means.template, LONG, PARAMS, "", "disabled", "reencode")
+            chat.window.next_turn(chat.means.core, chat.means.template, LONG, PARAMS, "", "disabled", "reencode")
         except ContextLengthError:
             break
         chat.send(f"This is message number {chat.num_turns} of a talk.", PARAMS)
     chat.truncation = "auto"
 
 
-@contextmanager
-def failing_to_store(monkeypatch, engine: Engine):
-    """Turns cannot be stored in here."""
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.sessions, "commit_turn", lambda *_: (_ for _ in ()).throw(StoreError("injected")))
-        yield
+def failing_to_store(engine: Engine, what: str = "commit_turn"):
+    """In here this verb of the sessions fails; turns cannot be stored."""
+    return mock.patch.object(engine.sessions, what, side_effect=StoreError("injected"))
 
 
 def num_stored(engine: Engine) -> int:
@@ -61,7 +58,7 @@ def nothing_is_left(engine: Engine) -> bool:
 def head_chain(engine: Engine, chat: ChatSession) -> list[bytes]:
     """Ids of the blocks of the system prompt."""
     chain: list[bytes] = []
-    extend_chain(chain, engine.root(""), engine.chats.language.template.head_ids(chat._system), 16)
+    extend_chain(chain, engine.root(""), engine.chats.language.template.head_ids(chat.window.system), 16)
     return chain
 
 

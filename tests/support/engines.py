@@ -84,7 +84,8 @@ def ask(engine, token_ids, count: int = 4, **options):
 def cached(output) -> tuple[int, int, int, int]:
     """Cached tokens by tier: HBM, CPU, disk, reencoded."""
     details = output.usage.cached_tokens_details
-    assert output.usage.cached_tokens == details.hbm + details.cpu + details.disk + details.reencoded
+    of_tiers = details.hbm + details.cpu + details.disk + details.remote
+    assert output.usage.cached_tokens == of_tiers + details.reencoded
     return details.hbm, details.cpu, details.disk, details.reencoded
 
 

@@ -22,7 +22,11 @@ import torch.utils._device
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from kvstore.engine import local_model
 from kvstore.engine.core.step_loop import StepLoop
+from kvstore.engine.model import probe
+from kvstore.kernels.cuda import triton_support
+from kvstore.memory import device_transfer
 
 DEVICE = torch.device("cuda", 0)
 TOTAL_BYTES, FREE_BYTES = 1 << 30, 1 << 29
@@ -96,9 +100,13 @@ class Factories(TorchDispatchMode):
 
 
 class Driver:
-    """What happens on the device. waits: operations for which the host waited; refuses_to_wait: they raise."""
+    """What happens on the device. waits: operations for which the host waited; refuses_to_wait: they raise.
+
+    memory: bytes that are free, and all.
+    """
 
     def __init__(self) -> None:
+        self.memory = (FREE_BYTES, TOTAL_BYTES)
         self.waits: list[str] = []
         self.refuses_to_wait = False
         self.recording: list[Callable[[], object]] | None = None  # of the capture that is going on
@@ -375,7 +383,7 @@ def install(monkeypatch: pytest.MonkeyPatch, has_triton: bool) -> Driver:
         "memory_allocated": lambda device=None: 1 << 20,
         "max_memory_allocated": lambda device=None: 2 << 20,
         "memory_reserved": lambda device=None: 4 << 20,
-        "mem_get_info": lambda device=None: (FREE_BYTES, TOTAL_BYTES),
+        "mem_get_info": lambda device=None: driver.memory,
         "graph_pool_handle": lambda: (0, 1),
         "get_sync_debug_mode": lambda: mode[-1],
         "cudart": Runtime,
@@ -386,22 +394,25 @@ def install(monkeypatch: pytest.MonkeyPatch, has_triton: bool) -> Driver:
         mode.append(name)
         driver.refuses_to_wait = name == "error"
 
-    for name, stand_in in {**stand_ins, "set_sync_debug_mode": set_mode}.items():
-        assert hasattr(torch.cuda, name), name
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    for cls in (Stream, Event, CUDAGraph):
-        monkeypatch.setattr(torch.cuda, cls.__name__, cls)
-    monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
-    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", driver.end_pool, raising=False)
     torch.utils._device._device_constructors()  # which it keeps: to be taken before two of them are replaced
-    for name in ("tensor", "as_tensor"):  # these copy where no mode sees it
-        monkeypatch.setattr(torch, name, partial(made_on_host, getattr(torch, name)))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned_copy(tensor))
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: driver.is_pinned(tensor))
-    monkeypatch.setattr("kvstore.kernels.cuda.triton_support.has_triton", lambda: has_triton)
-    for module in ("kvstore.engine.local_core", "kvstore.memory.device_transfer"):
-        monkeypatch.setattr(f"{module}.has_triton", lambda: has_triton)
+    replaced: list[tuple[Any, str, Any]] = [
+        *((torch.cuda, name, stand_in) for name, stand_in in {**stand_ins, "set_sync_debug_mode": set_mode}.items()),
+        *((torch.cuda, cls.__name__, cls) for cls in (Stream, Event, CUDAGraph)),
+        *((torch, name, partial(made_on_host, getattr(torch, name))) for name in ("tensor", "as_tensor")),  # they copy
+        (torch.__future__, "_overwrite_module_params_on_conversion", True),
+        (torch._C, "_host_emptyCache", lambda: None),
+        (torch._C, "_cuda_endAllocateToPool", driver.end_pool),
+        (torch.Tensor, "pin_memory", lambda tensor: pinned_copy(tensor)),
+        (torch.Tensor, "is_pinned", lambda tensor: driver.is_pinned(tensor)),
+        (triton_support, "has_triton", lambda: has_triton),
+        (local_model, "has_triton", lambda: has_triton),
+        (device_transfer, "has_triton", lambda: has_triton),
+        (probe, "_NUM_TOKENS", 6),  # a millisecond on a device is a second in the interpreter
+        (probe, "_CHUNKS", (3, 2, 1)),
+    ]
+    for owner, name, stand_in in replaced:
+        assert owner is torch._C or hasattr(owner, name), name  # what a build for CPUs has not
+        monkeypatch.setattr(owner, name, stand_in, raising=False)
     if has_triton:
         _launch_in_the_interpreter(monkeypatch, driver)
     return driver

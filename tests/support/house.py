@@ -53,21 +53,17 @@ class FakeStore(NullConnector):
         self.block_size = 0
         self.calls: list[tuple] = []
         self._matches: dict[str, list[bytes]] = {}
-        self._chains: dict[str, list[bytes]] = {}
+        self._chains: dict[str, tuple[bytes, ...]] = {}
         self._may_load: dict[str, bool] = {}
         self._loads: list[Load] = []
 
-    def on_new_request(
-        self, request_id, chain, token_ids, lineage, tenant, num_hbm_tokens, key, conversation=None, may_load=True
-    ):
-        found = super().on_new_request(
-            request_id, chain, token_ids, lineage, tenant, num_hbm_tokens, key, conversation, may_load
-        )
-        self.calls.append(("new", request_id, len(chain)))
-        self._chains[request_id] = chain
-        self._may_load[request_id] = may_load
-        below = ["cpu" for block_id in chain[num_hbm_tokens // self.block_size :] if block_id in self.loadable]
-        return Arrival(below, found.conversation)
+    def on_new_request(self, request):
+        found = super().on_new_request(request)
+        self.calls.append(("new", request.request_id, len(request.chain)))
+        self._chains[request.request_id] = request.chain
+        self._may_load[request.request_id] = request.may_load
+        missing = request.chain[request.num_hbm_tokens // self.block_size :]
+        return Arrival(tuple("cpu" for block_id in missing if block_id in self.loadable), found.conversation)
 
     def get_num_new_matched_tokens(self, request_id, num_computed_tokens, max_tokens):
         found, chain = [], self._chains[request_id]

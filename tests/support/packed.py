@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -44,9 +45,7 @@ LARGEST_EXCESS, MEAN_EXCESS = 1.6, 1.15
 
 @contextmanager
 def small_weights_packed() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "MIN_FLOAT32_ELEMENTS", 0)
-        patch.setattr(packing, "MIN_BFLOAT16_ELEMENTS", 0)
+    with mock.patch.multiple(packing, MIN_FLOAT32_ELEMENTS=0, MIN_BFLOAT16_ELEMENTS=0):
         yield
 
 
@@ -148,12 +147,12 @@ class Watched:
         self.model = engine.loop.runner.model
         self.carrier = self.model.network.kvstore_carrier
         self.steps: list[tuple[int, int, int, int]] = []  # tokens, requests, of these with one token, samples
-        self._forward = self.model.forward
-        self.model.forward = self._watch  # type: ignore[method-assign]
+        self._begin = self.model.begin
+        self.model.begin = self._watch  # type: ignore[method-assign]
 
     def _watch(self, token_ids: Any, positions: Any, batch: Any, caches: Any, connector: Any, samples: Any) -> Any:
         self.steps.append((len(token_ids), len(batch.context_lens), batch.num_decodes, len(samples)))
-        return self._forward(token_ids, positions, batch, caches, connector, samples)
+        return self._begin(token_ids, positions, batch, caches, connector, samples)
 
     @property
     def num_lean(self) -> int:

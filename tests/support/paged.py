@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import pytest
 import torch
 
 from kvstore.kernels import reference
@@ -53,3 +54,8 @@ class Paged:
             *tensors, self.query_start, self.contexts, self.table.to(self.query.device),
             scoring.scale, scoring.window, scoring.softcap, scoring.sinks,
         )  # fmt: skip
+
+
+def without_foreign_kernels(patch: pytest.MonkeyPatch) -> None:
+    """Until the patch is undone, our kernels attend to prompts."""
+    patch.setattr("kvstore.kernels.attention.foreign_prefill", lambda setting: None)

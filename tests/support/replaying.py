@@ -38,6 +38,7 @@ class Rerun:
     def __init__(self) -> None:
         self.num_replays: Counter[int] = Counter()
         self.num_prompts: Counter[int] = Counter()
+        self.fault: Callable[[], object] = lambda: None  # called before each replay; what it raises, the replay raises
 
     def count(self, tensors: StepTensors) -> None:
         is_decode = len(tensors.sample_tokens) == len(tensors.token_ids)
@@ -47,6 +48,7 @@ class Rerun:
         self.begin(work(live(tensors)))
 
         def replay() -> StepOutput:
+            self.fault()
             self.count(tensors)
             return self.again(work, tensors)
 

@@ -10,5 +10,5 @@ from kvstore.sessions.tables import View
 @contextmanager
 def tables_of(store: SessionStore) -> Iterator[View]:
     """What is changed in here is committed as the store's own changes are."""
-    with store._storage.write() as view:
+    with store.transactions.storage.write() as view:
         yield view

@@ -14,6 +14,13 @@ LINKED = ("engine", "kernels", "rope", "service")  # by links in kvstore/, so th
 WAYS_BACK = {"kvstore", "kvstore.__main__"}  # the public names, looked up when they are asked for; the command
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 70, 500
 MAX_CLASS_LINES, MAX_METHODS, MAX_ATTRIBUTES = 200, 20, 12
+DOCUMENTED = {
+    "_exit",
+    "_replace",
+    "_asdict",
+    "_fields",
+    "_make",
+}  # of os and of named tuples
 BARE_WORDS = {"find", "take", "leave", "few", "nobodys", "unsure"}  # find what, take from whom, unsure of what?
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -234,7 +241,8 @@ def private_reaches(house: House) -> Counter[str]:
     for name in house.tests:
         for node in house.nodes[name]:
             if isinstance(node, ast.Attribute) and not is_own(node):
-                found[name] += node.attr.startswith("_") and not node.attr.startswith("__")
+                is_private = node.attr.startswith("_") and not node.attr.startswith("__")
+                found[name] += is_private and node.attr not in DOCUMENTED
     return found
 
 

@@ -10,8 +10,11 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
+from vllm.config import CacheConfig, KVTransferConfig
+from vllm.v1.kv_hints.protocol import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -21,6 +24,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
+from kvstore.admin.control import ask
 from kvstore.hosts.vllm_cpu import CPUTieringSpec
 from kvstore.hosts.vllm_policy import KVStorePolicy
 from tests.support.waiting import wait_until
@@ -53,6 +57,13 @@ def tier_options(path: Path, **options: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def vllm_config_of(algorithm: str = "sha256_cbor", policy: str = "recompute") -> Any:
+    """What our tier reads of vLLM's configuration, where the weights have an identity."""
+    transfer = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_load_failure_policy=policy)
+    cache = CacheConfig(prefix_caching_hash_algo=algorithm)
+    return SimpleNamespace(model_config=None, cache_config=cache, kv_transfer_config=transfer)
+
+
 def keys_of(name: str, num_blocks: int) -> list[bytes]:
     """A chain: each key stands for its whole history."""
     return [make_offload_key(hashlib.sha256(f"{name} {i}".encode()).digest(), 0) for i in range(num_blocks)]
@@ -71,11 +82,21 @@ class NotedPolicy(KVStorePolicy):
 class Scheduler:
     """vLLM's manager, driven as its scheduler drives it. A row's bytes are made of its key."""
 
-    def __init__(self, path: Path, dtype: str = "float32", **options: Any) -> None:
-        made = config([tier_options(path, **options)])
+    def __init__(
+        self,
+        path: Path,
+        dtype: str = "float32",
+        offload_prompt_only: bool = False,
+        block_bytes: int = BLOCK_BYTES,
+        **options: Any,
+    ) -> None:
+        made = config([tier_options(path, **options)], offload_prompt_only=offload_prompt_only)
+        made.extra_config["cpu_bytes_to_use"] = ROWS * block_bytes
+        made = replace(made, worker_kv_bytes_per_block=block_bytes)
         self.spec = CPUTieringSpec(replace(made, model=OffloadingModelConfig("a-model", dtype)))
         self.manager = self.spec.get_manager()
         self.tier = self.manager.secondary_tiers[0]
+        self._path = path
         self._rows = self.manager.primary_tier.get_kv_memoryview().cast("B")
         self._num = 0
 
@@ -83,12 +104,16 @@ class Scheduler:
         self._rows.release()
         self.manager.shutdown()
 
-    def request(self, keys: Sequence[bytes], **params: Any) -> ReqContext:
+    def request(self, keys: Sequence[bytes], is_hint: bool = False, **params: Any) -> ReqContext:
+        """is_hint: what it says comes as an action of its kv_hints."""
         self._num += 1
         context = ReqContext(f"request {self._num}", kv_transfer_params=params or None)
-        for i, key in enumerate(keys):
-            context.set_offload_key_position(key, (i + 1) * BLOCK_TOKENS)
+        if is_hint:
+            actions = [KvHintAction(f"action {name}", name, "1", payload) for name, payload in params.items()]
+            context = ReqContext(f"request {self._num}", kv_hints=KvHintsEnvelope("1", "message", actions))
         self.manager.on_new_request(context)
+        for i, key in enumerate(keys):  # which vLLM tells later
+            context.set_offload_key_position(key, (i + 1) * BLOCK_TOKENS)
         return context
 
     def step(self, *req_ids: str) -> None:
@@ -113,6 +138,17 @@ class Scheduler:
             if LookupResult.HIT_PENDING not in found and LookupResult.RETRY not in found:
                 return found.count(LookupResult.HIT)
 
+    def kept(self, keys: Sequence[bytes]) -> int:
+        """How many blocks from the head are stored; nothing is computed."""
+        self.forget_rows()
+        context = self.request(keys)
+        hits = self.hits(context, keys)
+        self.manager.on_request_finished(context)
+        return hits
+
+    def store_stats(self) -> Any:
+        return ask(self._path, "stats", {}, 60.0)["store"]
+
     def store(self, context: ReqContext, keys: Sequence[bytes]) -> None:
         """As after a computation: into rows, and from there on."""
         out = self.manager.prepare_store(keys, context)
@@ -127,9 +163,9 @@ class Scheduler:
         self.manager.complete_load(keys, context)
         return found
 
-    def turn(self, keys: Sequence[bytes], **params: Any) -> int:
+    def turn(self, keys: Sequence[bytes], is_hint: bool = False, **params: Any) -> int:
         """A whole request: what is stored is loaded and compared, the rest computed and stored. Returns the hits."""
-        context = self.request(keys, **params)
+        context = self.request(keys, is_hint, **params)
         hits = self.hits(context, keys)
         assert self.loaded(context, keys[:hits]) == [content(key) for key in keys[:hits]]
         self.step(context.req_id)
@@ -142,6 +178,8 @@ class Scheduler:
     def forget_rows(self) -> None:
         """As after a restart: the primary tier is empty."""
         self.manager.reset_cache()
+        if hasattr(self.manager, "on_reset_flushed"):  # from vLLM 0.33 on
+            self.manager.on_reset_flushed()
 
 
 def content(key: bytes) -> bytes:

@@ -1,6 +1,7 @@
 """How tests wait for what another thread or process does: until it is so, never for a time alone."""
 
 import asyncio
+import inspect
 import subprocess
 import time
 from collections.abc import Callable
@@ -18,9 +19,9 @@ def wait_until(is_so: Callable[[], object], what: str = "", timeout_s: float = T
 
 
 async def wait_in_loop(is_so: Callable[[], object], what: str = "", timeout_s: float = TIMEOUT_S) -> None:
-    """The same in an event loop, which goes on meanwhile."""
+    """The same in an event loop, which goes on meanwhile; is_so may be a coroutine's function."""
     end = time.monotonic() + timeout_s
-    while not is_so():
+    while not (await found if inspect.isawaitable(found := is_so()) else found):
         assert time.monotonic() < end, f"it did not become so in {timeout_s:.0f} s: {what or is_so}"
         await asyncio.sleep(0.005)
 

@@ -1,6 +1,6 @@
 """One step's tokens, drawn from its logits by the parameters of their rows.
 
-Knows numbers and tensors; whose rows they are says `kvstore.engine.model.step.sampler`.
+Knows numbers and tensors; `kvstore.engine.model.step.sampler` knows whose rows they are.
 """
 
 from __future__ import annotations
@@ -21,38 +21,35 @@ LOWEST_LOGPROB = -9999.0  # for log 0, as in the OpenAI API: JSON has no infinit
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """token_ids [R] int64; logprobs: None when no row asked, else one entry per row (None where it did not ask)."""
+    """The tokens of a step."""
 
-    token_ids: np.ndarray
-    logprobs: list[TokenLogprob | None] | None
+    token_ids: np.ndarray  # [R] int64
+    logprobs: list[TokenLogprob | None] | None  # one per row, None for a row that wants none; None if no row wants any
 
 
 @dataclass(slots=True)
 class Drawn:
-    """tokens [R] int64, where the logits are; UNSURE or BROKEN for rows that are to be looked at again.
+    """Tokens that may still have to be looked at again."""
 
-    drawing: for that, None when the logits were given up.
-    """
-
-    tokens: Tensor
-    drawing: Drawing | None
+    tokens: Tensor  # [R] int64, on the device of the logits; UNSURE or BROKEN for rows to look at again
+    drawing: Drawing | None  # looks at them again; None if the logits were given up
 
     def read(self, token_ids: np.ndarray) -> SampledTokens:
-        """token_ids: `tokens`, brought to the host; changed in place where rows are looked at again."""
+        """token_ids: `tokens`, copied to the host. Rows that are looked at again are changed in place."""
         return SampledTokens(token_ids, None) if self.drawing is None else self.drawing.read(token_ids)
 
 
 class Drawing:
-    """raw [R, V]: the model's logits; edited: with bias, penalties and what is forbidden; state [R]: of the rows.
+    """raw [R, V]: the model's logits; edited: with bias, penalties and forbidden tokens; state [R]: of the rows.
 
-    A row's token depends on nothing that belongs to another row.
+    A row's token does not depend on other rows.
     """
 
     def __init__(self, raw: Tensor, edited: Tensor, state: np.ndarray) -> None:
         self._raw, self._edited, self._state = raw, edited, state
         self._vocab_size = raw.shape[1]
         self._random = np.flatnonzero(state["temperature"] > 0)
-        self._scaled: Tensor | None = None  # this and the next are of the rows `random` [S] alone
+        self._scaled: Tensor | None = None  # this and `_cuts` belong to the rows `_random` [S]
         self._cuts: Sequence[Tensor] = ()  # numbers, top-p and top-k, [S] float64
 
     def _tensor(self, values: np.ndarray) -> Tensor:
@@ -63,11 +60,11 @@ class Drawing:
         return len(self._random) == 0
 
     def best(self) -> Tensor:  # [R]
-        """Of rows that are all greedy."""
+        """The tokens of rows that are all greedy."""
         return argmax(self._edited)
 
     def draw(self, numbers: np.ndarray) -> Tensor:  # [R]
-        """Greedy tokens, and random ones, each kind as one sub-batch; numbers [R] in [0, 1)."""
+        """Greedy and random tokens, each kind as one sub-batch; numbers [R] in [0, 1)."""
         logits, random, state = self._edited, self._random, self._state
         if len(random) == len(logits):
             return self._draw_random(logits.float(), state, numbers)
@@ -86,7 +83,7 @@ class Drawing:
     def _draw_random(self, logits: Tensor, state: np.ndarray, numbers: np.ndarray) -> Tensor:
         """Temperature, min-p, top-k, top-p and the draw; logits [S, V] float32, numbers [S] in [0, 1); -> [S].
 
-        What a device decides comes back as part of the tokens: it is waited for once, and again for rare rows only.
+        The device marks rows to look at again in the tokens themselves: the host waits once, and again in rare cases.
         """
         with np.errstate(divide="ignore"):  # log 0 = -inf is what "off" means here
             least = np.log(state["min_p"])
@@ -96,14 +93,14 @@ class Drawing:
         # The maximum is taken off first: it becomes exactly 0, and no temperature, however small, gives inf or NaN.
         scaled = self._scaled = (logits - best).div_(temperature.float().unsqueeze(-1))
         broken = ~best.isfinite()
-        if logits.device.type == "cuda" or bool(broken.any()):  # on CUDA, to ask would wait
+        if logits.device.type == "cuda" or bool(broken.any()):  # on CUDA, asking would wait
             scaled.masked_fill_(broken, 0.0)
         if state["min_p"].any():
             scaled.masked_fill_(scaled < lowest.float().unsqueeze(-1), -torch.inf)
         return torch.where(broken.squeeze(-1), BROKEN, self._draw_each(scaled, state))
 
     def _draw_each(self, scaled: Tensor, state: np.ndarray) -> Tensor:  # [S]
-        """Rows whose tokens are cut by top-k or top-p, and the others."""
+        """Draw rows that use top-k or top-p, and the others."""
         cut, numbers = (state["top_k"] < self._vocab_size) | (state["top_p"] < 1), self._cuts[0]
         some, others = np.flatnonzero(cut), np.flatnonzero(~cut)
         if not len(others):
@@ -116,7 +113,7 @@ class Drawing:
         return drawn
 
     def _draw_cut(self, scaled: Tensor, state: np.ndarray, rows: np.ndarray, width: int) -> Tensor:
-        """Of these of the S rows, looking at the best `width` tokens: [len(rows)]."""
+        """The tokens of these of the S rows, looking at the best `width` tokens: [len(rows)]."""
         cuts = self._cuts
         if len(rows) < len(scaled):
             where = self._tensor(rows)

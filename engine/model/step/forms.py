@@ -17,8 +17,10 @@ from kvstore.kernels.paged_batch import DeviceBatch, PagedBatch
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a graph computes: one token each of so many requests, or up to so many tokens of one, of which the last
-    samples. Smaller steps are padded."""
+    """What a graph computes: one token each of several requests, or tokens of one, of which the last is sampled.
+
+    Smaller steps are padded.
+    """
 
     num_tokens: int
     num_requests: int
@@ -29,7 +31,7 @@ class Form:
 
     @property
     def layout(self) -> StepLayout:
-        """Without the block table, which has a place of its own."""
+        """The layout of a step's arrays without the block table, which has a place of its own."""
         return StepLayout(self.num_tokens, self.num_requests, self.num_requests, 0)
 
     def __str__(self) -> str:
@@ -37,7 +39,7 @@ class Form:
 
 
 class FormTensors:
-    """Shared by all forms, since these run one after the other, and outside of the graphs' own memory."""
+    """Tensors that all forms share, because forms run one after the other. They are not in the graphs' own memory."""
 
     def __init__(self, forms: Sequence[Form], config: SchedulerConfig, device: torch.device) -> None:
         self._block_size, self._max_model_len = config.block_size, config.max_model_len
@@ -52,13 +54,15 @@ class FormTensors:
 
     @property
     def num_bytes(self) -> int:
-        """Once a step has run."""
+        """Bytes of all tensors; complete once a step has run."""
         shared = [self._arrived, self._table, *([] if self._logits is None else [self._logits])]
         return sum(tensor.nbytes for tensor in shared)
 
     def load(self, form: Form, inputs: StepInputs, table: np.ndarray, sampled: Tensor | None = None) -> None:
-        """Bring a step's arrays, padded to the form, to where the graphs read them. Tokens that pad a prompt belong to
-        no request: nobody attends to them, and they attend to nothing. sampled: see `tensors.fill_in`."""
+        """Copy a step's arrays, padded to the form, to where the graphs read them.
+
+        Tokens that pad a prompt belong to no request: no token attends to them, and they attend to none. sampled: see
+        `tensors.fill_in`."""
         size, ordinals = form.num_requests, self._ordinals
         if form.is_decode:
             inputs = replace(inputs, query_start=ordinals[: size + 1], sample_tokens=ordinals[:size])
@@ -66,13 +70,15 @@ class FormTensors:
         buffer = layout.pack(inputs, table, self._pinned)
         self._arrived[: len(buffer)].copy_(buffer, non_blocking=True)
         token_ids, *_, blocks = layout.unpack(self._arrived)
-        self._table[:size, : table.shape[1]].copy_(blocks)  # on the device; the rest of a row is not looked at
+        self._table[:size, : table.shape[1]].copy_(blocks)  # on the device; the rest of a row is not read
         if sampled is not None:
             fill_in(token_ids, sampled)
 
     def of(self, form: Form, inputs: StepInputs | None = None, table: np.ndarray | None = None) -> StepTensors:
-        """What `load` has brought. Lists for the host come from the step's arrays alone: in a capture there are none,
-        since they would be those of the capture in every replay.
+        """The tensors that `load` has filled.
+
+        Lists for the host come from the step's own arrays. In a capture there are none, as every replay would see those
+        of the capture.
         """
         token_ids, positions, slots, samples, query_start, lens, _ = form.layout.unpack(self._arrived)
         num_decodes, longest = (form.num_requests, 1) if form.is_decode else (0, form.num_tokens)
@@ -89,7 +95,7 @@ class FormTensors:
         return StepTensors(token_ids, positions, samples, batch)
 
     def share(self, logits: Tensor) -> Tensor:
-        """Logits to where those of all forms are left: a step reads them before the next one begins."""
+        """Copy the logits to where all forms leave theirs. A step reads them before the next one begins."""
         if self._logits is None:
             self._logits = logits.new_empty((len(self._table), logits.shape[1]))
         return self._logits[: len(logits)].copy_(logits)

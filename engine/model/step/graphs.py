@@ -9,7 +9,7 @@ import bisect
 import gc
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,27 +28,26 @@ from kvstore.engine.model.step.waiting import WAITING
 from kvstore.errors import KVStoreError
 
 LOGGER = logging.getLogger("kvstore.engine")
-PREFILL_SIZES = (16, 32, 64, 128)  # tokens of a turn after a hit: launching its kernels takes longer than they do
-MAX_SIZE = 512  # larger decode batches compute for so long that launching their kernels one by one costs little
-GRAPH_BYTES = 16 << 20  # of the driver, for one graph of a thousand kernels: a guess on the safe side
+PREFILL_SIZES = (16, 32, 64, 128)  # tokens of a turn after a hit: launching its kernels takes longer than running them
+MAX_SIZE = 512  # larger decode batches compute so long that launching their kernels one by one costs little
+GRAPH_BYTES = 16 << 20  # memory of the driver for one graph of a thousand kernels: a guess on the safe side
 _TOLERANCE = {torch.float32: 1e-3}  # relative error of the logits; 16-bit models get the coarser one below
-_TOLERANCE_16_BIT = 0.01  # the same kernels over the same tensors: nothing is rounded otherwise
+_TOLERANCE_16_BIT = 0.01  # the same kernels over the same tensors round the same way
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step leaves: logits, [num_requests, vocab_size], and raw keys and values per layer, [num_tokens,
-    num_kv_heads, head_dim] each. Of a replay they hold until the next one."""
+    """The results of a step. The next replay overwrites those of a replay."""
 
-    logits: Tensor
-    layers: list[tuple[Tensor, Tensor]]
+    logits: Tensor  # [num_requests, vocab_size]
+    layers: list[tuple[Tensor, Tensor]]  # per layer: raw keys and values, [num_tokens, num_kv_heads, head_dim] each
 
 
 Work = Callable[[StepTensors], StepOutput]
 
 
 class Capturer(Protocol):
-    """Makes of work over tensors that stay where they are something that does it again over their new contents."""
+    """Turns work over fixed tensors into a function that repeats it over their new contents."""
 
     def capture(self, work: Work, tensors: StepTensors) -> Callable[[], StepOutput]:
         """Raises RuntimeError when the work waits for the device, or does anything else that cannot be replayed."""
@@ -62,24 +61,23 @@ class CudaCapturer:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        gc.collect()  # graphs of an engine that was dropped, if they ended in the middle of a capture, would break it
+        gc.collect()  # if graphs of a dropped engine were freed during a capture, they would break it
 
     def capture(self, work: Work, tensors: StepTensors) -> Callable[[], StepOutput]:
         # The inner context puts the current stream back: a capture that fails at its end leaves its own there.
         with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                work(tensors)  # kernels are compiled and loaded, workspaces made: none of it may happen in a capture
+                work(tensors)  # compiles and loads kernels and makes workspaces, which a capture must not do
                 with WAITING.refused():
                     work(tensors)
             graph = torch.cuda.CUDAGraph()
-            try:
-                # Other threads may go on with CUDA meanwhile: with "global" what they do could break the capture.
+            with ExitStack() as failed:
+                failed.callback(self._end_capture)
+                # Other threads may go on with CUDA meanwhile. With "global" they could break the capture.
                 with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                     output = work(tensors)
-            except BaseException:
-                self._end_capture()
-                raise
+                failed.pop_all()
 
         def replay() -> StepOutput:
             graph.replay()
@@ -88,10 +86,10 @@ class CudaCapturer:
         return replay
 
     def _end_capture(self) -> None:
-        """Of a capture that failed, the driver's end raises before torch takes its allocator out of it: then memory
-        that other streams give back would never be used again.
+        """End a capture that has failed. The driver's call raises before torch takes its allocator out of the capture;
+        memory that other streams give back would then never be used again.
         """
-        with suppress(RuntimeError):  # it has taken it out
+        with suppress(RuntimeError):  # torch has already taken it out
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
         try:
             torch.empty(1, device=self._device)
@@ -104,7 +102,7 @@ class CudaCapturer:
 
 
 class _Kept:
-    """Stands where the connector does in a capture: loads nothing, and keeps what would be saved."""
+    """Replaces the connector in a capture: loads nothing, and keeps what would be saved."""
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -117,7 +115,7 @@ class _Kept:
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes that are captured; a step is padded to the next."""
+    """The batch sizes to capture. A step is padded to the next of them."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, MAX_SIZE + 1, 32)]
     last = min(max_num_seqs, MAX_SIZE)
     return [*(size for size in sizes if size < last), last]
@@ -126,8 +124,8 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 class StepGraphs:
     """Graphs for all forms. Made by `capture_graphs`.
 
-    A step of requests that compute one token each and sample may be run here, or one that computes the last few tokens
-    of one prompt; unless its plan loads.
+    They run steps in which every request computes and samples one token, and steps that compute the last few tokens of
+    one prompt; but no step whose plan loads.
     """
 
     def __init__(self, model: PositionFreeModel, caches: KVCaches, config: SchedulerConfig) -> None:
@@ -145,29 +143,32 @@ class StepGraphs:
         return len(self._replays)
 
     def run_once(self, form: Form) -> StepOutput:
-        """A made-up step, eagerly."""
+        """Run a made-up step eagerly."""
         return self._eager(form, *self._trial(form, 0))
 
     def capture_all(self, capturer: Capturer, forms: Sequence[Form]) -> None:
-        """Largest first, so that the others fit into its memory. Raises whatever says that one cannot be captured."""
-        try:
-            self.run_once(self.decodes[-1])  # logits are made in the stream that steps run in
-            for form in reversed(forms):
-                self.tensors.load(form, *self._trial(form, 0))
-                self._replays[form] = capturer.capture(self._work, self.tensors.of(form))
-                self._check(form)
-        except BaseException:
-            for form in forms:
-                self._replays.pop(form, None)
-            raise
-        finally:
-            self._erase(len(self._caches[0][0]))
+        """Capture the largest first, so that the others fit into its memory. Raises an error if a capture fails."""
+        with ExitStack() as failed:
+            failed.callback(self._forget, forms)
+            try:
+                self.run_once(self.decodes[-1])  # so that the logits are made in the stream of the steps
+                for form in reversed(forms):
+                    self.tensors.load(form, *self._trial(form, 0))
+                    self._replays[form] = capturer.capture(self._work, self.tensors.of(form))
+                    self._check(form)
+            finally:
+                self._erase(len(self._caches[0][0]))
+            failed.pop_all()
+
+    def _forget(self, forms: Sequence[Form]) -> None:
+        for form in forms:
+            self._replays.pop(form, None)
 
     def _trial(self, form: Form, shift: int) -> tuple[StepInputs, np.ndarray]:
-        """Arrays and block table of a made-up step with a row of padding behind it: requests within the first block
-        each, or one in the first blocks, after `shift` tokens that nobody has written.
+        """Arrays and block table of a made-up step with a row of padding: requests that share the first block, or one
+        request in the first blocks, after `shift` tokens that nobody has written.
 
-        They write their tokens and see what those before them in the same block write in the same step.
+        Tokens are written, and attend to earlier tokens of the same block and step.
         """
         size, longest, vocab_size = self._config.block_size, self._config.max_model_len, self._model.spec.vocab_size
         num_blocks, within = len(self._caches[0][0]), min(size, longest)
@@ -190,13 +191,13 @@ class StepGraphs:
         return inputs, blocks[:, None].astype(np.int32)
 
     def _check(self, form: Form) -> None:
-        """A replay must give the logits of the same work done eagerly, on other inputs than those of the capture."""
+        """Check that a replay gives the logits of the same work done eagerly, on inputs other than the capture's."""
         inputs, table = self._trial(form, 1)
         count, blocks = len(inputs.rows), int(table.max()) + 1
         self._erase(blocks)
         output = self._eager(form, inputs, table).logits
         expected = output[:count].to(torch.float32, copy=True)
-        output.fill_(torch.nan)  # what a replay leaves out is seen, also in the cache
+        output.fill_(torch.nan)  # so that whatever a replay leaves out is noticed, also in the cache
         self._erase(blocks)
         got = self._replays[form]().logits[:count].float()
         error = float((got - expected).norm() / expected.norm().clamp_min(1e-9))
@@ -209,7 +210,7 @@ class StepGraphs:
                 cache[:num_blocks].zero_()
 
     def _eager(self, form: Form, inputs: StepInputs, table: np.ndarray) -> StepOutput:
-        """A step over the tensors that the graphs read, padded to the form."""
+        """Run a step eagerly, padded to the form, over the tensors that the graphs read."""
         self.tensors.load(form, inputs, table)
         return self._work(self.tensors.of(form, inputs, table))
 
@@ -220,7 +221,7 @@ class StepGraphs:
         return StepOutput(logits, [kept.layers[layer] for layer in sorted(kept.layers)])
 
     def form_of(self, inputs: StepInputs) -> Form | None:
-        """The graph for a step in which all compute one token and sample it, or one request the last of its prompt."""
+        """The form for a step in which each request computes and samples one token, or one request ends its prompt."""
         num_tokens, count = len(inputs.token_ids), len(inputs.rows)
         forms = self.decodes if count == num_tokens else self.prefills if count == 1 else []
         index = bisect.bisect_left(forms, num_tokens, key=lambda form: form.num_tokens)
@@ -231,11 +232,11 @@ class StepGraphs:
         self, form: Form, inputs: StepInputs, table: np.ndarray, plan: TransferPlan | None, connector: KVConnector,
         sampled: Tensor | None = None,
     ) -> Tensor:  # [num_requests, vocab_size]  # fmt: skip
-        """The step's logits, which hold until the next step; its saves are handed to the connector, and ended.
+        """Run a step. Returns its logits, which the next step overwrites. Hands its saves to the connector, ends them.
 
         table: [num_requests, width] block numbers. sampled: see `kvstore.engine.model.step.tensors.fill_in`.
         """
-        if self._fence is not None:  # any graph's replay overwrites what the save of another one's step may still read
+        if self._fence is not None:  # the save of an earlier step may still read what this replay overwrites
             self._fence.order()
             self._fence = None
         count = len(inputs.token_ids)
@@ -250,10 +251,10 @@ class StepGraphs:
 
 @torch.inference_mode()
 def bytes_for_graphs(model: PositionFreeModel, config: SchedulerConfig) -> int:
-    """What `capture_graphs` is going to take of a CUDA device beside the pool: found by steps of the largest forms.
+    """The memory that `capture_graphs` will take of a CUDA device, measured by steps of the largest forms.
 
-    Their peak is that of the pool that all graphs share; what they leave (keys and values) each graph has for its own
-    tokens.
+    The peak of these steps is that of the memory pool that all graphs share. Keys and values are left by each graph
+    for its own tokens.
     """
     device, sizes = model.device, graph_sizes(config.max_num_seqs)
     within = min(config.block_size, config.max_model_len)
@@ -280,10 +281,10 @@ def bytes_for_graphs(model: PositionFreeModel, config: SchedulerConfig) -> int:
 def capture_graphs(
     model: PositionFreeModel, caches: KVCaches, config: SchedulerConfig, capturer: Capturer
 ) -> StepGraphs | None:
-    """The graphs of a model, over caches that nobody uses yet; None, and a line in the log, when it has to do without.
+    """Capture the graphs of a model, over caches that are not in use yet. None, with a line in the log, if that fails.
 
-    Models that route tokens by counting them cannot be captured. What is taken of the device's memory is foreseen by
-    `kvstore.engine.model.memory`; where it is not there, steps run without graphs too.
+    Models that route tokens by counting them cannot be captured. `kvstore.engine.model.memory` reserves the memory; if
+    it is missing, steps run without graphs, too.
     """
     graphs = StepGraphs(model, caches, config)
     for forms, what in ((graphs.decodes, "decode runs"), (graphs.prefills, "short prompts are computed")):
@@ -291,10 +292,10 @@ def capture_graphs(
             graphs.capture_all(capturer, forms)
         except KVStoreError:
             raise
-        except Exception as error:  # whatever torch, Triton and the model raise: it is done eagerly instead
-            first = error.__context__ or error  # the end of a broken capture has an error of its own
+        except Exception as error:  # of torch, Triton or the model: steps run eagerly instead
+            first = error.__context__ or error  # ending a broken capture raises an error of its own
             reason = str(first).strip().split("\n")[0]
             LOGGER.warning("%s without CUDA graphs: %s: %s", what, type(first).__name__, reason)
             if forms is graphs.decodes:
-                return None  # nor can a prompt be captured
+                return None  # then prompts cannot be captured either
     return graphs

@@ -1,4 +1,4 @@
-"""How each row of the batch is sampled: one row of state per running request, and no state in random generators.
+"""How each row of the batch is sampled. Each running request has a row of state; random generators have none.
 
 Knows rows, logits and SamplingParams; must not know requests, blocks or the scheduler.
 """
@@ -22,16 +22,16 @@ _STATE = np.dtype(
     [
         ("temperature", np.float64),
         ("min_p", np.float64),
-        ("top_k", np.int64),  # the vocabulary's size when off
+        ("top_k", np.int64),  # the vocabulary's size if off
         ("top_p", np.float64),
         ("repetition_penalty", np.float64),
         ("presence_penalty", np.float64),
         ("frequency_penalty", np.float64),
         ("seed", np.uint64),
         ("num_output_tokens", np.int64),
-        ("min_tokens", np.int64),  # 0 when nothing would be forbidden
-        ("logprobs", np.int64),  # -1 when not asked
-        ("penalty_slot", np.int64),  # _NO_SLOT when no penalty is on
+        ("min_tokens", np.int64),  # 0 if there is nothing to forbid
+        ("logprobs", np.int64),  # how many alternatives; -1: none
+        ("penalty_slot", np.int64),  # _NO_SLOT if no penalty is on
         ("biased", np.bool_),
     ]
 )
@@ -41,8 +41,8 @@ def uniforms(seeds: np.ndarray, counters: np.ndarray) -> np.ndarray:
     """Number `counters` of the random stream `seeds`, in [0, 1); both [R] uint64, result [R] float64.
 
     SplitMix64: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014; constants of
-    Vigna's https://prng.di.unimi.it/splitmix64.c. The seed is mixed once by itself, as `split` does there, so that the
-    streams of neighbouring seeds (choices of one request) do not lie beside each other.
+    Vigna's https://prng.di.unimi.it/splitmix64.c. The seed itself is mixed once, as `split` does there, so that
+    neighbouring seeds (choices of one request) do not give neighbouring streams.
     """
     state = _mix64(seeds + np.uint64(_GOLDEN_GAMMA))
     bits = _mix64(state + (counters + np.uint64(1)) * np.uint64(_GOLDEN_GAMMA))
@@ -58,7 +58,7 @@ def _mix64(z: np.ndarray) -> np.ndarray:
 class Sampler:
     """Sampling state of the persistent batch: one row per running request, arrays reused from step to step.
 
-    A row's tokens depend on its own logits, parameters, seed and number of output tokens only, not on the batch.
+    A row's tokens depend only on its own logits, parameters, seed and number of output tokens, not on the batch.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -74,7 +74,7 @@ class Sampler:
         self, row: int, params: SamplingParams, seed: int, stop_token_ids: Sequence[int], prompt_token_ids: np.ndarray,
         output_token_ids: np.ndarray,
     ) -> None:  # fmt: skip
-        """A request joins at `row`, maybe resumed with output tokens. stop_token_ids: eos and stop ids, which
+        """Let a request join at `row`; if it is resumed, it has output tokens. stop_token_ids: eos and stop ids, which
         min_tokens forbids. Ids beyond the vocabulary are ignored in stop_token_ids and logit_bias."""
         self.clear_row(row)
         stops = self._known(np.asarray(stop_token_ids, np.int64))
@@ -95,7 +95,7 @@ class Sampler:
         )  # fmt: skip
 
     def move_row(self, src: int, dst: int) -> None:
-        """The request at `src` is at `dst` from now on; who was at `dst` is forgotten and `src` is free."""
+        """Move the request at row `src` to `dst`, whose request is forgotten. Row `src` is then free."""
         if src == dst:
             return
         self.clear_row(dst)
@@ -107,7 +107,7 @@ class Sampler:
         self._state[src] = self._clear
 
     def clear_row(self, row: int) -> None:
-        """The request at `row` left. A row that is clear already stays so."""
+        """Clear the row of a request that has left. The row may be clear already."""
         slot = int(self._state["penalty_slot"][row])
         if slot != _NO_SLOT:
             self._penalties.release(slot)
@@ -116,9 +116,9 @@ class Sampler:
         self._state[row] = self._clear
 
     def append(self, rows: np.ndarray, token_ids: np.ndarray | Tensor) -> None:
-        """Token token_ids[i] was accepted as the next output token of rows[i]; both [R]. A row may repeat, in order.
+        """Note that token_ids[i] is the next output token of rows[i]; both [R]. A row may occur repeatedly, in order.
 
-        What only the device knows is not waited for; a row without a token, below 0, is going to be set anew.
+        Does not wait for tokens that only the device knows. A row whose token is below 0 will be set anew.
         """
         np.add.at(self._state["num_output_tokens"], rows, 1)
         slots = self._state["penalty_slot"][rows]
@@ -128,16 +128,16 @@ class Sampler:
             self._penalties.add(self._tensor(slots[penalised]), tokens[self._tensor(penalised)].clamp_(min=0))
 
     def sample(self, logits: Tensor, rows: np.ndarray, choice_offsets: np.ndarray | None = None) -> SampledTokens:
-        """One token for each row of logits [R, V] of any float dtype, which stay as they are; rows [R].
+        """Sample one token from each row of logits [R, V] of any float dtype, which do not change; rows [R].
 
-        A row may repeat, with another choice_offsets [R] each time, which is added to its seed. Logits without one
-        usable number give a token all the same: the argmax after nan_to_num.
+        A row may occur several times with different choice_offsets [R], which are added to its seed. Logits without a
+        usable number give a token, too: the argmax after nan_to_num.
         """
         drawn = self.draw(logits, rows, choice_offsets)
         return drawn.read(drawn.tokens.cpu().numpy())
 
     def draw(self, logits: Tensor, rows: np.ndarray, choice_offsets: np.ndarray | None = None) -> Drawn:
-        """As `sample`, as far as nothing has to be waited for on CUDA."""
+        """Like `sample`, but does not wait on CUDA: some tokens may have to be looked at again."""
         assert logits.shape == (len(rows), self._vocab_size), (logits.shape, len(rows), self._vocab_size)
         state = self._state[rows]
         raw = logits.detach()
@@ -173,7 +173,7 @@ class Sampler:
         return logits
 
     def _positions(self, indices: np.ndarray, ids: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
-        """Index of logits: every id of ids[i] in row indices[i]."""
+        """An index into logits: every id of ids[i] in row indices[i]."""
         return self._tensor(np.repeat(indices, [len(some) for some in ids])), self._tensor(np.concatenate(ids))
 
 
@@ -208,17 +208,17 @@ class _Penalties:
         self._seen.index_put_((slots, token_ids), one.bool())
 
     def apply(self, logits: Tensor, indices: np.ndarray, state: np.ndarray) -> None:
-        """Changes rows `indices` [P] of logits float32, whose state is `state` [P], where tokens have been seen."""
+        """Penalise the tokens that were seen in rows `indices` [P] of logits float32, whose state is `state` [P]."""
         names = ("penalty_slot", "repetition_penalty", "frequency_penalty", "presence_penalty")
         columns = np.stack([indices, *(state[name] for name in names)]).astype(np.float64)
         packed = to_device(torch.from_numpy(columns), logits.device)
         rows, slots, factors = packed[0].long(), packed[1].long(), packed[2:].float()
-        if logits.device.type == "cuda":  # over the whole vocabulary: to find out which were seen would wait
+        if logits.device.type == "cuda":  # over the whole vocabulary: finding the seen tokens would wait
             values = logits[rows]
             changed = _penalised(values, self._counts[slots], *factors.unsqueeze(-1))
             logits[rows] = torch.where(self._seen[slots], changed, values)
             return
-        which, ids = self._seen[slots].nonzero(as_tuple=True)  # one entry per distinct token: few, beside V
+        which, ids = self._seen[slots].nonzero(as_tuple=True)  # one entry per distinct token, few compared with V
         values = logits[rows[which], ids]
         logits[rows[which], ids] = _penalised(values, self._counts[slots[which], ids], *factors[:, which])
 
@@ -232,6 +232,6 @@ class _Penalties:
 
 
 def _penalised(values: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:
-    """As vLLM does: repetition as a factor that makes the logit smaller, then frequency and presence."""
+    """Penalties as in vLLM: repetition is a factor that makes the logit smaller; then come frequency and presence."""
     values = torch.where(values > 0, values / repetition, values * repetition)
     return values - frequency * counts - presence * (counts > 0)

@@ -1,4 +1,4 @@
-"""A step's arrays as the tensors that compute: on a CPU in place, on CUDA after one copy of all of them.
+"""A step's arrays as tensors: on a CPU in place, on CUDA after one copy of all arrays.
 
 Knows numbers and tensors, no request.
 """
@@ -15,29 +15,30 @@ from torch import Tensor
 from kvstore.engine.core.input_batch import StepInputs
 from kvstore.kernels.paged_batch import DeviceBatch, PagedBatch
 
-_UNIT = 4  # int32 numbers to begin every array at 16 bytes: Triton compiles a kernel anew for pointers that do not
-_PADDING = (0, 0, -1, 0, 0, 0, 0)  # of each array below; slot -1: nothing is written
+_UNIT = 4  # int32 numbers: every array begins at a multiple of 16 bytes, else Triton compiles another kernel
+_PADDING = (0, 0, -1, 0, 0, 0, 0)  # of each array below; nothing is written to slot -1
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """token_ids, positions: [num_tokens]; sample_tokens: [num_samples], tokens whose logits are wanted; all int64."""
+    """A step's arrays, all int64."""
 
-    token_ids: Tensor
-    positions: Tensor
-    sample_tokens: Tensor
+    token_ids: Tensor  # [num_tokens]
+    positions: Tensor  # [num_tokens]
+    sample_tokens: Tensor  # [num_samples], tokens whose logits are wanted
     batch: PagedBatch
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Where a step's arrays lie in one int32 buffer: token ids, positions, slots and sample tokens as int64, then query
-    start, context lengths and the block table, `width` blocks for each request."""
+    """Where a step's arrays are in one int32 buffer: token ids, positions, slots and sample tokens as int64, then query
+    start, context lengths and the block table.
+    """
 
     num_tokens: int
     num_requests: int
     num_samples: int
-    width: int
+    width: int  # of the block table, in blocks
 
     def places(self) -> list[slice]:
         tokens, samples, requests = 2 * self.num_tokens, 2 * self.num_samples, self.num_requests
@@ -46,11 +47,10 @@ class StepLayout:
         return [slice(start, start + count) for start, count in zip(starts, counts, strict=False)]
 
     def pack(self, inputs: StepInputs, table: np.ndarray, pinned: bool) -> Tensor:
-        """The buffer, on the host, new for every step.
+        """The arrays in a buffer on the host, a new one for every step.
 
-        table: [requests of the step, width]; where the layout has more than the step, padding follows. Pinned memory is
-        torch's own, which it gives to somebody else only when the copies from it have ended: a buffer that is freed, or
-        overwritten by the next step, cannot be one that is still read.
+        table: [requests of the step, width]. If the layout has more requests than the step, padding follows. Torch
+        reuses pinned memory only when the copies from it have ended, so nobody overwrites a buffer that is still read.
         """
         places = self.places()
         buffer = torch.empty(places[-1].stop, dtype=torch.int32, pin_memory=pinned)
@@ -66,23 +66,23 @@ class StepLayout:
         return buffer
 
     def unpack(self, buffer: Tensor) -> list[Tensor]:
-        """The arrays in this order, as views of a buffer on any device; the block table is [num_requests, width]."""
+        """The arrays in this order, as views of a buffer on any device. The block table is [num_requests, width]."""
         parts = [buffer[place] for place in self.places()]
         wide = [part.view(torch.int64) for part in parts[:4]]
         return [*wide, *parts[4:6], parts[6].view(self.num_requests, self.width)]
 
 
 def fill_in(token_ids: Tensor, sampled: Tensor) -> None:
-    """Put samples [num_samples] of the step before where `StepInputs` has numbers below 0 for them. Waits for nothing.
+    """Replace the numbers below 0 in `StepInputs` by the previous step's samples [num_samples]. Waits for nothing.
 
-    A sample below 0 was not drawn yet: whatever is computed from it is thrown away.
+    A sample below 0 was not drawn yet. Whatever is computed from it is thrown away.
     """
     known = sampled.clamp(min=0)[(-1 - token_ids).clamp_(min=0)]
     token_ids.copy_(torch.where(token_ids < 0, known, token_ids))
 
 
 def step_tensors(inputs: StepInputs, table: np.ndarray, block_size: int, device: torch.device) -> StepTensors:
-    """table: [num_requests, width] block numbers of the step's requests, wide enough for the longest context."""
+    """The step's tensors. table: [num_requests, width] block numbers, wide enough for the longest context."""
     host_table = torch.from_numpy(table.astype(np.int64))
     query_start, context_lens = inputs.query_start.tolist(), inputs.context_lens.tolist()
     if device.type != "cuda":

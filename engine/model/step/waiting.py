@@ -1,4 +1,4 @@
-"""When the host may wait for a CUDA device. Torch refuses it for the whole process: nobody else works meanwhile."""
+"""When the host may wait for a CUDA device. Torch refuses waits for the whole process, so nobody else works then."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from contextlib import contextmanager
 
 
 class DeviceWaiting:
-    """Engines take turns: steps and starts run at once, a trial that refuses all waits runs alone."""
+    """Lets engines take turns: steps and starts run side by side, a trial that refuses all waits runs alone."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._working: set[int] = set()  # threads
-        self._num_trials = 0  # that wait for their turn, or run
+        self._working: set[int] = set()  # ids of threads within `allowed`
+        self._num_trials = 0  # trials that run or wait for their turn
         self._is_refused = False
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
-        """In here the device may be waited for. Not to be nested."""
+        """The device may be waited for in this context. Must not be nested."""
         thread = threading.get_ident()
         with self._changed:
             self._changed.wait_for(lambda: not self._num_trials)
@@ -33,14 +33,14 @@ class DeviceWaiting:
 
     @contextmanager
     def refused(self) -> Iterator[None]:
-        """Whatever makes the host wait, such as routing that counts tokens, raises RuntimeError; within `allowed`, too.
+        """Whatever makes the host wait raises RuntimeError in this context, such as routing that counts tokens.
 
-        Begins when no other thread works.
+        It begins when no other thread works. May be used within `allowed`.
         """
         thread = threading.get_ident()
         with self._changed:
             was_working = thread in self._working
-            self._working.discard(thread)  # two that start at the same time would wait for each other
+            self._working.discard(thread)  # otherwise two trials that start at once would wait for each other
             self._num_trials += 1
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._is_refused and not self._working)
@@ -59,10 +59,10 @@ class DeviceWaiting:
 
 @contextmanager
 def _refusal() -> Iterator[None]:
-    import torch  # here, so that who only waits for its turn does not load it
+    import torch  # here, so that a process that never refuses waits does not load it
 
     before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():  # torch says once that this is a prototype
+    with warnings.catch_warnings():  # torch warns once that this is a prototype
         warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -71,4 +71,4 @@ def _refusal() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-WAITING = DeviceWaiting()  # of the process, as torch's mode is
+WAITING = DeviceWaiting()  # one per process, as torch's mode is

@@ -1,7 +1,7 @@
-"""What a first request on CUDA would wait for, done at the start: kernels are compiled and loaded, workspaces made.
+"""Does at the start what a first request on CUDA would wait for: compiles and loads kernels, makes workspaces.
 
-Triton compiles a kernel for every form of its launches, which takes a second each, and keeps what comes out on disk.
-Loads and saves are warmed up where they are registered, graphs where they are captured.
+Triton compiles a kernel for every form of its launches, which takes a second each, and keeps the result on disk. Loads
+and saves are warmed up when the caches are registered, graphs when they are captured.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from kvstore.errors import ModelError
 from kvstore.kernels.paged_batch import PagedBatch
 
 LOGGER = logging.getLogger("kvstore.engine")
-_MOST_TOKENS = 128  # attention has no other forms for more: a tile has no more rows
+_MOST_TOKENS = 128  # attention has the same form for more tokens, as a tile has no more rows
 
 
 @torch.inference_mode()
 def warm_up(model: PositionFreeModel, caches: KVCaches, config: SchedulerConfig) -> None:
-    """Steps of all forms; nothing is written to the caches. In the thread that is going to step: cuBLAS keeps a handle
-    and a workspace for each.
+    """Run steps of all forms, without writing to the caches. Raises ModelError with the form that failed.
 
-    Raises ModelError with the form that failed.
+    Call it in the thread that is going to step, because cuBLAS keeps a handle and a workspace for each thread.
     """
     LOGGER.info("warming up: kernels that were never compiled on this machine take a second each")
     started = time.perf_counter()
@@ -39,7 +38,7 @@ def warm_up(model: PositionFreeModel, caches: KVCaches, config: SchedulerConfig)
             logits = _step(model, caches, config.block_size, num_tokens, context_len)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of torch or Triton, which has errors of its own
+        except Exception as error:  # of torch, or of Triton, which has its own classes of errors
             reason = str(error).strip().split("\n")[0]
             raise ModelError(
                 f"a step of {num_tokens} tokens with a context of {context_len} fails on {model.device} in "
@@ -53,7 +52,7 @@ def warm_up(model: PositionFreeModel, caches: KVCaches, config: SchedulerConfig)
 
 
 def step_forms(config: SchedulerConfig) -> Iterator[tuple[int, int]]:
-    """New tokens of a request, from one to a whole step, and its context: without a history, and with the longest."""
+    """Numbers of new tokens, from one to a whole step, and contexts: without a history, and with the longest."""
     longest = min(config.max_num_batched_tokens, config.max_model_len)
     yield longest, longest
     num_tokens = 1
@@ -65,7 +64,7 @@ def step_forms(config: SchedulerConfig) -> Iterator[tuple[int, int]]:
 def _step(
     model: PositionFreeModel, caches: KVCaches, block_size: int, num_tokens: int, context_len: int
 ) -> torch.Tensor:  # [1, vocab_size]
-    """One request whose blocks are all the first one; a slot of -1 is not written."""
+    """A step of one request, all of whose blocks are the first one. Nothing is written, as its slots are -1."""
     device = model.device
     positions = torch.arange(context_len - num_tokens, context_len, device=device)
     table = torch.zeros(1, -(-context_len // block_size), dtype=torch.int64)

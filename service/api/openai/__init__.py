@@ -2,7 +2,7 @@
 
 - `chat`: /v1/chat/completions
 - `completions`: /v1/completions
-- `generation`: from an answer of the engine to what clients get
+- `generation`: turns the engine's answers into what clients get
 - `response_schema`: bodies and answers of /v1/responses
 - `responses`: /v1/responses, on the same sessions as /chat
 - `schema`: bodies and answers of the other two

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: the whole history in every request, and yet its KV is found again."""
+"""POST /v1/chat/completions: each request brings its whole history, whose KV is found again."""
 
 import secrets
 import time
@@ -23,7 +23,7 @@ PATH = "/v1/chat/completions"
 
 @dataclass(slots=True)
 class ChatExchange:
-    """One request and what every event of its answer repeats."""
+    """One request, with the fields that every event of its answer repeats."""
 
     context: Context
     body: schema.ChatCompletionBody
@@ -31,7 +31,7 @@ class ChatExchange:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def history(self, tenant: str) -> StatelessRequest:
-        """Raises ApiError 400 and RequestError for what cannot be answered."""
+        """The body's messages. Raises ApiError 400 and RequestError for what cannot be answered."""
         body = self.body
         body.check()
         params = sampling_params(
@@ -82,7 +82,7 @@ async def _whole(one: ChatExchange, history: StatelessRequest) -> web.Response:
 
 
 async def _stream(request: web.Request, one: ChatExchange, history: StatelessRequest) -> web.StreamResponse:
-    """Headers go out with the first token, so that whatever is wrong before it still has its status."""
+    """Send the headers with the first token, so that an error before it still has its status."""
     async with EventStream(request) as events, open_stateless(one.context, history) as turn:
         begun: set[int] = set()
         ends: dict[int, Piece] = {}

@@ -1,4 +1,4 @@
-"""POST /v1/completions: prompts as text or token ids, answered as they are, without a chat template."""
+"""POST /v1/completions: prompts are text or token ids and are used as they are, without a chat template."""
 
 import asyncio
 import secrets
@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from aiohttp import web
 
-from kvstore.engine.async_engine import Answer
+from kvstore.engine.async_engine import StreamedAnswer
 from kvstore.engine.outputs import Piece, TokenLogprob
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.prompts import check_fits
@@ -30,7 +30,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 @dataclass(slots=True)
 class CompletionExchange:
-    """One request and what every event of its answer repeats."""
+    """One request, with the fields that every event of its answer repeats."""
 
     context: Context
     tenant: str
@@ -50,8 +50,8 @@ class CompletionExchange:
                 else:
                     check_fits(len(prompt), self.params, engine.facts.max_model_len, engine.facts.max_request_tokens)
 
-    async def start(self, stack: AsyncExitStack) -> list[Answer]:
-        """All prompts are queued, or none: leaving the stack ends what runs."""
+    async def start(self, stack: AsyncExitStack) -> list[StreamedAnswer]:
+        """Queue all prompts, or none: leaving the stack ends what runs."""
         answers = []
         for prompt in self.prompts:
             with _named():
@@ -67,7 +67,7 @@ class CompletionExchange:
             system_fingerprint=fingerprint(self.context),
         )  # fmt: skip
 
-    async def prompt_text(self, answer: Answer, prompt: str | list[int]) -> str:
+    async def prompt_text(self, answer: StreamedAnswer, prompt: str | list[int]) -> str:
         """What `echo` puts in front of the answer."""
         if not self.body.echo:
             return ""
@@ -134,8 +134,8 @@ async def _stream(request: web.Request, one: CompletionExchange) -> web.StreamRe
 Item = tuple[int, Piece | Exception | None]  # None: that answer has ended
 
 
-async def _together(one: CompletionExchange, answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Piece]]:
-    """Pieces of all answers as they come, with the answer's number."""
+async def _together(one: CompletionExchange, answers: Sequence[StreamedAnswer]) -> AsyncGenerator[tuple[int, Piece]]:
+    """Yield the pieces of all answers as they come, each with its answer's number."""
     if len(answers) == 1:  # without a task and a queue in between
         async for piece in _pieces(one, answers[0]):
             yield 0, piece
@@ -158,7 +158,7 @@ async def _together(one: CompletionExchange, answers: Sequence[Answer]) -> Async
         await asyncio.gather(*readers, return_exceptions=True)
 
 
-async def _read(one: CompletionExchange, answer: Answer, number: int, items: asyncio.Queue[Item]) -> None:
+async def _read(one: CompletionExchange, answer: StreamedAnswer, number: int, items: asyncio.Queue[Item]) -> None:
     try:
         async for piece in _pieces(one, answer):
             await items.put((number, piece))
@@ -168,10 +168,11 @@ async def _read(one: CompletionExchange, answer: Answer, number: int, items: asy
         await items.put((number, None))
 
 
-async def _pieces(one: CompletionExchange, answer: Answer, as_they_come: bool = True) -> AsyncIterator[Piece]:
-    """Those of one answer, which is counted once it has ended. Raises ApiError 503 when the server broke it off.
+async def _pieces(one: CompletionExchange, answer: StreamedAnswer, as_they_come: bool = True) -> AsyncIterator[Piece]:
+    """Yield the pieces of one answer, and count it once it has ended.
 
-    as_they_come: nothing else is read before them, so that the time between them tells something.
+    Raises ApiError 503 when the server broke it off. as_they_come: no other answer is read in between, so the times
+    between pieces mean something.
     """
     watch = Stopwatch()
     async for piece in answer:
@@ -183,7 +184,7 @@ async def _pieces(one: CompletionExchange, answer: Answer, as_they_come: bool = 
 
 
 async def _chunk(
-    one: CompletionExchange, answer: Answer, number: int, piece: Piece, offsets: dict[int, int]
+    one: CompletionExchange, answer: StreamedAnswer, number: int, piece: Piece, offsets: dict[int, int]
 ) -> Completion:
     index = number * one.params.n + piece.index
     text = piece.text
@@ -198,7 +199,7 @@ async def _chunk(
 
 
 def _logprobs(one: CompletionExchange, logprobs: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs:
-    """Of the answer's tokens; those of an echoed prompt are not known."""
+    """Log probabilities of the answer's tokens; those of an echoed prompt are not known."""
     tokenizer = one.context.engine.engine.tokenizer
     tokens = [token_text(tokenizer, each.token_id) for each in logprobs]
     offsets = list(accumulate(map(len, tokens), initial=offset))[:-1]

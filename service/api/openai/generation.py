@@ -1,4 +1,4 @@
-"""From an answer of the engine to what clients get: pieces with times, log probabilities, ends. Knows no route."""
+"""Turns the engine's answers into what clients get: pieces with times, log probabilities, ends. Knows no route."""
 
 import time
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from kvstore.service.http.errors import unavailable
 
 
 class Stopwatch:
-    """Seconds between the tokens of one answer; of several choices, of all together."""
+    """Measures seconds between the tokens of one answer; several choices count as one."""
 
     def __init__(self) -> None:
         self.gaps_s: list[float] = []
@@ -32,7 +32,7 @@ def check_ended(output: RequestOutput) -> None:
 
 
 def fingerprint(context: Context) -> str:
-    """What a client may compare: it changes with the weights, where they are known by a fingerprint."""
+    """`system_fingerprint` for clients to compare: it changes with the weights, if these have a fingerprint."""
     return "fp_" + (context.engine.engine.facts.fingerprint.hex()[:10] or "memory")
 
 

@@ -96,7 +96,9 @@ class IncompleteDetails(msgspec.Struct):
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
-    """A response. What only the request said (metadata, temperature, ...) is null when it is asked for later."""
+    """A response. Fields that only the request held (metadata, temperature, ...) are null when the response is read
+    later.
+    """
 
     id: str
     object: str = "response"
@@ -184,7 +186,7 @@ def _message(item: InputItem, param: str) -> Message:
 
 
 def check_supported(body: ResponseBody) -> None:
-    """Raises ApiError 400 for what would be answered wrongly if it were ignored."""
+    """Raises ApiError 400 for fields that must not be ignored, as the answer would be wrong."""
     kind = "text" if body.text is None or body.text.format is None else body.text.format.type
     asked: dict[str, Any] = {
         "conversation": body.conversation is not None,

@@ -1,7 +1,7 @@
 """/v1/responses: OpenAI's way to hold a conversation, on the same sessions as /chat.
 
-A response is a turn of a session. One that goes on from the last turn is the session's next; from an earlier one, or
-while another runs, it begins a fork.
+A response is a turn of a session. A response that continues the last turn becomes the session's next turn. One that
+continues an earlier turn, or comes while another runs, begins a fork.
 """
 
 import re
@@ -26,7 +26,14 @@ from kvstore.service.api.openai import response_schema as schema
 from kvstore.service.api.openai.stateless import StatelessRequest, StatelessTurn, open_stateless
 from kvstore.service.api.schema import read_body, sampling_params
 from kvstore.service.api.sessions import turns
-from kvstore.service.api.sessions.turns import OpenTurn, TurnRequest, new_session_id, open_turn, request_key_of
+from kvstore.service.api.sessions.turns import (
+    OpenTurn,
+    TurnRequest,
+    given_session_id,
+    new_session_id,
+    open_turn,
+    request_key_of,
+)
 from kvstore.service.api.sse import EventStream
 from kvstore.service.http.errors import ApiError
 from kvstore.service.http.routes import Route
@@ -40,7 +47,7 @@ AnyTurn = OpenTurn | StatelessTurn
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """What a response goes on from: the turn it names, and the transcript up to there."""
+    """What a response continues: the turn that it names, and the transcript up to there."""
 
     parent: Parent
     system: str
@@ -48,7 +55,7 @@ class Before:
 
 
 def response_id(session_id: str, number: int | None) -> str:
-    """Without a number: of a response that is kept nowhere."""
+    """Without a number it is the id of a response that is not stored."""
     return f"resp_{session_id}" if number is None else f"resp_{session_id}_{number}"
 
 
@@ -99,7 +106,7 @@ async def create(request: web.Request) -> web.StreamResponse:
 async def _wanted(
     context: Context, request: web.Request, body: schema.ResponseBody
 ) -> tuple[TurnRequest, Before | None]:
-    """The turn as it is if nothing went on from the one before meanwhile."""
+    """The turn to run if nothing has continued the previous turn meanwhile."""
     truncation, reuse = body.truncation or "disabled", body.truncation_reuse or "reencode"
     check_truncation(truncation, reuse)
     system, said = schema.said_of(body)
@@ -113,9 +120,10 @@ async def _wanted(
     goes_on = before is not None and system in (None, before.system)
     if before is not None and goes_on:
         system = None
-    elif before is not None:  # another system prompt: nothing of the old conversation's KV fits
+    elif before is not None:  # another system prompt: none of the old conversation's KV fits
         said = [*before.transcript, *said]
-    session_id = await new_session_id(context, tenant, request_key, f"{ROUTE} {body.previous_response_id}")
+    purpose, given = f"{ROUTE} {body.previous_response_id}", given_session_id(context, request)
+    session_id = await new_session_id(context, tenant, request_key, purpose, given)
     ttl = UNSET if goes_on or context.options.ttl_s is None else context.options.ttl_s
     wanted = TurnRequest(
         tenant, session_id, not goes_on, system, said, params, ROUTE, truncation, reuse, request_key, ttl=ttl
@@ -157,7 +165,7 @@ def _opened(
 
 @asynccontextmanager
 async def _going_on(context: Context, wanted: TurnRequest, after: Parent) -> AsyncIterator[OpenTurn]:
-    """The next turn of a session; where it is not the next any more, that of a fork."""
+    """The next turn of a session, or of a fork where the session has moved on."""
     direct = replace(wanted, session_id=after.session_id, after_turn=after.turn)
     fork = replace(wanted, fork_of=after)
     async with AsyncExitStack() as stack:
@@ -172,7 +180,7 @@ async def _going_on(context: Context, wanted: TurnRequest, after: Parent) -> Asy
 
 
 async def _is_there(context: Context, wanted: TurnRequest) -> bool:
-    """Whether its fork exists; only an Idempotency-Key leads to the same one again."""
+    """Whether its fork exists; only an Idempotency-Key leads to the same fork again."""
     if wanted.request_key is None:
         return False
     running = context.turns.running_on(wanted.key)
@@ -243,7 +251,7 @@ def _stored(head: SessionHead, record: TurnRecord) -> schema.ResponseObject:
 
 
 async def delete(request: web.Request) -> web.Response:
-    """The whole conversation: the turns after a response quote it, and so does their KV."""
+    """Delete the whole conversation: later turns quote this response, and so does their KV."""
     context, tenant, name = context_of(request), tenant_of(request), request.match_info["id"]
     session_id, number = _place(name, "response_id")
     key = SessionKey(tenant, session_id)

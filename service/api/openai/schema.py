@@ -15,7 +15,9 @@ TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=2**20)]
 
 # -- chat completions ------------------------------------------------------------------------------------------------
 class ChatCompletionBody(Sampling, kw_only=True):
-    """truncation_reuse: "reencode" recognises a history without its oldest turns, and reuses the KV of the others."""
+    """truncation_reuse: with "reencode", a history that lost its oldest turns is recognised, and the KV of the others
+    reused.
+    """
 
     model: str | None = None
     messages: Messages
@@ -132,10 +134,7 @@ class CompletionBody(Sampling, kw_only=True):
     """prompt: a text, token ids, or up to MAX_PROMPTS of either."""
 
     model: str | None = None
-    prompt: (
-        str
-        | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1, max_length=2**20)]
-    )
+    prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1, max_length=2**20)]
     best_of: int | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None

@@ -1,6 +1,6 @@
-"""An answer to a whole history that belongs to no session, in the shape of a turn. Knows no route.
+"""Answers a whole history that belongs to no session, in the shape of a turn. Knows no route.
 
-Answers that this server gave are recognised in the history and stand in the prompt as the ids they were
+Answers that this server gave are recognised in the history, and the prompt holds their original ids
 (`engine/sessions/recall.py`).
 """
 
@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from kvstore.engine.async_engine import Answer
+from kvstore.engine.async_engine import StreamedAnswer
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.window import NextTurn
@@ -23,7 +23,7 @@ from kvstore.service.api.sessions.turns import ID_BYTES, TurnResult
 
 @dataclass(frozen=True, slots=True)
 class StatelessRequest:
-    """What is to be answered. route: of the metrics; reuse: as `truncation_reuse` of a request."""
+    """What to answer. route: the label in the metrics; reuse: as `truncation_reuse` of a request."""
 
     tenant: str
     messages: list[Message]
@@ -35,14 +35,14 @@ class StatelessRequest:
 
 
 class StatelessTurn:
-    """As `LiveTurn`, but nothing is stored: it has no number, and its session's id names nothing.
+    """Like `LiveTurn`, but nothing is stored: it has no number, and its session id names nothing.
 
     output: complete once `finish` has returned.
     """
 
     number = None
 
-    def __init__(self, context: Context, history: StatelessRequest, turn: NextTurn, answer: Answer) -> None:
+    def __init__(self, context: Context, history: StatelessRequest, turn: NextTurn, answer: StreamedAnswer) -> None:
         self.session_id = secrets.token_hex(ID_BYTES)
         self.watch = Stopwatch()
         self._context = context
@@ -60,7 +60,7 @@ class StatelessTurn:
             yield piece
 
     async def finish(self) -> TurnResult:
-        """To be called before the client knows that its answer has ended: its next request may come right then."""
+        """Call this before the client learns that its answer has ended: its next request may follow at once."""
         output, history = self.output, self._history
         check_ended(output)
         await self._context.engine.call(
@@ -74,7 +74,7 @@ class StatelessTurn:
 
 @asynccontextmanager
 async def open_stateless(context: Context, history: StatelessRequest) -> AsyncIterator[StatelessTurn]:
-    """Begin it. Raises ApiError 429 or 503 where there is no room, and RequestError."""
+    """Begin an answer. Raises ApiError 429 or 503 where there is no room, and RequestError."""
     engine, params = context.engine, history.params
     check_chars_of(context, [message["content"] for message in history.messages])
     async with context.limits.admit(history.tenant, params.n):

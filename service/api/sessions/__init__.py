@@ -4,10 +4,10 @@
 - `chat_schema`: bodies and answers of /chat and /sessions
 - `routes`: list, show, delete, fork, prefetch, pin, truncate, stop
 - `running`: the turns that run, one a session
-- `turns`: a turn of a session: whose, whether it is a retry, the answer as it comes
+- `turns`: a turn of a session: its owner, whether it is a retry, the answer as it comes
 
 Decisions:
 
-An `Idempotency-Key` is stored with its turn. Without a session it names the session too, by a keyed digest, so a
-retry finds what the first attempt made. A session of another tenant is answered like one that never was.
+An `Idempotency-Key` is stored with its turn. Without a session id it also determines the session, by a keyed digest, so
+a retry finds what the first attempt made. Another tenant's session gets the same answer as one that does not exist.
 """

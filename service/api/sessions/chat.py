@@ -1,4 +1,4 @@
-"""POST /chat: one turn of a session, streamed or not. Knows nothing of what `turns` does to run it."""
+"""POST /chat: one turn of a session, streamed or not. Does not know how `turns` runs it."""
 
 from aiohttp import web
 from msgspec import UNSET
@@ -8,7 +8,13 @@ from kvstore.service.api.context import Context, context_of, tenant_of
 from kvstore.service.api.edge import check_model, json_response
 from kvstore.service.api.schema import read_body, sampling_params
 from kvstore.service.api.sessions.chat_schema import ChatAnswer, ChatBody, LastEvent, chat_answer, said_of, turn_id
-from kvstore.service.api.sessions.turns import TurnRequest, new_session_id, open_turn, request_key_of
+from kvstore.service.api.sessions.turns import (
+    TurnRequest,
+    given_session_id,
+    new_session_id,
+    open_turn,
+    request_key_of,
+)
 from kvstore.service.api.sse import EventStream
 from kvstore.service.http.errors import bad_request
 from kvstore.service.http.routes import Route
@@ -41,14 +47,13 @@ async def _wanted(context: Context, request: web.Request, body: ChatBody) -> Tur
     params = sampling_params(body, defaults)
     tenant, request_key, is_new = tenant_of(request), request_key_of(request), body.session_id is None
     if body.session_id is None:
-        session_id = await new_session_id(context, tenant, request_key, ROUTE)
+        given = given_session_id(context, request)
+        session_id = await new_session_id(context, tenant, request_key, ROUTE, given)
     else:
         session_id = SessionKey(tenant, body.session_id).session_id  # refuses what is no id
     default_s = context.options.ttl_s
     ttl = default_s if body.ttl is UNSET and is_new and default_s is not None else body.ttl
-    return TurnRequest(
-        tenant, session_id, is_new, system, said, params, ROUTE, truncation, reuse, request_key, ttl=ttl
-    )
+    return TurnRequest(tenant, session_id, is_new, system, said, params, ROUTE, truncation, reuse, request_key, ttl=ttl)
 
 
 async def _streamed(request: web.Request, context: Context, wanted: TurnRequest) -> web.StreamResponse:

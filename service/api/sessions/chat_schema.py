@@ -43,7 +43,7 @@ class ChatBody(Sampling, kw_only=True):
 
 
 class ForkBody(msgspec.Struct):
-    """turn: the last one that the fork has; without it, all."""
+    """turn: the last turn that the fork keeps; all turns if it is not given."""
 
     REFUSED: ClassVar[dict[str, str]] = {"session_id": "a fork gets an id of its own, which the answer names"}
     turn: TurnNumber | None = None
@@ -62,7 +62,7 @@ class TruncateBody(msgspec.Struct):
 
 
 class EmptyBody(msgspec.Struct):
-    """A body that says nothing."""
+    """An empty body."""
 
 
 # -- answers ---------------------------------------------------------------------------------------------------------
@@ -72,7 +72,9 @@ class MessageOut(msgspec.Struct):
 
 
 class ChatAnswer(msgspec.Struct):
-    """A turn. turn, and session_id of a new session: null when it was stopped before it began, and is not stored."""
+    """A turn. turn, and the session_id of a new session, are null for a turn that was stopped before it began: it is
+    not stored.
+    """
 
     id: str
     session_id: str | None
@@ -91,7 +93,7 @@ class LastEvent(ChatAnswer):
 
 
 class ParentOut(msgspec.Struct):
-    """What a session is a fork of; that may be gone by now."""
+    """The session that this one is a fork of; it may be deleted by now."""
 
     session_id: str
     turn: int
@@ -114,7 +116,7 @@ class SessionInfo(msgspec.Struct):
 
 
 class SessionList(msgspec.Struct):
-    """The last used first. last_id: where the next page goes on (`after`)."""
+    """Most recently used first. last_id: pass it as `after` to get the next page."""
 
     object: str
     data: list[SessionInfo]
@@ -123,7 +125,7 @@ class SessionList(msgspec.Struct):
 
 
 class TurnOut(msgspec.Struct):
-    """messages: what the turn added; none for a truncation that was asked for."""
+    """messages: what the turn added; none for a truncation by request."""
 
     turn: int
     messages: list[MessageOut]
@@ -144,7 +146,7 @@ class SessionOut(SessionInfo):
 
 
 class Deleted(msgspec.Struct):
-    """blocks: of KV that only this session had."""
+    """blocks: KV blocks that only this session had."""
 
     id: str
     deleted: bool
@@ -165,7 +167,7 @@ class Pinned(msgspec.Struct):
 
 
 class Truncated(msgspec.Struct):
-    """turn: the entry that was stored for it; null when there was nothing to take out."""
+    """turn: the entry stored for it; null when there was nothing to remove."""
 
     id: str
     turn: int | None
@@ -240,5 +242,5 @@ def said_of(body: ChatBody) -> tuple[str | None, list[Message]]:
 
 
 async def read_optional_body(request: web.Request, type_: type[T]) -> T:
-    """As `read_body`; no body at all is one that says nothing."""
+    """Like `read_body`; a missing body counts as an empty one."""
     return await read_body(request, type_) if request.body_exists else type_()

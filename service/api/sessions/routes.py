@@ -1,6 +1,6 @@
 """Routes of sessions: list, show, delete, fork, prefetch, pin, truncate, stop. Each tenant sees its own.
 
-A session of another tenant is answered like one that never was.
+Another tenant's session gets the same answer as one that does not exist.
 """
 
 import re
@@ -42,7 +42,7 @@ DEFAULT_LISTED = 100
 
 
 def key_of(request: web.Request) -> SessionKey:
-    """Whose session, and which. Raises RequestError for what is no id."""
+    """Tenant and id of the session. Raises RequestError for an invalid id."""
     return SessionKey(tenant_of(request), request.match_info["id"])
 
 
@@ -156,7 +156,7 @@ def _truncate(context: Context, key: SessionKey, num_turns: int) -> TurnRecord |
 
 
 async def stop(request: web.Request) -> web.Response:
-    """The turn that runs ends now; what was said is kept."""
+    """End the running turn now, and keep what was said."""
     context, key = context_of(request), key_of(request)
     await read_optional_body(request, EmptyBody)
     await turns.check_exists(context, key)

@@ -1,4 +1,4 @@
-"""Turns that run in this server, one a session, and the conversations used last. Knows no request and no engine.
+"""Turns that run in this server, one per session, and the conversations used last. Knows no request and no engine.
 
 Used in the server's event loop only.
 """
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from kvstore.engine.async_engine import Answer
+from kvstore.engine.async_engine import StreamedAnswer
 from kvstore.engine.sessions.chat import ChatSession
 from kvstore.errors import SessionBusyError
 from kvstore.sessions.record import SessionKey
@@ -20,15 +20,15 @@ MAX_KEPT_TOKENS = 2_000_000  # about 40 bytes each
 
 @dataclass(slots=True)
 class Running:
-    """A turn from the moment its session is taken until it is given back.
+    """A turn that holds its session.
 
-    answer: once it has begun. stopped: somebody asked for its end, perhaps before it began. leaving: it is over but
-    for what has to be given back.
+    answer: set once it has begun. stopped: somebody asked for its end, perhaps before it began. leaving: it is over,
+    but its session is not released yet.
     """
 
     key: SessionKey
     request_key: str | None
-    answer: Answer | None = None
+    answer: StreamedAnswer | None = None
     stopped: bool = False
     leaving: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -40,7 +40,7 @@ class Running:
 
 
 class Turns:
-    """Who writes to which session."""
+    """Which turn writes to which session."""
 
     def __init__(self) -> None:
         self._running: dict[SessionKey, Running] = {}
@@ -52,9 +52,10 @@ class Turns:
 
     @asynccontextmanager
     async def claim(self, key: SessionKey, request_key: str | None = None) -> AsyncIterator[Running]:
-        """In here nobody else writes to the session. Waits for one that is leaving, and for the same request.
+        """Hold the session, so that no other turn writes to it.
 
-        request_key: the Idempotency-Key, by which a request is known to be the same. Raises SessionBusyError.
+        Waits for a turn that is leaving, and for an earlier attempt of the same request. request_key: the
+        Idempotency-Key, which tells that two requests are the same. Raises SessionBusyError.
         """
         while (other := self._running.get(key)) is not None:
             is_same = request_key is not None and other.request_key == request_key
@@ -70,7 +71,7 @@ class Turns:
 
     # -- conversations in memory ---------------------------------------------------------------------------------------
     def keep(self, chat: ChatSession) -> None:
-        """Its next turn need not read the session again; the engine hands out the same object while it is held."""
+        """Keep the session in memory for its next turn; the engine returns the same object while it is held."""
         key = SessionKey(chat.tenant, chat.session_id)
         self.drop(key)
         num_tokens = len(chat.token_ids)

@@ -1,6 +1,6 @@
-"""A turn of a session over HTTP: whose session, whether it is a retry, and the answer as it comes.
+"""A turn of a session over HTTP: its owner, whether it is a retry, and the answer as it comes.
 
-Shared by the routes that talk. Knows no route, and none of their bodies and events.
+Knows no route, and none of the routes' bodies and events.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from kvstore.engine.async_engine import Answer
+from kvstore.engine.async_engine import StreamedAnswer
 from kvstore.engine.front import Front
 from kvstore.engine.outputs import CachedTokensDetails, Piece, Timings, Usage
 from kvstore.engine.sampling_params import SamplingParams
@@ -32,16 +32,17 @@ from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord
 
 ID_BYTES = 16  # of a session's id, which is hexadecimal: it can stand in a command line
 MAX_REQUEST_KEY = 255
+NEW_SESSION = "X-New-Session"
 
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """What a turn is asked for.
+    """What a turn is asked to do.
 
-    messages: without the system prompt, which stands in `system`; None: none is named. is_new: the session is made by
-    this turn. fork_of: it is made as a fork of another one, if there is none of this id yet. after_turn: the session
-    has so many turns, or it is busy. request_key: the Idempotency-Key. ttl: seconds, or None for ever; unset leaves it
-    as it is. route: of the metrics.
+    messages: without the system prompt; system: that, or None if none is given. is_new: this turn creates the session.
+    fork_of: the session is created as a fork of another one if its id does not exist yet. after_turn: the session must
+    have this number of turns, or it is busy. request_key: the Idempotency-Key. ttl: seconds, or None for ever; unset
+    leaves it as it is. route: of the metrics.
     """
 
     tenant: str
@@ -65,7 +66,7 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """A turn that has ended. number: None when it was stopped before anything was said, so that it is not stored."""
+    """A turn that has ended. number: None when it was stopped before anything was said, and so is not stored."""
 
     session_id: str
     number: int | None
@@ -79,7 +80,7 @@ class TurnResult:
 
 def result_of(session_id: str, turn: TurnRecord) -> TurnResult:
     counts = turn.usage
-    details = CachedTokensDetails(*(counts.get(tier, 0) for tier in ("hbm", "cpu", "disk", "reencoded")))
+    details = CachedTokensDetails(*(counts.get(tier, 0) for tier in ("hbm", "cpu", "disk", "remote", "reencoded")))
     usage = Usage(counts.get("prompt_tokens", 0), counts.get("completion_tokens", 0), details)
     times = [counts.get(f"{name}_us") for name in ("queue", "load", "prefill", "ttft", "decode")]
     timings = Timings(*(None if us is None else us / 1e6 for us in times))
@@ -90,7 +91,7 @@ def result_of(session_id: str, turn: TurnRecord) -> TurnResult:
 
 
 class StoredTurn:
-    """A turn that was answered before, as `LiveTurn` would show it."""
+    """A turn that was answered before, with the interface of `LiveTurn`."""
 
     def __init__(self, wanted: TurnRequest, record: TurnRecord) -> None:
         self._result = result_of(wanted.session_id, record)
@@ -105,13 +106,13 @@ class StoredTurn:
 
 
 class LiveTurn:
-    """A turn that runs: iterate over its pieces, then call `finish`, after which it is durable in all it was asked for.
+    """A running turn: iterate over its pieces, then call `finish`, which returns once everything is durable.
 
-    number: which it will be. Raises what ended it.
+    number: the turn's number once it is stored. Raises what ended it.
     """
 
     def __init__(
-        self, context: Context, wanted: TurnRequest, chat: ChatSession, answer: Answer, running: Running
+        self, context: Context, wanted: TurnRequest, chat: ChatSession, answer: StreamedAnswer, running: Running
     ) -> None:
         self.session_id = wanted.session_id
         self.number = chat.num_turns + 1
@@ -128,13 +129,13 @@ class LiveTurn:
                 self.watch.saw(piece)
                 yield piece
         except StoreError:
-            if self._chat.deleted:
+            if self._chat.stored.is_deleted:
                 raise unknown_session(self._wanted.session_id) from None
             raise
 
     async def finish(self) -> TurnResult:
         record, output = self._answer.turn, self._answer.output
-        if record is None and self._chat.deleted:
+        if record is None and self._chat.stored.is_deleted:
             raise unknown_session(self._wanted.session_id)
         if record is None and not self._running.stopped:
             raise unavailable("the request was ended by the server", "aborted", 1)
@@ -143,21 +144,21 @@ class LiveTurn:
                 self._wanted.session_id, None, output.text, "abort", output.usage, output.timings, 0, time.time()
             )
         await self._context.engine.call(self._settle)
-        if not self._chat.deleted:
+        if not self._chat.stored.is_deleted:
             self._context.turns.keep(self._chat)
         return result_of(self._wanted.session_id, record)
 
     def _settle(self) -> None:
-        """How long the session lives, and that stateless clients may quote the answer."""
+        """Store the session's lifetime, and note the answer, so that stateless clients may quote it."""
         chat = self._chat
         if not isinstance(self._wanted.ttl, UnsetType):
             chat.set_ttl(self._wanted.ttl)
-        with suppress(StoreError):  # it only saves work
+        with suppress(StoreError):  # the note only saves work
             self._context.recall.note(
                 chat.tenant, "", chat.window.shown[:-1], self._answer.output, chat.window.chain, chat.window.lineage,
                 chat.window.turn_starts, chat.session_id,
             )  # fmt: skip
-            if chat.deleted:  # since: its deletion may have come before the note
+            if chat.stored.is_deleted:  # its deletion may have come before the note
                 self._context.recall.forget_session(chat.tenant, chat.session_id)
 
 
@@ -166,10 +167,10 @@ OpenTurn = StoredTurn | LiveTurn
 
 @asynccontextmanager
 async def open_turn(context: Context, wanted: TurnRequest) -> AsyncIterator[OpenTurn]:
-    """Begin a turn, or find the stored one of the same Idempotency-Key; what has not ended at the end is not stored.
+    """Begin a turn, or find the stored one with the same Idempotency-Key.
 
-    Raises ApiError 429 or 503 where there is no room, SessionBusyError and SessionNotFoundError, and as
-    `ChatSession.begin`.
+    A turn that has not ended when the context exits is not stored. Raises ApiError 429 or 503 where there is no room,
+    SessionBusyError, SessionNotFoundError, and what `ChatSession.begin` raises.
     """
     for text in (wanted.system or "", *(message["content"] for message in wanted.messages)):
         check_chars_of(context, [text])
@@ -186,7 +187,7 @@ async def open_turn(context: Context, wanted: TurnRequest) -> AsyncIterator[Open
 
 @asynccontextmanager
 async def _admitted(context: Context, wanted: TurnRequest) -> AsyncIterator[None]:
-    """As `Limits.admit`; where there is no room, a session that is not there is still told to be unknown."""
+    """Like `Limits.admit`, but an unknown session is reported as unknown even where there is no room."""
     async with AsyncExitStack() as stack:
         try:
             await stack.enter_async_context(context.limits.admit(wanted.tenant))
@@ -220,6 +221,8 @@ async def _live(context: Context, wanted: TurnRequest, running: Running) -> Asyn
             raise
         async with starting.result() as answer:
             running.answer = answer
+            if wanted.after_turn not in (None, chat.num_turns):  # by another server, since it was looked at
+                raise SessionBusyError(f"session {wanted.session_id} has gone on since turn {wanted.after_turn}")
             if running.stopped:
                 await answer.stop()
             turn = LiveTurn(context, wanted, chat, answer, running)
@@ -231,13 +234,11 @@ async def _live(context: Context, wanted: TurnRequest, running: Running) -> Asyn
     finally:
         if wanted.fork_of is not None and (chat is None or chat.num_turns == num_before):
             with suppress(SessionNotFoundError):
-                await context.engine.call(
-                    context.engine.engine.admin.delete_session, wanted.session_id, wanted.tenant
-                )
+                await context.engine.call(context.engine.engine.admin.delete_session, wanted.session_id, wanted.tenant)
 
 
 async def _ended(task: asyncio.Future[Any], running: Running) -> None:
-    """Wait for its end even when the request is cancelled, so that the session is given back only then."""
+    """Wait for the task's end even when the request is cancelled, so that the session is released only then."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
@@ -245,7 +246,7 @@ async def _ended(task: asyncio.Future[Any], running: Running) -> None:
         except asyncio.CancelledError as error:
             running.leaving, cancelled = True, error
     if cancelled is not None:
-        task.exception()  # seen: nobody else will look
+        task.exception()  # retrieve it: nobody else will
         raise cancelled
 
 
@@ -269,9 +270,11 @@ def _open_chat(engine: Front, wanted: TurnRequest) -> ChatSession:
     if wanted.after_turn not in (None, head.num_turns):
         raise SessionBusyError(f"session {wanted.session_id} has gone on since turn {wanted.after_turn}")
     known = engine.chats.get(key)
-    if known is not None and known.is_at(head):
+    if known is not None and known.stored.is_at(head):
         known.set_truncation(wanted.truncation, wanted.truncation_reuse)
         return known
+    if known is not None and not known.is_busy:
+        engine.chats.drop(key)  # another server has stored turns since
     chat = engine.chat(wanted.session_id, wanted.tenant, None, wanted.truncation, wanted.truncation_reuse)
     if chat.num_turns < head.num_turns:  # it was deleted just now
         raise unknown_session(wanted.session_id)
@@ -280,7 +283,7 @@ def _open_chat(engine: Front, wanted: TurnRequest) -> ChatSession:
 
 # -- sessions --------------------------------------------------------------------------------------------------------
 def find_session(engine: Front, key: SessionKey) -> SessionHead:
-    """Raises SessionNotFoundError, the same for a foreign one, which has another key."""
+    """Raises SessionNotFoundError, also for another tenant's session, which has another key."""
     head = engine.sessions.head(key)
     if head is not None and head.expires_s is not None and head.expires_s <= time.time():
         engine.admin.expire(key)
@@ -291,7 +294,7 @@ def find_session(engine: Front, key: SessionKey) -> SessionHead:
 
 
 async def check_exists(context: Context, key: SessionKey) -> None:
-    """As `find_session`; one that its first turn is just making exists too."""
+    """Like `find_session`, but a session counts while its first turn is creating it."""
     try:
         await context.engine.call(find_session, context.engine.engine, key)
     except SessionNotFoundError:
@@ -313,7 +316,9 @@ def fork(engine: Front, source: SessionKey, turn: int | None, new_key: SessionKe
 
 
 async def delete(context: Context, key: SessionKey) -> int:
-    """The session, its turn that runs, and what stateless clients could quote of it. Returns its number of blocks."""
+    """Delete the session, its running turn, and what stateless clients could quote of it. Returns its number of
+    blocks.
+    """
     num_blocks = await context.engine.call(context.engine.engine.admin.delete_session, key.session_id, key.tenant)
     context.turns.drop(key)
     await context.engine.call(context.recall.forget_session, key.tenant, key.session_id)
@@ -329,8 +334,17 @@ def request_key_of(request: web.Request) -> str | None:
     return key
 
 
-async def new_session_id(context: Context, tenant: str, request_key: str | None, purpose: str) -> str:
-    """Random; for a request that may come again, one that only it leads to."""
+def given_session_id(context: Context, request: web.Request) -> str | None:
+    """The id of a new session, where the front of a fleet chooses it, so that it finds the session's replica again."""
+    return request.headers.get(NEW_SESSION) if context.options.takes_session_names else None
+
+
+async def new_session_id(
+    context: Context, tenant: str, request_key: str | None, purpose: str, given: str | None = None
+) -> str:
+    """The given id, or a random one; with an Idempotency-Key, an id that only this request leads to."""
+    if given is not None:
+        return given
     if request_key is None:
         return secrets.token_hex(ID_BYTES)
     root = await context.engine.call(partial(context.engine.engine.root, tenant))
@@ -339,7 +353,7 @@ async def new_session_id(context: Context, tenant: str, request_key: str | None,
 
 
 async def _answered(context: Context, wanted: TurnRequest) -> TurnRecord | None:
-    """The stored turn of the same request. Raises ApiError 400 when it said something else."""
+    """The stored turn of the same request. Raises ApiError 400 when that request had other content."""
     if wanted.request_key is None:
         return None
     engine = context.engine.engine

@@ -1,6 +1,6 @@
-"""`kvstore plan`: replays traffic at several sizes of the tiers, and says which of them are worth it.
+"""`kvstore plan`: replays traffic at several sizes of the tiers, and says which are worth it.
 
-Knows flags and the order of the work; kvstore.planning.replay answers, plan_source finds the traffic, plan_tables shows
+Knows the flags and the order of the work: `source` finds the traffic, kvstore.planning.replay answers, `tables` shows
 it.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvstore.config import parse_size
+from kvstore.config import format_size, parse_size
 from kvstore.errors import ConfigError
 from kvstore.planning.replay_config import ReplayConfig, ReplayResult, ServiceModel
 from kvstore.planning.sizing import (
@@ -33,6 +33,7 @@ from kvstore.planning.sizing import (
 )
 from kvstore.planning.trace_formats import FORMATS
 from kvstore.policy.policies import POLICIES
+from kvstore.service.command.plan.fleet import FLEET_OPTIONS, run_fleet
 from kvstore.service.command.plan.source import Source, from_file, from_store, needed_kv_bytes
 from kvstore.service.command.progress import progress
 from kvstore.service.command.store import carry_out
@@ -44,6 +45,7 @@ from kvstore.service.settings.options import (
     Command,
     Option,
     UsageError,
+    bandwidth,
     choice,
     count,
     default_store,
@@ -81,13 +83,6 @@ def _rate(name: str, text: str) -> float:
     return float(text)
 
 
-def _bandwidth(name: str, text: str) -> float:
-    rate = parse_size(text, name)
-    if not rate:
-        raise ConfigError(f"{name} is {text!r}; give bytes a second, such as 3GB")
-    return float(rate)
-
-
 def _picture(name: str, text: str) -> Path:
     path = file(name, text)
     if path.suffix.lower() not in PICTURES:
@@ -103,9 +98,9 @@ SERVICE_OPTIONS = {  # the names of a service model's parts
     "prefill_tokens_per_s": Option("--prefill-rate", _rate, None, "prompt tokens that are computed in a second"),
     "decode_tokens_per_s": Option("--decode-rate", _rate, None, "tokens of one answer in a second"),
     "max_batch": Option("--batch", count, None, "requests running at once"),
-    "load_bytes_per_s": Option("--load-bandwidth", _bandwidth, None, "from CPU to HBM in a second, such as 25GB"),
-    "read_bytes_per_s": Option("--read-bandwidth", _bandwidth, None, "from disk in a second"),
-    "write_bytes_per_s": Option("--write-bandwidth", _bandwidth, None, "to disk in a second"),
+    "load_bytes_per_s": Option("--load-bandwidth", bandwidth, None, "from CPU to HBM in a second, such as 25GB"),
+    "read_bytes_per_s": Option("--read-bandwidth", bandwidth, None, "from disk in a second"),
+    "write_bytes_per_s": Option("--write-bandwidth", bandwidth, None, "to disk in a second"),
 }
 PLAN_OPTIONS = (
     replace(STORE, help="replay what this store recorded while it served"),
@@ -125,9 +120,11 @@ PLAN_OPTIONS = (
         aliases=("--eviction",),
     ),
     *SERVICE_OPTIONS.values(),
+    *FLEET_OPTIONS,
     Option("--plot", _picture, None, "draw hit rate and TTFT into a file, .png or .svg"),
     JSON,
 )  # fmt: skip
+FLEET_FLAGS = {option.key for option in FLEET_OPTIONS} - {"servers"}
 EXAMPLES = """Without sizes, HBM is what serves a full batch, and disk and CPU (an eighth of it) grow in powers of two
 until the disk holds everything. Of several sizes every combination is replayed. What the service can do is taken from
 the store, as far as it has measured it, else assumed; the answer says which. Sizes and --block-size are never taken
@@ -137,6 +134,7 @@ examples:
   kvstore plan                                    what the default store would have gained from other sizes
   kvstore plan --store ~/store --cpu 4GiB,16GiB --disk 64GiB,256GiB
   kvstore plan --trace trace.jsonl --format mooncake --kv-bytes-per-token llama-3.1-8b --plot plan.png
+  kvstore plan --hbm 24GiB --cpu 64GiB --disk 256GiB --servers 1,10,100 --remote 10TiB --network 3GB
   kvstore plan --requests 20000 --json | python -m json.tool"""
 COMMAND = Command("plan", {"flags": PLAN_OPTIONS}, EXAMPLES)
 
@@ -144,7 +142,7 @@ COMMAND = Command("plan", {"flags": PLAN_OPTIONS}, EXAMPLES)
 # -- the question ----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is replayed, at which sizes, and what was assumed about it, a sentence each."""
+    """What to replay, at which sizes, and the assumptions made, a sentence each."""
 
     source: Source
     demand: Extent
@@ -211,7 +209,7 @@ def _chosen_sizes(
 
 # -- the answer ------------------------------------------------------------------------------------------------------
 def _replay_all(question: Question, answer: dict[str, Any], on_progress: Callable[[float | None], None]) -> None:
-    """Add to the answer's points; no_cache: with no block used twice, ideal: with room for all of them."""
+    """Add the points to the answer. no_cache: no block is used twice; ideal: there is room for all blocks."""
     from kvstore.planning.replay import replay
 
     num_replays, num_requests = len(question.sizes) + 2, question.demand.num_requests
@@ -285,7 +283,7 @@ def _plan(question: Question, answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def best_row(rows: list[dict[str, Any]], capacity: int) -> dict[str, Any]:
-    """The best hit rate for at most so much in all, and of equal ones the cheapest."""
+    """The row with the best hit rate within this total size; of equal ones the cheapest."""
     affordable = [row for row in rows if row["total_bytes"] <= capacity]
     return max(affordable, key=lambda row: (row["token_hit_rate"], -row["total_bytes"]))
 
@@ -304,6 +302,10 @@ def run_plan(argv: list[str], environment: Mapping[str, str]) -> int:
     tolerate_any_text()
     tell_in_lines()
     question = _question(values)
+    if values["servers"] is not None:
+        sizes = f"HBM, CPU and disk of a server {', '.join(map(format_size, asdict(question.sizes[0]).values()))}"
+        run_fleet(question.source.trace, question.config(question.sizes[0]), values, sizes)
+        return 0
     answer: dict[str, Any] = {"no_cache": None, "ideal": None, "points": []}
     try:
         with progress("replaying", values["json"]) as on_progress:
@@ -317,7 +319,7 @@ def run_plan(argv: list[str], environment: Mapping[str, str]) -> int:
 
 
 def _check(given: Set[str], values: dict[str, Any]) -> None:
-    """What single flags cannot know. given: on the command line. A store from the environment gives way to a trace."""
+    """Check combinations of flags. given: those on the command line. A trace wins over a store from the environment."""
     if values["trace"] is None:
         if "format" in given:
             raise UsageError("--format is that of a file; give --trace FILE too")
@@ -329,6 +331,11 @@ def _check(given: Set[str], values: dict[str, Any]) -> None:
     elif values["kv_bytes_per_token"] is None:
         forms = f"a size or one of {', '.join(KV_BYTES_PER_TOKEN)}"
         raise UsageError(f"--trace needs --kv-bytes-per-token, {forms}: a trace does not say how large KV is")
+    if values["servers"] is None:
+        if stray := given & FLEET_FLAGS:
+            raise UsageError(f"--{min(stray).replace('_', '-')} is of a fleet; give --servers too")
+    elif any(len(values[tier] or []) != 1 for tier in ("hbm", "cpu", "disk")) or values["plot"] is not None:
+        raise UsageError("--servers needs one size each of --hbm, --cpu and --disk, and draws no --plot")
     num_points = math.prod(len(values[tier] or [0]) for tier in ("hbm", "cpu", "disk"))
     if num_points > MAX_POINTS:
         raise UsageError(f"{num_points} combinations of sizes take too long; give {MAX_POINTS} at most")

@@ -1,6 +1,6 @@
 """What `kvstore plan` replays and what is known about it: a trace's file, or a store with its recorded history.
 
-Knows where numbers come from, and nothing of what is made of them.
+Knows where numbers come from, not what is done with them.
 """
 
 import math
@@ -19,7 +19,7 @@ from kvstore.store.history import history_files, joined
 HISTORY_BLOCK_SIZES = (128, 64, 32)  # the largest of which a prompt holds MEAN_BLOCKS, else STORE_BLOCK_SIZE
 MEAN_BLOCKS = 32  # on average, so that what is lost by rounding stays at a few per cent
 STORE_BLOCK_SIZE = 16  # of the engine, unless it is told otherwise
-LEAST_BLOCKS = 64  # on disk, before their bytes say anything: an empty file has pages, too
+LEAST_BLOCKS = 64  # on disk; with fewer, file sizes say nothing, as an empty file has pages, too
 NO_HISTORY = (
     "the store at {path} has no history yet; it records one while an engine serves with a disk tier there. "
     "Give --trace FILE --format FORMAT to plan from a file"

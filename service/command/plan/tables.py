@@ -22,7 +22,7 @@ RATES = {  # of the service model: name, and how it is written
     "read_bytes_per_s": ("read", "{:,.3g} GB/s"),
     "write_bytes_per_s": ("write", "{:,.3g} GB/s"),
 }
-WIDE = 100  # columns, from which on the table has more air
+WIDE = 100  # columns from which the table gets wider spacing
 CAPTION = "hits: the hit rate, in all and by the tier that held them on arrival; TTFT: its mean"
 NOTABLE = 0.01
 CLOSE = 0.02  # of the ideal: there is no need for more
@@ -139,7 +139,7 @@ def _seconds(value: float) -> str:
 
 # -- the advice ------------------------------------------------------------------------------------------------------
 def advice(plan: Mapping[str, Any]) -> list[str]:
-    """What to buy, in a sentence, and what it does for the first token, in another."""
+    """A sentence that says what to buy, and one that says what it does for TTFT."""
     rows, knee = plan["points"], plan["knee"]
     if knee is not None:
         return [f"{_reach(knee, plan)}; {_beyond(knee, rows)}.", *_faster(knee, plan)]

@@ -27,8 +27,15 @@ SEEDS = range(30)
 
 def made(seed: int, which: str, ask_once: bool = False, dense: bool = False, crowded: bool = False) -> Conversation:
     """A conversation in which a word of six letters or so counts as two tokens."""
-    return make_conversation(seed, which, max_tokens=700, count_tokens=lambda text: len(text) // 3 + 1,
-                             ask_once=ask_once, dense=dense, crowded=crowded)
+    return make_conversation(
+        seed,
+        which,
+        max_tokens=700,
+        count_tokens=lambda text: len(text) // 3 + 1,
+        ask_once=ask_once,
+        dense=dense,
+        crowded=crowded,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +176,9 @@ def test_a_longer_chat_begins_with_the_shorter_one(tokenizer):
     whole = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
     for count in range(1, len(messages)):
         part = tokenizer.apply_chat_template(
-            messages[:count], tokenize=True, return_dict=False,
+            messages[:count],
+            tokenize=True,
+            return_dict=False,
             add_generation_prompt=messages[count]["role"] == "assistant",
         )
         assert whole[: len(part)] == part
@@ -186,8 +195,17 @@ def test_resumed_training_equals_uninterrupted_training(tokenizer, tmp_path: Pat
     torch = pytest.importorskip("torch")
     from bench.builtin_model.train import Plan, Trainer
 
-    plan = Plan(num_steps=8, tokens_per_batch=256, stages=((1.0, 128, 0.5),), hidden_size=32,
-                num_layers=1, num_heads=2, num_kv_heads=1, mlp_size=32, compiled=False)
+    plan = Plan(
+        num_steps=8,
+        tokens_per_batch=256,
+        stages=((1.0, 128, 0.5),),
+        hidden_size=32,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        mlp_size=32,
+        compiled=False,
+    )
     whole = Trainer(plan, tmp_path / "whole")
     losses = [whole.train_step() for _ in range(4)]
     first = Trainer(plan, tmp_path / "parts")
@@ -196,8 +214,6 @@ def test_resumed_training_equals_uninterrupted_training(tokenizer, tmp_path: Pat
     second = Trainer(replace(plan), tmp_path / "parts")
     second.load()
     assert [second.train_step() for _ in range(2)] == losses[2:]
-    for (name, one), (_, other) in zip(
-        whole.model.named_parameters(), second.model.named_parameters(), strict=True
-    ):
+    for (name, one), (_, other) in zip(whole.model.named_parameters(), second.model.named_parameters(), strict=True):
         assert torch.equal(one, other), name
     assert json.loads((tmp_path / "parts" / "checkpoint.json").read_text())["step"] == 2

@@ -97,7 +97,7 @@ def test_the_latest_is_preempted_and_hits_its_own_blocks_when_it_resumes():
     assert resumed.num_computed_tokens > 0, "a resumed request hits what it had computed"
     for name, num_output in (("first", 14), ("second", 6)):
         house.check_answer(name, prompts[name], num_output)
-    assert victim.cached.total == 0, "what it hit of its own is no saved prompt token"
+    assert victim.cached.details.total == 0, "what it hit of its own is no saved prompt token"
 
 
 def test_a_preempted_request_of_low_priority_is_not_the_latest_arrival():
@@ -214,7 +214,7 @@ def test_every_choice_reports_the_tokens_that_its_prompt_hit():
     house.run()
     house.add("a", [*range(8), 70, 71], 3, n=3)
     house.run()
-    assert [house.requests[i].cached.hbm for i in ("a", "a/1", "a/2")] == [8, 8, 8]
+    assert [house.requests[i].cached.details.hbm for i in ("a", "a/1", "a/2")] == [8, 8, 8]
     assert house.computed["a"] == 2 + 3 * 2
 
 

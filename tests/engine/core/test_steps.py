@@ -1,13 +1,15 @@
 """Steps that are launched before the tokens of the one before are read: the same answers, the same blocks kept."""
 
 import random
-from collections import Counter
+from collections import Counter, deque
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kvstore import SamplingParams
 from kvstore.blocks.ids import BlockId
+from kvstore.engine.core.steps import PipelinedSteps
 from tests.support.by_hand import by_hand
 from tests.support.engines import cached, counters, evict_cpu, open_engine, settle, tokens
 
@@ -112,9 +114,7 @@ def both(model: str, path, seed: int, aborts: bool = False, **options) -> tuple[
     """In the order of a CPU, and in that of a device."""
     results = []
     for runs_ahead in (False, True):
-        with open_engine(
-            model, path / str(runs_ahead), block_size=BLOCK_SIZE, max_model_len=96, **options
-        ) as engine:
+        with open_engine(model, path / str(runs_ahead), block_size=BLOCK_SIZE, max_model_len=96, **options) as engine:
             by_hand(engine)
             engine.loop.steps.runs_ahead = runs_ahead
             watch(engine)
@@ -143,6 +143,65 @@ def test_the_same_answers_with_aborts_preemption_and_a_queue(model, tmp_path, se
         assert (before[0], before[3:]) == (after[0], after[3:])
     assert expected[1] <= got[1]
     reached["runs"] += 1
+
+
+# -- in a pipeline -----------------------------------------------------------------------------------------------------
+class FirstStage:
+    """A model whose logits come back later, in the order of its forwards."""
+
+    def __init__(self, model) -> None:
+        self._model, self._logits = model, deque()
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def begin(self, *args) -> None:
+        if len(logits := self._model.begin(*args)):
+            self._logits.append(logits)
+            reached["at once in flight"] = max(reached["at once in flight"], len(self._logits))
+
+    def end(self, num_samples: int) -> torch.Tensor:
+        logits = self._logits.popleft()
+        assert len(logits) == num_samples
+        return logits
+
+
+def piped(model: str, path, seed: int, num: int, **options) -> tuple[tuple, tuple]:
+    """One step at a time, and so many steps in flight."""
+    results = []
+    for name in ("one", "piped"):
+        with open_engine(model, path / name, block_size=BLOCK_SIZE, max_model_len=96, **options) as engine:
+            loop = by_hand(engine).loop
+            if name == "piped":
+                loop.runner.model = FirstStage(loop.runner.model)
+                loop.scheduler.config = replace(loop.scheduler.config, steps_in_flight=num)
+                loop.steps = PipelinedSteps(loop.scheduler, loop.runner)
+            results.append(talk(engine, seed, options["max_num_seqs"] == 4))
+            assert counters(engine)["load_failures"] == counters(engine)["dropped_saves"] == 0
+            settle(engine)
+            reached["preempted in a pipeline"] += loop.scheduler.roster.num_preemptions * (name == "piped")
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("limits", [
+    {"max_num_seqs": 20}, {"max_num_seqs": 20, "max_num_batched_tokens": 16},
+    {"max_num_seqs": 4, "max_num_batched_tokens": 16, "hbm": 24 * BLOCK_SIZE * TOKEN_BYTES},
+])  # fmt: skip
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_the_same_answers_with_several_steps_in_flight(model, tmp_path, seed, limits):
+    """Requests are computed beside others, and find what these have computed earlier or later."""
+    expected, got = piped(model, tmp_path, seed, 2 + seed % 2, **limits)
+    for before, after in zip(expected[0], got[0], strict=True):
+        assert (before[0], before[3:]) == (after[0], after[3:])
+    if limits["max_num_seqs"] == 20:
+        assert expected[1] == got[1]
+    reached["piped"] += 1
+
+
+def test_the_runs_in_a_pipeline_have_reached_everything():
+    if reached["piped"] < 3 * NUM_SEEDS:
+        pytest.skip("not all runs were made, or not all were sound")
+    assert reached["at once in flight"] == 3 and reached["preempted in a pipeline"] > 0, reached
 
 
 def test_the_runs_have_reached_everything():

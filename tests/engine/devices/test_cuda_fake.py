@@ -13,6 +13,7 @@ from kvstore.engine.model.step.sampler import Sampler
 from kvstore.errors import KVStoreError
 from kvstore.kernels import reference
 from kvstore.kernels.write_kv import write_kv
+from kvstore.memory.device_transfer import Pace
 from tests.support import fake_cuda
 from tests.support.engines import (
     Plain,
@@ -40,8 +41,6 @@ OPTIONS = {"block_size": 4, "max_model_len": 32, "max_num_seqs": 2, "max_num_bat
 @pytest.fixture(autouse=True)
 def short_probe(monkeypatch) -> None:
     """A millisecond on a device is a second in the interpreter."""
-    monkeypatch.setattr("kvstore.engine.model.probe._NUM_TOKENS", 6)
-    monkeypatch.setattr("kvstore.engine.model.probe._CHUNKS", (3, 2, 1))
     monkeypatch.setattr("kvstore.engine.model.step.warm_up._MOST_TOKENS", 1)
 
 
@@ -70,8 +69,8 @@ def test_the_same_tokens_from_every_tier(name, changes, has_triton, tmp_path, mo
     nexts = [[*history, *answer] for history, answer in zip(histories, answers, strict=True)]
     expected = [plain(history, 2) for history in nexts]
     plain.engine.close()
-    monkeypatch.setattr("kvstore.memory.device_transfer.LAYERS_AHEAD", 1)
-    monkeypatch.setattr("kvstore.memory.device_transfer.GROUP_BYTES", 1)  # a save per layer, as of long steps
+    pace = Pace(layers_ahead=1, group_bytes=1)  # a save per layer, as of long steps
+    monkeypatch.setattr("kvstore.memory.device_transfer.Pace", lambda: pace)
     with device(monkeypatch, has_triton), engine_on_cuda(model, tmp_path / "store") as engine:
         assert all(cache.device == DEVICE for layer in engine.loop.runner.caches for cache in layer)
         outputs = engine.generate(histories, [greedy(3)] * 2)
@@ -262,5 +261,3 @@ def test_padding_is_skipped_where_there_are_no_kernels(monkeypatch):
         key, value, slots, *caches = (t.to(DEVICE) for t in (key, value, slots, torch.zeros(shape), torch.zeros(shape)))
         write_kv(key, value, *caches, slots)
         assert all(torch.equal(cache.cpu(), wanted) for cache, wanted in zip(caches, expected, strict=True))
-
-

@@ -10,6 +10,7 @@ import torch
 from kvstore import Engine
 from kvstore.engine.model.loading import _device
 from tests.conftest import no_devices
+from tests.support import fake_cuda
 from tests.support.engines import save_model
 
 
@@ -24,12 +25,11 @@ def test_an_unmarked_test_finds_no_device():
 
 
 def test_an_engine_without_a_device_stays_on_the_cpu_where_a_card_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert _device("auto").type == "cuda"
-    with no_devices(), Engine(save_model(tmp_path)) as engine:
-        assert engine.loop.runner.model.device.type == "cpu"
-    assert _device("auto").type == "cuda"
+    with fake_cuda.device(monkeypatch):
+        assert _device("auto").type == "cuda"
+        with no_devices(), Engine(save_model(tmp_path)) as engine:
+            assert engine.loop.runner.model.device.type == "cpu"
+        assert _device("auto").type == "cuda"
 
 
 @pytest.mark.gpu

@@ -4,12 +4,12 @@ Invariants 1, 6 and 8 of the design under injected failures. Small random models
 """
 
 import threading
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
 import kvstore.memory.transfer
 import kvstore.store.assembly
-from kvstore.kernels import block_copy
 from tests.support.by_hand import by_hand
 from tests.support.engines import (
     LLAMA_BLOCK_BYTES,
@@ -22,6 +22,7 @@ from tests.support.engines import (
     settle,
 )
 from tests.support.engines import tokens as some_tokens
+from tests.support.faults import before_each_load, before_each_save
 
 MODEL = {"tokenizer": True}
 NUM_LAYERS = 3
@@ -35,21 +36,30 @@ def engine(model, tmp_path):
 
 
 class Failing:
-    """`BlockLoad.load_layer` that raises at one layer, `times` times."""
+    """Loads that leave garbage and raise at one layer, `times` times."""
 
-    def __init__(self, monkeypatch, layer: int, times: int = 1_000_000) -> None:
+    def __init__(self, layer: int, times: int) -> None:
         self.num_failures, self.left, self.layer = 0, times, layer
-        original = block_copy.BlockLoad.load_layer
 
-        def load_layer(load, layer, key_cache, value_cache):
-            if layer == self.layer and self.left > 0:
-                self.left -= 1
-                self.num_failures += 1
-                key_cache[load._block_numbers] = 1e3  # garbage, as a load that was torn
-                raise RuntimeError("injected")
-            original(load, layer, key_cache, value_cache)
+    def load(self, layer, tear):
+        if layer == self.layer and self.left > 0:
+            self.left -= 1
+            self.num_failures += 1
+            tear()
+            raise RuntimeError("injected")
 
-        monkeypatch.setattr(block_copy.BlockLoad, "load_layer", load_layer)
+
+@pytest.fixture
+def failing():
+    """Makes one whose loads fail until its `left` is 0, or the test ends."""
+    with ExitStack() as stack:
+
+        def make(layer: int, times: int = 1_000_000) -> Failing:
+            made = Failing(layer, times)
+            stack.enter_context(before_each_load(made.load))
+            return made
+
+        yield make
 
 
 def store_and_evict(engine, prompt, count: int = 4) -> None:
@@ -60,15 +70,15 @@ def store_and_evict(engine, prompt, count: int = 4) -> None:
 
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
 def test_invariant_1_two_requests_that_share_loading_blocks_both_recompute_when_the_load_fails(
-    engine, plain, monkeypatch, layer
+    engine, plain, failing, layer
 ):
     stem = some_tokens(1, 100)
     store_and_evict(engine, stem)
-    failing = Failing(monkeypatch, layer, times=1)
+    faulty = failing(layer, times=1)
     prompts = [stem + some_tokens(2, 9), stem + some_tokens(3, 5)]
     handles = [engine.submit(prompt, greedy(6)) for prompt in prompts]
     engine.step()
-    assert failing.num_failures == 1
+    assert faulty.num_failures == 1
     assert [handle.output.token_ids for handle in handles] == [[], []], "a sample of the failed step leaked"
     while engine.has_work:
         engine.step()
@@ -84,7 +94,7 @@ def test_invariant_1_two_requests_that_share_loading_blocks_both_recompute_when_
 
 
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
-def test_invariant_8_what_a_failed_step_saved_is_never_published(engine, plain, monkeypatch, layer):
+def test_invariant_8_what_a_failed_step_saved_is_never_published(engine, plain, failing, monkeypatch, layer):
     """The step computes whole blocks behind the loaded ones: on garbage, under exact ids."""
     stem, rest = some_tokens(4, 64), some_tokens(5, 60)
     store_and_evict(engine, stem)
@@ -98,12 +108,12 @@ def test_invariant_8_what_a_failed_step_saved_is_never_published(engine, plain, 
         wake.wait(0.2)
         ended.set()
 
-    monkeypatch.setattr(saved, "end", end)
-    Failing(monkeypatch, layer, times=1)
+    failing(layer, times=1)
     prompt = stem + rest
     handle = engine.submit(prompt, greedy(4))
-    engine.step()
-    monkeypatch.setattr(saved, "end", original)
+    with monkeypatch.context() as patch:
+        patch.setattr(saved, "end", end)
+        engine.step()
     while engine.has_work:
         engine.step()
     assert ended.is_set() and handle.output.token_ids == plain(prompt, 4)
@@ -116,7 +126,7 @@ def test_invariant_8_what_a_failed_step_saved_is_never_published(engine, plain, 
     assert ask(engine, [*prompt, 7], 6).token_ids == plain([*prompt, 7], 6)
 
 
-def test_invariant_1_a_failure_of_one_plan_leaves_the_other_requests_right(engine, plain, monkeypatch):
+def test_invariant_1_a_failure_of_one_plan_leaves_the_other_requests_right(engine, plain, failing):
     """One loads, one hits HBM, one decodes, one computes: whoever does not refer to a failed block keeps its tokens."""
     loading, hitting, decoding, new = (some_tokens(seed, 50) for seed in (6, 7, 8, 9))
     store_and_evict(engine, loading)
@@ -124,7 +134,7 @@ def test_invariant_1_a_failure_of_one_plan_leaves_the_other_requests_right(engin
     running = engine.submit(decoding, greedy(12))
     for _ in range(4):
         engine.step()
-    Failing(monkeypatch, 1, times=1)
+    failing(1, times=1)
     prompts = [[*loading, 1], [*hitting, 2], new]
     handles = [engine.submit(prompt, greedy(6)) for prompt in prompts]
     engine.step()
@@ -139,36 +149,36 @@ def test_invariant_1_a_failure_of_one_plan_leaves_the_other_requests_right(engin
         assert ask(engine, prompt, 6).token_ids == plain(prompt, 6)
 
 
-def test_invariant_1_loads_that_fail_for_ever_end_in_computing(engine, plain, monkeypatch):
+def test_invariant_1_loads_that_fail_for_ever_end_in_computing(engine, plain, failing):
     prompts = [some_tokens(seed, 70) for seed in range(20, 24)]
     for prompt in prompts:
         store_and_evict(engine, prompt)
-    failing = Failing(monkeypatch, 0)
+    faulty = failing(0)
     for _ in range(3):
         engine.loop.pool.evict_all()
         outs = engine.generate([[*prompt, 1] for prompt in prompts], greedy(4))
         assert [out.token_ids for out in outs] == [plain([*prompt, 1], 4) for prompt in prompts]
         assert {cached(out) for out in outs} == {(0, 0, 0, 0)}, "what is computed after all was not cached"
         engine.check_integrity()
-    assert failing.num_failures >= 3 and counters(engine)["load_failures"] >= 12
-    monkeypatch.undo()
+    assert faulty.num_failures >= 3 and counters(engine)["load_failures"] >= 12
+    faulty.left = 0
     engine.loop.pool.evict_all()
     assert sum(cached(ask(engine, [*prompts[0], 1]))) == 64, "it loads again when loads work again"
 
 
-def test_a_spliced_chain_whose_load_fails_becomes_exact_and_so_does_its_session(engine, plain, monkeypatch):
+def test_a_spliced_chain_whose_load_fails_becomes_exact_and_so_does_its_session(engine, plain, failing):
     chat = engine.chat("session", system="Be kind.")
     for turn in range(7):
         chat.send(f"This is message number {turn} of a long talk.", greedy(10))
     settle(engine)
     engine.loop.pool.evict_all()
-    failing = Failing(monkeypatch, 1)
+    faulty = failing(1)
     while not chat.truncated_tokens:
         out = chat.send("And this is one more message, of a talk that is long.", greedy(10))
-    assert failing.num_failures and cached(out)[3] >= 0
+    assert faulty.num_failures and cached(out)[3] >= 0
     assert chat.window.lineage.splice_index is None and out.token_ids == plain(out.prompt_token_ids, 10)
-    monkeypatch.undo()
-    state = engine.sessions.load(chat._key)
+    faulty.left = 0
+    state = engine.sessions.load(chat.key)
     assert (state.first_reencoded, state.chain) == (None, chat.window.chain)
     settle(engine)
     engine.loop.pool.evict_all()
@@ -177,27 +187,30 @@ def test_a_spliced_chain_whose_load_fails_becomes_exact_and_so_does_its_session(
     assert out.token_ids == plain(out.prompt_token_ids, 5)
 
 
+@contextmanager
+def before_forward(engine, words, monkeypatch):
+    """In here a step fails when its loads have begun."""
+
+    def broken(*args, **kwargs):
+        raise RuntimeError(words)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.loop.runner.model, "begin", broken, raising=False)
+        yield
+
+
 # -- the forward ------------------------------------------------------------------------------------------------------
 def test_invariant_6_a_forward_that_raises_while_loads_and_saves_are_in_flight(engine, plain, monkeypatch):
     """The loads of the failed step must not land in blocks that the next step computes."""
     stem = some_tokens(30, 96)
     store_and_evict(engine, stem)
-    attend = block_copy.BlockLoad.load_layer
     go = threading.Event()
-
-    def slow(load, layer, key_cache, value_cache):
-        go.wait(0.1)
-        attend(load, layer, key_cache, value_cache)
-
-    def broken(*args, **kwargs):
-        raise RuntimeError("injected: the device is lost")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(block_copy.BlockLoad, "load_layer", slow)
-        with patch.context() as inner:
-            inner.setattr(engine.loop.runner.model, "forward", broken, raising=False)
-            with pytest.raises(RuntimeError, match="device is lost"):
-                ask(engine, [*stem, 1])
+    with before_each_load(lambda layer, tear: go.wait(0.1)):
+        with (
+            before_forward(engine, "the device is lost", monkeypatch),
+            pytest.raises(RuntimeError, match="device is lost"),
+        ):
+            ask(engine, [*stem, 1])
         others = [some_tokens(seed, 60) for seed in (31, 32)]
         outs = engine.generate(others, greedy(6))
         assert [out.token_ids for out in outs] == [plain(prompt, 6) for prompt in others]
@@ -237,19 +250,14 @@ def test_invariant_8_a_forward_that_raises_in_its_middle_stores_nothing_of_its_s
     assert cached(out)[1] == 80 and out.token_ids == plain([*prompt, 1], 6)
 
 
-def test_invariant_6_a_failed_load_of_a_failed_step_does_not_hit_the_next_step(engine, plain, monkeypatch):
+def test_invariant_6_a_failed_load_of_a_failed_step_does_not_hit_the_next_step(engine, plain, failing, monkeypatch):
     """Block numbers of a load that failed beside its forward say nothing about the requests that have them next."""
     stem = some_tokens(50, 96)
     store_and_evict(engine, stem)
-    with monkeypatch.context() as patch:
-        Failing(patch, 0, times=1)
-
-        def broken(*args, **kwargs):
-            raise RuntimeError("injected")
-
-        patch.setattr(engine.loop.runner.model, "forward", broken, raising=False)
-        with pytest.raises(RuntimeError, match="injected"):
-            ask(engine, [*stem, 1])
+    faulty = failing(0, times=1)
+    with before_forward(engine, "injected", monkeypatch), pytest.raises(RuntimeError, match="injected"):
+        ask(engine, [*stem, 1])
+    faulty.left = 0
     prompt = some_tokens(51, 90)
     assert ask(engine, prompt, 6).token_ids == plain(prompt, 6)
     assert engine.loop.scheduler.roster.num_failed_loads == 0
@@ -259,33 +267,27 @@ def test_invariant_6_a_failed_load_of_a_failed_step_does_not_hit_the_next_step(e
 class FailingSave:
     """Saves that raise in the steps `numbers`, counted from its making. A step may be saved layer by layer."""
 
-    def __init__(self, monkeypatch, numbers):
-        self.num_failures, self.step = 0, -1
+    def __init__(self, numbers):
+        self.num_failures, self.step, self.numbers = 0, -1, numbers
 
-        def failing(original):
-            def save(arena, layers, *args):
-                begins = layers[0][0] == 0
-                self.step += begins
-                if self.step in numbers:
-                    self.num_failures += begins
-                    raise RuntimeError("no memory for this copy")
-                original(arena, layers, *args)
-
-            return save
-
-        monkeypatch.setattr(kvstore.memory.transfer, "save_layers", failing(kvstore.memory.transfer.save_layers))
+    def save(self, layer):
+        begins = layer == 0
+        self.step += begins
+        if self.step in self.numbers:
+            self.num_failures += begins
+            raise RuntimeError("no memory for this copy")
 
 
 @pytest.mark.parametrize("number", [0, 1, 5, 15, 16, 17, 20])
-def test_invariant_8_a_save_that_failed_is_made_up_for_by_a_later_turn(engine, plain, monkeypatch, number):
+def test_invariant_8_a_save_that_failed_is_made_up_for_by_a_later_turn(engine, plain, number):
     """Call 0 is the prompt's step, the others are decode steps that write one token of a block each."""
     prompt = some_tokens(60 + number, 70)
-    failing = FailingSave(monkeypatch, {number})
-    first = ask(engine, prompt, 40)
-    assert first.token_ids == plain(prompt, 40)
-    settle(engine)
-    assert failing.num_failures == 1
-    monkeypatch.undo()
+    faulty = FailingSave({number})
+    with before_each_save(faulty.save):
+        first = ask(engine, prompt, 40)
+        assert first.token_ids == plain(prompt, 40)
+        settle(engine)
+    assert faulty.num_failures == 1
     history = prompt + first.token_ids
     engine.loop.pool.evict_all()
     check = ask(engine, [*history, 1], 8)

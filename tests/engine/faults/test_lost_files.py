@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from kvstore.admin.control import ask as ask_owner
-from kvstore.disk import format as disk_format
 from kvstore.disk.directory import StoreDirectory, read_lock_info
 from kvstore.errors import DegradedError, StoreError, StoreLockedError, StoreLostError
 from kvstore.sessions.record import SessionKey
 from kvstore.sessions.store import open_sessions
 from tests.children.session_child import TENANT, make_turn, talk
 from tests.support.engines import ask, greedy, open_engine
+from tests.support.faults import disk_with
 from tests.support.service.serving import serving
 from tests.support.waiting import wait_until
 
@@ -121,18 +121,18 @@ def test_no_turn_is_acknowledged_that_will_not_be_there(opened, tmp_path, name, 
 def test_a_file_that_goes_during_a_commit(opened, tmp_path):
     _, sessions = opened
     with pytest.raises(StoreLostError):
-        sessions._submit(lambda view: (tmp_path / "sessions" / "data.mdb").unlink()).wait()
+        sessions.transactions.submit(lambda view: (tmp_path / "sessions" / "data.mdb").unlink()).wait()
 
 
 def test_a_removed_file_is_written_again_from_what_is_open(opened, tmp_path):
     directory, sessions = opened
     shutil.rmtree(tmp_path / "sessions")
-    sessions.compact()
+    sessions.upkeep.compact()
     assert sessions.stats()["lost"] == 0
     commit(sessions, 4)
     sessions.close()
     again = open_sessions(directory)
-    assert again.head(ANNA).num_turns == 4 and not again.check().problems
+    assert again.head(ANNA).num_turns == 4 and not again.upkeep.check().problems
     again.close()
 
 
@@ -142,7 +142,7 @@ def test_a_file_in_its_place_is_left_alone(opened, tmp_path):
     data.rename(tmp_path / "away")
     data.write_bytes(b"another one")
     with pytest.raises(StoreLostError):
-        sessions.compact()
+        sessions.upkeep.compact()
     assert data.read_bytes() == b"another one"
 
 
@@ -151,7 +151,7 @@ def test_a_lost_store_is_not_compacted(opened, tmp_path):
     (tmp_path / "sessions" / "data.mdb").unlink()
     (tmp_path / "lock").unlink()
     with pytest.raises(StoreLostError, match="lock"):
-        sessions.compact()
+        sessions.upkeep.compact()
     assert not (tmp_path / "sessions" / "data.mdb").exists()
 
 
@@ -160,9 +160,9 @@ def test_a_removed_file_of_blocks_is_noticed_and_begun_anew(model, tmp_path):
     with open_engine(model, tmp_path / "store") as engine:
         ask(engine, list(range(1, 60)), 4)
         engine.flush()
-        (tmp_path / "store" / "blocks" / "data.mdb").unlink()
-        wait_until(lambda: engine.stats()["disk"]["lost"] is not None, "it is noticed")
-        wait_until(lambda: not engine.stats()["disk"]["broken"], "it goes on")
+        data = tmp_path / "store" / "blocks" / "data.mdb"
+        data.unlink()
+        wait_until(lambda: data.exists() and not engine.stats()["disk"]["broken"], "it is noticed, and goes on")
         engine.flush()
         num_blocks = engine.stats()["disk"]["blocks"]
         assert num_blocks >= 3, "what the CPU tier held is written again"
@@ -188,16 +188,14 @@ def test_a_removed_lock_is_noticed_while_nobody_asks_for_anything(model, tmp_pat
         assert engine.chat("anna").num_turns == 1
 
 
-def test_sessions_are_written_again_where_blocks_have_no_room_to_be(model, tmp_path, monkeypatch):
+def test_sessions_are_written_again_where_blocks_have_no_room_to_be(model, tmp_path):
     with open_engine(model, tmp_path / "store") as engine:
         chat = engine.chat("anna")
         chat.send("One", greedy(3))
         engine.flush()
         (tmp_path / "store" / "sessions" / "data.mdb").unlink()
-        monkeypatch.setattr(disk_format, "free_bytes", lambda path: (1 << 20, 1 << 20))
-        with pytest.raises(StoreError, match="free some"):
+        with disk_with(1 << 20, 1 << 20), pytest.raises(StoreError, match="free some"):
             engine.admin.compact()
-        monkeypatch.undo()
         chat.send("Two", greedy(3))
     with open_engine(model, tmp_path / "store") as engine:
         assert engine.chat("anna").num_turns == 2

@@ -16,9 +16,6 @@ from pathlib import Path
 
 import pytest
 
-import kvstore.disk.tier
-import kvstore.store.parts
-from kvstore.disk.tier import DiskTier
 from kvstore.errors import DegradedError, EngineClosedError, StoreLockedError
 from kvstore.sessions.record import SessionKey
 from tests.support.engines import (
@@ -33,7 +30,8 @@ from tests.support.engines import (
     settle,
     tokens,
 )
-from tests.support.waiting import wait_until
+from tests.support.faults import reads_that, stuck_disk, transactions_that
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 MODEL = {"tokenizer": True}
 NUM_ROUNDS, NUM_LONG_ROUNDS = 6, 200
@@ -81,7 +79,7 @@ class Nursery:
 
     def close(self) -> None:
         self.process.stdin.close()
-        self.process.wait(30)
+        self.process.wait(TIMEOUT_S)
         self.process.stdout.close()
 
 
@@ -275,7 +273,7 @@ def test_a_data_file_of_garbage_is_set_aside_and_sessions_stay(model, store, pla
         assert cached(out) == (0, 0, 0, 0) and out.token_ids == plain(out.prompt_token_ids, 5)
 
 
-def test_invariant_1_reads_that_raise_end_in_computing(model, store, plain, monkeypatch):
+def test_invariant_1_reads_that_raise_end_in_computing(model, store, plain):
     import lmdb
 
     prompts = [tokens(seed, 100) for seed in (40, 41)]
@@ -285,35 +283,31 @@ def test_invariant_1_reads_that_raise_end_in_computing(model, store, plain, monk
         evict_cpu(engine)
         engine.loop.pool.evict_all()
 
-        def fail(*_):
+        def fail():
             raise lmdb.DiskError("injected")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(kvstore.disk.tier, "_read", fail)
+        with reads_that(fail):
             outs = engine.generate([[*prompt, 1] for prompt in prompts], greedy(4))
         assert [out.token_ids for out in outs] == [plain([*prompt, 1], 4) for prompt in prompts]
         assert counters(engine)["read_failures"] == {"failed": 12}
         settle(engine)
 
 
-def test_invariant_5_writes_that_fail_are_made_up_for(model, store, plain, monkeypatch):
+def test_invariant_5_writes_that_fail_are_made_up_for(model, store, plain):
     """The nth transaction fails, for n until none does."""
     import lmdb
 
-    begin, count = kvstore.disk.tier._delete_and_touch, 0
     for number in range(1000):
         count = 0
 
-        def failing(*args, number=number):
+        def failing(number=number):
             nonlocal count
             count += 1
             if count == number + 1:
                 raise lmdb.DiskError("injected")
-            return begin(*args)
 
-        monkeypatch.setattr(kvstore.disk.tier, "_delete_and_touch", failing)
         prompt = tokens(50 + number, 60)
-        with open_engine(model, store) as engine:
+        with transactions_that(failing), open_engine(model, store) as engine:
             out = ask(engine, prompt, 20)
             parts = engine.connector.parts
             wait_until(lambda parts=parts: parts.store.is_idle and not parts.degraded, "idle")
@@ -330,27 +324,20 @@ def test_invariant_5_writes_that_fail_are_made_up_for(model, store, plain, monke
 # -- slow --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_disk_that_is_stuck_does_not_hold_up_the_end_for_ever(model, store, monkeypatch):
-    go, write = threading.Event(), DiskTier.write
-
-    def stuck(*args, **kwargs):
-        go.wait(30)
-        return write(*args, **kwargs)
-
-    monkeypatch.setattr(kvstore.store.parts, "DRAIN_S", 0.2)
-    monkeypatch.setattr(DiskTier, "write", stuck)
-    engine = open_engine(model, store)
-    ask(engine, tokens(80, 100), 4)
-    ended = threading.Event()
-    closing = threading.Thread(target=lambda: (engine.close(), ended.set()))
-    closing.start()
-    assert ended.wait(20), "close waits for a disk that does not answer"
-    try:
-        with pytest.raises(StoreLockedError):
-            open_engine(model, store)  # the writer still has the file
-    finally:
-        go.set()
-        closing.join()
+def test_a_disk_that_is_stuck_does_not_hold_up_the_end_for_ever(model, store):
+    with stuck_disk() as go:
+        engine = open_engine(model, store)
+        ask(engine, tokens(80, 100), 4)
+        ended = threading.Event()
+        closing = threading.Thread(target=lambda: (engine.close(), ended.set()))
+        closing.start()
+        assert ended.wait(TIMEOUT_S), "close waits for a disk that does not answer"
+        try:
+            with pytest.raises(StoreLockedError):
+                open_engine(model, store)  # the writer still has the file
+        finally:
+            go.set()
+            closing.join()
 
 
 def test_invariant_7_a_conversation_larger_than_the_disk_does_not_stop_it(tmp_path, store):
@@ -373,15 +360,14 @@ def test_invariant_7_a_conversation_larger_than_the_disk_does_not_stop_it(tmp_pa
     plain.engine.close()
 
 
-def test_flush_says_that_the_disk_cannot_write(model, store, monkeypatch):
+def test_flush_says_that_the_disk_cannot_write(model, store):
     import lmdb
 
-    def fail(*_):
+    def fail():
         raise lmdb.DiskError("injected")
 
     with open_engine(model, store) as engine:
-        with monkeypatch.context() as patch:
-            patch.setattr(kvstore.disk.tier, "_delete_and_touch", fail)
+        with transactions_that(fail):
             ask(engine, tokens(81, 60), 4)
             with pytest.raises(DegradedError, match="cannot write"):
                 engine.flush()

@@ -18,13 +18,14 @@ import torch
 from kvstore.blocks.ids import Lineage
 from kvstore.blocks.pool import BlockPool
 from kvstore.config import CacheTiers
+from kvstore.connector import KVConnector
 from kvstore.engine.config import SchedulerConfig
 from kvstore.engine.core.kv_cache_manager import KVCacheManager
 from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput
 from kvstore.engine.core.steps import StepResult, Steps, StepTimes
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.memory.device_transfer import DeviceTransfer
+from kvstore.memory.device_transfer import DeviceTransfer, Pace
 from kvstore.memory.layout import KVLayout
 from kvstore.memory.streams import CudaStreams, Queue, Streams
 from kvstore.store import assembly
@@ -45,46 +46,125 @@ def keys_of(token_ids: list[int]) -> list[int]:
     return keys
 
 
-class Engine:
-    """Requests of a few conversations over a model whose KV is known. `num_wrong`: values read that were others.
+class People:
+    """Requests of a few conversations. runs_ahead: answers are longer, and end sooner than they may."""
 
-    runs_ahead: nobody waits, and answers are longer and end sooner than they may, so that many steps are launched
-    before the last one is read.
+    def __init__(self, rng: random.Random, lineage: Lineage, runs_ahead: bool) -> None:
+        self._rng, self._lineage, self._runs_ahead = rng, lineage, runs_ahead
+        self._talks: list[list[int]] = [[talk] * 6 for talk in range(6)]
+        self._talk_of: dict[str, int] = {}  # by request
+        self._num_requests = self._last = 0
+
+    def request(self) -> Request:
+        talk = self._last if self._rng.random() < 0.5 else self._rng.randrange(len(self._talks))
+        history = self._talks[talk]
+        if len(history) > WINDOW - 16 or self._rng.random() < 0.05:
+            history[6:] = []  # begins anew, on the first block of old
+        prompt = [*history, *(self._rng.randrange(VOCABULARY) for _ in range(self._rng.randrange(1, 7)))]
+        params = SamplingParams(max_tokens=4, temperature=0, stop_token_ids=(0, 1, 2) if self._runs_ahead else ())
+        most = self._rng.randrange(1, 12 if self._runs_ahead else 5)
+        request = Request(f"r{self._num_requests}", prompt, params, most, self._lineage, BLOCK_SIZE, seed=0)
+        self._num_requests += 1
+        self._talk_of[request.request_id] = talk
+        return request
+
+    def end(self, request: Request) -> None:
+        self._last = self._talk_of.pop(request.request_id)
+        self._talks[self._last] = list(request.token_ids)
+
+
+class KnownModel:
+    """A model whose KV is known: counts the values that it reads and that are others."""
+
+    def __init__(self, streams: Streams, device: torch.device, connector: KVConnector) -> None:
+        self._streams, self._device, self._connector = streams, device, connector
+        shape = (HBM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
+        self._caches = [(self._zeros(shape), self._zeros(shape)) for _ in range(NUM_LAYERS)]
+        connector.register_kv_caches(self._caches)
+        step = (BUDGET, NUM_KV_HEADS, HEAD_DIM)
+        self._static = [(self._zeros(step), self._zeros(step)) for _ in range(NUM_LAYERS)]
+        self._fence = None
+        self._wrong = self._zeros((1,))
+
+    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.zeros(shape, device=self._device)
+
+    def forward(self, slots: list[int], keys: list[int], readings: list[tuple[list[int], list[int]]], is_static: bool):
+        """Tokens go to these slots with these keys. readings: HBM slots of a request's context, and its keys.
+        is_static: the step's tensors are those of the last such step, as in a CUDA graph.
+        """
+        if is_static and self._fence is not None:
+            self._fence.order()
+        places = torch.tensor(slots).to(self._device)
+        new = torch.tensor(keys, dtype=torch.float32).to(self._device)
+        seen = [(torch.tensor(t).to(self._device), torch.tensor(k).to(self._device)) for t, k in readings]
+        for layer in range(NUM_LAYERS):
+            key, value = (one[: len(keys)] for one in self._static[layer])
+            if not is_static:
+                key, value = torch.empty_like(key), torch.empty_like(value)
+            self._compute(layer, key, value, places, new, seen)
+        fence = self._connector.wait_for_save()
+        self._fence = fence if is_static else self._fence
+
+    def _compute(self, layer: int, key, value, places, new, seen) -> None:
+        """One layer: keys and values exist, are saved, are written to HBM; then the whole context is read."""
+        launch, offset = self._streams.launch, layer / 8
+        key_cache, value_cache = (cache.view(-1, NUM_KV_HEADS, HEAD_DIM) for cache in self._caches[layer])
+
+        def make() -> None:
+            key.copy_((new + offset)[:, None, None].expand_as(key))
+            value.copy_(-key)
+
+        def write() -> None:
+            key_cache.index_copy_(0, places, key)
+            value_cache.index_copy_(0, places, value)
+
+        def read() -> None:
+            for table, story in seen:
+                expected = (story + offset)[:, None, None]
+                self._wrong += (key_cache[table] != expected).sum() + (value_cache[table] != -expected).sum()
+
+        launch(Queue.COMPUTE, make)
+        self._connector.save_kv_layer(layer, key, value)
+        self._connector.wait_for_layer_load(layer)
+        launch(Queue.COMPUTE, write)
+        launch(Queue.COMPUTE, read)
+
+    @property
+    def num_wrong(self) -> int:
+        """When all that was given to the device has been computed."""
+        self._streams.record(Queue.COMPUTE).synchronize()
+        return int(self._wrong)
+
+
+class Engine:
+    """The scheduler and the store over a known model. Also the `Runner` of its steps.
+
+    runs_ahead: nobody waits, so that many steps are launched before the last one is read.
     """
 
     def __init__(self, streams: Streams, device: torch.device, seed: int, runs_ahead: bool = False) -> None:
-        self.streams, self.device, self.rng = streams, device, random.Random(seed)
+        self.rng, self.runs_ahead = random.Random(seed), runs_ahead
         layout = KVLayout(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.float32, (None,) * NUM_LAYERS)
         tiers = CacheTiers(cpu=CPU_SLOTS * layout.block_bytes, disk=0)
         self.connector = assembly.open_tiered(
             tiers, layout, "model", lambda _: "ab" * 32, device, "always", 1, HBM_BLOCKS, "lru", None
         )
-        self.pool = BlockPool(HBM_BLOCKS, self.connector.hbm_order)
+        pool = BlockPool(HBM_BLOCKS, self.connector.hbm_order)
         limits = SchedulerConfig(WINDOW, BLOCK_SIZE, NUM_SEQS, BUDGET)
-        self.scheduler = Scheduler(limits, KVCacheManager(self.pool, BLOCK_SIZE), self.connector)
-        shape = (HBM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
-        self.caches = [(self._zeros(shape), self._zeros(shape)) for _ in range(NUM_LAYERS)]
-        self.connector.register_kv_caches(self.caches)
-        step = (BUDGET, NUM_KV_HEADS, HEAD_DIM)
-        self.static = [(self._zeros(step), self._zeros(step)) for _ in range(NUM_LAYERS)]
-        self.fence = None
-        self.wrong = self._zeros((1,))
-        self.talks: list[list[int]] = [[talk] * 6 for talk in range(6)]
-        self.talk_of: dict[str, int] = {}
-        self.num_requests = self.last = self.num_ahead = 0
-        self.runs_ahead = runs_ahead
+        self.scheduler = Scheduler(limits, KVCacheManager(pool, BLOCK_SIZE), self.connector)
+        self.model = KnownModel(streams, device, self.connector)
+        self.people = People(self.rng, Lineage(self.connector.lineage_root("", "")), runs_ahead)
         self.steps = Steps(self.scheduler, self, runs_ahead)
         self.times = StepTimes()
+        self.num_ahead = 0
         self.unread: dict[str, int] = {}  # tokens of the last step
         self.launched: list[list[int]] | None = None
-
-    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.zeros(shape, device=self.device)
 
     def _evict_some(self) -> None:
         """So that what was just saved is loaded. A free slot may be written to at once, as a read from disk does."""
         if self.rng.random() < 0.3:
-            self.pool.evict_all()
+            self.scheduler.manager.pool.evict_all()
         if self.rng.random() < 0.2:
             with self.connector.parts.lock:
                 cpu = self.connector.parts.cpu.pool
@@ -93,27 +173,12 @@ class Engine:
                     if cpu.is_free(slot) and cpu.block_id(slot) is None:
                         self.connector.parts.arena.tensor[slot] = -1.0
 
-    # -- requests ----------------------------------------------------------------------------------------------------
-    def submit(self) -> None:
-        talk = self.last if self.rng.random() < 0.5 else self.rng.randrange(len(self.talks))
-        history = self.talks[talk]
-        if len(history) > WINDOW - 16 or self.rng.random() < 0.05:
-            history[6:] = []  # begins anew, on the first block of old
-        prompt = [*history, *(self.rng.randrange(VOCABULARY) for _ in range(self.rng.randrange(1, 7)))]
-        params = SamplingParams(max_tokens=4, temperature=0, stop_token_ids=(0, 1, 2) if self.runs_ahead else ())
-        request = Request(
-            f"r{self.num_requests}", prompt, params, self.rng.randrange(1, 12 if self.runs_ahead else 5),
-            Lineage(self.connector.lineage_root("", "")), BLOCK_SIZE, seed=0,
-        )  # fmt: skip
-        self.num_requests += 1
-        self.talk_of[request.request_id] = talk
-        self.scheduler.roster.add(request)
-
     def step(self) -> None:
-        while len(self.scheduler.roster.requests) < (NUM_SEQS if self.runs_ahead else 5):
-            self.submit()
+        roster = self.scheduler.roster
+        while len(roster.requests) < (NUM_SEQS if self.runs_ahead else 5):
+            roster.add(self.people.request())
         if self.rng.random() < 0.05:
-            self.scheduler.roster.finish(self.rng.choice(list(self.scheduler.roster.requests)), "abort")
+            roster.finish(self.rng.choice(list(roster.requests)), "abort")
         self._evict_some()
         has_computed = self.steps.step(self._take_in)
         if not has_computed:
@@ -122,10 +187,9 @@ class Engine:
     def _take_in(self, output: SchedulerOutput, result: StepResult) -> None:
         for progress in self.scheduler.update(output, result.token_ids, self.connector.get_finished()):
             if progress.request.finish_reason is not None:
-                self.last = self.talk_of.pop(progress.request.request_id)
-                self.talks[self.last] = list(progress.request.token_ids)
+                self.people.end(progress.request)
 
-    # -- the model ---------------------------------------------------------------------------------------------------
+    # -- the runner --------------------------------------------------------------------------------------------------
     def launch(self, output: SchedulerOutput) -> list[list[int]]:
         self.num_ahead += bool(self.unread)
         sampled = self._execute(output) if output.scheduled else []
@@ -141,7 +205,7 @@ class Engine:
     def _execute(self, output: SchedulerOutput) -> list[list[int]]:
         slots, keys, starts = [], [], []
         sampled: list[list[int]] = []
-        readings: list[tuple[list[int], list[int]]] = []  # HBM slots of a request's context, and its keys
+        readings: list[tuple[list[int], list[int]]] = []
         for one in output.scheduled:
             request, end = self.scheduler.roster.requests[one.request_id], one.num_computed_tokens + one.num_tokens
             assert one.allocation.copy is None
@@ -155,50 +219,8 @@ class Engine:
             readings.append((table, story))
         if output.plan is not None:
             self.connector.start_load_kv(output.plan, starts)
-        is_static = self.rng.random() < 0.7
-        if is_static and self.fence is not None:
-            self.fence.order()
-        places = torch.tensor(slots).to(self.device)
-        new = torch.tensor(keys, dtype=torch.float32).to(self.device)
-        seen = [(torch.tensor(t).to(self.device), torch.tensor(k).to(self.device)) for t, k in readings]
-        for layer in range(NUM_LAYERS):
-            key, value = (one[: len(keys)] for one in self.static[layer])
-            if not is_static:
-                key, value = torch.empty_like(key), torch.empty_like(value)
-            self._compute(layer, key, value, places, new, seen)
-        fence = self.connector.wait_for_save()
-        self.fence = fence if is_static else self.fence
+        self.model.forward(slots, keys, readings, is_static=self.rng.random() < 0.7)
         return sampled
-
-    def _compute(self, layer: int, key, value, places, new, seen) -> None:
-        """One layer: keys and values exist, are saved, are written to HBM; then the whole context is read."""
-        launch, offset = self.streams.launch, layer / 8
-        key_cache, value_cache = (cache.view(-1, NUM_KV_HEADS, HEAD_DIM) for cache in self.caches[layer])
-
-        def make() -> None:
-            key.copy_((new + offset)[:, None, None].expand_as(key))
-            value.copy_(-key)
-
-        def write() -> None:
-            key_cache.index_copy_(0, places, key)
-            value_cache.index_copy_(0, places, value)
-
-        def read() -> None:
-            for table, story in seen:
-                expected = (story + offset)[:, None, None]
-                self.wrong += (key_cache[table] != expected).sum() + (value_cache[table] != -expected).sum()
-
-        launch(Queue.COMPUTE, make)
-        self.connector.save_kv_layer(layer, key, value)
-        self.connector.wait_for_layer_load(layer)
-        launch(Queue.COMPUTE, write)
-        launch(Queue.COMPUTE, read)
-
-    @property
-    def num_wrong(self) -> int:
-        """When all that was given to the device has been computed."""
-        self.streams.record(Queue.COMPUTE).synchronize()
-        return int(self.wrong)
 
 
 def run(
@@ -209,15 +231,15 @@ def run(
     try:
         for number in range(num_steps):
             engine.step()
-            if (engine.rng.random() < 0.4 or number % STEPS_AHEAD == 0) and engine.num_wrong:
+            if (engine.rng.random() < 0.4 or number % STEPS_AHEAD == 0) and engine.model.num_wrong:
                 break
-        num_wrong = engine.num_wrong
+        num_wrong = engine.model.num_wrong
         for request_id in list(engine.scheduler.roster.requests):
             engine.scheduler.roster.finish(request_id, "abort")
         if not num_wrong:
             engine.connector.upkeep.check_integrity(idle=True)
         assert not runs_ahead or num_wrong or engine.num_ahead > num_steps / 5
-        return num_wrong, engine.connector.stats()
+        return num_wrong, engine.connector.upkeep.stats()
     finally:
         engine.connector.close()
 
@@ -225,16 +247,16 @@ def run(
 @contextmanager
 def simulated(seed: int, broken: Broken | None = None, slow: Queue | None = None):
     streams = SimulatedStreams(seed, broken=broken, slow=slow)
-    with (
-        mock.patch(
-            "kvstore.memory.device_transfer.LAYERS_AHEAD", 1
-        ),  # of three layers: some are launched in the forward
-        mock.patch.object(
-            assembly, "make_transfer", lambda device, arena, wake: DeviceTransfer(arena, streams, wake)
-        ),
-    ):
+    with transfers_in(streams):
         yield streams
     streams.close()
+
+
+def transfers_in(streams: Streams):
+    """Stores that are opened in here move KV in these queues. Of three layers some are launched in the forward."""
+    pace = Pace(layers_ahead=1)
+    make = lambda device, arena, wake: DeviceTransfer(arena, streams, wake, pace)  # noqa: E731
+    return mock.patch.object(assembly, "make_transfer", make)
 
 
 SPEEDS = [None, *Queue]  # which queue is the slowest
@@ -311,11 +333,7 @@ class SleepyStreams(CudaStreams):
 def run_on_gpu(seed: int, num_steps: int, dropped: tuple[Queue, Queue] | None = None) -> tuple[int, dict]:
     device = torch.device("cuda")
     streams = SleepyStreams(device, seed, dropped)
-    with (
-        mock.patch("kvstore.memory.device_transfer.LAYERS_AHEAD", 1),
-        mock.patch.object(assembly, "CudaStreams", lambda _: streams),
-        torch.inference_mode(),
-    ):
+    with transfers_in(streams), torch.inference_mode():
         return run(streams, device, seed, num_steps)
 
 

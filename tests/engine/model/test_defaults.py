@@ -1,6 +1,5 @@
 """What authors recommend in generation_config.json, as families ship it, reaches every route in both modes."""
 
-import io
 import json
 import warnings
 from dataclasses import replace
@@ -16,6 +15,7 @@ from kvstore.service.command.terminal import run_chat
 from kvstore.service.settings.chat_options import ChatOptions
 from tests.support.engines import save_model
 from tests.support.service.serving import Serving, serving
+from tests.support.typing_in import type_in
 
 SHIPPED = {
     "Qwen2.5": {
@@ -92,8 +92,8 @@ def become(server: Serving, defaults: dict[str, float]) -> None:
 
 def test_the_terminal_answers_beside_the_defaults_of_qwen(model, monkeypatch, capsys):
     ship(model, "Qwen2.5")
-    monkeypatch.setattr("warnings.showwarning", warnings.showwarning)  # which it takes over
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    type_in(monkeypatch, "Hello")
     arguments = {"cache_tiers": {"hbm": "4MiB"}, "device": "cpu"}
-    assert run_chat(model, arguments, ChatOptions(0.0, 3, None, "terminal")) == 0
+    with warnings.catch_warnings():  # what shows them is taken over
+        assert run_chat(model, arguments, ChatOptions(0.0, 3, None, "terminal")) == 0
     assert "stopped at the token limit" in capsys.readouterr().out

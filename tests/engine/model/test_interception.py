@@ -50,7 +50,7 @@ def test_logits_equal_the_unmodified_model(name, way, monkeypatch):
     if way == "packed for CUDA":
         monkeypatch.setattr("kvstore.engine.model.probe._is_on_cpu", lambda _: False)
     model = intercept(make_model(name), MAX_LEN, pack=way != "plain")
-    for chunks in ([NUM_TOKENS], [7, 33, 1, 29], [NUM_TOKENS - 5, 1, 1, 1, 1, 1], [1] * NUM_TOKENS):
+    for chunks in ([NUM_TOKENS], [7, 33, 1, 29], [NUM_TOKENS - 5, 1, 1, 1, 1, 1], [1] * 20 + [50]):
         sequence = Sequence(model)
         logits = torch.cat([sequence.feed(chunk) for chunk in token_ids.split(chunks)])
         torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-3)

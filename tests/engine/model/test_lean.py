@@ -1,14 +1,17 @@
 """Lean layers must compute what the layers they stand for compute, and stand for nothing else."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from kvstore.connector import NullConnector
-from kvstore.engine.model import lean, packing
+from kvstore.engine.model import lean
 from kvstore.engine.model.interception import PositionFreeModel
 from kvstore.engine.model.probe import intercept
 from kvstore.kernels.paged_batch import PagedBatch
 from tests.support.models import make_model
+from tests.support.packed import small_weights_packed
 
 WINDOW = 128
 PLAIN = ("Llama", "Qwen2", "Qwen3", "Mistral", "Qwen3Moe", "Mixtral", "Granite", "Gemma")
@@ -16,9 +19,9 @@ OTHERS = ("Gemma2", "Olmo2", "Cohere", "GPTNeoX", "Phi3", "Glm4")
 
 
 @pytest.fixture(autouse=True)
-def small_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "MIN_FLOAT32_ELEMENTS", 0)
-    monkeypatch.setattr(packing, "MIN_BFLOAT16_ELEMENTS", 0)
+def small_weights_are_packed() -> Iterator[None]:
+    with small_weights_packed():
+        yield
 
 
 def packed(name: str, **changes: object) -> PositionFreeModel:

@@ -2,7 +2,6 @@
 
 import warnings
 from collections import Counter
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,6 +18,7 @@ from tests.support import fake_cuda
 from tests.support.models import make_model
 
 CONFIG = SchedulerConfig(max_model_len=256, block_size=16, max_num_seqs=4)
+CROWD = SchedulerConfig(max_model_len=256, block_size=16, max_num_seqs=1 << 20)  # could use any device's memory
 
 
 @pytest.fixture(scope="module")
@@ -74,25 +74,28 @@ def test_the_maximal_step_has_all_the_tokens_and_samples_of_one(model, max_token
     assert seen["samples"] == min(max_tokens, max_seqs)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_auto_on_cuda_leaves_room_for_graphs_and_for_what_is_not_saved_yet(monkeypatch):
-    device = torch.device("cuda")
-    model = SimpleNamespace(device=device, spec=SimpleNamespace(kv_bytes_per_token=1 << 10))
-    monkeypatch.setattr("kvstore.engine.model.memory.CUDA_WINDOWS", 1 << 40)
-    monkeypatch.setattr("kvstore.engine.model.memory._cuda_bytes", lambda *_: 4 << 30)
-    monkeypatch.setattr("kvstore.engine.model.memory.bytes_for_graphs", lambda *_: 1 << 30)
-    found = [num_hbm_blocks(model, CONFIG, "auto", *flags) for flags in ((False, False), (True, False), (True, True))]
-    assert found == [(4 << 30) >> 14, (3 << 30) >> 14, ((3 << 30) - MAX_SAVE_BYTES) >> 14]
+    with fake_cuda.device(monkeypatch) as driver:
+        model = intercept(make_model().to(fake_cuda.DEVICE), 256)
+        driver.memory = (4 << 30, 4 << 30)
+        ways = ((False, False), (True, False), (True, True))
+        plain, graphs, saves = (num_hbm_blocks(model, CROWD, "auto", *flags) for flags in ways)
+        graph_bytes = bytes_for_graphs(model, CROWD)
+    block_bytes = 16 * model.spec.kv_bytes_per_token
+    assert (plain - graphs) * block_bytes == pytest.approx(graph_bytes, abs=block_bytes)
+    assert (graphs - saves) * block_bytes == pytest.approx(MAX_SAVE_BYTES, abs=block_bytes)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_auto_on_cuda_takes_no_more_than_a_small_model_can_use(monkeypatch):
     """A card of 140 GB would hold ten million blocks of the built-in model, and Python keeps books on each."""
     config = SchedulerConfig(max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64)
-    with fake_cuda.device(monkeypatch):
+    with fake_cuda.device(monkeypatch) as driver:
         model = intercept(make_model().to(fake_cuda.DEVICE), 256)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (139 << 30, 140 << 30))
+        driver.memory = (139 << 30, 140 << 30)
         assert num_hbm_blocks(model, config, "auto") == CUDA_WINDOWS * 4 * 256 // 16
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (3 << 20, 7 << 20))
+        driver.memory = (3 << 20, 7 << 20)
         assert num_hbm_blocks(model, config, "auto") < CUDA_WINDOWS * 4 * 256 // 16
 
 
@@ -108,11 +111,10 @@ def test_what_graphs_take_is_found_by_the_largest_of_each_kind(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_auto_on_cuda_leaves_room_for_the_largest_step(monkeypatch):
+def test_auto_on_cuda_leaves_room_for_the_largest_step():
     network = make_model().to("cuda")
     model = intercept(network, 256)
-    monkeypatch.setattr("kvstore.engine.model.memory.CUDA_WINDOWS", 1 << 40)
-    blocks = num_hbm_blocks(model, CONFIG, "auto")
+    blocks = num_hbm_blocks(model, CROWD, "auto")
     caches = model.new_caches(blocks, 16)
     free, total = torch.cuda.mem_get_info()
     assert blocks > 0 and free > 0.02 * total and len(caches) == model.spec.num_layers

@@ -62,7 +62,7 @@ class Case:
 @pytest.fixture(scope="module", params=CASES, ids=" ".join)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     name, dtype = request.param
-    if not packing._packs(DTYPES[dtype]):
+    if not packing.packs_weights(DTYPES[dtype]):
         pytest.skip(f"no packed product for {dtype} here")
     folder = tmp_path_factory.mktemp("model")
     reference = Reference(make("llama" if name in VARIANTS else name, dtype))

@@ -2,7 +2,8 @@
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ from kvstore.engine.model.packing import (
     TorchRMSNorm,
     pack_for_cpu,
     pack_for_cuda,
+    packs_weights,
     skip_rotation,
 )
 from tests.support.models import ARCHITECTURES, make_model
+from tests.support.packed import small_weights_packed
 
 NAMES = ["Llama", "Qwen2", "Qwen3", "Mistral", "Phi3", "Gemma2", "Gemma3", "Cohere", "Glm4", "GPTNeoX", "Olmo2",
          "StableLm", "GptOss", "Mixtral", "Qwen3Moe"]  # fmt: skip
@@ -73,9 +76,10 @@ def attentions(model: nn.Module) -> list[nn.Module]:
 
 
 @pytest.fixture(autouse=True)
-def _pack_small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "MIN_FLOAT32_ELEMENTS", 0)
-    monkeypatch.setattr(packing, "MIN_BFLOAT16_ELEMENTS", 0)
+def small_packed() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        stack.enter_context(small_weights_packed())
+        yield stack
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -101,7 +105,7 @@ def test_packed_logits_equal_unpacked(architecture: str, dtype: torch.dtype, pac
     if architecture in EXPECTED:
         qkv, norms, last = EXPECTED[architecture]
         assert count(model, FusedRMSNorm, TorchRMSNorm) == 3 * norms + last
-        if pack is pack_for_cuda or packing._packs(dtype):
+        if pack is pack_for_cuda or packing.packs_weights(dtype):
             assert num_joined(model) == 3 * qkv
     modules = list(model.modules())
     pack(model)
@@ -153,7 +157,7 @@ def test_biases(dtype: torch.dtype) -> None:
     expected = logits(model)
     biases = [(module.k_proj.bias, module.k_proj.weight) for module in attentions(model)]
     pack_for_cpu(model)
-    assert num_joined(model) == 3
+    assert num_joined(model) == (3 if packs_weights(dtype) else 0)
     assert (logits(model) - expected).abs().max() <= (2e-5 if dtype is torch.float32 else 0.03) * expected.abs().max()
     for module, (bias, weight) in zip(attentions(model), biases, strict=True):
         assert torch.equal(module.k_proj.bias, bias) and torch.equal(module.k_proj.weight, weight)
@@ -162,7 +166,7 @@ def test_biases(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 8, 64, 300])
 def test_packed_linear_of_any_number_of_rows(num_rows: int, dtype: torch.dtype) -> None:
-    if not packing._packs(dtype):
+    if not packing.packs_weights(dtype):
         pytest.skip(f"no packed product for {dtype} here")
     linear = nn.Linear(80, 48).to(dtype).requires_grad_(False)
     packed = PackedLinear(linear.weight, linear.bias)
@@ -201,26 +205,21 @@ def test_norm_that_computes_something_else_stays() -> None:
 
 
 def test_nothing_to_pack_with_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_packs", lambda dtype: False)
+    def refuse(*_: object) -> None:
+        raise RuntimeError("mkldnn_reorder_linear_weight: not on this CPU")
+
+    monkeypatch.setattr(packing.PackedLinear, "__init__", refuse)
+    packing.packs_weights.cache_clear()
     model = make_model("Qwen2")
     expected = logits(model)
     pack_for_cpu(model)
     assert count(model, PackedLinear, ProjectionSlice) == 0 and count(model, nn.Linear) == 22
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
+    packing.packs_weights.cache_clear()
 
 
-def test_missing_operators_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise RuntimeError("mkldnn_reorder_linear_weight: not on this CPU")
-
-    monkeypatch.setattr(packing.PackedLinear, "__init__", refuse)
-    packing._packs.cache_clear()
-    assert not packing._packs(torch.float32)
-    packing._packs.cache_clear()
-
-
-def test_small_float32_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
+def test_small_float32_weights_stay(small_packed: ExitStack) -> None:
+    small_packed.close()
     model = make_model("Llama")
     pack_for_cpu(model)
     assert count(model, PackedLinear, ProjectionSlice) == 0 and count(model, FusedRMSNorm) == 7

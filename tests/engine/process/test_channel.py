@@ -43,13 +43,13 @@ def test_messages_arrive_whole_and_in_order(pair):
 def test_a_message_that_comes_in_bytes_is_one_message():
     raw, end = socket.socketpair()
     channel = Channel(end)
-    whole = (5).to_bytes(4, sys.byteorder) + b"hello" + (0).to_bytes(4, sys.byteorder)
+    whole = (5).to_bytes(8, sys.byteorder) + b"hello" + (0).to_bytes(8, sys.byteorder)
     found = []
     for byte in whole:
         found.append(channel.receive())
         raw.send(bytes([byte]))
     found.append(channel.receive())
-    assert found == [[]] * 9 + [[b"hello"]] + [[]] * 3 + [[b""]]
+    assert found == [[]] * 13 + [[b"hello"]] + [[]] * 7 + [[b""]]
     raw.close()
     channel.close()
 

@@ -21,10 +21,10 @@ from kvstore.errors import EngineDiedError, StoreError, StoreLockedError
 from kvstore.sessions.record import SessionKey
 from tests.support.waiting import wait_in_loop, wait_until
 
-MODEL = {"tokenizer": True}
+MODEL = {"tokenizer": True, "max_position_embeddings": 2048}
 HERE = Path(__file__).parents[2]
 TEN = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)  # a second, and more
 PROMPT = list(range(3, 40))
 
 
@@ -105,7 +105,7 @@ def test_a_killed_process_is_started_again_as_often_as_it_may(model, tmp_path, c
         assert len((await front.generate(PROMPT, TEN)).token_ids) == 10
 
         os.kill(engine.pid, signal.SIGKILL)
-        await front.call(wait_until, lambda: engine.link.num_restarts == 2, "the second restart")
+        await front.call(wait_until, lambda: engine.link.restarts.num_restarts == 2, "the second restart")
         await front.call(wait_until, lambda: engine.state == "running", "its end")
         errors = await killed_in_the_middle(engine, front)
         assert [type(error) for error in errors] == [EngineDiedError] * 10
@@ -122,7 +122,7 @@ def test_a_killed_process_is_started_again_as_often_as_it_may(model, tmp_path, c
     for said, wanted in zip(caplog.messages, following, strict=True):
         assert f"(signal 9); it {wanted}" in said
     with Engine(model, tiers(tmp_path / "store"), device="cpu") as engine:
-        assert engine.chat("talk").num_turns == 4 and engine.sessions.check().problems == ()
+        assert engine.chat("talk").num_turns == 4 and engine.sessions.upkeep.check().problems == ()
 
 
 def test_a_restart_that_fails_is_tried_again(model, tmp_path, caplog):
@@ -217,7 +217,7 @@ def test_the_owners_socket_is_answered_by_the_front(model, tmp_path):
         assert ask(path, "evict", {"all": True}, 60)["tiers"]["disk"]["blocks"] > 0
         assert ask(path, "verify", {}, 60)["sessions"]["problems"] == []
         found = ask(path, "sessions.delete", {"session": {"session_id": "asked"}}, 60)
-        assert found["deleted"] and chat.deleted and engine.chat("asked").num_turns == 0
+        assert found["deleted"] and chat.stored.is_deleted and engine.chat("asked").num_turns == 0
 
 
 def test_files_that_are_removed_under_a_front_are_told(model, tmp_path, caplog):

@@ -6,18 +6,14 @@ import threading
 
 import pytest
 
-from kvstore.engine.process import pulse
 from kvstore.engine.process.pulse import Heart, Pulse
 
-
-@pytest.fixture(autouse=True)
-def fast(monkeypatch):
-    monkeypatch.setattr(pulse, "BEAT_S", 0.01)
+BEAT_S = 0.01
 
 
 def test_a_heart_beats_while_the_loop_goes_round_and_stops_with_it(capfd):
     reader, writer = os.pipe()
-    heart = Heart(writer, limit_s=0.5)
+    heart = Heart(writer, 0.5, BEAT_S)
     beats = select.poll()
     beats.register(reader, select.POLLIN)
     for _ in range(100):  # twice the limit, at rest
@@ -35,7 +31,7 @@ def test_a_heart_beats_while_the_loop_goes_round_and_stops_with_it(capfd):
 
 def test_silence_is_counted_told_once_and_ends_with_a_sign():
     hung = threading.Event()
-    one = Pulse(1e9, hung.set)
+    one = Pulse(1e9, hung.set, BEAT_S)
     end = os.dup(one.writer)
     one.listen()
     while one.silent_s < 0.05:
@@ -50,7 +46,7 @@ def test_silence_is_counted_told_once_and_ends_with_a_sign():
 
 def test_a_process_that_loads_may_be_silent_longer():
     hung = threading.Event()
-    one = Pulse(0.02, hung.set)
+    one = Pulse(0.02, hung.set, BEAT_S)
     end = os.dup(one.writer)
     one.listen()
     while one.silent_s < 0.1:

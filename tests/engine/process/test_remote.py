@@ -11,13 +11,14 @@ import pytest
 
 from kvstore import AsyncEngine, CacheTiers, Engine, SamplingParams
 from kvstore.engine import async_engine
-from kvstore.engine.process import remote
 from kvstore.engine.process.channel import Channel
 from kvstore.engine.process.core import CoreServer
 from kvstore.engine.process.link import READ
 from kvstore.engine.process.pulse import Heart
+from kvstore.engine.process.remote import RemoteCore
 from kvstore.engine.process.wire import End, Submit, decode_outbound, encode, error_of, params_to_wire
 from kvstore.engine.remote_engine import RemoteEngine
+from kvstore.engine.sessions.core import stream
 from kvstore.errors import (
     ConfigError,
     ContextLengthError,
@@ -29,12 +30,14 @@ from kvstore.errors import (
 )
 from tests.support.by_hand import held
 from tests.support.engines import save_model
-from tests.support.waiting import wait_in_loop
+from tests.support.faults import before_each_step, fail
+from tests.support.waiting import wait_in_loop, wait_until
 
 MODEL = {"tokenizer": True}
 TIERS = {"hbm": "2MiB", "cpu": "2MiB", "disk": "32MiB"}
 TEN = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+LONGER = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)  # a second, and more
 PROMPT = list(range(3, 40))
 
 
@@ -111,22 +114,23 @@ def is_unread(front: AsyncEngine) -> bool:
     return not any(port.waiting for port in front._ports.values())
 
 
-def test_the_loop_takes_in_by_itself_what_the_process_says(model, here, monkeypatch):
+def test_the_loop_takes_in_by_itself_what_the_process_says(saved_model, here, monkeypatch):
     """Without a thread: ids, long ones and texts, an answer that is left and one that is stopped, an error, the end."""
     prompts = [[i % 150 + 3] * (5 + i % 30) for i in range(32)]
     known = [out.token_ids for out in here.generate(prompts, TEN)]
     [text] = here.generate(["Hello there"], TEN)
 
     async def scenario():
+        model = saved_model(tokenizer=True, max_position_embeddings=2048)
         engine = RemoteEngine(model, {"hbm": "2MiB"}, device="cpu")
         front = AsyncEngine(engine, engine.link)
         outs = await asyncio.gather(*(front.generate(prompt, TEN) for prompt in prompts))
         said = await front.generate("Hello there", TEN)
         monkeypatch.setattr(async_engine, "MAX_IDS_AT_ONCE", 10)
         again = await asyncio.gather(*(front.generate(prompt, TEN) for prompt in prompts))
-        async with await front.start(PROMPT, LONG) as left:
+        async with await front.start(PROMPT, LONGER) as left:
             await anext(left)
-        async with await front.start(PROMPT, LONG) as stopped:
+        async with await front.start(PROMPT, LONGER) as stopped:
             await anext(stopped)
             await stopped.stop()
             assert [piece.finish_reason async for piece in stopped][-1] == "abort"
@@ -197,19 +201,56 @@ def test_administration(engine):
     assert engine.admin.handle("evict", {"all": True})["tiers"]["hbm"]["blocks"] > 0
     assert engine.generate([PROMPT], TEN, cache_salt="kept")[0].usage.cached_tokens == 0
     engine.answers.put([b"k" * 16], [1, 2, 3])
-    assert [ids and list(ids) for ids in engine.answers.find([[b"k" * 16], [b"x" * 16]])] == [[1, 2, 3], None]
+    assert [ids and list(ids) for ids in engine.answers.find_ids([[b"k" * 16], [b"x" * 16]])] == [[1, 2, 3], None]
     assert engine.stats()["process"]["state"] == "running"
 
 
-def test_more_requests_than_are_taken_are_refused(engine, monkeypatch):
-    monkeypatch.setattr(remote, "MAX_REQUESTS", 2)
-    handles = [engine.submit(list(PROMPT), LONG) for _ in range(2)]
+def test_more_requests_than_are_taken_are_refused(engine):
+    core = RemoteCore(engine.link, None, max_requests=2)
+    handles = core.submit_all([(list(PROMPT), LONG)] * 2)
     with pytest.raises(EngineOverloadedError):
-        engine.submit(list(PROMPT), TEN)
+        core.submit_all([(list(PROMPT), TEN)])
     for handle in handles:
-        engine.abort(handle)
+        core.abort(handle)
         assert handle.done and handle.output.finish_reason == "abort" and handle.lineage is not None
     assert len(engine.generate([PROMPT], TEN)[0].token_ids) == 10
+
+
+def fill(link) -> None:
+    """Until the process, which is stopped, takes nothing more."""
+    with link.changed:
+        life = link.check_open()
+    with pytest.raises(EngineOverloadedError):
+        while True:
+            life.send(encode(End("nobody's", None, "abort")))
+
+
+def takes_more(engine) -> bool:
+    try:
+        engine.stats()
+    except EngineOverloadedError:
+        return False
+    return True
+
+
+def test_a_turn_is_stored_whole_while_the_process_takes_nothing_more(engine):
+    chat = engine.chat("expiring")
+    chat.send("Hello", TEN)
+    chat.set_ttl(3600)
+    turn = chat.begin(chat.check([{"role": "user", "content": "More"}], TEN), TEN)
+    for _ in stream(engine.core, turn.handle):
+        pass
+    os.kill(engine.pid, signal.SIGSTOP)
+    try:
+        fill(engine.link)
+        assert chat.end(turn).number == 2
+    finally:
+        os.kill(engine.pid, signal.SIGCONT)
+    wait_until(lambda: takes_more(engine), "it goes on")
+    chat.send("And more", TEN)
+    stored = engine.sessions.load(chat.key)
+    assert (stored.turn, stored.token_ids, stored.messages) == (3, chat.token_ids, chat.messages)
+    assert len(chat.messages) == 6
 
 
 def test_nothing_of_the_configuration_is_in_the_list_of_processes(engine):
@@ -233,13 +274,13 @@ def test_closing_ends_what_runs_and_refuses_what_comes(tmp_path):
     """With a model that has no tokenizer: it takes ids."""
 
     async def scenario():
-        engine = RemoteEngine(save_model(tmp_path / "bare"), device="cpu")
+        engine = RemoteEngine(save_model(tmp_path / "bare", max_position_embeddings=2048), device="cpu")
         front = AsyncEngine(engine)
         out = await front.generate(PROMPT, TEN)
         assert (out.text, len(out.token_ids)) == ("", 10)
         with pytest.raises(RequestError, match="no tokenizer"):
             engine.chat("a")
-        task = asyncio.create_task(front.generate(PROMPT, LONG))
+        task = asyncio.create_task(front.generate(PROMPT, LONGER))
         await wait_in_loop(lambda: engine.has_work)
         await front.close()
         assert (await task).finish_reason == "abort"
@@ -250,37 +291,29 @@ def test_closing_ends_what_runs_and_refuses_what_comes(tmp_path):
         engine.close()
         return engine
 
-    engine = asyncio.run(asyncio.wait_for(scenario(), 60))
+    engine = asyncio.run(asyncio.wait_for(scenario(), 300))
     assert engine.state == "closed" and engine.pid is None
 
 
-def test_an_update_that_cannot_be_taken_in_ends_its_request_alone(engine, here, monkeypatch, caplog):
-    apply, broken = engine.link.outputs.apply, []
-
-    def fails_for_the_first(update):
-        broken.append(update.request_id)
-        if update.request_id == broken[0]:
-            raise ValueError("a defect")
-        return apply(update)
-
-    monkeypatch.setattr(engine.link.outputs, "apply", fails_for_the_first)
-    first, second = (engine.submit(PROMPT, TEN) for _ in range(2))
-    with pytest.raises(ValueError, match="a defect"):
+def test_an_update_that_cannot_be_taken_in_ends_its_request_alone(engine, here, caplog):
+    with engine.link.changed:  # no update is applied in here
+        first, second = (engine.submit(PROMPT, TEN) for _ in range(2))
+        first.output.prompt_token_ids = None  # as a defect could leave it
+    with pytest.raises(TypeError):
         list(engine.stream(first))
     list(engine.stream(second))
     assert "could not be taken in" in caplog.text
     assert second.error is None and second.output.text == text_of(here)
 
 
-def test_a_step_that_fails_there_is_told_to_every_request_and_the_engine_goes_on(here, capfd, monkeypatch):
+def test_a_step_that_fails_there_is_told_to_every_request_and_the_engine_goes_on(here, capfd):
     front, there = map(Channel, socket.socketpair())
     core = CoreServer(here.core, here.loop, there, Heart(os.pipe()[1], 60.0))
     for number, params in enumerate([TEN, LONG]):
         front.send(encode(Submit(f"r{number}", list(PROMPT), params_to_wire(params), b"", b"", 0, None)))
     front.send(encode(Submit("wrong", [10**6], params_to_wire(TEN), b"", b"", 0, None)))
     front.send(encode(End("unknown", None, "abort")))
-    with monkeypatch.context() as patch:
-        patch.setattr(here.loop.runner, "launch", lambda _: (_ for _ in ()).throw(RuntimeError("injected")))
+    with before_each_step(here, fail):
         with held(here):  # both are in the same step
             core.take_in()
         told = []

@@ -8,7 +8,7 @@ from kvstore import Engine, SamplingParams
 from kvstore.engine.builtin import MODEL_DIR
 from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.errors import ConfigError, ContextLengthError, RequestError, SessionBusyError, SessionNotFoundError
-from tests.support.by_hand import ended_at_once
+from tests.support.by_hand import ending_at_once
 
 MODEL = {"tokenizer": True}
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -137,7 +137,7 @@ def test_a_template_that_rewrites_history_falls_back_to_rendering_all(engine):
         messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
         assert template.next_ids([1, 2, 3], messages, "hello") is None
         chat = engine.chat("eleven")
-        chat._means = replace(chat._means, template=template)
+        chat.means = replace(chat.means, template=template)
         chat.send("Hello there", PARAMS)
         out = chat.send("And again", PARAMS)
         assert tokenizer.decode(out.prompt_token_ids).startswith("<|user|> Hel<|end|><|assistant|> ")
@@ -190,11 +190,10 @@ def test_a_pool_smaller_than_the_window_is_what_a_conversation_is_truncated_to(m
         assert chat.truncated_tokens > 0
 
 
-def test_a_turn_that_is_ended_before_its_first_token_is_not_the_one_before(engine, monkeypatch):
+def test_a_turn_that_is_ended_before_its_first_token_is_not_the_one_before(engine):
     chat = engine.chat("thirteen")
     first = chat.send("Hi", PARAMS)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.core, "submit_all", ended_at_once(engine))
+    with ending_at_once(engine):
         list(chat.stream("Hello again", PARAMS))
     assert chat.last is not first and chat.last.finish_reason == "abort" and len(chat.messages) == 2
     assert chat.send("And now?", PARAMS).finish_reason == "length"

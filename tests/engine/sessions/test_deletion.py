@@ -4,7 +4,6 @@ import time
 
 import pytest
 
-import kvstore.store.upkeep
 from kvstore import Engine, SamplingParams
 from kvstore.admin.offline import OfflineStore
 from kvstore.blocks.ids import token_bytes
@@ -28,6 +27,7 @@ from tests.support.conversations import (
     talk,
 )
 from tests.support.engines import cached, check_closed, greedy, open_engine, settle, tokens
+from tests.support.faults import stuck_disk
 
 MODEL = {"tokenizer": True}
 
@@ -76,12 +76,12 @@ def test_deleting_a_fork_keeps_what_it_shares(opened, tmp_path, plain):
 
 
 @pytest.fixture
-def unrecorded(opened, monkeypatch):
+def unrecorded(opened):
     """A session with a turn that was computed and saved but could not be recorded; and what to look for of it all."""
     engine = opened()
     chat = engine.chat("secret")
     talk(chat, 2)
-    with failing_to_store(monkeypatch, engine), pytest.raises(StoreError):
+    with failing_to_store(engine), pytest.raises(StoreError):
         chat.send("This is never stored, and is long enough to fill more than one block of tokens.", greedy(30))
     settle(engine)
     with engine.connector.parts.lock:
@@ -97,20 +97,29 @@ def test_deleting_a_session_takes_what_its_record_never_named_from_hbm_too(unrec
     check_gone(engine, tmp_path / "store", needles)
 
 
-def test_a_deletion_that_a_crash_cut_off_is_carried_out_at_the_next_start(opened, tmp_path, monkeypatch):
+def cut_off_deletion(engine, name):
+    """What a crash leaves: the session's record is gone, its KV is not."""
+    assert engine.sessions.delete(SessionKey("", name)).wait() is not None
+
+
+def test_a_deletion_that_a_crash_cut_off_is_carried_out_at_the_next_start(opened, tmp_path):
     engine = opened()
     chat = engine.chat("secret")
     talk(chat, 4, "secret matter")
     settle(engine)
     needles = [part for parts in kv_of(engine, chat.window.chain).values() for part in parts]
-    monkeypatch.setattr(engine.connector.upkeep, "forget", lambda *_: (frozenset(), False))
-    engine.admin.delete_session("secret")
-    assert len(engine.sessions.pending_deletions()) == 1
+    cut_off_deletion(engine, "secret")
+    assert len(engine.sessions.upkeep.pending_deletions()) == 1
     blocks = tmp_path / "store" / "blocks" / "data.mdb"
     assert all(needle in blocks.read_bytes() for needle in needles)
     engine = opened()
-    assert list(engine.sessions.pending_deletions()) == []
+    assert list(engine.sessions.upkeep.pending_deletions()) == []
     check_gone(engine, tmp_path / "store", needles)
+
+
+def fresh_admin(engine):
+    """One that has not made its round of a minute yet."""
+    return admin.Admin(engine.chats, engine.answers)
 
 
 def test_a_session_whose_time_is_over_is_deleted(opened, tmp_path):
@@ -124,8 +133,7 @@ def test_a_session_whose_time_is_over_is_deleted(opened, tmp_path):
     settle(engine)
     needles = [part for parts in kv_of(engine, chat.window.chain[1:]).values() for part in parts]
     time.sleep(0.05)
-    engine.admin._last_expiry_s = -1e9
-    assert [head.key.session_id for head in engine.admin.list_sessions()] == ["long"]
+    assert [head.key.session_id for head in fresh_admin(engine).list_sessions()] == ["long"]
     check_gone(engine, tmp_path / "store", needles)
 
 
@@ -154,7 +162,7 @@ def test_a_deletion_during_a_turn_takes_that_turn_too(engine, num_turns, truncat
     assert not engine.has_work
     with pytest.raises(StoreError, match="deleted"):
         list(stream)
-    head = len(engine.chats.language.template.head_ids(chat._system)) // 16
+    head = len(engine.chats.language.template.head_ids(chat.window.system)) // 16
     engine.core.forget(head_chain(engine, chat)[:head], 2.0)
     assert nothing_is_left(engine)
     with pytest.raises(RequestError, match="deleted"):
@@ -192,13 +200,11 @@ def test_hbm_blocks_that_were_held_when_forgotten_are_erased_when_released(engin
     assert not any(bool(cache[blocks[0]].any()) for layer in engine.loop.runner.caches for cache in layer)
 
 
-def test_a_failed_deletion_leaves_the_session_as_it_was(engine, monkeypatch):
+def test_a_failed_deletion_leaves_the_session_as_it_was(engine):
     chat = engine.chat("one")
     chat.send("Hello", PARAMS)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.sessions, "delete", lambda _: (_ for _ in ()).throw(StoreError("injected")))
-        with pytest.raises(StoreError, match="injected"):
-            engine.admin.delete_session("one")
+    with failing_to_store(engine, "delete"), pytest.raises(StoreError, match="injected"):
+        engine.admin.delete_session("one")
     chat.send("Still there?", PARAMS)
     assert engine.chat("one") is chat and chat.num_turns == 2
 
@@ -213,31 +219,20 @@ def test_a_session_without_a_turn_can_be_deleted(engine):
     assert engine.chat("one").send("Hi", PARAMS).finish_reason == "length"
 
 
-def test_pending_deletions_hold_up_neither_the_start_nor_a_chat(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(admin, "RETRY_S", 0.2)
+def test_pending_deletions_hold_up_neither_the_start_nor_a_chat(model, tmp_path):
     with open_engine(model, tmp_path / "store") as first:
         for name in "abc":
             first.chat(name).send(f"Hello {name}, this is long enough to fill a block of tokens.", PARAMS)
         settle(first)
-        with monkeypatch.context() as patch:
-            patch.setattr(first.connector.upkeep, "forget", lambda *_: (frozenset(), False))
-            for name in "abc":
-                first.admin.delete_session(name)
-
-    def slow(self, block_ids, timeout_s=60.0):
-        time.sleep(timeout_s)
-        return frozenset(block_ids), False
-
-    with monkeypatch.context() as patch:
-        patch.setattr(kvstore.store.upkeep.TieredUpkeep, "forget", slow)
-        started = time.monotonic()
+        for name in "abc":
+            cut_off_deletion(first, name)
+    with stuck_disk() as go:
         second = open_engine(model, tmp_path / "store")
-        assert time.monotonic() - started < 30
-        assert len(second.sessions.pending_deletions()) == 3
+        assert len(second.sessions.upkeep.pending_deletions()) == 3
+        go.set()
     with second:
-        second.admin._last_expiry_s = -1e9
         second.chat("new")
-        assert list(second.sessions.pending_deletions()) == []
+        assert list(second.sessions.upkeep.pending_deletions()) == []
 
 
 def test_an_expired_session_is_deleted_with_its_object_unless_a_turn_runs(engine):
@@ -247,16 +242,13 @@ def test_an_expired_session_is_deleted_with_its_object_unless_a_turn_runs(engine
     stream = chat.stream("Hi", PARAMS)
     next(stream)
     time.sleep(0.01)
-    engine.admin._last_expiry_s = -1e9
     assert engine.chat("one") is chat
-    engine.admin._last_expiry_s = -1e9
-    engine.admin.expire()
+    fresh_admin(engine).expire()
     list(stream)
-    assert chat.num_turns == 2 and not chat.deleted
+    assert chat.num_turns == 2 and not chat.stored.is_deleted
     time.sleep(0.01)
-    engine.admin._last_expiry_s = -1e9
-    engine.admin.expire()
-    assert chat.deleted and not engine.sessions.exists(chat._key)
+    fresh_admin(engine).expire()
+    assert chat.stored.is_deleted and not engine.sessions.exists(chat.key)
     assert engine.chat("one").num_turns == 0
 
 
@@ -273,13 +265,13 @@ def test_a_deletion_by_whatever_way_forgets_the_answers(tmp_path):
             keys = Keys(engine.root(""), "")
             groups[name] = [keys.of(chat.messages).histories[-1]]
         engine.answers.flush()
-        assert all(engine.answers.find(list(groups.values())))
+        assert all(engine.answers.find_ids(list(groups.values())))
         engine.admin.delete_session("library")
         engine.chat("ttl").set_ttl(1e-9)
         engine.chat("other")
         engine.admin.expire(SessionKey("", "ttl"))
-        assert [ids is None for ids in engine.answers.find(list(groups.values()))] == [True, True, False]
+        assert [ids is None for ids in engine.answers.find_ids(list(groups.values()))] == [True, True, False]
     with OfflineStore(tmp_path) as store:
         store.delete_session(SessionKey("", "offline"))
     with Engine(cache_tiers=tiers) as engine:
-        assert engine.answers.find(list(groups.values())) == [None, None, None]
+        assert engine.answers.find_ids(list(groups.values())) == [None, None, None]

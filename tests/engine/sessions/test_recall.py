@@ -9,7 +9,7 @@ from kvstore.blocks.ids import Lineage
 from kvstore.engine.outputs import CachedTokensDetails, Choice, RequestOutput, Usage
 from kvstore.engine.sessions.recall import Recall
 from kvstore.engine.sessions.recall_ids import Keys
-from kvstore.engine.sessions.recall_lines import Conversation, Lines, Names
+from kvstore.engine.sessions.recall_lines import KnownConversation, Lines, Names
 from kvstore.errors import RequestError
 from tests.engine.text.test_chat_template import CHATML, LLAMA3, MISTRAL, THINKING, make
 from tests.support.engines import counters, greedy, open_engine, save_model, settle
@@ -394,27 +394,27 @@ def test_conversations_are_shared_and_bounded():
     lines, lineage = Lines(10_000), Lineage(b"r" * 32)
     for number in range(40):  # one conversation that grows is kept once
         ids = list(range(100 * (number + 1)))
-        lines.add(names(number, number - 1), Conversation([b"m"] * (2 * number + 2), ids, (), lineage, [(0, 0)]))
-    assert len(lines._lines) == 1 and lines.num_tokens < 10_000
+        lines.add(names(number, number - 1), KnownConversation([b"m"] * (2 * number + 2), ids, (), lineage, [(0, 0)]))
+    assert lines.num_tokens < 10_000  # as often as it is long, it would be ten times as much
     for number in range(40):
-        found = lines.find([b"unknown", b"h%d" % number])
+        found = lines.find_first([b"unknown", b"h%d" % number])
         assert list(found.token_ids) == list(range(100 * (number + 1))) and len(found.messages) == 2 * number + 2
-    lines.add(names(100, 20), Conversation([b"m"] * 44, list(range(2101)), (), lineage, [(0, 0)]))  # goes back
-    assert len(lines._lines) == 1 and lines.find([b"h39"]) is None  # two are too many: the older one went
+    lines.add(names(100, 20), KnownConversation([b"m"] * 44, list(range(2101)), (), lineage, [(0, 0)]))  # goes back
+    assert lines.find_first([b"h39"]) is None  # two are too many: the older one went
     for number in range(200, 260):
-        lines.add(names(number), Conversation([b"m"] * 2, [number] * 500, (), lineage, [], b"o%d" % (number % 2)))
+        lines.add(names(number), KnownConversation([b"m"] * 2, [number] * 500, (), lineage, [], b"o%d" % (number % 2)))
         assert lines.num_tokens <= 10_000
-    assert lines.find([b"h200"]) is None and list(lines.find([b"h259"]).token_ids) == [259] * 500
+    assert lines.find_first([b"h200"]) is None and list(lines.find_first([b"h259"]).token_ids) == [259] * 500
     lines.forget_owner(b"o1")
-    assert lines.find([b"h259"]) is None and lines.find([b"h258"]) is not None
+    assert lines.find_first([b"h259"]) is None and lines.find_first([b"h258"]) is not None
     lines.forget_owner(b"o0")
-    assert (lines.num_tokens, lines._lines, lines._by_history, lines._by_end) == (0, {}, {}, {})
+    assert lines.num_tokens == 0 and lines.find_first([b"h%d" % number for number in range(300)]) is None
 
 
 @pytest.mark.parametrize("other", ["ids", "lineage", "owner", "turns"])
 def test_a_conversation_grows_only_as_what_it_was(other):
     lines, lineage = Lines(10_000), Lineage(b"r" * 32)
-    first = Conversation([b"a", b"b"], [1, 2, 3], (), lineage, [(0, 1)])
+    first = KnownConversation([b"a", b"b"], [1, 2, 3], (), lineage, [(0, 1)])
     lines.add(names(1), first)
     longer = {"ids": [1, 2, 3, 4, 5], "lineage": lineage, "owner": b"", "turns": [(0, 1), (2, 4)]}
     longer |= {
@@ -422,10 +422,10 @@ def test_a_conversation_grows_only_as_what_it_was(other):
         "owner": {"owner": b"o" * 16}, "turns": {"turns": [(0, 2), (2, 4)]},
     }[other]  # fmt: skip
     ids, turns, messages = longer["ids"], longer["turns"], [b"a", b"b", b"c", b"d"]
-    second = Conversation(messages, ids, (), longer["lineage"], turns, longer["owner"])
+    second = KnownConversation(messages, ids, (), longer["lineage"], turns, longer["owner"])
     lines.add(names(2, 1), second)
     for name, expected in ((b"h1", first), (b"h2", second)):
-        found = lines.find([name])
+        found = lines.find_first([name])
         assert (list(found.token_ids), found.lineage, found.owner) == (
             expected.token_ids, expected.lineage, expected.owner,
         )  # fmt: skip

@@ -61,12 +61,12 @@ def test_another_model_continues_from_the_text(opened, plain, tmp_path):
     assert out.token_ids == plain(out.prompt_token_ids, 10)
 
 
-def test_a_turn_that_cannot_be_stored_is_not_part_of_the_conversation(opened, monkeypatch):
+def test_a_turn_that_cannot_be_stored_is_not_part_of_the_conversation(opened):
     engine = opened()
     chat = engine.chat("one")
     talk(chat, 1)
     before = list(chat.messages), list(chat.token_ids), chat.num_turns
-    with failing_to_store(monkeypatch, engine), pytest.raises(StoreError, match="injected"):
+    with failing_to_store(engine), pytest.raises(StoreError, match="injected"):
         chat.send("Not stored", PARAMS)
     assert (chat.messages, chat.token_ids, chat.num_turns) == before
     out = chat.send("Stored", PARAMS)

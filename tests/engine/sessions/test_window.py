@@ -1,6 +1,7 @@
 """The window of a conversation: filled to its last token, truncated with its KV, a splice that is given up."""
 
 import threading
+from contextlib import ExitStack
 
 import pytest
 
@@ -8,7 +9,7 @@ from kvstore import Engine
 from kvstore.blocks.records import Evict
 from kvstore.errors import ContextLengthError, StoreError
 from kvstore.sessions.record import SessionKey
-from tests.support.by_hand import ended_at_once
+from tests.support.by_hand import ending_at_once
 from tests.support.conversations import (
     LONG,
     PARAMS,
@@ -21,6 +22,7 @@ from tests.support.conversations import (
     talk,
 )
 from tests.support.engines import ask, cached, counters, evict_cpu, greedy, open_engine, settle
+from tests.support.faults import before_each_step, fail
 
 MODEL = {"tokenizer": True}
 
@@ -159,11 +161,11 @@ def test_a_first_turn_may_fill_the_window_to_its_last_token(engine, system, trun
         out = chat.send(of_length(engine, system, size), greedy(max_tokens))
         assert (out.usage.prompt_tokens, chat.truncated_tokens) == (size, 0)
         assert len(out.token_ids) == window - size
-        assert engine.sessions.load(chat._key).num_dropped_messages == 0
+        assert engine.sessions.load(chat.key).num_dropped_messages == 0
         again = chat.send if truncation == "auto" else None
         if again is not None:
             out = again("Hi", greedy(4))
-            first = engine.chats.language.template.prompt_ids([*chat._system, {"role": "user", "content": "Hi"}])
+            first = engine.chats.language.template.prompt_ids([*chat.window.system, {"role": "user", "content": "Hi"}])
             assert out.prompt_token_ids == first and chat.window.num_dropped == 2
     for number, (size, max_tokens) in enumerate([(window, None), (window + 30, None), (window - 9, 10), (20, window)]):
         chat = engine.chat(f"does-not-{number}", system=system, truncation=truncation)
@@ -173,17 +175,17 @@ def test_a_first_turn_may_fill_the_window_to_its_last_token(engine, system, trun
 
 
 @pytest.mark.parametrize("end", ["not stored", "step fails", "no token"])
-def test_a_truncating_turn_that_is_not_stored_leaves_no_reused_kv(engine, monkeypatch, end):
+def test_a_truncating_turn_that_is_not_stored_leaves_no_reused_kv(engine, end):
     chat = engine.chat("one", system=SYSTEM)
     fill(chat)
     before = num_stored(engine)
     stream, spliced, splice = chat.stream(LONG, PARAMS), [], engine.connector.splice
     engine.connector.splice = lambda *arguments: (spliced.append(splice(*arguments)), spliced[-1])[1]
-    with failing_to_store(monkeypatch, engine), monkeypatch.context() as patch:
+    with failing_to_store(engine), ExitStack() as faults:
         if end == "step fails":
-            patch.setattr(engine.loop.runner, "launch", lambda _: (_ for _ in ()).throw(RuntimeError("injected")))
+            faults.enter_context(before_each_step(engine, fail))
         if end == "no token":
-            patch.setattr(engine.core, "submit_all", ended_at_once(engine))
+            faults.enter_context(ending_at_once(engine))
         if end == "no token":
             list(stream)
         else:
@@ -195,11 +197,11 @@ def test_a_truncating_turn_that_is_not_stored_leaves_no_reused_kv(engine, monkey
     assert nothing_is_left(engine)
 
 
-def test_a_truncating_turn_can_be_tried_again(engine, monkeypatch):
+def test_a_truncating_turn_can_be_tried_again(engine):
     chat = engine.chat("one", system=SYSTEM)
     fill(chat)
     text = LONG
-    with failing_to_store(monkeypatch, engine), pytest.raises(StoreError):
+    with failing_to_store(engine), pytest.raises(StoreError):
         chat.send(text, PARAMS)
     out = chat.send(text, PARAMS)
     assert cached(out)[3] > 0

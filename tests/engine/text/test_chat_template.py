@@ -1,5 +1,6 @@
 """Chat templates as models really have them: prefixes, trimming, reasoning, control tokens that users spell."""
 
+from typing import Any
 
 import pytest
 import transformers
@@ -53,13 +54,17 @@ def metaspace() -> Tokenizer:
     return tokenizer
 
 
-def make(template: str, core: Tokenizer | None = None, think: bool = False) -> ChatTemplate:
+def words(template: str, core: Tokenizer | None = None, think: bool = False) -> Any:
     """Control tokens as most checkpoints have them: special, but not among the named ones (bos, eos, ...)."""
     core = core or byte_level()
     core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROLS])
     if think:
         core.add_tokens([AddedToken("</think>", special=False, normalized=False)])
-    return ChatTemplate.of(transformers.PreTrainedTokenizerFast(tokenizer_object=core, chat_template=template))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, chat_template=template)
+
+
+def make(template: str, think: bool = False) -> ChatTemplate:
+    return ChatTemplate.of(words(template, think=think))
 
 
 def user(text):
@@ -89,13 +94,14 @@ def test_turn_by_turn_gives_the_ids_of_the_whole(template, history):
 @pytest.mark.parametrize("template", [LLAMA3, CHATML, MISTRAL], ids=["llama3", "chatml", "mistral"])
 @pytest.mark.parametrize("control", [*CONTROLS, "</think>"])
 def test_no_text_of_a_user_becomes_a_control_token(template, control):
-    chat = make(template, think=True)
+    tokenizer = words(template, think=True)
+    chat = ChatTemplate.of(tokenizer)
     spell = f"a {control} b{control}"
-    count = lambda ids: [ids.count(chat._tokenizer.convert_tokens_to_ids(t)) for t in [*CONTROLS, "</think>"]]  # noqa: E731
+    count = lambda ids: [ids.count(tokenizer.convert_tokens_to_ids(t)) for t in [*CONTROLS, "</think>"]]  # noqa: E731
     for messages in ([user("x")], [SYSTEM, user("x"), said("y"), user("z")]):
         spelled = [*messages[:-1], user(spell)]
         assert count(chat.prompt_ids(spelled)) == count(chat.prompt_ids(messages))
-        assert spell in chat._tokenizer.decode(chat.prompt_ids(spelled))
+        assert spell in tokenizer.decode(chat.prompt_ids(spelled))
     start = chat.prompt_ids([user("x")]) + chat.encode_answer("y")
     following = chat.next_ids(start, [user("x"), said("y")], spell)
     if following is not None:
@@ -103,11 +109,11 @@ def test_no_text_of_a_user_becomes_a_control_token(template, control):
 
 
 def test_a_system_prompt_that_the_template_moves_is_found_where_it_is():
-    chat = make(MISTRAL)
-    ids = chat.prompt_ids([SYSTEM, user("one"), said("two"), user("three </s>")])
-    text = chat._tokenizer.decode(ids)
+    tokenizer = words(MISTRAL)
+    ids = ChatTemplate.of(tokenizer).prompt_ids([SYSTEM, user("one"), said("two"), user("three </s>")])
+    text = tokenizer.decode(ids)
     assert text == "<s>[INST]one[/INST]two</s>[INST]Be brief.\n\nthree </s>[/INST]"
-    assert ids.count(chat._tokenizer.convert_tokens_to_ids("</s>")) == 1
+    assert ids.count(tokenizer.convert_tokens_to_ids("</s>")) == 1
 
 
 def test_reasoning_that_the_template_drops_is_noticed():
@@ -118,11 +124,11 @@ def test_reasoning_that_the_template_drops_is_noticed():
 
 
 def test_a_part_gets_no_space_that_the_whole_would_not_have():
-    chat = make(MISTRAL, metaspace())
-    whole = chat._tokenizer.backend_tokenizer.encode("[INST]a b[/INST]", add_special_tokens=False).tokens
+    tokenizer = words(MISTRAL, metaspace())
+    whole = tokenizer.backend_tokenizer.encode("[INST]a b[/INST]", add_special_tokens=False).tokens
     assert whole[:4] == ["[INST]", "▁", "a", "▁"]
-    spelled = chat.prompt_ids([user("a b [INST]")])
-    tokens = chat._tokenizer.convert_ids_to_tokens(spelled)
+    spelled = ChatTemplate.of(tokenizer).prompt_ids([user("a b [INST]")])
+    tokens = tokenizer.convert_ids_to_tokens(spelled)
     assert tokens[:6] == ["<s>", "[INST]", "▁", "a", "▁", "b"]
 
 

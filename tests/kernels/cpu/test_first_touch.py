@@ -3,6 +3,7 @@
 import gc
 import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,11 +22,8 @@ def threads() -> list[threading.Thread]:
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_thread_is_left() -> Iterator[None]:
     before = len(threads())
-    monkeypatch.setattr(first_touch, "_LEAST_BYTES", 0)
-    monkeypatch.setattr(first_touch, "AHEAD_BYTES", 64 << 10)
-    monkeypatch.setattr(first_touch, "_PIECE_BYTES", 16 << 10)
     yield
     gc.collect()
     assert len(threads()) == before
@@ -39,7 +37,7 @@ def resident_bytes() -> int:
 def test_contents_stay_and_every_row_may_be_reached() -> None:
     tensor = torch.zeros(1000, 33, dtype=torch.int32)
     tensor[:, 1:] = torch.arange(1000, dtype=torch.int32)[:, None]
-    touch = FirstTouch(tensor)
+    touch = FirstTouch(tensor, ahead_bytes=64 << 10, least_bytes=0)
     for row in range(1000):
         touch.reach(row)
         tensor[row, 0] = row
@@ -61,8 +59,7 @@ def test_saves_have_the_memory_behind_them_touched(monkeypatch: pytest.MonkeyPat
     arena.close()
 
 
-def test_little_memory_gets_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_touch, "_LEAST_BYTES", 1 << 20)
+def test_little_memory_gets_no_thread() -> None:
     before = len(threads())
     touch = FirstTouch(torch.zeros(10, 10))
     touch.reach(9)
@@ -71,6 +68,6 @@ def test_little_memory_gets_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_tensors_outlive_their_thread() -> None:
     for _ in range(20):
-        touch = FirstTouch(torch.zeros(4096, 4096, dtype=torch.uint8))
+        touch = FirstTouch(torch.zeros(4096, 4096, dtype=torch.uint8), least_bytes=0)
         touch.reach(3000)
         del touch

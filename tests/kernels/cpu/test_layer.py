@@ -15,6 +15,8 @@ from kvstore.kernels.cpu import layer as layer_native
 from kvstore.kernels.cpu import native
 from kvstore.kernels.cpu.layer import max_rows, native_product, native_rms_norm, num_columns
 from tests.support.models import make_model
+from tests.support.native import no_compiler
+from tests.support.packed import small_weights_packed
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -119,17 +121,18 @@ def test_tiles_of_onednn_stay_as_they_were():
     weight, bias = linear(256, 128)
     packed = PackedLinear(weight, bias)
     rows = [random_rows(1, count, 256, seed=count) for count in (1, 16, 17, 32, 5, 100, 40)]
-    expected = [packed._linear(x, packed.packed, packed.bias, "none", [], "") for x in rows]
+    native_one, packed.native = packed.native, None
+    expected = [packed(x) for x in rows]
     for _ in range(3):
         for x, wanted in zip(rows, expected, strict=True):
-            packed.native(x)
-            again = packed._linear(x, packed.packed, packed.bias, "none", [], "")
-            assert torch.equal(again, wanted)
+            native_one(x)
+            assert torch.equal(packed(x), wanted)
 
 
 @pytest.fixture
-def small_weights_are_packed(monkeypatch):
-    monkeypatch.setattr(packing, "MIN_BFLOAT16_ELEMENTS", 0)
+def small_weights_are_packed():
+    with small_weights_packed():
+        yield
 
 
 def lean_layers_of(name):
@@ -166,21 +169,21 @@ def test_a_layer_is_that_of_onednn(name, num_rows):
         assert not torch.equal(found, x)
 
 
-def norms(dtype, width, wide, monkeypatch):
+def norms(dtype, width, wide):
     """The same norm in C and in torch."""
     weight = torch.linspace(-2, 2, width).to(dtype)
     scale = 1.0 + weight.float() if wide else weight
     made = FusedRMSNorm(nn.Parameter(weight, requires_grad=False), scale, 1e-5, wide)
-    monkeypatch.setattr(native, "library", lambda: None)
-    return made, FusedRMSNorm(made.weight, scale, 1e-5, wide)
+    with no_compiler():
+        return made, FusedRMSNorm(made.weight, scale, 1e-5, wide)
 
 
 @needs_compiler
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [8, 64, 100, 768])
-def test_norms_in_c_are_those_of_torch(width, dtype, wide, monkeypatch):
-    ours, twin = norms(dtype, width, wide, monkeypatch)
+def test_norms_in_c_are_those_of_torch(width, dtype, wide):
+    ours, twin = norms(dtype, width, wide)
     assert ours.native is not None and twin.native is None
     generator = torch.Generator().manual_seed(3)
     for num_rows in (1, 7, 300):
@@ -196,15 +199,15 @@ def test_norms_in_c_are_those_of_torch(width, dtype, wide, monkeypatch):
 
 
 @needs_compiler
-def test_norms_of_other_inputs_are_left_to_torch(monkeypatch):
-    ours, twin = norms(torch.bfloat16, 32, False, monkeypatch)
+def test_norms_of_other_inputs_are_left_to_torch():
+    ours, twin = norms(torch.bfloat16, 32, False)
     x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1))
     for other in (x[..., :32], x[0].bfloat16()[:, :32], x.bfloat16()[..., ::2]):
         assert ours.native(other) is None
         assert torch.equal(ours(other), twin(other))
 
 
-def test_without_c_there_is_no_native_norm(monkeypatch):
+def test_without_c_there_is_no_native_norm():
     assert native_rms_norm(torch.ones(8).half(), torch.half, 1e-5, False) is None
-    monkeypatch.setattr(native, "library", lambda: None)
-    assert native_rms_norm(torch.ones(8), torch.float32, 1e-5, False) is None
+    with no_compiler():
+        assert native_rms_norm(torch.ones(8), torch.float32, 1e-5, False) is None

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from kvstore.kernels import attention_torch
 from kvstore.kernels.cpu import layer as layer_native
-from kvstore.kernels.cpu import prefill as prefill_native
 from kvstore.kernels.cpu.prefill import prefill
 from kvstore.kernels.paged_batch import Scoring
+from tests.support.packed import without_tiles
 from tests.support.paged import Paged
 
 TOLERANCE = 0.02  # weights and values are bfloat16 and the values about 1
@@ -132,7 +132,9 @@ def test_what_c_does_not_know_is_left_to_torch():
     assert bool((out == 7).all())
 
 
-def test_without_them_torch_computes_it(monkeypatch):
-    monkeypatch.setattr(prefill_native, "_library", lambda: None)
-    job = Job([20], [50])
-    torch.testing.assert_close(job.attend(), job.exact(), atol=TOLERANCE, rtol=TOLERANCE)
+def test_without_them_torch_computes_it():
+    patch, job = without_tiles(), Job([20], [50])
+    try:
+        torch.testing.assert_close(job.attend(), job.exact(), atol=TOLERANCE, rtol=TOLERANCE)
+    finally:
+        patch.undo()

@@ -15,12 +15,14 @@ import torch
 
 from kvstore.kernels.cpu import native
 from kvstore.kernels.cpu.threads import FEW_ROWS, Team, bind_threads
+from tests.support.native import no_compiler
 from tests.support.waiting import wait_until
 
+PROCESSORS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []  # before any test binds us
+ON_TWO = f"import os\nos.sched_setaffinity(0, {PROCESSORS[:2]})\n"
 BOUND = """
-import json, os, threading, torch
+import json, threading, torch
 from kvstore.kernels.cpu.threads import bind_threads
-os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
 wait, started = threading.Event(), threading.Event()
 other = threading.Thread(target=lambda: (started.set(), wait.wait()), daemon=True)
 other.start(); started.wait()
@@ -34,21 +36,25 @@ assert torch.equal(a, b)
 """
 
 needs_processors = pytest.mark.skipif(
-    native.library() is None or not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2,
-    reason="needs a compiler and two processors",
+    native.library() is None or len(PROCESSORS) < 2, reason="needs a compiler and two processors"
 )
+
+
+def on_two_processors(code, env=None):
+    """What Python code prints in a process of its own, wherever an earlier test has bound this thread."""
+    command = [sys.executable, "-c", ON_TWO + code]
+    return json.loads(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout)
 
 
 def bound(num_threads, **environment):
     env = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
     env |= {"THREADS": str(num_threads), **environment}
-    done = subprocess.run([sys.executable, "-c", BOUND], env=env, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+    return on_two_processors(BOUND, env)
 
 
 @needs_processors
 def test_two_threads_get_a_processor_each():
-    cpus = sorted(os.sched_getaffinity(0))[:2]
+    cpus = PROCESSORS[:2]
     done, caller, other, alone = bound(2)
     assert done and caller == cpus[:1] and other == cpus
     assert sorted(alone) == [[cpu] for cpu in cpus]
@@ -57,14 +63,14 @@ def test_two_threads_get_a_processor_each():
 @needs_processors
 @pytest.mark.parametrize("environment", [{}, {"OMP_PROC_BIND": "false"}])
 def test_nothing_is_bound_where_it_is_not_ours_to_choose(environment):
-    cpus = sorted(os.sched_getaffinity(0))[:2]
+    cpus = PROCESSORS[:2]
     done, caller, _, alone = bound(2 if environment else 3, **environment)
     assert not done and caller == cpus and not alone
 
 
-def test_without_a_compiler_nothing_is_bound(monkeypatch):
-    monkeypatch.setattr(native, "library", lambda: None)
-    assert not bind_threads({})
+def test_without_a_compiler_nothing_is_bound():
+    with no_compiler():
+        assert not bind_threads({})
     assert torch.get_num_threads() >= 1
 
 
@@ -104,9 +110,11 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    return Clock(0.5)
+def clock():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield Clock(0.5)
+    torch.set_num_threads(before)
 
 
 def test_beside_other_work_one_thread_takes_steps_of_few_rows(clock):
@@ -130,8 +138,8 @@ def test_where_nothing_is_counted_all_threads_compute(clock):
     assert not any(clock.step(1) for _ in range(100)) and set(clock.used) == {2}
 
 
-def test_more_threads_than_two_decode_beside_other_work_as_ever(clock, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+def test_more_threads_than_two_decode_beside_other_work_as_ever(clock):
+    torch.set_num_threads(8)
     assert not any(clock.step(1) for _ in range(100)) and not clock.team.is_crowded
 
 
@@ -161,7 +169,7 @@ def test_all_threads_are_there_again_after_a_step_that_failed():
 @needs_processors
 def test_a_thread_that_we_have_not_bound_stays_where_its_owner_put_it():
     """Not even where the one that stepped before it roamed, or has ended."""
-    cpus = sorted(os.sched_getaffinity(0))
+    cpus = PROCESSORS
     team = crowded_team()
 
     def step(num_rows, cpu):
@@ -180,7 +188,7 @@ def test_a_thread_that_we_have_not_bound_stays_where_its_owner_put_it():
 
 @needs_processors
 def test_a_bound_thread_roams_until_its_user_moves_it():
-    first, second = sorted(os.sched_getaffinity(0))[:2]
+    first, second = PROCESSORS[:2]
 
     def places():
         os.sched_setaffinity(0, {first, second})
@@ -205,14 +213,12 @@ def test_a_bound_thread_roams_until_its_user_moves_it():
 
 @needs_processors
 def test_busy_processes_on_our_processors_are_noticed():
-    done = subprocess.run([sys.executable, "-c", CROWDED], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [True, 1, 2, 2, 1], "crowded, alone, then all; free to roam, then bound"
+    assert on_two_processors(CROWDED) == [True, 1, 2, 2, 1], "crowded, alone, then all; free to roam, then bound"
 
 
 CROWDED = """
-import json, os, subprocess, sys, time, torch
+import json, subprocess, sys, time, torch
 from kvstore.kernels.cpu.threads import PATIENCE_S, Team, bind_threads
-os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
 torch.set_num_threads(2)
 busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
 try:
@@ -235,16 +241,14 @@ finally:
 
 @needs_processors
 def test_who_rests_has_no_helper_and_gets_a_bound_one_again():
-    done = subprocess.run([sys.executable, "-c", RESTING], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [1, 0, 1, 0, True]
+    assert on_two_processors(RESTING) == [1, 0, 1, 0, True]
 
 
 RESTING = """
-import json, os, threading, torch
+import json, threading, torch
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from kvstore.kernels.cpu.threads import Team
-os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
 torch.set_num_threads(2)
 team, x, cpus = Team(), torch.ones(300, 300), []
 

@@ -10,6 +10,7 @@ from kvstore.kernels.cpu import native
 from kvstore.kernels.cpu.decode import rotate_and_write
 from kvstore.rope.rotary import Style
 from tests.kernels.test_write_kv import Step, check
+from tests.support.native import no_compiler
 from tests.support.rotations import rotation
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -62,7 +63,7 @@ def test_what_c_does_not_know_is_left_to_torch(what):
             write_kv.rotate_and_write(step.query, step.key, step.value, *caches, step.slots, turn)
 
 
-def test_without_a_compiler_torch_does_it(monkeypatch):
+def test_without_a_compiler_torch_does_it():
     step = Step(20, (6, 2, 64), torch.bfloat16)
-    monkeypatch.setattr(native, "library", lambda: None)
-    check(step, halves(step), write_kv.rotate_and_write)
+    with no_compiler():
+        check(step, halves(step), write_kv.rotate_and_write)

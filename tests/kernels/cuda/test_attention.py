@@ -5,7 +5,7 @@ import torch
 
 from kvstore.kernels.attention import attend_paged
 from kvstore.kernels.paged_batch import DeviceBatch, PagedBatch, Scoring
-from tests.support.paged import Paged
+from tests.support.paged import Paged, without_foreign_kernels
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 NAN = float("nan")
@@ -48,7 +48,7 @@ HEADS = [(2, 2, 16), (4, 1, 64), (7, 1, 16), (14, 2, 80)]
 
 @pytest.fixture(autouse=True)
 def no_foreign_kernels(monkeypatch):
-    monkeypatch.setattr("kvstore.kernels.attention._foreign_prefill", lambda setting: None)
+    without_foreign_kernels(monkeypatch)
 
 
 @pytest.fixture

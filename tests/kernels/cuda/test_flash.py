@@ -76,12 +76,12 @@ def install(monkeypatch):
             setattr(package, getattr(function, "named", function.__name__), function)
             monkeypatch.setitem(sys.modules, name, package)
         attention_flash.module.cache_clear()
-        attention._foreign_prefill.cache_clear()
+        attention.foreign_prefill.cache_clear()
 
     put()
     yield put
     attention_flash.module.cache_clear()
-    attention._foreign_prefill.cache_clear()
+    attention.foreign_prefill.cache_clear()
 
 
 def setting(block_size=16, dtype=torch.float16, scoring=None):
@@ -101,7 +101,7 @@ def test_decodes_by_triton_and_the_rest_by_others_equal_reference(kernel_device,
 
 
 def test_each_is_used_for_what_it_can(install):
-    find, chosen = attention._foreign_prefill, attention_flash
+    find, chosen = attention.foreign_prefill, attention_flash
     capped = setting(256, scoring=Scoring(0.25, softcap=2.0))
     assert find(setting()) is None
     install(TORCH)
@@ -141,7 +141,7 @@ ignores_the_window.named = "flash_attn_with_kvcache"
 
 def test_what_does_not_work_here_is_not_used(install):
     """A build for other cards refuses, an older one has other arguments, and one may compute something else."""
-    find = attention._foreign_prefill
+    find = attention.foreign_prefill
     for error in (RuntimeError("only supports Hopper"), TypeError("unexpected keyword"), AssertionError("no")):
         install(("flash_attn_interface", broken(error)), TORCH)
         assert find(setting()) is attention_flash.torch_varlen
@@ -157,7 +157,7 @@ def test_a_package_whose_import_fails_is_as_good_as_none(install, tmp_path, monk
     install(TORCH)
     monkeypatch.delitem(sys.modules, "flash_attn_interface")
     monkeypatch.syspath_prepend(tmp_path)
-    assert attention._foreign_prefill(setting()) is attention_flash.torch_varlen
+    assert attention.foreign_prefill(setting()) is attention_flash.torch_varlen
     assert "flash_attn_interface is installed but cannot be used (libcudart.so.11: cannot open)" in caplog.text
 
 
@@ -174,6 +174,6 @@ def test_torch_takes_what_the_stand_in_takes():
 @pytest.mark.parametrize("block_size", [16, 256])
 @pytest.mark.parametrize("name", ["plain", "window", "softcap"])
 def test_what_is_installed_here_computes_the_same(block_size, name):
-    attention._foreign_prefill.cache_clear()
+    attention.foreign_prefill.cache_clear()
     requests = [(700, 1), (1500, 1500), (3000, 40)]
     Case(requests, "cuda", (32, 8, 128), block_size, torch.bfloat16).check(scoring(name, 32, "cuda"))

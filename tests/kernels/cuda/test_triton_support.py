@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import sys
 from unittest import mock
 
 import pytest
@@ -45,21 +46,23 @@ def nothing_is_remembered():
 def test_triton_that_launches_nothing_is_left_alone_and_said_so(monkeypatch, caplog):
     zeros = torch.zeros
 
-    def fails(*_):
-        raise RuntimeError("Failed to find C compiler.\nmore")
+    outcomes = iter([RuntimeError("Failed to find C compiler.\nmore"), None])
+
+    def write(*_):
+        if (error := next(outcomes)) is not None:
+            raise error
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "zeros", lambda *shape, device, **kwargs: zeros(*shape, **kwargs))
-    monkeypatch.setattr("kvstore.kernels.cuda.kv.write", fails)
+    monkeypatch.setattr("kvstore.kernels.cuda.kv.write", write)
     with caplog.at_level(logging.WARNING):
         assert not has_triton()
     assert "Failed to find C compiler." in caplog.text and "more" not in caplog.text
     has_triton.cache_clear()
-    monkeypatch.setattr("kvstore.kernels.cuda.kv.write", lambda *_: None)
     assert has_triton()
 
 
 @pytest.mark.usefixtures("nothing_is_remembered")
 def test_without_the_package_there_is_none(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "triton", None)  # as the import system notes a package that is not there
     assert not has_triton()

@@ -6,10 +6,10 @@ import pytest
 
 from kvstore.admin.offline import OfflineStore, stored_capacity
 from kvstore.disk.directory import StoreDirectory, read_lock_info
-from kvstore.disk.tier import DiskTier
 from kvstore.errors import ConfigError, DegradedError, StoreError, StoreLockedError
 from kvstore.sessions.record import SessionKey
 from kvstore.sessions.store import open_sessions
+from tests.support.faults import disk_that
 from tests.support.store.small_store import (
     CAPACITY_BYTES,
     MODELS,
@@ -236,12 +236,11 @@ def test_an_owned_store_is_locked_and_a_closed_one_is_free(store):
     assert read_lock_info(store.path) is None
 
 
-def test_a_disk_that_cannot_be_written(store, monkeypatch):
+def test_a_disk_that_cannot_be_written(store):
     def full(*_):
         return type("Outcome", (), {"error": "i/o error"})
 
-    monkeypatch.setattr(DiskTier, "write", full)
-    with pytest.raises(DegradedError, match="i/o error"):
+    with disk_that(write=full), pytest.raises(DegradedError, match="i/o error"):
         evict(store, all=True)
 
 

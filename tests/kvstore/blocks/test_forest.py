@@ -4,35 +4,9 @@ import random
 
 import pytest
 
-from kvstore.blocks.forest import MAX_ENDS, EvictionTree
-from kvstore.policy.conversation import Conversation
-
-
-class ByValue:
-    """An order by a value that the test gives: the smallest goes first."""
-
-    def __init__(self) -> None:
-        self.values: dict[int, float] = {}
-        self.members: set[Conversation] = set()
-
-    def add(self, conversation):
-        self.members.add(conversation)
-
-    def discard(self, conversation):
-        self.members.discard(conversation)
-
-    def __contains__(self, conversation):
-        return conversation in self.members
-
-    def value(self, conversation):
-        return self.values.get(conversation.number, conversation.number), conversation.use
-
-    def first(self):
-        return min(self.members, key=self.value, default=None)
-
-
-def talk(number: int, use: int = 0) -> Conversation:
-    return Conversation(number, number, 0.0, 0.0, use)
+from kvstore.blocks.ends import MAX_ENDS
+from kvstore.blocks.forest import EvictionTree
+from tests.support.orders import ByValue, talk
 
 
 @pytest.fixture
@@ -47,7 +21,7 @@ def held():
 
 @pytest.fixture
 def tree(order, held):
-    return EvictionTree(order, held.__contains__)
+    return EvictionTree(order, lambda key: key not in held)
 
 
 def grow(tree, names, conversation, parent=None):
@@ -91,26 +65,14 @@ def test_an_answer_that_was_left_for_another_branch_keeps_its_place(tree):
     assert found[0] == "b0" and found[-2:] == ["a1", "a0"] and set(found[1:3]) == {"a2", "x2"}
 
 
-def test_choices_that_grow_in_turn_do_not_multiply(tree):
-    a = talk(1)
-    tree.add("p", None, a)
-    left, right = "p", "p"
-    for i in range(50):
-        tree.add(f"l{i}", left, a)
-        tree.add(f"r{i}", right, a)
-        left, right = f"l{i}", f"r{i}"
-    assert len(tree._end_of) == 2
-    tree.check_integrity()
-
-
 def test_pinned_blocks_are_passed_over_and_come_back(tree):
     grow(tree, "a0 a1 a2", talk(1))
     grow(tree, "b0 b1", talk(2))
     grow(tree, "n0", None)
     pinned = {"a1", "n0"}
-    assert tree.take(100, lambda _: 10, pinned.__contains__) == ["a2", "b1", "b0"]
+    assert tree.evict(100, lambda _: 10, pinned.__contains__) == ["a2", "b1", "b0"]
     tree.check_integrity()
-    assert tree.take(11, lambda _: 10, lambda _: False) == ["n0", "a1"]
+    assert tree.evict(11, lambda _: 10, lambda _: False) == ["n0", "a1"]
     tree.check_integrity()
 
 
@@ -121,22 +83,14 @@ def test_a_parent_may_come_after_its_children_and_go_before_them(tree):
     tree.check_integrity()
     tree.remove("a0")
     tree.check_integrity()
-    assert tree.has_children("a0") and tree.next() == "a1"
+    assert "a0" in tree.links.children_of and tree.next() == "a1"
     tree.add("a0", "root", None)
     assert drained(tree) == ["a1", "a0"]
 
 
-def test_from_tails_climbs_while_no_other_child_is_left(tree):
-    grow(tree, "s0 s1 a0 a1", talk(1))
-    grow(tree, "b0", talk(2), parent="s1")
-    assert list(tree.from_tails(["a1", "b0"], lambda _: True)) == ["a1", "a0", "b0", "s1", "s0"]
-    assert list(tree.from_tails(["a1", "b0"], lambda key: key != "a0")) == ["a1", "b0"]
-
-
-def test_descendants_end_in_a_forged_loop(tree):
+def test_a_forged_loop_is_never_next(tree):
     tree.add("a", "b", None)
     tree.add("b", "a", None)
-    assert sorted(tree.descendants("a")) == ["a", "b"]
     assert tree.next() is None
     tree.remove("a")
     tree.check_integrity()
@@ -146,20 +100,20 @@ def test_descendants_end_in_a_forged_loop(tree):
 def test_random_changes(seed):
     """What goes next is an unheld leaf, and no other unheld leaf is worth less."""
     rng, order, held = random.Random(seed), ByValue(), set()
-    tree = EvictionTree(order, held.__contains__)
+    tree = EvictionTree(order, lambda key: key not in held)
     talks, num = [talk(n) for n in range(6)], 0
 
     def path(key):
         found = [key]
-        while (parent := tree.parent(found[-1])) in tree:
+        while (parent := tree.links.parents.get(found[-1])) in tree:
             found.append(parent)
         return found[::-1]
 
     def worth(key):
-        return max((order.value(one) for one in tree.conversations(key)), default=(-1.0, 0))
+        return max((order.value(one) for one in tree.ends.conversations(key)), default=(-1.0, 0))
 
     for _ in range(400):
-        keys, action = sorted(tree._keys), rng.random()
+        keys, action = sorted(tree.links.keys), rng.random()
         if action < 0.45:
             num += 1
             parent = rng.choice(keys) if keys and rng.random() < 0.85 else None
@@ -177,7 +131,7 @@ def test_random_changes(seed):
         elif action < 0.75:
             order.values[rng.randrange(6)] = rng.random() * 10
         else:
-            free = [key for key in keys if key not in held and not tree.has_children(key)]
+            free = [key for key in keys if key not in held and key not in tree.links.children_of]
             expected = min((worth(key) for key in free), default=None)
             key = tree.next()
             assert (key is None) == (expected is None)
@@ -186,11 +140,11 @@ def test_random_changes(seed):
                 tree.remove(key)
         tree.check_integrity()
     held.clear()
-    for key in sorted(tree._keys):
+    for key in sorted(tree.links.keys):
         tree.rest(key)
-    left = len(tree._keys)
+    left = len(tree.links.keys)
     assert len(drained(tree)) == left
-    assert not tree._keys and not tree._end_of and not order.members
+    assert not tree.links.keys and not tree.ends.block_of and not order.members
 
 
 def test_very_many_conversations_behind_one_head_take_no_room(tree, order):
@@ -202,18 +156,8 @@ def test_very_many_conversations_behind_one_head_take_no_room(tree, order):
         tree.remove(number)
         order.values[number] = -number  # worth less and less, but of use later and later
     tree.check_integrity()
-    assert tree.has_children("s") is False and len(tree._end_of) == MAX_ENDS
-    assert {one.number for one in tree.conversations("s")} == set(range(400 - MAX_ENDS, 400))
-
-
-def test_of_too_many_claims_wanted_and_pinned_ones_stay(tree):
-    tree.add("s", None, None)
-    for number in range(1, 100):
-        person = talk(number, use=number)
-        person.wanted = (0, 0) if number == 3 else None
-        person.pinned_until_s = 9.0 if number == 5 else 0.0
-        tree.claim(person, ["s"])
-    assert {one.number for one in tree.conversations("s")} >= {3, 5}
+    assert "s" not in tree.links.children_of and len(tree.ends.block_of) == MAX_ENDS
+    assert {one.number for one in tree.ends.conversations("s")} == set(range(400 - MAX_ENDS, 400))
 
 
 def test_the_branch_that_goes_on_has_the_value_of_its_conversation(tree, order):
@@ -228,15 +172,6 @@ def test_the_branch_that_goes_on_has_the_value_of_its_conversation(tree, order):
     grow(tree, "l2", a, parent="l1")
     tree.check_integrity()
     assert drained(tree) == ["r1", "r0", "b0", "l2", "l1", "l0", "p"]
-
-
-def test_a_copy_keeps_no_pin(tree):
-    a = talk(1)
-    a.pinned_until_s = 100.0
-    grow(tree, "p l", a)
-    grow(tree, "r", a, parent="p")
-    (copy,) = tree.conversations("l")
-    assert copy is not a and copy.pinned_until_s == 0.0 and copy.branch < 0
 
 
 def test_a_linked_head_goes_after_its_splice(tree):

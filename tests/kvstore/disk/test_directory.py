@@ -10,6 +10,7 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from unittest import mock
 
 import lmdb
 import pytest
@@ -280,26 +281,36 @@ def test_files_are_ours_alone_and_a_clean_stop_is_marked(tmp_path):
     assert not (path / "clean").exists()
 
 
-def test_the_structure_is_checked_where_it_may_be_bad(tmp_path, monkeypatch):
-    path = tmp_path / "env"
-    checked = []
-    monkeypatch.setattr(disk_check, "verify_structure", lambda data_file: checked.append(data_file))
-    open_environment(path, MAP_BYTES).close()
-    assert checked == []  # there was nothing yet
-    open_environment(path, MAP_BYTES, verify_below_bytes=0).close(clean=False)
-    assert checked == []  # large, and closed cleanly
-    open_environment(path, MAP_BYTES, verify_below_bytes=0).close()
-    assert len(checked) == 1  # not closed cleanly
-    open_environment(path, MAP_BYTES).close()
-    assert len(checked) == 2  # small: it costs nothing
-    (path / "clean").write_text('{"file_bytes": 1, "txn_id": 1}')
-    open_environment(path, MAP_BYTES, verify_below_bytes=0).close()
-    assert len(checked) == 3  # the mark is of another state
-    with open(path / "data.mdb", "r+b") as file:
-        file.truncate(os.fstat(file.fileno()).st_size - 1)
-    disk_check.mark_clean(path)
-    open_environment(path, MAP_BYTES, verify_below_bytes=0).close(clean=False)
-    assert len(checked) == 4  # shorter than it says
+def verifier_that(folder, does):
+    """In here the structure of a file is verified by this program."""
+    (folder / "walker.py").write_text(does)
+    return mock.patch.object(disk_check, "WALKER", str(folder / "walker.py"))
+
+
+def test_the_structure_is_checked_where_it_may_be_bad(tmp_path):
+    path, log = tmp_path / "env", tmp_path / "checked"
+    log.touch()
+
+    def num_checked() -> int:
+        return len(log.read_text())
+
+    with verifier_that(tmp_path, f"open({str(log)!r}, 'a').write('1')"):
+        open_environment(path, MAP_BYTES).close()
+        assert num_checked() == 0  # there was nothing yet
+        open_environment(path, MAP_BYTES, verify_below_bytes=0).close(clean=False)
+        assert num_checked() == 0  # large, and closed cleanly
+        open_environment(path, MAP_BYTES, verify_below_bytes=0).close()
+        assert num_checked() == 1  # not closed cleanly
+        open_environment(path, MAP_BYTES).close()
+        assert num_checked() == 2  # small: it costs nothing
+        (path / "clean").write_text('{"file_bytes": 1, "txn_id": 1}')
+        open_environment(path, MAP_BYTES, verify_below_bytes=0).close()
+        assert num_checked() == 3  # the mark is of another state
+        with open(path / "data.mdb", "r+b") as file:
+            file.truncate(os.fstat(file.fileno()).st_size - 1)
+        disk_check.mark_clean(path)
+        open_environment(path, MAP_BYTES, verify_below_bytes=0).close(clean=False)
+        assert num_checked() == 4  # shorter than it says
 
 
 def test_an_environment_is_opened_once(tmp_path):
@@ -434,39 +445,33 @@ def test_quarantines_do_not_collide(tmp_path):
     assert [place.read_text() for place in places] == ["0", "1", "2"]
 
 
-def test_a_verifier_that_is_missing_is_not_damage(tmp_path, monkeypatch):
+def test_a_verifier_that_is_missing_is_not_damage(tmp_path):
     path = tmp_path / "env"
     values = fill(path)
-    (tmp_path / "walker.py").write_text("import sys; sys.exit(70)")
-    monkeypatch.setattr(disk_check, "WALKER", str(tmp_path / "walker.py"))
-    with pytest.raises(StoreError, match="install lmdb"):
+    with verifier_that(tmp_path, "import sys; sys.exit(70)"), pytest.raises(StoreError, match="install lmdb"):
         open_environment(path, MAP_BYTES)
-    monkeypatch.undo()
     environment = open_environment(path, MAP_BYTES)
     assert content(environment) == values
     environment.close()
 
 
-def test_a_verifier_that_dies_means_damage(tmp_path, monkeypatch):
+def test_a_verifier_that_dies_means_damage(tmp_path):
     path = tmp_path / "env"
     fill(path)
-    (tmp_path / "walker.py").write_text("import os; os.kill(os.getpid(), 11)")
-    monkeypatch.setattr(disk_check, "WALKER", str(tmp_path / "walker.py"))
-    with pytest.warns(RuntimeWarning, match="status -11"):
+    dies = verifier_that(tmp_path, "import os; os.kill(os.getpid(), 11)")
+    with dies, pytest.warns(RuntimeWarning, match="status -11"):
         open_environment(path, MAP_BYTES).close()
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGKILL"])
-def test_a_verifier_that_is_ended_from_outside_says_nothing_about_the_file(tmp_path, monkeypatch, name):
+def test_a_verifier_that_is_ended_from_outside_says_nothing_about_the_file(tmp_path, name):
     path = tmp_path / "env"
     values = fill(path)
     # A background job ignores SIGINT.
     reset = "" if name == "SIGKILL" else f"signal.signal(signal.{name}, signal.SIG_DFL); "
-    (tmp_path / "walker.py").write_text(f"import os, signal; {reset}os.kill(os.getpid(), signal.{name})")
-    with monkeypatch.context() as patch:
-        patch.setattr(disk_check, "WALKER", str(tmp_path / "walker.py"))
-        with pytest.raises(StoreError, match=f"was ended by {name} from outside; nothing was changed"):
-            open_environment(path, MAP_BYTES)
+    ended = verifier_that(tmp_path, f"import os, signal; {reset}os.kill(os.getpid(), signal.{name})")
+    with ended, pytest.raises(StoreError, match=f"was ended by {name} from outside; nothing was changed"):
+        open_environment(path, MAP_BYTES)
     environment = open_environment(path, MAP_BYTES)
     assert content(environment) == values
     environment.close()

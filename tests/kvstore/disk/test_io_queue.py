@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import pytest
 
-import kvstore.disk.io_queue
 from kvstore.blocks.records import BlockRecord, ReadResult
 from kvstore.disk.io_queue import (
     AS_HINT,
@@ -19,7 +18,7 @@ from kvstore.disk.io_queue import (
     WriteDone,
     rank_of_request,
 )
-from tests.support.waiting import wait_until
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 
 def record(number: int) -> BlockRecord:
@@ -74,29 +73,28 @@ def made():
     queue = IoQueue(disk, woken.release, num_readers=2, batch_wait_s=0.01, batch_bytes=300)
     yield disk, queue, woken
     disk.gate.set()
-    assert queue.close(5.0)
+    assert queue.close(TIMEOUT_S)
 
 
 def collect(queue: IoQueue, woken: threading.Semaphore, count: int) -> list:
     done = []
     while len(done) < count:
-        assert woken.acquire(timeout=5)
+        assert woken.acquire(timeout=TIMEOUT_S)
         done += queue.completed()
     return done
 
 
 def test_writes_are_batched_by_bytes_and_all_arrive(made):
-    disk, queue, woken = made
+    disk, queue, _ = made
     disk.gate.clear()
     for number in range(8):
         queue.submit_write(Write(number, record(number), block(number)))
     disk.gate.set()
-    while len(disk.blocks) < 8:
-        assert woken.acquire(timeout=5)
+    done = []
+    wait_until(lambda: done.extend(queue.completed()) or queue.is_idle)
     assert max(len(puts) for puts, _ in disk.batches) <= 3
     assert disk.blocks == {record(n).block_id: bytes(block(n)) for n in range(8)}
-    done = [d for d in queue.completed() if isinstance(d, WriteDone)]
-    assert sorted(w.slot for d in done for w in d.writes) == list(range(8)) and queue.is_idle
+    assert sorted(w.slot for d in done if isinstance(d, WriteDone) for w in d.writes) == list(range(8))
 
 
 def test_a_delete_does_not_overtake_the_write_of_its_block(made):
@@ -148,26 +146,27 @@ def test_close_writes_what_is_queued_and_a_stuck_disk_is_reported():
     disk = FakeDisk()
     queue = IoQueue(disk, lambda: None, num_readers=1, batch_wait_s=60.0)
     queue.submit_write(Write(0, record(0), block(0)))
-    assert queue.close(5.0) and len(disk.blocks) == 1
+    assert queue.close(TIMEOUT_S) and len(disk.blocks) == 1
     disk.gate.clear()
     stuck = IoQueue(disk, lambda: None, num_readers=1, batch_wait_s=0.0)
     stuck.submit_write(Write(1, record(1), block(1)))
     assert not stuck.close(0.2)
     disk.gate.set()
-    assert stuck.close(5.0)
+    assert stuck.close(TIMEOUT_S)
 
 
 def held(queue: IoQueue, disk: FakeDisk, slots: list[int]) -> None:
-    """Both readers are busy with these."""
+    """The readers are busy with these."""
     disk.gate.clear()
     for slot in slots:
         queue.submit_read(Read(slot, record(slot), block(0)))
-    wait_until(lambda: disk.num_reads == len(slots), "both are reading")
+    wait_until(lambda: disk.num_reads == len(slots), "all are reading")
 
 
-def test_reads_go_by_rank_and_then_in_their_order(made):
-    disk, queue, woken = made
-    held(queue, disk, [101, 102])
+def test_reads_go_by_rank_and_then_in_their_order():
+    disk = FakeDisk()
+    queue = IoQueue(disk, lambda: None, num_readers=1)
+    held(queue, disk, [101])
     order: list[int] = []
     read = disk.read
     disk.read = lambda expected, into: (order.append(expected.block_id[0]), read(expected, into))[1]
@@ -177,8 +176,9 @@ def test_reads_go_by_rank_and_then_in_their_order(made):
     queue.rank_read(4, AT_ONCE)
     queue.rank_read(99, AT_ONCE)  # it has ended
     disk.gate.set()
-    collect(queue, woken, 7)
-    assert [number for number in order if number < 100][:1] == [4] and order.index(3) < order.index(2) < order.index(1)
+    wait_until(lambda: queue.completed() and queue.is_idle)
+    assert order == [4, 3, 5, 2, 1]
+    assert queue.close(TIMEOUT_S)
 
 
 def test_a_read_that_is_queued_can_be_cancelled_and_one_that_runs_cannot(made):
@@ -201,7 +201,7 @@ def test_who_waits_is_woken_when_the_last_read_of_its_rank_has_ended(made):
     read = disk.read
     disk.read = lambda expected, into: (expected.block_id[0] == 1 and hint_gate.wait(), read(expected, into))[1]
     disk.gate.set()
-    assert woken.acquire(timeout=5), "a hint is still to be read"
+    assert woken.acquire(timeout=TIMEOUT_S), "a hint is still to be read"
     hint_gate.set()
     while not queue.is_idle:
         queue.completed()
@@ -235,10 +235,10 @@ def test_whatever_the_disk_raises_is_an_outcome():
     assert {getattr(one, "error", None) for one in done} == {None, "KeyError: 'unforeseen'"}
     assert {getattr(one, "result", ReadResult.FAILED) for one in done} == {ReadResult.FAILED}
     assert not any(getattr(one, "succeeded", False) for one in done)
-    assert queue.close(5.0)
+    assert queue.close(TIMEOUT_S)
 
 
-def test_times_of_last_use_alone_are_written_at_the_end_in_a_hurry_and_after_a_while(monkeypatch):
+def test_times_of_last_use_alone_are_written_in_a_hurry_and_at_the_end():
     disk = FakeDisk()
     queue = IoQueue(disk, lambda: None, num_readers=0, batch_wait_s=0.0)
     queue.submit_touched({b"a": 1.0})
@@ -251,9 +251,13 @@ def test_times_of_last_use_alone_are_written_at_the_end_in_a_hurry_and_after_a_w
     queue.hurry()
     wait_until(lambda: len(disk.batches) == 2)  # what was touched is kept for the next time
     disk.error = None
-    monkeypatch.setattr(kvstore.disk.io_queue, "TOUCHED_WAIT_S", 0.05)
     queue.submit_touched({b"c": 3.0})
-    wait_until(lambda: disk.touched == {b"a": 1.0, b"b": 2.0, b"c": 3.0})
-    monkeypatch.setattr(kvstore.disk.io_queue, "TOUCHED_WAIT_S", 60.0)
-    queue.submit_touched({b"d": 4.0})
-    assert queue.close(5.0) and disk.touched[b"d"] == 4.0 and not queue.completed()
+    assert queue.close(TIMEOUT_S) and disk.touched == {b"a": 1.0, b"b": 2.0, b"c": 3.0} and not queue.completed()
+
+
+def test_times_of_last_use_alone_are_written_after_a_while():
+    disk = FakeDisk()
+    queue = IoQueue(disk, lambda: None, num_readers=0, batch_wait_s=0.0, touched_wait_s=0.05)
+    queue.submit_touched({b"a": 1.0})
+    wait_until(lambda: disk.touched == {b"a": 1.0})
+    assert queue.close(TIMEOUT_S)

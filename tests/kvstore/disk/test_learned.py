@@ -86,16 +86,16 @@ def test_pins_and_ends_of_conversations_that_only_the_disk_knows(model, tmp_path
     with open_engine(model, tmp_path / "store") as engine:
         connector, chain = engine.connector, handle.chain
         connector.pin(chain, 60.0)
-        found = connector.parts.store.steering.find(chain)
+        found = connector.parts.store.steering.conversation_of(chain)
         assert found.pinned_until_s > time.time() + 50
         connector.pin(chain, 0)
         assert found.pinned_until_s <= time.time()
         connector.pin(chain, None, 5.0)
-        assert connector.parts.store.steering.find(chain) is found and found.expires_s == 5.0
+        assert connector.parts.store.steering.conversation_of(chain) is found and found.expires_s == 5.0
         connector.pin(chain, None, math.inf)
         assert found.expires_s == math.inf
         connector.pin([b"x" * 32], 60.0, 1.0)  # nobody has this
-        assert connector.parts.store.steering.find([b"x" * 32]) is None
+        assert connector.parts.store.steering.conversation_of([b"x" * 32]) is None
 
 
 def test_without_a_disk_there_is_no_file(model, tmp_path):

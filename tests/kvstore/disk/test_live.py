@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstore.disk import live
-from kvstore.disk.live import LiveTables
+from kvstore.disk.live import MAX_INSIDE, LiveTables
+from tests.support.waiting import wait_until
 
 
 class Opened:
@@ -48,24 +48,24 @@ def test_many_are_inside_or_one_is_alone():
     assert together == [1] * 300 and opened.num_opened == 301
 
 
-def test_no_more_are_inside_than_lmdb_has_places_for(monkeypatch):
-    monkeypatch.setattr(live, "MAX_INSIDE", 2)
-    tables, inside, most = LiveTables(Opened()), [], []
+def test_no_more_are_inside_than_lmdb_has_places_for():
+    tables, inside, go, most = LiveTables(Opened()), [], threading.Event(), []
 
     def enter(number: int) -> None:
-        for _ in range(100):
-            with tables:
-                inside.append(number)
-                most.append(len(inside))
-                inside.remove(number)
+        with tables:
+            inside.append(number)
+            most.append(len(inside))
+            go.wait()
+            inside.remove(number)
 
-    threads = [threading.Thread(target=enter, args=(i,)) for i in range(5)]
+    threads = [threading.Thread(target=enter, args=(i,)) for i in range(MAX_INSIDE + 5)]
     for thread in threads:
         thread.start()
+    wait_until(lambda: len(inside) == MAX_INSIDE)
+    go.set()
     for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert max(most) <= 2
+        thread.join()
+    assert max(most) == MAX_INSIDE and len(most) == MAX_INSIDE + 5
 
 
 def test_what_cannot_be_opened_again_is_none_until_it_can():

@@ -8,13 +8,13 @@ import threading
 import pytest
 
 from kvstore.blocks.records import ReadResult
-from kvstore.disk import blocks_file, live
 from kvstore.disk import format as disk_format
 from kvstore.disk.format import WriteError
 from kvstore.disk.index import DiskIndex
 from kvstore.disk.verify import VerifyReport
 from kvstore.errors import DegradedError, StoreError
 from tests.children.disk_child import CHAIN, MIB, PAYLOAD_BYTES, payload, put, record
+from tests.support.faults import copying_that, disk_with
 from tests.support.store.disk_store import CAPACITY, Store, present, read, write
 
 
@@ -68,13 +68,13 @@ def test_scan_gives_what_the_index_needs(store, monkeypatch):
     assert [len(batch) for batch in batches] == [7] * 5 + [5]
     index = DiskIndex.build(batches)
     index.check_integrity()
-    assert index.num_blocks == 40
-    assert index.num_bytes == sum(tier.entry(record(i).block_id).stored_bytes for i in range(40))
+    assert len(index) == 40
+    assert index.bytes.total == sum(tier.entry(record(i).block_id).stored_bytes for i in range(40))
     entry = index.get(record(9).block_id)
     assert (entry.parent_id, entry.model, entry.tenant) == (record(8).block_id, "model 0", "tenant")
     assert (entry.created_s, entry.last_access_s) == (1.0, 5.0)
     (victim,) = index.take_victims(1)
-    assert victim.block_id not in index and not index.has_children(victim.block_id)
+    assert victim.block_id not in index and victim.block_id not in index.links.children_of
 
 
 def test_many_readers_and_a_writer(store):
@@ -170,7 +170,7 @@ def test_eviction_at_the_watermark_never_fills_the_map(store):
     assert tier.stats()["failures"] == {}
     assert (store.path / "blocks" / "data.mdb").stat().st_size <= 4 * MIB
     there = set(present(tier, range(2400)))
-    assert {index.get(record(i).block_id) is not None for i in there} == {True} and len(there) == index.num_blocks
+    assert {index.get(record(i).block_id) is not None for i in there} == {True} and len(there) == len(index)
     assert len(there) > 200 and all(i - 1 in there for i in there if i % CHAIN)
 
 
@@ -202,17 +202,16 @@ def test_deletes_make_room_for_the_puts_of_the_same_call(store):
     assert present(tier, [*range(number), 10_000]) == [*range(number // 2, number), 10_000]
 
 
-def test_a_reserve_of_the_file_system_is_kept(store, monkeypatch):
+def test_a_reserve_of_the_file_system_is_kept(store):
     tier = store.open()
     write(tier, range(100))
-    monkeypatch.setattr(disk_format, "free_bytes", lambda path: (10 * MIB, 1000 * MIB))
-    assert tier.write([put(i) for i in range(200, 400)]).error is WriteError.NO_SPACE
-    assert present(tier, range(200, 400)) == []
-    write(tier, [], deletes=range(50))  # this is not kept from anybody
-    write(tier, [])
-    write(tier, range(500, 510))  # fits into the file as it is
-    assert tier.file.excess_bytes() < CAPACITY - tier.file.used_bytes, "there is less to use than the capacity"
-    monkeypatch.undo()
+    with disk_with(10 * MIB, 1000 * MIB):
+        assert tier.write([put(i) for i in range(200, 400)]).error is WriteError.NO_SPACE
+        assert present(tier, range(200, 400)) == []
+        write(tier, [], deletes=range(50))  # this is not kept from anybody
+        write(tier, [])
+        write(tier, range(500, 510))  # fits into the file as it is
+        assert tier.file.excess_bytes() < CAPACITY - tier.file.used_bytes, "there is less to use than the capacity"
     write(tier, range(200, 400))
 
 
@@ -234,24 +233,18 @@ def test_compact_takes_deleted_bytes_out_of_the_file(store):
     assert set(report.as_dict()) == {"before_bytes", "after_bytes", "seconds"}
 
 
-def test_compact_that_fails_changes_nothing(store, monkeypatch):
+def test_compact_that_fails_changes_nothing(store):
     tier = store.open()
     write(tier, range(50))
-    monkeypatch.setattr(disk_format, "free_bytes", lambda path: (1000, 10**12))
-    with pytest.raises(StoreError, match="beside it to be compacted"):
+    with disk_with(1000, 10**12), pytest.raises(StoreError, match="beside it to be compacted"):
         tier.compact()
-    monkeypatch.undo()
 
     def fail(*arguments):
         raise OSError(errno.EIO, "no")
 
-    monkeypatch.setattr(live, "_copy_records", fail)
-    with pytest.raises(StoreError, match="it is as it was"):
-        tier.compact()
-    monkeypatch.undo()
-    monkeypatch.setattr(live, "_copy_records", lambda *arguments: None)  # nothing to swap in
-    with pytest.raises(StoreError, match="it is as it was"):
-        tier.compact()
+    for copies in (fail, lambda *arguments: None):  # of the second there is nothing to swap in
+        with copying_that(copies), pytest.raises(StoreError, match="it is as it was"):
+            tier.compact()
     assert present(tier, range(50)) == list(range(50))
 
 
@@ -273,12 +266,11 @@ def test_a_lower_capacity_evicts_the_oldest_and_shrinks_the_file(store):
     assert present(store.open(capacity=4 * MIB), range(2000, 2010)) == list(range(2000, 2010))
 
 
-def test_a_lower_capacity_without_room_to_compact_warns_and_serves(store, monkeypatch):
+def test_a_lower_capacity_without_room_to_compact_warns_and_serves(store):
     tier = store.open()
     write(tier, range(1000))
     store.close()
-    monkeypatch.setattr(blocks_file, "COPY_MARGIN_BYTES", 1 << 60)
-    with pytest.warns(RuntimeWarning, match="takes more than its 4.0 MiB"):
+    with disk_with(1 * MIB, 1000 * MIB), pytest.warns(RuntimeWarning, match="takes more than its 4.0 MiB"):
         tier = store.open(capacity=4 * MIB)
     assert tier.file.excess_bytes() <= 0 and len(present(tier, range(1000))) > 100
 

@@ -3,7 +3,10 @@
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -23,18 +26,20 @@ def folder(tmp_path) -> Path:
     return folder
 
 
+@contextmanager
+def after_each_hash(told):
+    """In here `told` is called with each file that was hashed."""
+    original = module._hash_file
+    with mock.patch.object(module, "_hash_file", lambda file: (original(file), told(file))[0]):
+        yield
+
+
 @pytest.fixture
-def reads(monkeypatch) -> list[str]:
+def reads() -> Iterator[list[str]]:
     """Names of the files that were hashed."""
     names: list[str] = []
-    original = module._hash_file
-
-    def counted(file):
-        names.append(file.name)
-        return original(file)
-
-    monkeypatch.setattr(module, "_hash_file", counted)
-    return names
+    with after_each_hash(lambda file: names.append(file.name)):
+        yield names
 
 
 def test_identical_files_elsewhere_have_the_same_digest(folder, tmp_path):
@@ -128,18 +133,10 @@ def test_a_cache_that_cannot_be_written_costs_only_time(folder, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["file", "folder", "model"]
 
 
-def test_a_file_that_changes_while_it_is_read_is_not_remembered(folder, tmp_path, monkeypatch):
-    original, file = module._hash_file, folder / "model-2.safetensors"
-
-    def changed(path):
-        digest = original(path)
-        if path == file:
-            file.write_bytes(b"later")
-        return digest
-
-    monkeypatch.setattr(module, "_hash_file", changed)
-    weights_digest(folder, tmp_path / "weights.json")
-    monkeypatch.setattr(module, "_hash_file", original)
+def test_a_file_that_changes_while_it_is_read_is_not_remembered(folder, tmp_path):
+    file = folder / "model-2.safetensors"
+    with after_each_hash(lambda hashed: hashed == file and file.write_bytes(b"later")):
+        weights_digest(folder, tmp_path / "weights.json")
     assert weights_digest(folder, tmp_path / "weights.json") == weights_digest(folder)
 
 

@@ -173,7 +173,7 @@ def test_what_cannot_work_is_refused_at_the_start(start, options, says):
 
 
 def test_conversations_are_evicted_from_their_ends(start):
-    backend = start(HostPool(num_pages=64), disk="8MiB")
+    backend = start(HostPool(num_pages=64), disk="8MiB", timeout_s=3600)  # nobody waits for what will not be stored
     chains = [pages_of(f"talk {i}", 64) for i in range(12)]
     for pages in chains:
         for begin in (0, 32):  # a part whose beginning has gone meanwhile may be refused

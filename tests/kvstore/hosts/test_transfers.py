@@ -78,9 +78,3 @@ def test_what_is_forgotten_while_it_waits_is_not_written(store):
     transfers.forget([b"k599"])
     assert [job.ok for job in done(transfers)] == [False]
     assert store.lookup([b"k598", b"k599"]) == [True, False]
-
-
-def test_a_block_that_never_fits_is_refused(store):
-    transfers = RowTransfers(store, memoryview(bytearray(16 << 20)), 4 << 20)
-    transfers.write(1, writes(b"k1"), None)
-    assert [job.ok for job in done(transfers)] == [False]

@@ -1,10 +1,12 @@
 """The tier under vLLM's own manager of tiers: what it stores comes back, and nothing else does. Needs vLLM."""
 
 import importlib.util
+import logging
 import os
 
 import pytest
 
+from tests.support.page_cache import ColdFile
 from tests.support.waiting import wait_until
 
 pytestmark = [
@@ -29,6 +31,15 @@ def open_host(tmp_path):
     for one in opened:
         if one.manager.secondary_tiers:
             one.close()
+
+
+@pytest.fixture
+def caplog_vllm(caplog):
+    """vLLM's loggers hand nothing to the root."""
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
 
 
 def restart(host):
@@ -56,9 +67,9 @@ def test_the_interface_is_the_one_of_the_installed_vllm():
         assert not ours.__abstractmethods__
         for name, method in vars(theirs).items():
             if inspect.isfunction(method) and name in vars(ours) and name != "__init__":
-                assert list(inspect.signature(vars(ours)[name]).parameters) == list(
-                    inspect.signature(method).parameters
-                ), f"{ours.__name__}.{name}"
+                given = list(inspect.signature(method).parameters)
+                taken = list(inspect.signature(vars(ours)[name]).parameters)
+                assert taken[: len(given)] == given, f"{ours.__name__}.{name}"
 
 
 def test_what_was_stored_comes_back_from_disk_and_after_a_restart(open_host, chain):
@@ -133,6 +144,68 @@ def test_what_a_request_wants_forgotten_is_gone(open_host, chain):
     host.forget_rows()
     assert host.turn(mine) == 0
     assert host.turn(other) == 6
+
+
+def test_a_session_is_read_ahead_when_its_request_arrives_also_after_a_restart(open_host, chain, tmp_path):
+    from tests.support.vllm_host import content
+
+    host, keys = open_host(), chain("a", 60)
+    host.turn(keys, is_hint=True, kvstore={"session": "anna"})
+    host.turn(chain("b", 3), kvstore={"session": "anna", "prefetch": True})  # no turn of hers
+    restart(host)
+    wanted = [content(key) for key in keys]
+    file = ColdFile(tmp_path / "store" / "blocks" / "data.mdb", wanted)
+    again = open_host()
+    again.request([], kvstore={"session": "bert"})
+    assert not all(file.resident(wanted))
+    context = again.request([], is_hint=True, kvstore={"session": "anna", "prefetch": True})
+    wait_until(lambda: all(file.resident(wanted)))
+    again.manager.on_request_finished(context)
+    assert again.turn(keys, kvstore={"session": "anna", "forget": True}) == 60
+    before = again.store_stats()["prefetched"]
+    again.request([], kvstore={"session": "anna"})
+    assert again.store_stats()["prefetched"] == before
+
+
+@pytest.mark.parametrize("is_hint", [False, True])
+def test_what_is_pinned_stays_and_what_has_expired_goes_first(open_host, chain, is_hint):
+    host = open_host(disk="4MiB", policy="lru")
+    pinned, ordinary, expired = (chain(name, 40) for name in ("pinned", "ordinary", "expired"))
+    host.turn(pinned, is_hint, kvstore={"session": "anna", "pin_s": 600})
+    host.turn(ordinary, is_hint, kvstore={"session": "bert"})
+    host.turn(expired, is_hint, kvstore={"session": "carl", "ttl_s": 0.001})
+    for i in range(8):
+        host.turn(chain(f"more {i}", 40))
+    assert host.kept(expired) < 40 and host.kept(ordinary) == host.kept(pinned) == 40
+    for i in range(12):  # all that the store holds
+        host.turn(chain(f"yet more {i}", 40))
+    assert host.kept(ordinary) < 40 and host.kept(pinned) == 40
+
+
+def test_a_store_that_is_too_small_for_its_blocks_is_refused(open_host):
+    from kvstore.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"1.0 MiB is too large for a capacity of 4.0 MiB; give 8.0 MiB or more"):
+        open_host(disk="4MiB", block_bytes=1 << 20)
+    with pytest.raises(ConfigError, match=r"give 4.0 MiB or more"):
+        open_host(disk="1MiB")
+
+
+def test_hashes_that_name_nothing_are_refused_and_bad_defaults_told_by_name(open_host, tmp_path, caplog_vllm):
+    from kvstore.errors import ConfigError
+    from tests.support.vllm_host import vllm_config_of
+
+    def opened_under(vllm_config, **options):
+        """vLLM's configuration is found in a frame that has it."""
+        return open_host(tmp_path / "other", **options)
+
+    with pytest.raises(ConfigError, match="--prefix-caching-hash-algo is xxhash_cbor"):
+        opened_under(vllm_config_of(algorithm="xxhash_cbor"))
+    restart(opened_under(vllm_config_of(policy="fail"), offload_prompt_only=True))
+    assert "offload_prompt_only is true" in caplog_vllm.text and 'kv_load_failure_policy is "fail"' in caplog_vllm.text
+    caplog_vllm.clear()
+    restart(opened_under(vllm_config_of()))
+    assert not caplog_vllm.text
 
 
 def test_a_wrong_wish_costs_nothing(open_host, chain):

@@ -6,8 +6,11 @@ Needs vLLM.
 import importlib.util
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
+
+from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.vllm,
@@ -94,6 +97,42 @@ def test_a_reset_forgets_everything(manager):
     held.reset_cache()
     policy().check_integrity()
     assert request(held, chain("a", 8)) == (0, [])
+
+
+def learned_state():
+    """Of a process in which conversations have returned after a minute."""
+    from kvstore.policy.steering import Steering
+
+    now = [1000.0]
+    steering = Steering("return", lambda: now[0], {"cpu": 100})
+    for number in range(40):
+        for length in (1, 2, 3):
+            conversation = steering.arrive([f"{number} {i}" for i in range(length)])
+            now[0] += 1
+            steering.end_request(conversation, [f"{number} {i}" for i in range(length)])
+            now[0] += 60
+    assert steering.as_dict()["num_returns_learned"] > 0
+    return steering.state()
+
+
+def test_what_was_learned_is_kept_beside_the_store(manager, tmp_path):
+    import json
+
+    file = tmp_path / "vllm-policy.json"
+    state = learned_state()
+    file.write_text(json.dumps(state))
+    before = file.stat().st_ino
+
+    def make_under(vllm_config):
+        """vLLM's configuration is found in a frame that has it."""
+        return manager(20)
+
+    tiers = [{"type": "fs", "path": "elsewhere"}, {"type": "KVStoreTier", "path": str(tmp_path)}]
+    transfer = SimpleNamespace(kv_connector_extra_config={"secondary_tiers": tiers})
+    config = SimpleNamespace(model_config=None, cache_config=None, kv_transfer_config=transfer)
+    request(make_under(config), chain("a", 3))
+    wait_until(lambda: file.stat().st_ino != before)
+    assert json.loads(file.read_text()) == state
 
 
 @pytest.mark.parametrize("seed", range(4))

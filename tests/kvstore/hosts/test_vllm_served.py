@@ -1,132 +1,47 @@
-"""vLLM's CPU build serving a tiny model over our store: equal answers, kill -9 in the middle, other weights. Slow.
+"""vLLM's CPU build serving a tiny model over our store: equal answers whatever happens to it or to the store. Slow.
 
 Needs vLLM; --long kills it fifty times.
 """
 
 import importlib.util
-import json
-import os
 import random
 import shutil
-import signal
-import socket
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from urllib.error import URLError
-from urllib.request import Request, urlopen
 
 import pytest
 
-from kvstore.service.command.vllm_config import transfer_config
+from tests.support.vllm_served import ServedVllm, make_model
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
 ]
-START_S, NUM_TALKS, NUM_TOKENS = 600.0, 8, 200
-MAKE_MODEL = """
-import sys, torch
-from transformers import LlamaConfig, LlamaForCausalLM
-torch.manual_seed(int(sys.argv[2]))
-sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-LlamaForCausalLM(LlamaConfig(vocab_size=512, **sizes)).save_pretrained(sys.argv[1])
-"""
-
-
-class ServedVllm:
-    """vLLM in a session of its own, so that it can be killed as a whole."""
-
-    def __init__(self, model: Path, store: Path, port: int) -> None:
-        self.model, self.store, self.port = model, store, port
-        self.log = store.parent / "vllm.log"
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        transfer = json.dumps(transfer_config(str(self.store), 16 << 20, 64 << 20, on_cpu=True))
-        command = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model), "--port",
-            str(self.port), "--host", "127.0.0.1", "--served-model-name", "tiny", "--dtype", "float32",
-            "--skip-tokenizer-init", "--max-model-len", "1024", "--block-size", "32", "--enforce-eager",
-            "--enable-prefix-caching", "--prefix-caching-hash-algo", "sha256_cbor", "--enable-prompt-tokens-details",
-            "--kv-transfer-config", transfer,
-        ]  # fmt: skip
-        surroundings = {
-            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2",
-            "VLLM_CPU_OMP_THREADS_BIND": "0-1",
-        }  # fmt: skip
-        with self.log.open("ab") as out:
-            self.process = subprocess.Popen(
-                command, stdout=out, stderr=out, start_new_session=True, env={**os.environ, **surroundings}
-            )
-        deadline = time.monotonic() + START_S
-        while True:
-            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-3000:]
-            try:
-                urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
-                return
-            except (URLError, OSError):
-                time.sleep(0.5)
-
-    def kill(self) -> None:
-        if self.process is not None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            for left in Path("/dev/shm").glob("vllm_offload_*.mmap"):
-                if left.stat().st_uid == os.getuid() and not _is_mapped(left):
-                    left.unlink()
-
-    def ask(self, prompt: list[int], **params: object) -> tuple[list[int], int]:
-        """Token ids of the answer, and how many of the prompt came from a cache."""
-        body = {
-            "model": "tiny", "prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True,
-            "return_token_ids": True, "detokenize": False, **params,
-        }  # fmt: skip
-        request = Request(
-            f"http://127.0.0.1:{self.port}/v1/completions", json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )  # fmt: skip
-        with urlopen(request, timeout=START_S) as reply:
-            found = json.load(reply)
-        details = found["usage"].get("prompt_tokens_details") or {}
-        return found["choices"][0]["token_ids"], details.get("cached_tokens") or 0
-
-    def ask_all(self, prompts: list[list[int]]) -> list[tuple[list[int], int]]:
-        with ThreadPoolExecutor(len(prompts)) as threads:
-            return list(threads.map(self.ask, prompts))
-
-
-def _is_mapped(path: Path) -> bool:
-    """Whether a process that still runs has this file."""
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            if str(path) in maps.read_text():
-                return True
-        except OSError:
-            continue
-    return False
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-def make_model(folder: Path, seed: int) -> Path:
-    subprocess.run([sys.executable, "-c", MAKE_MODEL, str(folder), str(seed)], check=True, capture_output=True)
-    return folder
+NUM_TALKS, NUM_TOKENS = 8, 200
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("vllm")
-    one = ServedVllm(make_model(folder / "model", 0), folder / "store", free_port())
-    yield one
-    one.kill()
+def models(tmp_path_factory):
+    """Two folders with weights of the same shape."""
+    folder = tmp_path_factory.mktemp("models")
+    return [make_model(folder / name, seed) for seed, name in enumerate(("one", "two"))]
+
+
+@pytest.fixture
+def serve():
+    """Makes servers, which are killed at the end."""
+    made = []
+
+    def make(*args, **options):
+        made.append(ServedVllm(*args, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.kill()
 
 
 def prompts(seed: int) -> list[list[int]]:
@@ -134,27 +49,44 @@ def prompts(seed: int) -> list[list[int]]:
     return [[draw.randrange(3, 512) for _ in range(NUM_TOKENS + 10 * i)] for i in range(NUM_TALKS)]
 
 
-def settle(server: ServedVllm) -> None:
+def ids(answers):
+    return [tokens for tokens, _ in answers]
+
+
+def cached(answers):
+    return [num_tokens for _, num_tokens in answers]
+
+
+def settle() -> None:
     """Until what was computed is on disk: the tier writes within a second."""
     time.sleep(2)
 
 
-def test_answers_are_equal_and_hits_return_after_kills_and_other_weights_find_none(server, request, tmp_path):
+def restart(*servers):
+    for server in servers:
+        server.kill()
+    for server in servers:
+        server.launch()
+    for server in servers:
+        server.wait()
+
+
+def test_answers_are_equal_and_hits_return_after_kills_and_other_weights_find_none(serve, models, request, tmp_path):
+    model = Path(shutil.copytree(models[0], tmp_path / "model"))
+    server = serve(model, tmp_path / "store")
     server.start()
     asked = prompts(0)
     computed = [server.ask(prompt) for prompt in asked]
-    assert [cached for _, cached in computed] == [0] * NUM_TALKS
-    salted = server.ask(asked[0], cache_salt="another tenant")
-    assert salted == computed[0], "another salt hits nothing, and changes no answer"
-    settle(server)
+    assert cached(computed) == [0] * NUM_TALKS
+    settle()
     server.kill()
 
     draw = random.Random(1)
     for round_number in range(50 if request.config.getoption("--long") else 3):
         server.start()
         again = server.ask_all(asked)
-        assert [ids for ids, _ in again] == [ids for ids, _ in computed], f"round {round_number}"
-        assert all(cached >= NUM_TOKENS - 64 for _, cached in again), f"round {round_number}: {again}"
+        assert ids(again) == ids(computed), f"round {round_number}"
+        assert all(one >= NUM_TOKENS - 64 for one in cached(again)), f"round {round_number}: {again}"
         with ThreadPoolExecutor(NUM_TALKS) as threads:  # new ones, in the middle of which it is killed
             for prompt in prompts(100 + round_number):
                 threads.submit(server.ask, prompt)
@@ -162,13 +94,102 @@ def test_answers_are_equal_and_hits_return_after_kills_and_other_weights_find_no
             server.kill()
 
     server.start()
-    one_by_one = [server.ask(prompt) for prompt in asked]
-    assert [ids for ids, _ in one_by_one] == [ids for ids, _ in computed]
+    assert ids([server.ask(prompt) for prompt in asked]) == ids(computed), "one by one"
     server.kill()
 
-    weights = server.model / "model.safetensors"
-    shutil.copy(make_model(tmp_path / "other", 1) / weights.name, weights)
+    shutil.copy(models[1] / "model.safetensors", model / "model.safetensors")
     server.start()
     others = [server.ask(prompt) for prompt in asked[:3]]
-    assert [cached for _, cached in others] == [0] * 3
-    assert [ids for ids, _ in others] != [ids for ids, _ in computed[:3]]
+    assert cached(others) == [0] * 3
+    assert ids(others) != ids(computed[:3])
+
+
+def test_models_and_tenants_find_their_own_in_one_store(serve, models, tmp_path):
+    one, two = (serve(model, tmp_path / "store") for model in models)
+    one.start()
+    asked = prompts(0)
+    computed = one.ask_all(asked)
+    salted = one.ask(asked[0], cache_salt="a tenant")
+    assert salted == computed[0] == (salted[0], 0), "another salt hits nothing, and changes no answer"
+    settle()
+    one.kill()
+    two.start()
+    others = two.ask_all(asked)
+    assert cached(others) == [0] * NUM_TALKS and ids(others) != ids(computed)
+    settle()
+    two.kill()
+    one.start()
+    again = one.ask_all(asked)
+    assert ids(again) == ids(computed) and all(cached(again))
+    tenants = [one.ask(asked[0], cache_salt=salt) for salt in ("a tenant", "another")]
+    assert ids(tenants) == [salted[0]] * 2 and tenants[0][1] > 0 == tenants[1][1]
+
+
+def test_two_are_served_at_once_from_two_stores_and_a_third_on_one_of_them_is_refused(serve, models, tmp_path):
+    servers = [serve(model, tmp_path / f"store of {model.name}") for model in models]
+    restart(*servers)
+    asked = prompts(0)
+    with ThreadPoolExecutor(2) as threads:
+        computed = list(threads.map(lambda server: server.ask_all(asked), servers))
+    settle()
+    third = serve(models[1], servers[0].store)
+    third.launch()
+    assert third.process.wait() != 0
+    assert 'give each vLLM a "path" of its own' in third.log.read_text()
+    restart(*servers)
+    with ThreadPoolExecutor(2) as threads:
+        again = list(threads.map(lambda server: server.ask_all(asked), servers))
+    assert [ids(one) for one in again] == [ids(one) for one in computed]
+    assert all(all(cached(one)) for one in again)
+
+
+def test_flipped_bits_in_the_data_file_change_no_answer(serve, models, tmp_path):
+    server = serve(models[0], tmp_path / "store")
+    server.start()
+    asked = prompts(0)
+    computed = server.ask_all(asked)
+    settle()
+    server.kill()
+    file = tmp_path / "store" / "blocks" / "data.mdb"
+    data, draw = bytearray(file.read_bytes()), random.Random(0)
+    for _ in range(20):
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    file.write_bytes(data)
+    server.start()
+    assert ids(server.ask_all(asked)) == ids(computed)
+    server.ask_all(prompts(1))
+    settle()
+    restart(server)
+    assert ids(server.ask_all(asked)) == ids(computed)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 6 MiB where the store will be, and how to start and run something where it is seen."""
+    (tmp_path / "disk").mkdir()
+    script = 'mount -t tmpfs -o size=6m none "$0" && echo mounted && cat'
+    command = ["unshare", "-Urm", "sh", "-c", script, str(tmp_path / "disk")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        if holder.stdout.readline() != "mounted\n":
+            pytest.skip("no tmpfs can be mounted here")
+        yield ["nsenter", "-t", str(holder.pid), "-U", "-m", "--preserve-credentials"]
+        holder.stdin.close()
+
+
+def test_a_full_disk_and_a_read_only_one_change_no_answer(serve, models, tmp_path, small_disk):
+    server = serve(models[0], tmp_path / "disk" / "store", within=small_disk)
+    server.start()
+    asked = prompts(0)
+    computed = [server.ask(prompt) for prompt in asked]
+    for seed in range(1, 5):  # 2 MiB each
+        assert len(ids(server.ask_all(prompts(seed)))) == NUM_TALKS
+    settle()
+    restart(server)
+    # Of eight at once on so small a disk some are dropped, and these may be the last ones.
+    again = [server.ask(prompt) for seed in (2, 3, 1, 4, 0) for prompt in prompts(seed)]
+    assert ids(again[-NUM_TALKS:]) == ids(computed) and any(cached(again))
+    server.kill()
+    subprocess.run([*small_disk, "mount", "-o", "remount,ro", str(tmp_path / "disk")], check=True)
+    server.launch()
+    assert server.process.wait() != 0
+    assert "is not writable; change its permissions or give another" in server.log.read_text()

@@ -15,7 +15,7 @@ LAYOUT = KVLayout(1, 1, 8, 4, torch.float32, (None,))
 
 class FakeCudart:
     def __init__(self, code=0):
-        self.code, self.pinned, self.flags = code, set(), None
+        self.code, self.pinned, self.flags, self.has_effect = code, set(), None, True
 
     def cudaHostRegister(self, address, size_bytes, flags):
         self.flags = flags
@@ -31,7 +31,7 @@ class FakeCudart:
 def cudart(monkeypatch):
     fake = FakeCudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.data_ptr() in fake.pinned)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: fake.has_effect and tensor.data_ptr() in fake.pinned)
     monkeypatch.setattr(kvstore.memory.arena, "_forget_cuda_error", lambda: None)
     return fake
 
@@ -52,12 +52,11 @@ def test_an_arena_that_nobody_has_any_more_is_not_pinned(cudart):
     assert not cudart.pinned
 
 
-def test_memory_that_cannot_be_pinned_is_refused(cudart, monkeypatch):
+def test_memory_that_cannot_be_pinned_is_refused(cudart):
     cudart.code = 2
     with pytest.raises(ConfigError, match=r"CUDA cannot pin .* \(error 2\)"):
         Arena(LAYOUT, 4, pin=True)
-    cudart.code = 0
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
+    cudart.code, cudart.has_effect = 0, False
     with pytest.raises(ConfigError, match="CUDA cannot pin"):
         Arena(LAYOUT, 4, pin=True)
     assert not cudart.pinned

@@ -5,21 +5,21 @@ import itertools
 import threading
 import weakref
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 
-import kvstore.memory.device_transfer
 from kvstore.blocks.records import Load, Save, TransferPlan
 from kvstore.kernels import reference
 from kvstore.memory.arena import Arena
-from kvstore.memory.device_transfer import DeviceTransfer
+from kvstore.memory.device_transfer import DeviceTransfer, Pace
 from kvstore.memory.layout import KVLayout
 from kvstore.memory.streams import CudaStreams, Queue
 from kvstore.rope.rotary import Rotation, Style
 from tests.support.simulated_streams import SimulatedStreams
 
+PACE = Pace(layers_ahead=1)  # so that of three layers the last is launched in the middle of the forward
+EACH_LAYER = Pace(layers_ahead=1, group_bytes=1)
 NUM_LAYERS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM = 3, 4, 2, 8
 NUM_SLOTS, NUM_BLOCKS = 8, 6
 LOADS = (Load(4, 1, 8, b""), Load(2, 5, 0, b""))
@@ -41,7 +41,7 @@ class Tape:
     def record(self, place):
         event = SimpleNamespace(name=f"{place.value} {len(self.events)}", place=place, is_reached=not self.holds)
         event.query = lambda: event.is_reached
-        event.synchronize = lambda: setattr(event, "is_reached", True)
+        event.synchronize = lambda: None  # whoever waits goes on at once, even for an event that is not reached
         event.seconds_until = lambda end: 0.25
         self.events.append(event)
         self.log.append(f"record {place.value}")
@@ -67,7 +67,7 @@ class Part:
         self.caches = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(NUM_LAYERS)]
         self.num_progress = 0
         self.progressed = threading.Condition()
-        self.transfer = DeviceTransfer(self.arena, streams, self._progress)
+        self.transfer = DeviceTransfer(self.arena, streams, self._progress, PACE)
         self.transfer.register(self.caches)
         assert not any(cache.any() for pair in self.caches for cache in pair) and not self.arena.tensor.any()
         self.arena.tensor.copy_(torch.rand(self.arena.tensor.shape, generator=generator))
@@ -118,12 +118,6 @@ class Part:
             assert all(torch.equal(*both) for both in zip(pair, expected, strict=True))
 
 
-@pytest.fixture(autouse=True)
-def one_layer_ahead(monkeypatch):
-    """So that of three layers the last is launched in the middle of the forward."""
-    monkeypatch.setattr(kvstore.memory.device_transfer, "LAYERS_AHEAD", 1)
-
-
 @pytest.fixture
 def tape():
     part = Part(Tape())
@@ -157,9 +151,9 @@ def test_every_wait_of_a_step_stands_where_it_must(tape):
     assert tape.streams.log == [*save, "record save", "record load", "compute waits for load"]
 
 
-def test_the_first_layers_are_loaded_by_one_launch_before_the_forward(tape, monkeypatch):
+def test_the_first_layers_are_loaded_by_one_launch_before_the_forward(tape):
     """All layers before it would cost a long model's first token a millisecond; the rest go in between."""
-    monkeypatch.setattr(kvstore.memory.device_transfer, "LAYERS_AHEAD", 2)
+    tape.transfer.pace = Pace(layers_ahead=2)
     tape.begin(saves=())
     assert tape.streams.log.count("launch load") == 1
     tape.transfer.wait_for_layer(0)
@@ -180,8 +174,8 @@ def test_what_a_forward_did_not_ask_for_is_loaded_at_its_end(part, num_layers):
     part.check_caches()
 
 
-def test_a_large_step_is_saved_layer_by_layer(tape, monkeypatch):
-    monkeypatch.setattr(kvstore.memory.device_transfer, "GROUP_BYTES", 1)
+def test_a_large_step_is_saved_layer_by_layer(tape):
+    tape.transfer.pace = EACH_LAYER
     tape.begin(loads=())
     tape.forward()
     save = ["record compute", "save waits for compute", "launch save", "record save"]
@@ -242,36 +236,36 @@ def test_nothing_is_ready_before_its_last_event(tape):
     tape.streams.holds = True
     tape.begin()
     tape.forward()
-    with mock.patch.object(kvstore.memory.device_transfer, "_synchronize"):
-        tape.transfer.end()
-        *before, last = [event for event in tape.streams.events if event.place is Queue.SAVE]
-        for event in before:
-            event.is_reached = True
-        assert tape.outcome() == {}
-        last.is_reached = True
-        assert tape.outcome() == {"save": True}
-        for event in tape.streams.events:
-            event.is_reached = True
-        assert tape.outcome() == {"load": True}
+    tape.transfer.end()
+    *before, last = [event for event in tape.streams.events if event.place is Queue.SAVE]
+    for event in before:
+        event.is_reached = True
+    assert tape.outcome() == {}
+    last.is_reached = True
+    assert tape.outcome() == {"save": True}
+    for event in tape.streams.events:
+        event.is_reached = True
+    assert tape.outcome() == {"load": True}
 
 
-def test_beyond_the_limit_the_computation_waits_for_the_oldest_save(tape, monkeypatch):
+def test_beyond_the_limit_the_computation_waits_for_the_oldest_save(tape):
     """Of one step, too: the host is through with it before the device has begun."""
     size = 2 * 9 * NUM_KV_HEADS * HEAD_DIM * 4
-    monkeypatch.setattr(kvstore.memory.device_transfer, "GROUP_BYTES", 1)
-    monkeypatch.setattr(kvstore.memory.device_transfer, "MAX_SAVE_BYTES", 2 * size)
+    tape.transfer.pace = Pace(1, group_bytes=1, max_save_bytes=2 * size)
     tape.streams.holds = True
     tape.begin(loads=())
     tape.forward()
     first = weakref.ref(tape.step.pop(0)[0])
     gc.collect()
+    kept = [weakref.ref(key) for key, _ in tape.step]
+    tape.step = []
+    gc.collect()
     assert tape.streams.log.count("compute waits for save") == 1 and first() is None
-    assert tape.transfer._num_held_bytes == 2 * size
+    assert all(ref() is not None for ref in kept)
 
 
-def test_saves_are_given_up_while_too_much_that_exists_waits(tape, monkeypatch):
-    monkeypatch.setattr(kvstore.memory.device_transfer, "GROUP_BYTES", 1)
-    monkeypatch.setattr(kvstore.memory.device_transfer, "MAX_SAVE_BYTES", 1 << 12)
+def test_saves_are_given_up_while_too_much_that_exists_waits(tape):
+    tape.transfer.pace = Pace(1, group_bytes=1, max_save_bytes=1 << 12)
     tape.streams.holds = True
     assert tape.transfer.can_save
     tape.begin(loads=())
@@ -314,8 +308,8 @@ def test_a_load_that_cannot_be_launched_fails_at_the_end_of_its_step(part, numbe
 
 
 @pytest.mark.parametrize("number", range(NUM_LAYERS))
-def test_a_save_that_cannot_be_launched_fails_alone(part, number, monkeypatch):
-    monkeypatch.setattr(kvstore.memory.device_transfer, "GROUP_BYTES", 1)
+def test_a_save_that_cannot_be_launched_fails_alone(part, number):
+    part.transfer.pace = EACH_LAYER
     failing(part.streams, Queue.SAVE, number)
     part.begin()
     part.forward()
@@ -330,9 +324,9 @@ def test_a_save_that_cannot_be_launched_fails_alone(part, number, monkeypatch):
 
 
 @pytest.mark.parametrize("num_layers", range(NUM_LAYERS + 1))
-def test_a_forward_that_raised_leaves_nothing_behind(part, num_layers, monkeypatch):
+def test_a_forward_that_raised_leaves_nothing_behind(part, num_layers):
     """Its HBM blocks and its slots are given to others at once."""
-    monkeypatch.setattr(kvstore.memory.device_transfer, "GROUP_BYTES", 1)
+    part.transfer.pace = EACH_LAYER
     part.begin()
     part.forward(range(num_layers))
     part.transfer.end(succeeded=False)
@@ -374,11 +368,13 @@ def test_a_device_that_fails_ends_everything(part, place):
     part.forward(range(1))
     part.streams.launch(place, fail)
     part.transfer.save_layer(1, *part.step[1])
+    saved = weakref.ref(part.step.pop(1)[0])
     with pytest.raises(RuntimeError, match="device has failed"):
         part.streams.synchronize()
     part.transfer.end()
     assert part.outcome() == {"load": False, "save": False}
-    assert part.transfer.can_save and not part.transfer._held
+    gc.collect()
+    assert part.transfer.can_save and saved() is None
     with pytest.raises(RuntimeError, match="device has failed"):
         part.streams.launch(place, fail)
     part.begin(ticket=2)
@@ -402,6 +398,7 @@ def test_whoever_waits_is_woken_when_the_device_fails(part):
 
 
 def test_close_waits_for_what_is_in_flight(part):
+    *_, watcher = [thread for thread in threading.enumerate() if thread.name == "kvstore-transfers"]
     for ticket in range(5):
         part.begin(ticket=ticket)
         part.forward()
@@ -411,7 +408,7 @@ def test_close_waits_for_what_is_in_flight(part):
     ended = [(done.ticket, done.is_load, done.succeeded) for done in part.transfer.completed()]
     expected = [(ticket, is_load, True) for ticket in range(5) for is_load in (False, True)]
     assert sorted(ended) == [*expected, (5, False, False), (5, True, True)]
-    assert not part.transfer._watcher.is_alive()
+    assert not watcher.is_alive()
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------

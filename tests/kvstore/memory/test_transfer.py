@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from kvstore.blocks.records import Load, Save, TransferPlan
-from kvstore.kernels import block_copy, reference
+from kvstore.kernels import reference
 from kvstore.memory.arena import Arena
 from kvstore.memory.layout import KVLayout
 from kvstore.memory.transfer import Transfer
 from kvstore.rope.rotary import Rotation, Style
+from tests.support.faults import before_each_load
 
 NUM_LAYERS, NUM_SLOTS, NUM_BLOCKS, BLOCK_SIZE, HEADS, HEAD_DIM = 3, 6, 7, 4, 2, 8
 PLAN = TransferPlan((Load(4, 1, 8, b"a" * 32), Load(2, 5, 0, b"b" * 32)), (Save(0, 0, 4, 3, 0),), 9)
@@ -84,36 +85,31 @@ def test_of_a_forward_that_failed_the_loads_count_and_the_saves_do_not(part):
 
 
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
-def test_a_load_that_fails_is_told_once_and_not_tried_again(part, monkeypatch, layer):
-    original, asked = block_copy.BlockLoad.load_layer, []
+def test_a_load_that_fails_is_told_once_and_not_tried_again(part, layer):
+    asked = []
 
-    def load_layer(load, this, *pair):
+    def fault(this, tear):
         asked.append(this)
         if this == layer:
             raise MemoryError
-        original(load, this, *pair)
 
-    monkeypatch.setattr(block_copy.BlockLoad, "load_layer", load_layer)
-    for this in range(NUM_LAYERS):
-        part.transfer.wait_for_layer(this)
-    part.transfer.end()
+    with before_each_load(fault):
+        for this in range(NUM_LAYERS):
+            part.transfer.wait_for_layer(this)
+        part.transfer.end()
     assert asked == list(range(layer + 1)) and part.outcome()[0] == (True, False)
 
 
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
-def test_an_end_that_was_interrupted_can_be_repeated(part, monkeypatch, layer):
-    original = block_copy.BlockLoad.load_layer
+def test_an_end_that_was_interrupted_can_be_repeated(part, layer):
     part.save()
 
-    def load_layer(load, this, *pair):
+    def fault(this, tear):
         if this == layer:
             raise KeyboardInterrupt
-        original(load, this, *pair)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(block_copy.BlockLoad, "load_layer", load_layer)
-        with pytest.raises(KeyboardInterrupt):
-            part.transfer.end()
+    with before_each_load(fault), pytest.raises(KeyboardInterrupt):
+        part.transfer.end()
     assert part.outcome() == []
     part.transfer.end(succeeded=False)
     assert part.landed() == [True] * 3 and part.outcome() == [(True, True), (False, False)]

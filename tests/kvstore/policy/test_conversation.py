@@ -35,18 +35,18 @@ def known(heard) -> Conversations:
 
 def talk(known: Conversations, prompt: list, answer: list, arrive_s: float, leave_s: float) -> Conversation:
     conversation = known.arrive(prompt, arrive_s)
-    known.leave(conversation, [*prompt, *answer], leave_s)
+    known.end_request(conversation, [*prompt, *answer], leave_s)
     return conversation
 
 
 def test_a_chain_that_extends_a_tip_continues_its_conversation(known):
     first = talk(known, ["a", "b"], ["c"], 0, 1)
-    assert known.find(["a", "b", "c", "d"]) is first
-    assert known.find(["a", "b", "x"]) is first, "another answer to the same prompt"
-    assert known.find(["a", "x"]) is None
-    assert known.find([]) is None
+    assert known.conversation_of(["a", "b", "c", "d"]) is first
+    assert known.conversation_of(["a", "b", "x"]) is first, "another answer to the same prompt"
+    assert known.conversation_of(["a", "x"]) is None
+    assert known.conversation_of([]) is None
     assert talk(known, ["a", "b", "c", "d"], ["e"], 5, 6) is first
-    assert known.find(["a", "b", "c"]) is None, "the tips have moved on"
+    assert known.conversation_of(["a", "b", "c"]) is None, "the tips have moved on"
     assert len(known) == 1
 
 
@@ -68,17 +68,17 @@ def test_requests_side_by_side_are_no_return_and_the_last_one_rests(known, heard
     heard.calls.clear()
     assert known.arrive(["a", "b"], 0) is known.arrive(["a", "c"], 1) is one
     assert (one.num_open, one.turn) == (2, 3)
-    known.leave(one, ["a", "b"], 2)
+    known.end_request(one, ["a", "b"], 2)
     assert [call[0] for call in heard.calls] == ["returned"]
-    known.leave(one, ["a", "c"], 3)
+    known.end_request(one, ["a", "c"], 3)
     assert heard.calls[1:] == [("rested", 1, 3)]
     with pytest.raises(AssertionError, match="conversation 1 was left once too often"):
-        known.leave(one, ["a"], 4)
+        known.end_request(one, ["a"], 4)
 
 
 def test_a_preempted_request_that_goes_on_is_no_return(known, heard):
     conversation = known.arrive(["a"], 0)
-    known.leave(conversation, ["a"], 1)
+    known.end_request(conversation, ["a"], 1)
     assert known.arrive(["a"], 2, conversation) is conversation
     assert (conversation.turn, conversation.gap_s) == (1, None)
     assert heard.calls == [("rested", 1, 1), ("forgotten", 1)]
@@ -87,24 +87,24 @@ def test_a_preempted_request_that_goes_on_is_no_return(known, heard):
 def test_every_use_is_newer_than_all_before(known):
     first, second = known.arrive(["a"], 0), known.arrive(["b"], 0)
     assert first.use < second.use
-    known.leave(first, ["a"], 0)
+    known.end_request(first, ["a"], 0)
     assert first.use > second.use
     assert first.used_s == 0
 
 
 def test_what_has_no_block_cannot_return_and_is_not_kept(known, heard):
     conversation = known.arrive([], 0)
-    known.leave(conversation, [], 1)
+    known.end_request(conversation, [], 1)
     assert (len(known), heard.calls) == (0, [])
 
 
 def test_a_splice_moves_the_tip(known):
     conversation = talk(known, ["a"], ["b"], 0, 1)
     known.move(conversation, ["s"])
-    assert known.find(["s", "t"]) is conversation
-    assert known.find(["a", "b"]) is conversation, "its prompt still leads to it"
+    assert known.conversation_of(["s", "t"]) is conversation
+    assert known.conversation_of(["a", "b"]) is conversation, "its prompt still leads to it"
     known.move(conversation, [])
-    assert known.find(["s"]) is conversation
+    assert known.conversation_of(["s"]) is conversation
 
 
 def adopted(known: Conversations, block_id: str, used_s: float) -> tuple[str, Conversation]:
@@ -124,20 +124,21 @@ def test_what_is_found_in_a_store_may_return(known, heard):
 def test_what_is_found_does_not_replace_what_is_known(known):
     conversation = talk(known, ["a"], ["b"], 0, 1)
     known.adopt([adopted(known, "b", 0.0)], 2)
-    assert known.find(["b"]) is conversation
+    assert known.conversation_of(["b"]) is conversation
     assert len(known) == 1
 
 
-def test_the_least_recently_used_are_forgotten(known, heard, monkeypatch):
-    monkeypatch.setattr(known, "_max_known", 3)
+def test_the_least_recently_used_are_forgotten(heard):
+    known = Conversations(heard, 3)
     first = talk(known, ["a"], [], 100, 101)
     known.adopt([adopted(known, "old", 5.0), adopted(known, "older", 4.0), adopted(known, "oldest", 3.0)], 102)
     assert len(known) == 3
-    assert known.find(["oldest"]) is None
+    assert known.conversation_of(["oldest"]) is None
     talk(known, ["b"], [], 103, 104)
     talk(known, ["c"], [], 105, 106)
-    assert [known.find([name]) is not None for name in ("a", "b", "c", "old", "older")] == [True] * 3 + [False] * 2
-    assert known.find(["a"]) is first
+    found = [known.conversation_of([name]) is not None for name in ("a", "b", "c", "old", "older")]
+    assert found == [True] * 3 + [False] * 2
+    assert known.conversation_of(["a"]) is first
     assert [call[1] for call in heard.calls if call[0] == "forgotten"] == [4, 3, 2]
 
 
@@ -149,19 +150,19 @@ def test_roots_are_the_same_in_every_process(known):
 
 def test_behind_a_shared_head_newcomers_are_not_taken_for_the_one_who_came_last(known):
     first = known.arrive(["s", "a"], 0)
-    known.leave(first, ["s", "a", "b"], 1)
+    known.end_request(first, ["s", "a", "b"], 1)
     short = known.arrive(["s"], 2, is_stored=True)  # its first message does not fill a block
-    known.leave(short, ["s"], 3)
+    known.end_request(short, ["s"], 3)
     other = known.arrive(["s", "c"], 4)
     assert len({first, short, other}) == 3
-    known.leave(short := known.arrive(["s"], 5, is_stored=True), ["s", "d"], 6)
-    assert known.find(["s", "d", "e"]) is short, "its answer is its own"
+    known.end_request(short := known.arrive(["s"], 5, is_stored=True), ["s", "d"], 6)
+    assert known.conversation_of(["s", "d", "e"]) is short, "its answer is its own"
 
 
 def test_deleted_conversations_are_forgotten(known, heard):
     one = talk(known, ["a"], ["b"], 0, 1)
     known.forget(["unknown", "b"])
-    assert known.find(["a", "b"]) is None and len(known) == 0
+    assert known.conversation_of(["a", "b"]) is None and len(known) == 0
     assert heard.calls[-1] == ("forgotten", one.number)
 
 

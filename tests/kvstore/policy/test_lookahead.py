@@ -27,7 +27,7 @@ def test_what_runs_is_marked_until_its_conversation_is_left():
     look.start("a")
     look.start("nobody")
     assert (person.wanted, person.num_running, len(look)) == (None, 1, 0) and refreshed[-1] is person
-    registry.leave(person, ["a"], 1.0)
+    registry.end_request(person, ["a"], 1.0)
     assert person.num_running == 0
 
 

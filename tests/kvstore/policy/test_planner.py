@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from kvstore.policy.planner import LEAST_SAVING_S, STEP_TOKENS, Choice, Planner, Rate, StepRate, Way
+from kvstore.policy.planner import LEAST_SAVING_S, STEP_TOKENS, LoadChoice, Planner, Rate, StepRate, Way
 
 SIZE = 16
 
@@ -168,7 +168,7 @@ def test_what_was_measured_outlives_the_process():
     old, new = with_disk(0.01, 0.01), Planner(1600, SIZE)
     new.restore(json.loads(json.dumps(old.state())))
     assert new.as_dict() == pytest.approx(old.as_dict())
-    assert new.choose(100, 100) == Choice(Way.BOTH, 50, 37)
+    assert new.choose(100, 100) == LoadChoice(Way.BOTH, 50, 37)
     new.restore(None)
 
 

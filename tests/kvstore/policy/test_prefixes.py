@@ -6,10 +6,9 @@ from itertools import count
 import pytest
 
 from kvstore.blocks.forest import EvictionTree
-from kvstore.policy import prefixes as module
 from kvstore.policy.conversation import Conversation, Prefix
 from kvstore.policy.policies import EvictionOrder
-from kvstore.policy.prefixes import Prefixes
+from kvstore.policy.prefixes import MAX_PREFIXES, MAX_SAMPLED, Prefixes
 from kvstore.policy.return_model import ReturnLearner, ReturnModel
 from kvstore.policy.steering import Steering
 
@@ -73,13 +72,12 @@ def test_prefixes_of_prefixes_are_of_use_together():
     assert path(known.comes("abcdef").prefix) == [("f", 6, 1), ("d", 4, 2), ("b", 2, 4), ("a", 1, 5)]
 
 
-def test_the_oldest_are_forgotten(monkeypatch):
-    monkeypatch.setattr(module, "MAX_PREFIXES", 2)
-    monkeypatch.setattr(module, "MAX_SAMPLED", 8)
+def test_the_oldest_are_forgotten():
     known = Registry(num_blocks=2)
-    for chain in ("abcd", "efgh", "ijkl"):
-        known.comes(chain)
-    assert len(known.prefixes) == 2 and len(known.prefixes._owners) == 8
+    known.comes("abcd")
+    for number in range(MAX_PREFIXES):
+        known.comes([(number, place) for place in range(5)])
+    assert len(known.prefixes) == MAX_PREFIXES and len(known.prefixes._owners) == MAX_SAMPLED
     assert path(known.comes("abx").prefix) == [("x", 3, 1)], "nobody knows of the first one any more"
     assert known.model.num_returns == 0
 
@@ -105,12 +103,12 @@ def test_a_prefix_ends_at_its_last_block_of_a_tier_and_keeps_it():
     for parent, key in zip((None, *"ab"), "abc", strict=True):
         tree.add(key, parent, first)
     tree.settle(first.prefix, {"a": "a", "b": "b", "c": "c"}.get)
-    assert set(tree.conversations("c")) == {first, first.prefix.entry}
+    assert set(tree.ends.conversations("c")) == {first, first.prefix.entry}
     second = known.comes("abx")
     tree.claim(second, ["a", "b"])
     tree.settle(second.prefix, {"a": "a", "b": "b", "c": "c"}.get)
     shared = second.prefix.parent.entry
-    assert set(tree.conversations("b")) == {second, shared} and set(tree.conversations("c")) == {first}
+    assert set(tree.ends.conversations("b")) == {second, shared} and set(tree.ends.conversations("c")) == {first}
     tree.check_integrity()
     model_of = {first.category: 1.0, second.category: 2.0, shared.category: 9.0}
     known.model.table = type(known.model.table)(
@@ -118,7 +116,7 @@ def test_a_prefix_ends_at_its_last_block_of_a_tier_and_keeps_it():
     )
     gone = []
     while (key := tree.next()) is not None:
-        gone.append((key, set(tree.conversations(key))))
+        gone.append((key, set(tree.ends.conversations(key))))
         tree.remove(key)
     assert [key for key, _ in gone] == ["c", "b", "a"]
     assert gone[-1][1] == {shared}, "what is shared counts as much as the most valuable of those that end there"

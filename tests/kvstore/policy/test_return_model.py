@@ -247,11 +247,14 @@ def test_extreme_state_gives_finite_ranks(which, num):
 
 
 # -- sorted entries --
+class ManyChunks(SortedEntries):
+    CHUNK = 4
+
+
 @pytest.mark.parametrize("seed", range(5))
-def test_sorted_entries_against_a_list(seed, monkeypatch):
-    monkeypatch.setattr(SortedEntries, "CHUNK", 4)
+def test_sorted_entries_against_a_list(seed):
     rng = random.Random(seed)
-    entries, plain = SortedEntries(), []
+    entries, plain = ManyChunks(), []
     for i in range(1500):
         if plain and rng.random() < (0.3 if i < 700 else 0.7):
             entries.remove(plain.pop(rng.randrange(len(plain))))

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.policy.categories import category_of
 from kvstore.policy.conversation import Answer, Conversation
-from kvstore.policy.steering import Steering
+from kvstore.policy.steering import MAX_WAIT_S, Steering
 
 CAPACITIES = {"cpu": 100, "disk": 1000}
 
@@ -29,7 +29,7 @@ def talk(steering: Steering, clock: Clock, chain: list[str], lasts_s: float = 1.
     """A request; then the tiers have its blocks."""
     conversation = steering.arrive(chain)
     clock.now_s += lasts_s
-    steering.leave(conversation, chain)
+    steering.end_request(conversation, chain)
     for tier in CAPACITIES:
         steering.order(tier).add(conversation)
     return conversation
@@ -82,11 +82,11 @@ def test_a_conversation_has_the_category_in_which_it_rests(clock):
     clock.now_s += 100
     talk(steering, clock, ["a", "b"])
     assert (one.turn, one.gap_s, one.category) == (2, 100.0, category_of(one)) and one.category != first
-    steering.leave(steering.arrive(["a", "b", "d"]), ["a", "b"], Answer(20, calls_tool=True))
+    steering.end_request(steering.arrive(["a", "b", "d"]), ["a", "b"], Answer(20, calls_tool=True))
     assert one.category == category_of(one), "how the answer ended counts, too"
-    assert steering.find(["a", "b", "c"]) is one
+    assert steering.conversation_of(["a", "b", "c"]) is one
     steering.move(one, ["s"])
-    assert steering.find(["s"]) is one
+    assert steering.conversation_of(["s"]) is one
     assert steering.as_dict()["num_returns_learned"] == 2
 
 
@@ -162,3 +162,16 @@ def test_the_statistics_are_plain_data(clock):
 def test_an_unknown_policy_is_our_bug(clock):
     with pytest.raises(AssertionError, match="mru is not one of"):
         Steering("mru", clock, CAPACITIES)
+
+
+def test_while_somebody_waits_learning_is_put_off_but_not_for_ever(clock):
+    steering = Steering("return", clock, CAPACITIES)
+    steering.poll()
+    before = steering.as_dict()["ranks_version"]
+    for number in range(40):
+        talk(steering, clock, [f"talk {number}"], lasts_s=0.1)
+        steering.poll(is_idle=False)
+    assert steering.as_dict()["ranks_version"] == before
+    clock.now_s += MAX_WAIT_S
+    steering.poll(is_idle=False)
+    assert steering.as_dict()["ranks_version"] == before + 1

@@ -4,6 +4,7 @@ import os
 import random
 import threading
 from pathlib import Path
+from unittest import mock
 
 import lmdb
 import pytest
@@ -13,6 +14,7 @@ from kvstore.disk.env import open_environment
 from kvstore.errors import StoreError
 from kvstore.sessions import answers as answer_store
 from kvstore.sessions.answers import AnswerStore, AnswerTables, open_answers, owner_tag
+from tests.support.waiting import TIMEOUT_S
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,9 +45,9 @@ def test_an_answer_is_found_at_once_and_when_it_is_on_disk(store):
     store.put([key(1), key(2)], ids_of(1))
     expected = [ids_of(1), ids_of(1), None, None]
     groups = [[key(1)], [key(9), key(2)], [key(3)], []]
-    assert store.find(groups) == expected
+    assert store.find_ids(groups) == expected
     store.flush()
-    assert store.find(groups) == expected and store.stats()["answers"] == 1
+    assert store.find_ids(groups) == expected and store.stats()["answers"] == 1
 
 
 def test_the_newest_answer_has_a_key(store):
@@ -53,9 +55,9 @@ def test_the_newest_answer_has_a_key(store):
         store.put([key(number), key(99)], ids_of(number))
         if number % 2:
             store.flush()
-        assert store.find([[key(99)], [key(number)]]) == [ids_of(number)] * 2
+        assert store.find_ids([[key(99)], [key(number)]]) == [ids_of(number)] * 2
     store.put([key(50)], ())
-    assert store.find([[key(50), key(99)]]) == [()]
+    assert store.find_ids([[key(50), key(99)]]) == [()]
 
 
 def test_like_a_dict_whatever_the_order(store):
@@ -76,7 +78,7 @@ def test_like_a_dict_whatever_the_order(store):
             assert store.forget_owner(owner_tag("t", gone))
             whose.update({n: "gone" for n, name in whose.items() if name == gone})
         probe = [key(random_.randrange(60)) for _ in range(4)]
-        for one, ids in zip(probe, store.find([[one] for one in probe]), strict=True):
+        for one, ids in zip(probe, store.find_ids([[one] for one in probe]), strict=True):
             had = of_key.get(one, [])
             if had and whose[had[-1]] != "gone":
                 assert ids is not None and ids[0] // 1000 == had[-1]
@@ -91,14 +93,14 @@ def test_answers_outlive_the_store(directory):
     first.put([key(2)], ids_of(2), owner_tag("t", "s"))
     first.close()
     first.close()
-    assert first.find([[key(1)]]) == [None]
+    assert first.find_ids([[key(1)]]) == [None]
     second = open_answers(directory)
     second.put([key(3)], ids_of(3))
-    assert second.find([[key(1)], [key(2)], [key(3)]]) == [ids_of(1), ids_of(2), ids_of(3)]
+    assert second.find_ids([[key(1)], [key(2)], [key(3)]]) == [ids_of(1), ids_of(2), ids_of(3)]
     assert second.forget_owner(owner_tag("t", "s"))
     second.close()
     third = open_answers(directory)
-    assert third.find([[key(1)], [key(2)], [key(3)]]) == [ids_of(1), None, ids_of(3)]
+    assert third.find_ids([[key(1)], [key(2)], [key(3)]]) == [ids_of(1), None, ids_of(3)]
     third.close()
 
 
@@ -109,7 +111,7 @@ def test_a_full_file_drops_the_oldest(directory):
         if number % 20 == 0:
             small.flush()
     small.flush()
-    found = [ids is not None for ids in small.find([[key(n)] for n in range(400)])]
+    found = [ids is not None for ids in small.find_ids([[key(n)] for n in range(400)])]
     assert found.index(True) > 0 and all(found[found.index(True) :]) and sum(found) > 50
     stats = small.stats()
     assert (stats["answers"], stats["evicted"]) == (sum(found), 400 - sum(found))
@@ -118,16 +120,15 @@ def test_a_full_file_drops_the_oldest(directory):
     assert os.path.getsize(directory.path / "answers" / "data.mdb") <= 1 << 20
 
 
-def test_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(answer_store, "MEMORY_TOKENS", 10_000)
-    store = open_answers(None)
-    for number in range(200):
-        store.put([key(number)], ids_of(number, 100))
-    found = [ids is not None for ids in store.find([[key(n)] for n in range(200)])]
-    assert found == [False] * (200 - sum(found)) + [True] * sum(found) and sum(found) == 10_000 // 250
-    assert store.stats()["evicted"] == 200 - sum(found)
+def test_memory_is_bounded():
+    store, num_tokens = open_answers(None), 100_000
+    for number in range(60):
+        store.put([key(number)], ids_of(number, num_tokens))
+    found = [ids is not None for ids in store.find_ids([[key(n)] for n in range(60)])]
+    assert found == [False] * (60 - sum(found)) + [True] * sum(found)
+    assert sum(found) == answer_store.MEMORY_TOKENS // num_tokens and store.stats()["evicted"] == 60 - sum(found)
     store.put([key(1)], range(answer_store.MAX_ANSWER_TOKENS + 1))
-    assert store.find([[key(1)]]) == [None] and store.stats()["dropped"] == 1
+    assert store.find_ids([[key(1)]]) == [None] and store.stats()["dropped"] == 1
     store.close()
 
 
@@ -140,7 +141,7 @@ def test_a_damaged_record_is_a_miss(directory):
         value = bytearray(txn.get(key(1)[-8:], db=tables._answers))
         value[-1] ^= 1
         txn.put(key(1)[-8:], bytes(value), db=tables._answers)
-    assert store.find([[key(0)], [key(1)], [key(2)]]) == [ids_of(0), None, ids_of(2)]
+    assert store.find_ids([[key(0)], [key(1)], [key(2)]]) == [ids_of(0), None, ids_of(2)]
     assert store.stats()["damaged"] == 1 and store.stats()["failed"] == 0
     store.put([key(5)], ids_of(5), b"")
     assert store.forget_owner(owner_tag("t", "s")) and store.stats()["answers"] == 1
@@ -149,7 +150,12 @@ def test_a_damaged_record_is_a_miss(directory):
     store.close()
 
 
-def test_a_disk_that_fails_costs_no_request_anything(directory, monkeypatch):
+def tables_that(**operations):
+    """In here these operations of the tables are others."""
+    return mock.patch.multiple(AnswerTables, **operations)
+
+
+def test_a_disk_that_fails_costs_no_request_anything(directory):
     store = open_answers(directory)
     store.put([key(1)], ids_of(1), owner_tag("t", "s"))
     store.flush()
@@ -157,34 +163,33 @@ def test_a_disk_that_fails_costs_no_request_anything(directory, monkeypatch):
     def failing(*_, **__):
         raise lmdb.DiskError("injected")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(AnswerTables, "write", failing)
+    with tables_that(write=failing):
         store.put([key(2)], ids_of(2))
         store.flush()
-        assert store.find([[key(1)], [key(2)]]) == [ids_of(1), ids_of(2)]
+        assert store.find_ids([[key(1)], [key(2)]]) == [ids_of(1), ids_of(2)]
         assert not store.forget_owner(owner_tag("t", "s"))
-        assert store.find([[key(1)], [key(2)]]) == [None, ids_of(2)]  # not on disk's word
-        patch.setattr(AnswerTables, "find", failing)
-        assert store.find([[key(1)], [key(3)]]) == [None, None]
+        assert store.find_ids([[key(1)], [key(2)]]) == [None, ids_of(2)]  # not on disk's word
+        with tables_that(answer_of=failing):
+            assert store.find_ids([[key(1)], [key(3)]]) == [None, None]
         assert store.stats()["failed"] == 3 and store.stats()["dropped"] == 1
     store.put([key(3)], ids_of(3))
     store.flush()
-    assert store.find([[key(1)], [key(2)], [key(3)]]) == [None, ids_of(2), ids_of(3)]
+    assert store.find_ids([[key(1)], [key(2)], [key(3)]]) == [None, ids_of(2), ids_of(3)]
     assert store._forgotten == []  # the deletion was made up for
     store.close()
 
 
-def test_nobody_waits_for_ever_for_answers_that_cannot_be_written(directory, monkeypatch):
+def test_nobody_waits_for_ever_for_answers_that_cannot_be_written(directory):
     def failing(*_):
         raise ValueError("injected: no error of the disk")
 
     store = open_answers(directory)
-    monkeypatch.setattr(AnswerTables, "write", failing)
-    store.put([key(1)], ids_of(1))
-    waiting = threading.Thread(target=store.flush, daemon=True)
-    waiting.start()
-    waiting.join(30)
-    assert not waiting.is_alive() and store.find([[key(1)]]) == [ids_of(1)]
+    with tables_that(write=failing):
+        store.put([key(1)], ids_of(1))
+        waiting = threading.Thread(target=store.flush, daemon=True)
+        waiting.start()
+        waiting.join(TIMEOUT_S)
+        assert not waiting.is_alive() and store.find_ids([[key(1)]]) == [ids_of(1)]
     store.close()
 
 
@@ -195,7 +200,7 @@ def test_a_file_that_cannot_be_opened_leaves_memory():
     store = AnswerStore(refused)
     store.put([key(1)], ids_of(1))
     store.flush()
-    assert store.find([[key(1)]]) == [ids_of(1)] and store.stats()["failed"] == 1
+    assert store.find_ids([[key(1)]]) == [ids_of(1)] and store.stats()["failed"] == 1
     store.close()
 
 
@@ -205,7 +210,7 @@ def test_many_threads(store):
     def work(name: int) -> None:
         for number in range(name * 1000, name * 1000 + 60):
             store.put([key(number)], ids_of(number), owner_tag("t", str(name)))
-            if store.find([[key(number)]]) != [ids_of(number)]:
+            if store.find_ids([[key(number)]]) != [ids_of(number)]:
                 errors.append(number)
         if name == 3 and not store.forget_owner(owner_tag("t", "3")):
             errors.append(name)
@@ -217,4 +222,4 @@ def test_many_threads(store):
         thread.join()
     store.flush()
     assert errors == [] and store.stats()["answers"] == 180
-    assert store.find([[key(3001)], [key(2059)]]) == [None, ids_of(2059)]
+    assert store.find_ids([[key(3001)], [key(2059)]]) == [None, ids_of(2059)]

@@ -15,6 +15,7 @@ from kvstore.sessions.record import SessionKey
 from kvstore.sessions.store import open_sessions
 from kvstore.sessions.tables import COUNTERS
 from tests.children.session_child import TENANT, make_turn, talk
+from tests.support.faults import copying_that
 
 ANNA = SessionKey(TENANT, "anna")
 
@@ -34,7 +35,7 @@ def look(store, work=lambda sessions: None) -> tuple[int, bool]:
     with StoreDirectory.open(store) as directory:
         sessions = open_sessions(directory)
         found = sessions.stats()
-        problems = sessions.check().problems
+        problems = sessions.upkeep.check().problems
         assert bool(found["missing"]) == any("sessions that this store held are not there" in one for one in problems)
         work(sessions)
         sessions.close()
@@ -50,8 +51,8 @@ def test_a_missing_file_is_told_until_it_is_given_up(store, how, caplog):
         shutil.rmtree(store / "sessions")
     assert look(store, lambda sessions: talk(sessions, ANNA, 1)) == (0, True)
     assert "accept-loss" in caplog.text
-    assert look(store, lambda sessions: sessions.accept_loss()) == (1, True), "what came since is kept"
-    assert look(store, lambda sessions: sessions.accept_loss()) == (1, False)
+    assert look(store, lambda sessions: sessions.upkeep.accept_loss()) == (1, True), "what came since is kept"
+    assert look(store, lambda sessions: sessions.upkeep.accept_loss()) == (1, False)
 
 
 def test_a_file_that_is_put_back_is_known_again(store, tmp_path):
@@ -71,33 +72,37 @@ def test_a_damaged_file_that_was_set_aside_is_missing(store):
 
 def test_a_store_from_before_there_were_marks(store):
     (store / "sessions.id").unlink()
-    assert look(store, lambda sessions: sessions._submit(lambda view: view.delete(COUNTERS, b"name")).wait()) == (
-        1, False,
-    )  # fmt: skip
+
+    def unmark(sessions):
+        return sessions.transactions.submit(lambda view: view.delete(COUNTERS, b"name")).wait()
+
+    assert look(store, unmark) == (1, False)
     (store / "sessions.id").unlink()
     assert look(store) == (1, False)
     assert (store / "sessions.id").exists()
 
 
 def test_a_damaged_name_is_no_loss(store):
-    assert look(store, lambda sessions: sessions._submit(lambda view: view.put(COUNTERS, b"name", b"x")).wait())
+    assert look(
+        store, lambda sessions: sessions.transactions.submit(lambda view: view.put(COUNTERS, b"name", b"x")).wait()
+    )
     assert look(store) == (1, False) and look(store) == (1, False)
 
 
-def test_a_loss_that_is_accepted_beside_a_compaction_stays_accepted(store, monkeypatch):
+def test_a_loss_that_is_accepted_beside_a_compaction_stays_accepted(store):
     (store / "sessions" / "data.mdb").unlink()
     copy = live._copy_records
 
     def accept_meanwhile(sessions) -> None:
-        thread = threading.Thread(target=sessions.accept_loss)
+        thread = threading.Thread(target=sessions.upkeep.accept_loss)
 
         def copy_and_wait(*arguments) -> None:
             copy(*arguments)
             thread.start()
             thread.join(0.5)
 
-        monkeypatch.setattr(live, "_copy_records", copy_and_wait)
-        sessions.compact()
+        with copying_that(copy_and_wait):
+            sessions.upkeep.compact()
         thread.join()
 
     assert look(store, accept_meanwhile) == (0, True)
@@ -113,12 +118,12 @@ def test_a_file_that_is_begun_anew_when_lmdb_gives_it_up_is_told(store):
     given_up: list[None] = []
     with StoreDirectory.open(store) as directory:
         sessions = open_sessions(directory)
-        sessions._submit(give_up).wait()
-        assert "was begun anew" in sessions.check().problems[0]
+        sessions.transactions.submit(give_up).wait()
+        assert "was begun anew" in sessions.upkeep.check().problems[0]
         found = sessions.stats()
         assert (found["sessions"], found["missing"]) == (0, 1)
         sessions.close()
-    assert look(store, lambda sessions: sessions.accept_loss()) == (0, True)
+    assert look(store, lambda sessions: sessions.upkeep.accept_loss()) == (0, True)
     assert look(store) == (0, False)
 
 

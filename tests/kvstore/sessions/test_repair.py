@@ -47,7 +47,7 @@ def turns(count: int):
 def is_whole(store: SessionStore, num_turns: int) -> None:
     state = store.load(KEY)
     assert content(state) == expected(turns(num_turns), SYSTEM)
-    assert store.check().problems == () and store.stats()["damaged"] == 0
+    assert store.upkeep.check().problems == () and store.stats()["damaged"] == 0
     assert store.head(KEY) == state.head and state.head.num_turns == num_turns
 
 
@@ -66,38 +66,38 @@ def test_a_damaged_turn(store, number, whole, is_gone):
         store.fork(KEY, None, SessionKey(TENANT, "green")).wait()
     assert store.stats()["damaged"] == 1
     before = store.head(KEY)
-    found = store.repair(KEY).wait()
+    found = store.upkeep.repair(KEY).wait()
     is_whole(store, number - 1)
     assert found.num_aside == 5 - number + (not is_gone)
     head = store.head(KEY)
     assert (head.created_s, head.ttl_s, head.model, head.fingerprint) == (
         before.created_s, before.ttl_s, before.model, before.fingerprint,
     )  # fmt: skip
-    assert [(one.number, one.messages and [*one.messages]) for one in store.aside(KEY)] == [
+    assert [(one.number, one.messages and [*one.messages]) for one in store.upkeep.aside(KEY)] == [
         (n, None if n == number else [*make_turn("red", n).messages])
         for n in range(number, 6) if n != number or not is_gone
     ]  # fmt: skip
     gone = set(found.tombstone.block_ids)
     assert gone == {block for n in range(number, 6) for block in make_turn("red", n).chain}
-    assert store.pending_deletions() == [found.tombstone]
+    assert store.upkeep.pending_deletions() == [found.tombstone]
 
 
 def test_it_goes_on_after_a_repair_and_a_second_one(store):
     spoil(store, TURNS, 4)
-    assert store.repair(KEY).wait().num_aside == 2
+    assert store.upkeep.repair(KEY).wait().num_aside == 2
     for number in (4, 5):
         store.commit_turn(KEY, make_turn("red", number)).wait()
     is_whole(store, 5)
     assert store.turn_of_request(KEY, "request 2").number == 2
-    assert store.repair(KEY).wait().tombstone is None, "nothing is damaged"
+    assert store.upkeep.repair(KEY).wait().tombstone is None, "nothing is damaged"
     number = store.head(KEY).number
     with tables_of(store) as view:
         view.put(TURNS, be64(number) + b"\0\0\0\5", b"nonsense")
-    assert store.repair(KEY).wait().num_aside == 1
+    assert store.upkeep.repair(KEY).wait().num_aside == 1
     is_whole(store, 4)
-    assert [one.number for one in store.aside(KEY)] == [4, 5, 5]
-    store.compact()
-    assert len(store.aside(KEY)) == 3
+    assert [one.number for one in store.upkeep.aside(KEY)] == [4, 5, 5]
+    store.upkeep.compact()
+    assert len(store.upkeep.aside(KEY)) == 3
     store.delete(KEY).wait()
     with tables_of(store) as view:
         assert view.count(session_tables.ASIDE) == 0, "their text goes with the session"
@@ -106,7 +106,7 @@ def test_it_goes_on_after_a_repair_and_a_second_one(store):
 def test_a_stale_turn_is_refused_after_a_repair(store):
     number = store.head(KEY).number
     spoil(store, TURNS, 5)
-    store.repair(KEY).wait()
+    store.upkeep.repair(KEY).wait()
     with pytest.raises(Exception, match="deleted meanwhile"):
         store.commit_turn(KEY, make_turn("red", 6), session_number=number).wait()
 
@@ -120,10 +120,10 @@ def test_what_leads_to_the_turns(store, table):
         store.turn_of_request(KEY, "request 1")
         for number in range(2, 6):
             store.turn_of_request(KEY, f"request {number}")
-    assert store.repair(KEY).wait().num_aside == 0
+    assert store.upkeep.repair(KEY).wait().num_aside == 0
     state = store.load(KEY)
     assert content(state)[1:] == expected(turns(5))[1:] and state.messages[-10:] == expected(turns(5))[0]
-    assert store.check().problems == ()
+    assert store.upkeep.check().problems == ()
 
 
 @pytest.mark.parametrize("table", [NAMES, ORDER, REFS, REQUESTS])
@@ -131,8 +131,8 @@ def test_an_entry_that_is_gone_is_made_again(store, table):
     if table == NAMES:
         store.delete(SessionKey(TENANT, "blue")).wait()
     spoil(store, table, is_gone=True)
-    assert any("red" in problem for problem in store.check().problems)
-    found = store.repair(KEY).wait()
+    assert any("red" in problem for problem in store.upkeep.check().problems)
+    found = store.upkeep.repair(KEY).wait()
     assert (found.head.num_turns, found.num_aside) == (5, 0)
     is_whole(store, 5)
     assert store.turn_of_request(KEY, "request 1").number == 1
@@ -145,7 +145,7 @@ def test_a_change_that_damage_refuses_says_what_to_do(store, change):
     spoil(store, NAMES)
     with pytest.raises(SessionDamagedError, match="`kvstore sessions repair red --tenant tenant` keeps turns 1 to 5"):
         change(store, KEY).wait()
-    store.repair(KEY).wait()
+    store.upkeep.repair(KEY).wait()
     assert store.delete(KEY).wait() is not None and not store.exists(KEY)
 
 
@@ -154,12 +154,12 @@ def test_an_id_that_leads_to_anothers_session_takes_nothing_of_it(store):
 
     with tables_of(store) as view:
         (theirs, mine) = (tables_place(view, name) for name in ("blue", "red"))
-        number = pack(session_tables.find(view, blue))
+        number = pack(session_tables.number_of(view, blue))
         assert theirs != mine
         view.put(NAMES, mine, seal(NAMES, mine, number))
     with pytest.raises(SessionDamagedError, match="of its 5 turns, 1 to 5 are whole"):
         store.load(KEY)
-    assert store.repair(KEY).wait().head.num_turns == 5
+    assert store.upkeep.repair(KEY).wait().head.num_turns == 5
     is_whole(store, 5)
     assert content(store.load(blue)) == expected([make_turn("blue", n) for n in (1, 2)])
 
@@ -169,8 +169,8 @@ def tables_place(view, name: str) -> bytes:
 
 
 def test_there_is_no_such_session(store):
-    assert store.repair(SessionKey(TENANT, "none")).wait() is None
-    assert store.repair(SessionKey("", "red")).wait() is None
+    assert store.upkeep.repair(SessionKey(TENANT, "none")).wait() is None
+    assert store.upkeep.repair(SessionKey("", "red")).wait() is None
 
 
 def test_offline(tmp_path, capsys):
@@ -192,7 +192,7 @@ def test_offline(tmp_path, capsys):
     assert main(["sessions", "repair", "red", *flags]) == 0 and "is whole" in capsys.readouterr().out
     assert main(["sessions", "repair", "none", *flags]) == 1
     with OfflineStore(tmp_path) as opened:
-        assert opened.sessions.pending_deletions() == []
+        assert opened.sessions.upkeep.pending_deletions() == []
 
 
 def test_over_http_with_the_owner_repairing(tmp_path, capsys):

@@ -112,25 +112,6 @@ def test_forks_that_cannot_be(store):
     assert store.stats()["sessions"] == 1
 
 
-def test_deletion_names_the_blocks_that_nobody_else_has(store):
-    new = SessionKey(TENANT, "fork")
-    turns = talk(store, KEY, 6)
-    store.fork(KEY, 2, new).wait()
-    mine = {b for turn in turns[2:] for b in turn.chain}  # also those before the rebase of turn 5
-    assert (store.unshared_blocks_of(KEY), store.unshared_blocks_of(new)) == (mine, set())
-    first = store.delete(KEY).wait()
-    assert store.unshared_blocks_of(KEY) == set()
-    assert (set(first.block_ids), first.key) == (mine, KEY)
-    assert content(store.load(new)) == expected(turns[:2])
-    second = store.delete(new).wait()
-    assert set(second.block_ids) == {b for turn in turns[:2] for b in turn.chain}
-    assert store.pending_deletions() == [first, second]
-    store.finish_deletion(first.number).wait()
-    assert store.pending_deletions() == [second]
-    assert [store.stats()[name] for name in ("sessions", "turns", "refs")] == [0, 0, 0]
-    assert (store.list(TENANT), store.expired(1e12)) == ([], [])
-
-
 def test_a_session_created_again_is_another_one(store):
     old = create(store, KEY).wait()
     store.delete(KEY).wait()
@@ -162,22 +143,6 @@ def test_the_list_is_by_last_update_and_comes_in_pages(store):
     for cursor in ("", "zz", "00" * 15, "00" * 17):
         with pytest.raises(RequestError, match="cursor"):
             store.list(TENANT, 3, cursor)
-
-
-def test_sessions_expire_after_their_last_turn(store):
-    short, long = SessionKey(TENANT, "short"), SessionKey(TENANT, "long")
-    for key, ttl_s in ((KEY, None), (long, 1000), (short, 10)):
-        create(store, key, ttl_s=ttl_s).wait()
-    at = {key: store.head(key).expires_s for key in (short, long)}
-    assert store.expired(at[short] - 0.5) == []
-    assert store.expired(at[short]) == [short]
-    assert store.expired(1e9) == [short, long]
-    assert store.expired(1e9, limit=1) == [short]
-    talk(store, short, 1)
-    assert store.expired(at[short]) == []
-    assert store.set_ttl(long, None).wait().expires_s is None
-    store.delete(short).wait()
-    assert store.expired(1e9) == []
 
 
 def test_of_two_writers_one_wins(store):
@@ -216,21 +181,6 @@ def test_a_forked_child_is_refused(store):
             os._exit(code)
     assert os.waitpid(pid, 0)[1] == 0
     assert store.exists(KEY)
-
-
-def test_memory_drops_what_was_used_longest_ago():
-    store = SessionStore(None, max_sessions=3)
-    keys = [SessionKey(TENANT, f"s{i}") for i in range(5)]
-    for key in keys[:3]:
-        talk(store, key, 2)
-    store.load(keys[0])
-    talk(store, keys[3], 1)
-    assert [store.exists(key) for key in keys] == [True, False, True, True, False]
-    store.delete(keys[2]).wait()
-    talk(store, keys[4], 1)
-    assert [store.exists(key) for key in keys] == [True, False, False, True, True]
-    assert (store.stats()["dropped"], store.check().problems) == (1, ())
-    store.close()
 
 
 class Machine(RuleBasedStateMachine):
@@ -278,13 +228,13 @@ class Machine(RuleBasedStateMachine):
     def finish(self, data):
         if self.pending:
             number = data.draw(st.sampled_from(sorted(self.pending)))
-            self.store.finish_deletion(number).wait()
+            self.store.upkeep.finish_deletion(number).wait()
             del self.pending[number]
 
     @rule(compact=st.booleans())
     def reopen(self, compact):
         if compact:
-            self.store.compact()
+            self.store.upkeep.compact()
         elif not self.memory:
             self.store.close()
             self.store = disk_store(self.env_dir)
@@ -299,8 +249,8 @@ class Machine(RuleBasedStateMachine):
             if state is not None:
                 assert content(state) == expected(self.turns[name])
         assert {head.key.session_id for head in self.store.list(TENANT)} == set(self.turns)
-        assert {t.number: set(t.block_ids) for t in self.store.pending_deletions()} == self.pending
-        assert self.store.check().problems == ()
+        assert {t.number: set(t.block_ids) for t in self.store.upkeep.pending_deletions()} == self.pending
+        assert self.store.upkeep.check().problems == ()
 
     def teardown(self):
         if hasattr(self, "store"):

@@ -29,7 +29,7 @@ def test_a_flipped_bit_in_a_record_is_reported(store):
             read()
     assert content(store.load(KEY, 1)) == expected([make_turn("red", 1)])
     assert store.load(SessionKey(TENANT, "green")) is not None
-    assert any("session red is damaged" in problem for problem in store.check().problems)
+    assert any("session red is damaged" in problem for problem in store.upkeep.check().problems)
     blocks = {b for n in (1, 2, 3) for b in make_turn("red", n).chain}
     assert set(store.delete(KEY).wait().block_ids) == blocks, "a damaged session can be deleted"
 
@@ -38,14 +38,14 @@ def test_damaged_counters_and_tombstones_stop_nobody(store):
     first = create(store, KEY).wait()
     lost, kept = (store.delete(create(store, SessionKey(TENANT, name)).wait().key).wait() for name in ("lost", "kept"))
     with tables_of(store) as view:
-        for place, value in list(view.scan(tables.COUNTERS)):
-            view.put(tables.COUNTERS, place, value[:-1])
+        for place in (b"session", b"deletion"):
+            view.put(tables.COUNTERS, place, (view.get(tables.COUNTERS, place) or b"")[:-1])
         view.put(tables.TOMBSTONES, tables.be64(lost.number), b"")
     assert create(store, SessionKey(TENANT, "green")).wait().number > first.number + 2
     assert store.delete(SessionKey(TENANT, "green")).wait().number > kept.number
-    assert store.pending_deletions()[0] == kept
-    assert [problem[:21] for problem in store.check().problems] == ["deletion 1 is damaged"]
-    store.finish_deletion(lost.number).wait()
+    assert store.upkeep.pending_deletions()[0] == kept
+    assert [problem[:21] for problem in store.upkeep.check().problems] == ["deletion 1 is damaged"]
+    store.upkeep.finish_deletion(lost.number).wait()
 
 
 @pytest.mark.parametrize("table", [tables.NAMES, tables.HEADS, tables.TURNS])
@@ -60,7 +60,7 @@ def test_a_record_in_anothers_place_is_damaged(tmp_path, kind, table, sealed):
     with tables_of(store) as view:
         places = sorted(view.scan(table))
         if table == tables.NAMES:
-            number = tables.find(view, foreign)
+            number = tables.number_of(view, foreign)
             theirs = next(value for place, value in places if place.endswith(b"green"))
             mine, payload = next(place for place, _ in places if place.endswith(b"red")), pack(number)
         else:
@@ -73,7 +73,7 @@ def test_a_record_in_anothers_place_is_damaged(tmp_path, kind, table, sealed):
         store.commit_turn(KEY, make_turn("red", 3)).wait() if table != tables.TURNS else store.turn(KEY, 2)
     assert all(head.key.tenant == TENANT for head in store.list(TENANT))
     assert content(store.load(foreign)) == expected([make_turn("green", n) for n in (1, 2)])
-    assert store.check().problems != ()
+    assert store.upkeep.check().problems != ()
     store.close()
 
 
@@ -90,8 +90,11 @@ def test_a_false_place_in_the_list_shows_nothing(store):
     with tables_of(store) as view:
         for table, place in false:
             view.put(table, place, b"")
-    assert (store.list("other"), store.expired(0), store.stats()["damaged"]) == ([], [], 1)
-    assert [problem[:20] for problem in store.check().problems] == ["2 entries in 'order'", "1 entries in 'expiry"]
+    assert (store.list("other"), store.upkeep.expired(0), store.stats()["damaged"]) == ([], [], 1)
+    assert [problem[:20] for problem in store.upkeep.check().problems] == [
+        "2 entries in 'order'",
+        "1 entries in 'expiry",
+    ]
     with tables_of(store) as view:
         for table, place in false:
             view.delete(table, place)

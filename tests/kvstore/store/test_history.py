@@ -7,7 +7,7 @@ import pytest
 
 from kvstore.planning.trace_formats import read_session_lines
 from kvstore.policy.conversation import Answer
-from kvstore.store.history import FILE, OLDER_FILE, SETTLED_S, History, history_files, joined, short_id
+from kvstore.store.history import FILE, MAX_PENDING, OLDER_FILE, SETTLED_S, History, history_files, joined, short_id
 
 
 def block_id(number):
@@ -90,12 +90,12 @@ def test_who_leaves_without_having_arrived_is_nobody(tmp_path):
     assert history.take_lines(10.0) == []
 
 
-def test_what_nobody_takes_is_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvstore.store.history.MAX_PENDING", 3)
+def test_what_nobody_takes_is_lost(tmp_path):
     history = History(tmp_path)
-    for number in range(5):
+    for number in range(MAX_PENDING + 2):
         serve(history, f"r{number}", float(number), 1, 1, f"s{number}")
-    assert [json.loads(one)["session"] for one in history.take_lines(100.0)] == ["s0", "s1", "s2"]
+    kept = history.take_lines(1e9)
+    assert len(kept) == MAX_PENDING and json.loads(kept[-1])["session"] == f"s{MAX_PENDING - 1}"
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -153,16 +153,13 @@ def test_a_directory_that_is_read_only_costs_lines(tmp_path):
     assert history_files(tmp_path) == []
 
 
-def test_a_full_disk_costs_lines(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_written_costs_lines(tmp_path):
+    (tmp_path / FILE).mkdir()
     history = History(tmp_path)
     serve(history, "a", 0.0, 1, 1)
-
-    def refuse(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("kvstore.store.history.os.open", refuse)
     history.write(history.take_lines(0.0, all_of_them=True))
-    assert history_files(tmp_path) == []
+    (tmp_path / FILE).rmdir()
+    assert history_files(tmp_path) == [] and history.take_lines(1e9, all_of_them=True) == []
 
 
 # -- joining ---------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def test_a_write_behind_one_that_rested_is_its_return(known, steering):
     assert (one.num_open, one.turn, one.gap_s) == (1, 2, 100)
     steering.now_s += REST_S + 1
     known.poll()
-    assert one.num_open == 0 and steering.find([b"a1", b"a2", b"a3"]) is one
+    assert one.num_open == 0 and steering.conversation_of([b"a1", b"a2", b"a3"]) is one
 
 
 def test_writes_of_one_answer_are_no_returns(known, steering):
@@ -76,7 +76,7 @@ def test_requests_that_are_told_of(known, steering):
     assert write(known, [b"a2", b"a3"], "ada", parent=b"a1") == [one] * 2
     assert one.wanted is not None and one.num_open == 1
     known.finish("ada", [b"a1", b"a2", b"a3"])
-    assert one.wanted is None and one.num_open == 0 and steering.find([b"a3"]) is one
+    assert one.wanted is None and one.num_open == 0 and steering.conversation_of([b"a3"]) is one
     steering.now_s += 50
     known.arrive("another name", [b"a1", b"a2", b"a3", b"a5"])
     assert (one.num_open, one.turn, one.gap_s) == (1, 2, 50)
@@ -117,7 +117,7 @@ def test_writes_without_a_request_do_not_keep_one_wanted(known, steering):
 def test_touching_a_chain_is_a_request_where_none_is_told_of(known, steering):
     (one,) = set(write(known, [b"a1", b"a2"]))
     known.touch([b"a1", b"a2"])
-    assert one.num_open == 0 and steering.find([b"a2"]) is one
+    assert one.num_open == 0 and steering.conversation_of([b"a2"]) is one
     steering.now_s += 10
     known.touch([b"a1", b"a2"])
     known.touch([])

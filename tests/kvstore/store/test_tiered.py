@@ -6,13 +6,12 @@ import time
 
 import pytest
 
-import kvstore.store.parts
 from kvstore.blocks.records import Evict
-from kvstore.disk.tier import DiskTier
 from kvstore.errors import StoreError
 from kvstore.store.steps import StepTransfers
 from kvstore.store.tiered import TieredConnector
 from tests.support.engines import ask, open_engine, tokens
+from tests.support.faults import stuck_disk
 
 
 @pytest.fixture
@@ -56,14 +55,14 @@ def test_every_verb_refuses_a_forked_child_before_it_takes_a_lock(engine):
     def hold():
         with connector.parts.lock:
             held.set()
-            go.wait(20)
+            go.wait()
 
     thread = threading.Thread(target=hold)
     thread.start()
-    held.wait(20)
+    held.wait()
     calls = (
-        connector.stats, connector.get_finished, connector.upkeep.flush, lambda: connector.wait_for_progress(0.0),
-        lambda: connector.get_num_new_matched_tokens("", 0, 0),
+        connector.upkeep.stats, connector.get_finished, connector.upkeep.flush,
+        lambda: connector.wait_for_progress(0.0), lambda: connector.get_num_new_matched_tokens("", 0, 0),
         lambda: connector.update_state_after_alloc("", (), 0, 0), lambda: connector.request_finished(""),
         connector.step_failed, lambda: connector.upkeep.check_integrity(False), connector.upkeep.verify,
         lambda: connector.upkeep.forget(()), lambda: connector.upkeep.evict(Evict()),
@@ -85,17 +84,8 @@ def test_every_verb_refuses_a_forked_child_before_it_takes_a_lock(engine):
     thread.join()
 
 
-def test_flush_ends_when_the_store_is_closed(model, tmp_path, monkeypatch):
-    go, write, raised = threading.Event(), DiskTier.write, []
-
-    def stuck(*args, **kwargs):
-        go.wait(20)
-        return write(*args, **kwargs)
-
-    monkeypatch.setattr(kvstore.store.parts, "DRAIN_S", 0.2)
-    monkeypatch.setattr(DiskTier, "write", stuck)
-    engine = open_engine(model, tmp_path / "store")
-    ask(engine, tokens(13, 100))
+def test_flush_ends_when_the_store_is_closed(model, tmp_path):
+    raised = []
 
     def flush():
         try:
@@ -103,10 +93,13 @@ def test_flush_ends_when_the_store_is_closed(model, tmp_path, monkeypatch):
         except StoreError as error:
             raised.append(str(error))
 
-    flushing = threading.Thread(target=flush)
-    flushing.start()
-    time.sleep(0.1)
-    engine.close()
-    flushing.join(10)
-    go.set()
+    with stuck_disk() as go:
+        engine = open_engine(model, tmp_path / "store")
+        ask(engine, tokens(13, 100))
+        flushing = threading.Thread(target=flush)
+        flushing.start()
+        time.sleep(0.1)
+        engine.close()
+        flushing.join()
+        go.set()
     assert len(raised) == 1 and "closed" in raised[0]

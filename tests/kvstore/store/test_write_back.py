@@ -1,7 +1,5 @@
 """What is written to the disk and what is refused: a tenant's limit, counted right, at nobody else's cost."""
 
-
-
 from kvstore.blocks.records import Evict
 from kvstore.config import CacheTiers
 from tests.support.engines import (
@@ -27,7 +25,7 @@ def opened(model, path, **options):
 
 def on_disk(engine, tenant: str) -> int:
     with engine.connector.parts.lock:
-        return engine.connector.parts.store.disk.contents.index.bytes_of(tenant)
+        return engine.connector.parts.store.disk.contents.index.bytes.of(tenant)
 
 
 def talk(engine, tenant: str, seeds) -> None:

@@ -1,6 +1,7 @@
 """Health, version, models, tokens, the page's files and the administrator's routes, on a running server."""
 
 import threading
+from unittest import mock
 
 import pytest
 
@@ -45,13 +46,16 @@ def test_what_does_not_work_is_named(stats, reasons):
     assert health_reasons(stats, True) == [*reasons, "sessions_failing"]
 
 
-def test_sessions_that_cannot_be_stored_are_told_for_a_while(server, monkeypatch):
+def engine_that(server, **methods):
+    """In here these methods of the engine are others."""
+    return mock.patch.multiple(server.engine, **methods)
+
+
+def test_sessions_that_cannot_be_stored_are_told_for_a_while(server):
     known = server.engine.stats
     for seconds, status in ((0.0, "ok"), (3600.0, "degraded")):
-        server.context.stats = RecentStats(server.context.engine)
-        monkeypatch.setattr("kvstore.service.api.recent_stats.FAILING_S", seconds)
-        with monkeypatch.context() as patch:
-            patch.setattr(server.engine, "stats", lambda: {**known(), "sessions": {"failed": 3}})
+        server.context.stats = RecentStats(server.context.engine, failing_s=seconds)
+        with engine_that(server, stats=lambda: {**known(), "sessions": {"failed": 3}}):
             found = server.get("/health").json()
         assert found == {"status": status, "reasons": ["sessions_failing"] if status == "degraded" else []}
         assert server.get("/health").json()["status"] == status
@@ -77,19 +81,18 @@ def test_health_does_not_wait_for_a_long_step(server):
         thread.join()
 
 
-def test_an_engine_that_does_not_answer_is_told(server, monkeypatch):
-    monkeypatch.setattr("kvstore.service.api.recent_stats.STUCK_S", 0.0)
+def test_an_engine_that_does_not_answer_is_told(server):
+    server.context.stats = RecentStats(server.context.engine, stuck_s=0.0)
     with held(server.engine):
         assert server.get("/health").json() == {"status": "degraded", "reasons": ["engine_not_answering"]}
     wait_until(lambda: server.get("/health").json()["status"] == "ok", "it answers again")
 
 
-def test_numbers_that_cannot_be_had_are_told_and_serving_goes_on(server, monkeypatch):
+def test_numbers_that_cannot_be_had_are_told_and_serving_goes_on(server):
     def fails():
         raise OSError("gone")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(server.engine, "stats", fails)
+    with engine_that(server, stats=fails):
         reply = server.get("/health")
     assert (reply.status, reply.json()) == (200, {"status": "degraded", "reasons": ["stats_unavailable"]})
     assert server.get("/health").json()["status"] == "ok"
@@ -212,14 +215,13 @@ def test_eviction_takes_the_fields_of_the_command(server):
     assert (reply.status, reply.error["code"]) == (404, "session_not_found")
 
 
-def test_flush_waits_for_the_disk_or_says_that_it_cannot(server, monkeypatch):
+def test_flush_waits_for_the_disk_or_says_that_it_cannot(server):
     assert admin(server, "POST", "/admin/flush").json() == {"flushed": True}
 
     def fails():
         raise DegradedError("/a/path/of/ours cannot be written")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(server.engine, "flush", fails)
+    with engine_that(server, flush=fails):
         reply = admin(server, "POST", "/admin/flush")
     assert (reply.status, reply.error["code"]) == (503, "store_degraded")
     assert "/a/path" not in reply.body.decode()

@@ -11,6 +11,7 @@ from kvstore.service.api.sse import EventStream
 from kvstore.service.http.errors import ApiError
 from kvstore.service.http.routes import Route
 from tests.support.service.serving import raw_request, read_to_end, serving
+from tests.support.waiting import TIMEOUT_S
 
 BIG = "x" * 10_000
 ends: list[str] = []  # how the handlers below ended
@@ -158,7 +159,7 @@ def test_a_deadline_is_a_status_or_an_event(server, path):
     raw = server.connect()
     raw.sendall(raw_request("GET", path, Connection="close"))
     if path == "/stuck":
-        assert begun.wait(30)
+        assert begun.wait(TIMEOUT_S)
     end(server)
     answer = read_to_end(raw)
     raw.close()
@@ -194,10 +195,10 @@ def test_a_reader_that_stops_reading_is_dropped_and_holds_little():
 
 
 def test_a_slow_reader_that_does_read_is_not():
-    with serving(routes=ROUTES, write_timeout_s=2.5) as server:
+    with serving(routes=ROUTES, write_timeout_s=5.0) as server:
         with server.connect(receive_bytes=4096) as raw:
             raw.sendall(raw_request("GET", "/endless"))
-            for _ in range(30):  # longer than the timeout in all
+            for _ in range(60):  # longer than the timeout in all
                 assert sum(len(raw.recv(4096)) for _ in range(32))
                 threading.Event().wait(0.1)
             assert ends == []

@@ -10,7 +10,7 @@ from tests.support.service.talking import talking_body
 
 ROUTES = ("/chat", "/v1/chat/completions", "/v1/completions", "/v1/responses")
 CHAT, COMPLETIONS = ROUTES[1:3]
-LONG = {"max_tokens": 600, "max_output_tokens": 600, "ignore_eos": True, "temperature": 0}
+LONG = {"max_tokens": 900, "max_output_tokens": 900, "ignore_eos": True, "temperature": 0}
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -21,6 +21,7 @@ from kvstore.service.command.flags_page import commands, flags_page
 from kvstore.service.settings.chat_options import ChatOptions
 from kvstore.service.settings.options import COMMANDS
 from tests.support.service.server_process import run_command
+from tests.support.typing_in import type_in
 
 ROOT = Path(__file__).parents[3]
 
@@ -96,10 +97,10 @@ class FakeEngine:
 def run(monkeypatch, capsys, no_settings):
     """Runs the command with the lines on stdin; gives (exit code, stdout, stderr)."""
     FakeEngine.made.clear()
-    monkeypatch.setattr(FakeEngine, "stored", {})
+    FakeEngine.stored = {}
 
     def call(*argv, lines=()):
-        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
+        type_in(monkeypatch, *lines)
         code = cli.main(list(argv), FakeEngine)
         captured = capsys.readouterr()
         return code, captured.out, captured.err
@@ -124,15 +125,14 @@ class Closed(io.StringIO):
 
 def test_a_turn_ends_before_the_engine_when_nobody_reads_any_more(no_settings, monkeypatch):
     """Else the turn is ended when its stream is collected: after the engine, with a traceback."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello there\n"))
-    monkeypatch.setattr(sys, "stdout", Closed())
+    type_in(monkeypatch, "hello there")
     ended_first = []
 
     class Watched(FakeEngine):
         def __exit__(self, *exc):
             ended_first.append(self.sessions["s"].closed_early)
 
-    with suppress(BrokenPipeError):
+    with redirect_stdout(Closed()), suppress(BrokenPipeError):
         terminal.run_chat(None, {}, ChatOptions(session="s"), Watched)
     assert ended_first == [True]
 
@@ -189,6 +189,12 @@ def test_the_page_of_all_flags_is_current():
         "--disk is 'auto'; give a number of bytes, or a number with a unit such as \"512MiB\"",
     ),
     (["chat", "--truncation", "on"], "--truncation is 'on'; give one of auto, disabled"),
+    (["serve", "--data-parallel-size", "0"], "--data-parallel-size is '0'; give a whole number from 1"),
+    (["serve", "--data-parallel-size", "two"], "--data-parallel-size is 'two'; give a whole number from 1"),
+    (["serve", "--data-parallel-size", "65"], "--data-parallel-size is '65'; give a whole number from 1 to 64"),
+    (["serve", "--data-parallel-size", "2", "--engine-process", "off"], "--engine-process is off"),
+    (["serve", "--data-parallel-size", "2", "--replicas", "2"], "--replicas starts whole servers"),
+    (["chat", "--data-parallel-size", "2"], "--data-parallel-size"),
 ])  # fmt: skip
 def test_wrong_usage_is_one_line_and_exit_2(run, argv, words):
     code, out, err = run(*argv)
@@ -218,6 +224,11 @@ def test_flags_reach_the_engine_and_win_over_the_environment(run, monkeypatch):
         "policy": "fcfs",
         "load": "auto",
         "enforce_eager": False,
+        "session_durability": "always",
+        "session_replicas": 0,
+        "distributed_executor": "here",
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
     }
     assert made.sessions["terminal"].system == "be brief"
 
@@ -252,6 +263,19 @@ def test_a_wrong_environment_value_names_the_variable(run, monkeypatch):
     monkeypatch.setenv("KVSTORE_MAX_NUM_SEQS", "5000")  # which the engine's configuration refuses
     code, _, err = run("chat")
     assert code == 2 and "KVSTORE_MAX_NUM_SEQS is 5000; give a whole number from 1 to 4096" in err
+
+
+@pytest.mark.parametrize("remote, words", [
+    ("s3://bucket", "s3://, which needs obstore; pip install 'kvstore[object]'"),
+    ("https://bucket", "remote is 'https://bucket'; give redis://host:6379/0, s3://"),
+    ("redis://ann:s3cret@host", "has a password in it"), ("s3://ann:s3cret@bucket", "has credentials in it"),
+])  # fmt: skip
+def test_a_remote_tier_that_cannot_be_is_one_line_and_exit_2(run, monkeypatch, remote, words):
+    monkeypatch.setenv("KVSTORE_FLEET_SECRET", "the secret of this fleet, 32 characters")
+    monkeypatch.setitem(sys.modules, "obstore", None)  # as where it is not installed
+    code, out, err = run("chat", "--cpu", "64MiB", "--remote", remote)
+    assert (code, out) == (2, "")
+    assert words in err and "s3cret" not in err and err.startswith("kvstore: ") and err.count("\n") == 1
 
 
 def test_a_model_that_does_not_load_is_one_line_and_exit_1(run):

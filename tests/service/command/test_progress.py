@@ -1,12 +1,12 @@
 """Progress on stderr: a bar in a terminal, lines elsewhere, and nothing for what is done at once."""
 
 import io
-import sys
 import threading
+from contextlib import ExitStack, redirect_stderr
 
 import pytest
 
-from kvstore.service.command import progress
+from kvstore.service.command.progress import progress
 
 
 class Noted(io.StringIO):
@@ -28,50 +28,46 @@ class Noted(io.StringIO):
 
 @pytest.fixture
 def stderr(monkeypatch):
-    def replace(awaited="", is_terminal=False):
-        noted = Noted(awaited, is_terminal)
-        monkeypatch.setattr(sys, "stderr", noted)
-        monkeypatch.setenv("TERM", "xterm")
-        monkeypatch.delenv("NO_COLOR", raising=False)
-        return noted
+    with ExitStack() as stack:
 
-    return replace
+        def replace(awaited="", is_terminal=False):
+            noted = stack.enter_context(redirect_stderr(Noted(awaited, is_terminal)))
+            monkeypatch.setenv("TERM", "xterm")
+            monkeypatch.delenv("NO_COLOR", raising=False)
+            return noted
+
+        yield replace
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_what_is_done_at_once_shows_nothing(stderr, monkeypatch, is_terminal):
-    monkeypatch.setattr(progress, "SHOWN_AFTER_S", 3600.0)
+def test_what_is_done_at_once_shows_nothing(stderr, is_terminal):
     noted = stderr(is_terminal=is_terminal)
-    with progress.progress("checking") as update:
+    with progress("checking", after_s=3600.0) as update:
         update(0.5)
     assert noted.getvalue() == ""
 
 
-def test_lines_where_there_is_no_terminal(stderr, monkeypatch):
-    monkeypatch.setattr(progress, "SHOWN_AFTER_S", 0.0)
-    monkeypatch.setattr(progress._Lines, "every_s", 0.01)
+def test_lines_where_there_is_no_terminal(stderr):
     noted = stderr("50% done")
-    with progress.progress("checking") as update:
+    with progress("checking", after_s=0.0, every_s=0.01) as update:
         update(None)
         update(0.5)
         assert noted.seen.wait(10)
     assert noted.getvalue().startswith("kvstore: checking since 0 s") and "\x1b" not in noted.getvalue()
 
 
-def test_a_bar_in_a_terminal(stderr, monkeypatch):
-    monkeypatch.setattr(progress, "SHOWN_AFTER_S", 0.0)
+def test_a_bar_in_a_terminal(stderr):
     noted = stderr("50%", is_terminal=True)
-    with progress.progress("checking") as update:
+    with progress("checking", after_s=0.0) as update:
         update(None)
         update(0.5)
         assert noted.seen.wait(10)
     assert "checking" in noted.getvalue()
 
 
-def test_it_ends_with_an_interruption(stderr, monkeypatch):
-    monkeypatch.setattr(progress, "SHOWN_AFTER_S", 0.0)
+def test_it_ends_with_an_interruption(stderr):
     noted = stderr("checking")
-    with pytest.raises(KeyboardInterrupt), progress.progress("checking"):
+    with pytest.raises(KeyboardInterrupt), progress("checking", after_s=0.0):
         assert noted.seen.wait(10)
         raise KeyboardInterrupt
     assert "kvstore-progress" not in [thread.name for thread in threading.enumerate()]
@@ -79,6 +75,6 @@ def test_it_ends_with_an_interruption(stderr, monkeypatch):
 
 def test_nothing_for_a_program(stderr):
     noted = stderr(is_terminal=True)
-    with progress.progress("checking", is_silent=True) as update:
+    with progress("checking", is_silent=True) as update:
         update(0.5)
     assert noted.getvalue() == ""

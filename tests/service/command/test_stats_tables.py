@@ -91,3 +91,24 @@ def test_numbers_that_are_shown_again(capsys, is_terminal):
     printed = capsys.readouterr().out
     assert "a/model[bold]" in printed and "another" in printed
     assert ("Ctrl-C ends" in printed) == is_terminal
+
+
+REMOTE = {
+    "url": "redis://h:6379/0", "degraded": None, "full": False, "breaks": 1, "reads": 1234, "read_bytes": 3 << 30,
+    "stored": 55, "stored_bytes": 5 << 20, "failures": {"ask": 2}, "waiting_blocks": 0, "dropped_blocks": 7,
+}  # fmt: skip
+
+
+def test_the_remote_tier_is_shown_where_there_is_one(capsys):
+    assert "remote" not in shown(STATS, capsys, 120)
+    tokens = STATS["tokens"] | {"cached_by_tier": STATS["tokens"]["cached_by_tier"] | {"remote": 80_000}}
+    stats = STATS | {"tokens": tokens, "remote": REMOTE}
+    out = shown(stats, capsys, 120)
+    assert re.search(r"remote .* 80,000 +8.0% .* 1,234 +55 *\n", out)
+    assert "redis://h:6379/0 answers; 3.0 GiB read, 5.0 MiB stored; dropped 7" in out
+    assert "remote ask 2" in out and "degraded" not in out
+    assert max(map(len, shown(stats, capsys).splitlines())) <= 80
+    out = shown(stats | {"remote": REMOTE | {"degraded": "redis://h:6379/0: no answer in time"}}, capsys, 120)
+    assert "is left alone and tried again by itself" in out
+    assert "the remote tier does not answer: redis://h:6379/0: no answer in time" in out
+    assert "takes no more" in shown(stats | {"remote": REMOTE | {"full": True}}, capsys, 120)

@@ -14,11 +14,12 @@ from rich.console import Console
 
 from kvstore.disk.directory import StoreDirectory
 from kvstore.errors import StoreLockedError
-from kvstore.service.command import cli, progress, store_tables
+from kvstore.service.command import cli, store_tables
 from kvstore.service.command import store as store_commands
 from kvstore.service.settings.options import duration_s
-from tests.support.service.server_process import run_command
+from tests.support.service.server_process import run_command, without_progress
 from tests.support.store.small_store import NUM_OWN, SmallStore, block_ids, damage, make_store
+from tests.support.waiting import TIMEOUT_S
 
 ROOT = Path(__file__).parents[3]
 COMMANDS = ("stats", "evict", "verify", "compact", "sessions")
@@ -47,6 +48,8 @@ with StoreDirectory.open(sys.argv[1]) as directory:
     if server is not None:
         server.close()
 """
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     return make_store(tmp_path_factory.mktemp("made") / "store")
@@ -59,15 +62,20 @@ def store(made, tmp_path):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, no_settings):
+def silence_s():
+    """How long an owner may be silent."""
+    return TIMEOUT_S
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, no_settings, silence_s):
     """Runs the command in this process; gives (exit code, stdout, stderr)."""
-    monkeypatch.setattr(progress, "SHOWN_AFTER_S", 3600.0)  # also on a busy machine
-    monkeypatch.setattr(store_commands, "SILENCE_S", 120.0)
+    monkeypatch.setattr(store_commands, "SILENCE_S", silence_s)
 
     def call(*argv):
         code = cli.main(list(map(str, argv)))
         captured = capsys.readouterr()
-        return code, captured.out, captured.err
+        return code, captured.out, without_progress(captured.err)
 
     return call
 
@@ -351,8 +359,8 @@ def test_an_owner_without_a_socket_is_exit_3_with_its_pid(run, owner, command):
     assert (code, out) == (3, "") and f"process {process.pid}" in err and err.count("\n") == 1
 
 
-def test_an_owner_that_does_not_answer_is_exit_3(run, owner, monkeypatch):
-    monkeypatch.setattr(store_commands, "SILENCE_S", 0.3)
+@pytest.mark.parametrize("silence_s", [0.3])
+def test_an_owner_that_does_not_answer_is_exit_3(run, owner):
     path, process = owner()
     process.send_signal(signal.SIGSTOP)
     code, out, err = run("stats", "--store", path)
@@ -371,11 +379,6 @@ def test_an_engine_whose_store_is_locked_is_exit_3(run, capsys, tmp_path, messag
 
 
 # -- as a program ----------------------------------------------------------------------------------------------------
-def without_progress(err: str) -> str:
-    """stderr but for the lines that tell how far something is, on a busy machine."""
-    return re.sub(r"(?m)^kvstore: [a-z ]+ since \d+ s(, \d+% done)?\n", "", err)
-
-
 def test_the_reader_may_go_away(store):
     for flags in ("", "--json"):
         listing = f"{sys.executable} -m kvstore.service.command.cli sessions --store {store.path} {flags}"

@@ -7,14 +7,20 @@ import pytest
 
 from tests.support.service.serving import KEY, raw_request, read_answer, read_to_end, serving
 
-PAUSE_S = 1.0  # longer than the limit of a head below
+HASTY_S, PAUSE_S = 1.5, 2.0
 BODY = b'{"prompt": "hello"}'
 
 
 @pytest.fixture(scope="module")
 def server():
-    limits = {"header_timeout_s": 0.7, "body_timeout_s": 0.7, "max_body_bytes": 100_000, "max_connections": 8}
-    with serving(api_key=KEY, **limits) as found:
+    with serving(api_key=KEY, max_body_bytes=100_000, max_connections=8) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def hasty():
+    """It does not wait for heads and bodies for long."""
+    with serving(api_key=KEY, header_timeout_s=HASTY_S, body_timeout_s=HASTY_S) as found:
         yield found
 
 
@@ -26,14 +32,14 @@ POST = head(f"POST /tokenize HTTP/1.1\nHost: localhost\nAuthorization: Bearer {K
 
 
 @pytest.mark.parametrize("sent", [b"", b"G", b"GET /health HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nHost: local"])
-def test_a_head_that_does_not_end_is_not_waited_for(server, sent):
-    with server.connect() as raw:
+def test_a_head_that_does_not_end_is_not_waited_for(hasty, sent):
+    with hasty.connect() as raw:
         raw.sendall(sent)
         assert read_to_end(raw) == b""
 
 
-def test_a_head_that_comes_in_drops_is_not_either(server):
-    with server.connect() as raw:
+def test_a_head_that_comes_in_drops_is_not_either(hasty):
+    with hasty.connect() as raw:
         dropping = threading.Event()
 
         def drop():
@@ -51,16 +57,16 @@ def test_a_head_that_comes_in_drops_is_not_either(server):
         thread.join()
 
 
-def test_the_second_head_of_a_connection_has_a_deadline_too(server):
-    with server.connect() as raw:
+def test_the_second_head_of_a_connection_has_a_deadline_too(hasty):
+    with hasty.connect() as raw:
         raw.sendall(raw_request("GET", "/health"))
         assert read_answer(raw).status == 200
         raw.sendall(b"GET /ready HT")
         assert read_to_end(raw) == b""
 
 
-def test_a_connection_may_rest_between_requests(server):
-    with server.connect() as raw:
+def test_a_connection_may_rest_between_requests(hasty):
+    with hasty.connect() as raw:
         raw.sendall(raw_request("GET", "/health"))
         assert read_answer(raw).status == 200
         threading.Event().wait(PAUSE_S)
@@ -74,12 +80,12 @@ def test_an_idle_connection_is_closed_in_the_end():
         assert read_to_end(raw).startswith(b"HTTP/1.1 200")
 
 
-def test_a_body_that_does_not_end_is_not_waited_for(server):
-    with server.connect() as raw:
+def test_a_body_that_does_not_end_is_not_waited_for(hasty):
+    with hasty.connect() as raw:
         raw.sendall(POST + head("Content-Length: 100\n\n") + BODY)
         reply = read_answer(raw)
     assert (reply.status, reply.error["code"]) == (408, "body_timeout")
-    server.wait_until_idle()
+    hasty.wait_until_idle()
 
 
 @pytest.mark.parametrize("length", [100_001, 10**12])
@@ -185,7 +191,7 @@ def test_who_waits_to_be_asked_for_the_body_is_asked_when_let_in(server):
 
 
 def test_few_large_bodies_arrive_at_once_and_small_ones_do_not_wait():
-    with serving(body_timeout_s=1.5) as server, server.connect() as raw:
+    with serving(body_timeout_s=5.0) as server, server.connect() as raw:
         large = server.context.limits.large_bodies = asyncio.Semaphore(1)
         raw.sendall(head(f"POST /tokenize HTTP/1.1\nHost: localhost\nContent-Length: {2**20 + 1}\n\n"))
         server.wait_until(large.locked)

@@ -11,6 +11,8 @@ import pytest
 
 from kvstore.service.api.edge import health_reasons
 from kvstore.service.api.page import HEADERS, WEB
+from tests.support.faults import before_each_step
+from tests.support.redis_server import RedisServer
 from tests.support.service.browser import DESKTOP, PHONE, Tabs
 from tests.support.service.serving import Serving, serving
 
@@ -162,25 +164,24 @@ def test_the_view_follows_the_answer_until_the_person_scrolls_up(server: Serving
     assert not page.locator("#to-end").is_visible()
 
 
-def test_stopping_keeps_what_was_said(server: Serving, tabs: Tabs, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, stop_asked = server.engine.loop.runner.launch, threading.Event()
+def test_stopping_keeps_what_was_said(server: Serving, tabs: Tabs) -> None:
+    stop_asked = threading.Event()
 
-    def until_stop(output: Any) -> Any:
+    def until_stop() -> None:
         """Two steps and then none, until the page has asked to stop: the answer cannot end before."""
         if server.engine.loop.runner.times.num_steps >= held_from:
             stop_asked.wait(30)
-        return step(output)
 
     page = tabs.open(server.url)
     page.route("**/chat", lambda route: route.continue_(post_data=json.dumps(route.request.post_data_json | ENDLESS)))
     held_from = server.engine.stats()["step"]["num_steps"] + 4
-    monkeypatch.setattr(server.engine.loop.runner, "launch", until_stop)
-    page.fill("#message", "Tell me a long story.")
-    page.press("#message", "Enter")
-    page.locator(".answer .text", has_text=re.compile(r"\S")).wait_for()
-    page.on("request", lambda request: request.url.endswith("/stop") and stop_asked.set())
-    page.click("#stop")
-    page.locator(".ending", has_text="You stopped this answer.").wait_for()
+    with before_each_step(server.engine, until_stop):
+        page.fill("#message", "Tell me a long story.")
+        page.press("#message", "Enter")
+        page.locator(".answer .text", has_text=re.compile(r"\S")).wait_for()
+        page.on("request", lambda request: request.url.endswith("/stop") and stop_asked.set())
+        page.click("#stop")
+        page.locator(".ending", has_text="You stopped this answer.").wait_for()
     said = page.locator(".answer .text").inner_text()
     assert said.strip()
     page.reload()
@@ -199,6 +200,7 @@ def test_what_left_the_window_is_marked(tabs: Tabs) -> None:
         page.reload()
         page.locator(".turn:nth-child(4) .meter").wait_for()
         assert page.locator(".divider").first.inner_text() == words
+        page.close()  # it asks for the server's health, which ends now
 
 
 # -- when something fails --------------------------------------------------------------------------------------------
@@ -293,6 +295,7 @@ def test_a_server_with_keys_asks_for_one_and_the_page_stores_it_nowhere(tabs: Ta
         assert KEY not in kept
         assert KEY not in page.content()
         assert page.context.cookies() == []
+        page.close()  # it asks for the server's health, which ends now
         tabs.errors.clear()
 
 
@@ -389,6 +392,27 @@ def test_the_tiers_show_the_servers_own_numbers(server: Serving, tabs: Tabs) -> 
     assert len(shown) == 3
     page.locator(".state", has_text="All well").wait_for()
     page.locator(".chart", has_text="Hit rate").locator("svg").wait_for()
+
+
+def test_a_shared_tier_is_shown_where_there_is_one(tmp_path, monkeypatch, tabs: Tabs) -> None:
+    monkeypatch.setenv("KVSTORE_FLEET_SECRET", "the secret of this fleet, 32 characters")
+    redis = RedisServer(tmp_path)
+    try:
+        with serving(engine={"cache_tiers": {"hbm": "8MiB", "cpu": "16MiB", "remote": redis.url}}) as shared:
+            page = tabs.open(shared.url)
+            send(page, "Something to share.")
+            page.click("#show-tiers")
+            card = page.locator(".card", has_text="Shared")
+            card.locator("b", has_text="answers").wait_for()
+            card.locator(".numbers", has_text="0 tokens found here").wait_for()
+            redis.kill()
+            page.click("#show-chat")
+            send(page, "And to compute.")
+            page.click("#show-tiers")
+            card.locator("b", has_text="away").wait_for()
+            page.locator(".state", has_text="The shared tier does not answer").wait_for()
+    finally:
+        redis.kill()
 
 
 # -- modules ---------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from tests.support.service.server_process import ServerProcess
 from tests.support.service.talking import Stream
+from tests.support.waiting import TIMEOUT_S
 
 MAX_TURNS = 6  # of one conversation: it stays within the window, so what is cached of it can be told
 BROKEN = (OSError, http.client.HTTPException)
@@ -34,7 +35,7 @@ class Progress:
     def wait(self, num_more: int) -> None:
         with self._changed:
             goal = self.num_pieces + num_more
-            assert self._changed.wait_for(lambda: self.num_pieces >= goal, 120), "no client gets an answer"
+            assert self._changed.wait_for(lambda: self.num_pieces >= goal, 2 * TIMEOUT_S), "no client gets an answer"
 
 
 @dataclass
@@ -316,7 +317,7 @@ class Clients:
 
     def join(self) -> None:
         for one in self._talking:
-            one.result(120)
+            one.result(2 * TIMEOUT_S)
 
     def check(self, server: ServerProcess, tier: str | None = "disk") -> None:
         """After a restart, with nobody talking. tier: where flushed KV has to be."""

@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,15 +53,18 @@ class ServerProcess:
         self.process.wait()
 
 
-def launch(store: Path, *flags: str, engine_process: bool = False) -> ServerProcess:
-    """A server on this store, ready. Its log is beside the store, one file for all of them."""
+def launch(
+    store: Path, *flags: str, engine_process: bool = False, environment: Mapping[str, str] | None = None
+) -> ServerProcess:
+    """A server on this store, ready. Its log is beside the store, one file for all. environment: beside ours."""
     log = store.with_suffix(".log")
     known = log.stat().st_size if log.exists() else 0
     mode = ("--engine-process", "on" if engine_process else "off")
     with log.open("ab") as stderr:
         process = subprocess.Popen(
             [*COMMAND, "serve", "--store", str(store), *SIZES, *FLAGS, *mode, *flags], cwd=store.parent,
-            env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr,
+            env={**ENVIRONMENT, **(environment or {})}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=stderr, start_new_session=True,
         )  # fmt: skip
     found: list[str] = []
 
@@ -108,3 +111,8 @@ def verify(store: Path) -> None:
     assert found.returncode == 0, found
     report = json.loads(found.stdout)
     assert report["is_complete"] and not report["sessions"]["problems"], report
+
+
+def without_progress(err: str) -> str:
+    """stderr but for the lines that tell how far something is, on a busy machine."""
+    return re.sub(r"(?m)^kvstore: [a-z ]+ since \d+ s(, \d+% done)?\n", "", err)

@@ -16,7 +16,7 @@ from kvstore.service.app import ROUTES
 from kvstore.service.http.routes import Route
 from kvstore.service.server import Server
 from kvstore.service.settings.serve_options import ServeOptions
-from tests.support.waiting import wait_in_loop
+from tests.support.waiting import TIMEOUT_S, wait_in_loop
 
 KEY, ADMIN_KEY = "user-key-of-tests", "admin-key-of-tests"
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
@@ -76,7 +76,7 @@ class Serving:
             sent["Authorization"] = f"Bearer {self.key}"
         sent = {name: value for name, value in (sent | (headers or {})).items() if value is not None}
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        connection = http.client.HTTPConnection(*self.hosts, timeout=60)
+        connection = http.client.HTTPConnection(*self.hosts, timeout=TIMEOUT_S)
         try:
             connection.request(method, path, data, sent)
             reply = connection.getresponse()
@@ -96,17 +96,17 @@ class Serving:
         raw = socket.socket()
         if receive_bytes is not None:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-        raw.settimeout(30)
+        raw.settimeout(TIMEOUT_S)
         raw.connect(self.hosts)
         return raw
 
     def run(self, coroutine: Any) -> Any:
         """In the server's event loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(2 * TIMEOUT_S)
 
     def wait_until(self, is_so: Callable[[], bool], what: str = "") -> None:
         """Asked in the server's event loop."""
-        self.run(wait_in_loop(is_so, what, timeout_s=30))
+        self.run(wait_in_loop(is_so, what))
 
     def wait_until_idle(self) -> None:
         """No request is there any more, and none of their blocks is held."""
@@ -149,15 +149,16 @@ def serving(
     engine_factory: Callable[[], Any] | None = None,
     engine: dict[str, Any] | None = None,
     routes: Sequence[Route] = ROUTES,
+    fleet_key: bytes | None = None,
     **options: Any,
 ) -> Iterator[Serving]:
     """A server on a free port, with the built-in model unless another is named.
 
-    engine: arguments of the engine; routes: instead of the service's own; options: of ServeOptions. Clients bring
-    options["api_key"].
+    engine: arguments of the engine; routes: instead of the service's own; fleet_key: of Server; options: of
+    ServeOptions. Clients bring options["api_key"].
     """
     known = {"engine_process": False, "shutdown_timeout_s": 0.0, **options, "port": 0}
-    server = Server(ServeOptions(**known), routes)
+    server = Server(ServeOptions(**known), routes, fleet_key)
     ready: list[Serving] = []
     up, over = threading.Event(), threading.Event()
 
@@ -175,13 +176,13 @@ def serving(
         running = pool.submit(lambda: asyncio.run(whole()))
         running.add_done_callback(lambda _: up.set())
         try:
-            assert up.wait(120), "the server did not start"
+            assert up.wait(2 * TIMEOUT_S), "the server did not start"
             if not ready:
                 running.result()
             yield ready[0]
         finally:
             over.set()
-            wait([running], 60)
+            wait([running], TIMEOUT_S)
         running.result(0)
 
 

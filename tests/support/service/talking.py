@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.service.serving import Serving, serving
+from tests.support.waiting import TIMEOUT_S
 
-LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
+LONG = {"max_tokens": 900, "ignore_eos": True, "temperature": 0}
 SHORT = {"max_tokens": 6, "ignore_eos": True, "temperature": 0}
 
 
@@ -35,7 +36,7 @@ class Stream:
     """A streamed answer that is read event by event, and can be left."""
 
     def __init__(self, server: Serving, path: str, body: dict[str, Any], **headers: str) -> None:
-        self._connection = http.client.HTTPConnection(*server.hosts, timeout=60)
+        self._connection = http.client.HTTPConnection(*server.hosts, timeout=TIMEOUT_S)
         sent = {"Content-Type": "application/json", **headers}
         if server.key is not None:
             sent["Authorization"] = f"Bearer {server.key}"

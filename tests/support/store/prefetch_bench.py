@@ -1,6 +1,8 @@
 """A CPU tier and a disk without bytes, whose reads end when the test says so, and a planner that is told its rates."""
 
 from kvstore.blocks.ids import Lineage, extend_chain, token_bytes
+from kvstore.blocks.records import ReadResult
+from kvstore.disk.io_queue import Read, ReadDone
 from kvstore.memory.tier import CpuTier
 from kvstore.policy.conversation import Conversation
 from kvstore.policy.planner import Planner
@@ -55,11 +57,13 @@ class FakeDisk:
 class Bench:
     """A CPU tier and a disk without bytes."""
 
-    def __init__(self, num_slots: int, load_s: float | None = None, compute_s: float | None = None) -> None:
+    def __init__(
+        self, num_slots: int, load_s: float | None = None, compute_s: float | None = None, erase=lambda slots: None
+    ) -> None:
         """load_s, compute_s: of a block, from disk and anew; None: unknown, so everything is loaded."""
         self.stats, self.io = StoreStats(), FakeIo()
         steering = Steering("lru", lambda: 0.0, {"cpu": num_slots})
-        self.cpu = CpuTier(num_slots, order=steering.order("cpu"), clock=lambda: 0.0)
+        self.cpu = CpuTier(num_slots, erase, order=steering.order("cpu"), clock=lambda: 0.0)
         self.disk = FakeDisk()
         self.reads = DiskReads(self.cpu, self.io, lambda slot: memoryview(b""), self.stats)
         identity = Identity(b"f" * 32, "model", SIZE)
@@ -76,9 +80,7 @@ class Bench:
             self.cpu, self.requests, lambda request: choose(request, self.planner, self.reads), 1000,
             self.refreshed.append,
         )  # fmt: skip
-        self.matcher = Matcher(
-            self.requests, self.prefetcher, self.planner, self.reads, self.stats, lambda: 0.0, True
-        )
+        self.matcher = Matcher(self.requests, self.prefetcher, self.planner, self.reads, self.stats, lambda: 0.0, True)
         self.num_made = 0
 
     def request(self, num_blocks: int, sequence: int | None = None, priority: int = 0, stored: bool = True) -> Tracked:
@@ -120,11 +122,11 @@ class Bench:
 
     def end_read(self, slot: int, succeeded: bool = True) -> bytes | None:
         record = self.cpu.record(slot)
-        self.reads.end(slot)
-        if not succeeded:
-            self.cpu.fail(slot)
-        elif self.cpu.slot_of(record.block_id) == slot:
-            self.cpu.publish(slot)
+        if succeeded:
+            self.reads.publish(slot)
+        else:
+            done = ReadDone(Read(slot, record, memoryview(b"")), ReadResult.FAILED, 0.0)
+            self.reads.fail(done, self.stats.read_failures)
         self.cpu.release(slot)
         self.prefetcher.landed()
         self.prefetcher.poll()

@@ -2,7 +2,9 @@
 
 import threading
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ without_a_card = pytest.mark.skipif(torch.cuda.is_available(), reason="there is 
 
 
 @pytest.fixture
-def modes(monkeypatch) -> list[str]:
+def modes() -> Iterator[list[str]]:
     """All modes that were set, the first one before."""
     found = ["warn"]
 
@@ -26,9 +28,8 @@ def modes(monkeypatch) -> list[str]:
         if len(found) == 2:
             warnings.warn("a prototype feature", stacklevel=2)
 
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: found[-1])
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
-    return found
+    with mock.patch.multiple(torch.cuda, get_sync_debug_mode=lambda: found[-1], set_sync_debug_mode=set_mode):
+        yield found
 
 
 def test_waiting_is_refused_for_a_while_only(modes):
@@ -59,8 +60,6 @@ def test_trials_of_two_engines_leave_the_mode_as_it_was(modes):
 @without_a_card
 def test_a_step_of_another_engine_comes_before_or_after_a_trial(tmp_path, monkeypatch):
     model = save_model(tmp_path, num_hidden_layers=1)
-    monkeypatch.setattr("kvstore.engine.model.probe._NUM_TOKENS", 6)
-    monkeypatch.setattr("kvstore.engine.model.probe._CHUNKS", (3, 2, 1))
     with (
         fake_cuda.device(monkeypatch) as driver,
         Engine(model, {"hbm": "1MiB"}, device="cuda", max_model_len=32) as engine,

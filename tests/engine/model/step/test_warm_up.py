@@ -16,6 +16,7 @@ from kvstore.kernels.cuda.triton_support import has_triton
 from kvstore.kernels.paged_batch import PagedBatch, Scoring
 from tests.support.engines import ask, save_model, settle, tokens
 from tests.support.models import make_model
+from tests.support.paged import without_foreign_kernels
 
 MAX_LEN = 4096
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs Triton")
@@ -37,17 +38,15 @@ def test_nothing_is_left_of_it(name):
     assert all((cache == 0).all() for layer in caches for cache in layer)
 
 
-def test_what_fails_is_named(monkeypatch):
+def test_what_fails_is_named():
     """Triton's errors are no RuntimeErrors, and say nothing of the step that met them."""
     model = intercept(make_model(), 256)
-    forward = model.forward
 
-    def fails(token_ids, *parts):
-        if len(token_ids) == 16:
+    def fail(network, args, kwargs):
+        if kwargs["input_ids"].shape[1] == 16:
             raise type("OutOfResources", (Exception,), {})("shared memory, Required: 300000\nmore")
-        return forward(token_ids, *parts)
 
-    monkeypatch.setattr(model, "forward", fails)
+    model.network.register_forward_pre_hook(fail, with_kwargs=True)
     form = "a step of 16 tokens with a context of 16 fails on cpu in torch.float32 with OutOfResources: "
     with pytest.raises(ModelError, match=form + "shared memory, Required: 300000; give another dtype, or device=cpu"):
         warm_up(model, model.new_caches(3, 16), SchedulerConfig(256))
@@ -78,7 +77,7 @@ def test_no_step_launches_attention_in_another_form(heads, dtype, window, monkey
     attend, join = Launches(), Launches()
     monkeypatch.setattr(attention_triton, "_attend", attend)
     monkeypatch.setattr(attention_triton, "_join", join)
-    monkeypatch.setattr("kvstore.kernels.attention._foreign_prefill", lambda setting: None)
+    without_foreign_kernels(monkeypatch)
     caches = [torch.zeros(1, 16, heads[1], 64, dtype=dtype)] * 2
 
     def step(*requests):  # new tokens and context of each

@@ -8,6 +8,8 @@ import pytest
 from tests.support.service.talking import LONG, Stream
 
 MORE = {"temperature": 0, "max_output_tokens": 8, "extra_body": {"ignore_eos": True}}
+
+
 @pytest.fixture
 def client(server):
     with client_of(server) as client:
@@ -43,7 +45,8 @@ def test_a_conversation_goes_on_in_its_session(server, client):
     second = ask(client, "What is my name?", first)
     details = second.usage.input_tokens_details
     assert details.cached_tokens == (usage.total_tokens - 1) // 16 * 16 > 0
-    assert details.cached_tokens_details == {"hbm": details.cached_tokens, "cpu": 0, "disk": 0, "reencoded": 0}
+    by_tier = {"hbm": details.cached_tokens, "cpu": 0, "disk": 0, "remote": 0, "reencoded": 0}
+    assert details.cached_tokens_details == by_tier
     assert second.previous_response_id == first.id
     session_id = first.id.split("_")[1]
     assert (first.id, second.id) == (f"resp_{session_id}_1", f"resp_{session_id}_2")

@@ -1,6 +1,5 @@
 """The `openai` package as a client: what it sends is understood, and what it gets it takes for OpenAI's."""
 
-
 import httpx
 import openai
 import pytest

@@ -8,6 +8,7 @@ import pytest
 
 from kvstore.engine.sessions.window import Window
 from kvstore.sessions.record import SessionKey
+from tests.support.by_hand import held
 from tests.support.service.serving import serving
 from tests.support.service.talking import LONG, SHORT, Stream, chat, num_turns
 
@@ -19,7 +20,7 @@ def keys_of(value):
     return {name: keys_of(one) for name, one in value.items()} if isinstance(value, dict) else None
 
 
-TIERS_SHAPE = dict.fromkeys(("hbm", "cpu", "disk", "reencoded"))
+TIERS_SHAPE = dict.fromkeys(("hbm", "cpu", "disk", "remote", "reencoded"))
 ANSWER_SHAPE = {
     "id": None, "session_id": None, "turn": None, "message": {"role": None, "content": None}, "finish_reason": None,
     "usage": {
@@ -153,11 +154,12 @@ def test_a_second_turn_at_once_is_refused(server):
     session_id = chat(server, "Hello")["session_id"]
     running = Stream(server, "/chat", {"session_id": session_id, "message": "Count.", **LONG})
     running.next(), running.next()
-    refused = server.post("/chat", {"session_id": session_id, "message": "And I?"})
-    assert (refused.status, refused.error["code"]) == (409, "session_busy")
-    assert refused.headers["x-should-retry"] == "false"
-    assert server.post(f"/sessions/{session_id}/truncate", {"turns": 0}).status == 409
-    assert server.get(f"/sessions/{session_id}").json()["running"] is True
+    with held(server.engine):
+        refused = server.post("/chat", {"session_id": session_id, "message": "And I?"})
+        assert (refused.status, refused.error["code"]) == (409, "session_busy")
+        assert refused.headers["x-should-retry"] == "false"
+        assert server.post(f"/sessions/{session_id}/truncate", {"turns": 0}).status == 409
+        assert server.get(f"/sessions/{session_id}").json()["running"] is True
     server.post(f"/sessions/{session_id}/stop")
     running.rest()
     assert num_turns(server, session_id) == 2
@@ -216,7 +218,7 @@ def test_a_retry_of_one_that_failed_runs_itself(server):
     session_id = running.next()["session_id"]
     with ThreadPoolExecutor(1) as pool:
         retry = pool.submit(server.request, "POST", "/chat", body, key)
-        running.next()
+        server.wait_until(lambda: server.context.limits.num_open == 2, "both are there")
         running.leave()
         answer = retry.result().json()
     assert answer["session_id"] == session_id and answer["turn"] == 1
@@ -287,9 +289,11 @@ def test_deleting_ends_the_turn_that_runs(server):
 
 def test_the_request_s_time_ends_the_turn():
     with serving(request_timeout_s=0.5) as server:
-        reply = server.post("/chat", {"message": "Count.", "max_tokens": 900, "ignore_eos": True})
+        reply = server.post("/chat", {"message": "Count.", **LONG})
         assert (reply.status, reply.error["code"]) == (504, "request_timeout")
-        *_, error, done = Stream(server, "/chat", {"message": "Count.", "max_tokens": 900, "ignore_eos": True}).rest()
+        while (stream := Stream(server, "/chat", {"message": "Count.", **LONG})).status == 504:
+            stream.leave()  # its time was over before it began
+        *_, error, done = stream.rest()
         assert done == "[DONE]" and error["error"]["code"] == "request_timeout"
         server.wait_until_idle()
         assert server.get("/sessions").json()["data"] == []

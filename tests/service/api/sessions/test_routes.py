@@ -5,6 +5,7 @@ import time
 import pytest
 
 from kvstore.sessions.record import SessionKey
+from tests.support.by_hand import held
 from tests.support.service.serving import serving
 from tests.support.service.talking import LONG, SHORT, Stream, chat, num_turns
 
@@ -98,11 +99,12 @@ def test_a_running_first_turn_is_its_owner_s_only(both):
     running = Stream(alice, "/chat", {"message": "Count.", **LONG})
     session_id = running.next()["session_id"]
     running.next()
-    assert bob.post(f"/sessions/{session_id}/stop").status == 404
-    assert bob.get(f"/sessions/{session_id}").status == 404
-    assert bob.post("/chat", {"session_id": session_id, "message": "a"}).status == 404
-    assert alice.get(f"/sessions/{session_id}").json()["running"] is True
-    assert alice.post("/chat", {"session_id": session_id, "message": "a"}).status == 409
+    with held(alice.engine):
+        assert bob.post(f"/sessions/{session_id}/stop").status == 404
+        assert bob.get(f"/sessions/{session_id}").status == 404
+        assert bob.post("/chat", {"session_id": session_id, "message": "a"}).status == 404
+        assert alice.get(f"/sessions/{session_id}").json()["running"] is True
+        assert alice.post("/chat", {"session_id": session_id, "message": "a"}).status == 409
     assert alice.request("DELETE", f"/sessions/{session_id}").json()["blocks"] == 0
     assert running.rest()[-2]["error"]["code"] == "session_not_found"
     alice.wait_until_idle()
@@ -125,7 +127,7 @@ def test_bad_bodies_are_named(server, path, body, param):
 def test_deleting_takes_everything(server):
     session_id = talk(server)
     key = SessionKey("alice", session_id)
-    block_ids = server.engine.sessions.unshared_blocks_of(key)
+    block_ids = server.engine.sessions.upkeep.unshared_blocks_of(key)
     deleted = server.request("DELETE", f"/sessions/{session_id}").json()
     assert deleted == {"id": session_id, "deleted": True, "blocks": len(block_ids)} and block_ids
     assert all(server.engine.loop.pool.lookup(block_id) is None for block_id in block_ids)
@@ -251,15 +253,16 @@ def test_a_truncation_survives_the_server_with_its_kv(tmp_path):
         assert details["reencoded"] > 0, details
         assert turn["usage"]["prompt_tokens"] < shown["tokens"] + 40
         server.wait_until_idle()
-        assert server.engine.sessions.check().problems == ()
+        assert server.engine.sessions.upkeep.check().problems == ()
 
 
 def test_an_unknown_session_is_unknown_to_a_full_server_too():
     with serving(max_queue=1) as full:
         stream = Stream(full, "/chat", {"message": "Hello", **LONG})
         session_id = stream.next()["session_id"]
-        assert full.post("/chat", {"message": "Hi"}).error["code"] == "server_overloaded"
-        assert full.post("/chat", {"message": "Hi", "session_id": session_id}).error["code"] == "server_overloaded"
-        reply = full.post("/chat", {"message": "Hi", "session_id": "nobody"})
-        assert (reply.status, reply.error["code"]) == (404, "session_not_found")
-        stream.rest()
+        with held(full.engine):
+            for named in ({}, {"session_id": session_id}):
+                assert full.post("/chat", {"message": "Hi", **named}).error["code"] == "server_overloaded"
+            reply = full.post("/chat", {"message": "Hi", "session_id": "nobody"})
+            assert (reply.status, reply.error["code"]) == (404, "session_not_found")
+        stream.leave()

@@ -5,16 +5,22 @@ import json
 import os
 import re
 import shutil
+import sys
+from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 from rich.console import Console
 
+from kvstore.admin.control import ControlServer
+from kvstore.disk.directory import StoreDirectory
+from kvstore.planning.replay import replay
 from kvstore.planning.replay_config import ServiceModel
-from kvstore.service.command import cli, progress
+from kvstore.service.command import cli
 from kvstore.service.command.plan import chart as plan_chart
-from kvstore.service.command.plan import run as plan
 from kvstore.service.command.plan import tables as plan_tables
 from kvstore.store.history import FILE, OLDER_FILE
+from tests.support.service.server_process import without_progress
 from tests.support.store.small_store import BLOCK_SIZE, PAYLOAD_BYTES, make_store
 
 KV_BYTES = 1000
@@ -68,12 +74,11 @@ def store(made, tmp_path):
 @pytest.fixture
 def run(monkeypatch, capsys, no_settings):
     """Runs the command; gives (exit code, stdout, stderr)."""
-    monkeypatch.setattr(progress, "SHOWN_AFTER_S", 3600.0)  # also on a busy machine
 
     def call(*argv):
         code = cli.main(["plan", *map(str, argv)])
         captured = capsys.readouterr()
-        return code, captured.out, captured.err
+        return code, captured.out, without_progress(captured.err)
 
     return call
 
@@ -159,6 +164,19 @@ def test_sizes_of_an_engine_in_the_environment_are_not_those_of_a_plan(replay_tr
     assert found["assumptions"]["policy"] == "lru"
 
 
+@pytest.fixture
+def owned(tmp_path):
+    """Makes the store of an owner that answers these statistics."""
+    with ExitStack() as stack:
+
+        def make(stats):
+            directory = stack.enter_context(StoreDirectory.open(tmp_path / "owned"))
+            stack.callback(ControlServer(directory, lambda command, arguments: stats).close)
+            return directory.path
+
+        yield make
+
+
 # -- a store ---------------------------------------------------------------------------------------------------------
 def test_the_history_of_a_store(run, store):
     (store / OLDER_FILE).write_text(history_lines())
@@ -174,10 +192,10 @@ def test_the_history_of_a_store(run, store):
     assert json.loads(out)["trace"]["requests"] == 10
 
 
-def test_what_the_owner_has_measured_counts_until_a_flag_says_otherwise(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "carry_out", lambda *_: STATS)
-    (tmp_path / FILE).write_text(history_lines())
-    code, out, err = run("--store", tmp_path, "--read-bandwidth", "1GB", "--json")
+def test_what_the_owner_has_measured_counts_until_a_flag_says_otherwise(run, owned):
+    store = owned(STATS)
+    (store / FILE).write_text(history_lines())
+    code, out, err = run("--store", store, "--read-bandwidth", "1GB", "--json")
     assert (code, err) == (0, "")
     assumptions = json.loads(out)["assumptions"]
     assert assumptions["measured"] == ["prefill_tokens_per_s", "write_bytes_per_s"]
@@ -186,7 +204,7 @@ def test_what_the_owner_has_measured_counts_until_a_flag_says_otherwise(run, tmp
     assert rates["load_bytes_per_s"] == default.load_bytes_per_s
     assert (assumptions["kv_bytes_per_token"], assumptions["disk_bytes_per_token"]) == (KV_BYTES, KV_BYTES / 2)
     assert {row["hbm_bytes"] for row in json.loads(out)["points"]} == {300 * 16 * KV_BYTES}
-    _, out, _ = run("--store", tmp_path)
+    _, out, _ = run("--store", store)
     out = " ".join(out.split())
     prefill = "prefill 5,000 tokens/s (from 8,500 computed tokens)"
     assert f"measured by the store: {prefill}, read 0.4 GB/s, write 0.2 GB/s" in out
@@ -194,29 +212,29 @@ def test_what_the_owner_has_measured_counts_until_a_flag_says_otherwise(run, tmp
 
 
 @pytest.mark.parametrize(("cached", "source"), [(400, "from 100 computed tokens"), (500, "by an earlier engine")])
-def test_a_small_store_is_planned_with_what_it_measured_and_from_how_much(run, tmp_path, monkeypatch, cached, source):
+def test_a_small_store_is_planned_with_what_it_measured_and_from_how_much(run, owned, cached, source):
     small = STATS | {"tokens": {"prompt_tokens": 500, "cached_tokens": cached}}
-    monkeypatch.setattr(plan, "carry_out", lambda *_: small)
-    (tmp_path / FILE).write_text(history_lines())
-    assert json.loads(run("--store", tmp_path, "--json")[1])["assumptions"]["service"]["prefill_tokens_per_s"] == 5000
-    shown = " ".join(run("--store", tmp_path)[1].split())
+    store = owned(small)
+    (store / FILE).write_text(history_lines())
+    assert json.loads(run("--store", store, "--json")[1])["assumptions"]["service"]["prefill_tokens_per_s"] == 5000
+    shown = " ".join(run("--store", store)[1].split())
     assert f"measured by the store: prefill 5,000 tokens/s ({source})" in shown
 
 
-def test_an_engine_that_has_hardly_begun_has_measured_nothing(run, tmp_path, monkeypatch):
+def test_an_engine_that_has_hardly_begun_has_measured_nothing(run, owned):
     young = STATS | {"store": {}, "disk": {"blocks": 3, "bytes": 1 << 20}}
-    monkeypatch.setattr(plan, "carry_out", lambda *_: young)
-    (tmp_path / FILE).write_text(history_lines())
-    assumptions = json.loads(run("--store", tmp_path, "--json")[1])["assumptions"]
+    store = owned(young)
+    (store / FILE).write_text(history_lines())
+    assumptions = json.loads(run("--store", store, "--json")[1])["assumptions"]
     assert assumptions["measured"] == [] and assumptions["disk_bytes_per_token"] == KV_BYTES
 
 
-def test_long_prompts_are_replayed_in_larger_blocks(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "carry_out", lambda *_: STATS)
+def test_long_prompts_are_replayed_in_larger_blocks(run, owned):
+    store = owned(STATS)
     lines = [{"session": "s", "timestamp": t, "input_length": 3000 * (t + 1), "output_length": 9} for t in range(3)]
-    (tmp_path / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (store / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
     for flags, expected in (((), 128), (("--block-size", "32"), 32)):
-        _, out, _ = run("--store", tmp_path, "--hbm", "1GB", "--json", *flags)
+        _, out, _ = run("--store", store, "--hbm", "1GB", "--json", *flags)
         assert json.loads(out)["trace"]["block_size"] == expected
 
 
@@ -226,12 +244,12 @@ def test_a_store_without_history_says_how_it_comes_about(run, store):
     assert "has no history yet; it records one while an engine serves with a disk tier" in err
 
 
-def test_a_store_that_cannot_say_how_large_its_kv_is(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "carry_out", lambda *_: {"disk": {"models": {}}})
-    (tmp_path / FILE).write_text(history_lines())
-    code, _, err = run("--store", tmp_path)
+def test_a_store_that_cannot_say_how_large_its_kv_is(run, owned):
+    store = owned({"disk": {"models": {}}})
+    (store / FILE).write_text(history_lines())
+    code, _, err = run("--store", store)
     assert code == 2 and "give --kv-bytes-per-token, a size or one of" in err
-    assert run("--store", tmp_path, "--kv-bytes-per-token", "1KB", "--hbm", "10MB")[0] == 0
+    assert run("--store", store, "--kv-bytes-per-token", "1KB", "--hbm", "10MB")[0] == 0
 
 
 # -- what may be wrong -----------------------------------------------------------------------------------------------
@@ -263,30 +281,29 @@ def test_hbm_that_holds_no_block(replay_trace):
     assert (code, out) == (2, "") and "HBM of 1,000 bytes holds less than one block of 128,000 bytes" in err
 
 
-def test_a_defect_in_the_replay_is_one_line(replay_trace, monkeypatch):
-    def fail(*_):
-        raise AssertionError("requests were left over")
+def replay_that(fails_at: int, error: BaseException):
+    """In here the replay of this number fails."""
+    numbers = itertools.count(1)
 
-    monkeypatch.setattr("kvstore.planning.replay.replay", fail)
-    code, out, err = replay_trace("--hbm", "8MB")
+    def failing(*arguments):
+        if next(numbers) == fails_at:
+            raise error
+        return replay(*arguments)
+
+    return mock.patch("kvstore.planning.replay.replay", failing)
+
+
+def test_a_defect_in_the_replay_is_one_line(replay_trace):
+    with replay_that(1, AssertionError("requests were left over")):
+        code, out, err = replay_trace("--hbm", "8MB")
     assert (code, out, err) == (1, "", "kvstore: AssertionError: requests were left over\n")
 
 
 # -- Ctrl-C ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("as_json", [True, False])
-def test_an_interrupt_shows_what_is_done(replay_trace, monkeypatch, as_json):
-    from kvstore.planning.replay import replay
-
-    calls = []
-
-    def interrupted(*arguments):
-        calls.append(arguments)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return replay(*arguments)
-
-    monkeypatch.setattr("kvstore.planning.replay.replay", interrupted)
-    code, out, err = replay_trace("--hbm", "8MB", "--disk", "8MB,16MB,32MB", *(["--json"] if as_json else []))
+def test_an_interrupt_shows_what_is_done(replay_trace, as_json):
+    with replay_that(4, KeyboardInterrupt()):
+        code, out, err = replay_trace("--hbm", "8MB", "--disk", "8MB,16MB,32MB", *(["--json"] if as_json else []))
     assert (code, err) == (130, "kvstore: interrupted\n")
     if as_json:
         assert not json.loads(out)["is_complete"] and len(json.loads(out)["points"]) == 1
@@ -294,12 +311,9 @@ def test_an_interrupt_shows_what_is_done(replay_trace, monkeypatch, as_json):
         assert "note: interrupted: not all sizes were replayed" in out and "7.6 MiB" in out
 
 
-def test_an_interrupt_before_anything_is_done(replay_trace, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("kvstore.planning.replay.replay", interrupted)
-    assert replay_trace("--hbm", "8MB") == (130, "", "kvstore: interrupted\n")
+def test_an_interrupt_before_anything_is_done(replay_trace):
+    with replay_that(1, KeyboardInterrupt()):
+        assert replay_trace("--hbm", "8MB") == (130, "", "kvstore: interrupted\n")
 
 
 # -- pictures --------------------------------------------------------------------------------------------------------
@@ -319,7 +333,7 @@ def test_a_picture_that_cannot_be_written(replay_trace, tmp_path):
 
 
 def test_a_picture_without_matplotlib_says_what_to_install(replay_trace, monkeypatch, tmp_path):
-    monkeypatch.setattr("kvstore.service.command.plan.run.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as the import system notes a package that is not there
     code, out, err = replay_trace("--plot", tmp_path / "plan.png")
     assert (code, out) == (2, "")
     assert err == "kvstore: --plot needs matplotlib: pip install kvstore[bench]\n"

@@ -1,0 +1,116 @@
+"""The model in this process, whole or the first rank's part: loads and intercepts it, and sizes its pool."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvstore.engine.config import EngineConfig, SchedulerConfig
+from kvstore.engine.model.interception import PositionFreeModel
+from kvstore.engine.model.loading import Loaded, load
+from kvstore.engine.model.memory import num_hbm_blocks
+from kvstore.engine.model.parallel.group import part_of_process
+from kvstore.engine.model.probe import intercept
+from kvstore.engine.ranks.door import PURPOSE
+from kvstore.engine.ranks.launch import started_here
+from kvstore.engine.ranks.ranks import Ranks
+from kvstore.engine.ranks.torchrun import RankPlace, others_by_torchrun
+from kvstore.engine.text.chat_template import ChatTemplate
+from kvstore.errors import ConfigError
+from kvstore.kernels.cuda.triton_support import has_triton
+from kvstore.remote.names import fleet_secret
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model that is ready to run, and its sizes."""
+
+    loaded: Loaded
+    model: PositionFreeModel
+    limits: SchedulerConfig
+    num_blocks: int  # of the HBM pool
+    has_graphs: bool  # whether decode steps will be CUDA graphs
+
+
+def open_model(config: EngineConfig, ranks: Ranks | None) -> OpenedModel:
+    """ranks: load the other parts meanwhile. Raises as `load` and `intercept`, and the errors of these ranks."""
+
+    def check(network: Any, tokenizer: Any) -> None:
+        check_room(config, network)
+        if config.chat_template is not None and (template := ChatTemplate.of(tokenizer)) is not None:
+            template.check()
+
+    device, part = own_device(config), None
+    if ranks is not None:
+        part = part_of_process(0, config.tensor_parallel_size, config.pipeline_parallel_size)
+    loaded = load(
+        config.model, device, config.dtype, config.max_model_len, config.tokenizer, config.revision,
+        config.chat_template, check, part,
+    )  # fmt: skip
+    limits = config.scheduler(loaded.max_model_len)
+    has_graphs = loaded.device.type == "cuda" and has_triton() and not config.enforce_eager and ranks is None
+    has_store = bool(config.tiers.cpu or config.tiers.disk)
+    with nullcontext() if ranks is None else ranks.blamed():
+        if ranks is not None and part is not None:
+            ranks.wait_loaded()
+            part.join(ranks.rendezvous, ranks.host)
+        model = intercept(loaded.model, loaded.max_model_len, True, part)
+        num_engines = config.data_parallel_size
+        num_blocks = num_hbm_blocks(model, limits, config.tiers.hbm, has_graphs, has_store, num_engines)
+        if part is not None:
+            num_blocks = part.least(num_blocks)
+    return OpenedModel(loaded, model, limits, num_blocks, has_graphs)
+
+
+def own_device(config: EngineConfig) -> str:
+    """The device of one of several engines on this machine: each has a CUDA device of its own. Raises ConfigError."""
+    size = config.data_parallel_size
+    if size == 1 or config.device == "cpu" or not torch.cuda.is_available():
+        return config.device
+    num_devices = torch.cuda.device_count()
+    if num_devices < size:
+        raise ConfigError(
+            f"data_parallel_size is {size}, but this machine has {num_devices} CUDA devices; each engine needs one: "
+            "give fewer, or device=cpu"
+        )
+    return f"cuda:{config.data_parallel_rank}"
+
+
+def check_room(config: EngineConfig, network: Any) -> None:
+    """Check before weights are read that the tiers have room for blocks, as far as the model's configuration tells.
+
+    Raises ConfigError.
+    """
+    text = network.get_text_config()
+    num_heads = getattr(text, "num_attention_heads", None)
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(text, "head_dim", None) or (num_heads and text.hidden_size // num_heads)
+    dtype = getattr(text, "dtype", None) if config.dtype == "auto" else getattr(torch, config.dtype)
+    if num_kv_heads and head_dim:
+        itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else 2
+        layer_bytes = 2 * config.block_size * num_kv_heads * head_dim * itemsize
+        config.tiers.check_room(text.num_hidden_layers * layer_bytes)
+
+
+@contextmanager
+def open_ranks(config: EngineConfig, silence_s: float) -> Iterator[Ranks]:
+    """Start the other ranks, or wait for them. Raises ConfigError, also on CUDA, and EngineDiedError if one does not
+    come. On one machine all ranks get the same number of threads.
+    """
+    size = config.num_ranks
+    if config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available()):
+        raise ConfigError(f"a model in {size} processes is not served on CUDA devices yet; give device=cpu")
+    arguments = [{**config.arguments(), "device": "cpu"}] * (size - 1)
+    if config.distributed_executor == "torchrun":
+        place, key = RankPlace.of(os.environ), fleet_secret(config.tiers.fleet_secret_file).derived(PURPOSE)
+        launching = others_by_torchrun(place, key, arguments, silence_s)
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // size))
+        launching = started_here(arguments, silence_s, {"OMP_NUM_THREADS": str(torch.get_num_threads())})
+    with launching as launch:
+        yield Ranks(launch, config.block_size, config.tensor_parallel_size - 1)

@@ -1,0 +1,32 @@
+"""The other ranks of a model, each in a process of its own: starts them, sends them each step, watches and ends them.
+
+The first rank is the process that has the scheduler and the store. Knows no request and no block id.
+
+- `door`: where ranks of other machines come in, with a secret
+- `far`: one rank of another machine, as the first rank sees it
+- `follower`: what another rank does with a step
+- `launch`: starts the other ranks on this machine, or waits for those of others
+- `line`: what the first rank hears from another one, and tells it
+- `process`: the process of one other rank on this machine, as the first rank sees it
+- `ranks`: all other ranks, as the first rank sees them
+- `torchrun`: ranks that torchrun starts, on any number of machines
+- `wire`: the messages between the first rank and another one
+
+Decisions:
+
+Only the first rank has the control plane. Each step, the others get one message through a socket pair with what a
+forward needs: token ids, positions, slots, the block table, and the arena blocks to load and save. They have no batch,
+no sampler and no lock of the store, and they decide nothing. All ranks map one arena, where each block is one record
+with all heads and layers. So only the first rank deals with the disk, splices and deletion, and a store does not know
+how many ranks have written it.
+
+A rank of another machine has no share of the arena. Its heads and layers of the blocks that a step loads come with
+the step, and what it has saved goes back in a message when the step has ended, into the same records. So there is one
+store, on the first rank's machine, and nothing else that a rank would have to own. Its channel is a TCP connection, and
+its signs of life come through a second one. Whoever started it starts it again: a rank ends with its connections, and
+with torchrun the first rank ends, too.
+
+When a rank ends or hangs, all ranks end, because a step that one rank has not computed is of no use. An engine in a
+process of its own is then started again with all its ranks. A rank dies with the first one (parent-death signal and end
+of file), and gives signs of life as the engine's process does.
+"""

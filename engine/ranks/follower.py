@@ -1,0 +1,139 @@
+"""What a rank other than the first does: it loads its part of the model, then computes the steps that it receives.
+
+It decides nothing and samples nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from kvstore.connector import NullConnector
+from kvstore.engine.config import EngineConfig
+from kvstore.engine.model.interception import LayerConnector
+from kvstore.engine.model.loading import load
+from kvstore.engine.model.memory import num_hbm_blocks
+from kvstore.engine.model.parallel.group import part_of_process
+from kvstore.engine.model.probe import intercept
+from kvstore.engine.model.step.runner import copy_blocks, overwrite_blocks
+from kvstore.engine.model.step.tensors import step_tensors
+from kvstore.engine.process.channel import Channel
+from kvstore.engine.process.pulse import Heart
+from kvstore.engine.process.wire import failure_of
+from kvstore.engine.ranks.wire import (
+    EndForward,
+    Failed,
+    Leave,
+    Moved,
+    Moves,
+    OpenArena,
+    Overwrite,
+    RankLoaded,
+    RankReady,
+    RankStep,
+    StartRank,
+    ToRank,
+    decode_to_rank,
+    encode,
+)
+from kvstore.memory.layout import OwnPart
+from kvstore.memory.rank import FarTransfer, RankTransfer
+
+
+def follow(start: StartRank, config: EngineConfig, heart: Heart, channel: Channel, host: str | None = None) -> int:
+    """Compute steps until the first rank ends, or this rank fails. Returns the exit code, which is 0 if the first rank
+    has said that it ends. host: address of this machine for the other ranks; None: all are on one.
+    """
+    try:
+        follower = Follower(start, config, channel, host)
+        while follower.go_on(heart):
+            pass
+    except Exception as error:
+        channel.send_all(encode(Failed(failure_of(error))))
+        print(f"kvstore: rank {start.rank} of {start.size}: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0 if follower.has_left else 1
+
+
+class Follower:
+    """Owns this rank's HBM pool and its model."""
+
+    def __init__(self, start: StartRank, config: EngineConfig, channel: Channel, host: str | None) -> None:
+        self._channel, self._messages = channel, list[ToRank]()
+        self.has_left = False  # because the first rank said so
+        part = part_of_process(start.rank, config.tensor_parallel_size, config.pipeline_parallel_size)
+        loaded = load(
+            config.model, config.device, config.dtype, config.max_model_len, revision=config.revision, part=part
+        )
+        channel.send_all(encode(RankLoaded()))
+        part.join(start.rendezvous, host)
+        self._model = intercept(loaded.model, loaded.max_model_len, pack=True, part=part)
+        self._block_size = config.block_size
+        limits = config.scheduler(loaded.max_model_len)
+        has_store = bool(config.tiers.cpu or config.tiers.disk)
+        num_blocks = part.least(num_hbm_blocks(self._model, limits, config.tiers.hbm, saves=has_store))
+        self._caches = self._model.new_caches(num_blocks, config.block_size)
+        self._transfer: RankTransfer | FarTransfer | None = None
+        opened = self._next()
+        if opened is None:  # the first rank could not start
+            return
+        assert isinstance(opened, OpenArena)
+        layout = self._model.layout(config.block_size)
+        if has_store:
+            self._transfer = FarTransfer(layout) if start.arena is None else RankTransfer(layout, start.arena)
+            self._transfer.register(self._caches)
+        self._connector: LayerConnector = self._transfer or NullConnector()
+        own = OwnPart.of(layout)
+        channel.send_all(encode(RankReady(own.layers, own.heads)))
+
+    def _next(self) -> ToRank | None:
+        """Wait for a message of the first rank; None when it has closed the channel."""
+        while not self._messages:
+            if self._channel.ended:
+                return None
+            self._channel.poll(-1)
+            self._messages += [decode_to_rank(message) for message in self._channel.receive()]
+        return self._messages.pop(0)
+
+    def go_on(self, heart: Heart) -> bool:
+        """Carry out one message. Returns False when the first rank has closed the channel."""
+        heart.rest()
+        message = self._next()
+        heart.begin()
+        if isinstance(message, RankStep):
+            self._compute(message)
+        elif isinstance(message, EndForward):
+            self._end(message.num_samples)
+        elif isinstance(message, Overwrite):
+            overwrite_blocks(self._caches, message.blocks, self._model.device)
+        self.has_left = isinstance(message, Leave)
+        return message is not None and not self.has_left
+
+    @torch.inference_mode()
+    def _compute(self, step: RankStep) -> None:
+        inputs, table = step.inputs()
+        if step.copies:
+            copy_blocks(self._caches, step.copies, self._model.device)
+        if step.moves is not None:
+            self._begin(step.moves)
+        tensors = step_tensors(inputs, table, self._block_size, self._model.device)
+        self._model.begin(
+            tensors.token_ids, tensors.positions, tensors.batch, self._caches, self._connector, tensors.sample_tokens
+        )
+        for done in () if self._transfer is None else self._transfer.end():
+            moved = Moved(done.ticket, done.is_load, done.succeeded)
+            if isinstance(self._transfer, FarTransfer) and step.moves is not None and not done.is_load:
+                moved.saves, moved.data = step.moves.saves, self._transfer.saved()
+            self._channel.send_all(encode(moved))
+
+    @torch.inference_mode()
+    def _end(self, num_samples: int) -> None:
+        self._model.end(num_samples)
+
+    def _begin(self, moves: Moves) -> None:
+        assert self._transfer is not None
+        if isinstance(self._transfer, FarTransfer):
+            self._transfer.begin(moves.plan(), moves.row_starts, moves.data)
+        else:
+            self._transfer.begin(moves.plan(), moves.row_starts)

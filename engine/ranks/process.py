@@ -1,0 +1,84 @@
+"""The process of another rank on this machine, as the first rank sees it: starts it, watches and ends it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+
+from kvstore.engine.process.channel import Channel
+from kvstore.engine.process.life import spawned
+from kvstore.engine.process.pulse import Pulse
+from kvstore.engine.ranks.line import RankLine
+from kvstore.engine.ranks.wire import StartHere, StartRank, encode_start
+
+END_S = 5.0  # how long a process may take to end once its channel is closed
+
+
+class RankProcess:
+    """A thread of its own starts the process and waits for it: the process is to die with its parent, and Linux counts
+    the thread that started a process as its parent. settings: environment variables.
+    """
+
+    def __init__(self, start: StartRank, settings: Mapping[str, str]) -> None:
+        self.rank = start.rank
+        self._is_hung = False
+        self._process: subprocess.Popen[bytes]
+        ours, theirs = socket.socketpair()
+        self.line = RankLine(Channel(ours))
+        self.pulse = Pulse(start.silence_s, self._end_hung)
+        started: Future[None] = Future()
+        here = StartHere(os.getpid(), theirs.fileno(), self.pulse.writer, start)
+        arguments, name = (here, settings, theirs, started), f"kvstore-rank-{start.rank}"
+        self._watcher = threading.Thread(target=self._watch, args=arguments, name=name, daemon=True)
+        self._watcher.start()
+        started.result()
+
+    def _watch(
+        self, here: StartHere, settings: Mapping[str, str], theirs: socket.socket, started: Future[None]
+    ) -> None:
+        assert here.start.arena is not None
+        try:
+            with theirs:
+                descriptors = (here.channel, here.pulse, here.start.arena)
+                self._process = spawned("kvstore.engine.rank_process", encode_start(here), descriptors, settings)
+        except Exception as error:
+            self.pulse.close()
+            self.line.close()
+            started.set_exception(error)
+            return
+        self.pulse.listen()
+        started.set_result(None)
+        code = self._process.wait()
+        self.pulse.end()
+        if self._is_hung:
+            self.line.how = f"killed: no sign of life for {self.pulse.silent_s:g} s"
+        else:
+            self.line.how = f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def _end_hung(self) -> None:
+        self._is_hung = True
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the process without waiting; `line.how` is set a little later."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """Close the channel, at which the process ends. Kill it if it does not, or at once if it is still loading."""
+        self.line.close()
+        if self.pulse.is_loading:
+            self.kill()
+        self._watcher.join(END_S)
+        if self.line.how is None:
+            self.kill()
+            self._watcher.join()
+        if self._process.stdin is not None:
+            self._process.stdin.close()

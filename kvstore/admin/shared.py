@@ -1,0 +1,47 @@
+"""The commands on sessions that servers share, carried out without any of these servers.
+
+Makes nothing that was not there. The KV of what is deleted goes from each server's tiers by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Any
+
+from kvstore.admin.commands import read_arguments, repaired, session_info, transcript
+from kvstore.errors import ConfigError, StoreError
+from kvstore.remote.address import parse_redis_url
+from kvstore.sessions.record import SessionKey
+from kvstore.sessions.shared.opening import open_shared
+from kvstore.sessions.shared.server import Durability
+from kvstore.sessions.store import SessionStore
+
+
+def ask_shared(url: str, command: str, arguments: dict[str, Any]) -> Mapping[str, Any]:
+    """As `OfflineStore.handle`, for what is about sessions. Raises ConfigError and StoreError."""
+    request = read_arguments(command, arguments)
+    shared = open_shared(parse_redis_url(url, "--session-store"), Durability("unchecked"), None, None)
+    with closing(SessionStore(None, shared=shared)) as sessions:
+        if command == "sessions":
+            return {"sessions": [session_info(head) for head in sessions.list(request.tenant, request.limit)]}
+        if command == "sessions.accept_loss":
+            raise ConfigError("only a server that shares the sessions knows whether they are lost; give its --store")
+        return _of_one(sessions, command, request.session.key)
+
+
+def _of_one(sessions: SessionStore, command: str, key: SessionKey) -> Mapping[str, Any]:
+    found: Any = None
+    if command == "sessions.show":
+        state = sessions.load(key)
+        found = None if state is None else transcript(state, sessions.upkeep.aside(key))
+    elif command == "sessions.delete":
+        tombstone = sessions.delete(key).wait()
+        found = None if tombstone is None else {"deleted": True, "blocks": len(tombstone.block_ids)}
+    else:
+        fixed = sessions.upkeep.repair(key).wait()
+        found = None if fixed is None else repaired(fixed)
+    if found is None:
+        tenant = f" of tenant {key.tenant!r}" if key.tenant else ""
+        raise StoreError(f"there is no session {key.session_id!r}{tenant} among the shared ones")
+    return dict(found)

@@ -1,0 +1,86 @@
+"""The KV of a rank without a store: it moves its own heads to and from the first rank's arena, or as bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from kvstore.blocks.records import Save, TransferPlan, Transferred
+from kvstore.memory.arena import Arena
+from kvstore.memory.far import bytes_of
+from kvstore.memory.layout import KVLayout, OwnPart
+from kvstore.memory.transfer import Transfer
+
+LEAST_SLOTS = 16  # of a rank's own memory
+
+
+class RankTransfer:
+    """The worker side of a connector, for a forward, and what a step tells it.
+
+    descriptor: of the arena's memory, whose size the first rank has set.
+    """
+
+    def __init__(self, layout: KVLayout, descriptor: int) -> None:
+        num_slots = os.fstat(descriptor).st_size // layout.block_bytes
+        self._own = Transfer(Arena(layout, num_slots, pin=False, descriptor=descriptor))
+        self.register = self._own.register
+        self.wait_for_layer_load = self._own.wait_for_layer
+        self.save_kv_layer = self._own.save_layer
+
+        self.begin = self._own.begin
+
+    def end(self) -> list[Transferred]:
+        """The forward has ended, and its loads and saves with it. Returns how they ended."""
+        self._own.end()
+        return self._own.completed()
+
+
+class FarTransfer:
+    """The same for a rank that has no share of the arena: it has memory of its own, for the blocks of one step."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        part = OwnPart.of(layout)
+        num_layers, num_heads = part.layers[1] - part.layers[0], part.heads[1] - part.heads[0]
+        shape = (num_layers, num_heads, layout.head_dim, layout.block_size)
+        self._layout = KVLayout(*shape, layout.dtype, layout.own_rotations)
+        self._own = Transfer(Arena(self._layout, LEAST_SLOTS, pin=False))
+        self._caches: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+        self._saves: Sequence[Save] = ()
+
+    def register(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._caches = caches
+        self._own.register(caches)
+
+    def begin(self, plan: TransferPlan, row_starts: Sequence[int], loaded: bytes) -> None:
+        """loaded: see `FarBlocks.loaded`."""
+        num_loads, num_slots = len(plan.loads), len(plan.loads) + len(plan.saves)
+        if num_slots > self._own.arena.num_slots:
+            self._own = Transfer(Arena(self._layout, num_slots, pin=False))
+            self._own.register(self._caches)
+        arena = self._own.arena
+        if num_loads:
+            arena.reach(num_loads - 1)
+            values = torch.frombuffer(bytearray(loaded), dtype=self._layout.dtype)
+            arena.tensor[:num_loads] = values.view(num_loads, *self._layout.block_shape)
+        loads = tuple(replace(load, slot=slot) for slot, load in enumerate(plan.loads))
+        self._saves = tuple(replace(save, slot=slot) for slot, save in enumerate(plan.saves, num_loads))
+        self._own.begin(TransferPlan(loads, self._saves, plan.ticket), row_starts)
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        self._own.wait_for_layer(layer)
+
+    def save_kv_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None:
+        self._own.save_layer(layer, raw_key, value)
+
+    def end(self) -> list[Transferred]:
+        """The forward has ended, and its loads and saves with it. Returns how they ended."""
+        self._own.end()
+        return self._own.completed()
+
+    def saved(self) -> bytes:
+        """What the last step has saved; see `FarBlocks.put`."""
+        tensor = self._own.arena.tensor
+        return bytes_of(tensor[save.slot, :, :, save.offset : save.offset + save.num_tokens] for save in self._saves)

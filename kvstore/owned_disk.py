@@ -1,0 +1,218 @@
+"""OwnedDisk: the disk tier of several engines on one machine. One process owns it, and the engines' processes ask it.
+
+Puts the parts together, as `block_store` does for other engines. Blocks have the ids and records that an engine with a
+disk of its own gives them, so that either finds what the other has stored. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from kvstore.admin.private_folder import PrivateFolder
+from kvstore.blocks.ids import BlockId
+from kvstore.blocks.records import Evict, Evicted, ReadResult
+from kvstore.config import CacheTiers
+from kvstore.disk.codec import Codec, Header, decode_header, encode_head, is_intact
+from kvstore.disk.directory import StoreDirectory
+from kvstore.disk.io_queue import BATCH_BYTES, IoQueue
+from kvstore.disk.tier import DiskTier
+from kvstore.errors import StoreError
+from kvstore.policy.planner import Planner
+from kvstore.policy.steering import Steering
+from kvstore.remote.disk_owner import OwnerServer, Value
+from kvstore.stats import StoreStats
+from kvstore.store.host_blocks import HostBlocks
+from kvstore.store.housekeeping import Housekeeper
+from kvstore.store.learned import Learned
+from kvstore.store.parts import DiskParts
+from kvstore.store.progress import StoreProgress
+from kvstore.store.upkeep import TieredUpkeep
+
+USUAL_BLOCK_BYTES = 128 << 10  # to size what is remembered of conversations
+LARGEST_BLOCK = 4  # of the capacity
+SOCKET_NAME = "disk.sock"
+PUT_S = 60.0  # how long a batch may take until it is durable; who asked gives up earlier
+DELETE_S = 2.0
+RATES_NAME = "shared disk"  # under which the rates of its reads are remembered
+
+
+class OwnedDisk:
+    """Opens the blocks of `directory` and answers at `path`, until `close`. Any thread may call it.
+
+    directory: owned by this process; it stays open. tiers: the sizes, of which `disk` must not be 0. policy: of
+    eviction. Raises StoreError.
+    """
+
+    def __init__(self, directory: StoreDirectory, tiers: CacheTiers, policy: str) -> None:
+        self._capacity_bytes = int(tiers.disk)
+        with ExitStack() as opened:
+            self._parts = _open_parts(directory.share(), tiers, policy)
+            opened.callback(self._parts.close)
+            self._store, self._lock = self._parts.store, self._parts.lock
+            self._upkeep = TieredUpkeep(self._parts)
+            self._awaited: set[int] = set()  # tickets
+            self._ended: dict[int, bool] = {}  # of these: whether they are durable
+            try:
+                folder = PrivateFolder()
+                opened.callback(folder.remove)
+                self.path = str(folder.path / SOCKET_NAME)
+                self._server = OwnerServer(Path(self.path), self)
+            except OSError as error:
+                raise StoreError(f"the engines' socket cannot be made: {error}; give another TMPDIR") from error
+            opened.pop_all()
+        self._folder = folder
+        self._housekeeper = Housekeeper(self._parts)
+
+    # -- what engines ask --------------------------------------------------------------------------------------------
+    @property
+    def degraded(self) -> str | None:
+        return self._parts.degraded
+
+    def has(self, block_ids: Sequence[BlockId], is_use: bool) -> list[bool]:
+        with self._lock:
+            if is_use:
+                self._store.conversations.touch(block_ids)
+                for before, block_id in pairwise(block_ids):  # a splice: its records do not say what is before it
+                    self._store.disk.contents.link(block_id, before)
+            return [self._store.contains(block_id) for block_id in block_ids]
+
+    def read(self, block_id: BlockId) -> Value | None:
+        """A block that has passed all checks; None if there is none. A damaged one is deleted."""
+        disk, started = self._store_disk, time.perf_counter()
+        with self._lock:
+            if not self._store.contains(block_id):
+                return None
+        header = disk.header(block_id)
+        if header is None or header.raw_bytes * LARGEST_BLOCK > self._capacity_bytes:
+            self._lose(block_id, ReadResult.CORRUPT if disk.contains(block_id) else ReadResult.FAILED)
+            return None
+        payload = memoryview(bytearray(header.raw_bytes))
+        result = disk.read(header.record, payload)
+        if result is not ReadResult.OK or header.record.block_id != block_id:
+            self._lose(block_id, result if result is not ReadResult.OK else ReadResult.CORRUPT)
+            return None
+        with self._lock:
+            self._store.stats.read += 1
+            self._store.planner.read(payload.nbytes, time.perf_counter() - started, 1)
+        return encode_head(header.record, payload), payload
+
+    def _lose(self, block_id: BlockId, result: ReadResult) -> None:
+        with self._lock:
+            failures = self._store.stats.read_failures
+            failures[result.value] = failures.get(result.value, 0) + 1
+            if result in (ReadResult.MISSING, ReadResult.CORRUPT) and self._store.contains(block_id):
+                self._store.disk.space.delete_tree(block_id)
+
+    def put(self, pairs: Sequence[tuple[bytes, bytes]], is_wanted: Callable[[], bool]) -> list[bool]:
+        """See `DiskOwner.put`. Refuses a value that is damaged, or whose block before it is not there."""
+        headers = [_checked(value, self._capacity_bytes) for _, value in pairs]
+        tickets: list[int | None] = []
+        with self._lock:
+            if not is_wanted():  # asked with the lock: `forget` deletes what was accepted before
+                return [False] * len(pairs)
+            accepted = set[bytes]()
+            for (before, value), header in zip(pairs, headers, strict=True):
+                is_of_use = not before or before in accepted or self._store.contains(before)
+                ticket = None
+                if header is not None and is_of_use:
+                    payload = memoryview(value)[len(value) - header.raw_bytes :]
+                    ticket = self._store.write(header.record, payload, None)
+                if header is not None and ticket is not None:
+                    accepted.add(header.record.block_id)
+                tickets.append(ticket)
+            wanted = {ticket for ticket in tickets if ticket is not None}
+            self._awaited |= wanted
+        self._parts.wait_until(lambda: self._have_ended(wanted), PUT_S)
+        with self._lock:
+            self._have_ended(wanted)
+            self._awaited -= wanted
+            done = {ticket: self._ended.pop(ticket, False) for ticket in wanted}
+            stored = [ticket is not None and done[ticket] for ticket in tickets]
+            for (before, _), header, is_stored in zip(pairs, headers, stored, strict=True):
+                if header is not None and is_stored and before and before != header.record.parent_id:
+                    self._store.disk.contents.link(header.record.block_id, before)  # where a splice begins
+        return stored
+
+    def _have_ended(self, tickets: set[int]) -> bool:
+        """Whether these writes have ended. Call it with the lock."""
+        for one in self._store.tickets.collect():
+            if one.ticket in self._awaited:
+                self._ended[one.ticket] = one.ok
+        return tickets <= self._ended.keys()
+
+    def delete(self, block_ids: Sequence[BlockId]) -> None:
+        self.forget(block_ids, DELETE_S)
+
+    # -- what its own process asks -----------------------------------------------------------------------------------
+    def forget(self, block_ids: Sequence[BlockId], timeout_s: float) -> bool:
+        """See `Core.forget`."""
+        return self._upkeep.forget(block_ids, timeout_s)[1]
+
+    def pin(self, chain: Sequence[BlockId], seconds: float | None, expires_s: float | None = None) -> None:
+        """See `KVConnector.pin`."""
+        with self._lock:
+            self._store.conversations.pin(chain, seconds, expires_s)
+
+    def evict(self, what: Evict) -> Evicted:
+        return self._upkeep.evict(what)[0]["disk"]
+
+    def verify(self, delete: bool) -> dict[str, object]:
+        return self._upkeep.verify(delete)
+
+    def compact(self) -> dict[str, object]:
+        return self._upkeep.compact()
+
+    def flush(self) -> None:
+        """Wait until all that was taken is durable. Raises DegradedError."""
+        self._upkeep.flush()
+
+    def stats(self) -> dict[str, Any]:
+        """Parts `disk`, `store` and `policy` of `Engine.stats()`, and `lost`."""
+        return self._upkeep.stats()
+
+    def close(self) -> None:
+        """Write what waits, for a few seconds at most. The engines that ask must have ended, or they compute."""
+        self._server.close()
+        self._folder.remove()
+        self._parts.drain()
+        self._housekeeper.join()
+        self._parts.close()
+
+    @property
+    def _store_disk(self) -> DiskTier:
+        assert self._parts.disk is not None
+        return self._parts.disk
+
+
+def _open_parts(directory: StoreDirectory, tiers: CacheTiers, policy: str) -> DiskParts[HostBlocks]:
+    """directory: is closed with the parts, also if this raises."""
+    capacity_bytes = int(tiers.disk)
+    clock, stats, progress = time.time, StoreStats(), StoreProgress()
+    with ExitStack() as opened:
+        opened.callback(directory.close)
+        learned = Learned(directory.path, RATES_NAME, stats)
+        steering = Steering(policy, clock, {"disk": capacity_bytes // USUAL_BLOCK_BYTES}, learned.steering)
+        stats.policy_file_errors += steering.state_was_bad
+        planner = Planner(block_bytes=1, block_size=1)  # for the rate of reads
+        learned.restore(planner)
+        disk = DiskTier(directory, capacity_bytes, tiers.codec)
+        io = IoQueue(disk, progress.wake, batch_bytes=min(BATCH_BYTES, capacity_bytes // 32))
+        tenant_bytes = None if tiers.disk_per_tenant is None else int(tiers.disk_per_tenant)
+        store = HostBlocks(disk, io, steering, planner, stats, clock, None, tenant_bytes)
+        parts = DiskParts(directory, threading.RLock(), progress, store, disk, io, learned)
+        opened.pop_all()
+    return parts
+
+
+def _checked(value: bytes, capacity_bytes: int) -> Header | None:
+    """The header of a sound value that may be stored; None for any other."""
+    header = decode_header(value)
+    if header is None or header.codec is not Codec.RAW or not is_intact(value, header):
+        return None
+    return header if header.raw_bytes * LARGEST_BLOCK <= capacity_bytes else None

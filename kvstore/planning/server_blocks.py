@@ -1,0 +1,228 @@
+"""The blocks of one simulated server: in HBM, and below that in a real store over virtual I/O.
+
+Knows neither the queue nor how long computing takes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+from kvstore.blocks.ids import BlockId
+from kvstore.blocks.pool import BlockPool
+from kvstore.blocks.records import Transferred
+from kvstore.disk.io_queue import Rank
+from kvstore.planning.jobs import LINEAGE, Job, Tokens, chain_of, prompt_of
+from kvstore.planning.replay_config import ReplayConfig
+from kvstore.planning.traces import TraceRequest
+from kvstore.planning.virtual_io import VirtualClock, VirtualTransfers, num_cpu_slots, virtual_store
+from kvstore.policy.conversation import Answer
+from kvstore.policy.steering import Steering
+from kvstore.store.control_plane import KVStore
+from kvstore.store.requests import Tracked
+from kvstore.store.seam import Lookup, Match, StepSpan
+from kvstore.store.stored import ChainContent
+
+MakeSteering = Callable[[VirtualClock, Mapping[str, int]], Steering]  # of the clock, and blocks of each tier
+
+
+class ServerBlocks:
+    """The tiers of one server. longest: blocks of the longest request. on_progress: called when reads or writes have
+    ended.
+
+    pool: HBM. store: the tiers below; None if there are none. num_unsaved: computed blocks that found no CPU slot.
+    """
+
+    def __init__(
+        self, config: ReplayConfig, block_size: int, longest: int, clock: VirtualClock, steering: MakeSteering | None,
+        on_progress: Callable[[Rank | None], None],
+    ) -> None:  # fmt: skip
+        num_slots = num_cpu_slots(config, longest)
+        sizes = {"hbm": config.hbm_blocks, "cpu": num_slots, "disk": config.disk_blocks}
+        self.block_size = block_size
+        self.store: KVStore | None = None
+        self.num_unsaved = 0
+        self._look_ahead, self._ttl_s, self._clock = config.look_ahead, config.ttl_s, clock
+        self._steering = Steering(config.policy, clock, sizes) if steering is None else steering(clock, sizes)
+        self.pool = BlockPool(config.hbm_blocks, self._steering.order("hbm"))
+        self._transfers = VirtualTransfers()
+        if num_slots:
+            self.store, self._io = virtual_store(
+                config, num_slots, block_size, clock, self._steering, self._transfers, on_progress
+            )
+
+    # -- what is here ------------------------------------------------------------------------------------------------
+    def match(self, chain: Sequence[BlockId], num_tokens: int) -> list[int]:
+        """Blocks of the longest prefix in HBM; one token is always left to compute."""
+        hits: list[int] = []
+        for name in chain[: (num_tokens - 1) // self.block_size]:
+            block = self.pool.lookup(name)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def num_held(self, request: TraceRequest) -> tuple[int, int]:
+        """How many blocks of its prompt are here, from the beginning on: in HBM, and in CPU or on disk."""
+        chain = prompt_of(request, self.block_size)
+        most = (request.num_tokens - 1) // self.block_size
+        below = [] if self.store is None else self.store.stored.tiers(chain, 0, most)
+        return len(self.match(chain, request.num_tokens)), len(below)
+
+    def job(self, index: int, number: int, request: TraceRequest) -> Job:
+        """A request that arrives now, and where its stored blocks are. The store is told of it if it looks ahead."""
+        chain, store = prompt_of(request, self.block_size), self.store
+        if store is None:
+            self._steering.poll()
+        else:
+            store.poll(reads_ahead=False)
+        hits = self.match(chain, request.num_tokens)
+        num_tokens = len(hits) * self.block_size
+        is_stored = len(hits) == len(chain) if store is None else store.stored.has_end(chain, num_tokens)
+        conversation = self._steering.arrive(chain, None, is_stored)
+        tokens = cast(bytearray, Tokens(request.num_tokens))
+        stored = Tracked(chain, tokens, LINEAGE, "", str(index), (0, number), conversation)
+        job = Job(number, index, request, stored, self._clock.now_s, ["hbm"] * len(hits))
+        self.pool.touch(hits, conversation)
+        if store is not None and self._look_ahead:
+            job.arrival += store.arrive(stored, num_tokens)
+        elif store is not None:
+            job.arrival += store.stored.tiers(chain, len(hits), job.num_matchable(self.block_size))
+        return job
+
+    def match_below(self, job: Job, hits: list[int]) -> Match:
+        """What the store has after the hits in HBM. Drops hits that are to be computed again."""
+        store, size, name = self.store, self.block_size, job.stored.request_id
+        num_most = job.num_matchable(size)
+        found = Match(Lookup.MISS)
+        if store is not None:
+            if name not in store.requests.by_id:
+                store.arrive(job.stored, len(hits) * size)
+            found = store.match(name, len(hits) * size, (num_most - len(hits)) * size)
+            del hits[len(hits) - found.num_unsaved // size :]
+        if job.schedule is None:
+            job.schedule = ["hbm"] * len(hits)
+            if store is not None:
+                job.schedule += store.stored.tiers(job.chain, len(hits), num_most)
+        return found
+
+    # -- a request that runs -----------------------------------------------------------------------------------------
+    def allocate(self, job: Job, hits: Sequence[int], num_new: int, num_loads: int) -> None:
+        """Take its blocks in HBM: the hits and new ones, the first of which are to be loaded."""
+        job.num_hit = len(hits) + num_loads
+        self.pool.acquire(hits)
+        job.blocks = [*hits, *self.pool.allocate(num_new)]
+        self._insert(job, len(hits), job.num_hit)
+
+    def _insert(self, job: Job, first: int, end: int) -> None:
+        """Make these blocks of its chain known. Each is linked to its parent only if the request holds that."""
+        for index in range(first, end):
+            before = job.chain[index - 1] if index else None
+            parent = before if index and self.pool.block_id(job.blocks[index - 1]) == before else None
+            self.pool.insert(job.blocks[index], job.chain[index], parent, job.conversation)
+
+    def load(self, job: Job, num_loads: int) -> int | None:
+        """Begin its loads. Returns the step that they belong to; None if the store has nothing to do."""
+        store, size, name = self.store, self.block_size, job.stored.request_id
+        if store is None:
+            return None
+        if num_loads:
+            first = job.num_hit - num_loads
+            store.load(name, job.blocks[first : first + num_loads], first * size, num_loads * size)
+        plan = store.plan([StepSpan(name, job.num_hit * size, 0)])
+        if plan is None:
+            return None
+        store.steps.begun(plan.ticket)
+        return plan.ticket
+
+    def transferred(self, done: Transferred) -> None:
+        """Report a finished transfer, which the store sees at its next poll."""
+        self._transfers.done.append(done)
+
+    def computed(self, job: Job, first: int, end: int) -> None:
+        """Tokens [first, end) were computed: their full blocks are in HBM, and in the CPU tier if there is room."""
+        size, store, stored = self.block_size, self.store, job.stored
+        first_block, end_block = first // size, min(end // size, len(job.chain))
+        self._insert(job, first_block, end_block)
+        end = min(end, (len(job.chain) + 1) * size - 1)  # what the trace does not name nobody can ask for
+        if store is None or end <= first:
+            return
+        plan = store.plan([StepSpan(stored.request_id, first, end - first)])
+        if plan is not None:
+            store.steps.begun(plan.ticket)
+            self.transferred(Transferred(plan.ticket, False, True))
+        if not store.saver.is_saving(stored):
+            self.num_unsaved += sum(not store.stored.holds(name) for name in job.chain[first_block:end_block])
+
+    def end(self, job: Job) -> None:
+        """The request's answer is complete: release its blocks."""
+        request, stored = job.request, job.stored
+        if request.has_answer:
+            job.chain.extend(chain_of(request)[len(job.chain) :])
+            self.computed(job, request.num_tokens, request.num_tokens + request.num_output_tokens)
+        answer = Answer(request.num_output_tokens, request.calls_tool)
+        if self.store is None:
+            self._steering.end_request(job.conversation, job.chain, answer)
+        else:
+            self.store.remove(stored.request_id, answer)
+        if self._ttl_s is not None and not job.conversation.num_open:
+            self._steering.pin(job.conversation, None, self._clock.now_s + self._ttl_s)
+        self.pool.release(job.blocks)
+
+    # -- all of them -------------------------------------------------------------------------------------------------
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is read or written."""
+        return self._io.is_idle
+
+    def land(self, request: TraceRequest, first: int, end: int) -> int:
+        """Blocks [first, end) of its prompt were read from a shared tier into the CPU tier, after those stored here.
+
+        Returns how many had room there.
+        """
+        store = self.store
+        assert store is not None, "there is nowhere to read to"
+        chain = prompt_of(request, self.block_size)
+        content = ChainContent(chain, cast(bytearray, Tokens(request.num_tokens)), LINEAGE, "")
+        slots: list[int] = []
+        for index in range(first, end):
+            if not store.stored.holds(chain[index]):
+                slot = store.cpu.reserve()
+                if slot is None:
+                    end = index
+                    break
+                store.cpu.announce(slot, store.stored.record(content, index))
+                store.cpu.publish(slot)
+                slots.append(slot)
+        for slot in slots:  # released only now, so that none was evicted for the next
+            if store.disk is None:
+                store.cpu.release(slot)
+            else:
+                store.disk.add_dirty(slot)
+        return end - first
+
+    def evict_all(self, keeps_disk: bool) -> None:
+        """Evict all blocks in memory, and those on disk unless it is kept."""
+        self.pool.evict_all()
+        if self.store is not None:
+            self.store.cpu.pool.evict_all()
+            if self.store.disk is not None and not keeps_disk:
+                space = self.store.disk.space
+                space.evict(space.capacity_bytes)
+
+    def moved(self) -> Counter[str]:
+        """How many blocks were moved and evicted so far, by kind."""
+        moved = Counter(hbm=self.pool.num_evictions, unsaved=self.num_unsaved)
+        if (store := self.store) is not None:
+            stats = store.stats
+            moved.update(save=stats.saved, load=stats.loaded, write=stats.written, read=stats.read)
+            moved.update(cpu=store.cpu.pool.num_evictions, disk=stats.disk_evictions, unwritten=stats.dropped_writes)
+        return moved
+
+    def check_integrity(self) -> None:
+        """Assert, after the run, that nobody holds anything and that all counts agree."""
+        self.pool.check_integrity()
+        if self.store is not None:
+            self.store.check_integrity(idle=True)
+            assert self.store.is_idle, "something is in flight while idle"

@@ -1,0 +1,51 @@
+"""What stores share over the network (blocks in a Redis or a bucket), and what they tell others (KV events).
+
+Knows no tier above it and no request. Works alone, without an arena or torch.
+
+- `address`: a server's URL and what signs in there
+- `breaker`: whether a shared store is asked at all
+- `disk_owner`: answers the engines that share this process' disk
+- `kv_events`: routers are told which blocks this server holds
+- `lanes`: threads that work in order, or read by rank
+- `names`: the fleet's secret, and the names that it gives to blocks
+- `object_address`: a bucket's or directory's URL, and what signs in there
+- `object_blocks`: blocks in groups as objects
+- `object_client`: objects, many at once, with deadlines
+- `owned_blocks`: blocks on a disk that another process of this machine owns
+- `places`: which object a block was seen in
+- `prefill`: another server that computes prompts for this one
+- `redis_blocks`: blocks as values in a Redis
+- `resp`: RESP2 over one socket, pipelined, values straight into the caller's memory
+- `resp_replies`: answers in RESP2, parsed from what is received
+- `resp_runs`: many values of one size, straight to where they go
+- `shared`: what a shared store does, whatever it is
+- `tier`: the threads that ask, read, store and delete
+
+Decisions:
+
+A value is what the disk has: a header with identity and checksum, then the raw payload. The reader checks all of it
+each time, whoever wrote it. Names are HMACs with the fleet's secret, behind a prefix of format and fingerprint: block
+ids would reveal who says the same, and another model's blocks are never looked at.
+
+Nobody waits for a server that does not answer. Each pipeline has a deadline; one failure opens a breaker for all
+threads, and only a probe in the background closes it. Until then everything is recomputed at once.
+
+In an object store every request costs, so blocks are stored in groups along their chain, each named by its last block.
+Whoever knows the chain asks for a few names and finds all of it, without an index that could lag behind. A group never
+changes: it is not merged with the next when a conversation grows, as others may share it or be reading it.
+
+In a Redis, chains expire from the tail: a block's time to live is shorter than its parent's, and whenever a chain is
+asked for or stored, all of it is refreshed, the tail first. When the server is full, it alone decides what to evict;
+with `volatile-ttl` that is what expires soonest, which is a tail, too. Objects have an age: a chain lives as long as
+its youngest group, and older ones are stored anew when it grows; a rule of the bucket removes what is left.
+
+Another server computes prompts when it is given their token ids and the root of their chain: text would have to be
+tokenized again there, and might not give the ids that a conversation has. As blocks are named by their content, it has
+nothing to answer but how many of them are stored.
+
+Engines of one machine share a disk in the same way: its owner answers in RESP2 at a Unix socket. LMDB would let
+several processes open a file, but each would evict by what it alone knows, and promise what another has deleted.
+
+The client for Redis is our own: in the logged run it was at least as fast as `valkey-glide-sync`, and it has no
+dependency.
+"""

@@ -1,0 +1,74 @@
+"""The address of a bucket or directory, and what signs in there. Opens nothing but the file of its credentials."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from kvstore.errors import ConfigError
+from kvstore.remote.address import RedisAddress, parse_redis_url
+
+SCHEMES = ("s3", "gs", "az", "file")
+FORMS = (
+    "s3://bucket/prefix, gs://bucket/prefix or az://container/prefix, with ?credentials_file=FILE, or file:///directory"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectAddress:
+    """Where objects are. Its text has nothing in it that signs in.
+
+    bucket: of S3 and GCS, a container of Azure, empty for a directory. prefix: below which everything lies; of a
+    directory its path. settings: from the file of credentials, by lower-case name of the environment variable.
+    """
+
+    scheme: str
+    bucket: str
+    prefix: str
+    settings: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.prefix.removeprefix('/')}"
+
+
+def parse_remote_url(url: str) -> RedisAddress | ObjectAddress:
+    """Of `--remote`. Raises ConfigError."""
+    scheme = url.partition("://")[0]
+    if scheme not in ("redis", "rediss", *SCHEMES) and "@" not in url:
+        raise ConfigError(f"remote is {url!r}; give redis://host:6379/0, {FORMS}")
+    return parse_object_url(url) if scheme in SCHEMES else parse_redis_url(url)
+
+
+def parse_object_url(url: str, name: str = "remote") -> ObjectAddress:
+    """An address from `FORMS`. Raises ConfigError, which shows nothing of who signs in, also without obstore."""
+    try:
+        parts = urlsplit(url)
+        asked = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+    except ValueError:
+        raise ConfigError(f"{name} is no URL; give {FORMS}") from None
+    if "@" in parts.netloc:
+        hidden = f"{parts.scheme}://...@{parts.hostname}"
+        raise ConfigError(f"{name} {hidden} has credentials in it; give them by environment or ?credentials_file=FILE")
+    is_directory, path = parts.scheme == "file", unquote(parts.path)
+    is_known = parts.scheme in SCHEMES and set(asked) <= {"credentials_file"} and not parts.fragment
+    is_absolute = path.startswith("/") and path.strip("/") and not asked
+    if not is_known or is_directory == bool(parts.netloc) or (is_directory and not is_absolute):
+        raise ConfigError(f"{name} is {url!r}; give {FORMS}")
+    if find_spec("obstore") is None:
+        raise ConfigError(f"{name} is {parts.scheme}://, which needs obstore; pip install 'kvstore[object]'")
+    settings = _settings(Path(asked["credentials_file"]), name) if asked else {}
+    return ObjectAddress(parts.scheme, parts.netloc, path if is_directory else path.strip("/"), settings)
+
+
+def _settings(path: Path, name: str) -> dict[str, str]:
+    """What lines such as AWS_ACCESS_KEY_ID=... say; empty ones and those after a # are nothing."""
+    try:
+        lines = path.expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "not text"
+        raise ConfigError(f"credentials file of {name} {path} cannot be read: {why}") from None
+    pairs = [line.partition("=") for line in map(str.strip, lines) if line and not line.startswith("#")]
+    if not pairs or not all(key.strip() and equals for key, equals, _ in pairs):
+        raise ConfigError(f"credentials file of {name} {path} has other lines than NAME=VALUE")
+    return {key.strip().lower(): value.strip() for key, _, value in pairs}

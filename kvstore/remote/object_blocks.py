@@ -1,0 +1,266 @@
+"""Blocks in an object store or a directory: what follows one another in a chain is grouped into one object.
+
+A group is named by its last block, whose id says all that came before, and reaches over no multiple of `group_blocks`
+of its chain: so who knows the chain knows the names. It is the values of its blocks one after the other, all of one
+size, and so its own size says where it begins. A group never changes; turns that are shorter make smaller groups.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+
+import msgspec
+
+from kvstore.blocks.ids import BLOCK_ID_BYTES, BlockId
+from kvstore.blocks.records import BlockRecord, ReadResult
+from kvstore.disk.codec import check_landed, decode_header, encode_head
+from kvstore.disk.io_queue import Read
+from kvstore.errors import RemoteError
+from kvstore.remote.names import BlockNames
+from kvstore.remote.object_address import ObjectAddress
+from kvstore.remote.object_client import ByteRange, NoRoomError, ObjectClient, open_store
+from kvstore.remote.places import GroupPlace, Places
+from kvstore.remote.shared import BATCH_BYTES, FULL, Put, PutResult, Session, SharedChain, batch_blocks
+
+MOST_GROUP_BLOCKS = 64  # in so many places of a chain its last group may end, and all are asked for at once
+FIRST_GROUPS = 8  # that are asked for at once, then as many as were found
+MOST_DELETES = 4000  # within a deadline
+MOST_RENEWALS = 32  # with one put
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Of questions about a chain, and of groups. No request waits for so long."""
+
+    ask_s: float = 2.0
+    transfer_s: float = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGroup:
+    """Blocks [start, end) of a chain."""
+
+    name: str
+    start: int
+    end: int
+    stored_s: float
+
+
+PROMPT = Deadlines()
+
+
+class ObjectBlocks:
+    """ttl_s: after more of its chain was stored. block_size: tokens of a block; block_bytes: its payload.
+
+    Raises ConfigError when what signs in is missing or wrong as far as that can be seen here.
+    """
+
+    def __init__(
+        self, address: ObjectAddress, names: BlockNames, ttl_s: float, block_size: int, block_bytes: int,
+        clock: Callable[[], float] = time.time, deadlines: Deadlines = PROMPT,
+    ) -> None:  # fmt: skip
+        self.address, self.names, self.ttl_s, self.clock, self.deadlines = address, names, ttl_s, clock, deadlines
+        self.places = Places()
+        nothing = BlockRecord(
+            bytes(BLOCK_ID_BYTES), bytes(BLOCK_ID_BYTES), bytes(4 * block_size), bytes(BLOCK_ID_BYTES)
+        )
+        self.head_bytes = len(encode_head(nothing, bytes(block_bytes)))
+        self.value_bytes = self.head_bytes + block_bytes
+        self.group_blocks = min(batch_blocks(block_bytes), MOST_GROUP_BLOCKS)
+        group_bytes = self.group_blocks * block_bytes
+        self.most_read_bytes = max(1, BATCH_BYTES // group_bytes) * group_bytes  # a group is one request
+        self._store = open_store(address)
+
+    def __str__(self) -> str:
+        return str(self.address)
+
+    def session(self) -> Session:
+        return ObjectSession(self, ObjectClient(self.address, self._store))
+
+
+class ObjectSession:
+    """See `Session`."""
+
+    def __init__(self, shared: ObjectBlocks, client: ObjectClient) -> None:
+        self._shared, self._client = shared, client
+        self._ask_s, self._transfer_s = shared.deadlines.ask_s, shared.deadlines.transfer_s
+
+    def close(self) -> None:
+        self._client.close()
+
+    def ping(self) -> None:
+        self._client.look(self._shared.names.prefix + "none", self._ask_s)
+
+    # -- what is there -----------------------------------------------------------------------------------------------
+    def ask(self, chain: SharedChain) -> list[bool]:
+        """As of `Session`, but only `put` lengthens a life: nothing is stored anew to say that it was of use."""
+        return _are_in(self._groups(chain), chain)
+
+    def _groups(self, chain: SharedChain) -> list[BlockGroup]:
+        """Those of a chain that are worth reading, the last one first. All live as long as what was stored last."""
+        groups, youngest_s = list[BlockGroup](), 0.0
+        for group in self._find_groups(chain):
+            youngest_s = max(youngest_s, group.stored_s)
+            if self._shared.clock() - youngest_s <= self._shared.ttl_s:
+                groups.append(group)
+                self._learn(group.name, chain.ids[group.start : group.end])
+        return groups
+
+    def _learn(self, name: str, block_ids: Sequence[BlockId]) -> None:
+        self._shared.places.learn((one, GroupPlace(name, number)) for number, one in enumerate(block_ids))
+
+    def _find_groups(self, chain: SharedChain) -> list[BlockGroup]:
+        most, deadline_s = self._shared.group_blocks, time.monotonic() + self._ask_s
+        found: dict[int, BlockGroup] = {}  # by end
+        whole = [most * (i + 1) for i in range(len(chain.ids) // most)]  # ends of groups that can be no longer
+        num_whole = 0
+        while num_whole < len(whole):  # what follows something that is not there is not asked for
+            ends = whole[num_whole:][: max(FIRST_GROUPS, num_whole)]
+            found |= self._look(chain, ends, deadline_s)
+            num_new = next((i for i, end in enumerate(ends) if end not in found), len(ends))
+            num_whole += num_new
+            if num_new < len(ends):
+                break
+        in_parts = [end for end in whole[:num_whole] if found[end].start > end - most]  # stored turn by turn
+        ends = [one for end in in_parts for one in range(end - most + 1, end)]
+        ends += range(most * num_whole + 1, min(most * (num_whole + 1), len(chain.ids) + 1))
+        found |= self._look(chain, ends, deadline_s)
+        groups = list[BlockGroup]()
+        for start in range(most * num_whole, -1, -most):
+            end = max((one for one in range(start + 1, start + most + 1) if one in found), default=0)
+            while end in found and end > start:
+                groups.append(found[end])
+                end = found[end].start
+        return groups
+
+    def _look(self, chain: SharedChain, ends: Sequence[int], deadline_s: float) -> dict[int, BlockGroup]:
+        """The groups of a chain that end there."""
+        names = [self._shared.names.of(chain.ids[end - 1]) for end in ends]
+        found: dict[int, BlockGroup] = {}
+        for end, name, info in zip(ends, names, self._client.infos(names, deadline_s - time.monotonic()), strict=True):
+            count, rest = divmod(0 if info is None else info.num_bytes, self._shared.value_bytes)
+            if info is not None and not rest and 1 <= count <= (end - 1) % self._shared.group_blocks + 1:
+                found[end] = BlockGroup(name, end - count, end, info.stored_s)  # else it was cut off
+        return found
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+    def read(self, reads: Sequence[Read]) -> list[ReadResult]:
+        places = self._shared.places.of([read.record.block_id for read in reads])
+        order = sorted((place, i) for i, place in enumerate(places) if place is not None)
+        size = self._shared.value_bytes
+        spans, results = list[ByteRange](), [ReadResult.MISSING] * len(reads)
+        damaged, doubtful = set[str](), dict[str, list[int]]()  # groups; reads by their groups
+        inside = list[list[int]]()  # which reads
+        for place, i in order:  # what follows one another in a group is one request
+            if not spans or (spans[-1].name, spans[-1].end) != (place.group, size * place.number):
+                spans.append(ByteRange(place.group, size * place.number, size * place.number))
+                inside.append([])
+            spans[-1] = ByteRange(place.group, spans[-1].begin, size * (place.number + 1))
+            inside[-1].append(i)
+        for span, numbers, data in zip(spans, inside, self._client.read(spans, self._transfer_s), strict=True):
+            for at, i in enumerate(numbers):
+                if data is None:
+                    continue
+                results[i] = self._checked(data[size * at : size * (at + 1)], reads[i])
+                if results[i] is ReadResult.MISMATCH or size * (at + 1) > len(data):
+                    doubtful.setdefault(span.name, []).append(i)
+                elif results[i] is ReadResult.CORRUPT:
+                    damaged.add(span.name)
+        with suppress(RemoteError):
+            for name, numbers in doubtful.items():
+                if not self._is_whole(name):
+                    damaged.add(name)
+                    continue
+                self._shared.places.lose(reads[i].record.block_id for i in numbers)
+                for i in numbers:
+                    results[i] = ReadResult.MISSING
+            if damaged:  # else it would be in the way of the whole one
+                self._client.remove(list(damaged), self._ask_s)
+        return results
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether a group ends with the block that it is named by: it was stored anew, with another beginning, since
+        its places were learned. Else it was cut off.
+        """
+        size = self._shared.value_bytes
+        (info,) = self._client.infos([name], self._ask_s)
+        if info is None or info.num_bytes < size:
+            return False
+        (value,) = self._client.read([ByteRange(name, info.num_bytes - size, info.num_bytes)], self._transfer_s)
+        header = None if value is None else decode_header(value)
+        return header is not None and self._shared.names.of(header.record.block_id) == name
+
+    def _checked(self, value: memoryview, read: Read) -> ReadResult:
+        if len(value) < self._shared.value_bytes:
+            return ReadResult.CORRUPT
+        head_bytes = self._shared.head_bytes
+        read.view[:] = value[head_bytes:]  # copied first, then checked: what is served is what was checked
+        return check_landed(value[:head_bytes], read.view, read.record)
+
+    # -- storing -----------------------------------------------------------------------------------------------------
+    def put(self, chain: SharedChain, puts: Sequence[Put]) -> list[PutResult]:
+        groups = self._groups(chain)
+        there = _are_in(groups, chain)
+        results = [PutResult(put.record.block_id) for put in puts if there[put.index]]
+        missing = enumerate(put for put in puts if not there[put.index])
+        most = self._shared.group_blocks
+        for _, run in groupby(missing, lambda pair: (pair[1].index - pair[0], pair[1].index // most)):
+            results += self._put_run([put for _, put in run])
+        self._renew(groups)
+        return results
+
+    def _put_run(self, run: Sequence[Put]) -> list[PutResult]:
+        """Blocks that follow one another: one group, if none of them is gone."""
+        results, values, inside = list[PutResult](), bytearray(), list[BlockId]()
+        for put in run:
+            payload = put.fetch()
+            if payload is None:
+                results += self._put_group(inside, values)
+                results.append(PutResult(put.record.block_id, "gone before it was stored"))
+                values, inside = bytearray(), []
+                continue
+            # Without its labels, which say who it was for, the heads of all blocks have one length.
+            head = encode_head(msgspec.structs.replace(put.record, tenant="", model=""), payload)
+            assert len(head) + payload.nbytes == self._shared.value_bytes
+            values += head
+            values += payload
+            inside.append(put.record.block_id)
+        return results + self._put_group(inside, values)
+
+    def _put_group(self, block_ids: Sequence[BlockId], values: bytearray) -> list[PutResult]:
+        if not block_ids:
+            return []
+        name = self._shared.names.of(block_ids[-1])
+        try:
+            self._client.write(name, values, self._transfer_s)
+        except NoRoomError:
+            return [PutResult(one, FULL) for one in block_ids]
+        self._learn(name, block_ids)
+        return [PutResult(one, None, self._shared.value_bytes) for one in block_ids]
+
+    def _renew(self, groups: Sequence[BlockGroup]) -> None:
+        """They are to outlive what was stored behind them, for anybody who removes objects by their age."""
+        old_s = self._shared.clock() - self._shared.ttl_s / 2
+        with suppress(RemoteError):
+            for group in [group for group in groups if group.stored_s < old_s][-MOST_RENEWALS:]:
+                self._client.renew(group.name, self._transfer_s)
+
+    # -- deleting ----------------------------------------------------------------------------------------------------
+    def delete(self, block_ids: Sequence[BlockId]) -> None:
+        """The groups that end with one of these, and those that have one inside, as far as they were seen here."""
+        places = self._shared.places
+        names = [*map(self._shared.names.of, block_ids), *{place.group for place in places.of(block_ids) if place}]
+        for start in range(0, len(names), MOST_DELETES):
+            self._client.remove(names[start : start + MOST_DELETES], self._transfer_s)
+        places.lose(block_ids)
+
+
+def _are_in(groups: Sequence[BlockGroup], chain: SharedChain) -> list[bool]:
+    there = [False] * len(chain.ids)
+    for group in groups:
+        there[group.start : group.end] = [True] * (group.end - group.start)
+    return there

@@ -1,0 +1,51 @@
+"""Opens the sessions that a fleet shares, for one of its servers or for an administrator's command."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from kvstore.config import SharedSessions
+from kvstore.disk.directory import StoreDirectory
+from kvstore.errors import StoreError
+from kvstore.remote.address import RedisAddress, parse_redis_url
+from kvstore.remote.names import fleet_secret
+from kvstore.sessions.shared.fleet import Fleet
+from kvstore.sessions.shared.leases import LEASE_S
+from kvstore.sessions.shared.membership import MemberIdentity
+from kvstore.sessions.shared.server import Durability, SessionServer
+from kvstore.sessions.shared.storage import SharedTables
+from kvstore.sessions.store import SessionStore
+
+
+def open_shared_sessions(settings: SharedSessions | None, directory: StoreDirectory | None) -> SessionStore | None:
+    """A server's shared sessions; None if it shares none. Raises ConfigError, and as `open_shared`."""
+    if settings is None:
+        return None
+    address = parse_redis_url(settings.url, "session_store")
+    secret = fleet_secret(settings.fleet_secret_file).derived("shared sessions")
+    durability = Durability(settings.durability, settings.num_replicas)
+    place = None if directory is None else directory.path
+    return SessionStore(None, shared=open_shared(address, durability, secret, place))
+
+
+def open_shared(
+    address: RedisAddress,
+    durability: Durability,
+    fleet_secret: bytes | None,
+    directory: Path | None,
+    lease_s: float = LEASE_S,
+) -> SharedTables:
+    """directory: of the server's own store. fleet_secret: None for a command, which creates nothing.
+
+    Raises StoreError where Redis cannot be reached, is not fit for sessions, or holds those of another fleet.
+    """
+    with ExitStack() as opened:
+        storage = SharedTables(SessionServer(address, durability), MemberIdentity.of(directory), fleet_secret)
+        opened.callback(storage.close)
+        storage.join()
+        if storage.identity.name is None:
+            raise StoreError(f"there are no shared sessions in {address}; a server with --session-store begins them")
+        Fleet(storage, lease_s)
+        opened.pop_all()
+    return storage

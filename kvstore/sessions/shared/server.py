@@ -1,0 +1,183 @@
+"""A Redis that keeps sessions: connections to it, the settings it must have, and how long to wait during an outage.
+
+Knows no table and no session. Nothing here waits longer than its deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.config import SESSION_DURABILITIES
+from kvstore.errors import RemoteError
+from kvstore.forks import leave_to_parent
+from kvstore.remote.address import RedisAddress
+from kvstore.remote.resp import Arg, RespClient
+from kvstore.remote.resp_replies import ErrorReply, Reply
+
+ANSWER_S = 3.0  # that one pipeline may take
+OUTAGE_S = 5.0  # that a commit waits for a Redis which has gone away: a restart takes less
+RETRY_S = 0.1
+PAUSE_S = 0.5  # after no answer in time, in which nobody else waits for one
+LOGGER = logging.getLogger("kvstore.store")
+PERSISTENCE: dict[str, dict[str, tuple[str, ...]]] = {  # what is asked for: the settings that will do
+    "always": {"appendonly": ("yes",), "appendfsync": ("always",)},
+    "everysec": {"appendonly": ("yes",), "appendfsync": ("always", "everysec")},
+    "unchecked": {},
+}
+assert tuple(PERSISTENCE) == SESSION_DURABILITIES
+PASSING = {"LOADING", "BUSY", "TRYAGAIN", "MASTERDOWN"}  # codes of errors that end by themselves
+Command = Sequence[Arg]
+
+
+class RefusedError(RemoteError):
+    """Redis answered that it has not done what was asked; because it is out of memory, for example."""
+
+
+@dataclass(frozen=True, slots=True)
+class Durability:
+    """When a turn counts as stored. level: of `PERSISTENCE`; num_replicas: of Redis, that must have it, too."""
+
+    level: str = "always"
+    num_replicas: int = 0
+
+
+class SessionServer:
+    """Any thread may ask; each call has a connection of its own. Every failure is a RemoteError, and is counted."""
+
+    def __init__(self, address: RedisAddress, durability: Durability) -> None:
+        self.address, self.durability = address, durability
+        self.num_failures = 0
+        self._lock = threading.Lock()
+        self._idle: list[RespClient] = []
+        self._quiet_until_s = 0.0  # monotonic
+        self._failing_since_s: float | None = None
+        self._said = ""
+        self._is_closed = False
+        leave_to_parent(self, str(address))
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the last call failed."""
+        return self._failing_since_s is not None
+
+    def ask(self, *commands: Command) -> list[Reply]:
+        """The answer to each, none of them an error. Raises RemoteError: RefusedError where one of the answers is an
+        error, else what was done is not known.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise RemoteError(f"{self.address}: the session store is closed")
+            if time.monotonic() < self._quiet_until_s:
+                raise RemoteError(f"{self.address} did not answer a moment ago")
+            client = self._idle.pop() if self._idle else RespClient(self.address, ANSWER_S)
+        try:
+            if not client.is_connected:
+                self._connect(client)
+            replies = client.pipeline(commands)
+            self._refuse_errors(replies)
+        except RemoteError as error:
+            self._note_failure(error)
+            raise
+        finally:
+            self._give_back(client)
+        self._note_answer()
+        return replies
+
+    def await_back(self) -> None:
+        """Wait until it answers again. Raises RemoteError if it does not within OUTAGE_S."""
+        while True:
+            try:
+                self.ask(("PING",))
+                return
+            except RemoteError:
+                since_s = self._failing_since_s
+                if self._is_closed or since_s is None or time.monotonic() - since_s > OUTAGE_S:
+                    raise
+            time.sleep(RETRY_S)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+        for client in idle:
+            client.close()
+
+    # -- connections -------------------------------------------------------------------------------------------------
+    def _give_back(self, client: RespClient) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._idle.append(client)
+                return
+        client.close()
+
+    def _connect(self, client: RespClient) -> None:
+        """A connection to a Redis that is fit for sessions. Raises RemoteError."""
+        asked = [("CONFIG", "GET", name) for name in PERSISTENCE[self.durability.level]]
+        about, *settings = client.pipeline([("INFO",), *asked])
+        wrong = self._why_not(about, settings)
+        if wrong is not None:
+            client.close()
+            raise RefusedError(wrong)
+
+    def _why_not(self, about: Reply, settings: Sequence[Reply]) -> str | None:
+        """Why this Redis is unfit for sessions, and the remedy; None if it is fit."""
+        facts = facts_of(about)
+        if facts.get("role", "master") != "master":
+            return f"{self.address} is a replica; give the address of its primary"
+        policy = facts.get("maxmemory_policy", "noeviction")
+        if policy != "noeviction":
+            return (
+                f"{self.address} has maxmemory-policy {policy}, which would drop sessions when memory is short; "
+                "`CONFIG SET maxmemory-policy noeviction` and the same in its file, or give a Redis of its own"
+            )
+        for (name, accepted), reply in zip(PERSISTENCE[self.durability.level].items(), settings, strict=True):
+            if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[1], bytes):
+                said = f": {reply.message}" if isinstance(reply, ErrorReply) else ""
+                return (
+                    f"{self.address} does not tell its {name}{said}; allow CONFIG GET to this user, or "
+                    "--session-durability unchecked where you have made sure of it"
+                )
+            found = reply[1].decode(errors="replace")
+            if found not in accepted:
+                return (
+                    f"{self.address} has {name} {found}, so an acknowledged turn could be lost; "
+                    f"`CONFIG SET {name} {accepted[0]}` and the same in its file, or a weaker --session-durability"
+                )
+        return None
+
+    def _refuse_errors(self, replies: Sequence[Reply]) -> None:
+        for reply in replies:
+            if isinstance(reply, ErrorReply):
+                kind = RemoteError if reply.code in PASSING else RefusedError
+                raise kind(f"{self.address} refused: {reply.message}")
+
+    # -- outages -----------------------------------------------------------------------------------------------------
+    def _note_failure(self, error: RemoteError) -> None:
+        with self._lock:
+            self.num_failures += 1
+            now = time.monotonic()
+            if self._failing_since_s is None and not isinstance(error, RefusedError):
+                self._failing_since_s = now
+            if isinstance(error.__cause__, TimeoutError):
+                self._quiet_until_s = now + PAUSE_S
+            is_new, self._said = str(error) != self._said, str(error)
+        if is_new:
+            LOGGER.error("sessions: %s", error)
+
+    def _note_answer(self) -> None:
+        with self._lock:
+            was_failing, self._failing_since_s = self._failing_since_s is not None, None
+            if was_failing:
+                self._said = ""
+        if was_failing:
+            LOGGER.warning("sessions: %s answers again", self.address)
+
+
+def facts_of(info: Reply) -> dict[str, str]:
+    """Of INFO's answer; empty where there is none."""
+    lines = info.decode(errors="replace").splitlines() if isinstance(info, bytes) else []
+    return dict(line.partition(":")[::2] for line in lines if ":" in line)

@@ -1,0 +1,111 @@
+"""How servers share a store of sessions: which one may write to a session, and which have yet to carry out a deletion.
+
+`Alone` is for a store that belongs to one server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from kvstore.sessions import tables
+from kvstore.sessions.check import CheckReport, check
+from kvstore.sessions.record import SessionKey, Tombstone
+from kvstore.sessions.tables import View
+
+Read = Callable[[Callable[[View], Any]], Any]  # runs something in a view
+
+
+class Claim(Protocol):
+    """The right to store the next turn of a session."""
+
+    def check(self, view: Any) -> None:
+        """Called in the transaction that stores the turn. Raises SessionTakenError if another server has the session by
+        now.
+        """
+
+
+class Sharing(Protocol):
+    """Any thread may call it. A method with a view belongs to that view's transaction.
+
+    is_shared: there may be other servers.
+    """
+
+    is_shared: bool
+
+    def begin_turn(self, key: SessionKey) -> Claim | None:
+        """Returns what `end_turn` takes; None if no other server could write. Raises SessionBusyError while a turn of
+        the session runs on another server, and RemoteError.
+        """
+
+    def end_turn(self, lease: Claim | None) -> None: ...
+
+    def has_turn(self, view: Any, key: SessionKey) -> bool:
+        """Whether any server is computing a turn of this session."""
+        ...
+
+    def end_turns_of(self, view: Any, key: SessionKey) -> None:
+        """Called when the session is deleted: a turn that a server is computing for it will not be stored."""
+
+    def pending(self, view: Any) -> list[Tombstone]:
+        """Deletions that this server has yet to carry out."""
+
+    def finish(self, view: Any, number: int) -> None:
+        """Called when this server has carried out the deletion of this number."""
+
+    def has_missed_deletions(self) -> bool:
+        """Whether this server was away for so long that deletions were no longer kept for it; all its KV must go
+        then.
+        """
+        ...
+
+    def renew(self, view: Any) -> None:
+        """Say that this server is running, so that deletions are kept for it."""
+
+    def checked(self, read: Read) -> CheckReport: ...
+
+    def accept_loss(self) -> bool:
+        """Give up the sessions that are missing; False if none are."""
+        ...
+
+    def stats(self) -> dict[str, int]: ...
+
+
+class Alone(Sharing):
+    """The store is this server's own."""
+
+    is_shared = False
+
+    def begin_turn(self, key: SessionKey) -> Claim | None:
+        return None
+
+    def end_turn(self, lease: Claim | None) -> None:
+        return
+
+    def has_turn(self, view: View, key: SessionKey) -> bool:
+        return False
+
+    def end_turns_of(self, view: View, key: SessionKey) -> None:
+        return
+
+    def pending(self, view: View) -> list[Tombstone]:
+        return tables.pending_deletions(view)
+
+    def finish(self, view: View, number: int) -> None:
+        view.delete(tables.TOMBSTONES, tables.be64(number))
+
+    def has_missed_deletions(self) -> bool:
+        return False
+
+    def renew(self, view: View) -> None:
+        return
+
+    def checked(self, read: Read) -> CheckReport:
+        report: CheckReport = read(check)
+        return report
+
+    def accept_loss(self) -> bool:
+        return False
+
+    def stats(self) -> dict[str, int]:
+        return {}

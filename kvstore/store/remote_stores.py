@@ -1,0 +1,153 @@
+"""What is stored in the remote tier: chains whose requests have ended.
+
+Control plane, one thread. Only a few batches are handed over at a time, and what waits holds no arena memory. A chain
+is offered whenever one of its requests ends, so what was dropped once is stored after the next turn.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+
+from kvstore.blocks.ids import BlockId
+from kvstore.blocks.records import BlockRecord, ReadResult
+from kvstore.memory.tier import CpuTier, SlotState
+from kvstore.remote.shared import Put, SharedChain, batch_blocks
+from kvstore.remote.tier import PutsDone, RemoteTier
+from kvstore.store.requests import Tracked
+from kvstore.store.stored import StoredBlocks
+
+MOST_OFFERS = 1024
+OFFER_S = 60.0  # how long a chain may wait until its blocks are on disk
+SLOT_SHARE = 8  # without a disk, at most one in so many slots is lent to the tier
+
+
+@dataclass(slots=True, eq=False)
+class Offer:
+    """Blocks [next, end) of a chain that are to be stored."""
+
+    request: Tracked
+    chain: SharedChain
+    next: int
+    end: int
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PutBatch:
+    """Blocks that the tier is storing. lent: slots that it reads them from."""
+
+    lent: list[int]
+    block_ids: frozenset[BlockId]
+
+
+@dataclass(eq=False)
+class RemoteStores:
+    """read: reads a block from disk into memory, in any thread. None without a disk: blocks are sent from the arena."""
+
+    _tier: RemoteTier
+    _cpu: CpuTier
+    _stored: StoredBlocks
+    _read: Callable[[BlockRecord, memoryview], ReadResult] | None
+    _view: Callable[[int], memoryview]
+    _clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self._offers: deque[Offer] = deque()
+        self._batches: dict[int, PutBatch] = {}  # that the tier has, by their numbers
+        self._numbers = count()
+        self.num_dropped = 0
+        self._block_bytes = self._view(0).nbytes
+        self._batch_blocks = batch_blocks(self._block_bytes)
+
+    def offer(self, request: Tracked, is_known: Callable[[BlockId], bool]) -> None:
+        """Offer a request's chain, from the first block on that is not known to be there."""
+        end = min(len(request.chain), len(request.tokens) // (4 * self._stored.block_size))
+        first = next((i for i, one in enumerate(request.chain[:end]) if not is_known(one)), end)
+        if first == end:
+            return
+        if len(self._offers) >= MOST_OFFERS:
+            self.num_dropped += end - first
+            return
+        chain = SharedChain(request.lineage.root, tuple(request.chain[:end]))
+        self._offers.append(Offer(request, chain, first, end, self._clock() + OFFER_S))
+
+    def pump(self) -> None:
+        """Hand over as much as the tier takes now. Called once per poll."""
+        for _ in range(len(self._offers)):
+            if not self._tier.can_put:
+                return
+            offer = self._offers.popleft()
+            if self._hand_over(offer) and offer.next < offer.end:
+                self._offers.append(offer)
+
+    def _hand_over(self, offer: Offer) -> bool:
+        """Hand over the next blocks of a chain, as far as possible. Returns False if no more of it ever can be."""
+        number, puts, lent = next(self._numbers), list[Put](), list[int]()
+        end = min(offer.end, offer.next - offer.next % self._batch_blocks + self._batch_blocks)
+        is_over = False
+        while offer.next < end:
+            index = offer.next
+            record = self._stored.record(offer.request, index)
+            slot = self._stored.slot_of(offer.request, index)
+            if self._read is not None and self._stored.is_on_disk(record.block_id):
+                puts.append(Put(index, record, partial(self._from_disk, record)))
+            elif self._read is None and slot is not None and self._cpu.state(slot) is SlotState.READY:
+                if not self._may_lend(len(lent)):
+                    break
+                self._cpu.acquire(slot)
+                lent.append(slot)
+                puts.append(Put(index, record, partial(self._view, slot)))
+            else:  # still on its way to disk, or gone
+                is_over = slot is None or self._clock() > offer.until_s
+                break
+            offer.next += 1
+        if is_over:
+            self.num_dropped += offer.end - offer.next
+        if puts and self._tier.put(number, offer.chain, puts):
+            self._batches[number] = PutBatch(lent, frozenset(put.record.block_id for put in puts))
+        else:
+            self._release(lent)
+            offer.next -= len(puts)
+        return not is_over
+
+    def _may_lend(self, num_more: int) -> bool:
+        num_lent = num_more + sum(len(batch.lent) for batch in self._batches.values())
+        return num_lent == 0 or num_lent < self._cpu.pool.num_blocks // SLOT_SHARE
+
+    def _from_disk(self, record: BlockRecord) -> memoryview | None:
+        """Read a block, in the tier's thread."""
+        assert self._read is not None
+        into = memoryview(bytearray(self._block_bytes))
+        return into if self._read(record, into) is ReadResult.OK else None
+
+    def put_done(self, done: PutsDone) -> list[BlockId]:
+        """A batch has ended. Returns the blocks that are there now."""
+        self._release(self._batches.pop(done.number).lent)
+        stored = [result.block_id for result in done.results if result.error is None]
+        self.num_dropped += len(done.results) - len(stored)
+        return stored
+
+    def _release(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self._cpu.release(slot)
+
+    def is_storing(self, block_ids: set[BlockId]) -> bool:
+        """Whether some of these are on their way, or wait and may be handed over."""
+        if any(not block_ids.isdisjoint(batch.block_ids) for batch in self._batches.values()):
+            return True
+        waiting = (offer.chain.ids[offer.next : offer.end] for offer in self._offers)
+        return not self._tier.is_refusing and any(not block_ids.isdisjoint(ids) for ids in waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of offered blocks that were not handed over yet."""
+        return sum(offer.end - offer.next for offer in self._offers)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing is in flight, and nothing is waiting that could be handed over."""
+        return not self._batches and (not self._offers or self._tier.is_refusing)

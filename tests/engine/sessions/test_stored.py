@@ -1,0 +1,201 @@
+"""A session in the store as one server knows it, beside another server that uses the same store."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvstore.blocks.ids import Lineage
+from kvstore.engine.sessions.stored import StoredSession, lineage_of, window_of
+from kvstore.errors import (
+    EngineOverloadedError,
+    RequestError,
+    SessionBusyError,
+    SessionExistsError,
+    SessionNotFoundError,
+    StoreError,
+)
+from kvstore.sessions.record import SessionKey
+from kvstore.sessions.store import SessionStore
+from tests.children.session_child import Clock, make_turn
+
+KEY, NEW = SessionKey("tenant", "red"), SessionKey("tenant", "new")
+FINGERPRINT = b"f" * 32
+
+
+class CoreOfNothing:
+    """Knows a model's name and a root, and what it was told about expiry."""
+
+    def __init__(self, fingerprint=FINGERPRINT):
+        self.facts = SimpleNamespace(fingerprint=fingerprint, model_name="a model")
+        self.told, self.is_overloaded = [], False
+
+    def root(self, tenant):
+        return tenant.encode().ljust(32)
+
+    def expire(self, chain, at_s):
+        if self.is_overloaded:
+            raise EngineOverloadedError("full")
+        self.told.append((chain, at_s))
+
+
+@pytest.fixture
+def sessions():
+    store = SessionStore(None, Clock())
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def core():
+    return CoreOfNothing()
+
+
+@pytest.fixture
+def one(sessions, core):
+    return StoredSession(sessions, core, KEY, None)
+
+
+def commit(session, *numbers, **changes):
+    for number in numbers:
+        record = make_turn("red", number, **changes)
+        session.commit(record, record.chain, None)
+
+
+def test_turns_are_counted_and_stored_with_the_model(one, sessions):
+    assert (one.number, one.num_turns, one.truncated_tokens, one.is_deleted) == (None, 0, 0, False)
+    commit(one, 1, 2, 3, 4, 5, 6)
+    head = sessions.head(KEY)
+    assert (one.number, one.num_turns, one.truncated_tokens) == (head.number, 6, 7)  # the fifth truncates
+    assert (head.fingerprint, head.model) == (FINGERPRINT, "a model")
+    again = StoredSession(sessions, CoreOfNothing(), KEY, sessions.load(KEY))
+    assert (again.number, again.num_turns, again.truncated_tokens) == (one.number, 6, 7)
+    assert again.is_at(head) and one.is_at(head)
+
+
+def test_a_turn_of_a_session_that_was_deleted_meanwhile_is_refused(one, sessions):
+    commit(one, 1)
+    sessions.delete(KEY).wait()
+    with pytest.raises(StoreError, match="deleted meanwhile"):
+        commit(one, 2)
+    assert (one.num_turns, sessions.exists(KEY)) == (1, False)
+
+
+def test_what_another_server_has_stored_is_read(one, sessions, core):
+    assert one.catch_up(None) is None, "there is nothing yet, and nothing was deleted"
+    assert not one.is_deleted
+    other = StoredSession(sessions, core, KEY, None)
+    commit(other, 1, 2)
+    state = one.catch_up("another request")
+    assert (state.turn, one.num_turns, one.number) == (2, 2, other.number)
+    assert one.catch_up("request 2") is None, "nothing has come since"
+    commit(other, 3)
+    assert not one.is_at(sessions.head(KEY))
+    with pytest.raises(SessionBusyError, match="session red has just answered this request"):
+        one.catch_up("request 3")
+    assert one.num_turns == 2
+    assert one.catch_up(None).turn == 3
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_deletion_by_another_server_is_seen(one, sessions, core, comes_back):
+    assert one.check_deleted() is False, "it was never stored"
+    commit(one, 1)
+    assert one.check_deleted() is False
+    sessions.delete(KEY).wait()
+    if comes_back:
+        commit(StoredSession(sessions, core, KEY, None), 1)
+    assert one.check_deleted() is True and one.is_deleted
+    if comes_back:
+        assert not one.is_at(sessions.head(KEY))
+
+
+def test_catching_up_with_a_deletion(one, sessions):
+    commit(one, 1)
+    sessions.delete(KEY).wait()
+    assert one.catch_up(None) is None
+    assert one.is_deleted and one.check_deleted()
+
+
+def test_a_store_that_cannot_be_read_says_nothing_about_a_deletion(one, sessions):
+    commit(one, 1)
+    sessions.close()
+    assert one.check_deleted() is False
+
+
+def test_the_core_is_told_when_a_session_expires(one, sessions, core):
+    commit(one, 1)
+    assert core.told == [], "it does not"
+    one.set_ttl(50, ["chain"])
+    assert core.told == [(["chain"], sessions.head(KEY).expires_s)]
+    core.told.clear()
+    commit(one, 2)
+    [(chain, at_s)] = core.told
+    assert (chain, at_s) == (make_turn("red", 2).chain, sessions.head(KEY).updated_s + 50)
+    one.set_ttl(50, [])
+    assert len(core.told) == 1, "it knows that"
+    one.set_ttl(None, [])
+    assert core.told[1:] == [([], None)]
+
+
+def test_a_core_that_takes_nothing_now_is_told_after_the_next_turn(one, sessions, core):
+    commit(one, 1)
+    core.is_overloaded = True
+    one.set_ttl(50, [])
+    assert core.told == [] and sessions.head(KEY).ttl_s == 50
+    core.is_overloaded = False
+    one.set_ttl(50, ["now"])
+    assert core.told == [(["now"], sessions.head(KEY).expires_s)]
+
+
+def test_a_session_without_a_turn_cannot_expire(one):
+    with pytest.raises(RequestError, match="has no turn yet") as caught:
+        one.set_ttl(50, [])
+    assert caught.value.param == "ttl_s"
+
+
+@pytest.mark.parametrize(("turn", "num_turns"), [(None, 3), (1, 1), (3, 3)])
+def test_a_fork_has_so_many_turns(one, sessions, turn, num_turns):
+    commit(one, 1, 2, 3)
+    assert one.fork("new", turn) == NEW
+    assert sessions.head(NEW).num_turns == num_turns
+
+
+def test_forks_that_cannot_be(one, sessions):
+    with pytest.raises(RequestError, match="has 0 turns"):
+        one.fork("new", None)
+    commit(one, 1, 2)
+    for turn in (0, 3):
+        with pytest.raises(RequestError, match=f"turn is {turn}; this session has 2 turns"):
+            one.fork("new", turn)
+    with pytest.raises(SessionExistsError, match="a session 'red' already"):
+        one.fork("red", 1)
+    one.num_turns = 9  # as if a repair had taken turns away
+    with pytest.raises(StoreError, match="cannot be forked at turn 9") as caught:
+        one.fork("new", 9)
+    assert not isinstance(caught.value, SessionNotFoundError)
+    sessions.delete(KEY).wait()
+    with pytest.raises(SessionNotFoundError, match="no session 'red'"):
+        one.fork("new", 1)
+    assert not sessions.exists(NEW)
+
+
+def test_the_window_of_a_stored_session_is_of_its_model_alone(one, sessions, core):
+    system = {"role": "system", "content": "be brief"}
+    first = make_turn("red", 1)
+    commit(one, 1, messages=[system, *first.messages])
+    commit(one, 2, 3, 4)
+    commit(one, 5, first_reencoded=1, splice_parent=b"p" * 32, splice_end=2, turn_starts=[2, 5])
+    state, root = sessions.load(KEY), core.root("tenant")
+    lineage = Lineage(root, 1, b"p" * 32, 2)
+    assert lineage_of(state, root) == lineage
+    window = window_of(state, core)
+    assert (window.token_ids, window.chain, window.lineage) == (state.token_ids, state.chain, lineage)
+    assert (window.turn_starts, window.num_dropped, window.system) == ([2, 5], 2, [system])
+    other = window_of(state, CoreOfNothing(b"g" * 32))
+    assert (other.token_ids, other.chain, other.lineage, other.turn_starts) == ([], [], Lineage(root), [])
+    assert (other.messages, other.num_dropped, other.system) == (state.messages, 2, [system])
+
+
+def test_a_session_that_was_never_spliced_has_a_plain_lineage(one, sessions):
+    commit(one, 1)
+    assert lineage_of(sessions.load(KEY), b"r" * 32) == Lineage(b"r" * 32)

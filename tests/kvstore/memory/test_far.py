@@ -1,0 +1,50 @@
+"""A rank without a share of the arena: what it saves is in its part of the blocks, and what it loads was there."""
+
+import pytest
+import torch
+
+from kvstore.blocks.records import Load, Save, TransferPlan, Transferred
+from kvstore.memory.arena import Arena
+from kvstore.memory.far import FarBlocks
+from kvstore.memory.layout import KVLayout, OwnPart
+from kvstore.memory.rank import LEAST_SLOTS, FarTransfer
+
+LAYERS, BLOCK, HEADS, DIM = 4, 4, 4, 8
+NUM_BLOCKS = LEAST_SLOTS + 3  # more than it has memory for at the start
+SHAPE = (LAYERS, HEADS, DIM, BLOCK)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "layers"), [(slice(2, 4), None), (None, slice(1, 3)), (slice(0, 1), slice(3, 4))])
+def test_parts_of_blocks_come_back(heads, layers, dtype):
+    layout = KVLayout(*SHAPE, dtype, (None,) * LAYERS, heads, layers)
+    arena = Arena(KVLayout(*SHAPE, dtype, (None,) * LAYERS), NUM_BLOCKS + 5, pin=False)
+    part, blocks, far = OwnPart.of(layout), FarBlocks(arena), FarTransfer(layout)
+    num_layers, num_heads = part.layers[1] - part.layers[0], part.heads[1] - part.heads[0]
+    shape = (NUM_BLOCKS, BLOCK, num_heads, DIM)
+    caches = [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(num_layers)]
+    far.register(caches)
+    keys, values = (torch.randn(num_layers, NUM_BLOCKS * BLOCK, num_heads, DIM).to(dtype) for _ in range(2))
+
+    slots = [slot + 2 for slot in reversed(range(NUM_BLOCKS))]
+    one = [Save(0, BLOCK * number, BLOCK, slot, 0) for number, slot in enumerate(slots[:-1])]
+    last = BLOCK * (NUM_BLOCKS - 1)  # in two pieces
+    saves = (*one, Save(0, last, 1, slots[-1], 0), Save(0, last + 1, BLOCK - 1, slots[-1], 1))
+    far.begin(TransferPlan((), saves, 7), [0], b"")
+    for layer in range(num_layers):
+        far.save_kv_layer(layer, keys[layer], values[layer])
+    assert far.end() == [Transferred(7, False, True)]
+    blocks.put(part, saves, far.saved())
+
+    mine = arena.tensor[slots, slice(*part.layers)][..., slice(*part.heads), :]
+    assert torch.equal(mine[:, :, 0].transpose(0, 1).reshape(keys.shape), keys)
+    assert torch.equal(mine[:, :, 1].transpose(0, 1).reshape(values.shape), values)
+    assert arena.tensor.count_nonzero() == mine.count_nonzero()  # nothing beside them
+
+    loads = tuple(Load(number, slot, BLOCK * number, b"") for number, slot in enumerate(slots))
+    far.begin(TransferPlan(loads, (), 8), [0], blocks.loaded(part, loads))
+    [loaded] = far.end()
+    assert loaded.ticket == 8 and loaded.is_load and loaded.succeeded
+    for layer, (key_cache, value_cache) in enumerate(caches):
+        assert torch.equal(key_cache.reshape(keys[layer].shape), keys[layer])
+        assert torch.equal(value_cache.reshape(values[layer].shape), values[layer])

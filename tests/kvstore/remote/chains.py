@@ -1,0 +1,51 @@
+"""Chains of blocks whose bytes follow from their ids, so that a mix-up is seen."""
+
+import hashlib
+from dataclasses import dataclass
+
+from kvstore.blocks.ids import child_block_id, token_bytes
+from kvstore.blocks.records import BlockRecord
+from kvstore.disk.io_queue import Read
+from kvstore.remote.names import BlockNames, FleetSecret
+from kvstore.remote.shared import Put, SharedChain
+
+FINGERPRINT = bytes(range(32))
+SECRET = FleetSecret("a secret of the fleet, 32 characters or more")
+NAMES = BlockNames(SECRET, FINGERPRINT)
+SIZE = 12_288
+
+
+def payload(block_id: bytes, size: int = SIZE) -> bytes:
+    return hashlib.shake_128(block_id).digest(size)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A chain with its records."""
+
+    chain: SharedChain
+    records: tuple[BlockRecord, ...]
+
+    def puts(self, first: int = 0, end: int | None = None, size: int = SIZE) -> list[Put]:
+        return [
+            Put(i, one, lambda one=one: memoryview(payload(one.block_id, size)))
+            for i, one in list(enumerate(self.records))[first:end]
+        ]
+
+    def reads(self, first: int = 0, end: int | None = None, size: int = SIZE) -> list[Read]:
+        return [Read(i, one, memoryview(bytearray(size))) for i, one in list(enumerate(self.records))[first:end]]
+
+
+def make_chain(length: int, seed: int = 0, fingerprint: bytes = FINGERPRINT, root: bytes | None = None) -> Made:
+    """root: what it is built on, the end of another one."""
+    root = hashlib.sha256(b"%d" % seed).digest() if root is None else root
+    records, parent = [], root
+    for index in range(length):
+        tokens = token_bytes(range(seed + index, seed + index + 16))
+        records.append(BlockRecord(child_block_id(parent, tokens), parent, tokens, fingerprint))
+        parent = records[-1].block_id
+    return Made(SharedChain(root, tuple(record.block_id for record in records)), tuple(records))
+
+
+def are_right(reads: list[Read]) -> bool:
+    return all(read.view == payload(read.record.block_id, read.view.nbytes) for read in reads)

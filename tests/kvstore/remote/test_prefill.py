@@ -1,0 +1,183 @@
+"""The server that is asked for prompts, against a small HTTP server that answers, refuses, is silent or goes away."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from kvstore.blocks.ids import token_bytes
+from kvstore.errors import ConfigError
+from kvstore.remote.address import PrefillAddress, parse_prefill_url
+from kvstore.remote.prefill import PrefillDone, PrefillJob, PrefillServer
+from tests.support.waiting import wait_until
+
+KEY, FINGERPRINT, ROOT = bytes(range(32)), "ab" * 32, b"r" * 32
+TOKENS = list(range(1, 33))
+
+
+class Other(ThreadingHTTPServer):
+    """said: prompts that came. answers: what the next ones get, (status, body); else the number of blocks.
+
+    speaks: cleared, prompts are not answered. hangs_up: it closes each connection after its answer, untold.
+    """
+
+    daemon_threads, request_queue_size = True, 64
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.said, self.answers, self.speaks, self.hangs_up = [], [], threading.Event(), False
+        self.num_probes = 0
+        self.speaks.set()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def handle_error(self, *_):
+        """Who asked may be gone."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert (self.path, self.headers["Authorization"]) == ("/base/prefill", f"Bearer {KEY.hex()}")
+        if body["token_ids"]:
+            self.server.said.append(body)
+            self.server.speaks.wait()
+        else:
+            self.server.num_probes += 1
+        if self.server.answers:
+            status, text = self.server.answers.pop(0)
+        else:
+            status, text = 200, json.dumps({"num_blocks": len(body["token_ids"]) // 16})
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+        self.close_connection = self.server.hangs_up
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def other():
+    with Other() as found:
+        yield found
+        found.speaks.set()
+        found.shutdown()
+
+
+@pytest.fixture
+def asked(other):
+    address = PrefillAddress("127.0.0.1", other.server_port, base="/base")
+    found = PrefillServer(address, KEY, FINGERPRINT, lambda: None)
+    wait_until(lambda: other.num_probes, "the first probe")
+    yield found
+    found.close(5.0)
+
+
+def ask(server, name=b"one", seconds=30.0):
+    return server.ask(name, PrefillJob(token_bytes(TOKENS), ROOT, "ada", seconds))
+
+
+def answer(server):
+    done = []
+    wait_until(lambda: done.extend(server.completed()) or done, "an answer")
+    return done
+
+
+def failures(server):
+    return server.as_dict()["failures"]
+
+
+def error(status, code):
+    return status, json.dumps({"error": {"message": "no", "code": code}})
+
+
+def test_a_prompt_is_computed_there(other, asked):
+    assert ask(asked) and answer(asked) == [PrefillDone(b"one", 2)]
+    said = {"token_ids": TOKENS, "root": ROOT.hex(), "fingerprint": FINGERPRINT, "tenant": "ada"}
+    assert other.said == [said]
+    assert {key: asked.as_dict()[key] for key in ("computed", "blocks", "failures")} == {
+        "computed": 1, "blocks": 2, "failures": {},
+    }  # fmt: skip
+    assert asked.as_dict()["seconds"]["sum"] > 0
+
+
+def test_a_connection_that_was_closed_meanwhile_is_opened_again(other, asked):
+    other.hangs_up = True
+    for _ in range(3 * 16):  # each lane more than once
+        assert ask(asked) and answer(asked) == [PrefillDone(b"one", 2)]
+    assert failures(asked) == {}
+
+
+def test_a_prompt_that_is_refused_says_nothing_about_others(other, asked):
+    other.answers.append(error(400, "context_length_exceeded"))
+    assert ask(asked) and answer(asked) == [PrefillDone(b"one", 0)]
+    assert ask(asked) and answer(asked) == [PrefillDone(b"one", 2)]
+    assert failures(asked) == {"context_length_exceeded": 1}
+
+
+@pytest.mark.parametrize("said", [error(503, "starting"), error(409, "another_model"), (200, "nonsense"), (502, "")])
+def test_after_a_failure_nobody_asks_until_a_probe_has_succeeded(other, asked, said):
+    other.answers.append(said)
+    assert ask(asked) and answer(asked) == [PrefillDone(b"one", 0)]
+    assert not ask(asked) and failures(asked)["down"] == 1 and asked.as_dict()["degraded"]
+    wait_until(lambda: not asked.breaker.is_open, "a probe succeeds")
+    assert ask(asked) and answer(asked) == [PrefillDone(b"one", 2)]
+
+
+def test_a_server_that_is_late_is_not_waited_for(other, asked):
+    other.speaks.clear()
+    assert ask(asked, seconds=0.2) and answer(asked) == [PrefillDone(b"one", 0)]
+    assert failures(asked)["late"] == 1 and not ask(asked)
+
+
+def test_what_waits_is_bounded(other, asked):
+    other.speaks.clear()
+    num_taken = 0
+    while ask(asked):
+        num_taken += 1
+    assert num_taken >= 256 and failures(asked) == {"busy": 1}
+
+
+def test_closing_waits_for_nothing_that_is_computed(other, asked):
+    other.speaks.clear()
+    assert all(ask(asked, bytes([i])) for i in range(40))  # some wait for a lane
+    wait_until(lambda: len(other.said) == 16)
+    asked.close(60.0)
+    assert len(other.said) == 16 and not any(map(len, asked._lanes))
+
+
+def test_a_server_that_is_not_there_is_found_at_the_start():
+    address = PrefillAddress("127.0.0.1", 1)
+    server = PrefillServer(address, KEY, FINGERPRINT, lambda: None)
+    wait_until(lambda: server.breaker.is_open, "the first probe")
+    assert "refused" in str(server.as_dict()["degraded"]) and not ask(server)
+    server.close(5.0)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://host", "http://host:80"),
+        ("http://10.0.0.7:8000/", "http://10.0.0.7:8000"),
+        ("https://host/base/", "https://host:443/base"),
+        ("http://[::1]:8000", "http://[::1]:8000"),
+    ],
+)
+def test_addresses(url, shown):
+    assert str(parse_prefill_url(url)) == shown
+
+
+@pytest.mark.parametrize("url", ["", "host:8000", "redis://host", "http://", "http://host:99999", "http://host/?a=b"])
+def test_what_is_no_address_is_refused(url):
+    with pytest.raises(ConfigError, match="http://host:8000"):
+        parse_prefill_url(url)
+
+
+def test_a_user_in_the_url_is_refused_and_not_shown():
+    with pytest.raises(ConfigError, match="the fleet's secret") as refused:
+        parse_prefill_url("http://ada:geheim@host")
+    assert "geheim" not in str(refused.value)

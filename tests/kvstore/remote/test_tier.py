@@ -1,0 +1,264 @@
+"""Tests of kvstore.remote.tier, with a Redis and an S3 server to which everything happens that does."""
+
+import threading
+
+import pytest
+
+from kvstore.blocks.records import ReadResult
+from kvstore.disk.io_queue import ReadDone
+from kvstore.remote.address import RedisAddress
+from kvstore.remote.object_address import parse_object_url
+from kvstore.remote.redis_blocks import RedisBlocks
+from kvstore.remote.shared import Shared
+from kvstore.remote.tier import Asked, DeleteDone, PutsDone, RemoteTier
+from tests.kvstore.remote.chains import NAMES, SIZE, are_right, make_chain
+from tests.support.buckets import Directory, s3_server
+from tests.support.redis_server import RedisServer
+from tests.support.tcp_proxy import Faults, Proxy
+from tests.support.waiting import TIMEOUT_S, wait_until
+
+LONG = make_chain(100)
+
+
+class Store:
+    """A tier, and what of it has ended."""
+
+    def __init__(self, at: int | str, ask_s: float = 120.0, **more: object) -> None:
+        """at: port of a Redis, or URL of objects. ask_s: deadline of questions about objects."""
+        self.woken = threading.Event()
+        if isinstance(at, int):
+            shared: Shared = RedisBlocks(RedisAddress("127.0.0.1", at, **more), NAMES, 1000.0)  # type: ignore[arg-type]
+        else:
+            from kvstore.remote.object_blocks import Deadlines, ObjectBlocks
+
+            deadlines = Deadlines(ask_s, 120.0)
+            shared = ObjectBlocks(parse_object_url(at), NAMES, 1000.0, 16, SIZE, deadlines=deadlines)
+        self.tier = RemoteTier(shared, self.woken.set)
+        self.done: list[object] = []
+
+    def wait(self, kind: type, num: int = 1) -> list:
+        """So many of this kind have ended, and are not looked at again."""
+
+        def have_come() -> bool:
+            self.done += self.tier.completed()
+            return sum(isinstance(one, kind) for one in self.done) >= num
+
+        wait_until(have_come, f"{num} x {kind.__name__}")
+        found = [one for one in self.done if isinstance(one, kind)]
+        self.done = [one for one in self.done if not isinstance(one, kind)]
+        return found
+
+    def ask(self, made=LONG) -> list[bool] | None:
+        if not self.tier.ask(7, made.chain):
+            return None
+        (asked,) = self.wait(Asked)
+        assert (asked.number, asked.chain) == (7, made.chain)
+        return asked.there
+
+    def put(self, made=LONG) -> list[str | None]:
+        assert self.tier.put(8, made.chain, made.puts())
+        (done,) = self.wait(PutsDone)
+        return [result.error for result in done.results]
+
+    def read(self, made=LONG) -> set[ReadResult]:
+        reads = made.reads()
+        for read in reads:
+            self.tier.reads.submit(read)
+        done = self.wait(ReadDone, len(reads))
+        assert are_right([one.read for one in done if one.result is ReadResult.OK])
+        return {one.result for one in done}
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.tier.close(TIMEOUT_S)
+
+
+@pytest.fixture
+def own(tmp_path):
+    server = RedisServer(tmp_path)
+    yield server
+    server.kill()
+
+
+def test_what_was_put_is_asked_for_and_read(redis):
+    with Store(redis.port) as store:
+        assert store.ask() == [False] * 100
+        assert store.put() == [None] * 100
+        assert store.ask() == [True] * 100
+        assert store.read() == {ReadResult.OK}
+        assert store.tier.delete(LONG.chain.ids)
+        assert store.wait(DeleteDone)[0].error is None
+        assert store.read() == {ReadResult.MISSING}
+        assert store.woken.is_set()
+        assert store.tier.is_idle
+        found = store.tier.as_dict()
+        assert (found["stored"], found["reads"], found["deleted"], found["degraded"]) == (100, 100, 100, None)
+        assert found["stored_bytes"] > found["read_bytes"] == 100 * 12_288
+
+
+def test_a_dead_server_ends_everything_at_once_until_it_is_back(own):
+    with Store(own.port) as store:
+        store.put()
+        own.kill()
+        assert store.ask() is None
+        assert store.read() == {ReadResult.FAILED}
+        assert "refused" in store.tier.as_dict()["degraded"] or "closed" in store.tier.as_dict()["degraded"]
+        assert not store.tier.ask(1, LONG.chain), "nobody waits for it any more"
+        assert not store.tier.put(1, LONG.chain, LONG.puts())
+        assert not store.tier.delete(LONG.chain.ids)
+        own.start()
+        wait_until(lambda: not store.tier.breaker.is_open)
+        assert store.ask() == [False] * 100, "it was empty"
+        assert store.put() == [None] * 100
+        assert store.read() == {ReadResult.OK}
+
+
+def test_a_stopped_server_costs_a_deadline_once(own):
+    with Store(own.port) as store:
+        store.put()
+        own.pause()
+        assert store.ask() is None
+        assert store.read() == {ReadResult.FAILED}
+        assert store.tier.breaker.num_opened == 1
+        assert store.tier.breaker.error.endswith("no answer in time")
+        own.resume()
+        wait_until(lambda: not store.tier.breaker.is_open)
+        assert store.read() == {ReadResult.OK}
+
+
+def test_a_put_into_a_dying_server_is_not_reported_as_stored(own):
+    with Store(own.port) as store:
+        own.pause()
+        assert store.tier.put(8, LONG.chain, LONG.puts())
+        own.kill()
+        (done,) = store.wait(PutsDone)
+        assert all(result.error is not None for result in done.results)
+        assert store.tier.as_dict()["failures"]["put"] == 1
+
+
+def test_a_full_server_is_left_alone_for_a_while(tmp_path):
+    server = RedisServer(tmp_path, "--maxmemory", "1500kb")
+    try:
+        with Store(server.port) as store:
+            errors = store.put()
+            assert errors[-1] == "OOM"
+            assert store.tier.as_dict()["full"]
+            assert not store.tier.put(9, LONG.chain, LONG.puts())
+            assert store.ask() == [error is None for error in errors]
+            assert not store.tier.breaker.is_open, "it is still read from"
+    finally:
+        server.kill()
+
+
+def test_a_wrong_password_is_said_and_never_shown(tmp_path):
+    server = RedisServer(tmp_path, "--requirepass", "right")
+    try:
+        with Store(server.port, password="wr0ng") as store:
+            assert store.ask() is None
+            found = str(store.tier.as_dict())
+            assert "WRONGPASS" in found
+            assert "wr0ng" not in found
+        with Store(server.port, password="right") as store:
+            assert store.ask() == [False] * 100
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize("faults", [Faults(cut_after=200_000), Faults(lost_at=150_000), Faults(flipped_at=100_000)])
+def test_a_bad_network_serves_no_wrong_block(redis, faults):
+    with Proxy(redis.port) as proxy, Store(redis.port) as direct, Store(proxy.port) as store:
+        direct.put()
+        proxy.faults = faults
+        assert store.read() != {ReadResult.OK}
+        proxy.faults = Faults()
+        proxy.cut()
+        wait_until(lambda: not store.tier.breaker.is_open)
+        direct.put()  # what was taken for damaged is gone
+        wait_until(lambda: store.read() == {ReadResult.OK})
+
+
+def test_batches_become_small_on_a_slow_network(redis):
+    with Proxy(redis.port) as proxy, Store(redis.port) as direct, Store(proxy.port) as store:
+        direct.put()
+        proxy.faults = Faults(bytes_per_s=5e6)
+        assert store.read() == {ReadResult.OK}
+        assert 1e5 < store.tier.as_dict()["read_bytes_per_s"] < 6e6
+        assert store.tier.as_dict()["read_seconds"]["sum"] > 0
+
+
+def test_closing_does_not_wait_for_a_stopped_server_for_ever(own):
+    store = Store(own.port)
+    own.pause()
+    assert store.tier.ask(1, LONG.chain)
+    for read in LONG.reads():
+        store.tier.reads.submit(read)
+    assert store.tier.close(TIMEOUT_S)
+
+
+# -- objects -----------------------------------------------------------------------------------------------------------
+def test_an_object_store_that_dies_and_comes_back_without_its_bucket(monkeypatch):
+    with s3_server(monkeypatch) as server, Store(server.url) as store:
+        assert store.put() == [None] * 100
+        assert store.ask() == [True] * 100
+        assert store.read() == {ReadResult.OK}
+        server.kill()
+        assert store.ask() is None
+        assert store.read() == {ReadResult.FAILED}
+        assert store.tier.as_dict()["degraded"].startswith(server.url)
+        server.start()
+        wait_until(lambda: not store.tier.breaker.is_open)
+        assert store.ask() == [False] * 100, "it was empty"
+        assert store.put() == [None] * 100
+        server.delete_bucket()
+        assert set(store.put()) != {None}
+        assert "404" in store.tier.as_dict()["degraded"], "that nothing is there would be no error"
+        server.make_bucket()
+        wait_until(lambda: not store.tier.breaker.is_open)
+        assert store.put() == [None] * 100
+        assert store.tier.delete(LONG.chain.ids)
+        assert store.wait(DeleteDone)[0].error is None
+        assert server.names() == []
+
+
+def test_an_object_store_that_stops_costs_a_deadline_once(monkeypatch):
+    with s3_server(monkeypatch) as server, Store(server.url) as patient, Store(server.url, ask_s=3.0) as store:
+        assert patient.put() == [None] * 100
+        server.pause()
+        assert store.ask() is None
+        assert store.read() == {ReadResult.FAILED}
+        assert store.tier.breaker.num_opened == 1
+        assert store.tier.breaker.error.endswith("no answer in time")
+        server.resume()
+        wait_until(lambda: store.ask() == [True] * 100)
+        assert store.read() == {ReadResult.OK}
+
+
+def test_a_directory_that_goes_and_comes_back(tmp_path):
+    bucket = Directory(tmp_path / "objects")
+    with Store(bucket.url) as store:
+        store.put()
+        bucket.folder.rename(tmp_path / "away")
+        assert store.ask() is None
+        assert store.tier.as_dict()["degraded"] == f"{bucket.url}: its directory is gone"
+        (tmp_path / "away").rename(bucket.folder)
+        wait_until(lambda: not store.tier.breaker.is_open)
+        assert store.ask() == [True] * 100
+        assert store.read() == {ReadResult.OK}
+
+
+@pytest.mark.parametrize("faults", [Faults(cut_after=20_000), Faults(flipped_at=100_000), Faults(lost_at=150_000)])
+def test_a_bad_network_before_an_object_store_serves_no_wrong_block(monkeypatch, faults):
+    with s3_server(monkeypatch) as server, Proxy(server.port) as proxy, Store(server.url) as direct:
+        direct.put()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        with Store(server.url) as store:
+            assert store.ask() == [True] * 100
+            proxy.faults = faults
+            assert store.read() != {ReadResult.OK}
+            proxy.faults = Faults()
+            proxy.cut()
+            wait_until(lambda: not store.tier.breaker.is_open)
+            direct.put()  # what was taken for damaged is gone
+            wait_until(lambda: store.ask() and store.read() == {ReadResult.OK})

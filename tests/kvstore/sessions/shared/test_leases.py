@@ -1,0 +1,162 @@
+"""One writer a session: of two turns one is refused, and a server that was stopped for too long stores nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvstore.errors import SessionBusyError, SessionTakenError
+from kvstore.sessions.record import SessionKey
+from tests.children.session_child import TENANT, make_turn, talk
+from tests.support.redis_server import RedisServer
+from tests.support.shared_sessions import DURABLE, shared_store
+from tests.support.waiting import wait_until
+
+KEY = SessionKey(TENANT, "red")
+SHORT_S = 1.0  # of a lease whose end is waited for
+LONG_S = 6.0  # of one that is to be renewed three times meanwhile, also on a machine that pauses for two of them
+# Takes the session, says so, waits for a word, and stores its turn.
+HOLDER = """
+import sys
+from kvstore.errors import StoreError
+from tests.children.session_child import TENANT, make_turn
+from tests.kvstore.sessions.shared.test_leases import KEY
+from tests.support.shared_sessions import shared_store
+store = shared_store(int(sys.argv[1]), lease_s=float(sys.argv[2]))
+claim = store.sharing.begin_turn(KEY)
+print("taken", flush=True)
+sys.stdin.readline()
+try:
+    store.commit_turn(KEY, make_turn("red", 2), lease=claim).wait()
+    print("stored", flush=True)
+except StoreError as error:
+    print(type(error).__name__, flush=True)
+"""
+
+
+@pytest.fixture(params=[SHORT_S])
+def holder(redis, request):
+    """A process that has taken the session, with a lease of this length."""
+    command = [sys.executable, "-c", HOLDER, str(redis.port), str(request.param)]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stdin is not None
+    assert child.stdout.readline() == "taken\n"
+    yield child
+    child.kill()
+    child.wait()
+    child.stdin.close()
+    child.stdout.close()
+
+
+def said(child) -> str:
+    child.stdin.write("go\n")
+    child.stdin.flush()
+    return child.stdout.readline().strip()
+
+
+def is_free(store) -> bool:
+    try:
+        store.sharing.end_turn(store.sharing.begin_turn(KEY))
+    except SessionBusyError:
+        return False
+    return True
+
+
+def test_a_session_has_one_writer_until_it_is_given_back(redis):
+    one, other = shared_store(redis), shared_store(redis)
+    claim = one.sharing.begin_turn(KEY)
+    for store in (one, other):
+        with pytest.raises(SessionBusyError, match="busy with another turn"):
+            store.sharing.begin_turn(KEY)
+    assert is_free_of(other, SessionKey("another tenant", "red"))
+    one.commit_turn(KEY, make_turn("red", 1), lease=claim).wait()
+    one.sharing.end_turn(claim)
+    with pytest.raises(SessionTakenError):
+        one.commit_turn(KEY, make_turn("red", 2), lease=claim).wait()
+    assert is_free(other)
+    one.close()
+    other.close()
+
+
+def is_free_of(store, key: SessionKey) -> bool:
+    claim = store.sharing.begin_turn(key)
+    store.sharing.end_turn(claim)
+    return claim is not None
+
+
+@pytest.mark.parametrize("holder", [LONG_S], indirect=True)
+def test_a_lease_lives_as_long_as_its_turn(redis, holder):
+    store = shared_store(redis)
+    talk(store, KEY, 1)
+    end = time.monotonic() + 1.5 * LONG_S
+    wait_until(lambda: is_free(store) or time.monotonic() > end, "neither free nor over")
+    assert not is_free(store)
+    assert said(holder) == "stored"
+    store.close()
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_a_server_that_was_stopped_longer_than_its_lease_stores_nothing(redis, holder, is_taken):
+    store = shared_store(redis)
+    talk(store, KEY, 1)
+    os.kill(holder.pid, signal.SIGSTOP)
+    wait_until(lambda: is_free(store), "the lease has no end")
+    if is_taken:
+        claim = store.sharing.begin_turn(KEY)
+    os.kill(holder.pid, signal.SIGCONT)
+    assert said(holder) == "SessionTakenError"
+    assert store.head(KEY).num_turns == 1
+    if is_taken:
+        assert store.commit_turn(KEY, make_turn("red", 2), lease=claim).wait().num_turns == 2
+    store.close()
+
+
+def test_a_killed_server_blocks_its_sessions_no_longer_than_the_lease(redis, holder):
+    store = shared_store(redis)
+    holder.kill()
+    wait_until(lambda: is_free(store), "the lease has no end")
+    store.close()
+
+
+def test_a_server_that_begins_again_takes_over_what_it_had_left(redis, tmp_path):
+    store, other = shared_store(redis, tmp_path), shared_store(redis)
+    store.sharing.begin_turn(KEY)
+    again = shared_store(redis, tmp_path)  # as after a kill: nothing was given back
+    assert not is_free(other)
+    assert is_free(again)
+    assert is_free(other)
+    for one in (store, other, again):
+        one.close()
+
+
+def test_a_turn_that_ends_while_redis_is_away_frees_its_session_once_it_is_back(tmp_path):
+    (tmp_path / "redis").mkdir()
+    redis = RedisServer(tmp_path / "redis", *DURABLE)
+    one, other = (shared_store(redis, lease_s=3600.0) for _ in range(2))
+    claim, held = one.sharing.begin_turn(KEY), one.sharing.begin_turn(SessionKey(TENANT, "blue"))
+    redis.kill()
+    one.sharing.end_turn(claim)
+    redis.start()
+    wait_until(redis.answers, "it has read its file")
+    wait_until(lambda: is_free(other), "the session is free again")
+    with pytest.raises(SessionBusyError):
+        other.sharing.begin_turn(SessionKey(TENANT, "blue"))
+    one.sharing.end_turn(held)
+    one.close()
+    other.close()
+    redis.kill()
+
+
+def test_a_deletion_elsewhere_ends_a_turn_that_runs(redis):
+    one, other = shared_store(redis), shared_store(redis)
+    talk(one, KEY, 1)
+    claim = one.sharing.begin_turn(KEY)
+    other.delete(KEY).wait()
+    with pytest.raises(SessionTakenError):
+        one.commit_turn(KEY, make_turn("red", 2), lease=claim).wait()
+    assert one.head(KEY) is None
+    one.close()
+    other.close()

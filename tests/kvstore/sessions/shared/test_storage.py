@@ -1,0 +1,311 @@
+"""Transactions on shared sessions: two servers at once, and a Redis that goes away, comes back, is emptied or full."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import RemoteError, StoreError, StoreLostError
+from kvstore.sessions.record import SessionKey
+from kvstore.sessions.store import SessionStore
+from tests.children.session_child import TENANT, content, create, expected, make_turn, talk
+from tests.support.redis_server import RedisServer
+from tests.support.shared_sessions import DURABLE, shared_store
+from tests.support.tcp_proxy import Proxy
+from tests.support.waiting import TIMEOUT_S, wait_until
+
+KEY = SessionKey(TENANT, "red")
+
+
+@pytest.fixture
+def own_redis(tmp_path):
+    """One that a test may do something to; it keeps what it has."""
+    (tmp_path / "redis").mkdir()
+    server = RedisServer(tmp_path / "redis", *DURABLE)
+    yield server
+    server.resume()
+    server.kill()
+
+
+@pytest.fixture
+def servers(redis, tmp_path):
+    pair = [shared_store(redis, make_folder(tmp_path / name)) for name in ("one", "other")]
+    for store in pair:
+        store.upkeep.renew()
+    yield pair
+    for store in pair:
+        store.close()
+
+
+def make_folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+# -- two servers -----------------------------------------------------------------------------------------------------
+def test_what_one_server_stores_another_one_reads(servers):
+    one, other = servers
+    turns = talk(one, KEY, 3)
+    assert content(other.load(KEY)) == expected(turns)
+    assert other.turn_of_request(KEY, "request 2") == turns[1]
+    talk(other, KEY, 6)
+    turns = talk(one, KEY, 7)
+    assert content(one.load(KEY)) == content(other.load(KEY)) == expected(turns)
+    assert one.list(TENANT) == other.list(TENANT)
+    assert other.list("another tenant") == []
+    assert other.load(SessionKey("another tenant", "red")) is None
+    other.delete(KEY).wait()
+    assert one.head(KEY) is None
+
+
+def test_of_two_servers_one_appends_a_turn(servers):
+    outcomes: list[list[object]] = [[], []]
+
+    def append(store: SessionStore, found: list[object]) -> None:
+        for number in range(1, 21):
+            try:
+                found.append(store.commit_turn(KEY, make_turn("red", number)).wait().num_turns)
+            except StoreError as error:
+                assert "another writer came first" in str(error)
+                found.append(None)
+
+    threads = [threading.Thread(target=append, args=pair) for pair in zip(servers, outcomes, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stored = sorted(number for found in outcomes for number in found if number is not None)
+    assert stored == list(range(1, len(stored) + 1))  # each turn once
+    assert servers[0].head(KEY).num_turns == len(stored) > 0
+
+
+def test_many_sessions_are_begun_at_once_and_each_has_its_number(servers):
+    keys = [SessionKey(TENANT, f"s{i}") for i in range(60)]
+
+    def begin(store: SessionStore, some: list[SessionKey]) -> None:
+        for key in some:
+            create(store, key).wait()
+
+    threads = [threading.Thread(target=begin, args=(servers[i % 2], keys[i::4])) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    heads = servers[0].list(TENANT)
+    assert len({head.number for head in heads}) == len(heads) == 60
+
+
+def test_a_session_that_is_deleted_while_it_is_read_is_never_half_there(servers):
+    one, other = servers
+    states = []
+
+    def read() -> None:
+        for _ in range(60):
+            states.append(other.load(KEY))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    while reader.is_alive():
+        talk(one, KEY, 4)
+        one.delete(KEY).wait()
+    reader.join()
+    whole = [content(state) for state in states if state is not None]
+    assert all(found == expected([make_turn("red", n) for n in range(1, 1 + len(found[0]) // 2)]) for found in whole)
+
+
+def test_a_session_whose_time_was_over_goes_on_where_another_server_goes_on(servers):
+    """It was seen to be over, and had another turn before it was deleted."""
+    one, other = servers
+    create(one, KEY, ttl_s=5).wait()
+    now = one.head(KEY).expires_s
+    other.commit_turn(KEY, make_turn("red", 1)).wait()
+    for _ in range(10):
+        other.set_ttl(KEY, 1000).wait()
+    assert one.delete(KEY, now).wait() is None
+    claim = other.sharing.begin_turn(KEY)
+    assert one.delete(KEY, 1e12).wait() is None  # a turn of it runs
+    other.sharing.end_turn(claim)
+    assert one.delete(KEY, 1e12).wait() is not None
+
+
+# -- a Redis that goes away ------------------------------------------------------------------------------------------
+def test_a_short_restart_is_waited_for_and_nothing_is_stored_twice(own_redis):
+    store = shared_store(own_redis, level="always")
+    turns = talk(store, KEY, 2)
+    own_redis.kill()
+    ticket = store.commit_turn(KEY, make_turn("red", 3))
+    with pytest.raises(RemoteError):  # who reads is not kept waiting
+        store.load(KEY)
+    own_redis.start()
+    assert ticket.wait(TIMEOUT_S).num_turns == 3
+    assert content(store.load(KEY)) == expected([*turns, make_turn("red", 3)])
+    store.close()
+
+
+def test_a_commit_whose_answer_is_cut_off_is_found_again(own_redis):
+    with Proxy(own_redis.port) as proxy:
+        store = shared_store(proxy.port, level="always")
+        create(store, KEY).wait()
+        for number in range(1, 16):
+            proxy.faults.cut_after = None
+            proxy.cut()
+            proxy.faults.cut_after = 4500 + 7 * number  # behind what the connection is asked first
+            ticket = store.commit_turn(KEY, make_turn("red", number))
+            assert not ticket.done or ticket.wait(TIMEOUT_S)
+            time.sleep(0.02)
+            proxy.faults.cut_after = None
+            proxy.cut()
+            assert ticket.wait(TIMEOUT_S).num_turns == number
+        assert content(store.load(KEY)) == expected([make_turn("red", n) for n in range(1, 16)])
+        store.close()
+
+
+def test_without_redis_turns_are_refused_in_time_and_taken_again_afterwards(own_redis):
+    store = shared_store(own_redis)
+    talk(store, KEY, 1)
+    assert store.stats()["sessions"] == 1
+    own_redis.pause()
+    with pytest.raises(RemoteError, match=r"not stored: .*(no answer in time|did not answer)"):
+        store.commit_turn(KEY, make_turn("red", 2)).wait(TIMEOUT_S)
+    with pytest.raises(RemoteError):
+        store.head(KEY)
+    assert store.stats()["sessions"] == 1  # as it was
+    assert store.stats()["unreachable"] == 1
+    own_redis.resume()
+    head = wait_for_head(store)
+    store.commit_turn(KEY, make_turn("red", head.num_turns + 1)).wait()
+    assert content(store.load(KEY)) == expected([make_turn("red", n) for n in range(1, head.num_turns + 2)])
+    assert store.stats()["unreachable"] == 0
+    store.close()
+
+
+def wait_for_head(store: SessionStore):
+    heads = []
+
+    def read() -> bool:
+        try:
+            heads.append(store.head(KEY))
+        except RemoteError:
+            return False
+        return True
+
+    wait_until(read, "the sessions cannot be read again")
+    return heads[-1]
+
+
+def test_one_that_came_back_empty_is_not_taken_for_the_sessions(own_redis, tmp_path):
+    folder, second_folder = make_folder(tmp_path / "one"), make_folder(tmp_path / "two")
+    store, second = shared_store(own_redis, folder), shared_store(own_redis, second_folder)
+    talk(store, KEY, 2)
+    own_redis.ask("FLUSHALL")
+    for one in (store, second):
+        with pytest.raises(StoreLostError, match="accept-loss"):
+            one.load(KEY)
+        with pytest.raises(StoreLostError):
+            one.commit_turn(SessionKey(TENANT, "new"), make_turn("new", 1)).wait()
+        assert one.stats()["lost"] == 1
+    store.close()
+    store = shared_store(own_redis, folder)  # a restart forgets nothing of it
+    with pytest.raises(StoreLostError):
+        store.list(TENANT)
+    assert store.upkeep.accept_loss()
+    assert not store.upkeep.accept_loss()
+    assert store.list(TENANT) == second.list(TENANT) == []  # the others go on, too
+    talk(second, KEY, 1)
+    assert store.stats()["lost"] == second.stats()["lost"] == 0
+    store.close()
+    second.close()
+
+
+def test_one_whose_data_comes_back_is_the_one_that_was_there(own_redis, tmp_path):
+    store = shared_store(own_redis, make_folder(tmp_path / "one"), level="always")
+    turns = talk(store, KEY, 2)
+    own_redis.restart()
+    assert content(wait_for_head(store) and store.load(KEY)) == expected(turns)
+    store.close()
+
+
+def test_a_full_one_refuses_turns_and_keeps_what_it_has(own_redis):
+    store = shared_store(own_redis)
+    turns = talk(store, KEY, 2)
+    own_redis.ask("CONFIG", "SET", "maxmemory", 1)
+    with pytest.raises(RemoteError, match=r"not stored: .*OOM"):
+        store.commit_turn(KEY, make_turn("red", 3)).wait()
+    assert content(store.load(KEY)) == expected(turns)
+    own_redis.ask("CONFIG", "SET", "maxmemory", 0)
+    assert store.commit_turn(KEY, make_turn("red", 3)).wait().num_turns == 3
+    store.close()
+
+
+def test_a_turn_is_acknowledged_once_replicas_have_it(own_redis, tmp_path):
+    with pytest.raises(RemoteError, match="0 of 1 replicas"):
+        shared_store(own_redis, num_replicas=1)
+    replica = RedisServer(make_folder(tmp_path / "replica"), "--replicaof", "127.0.0.1", str(own_redis.port))
+    try:
+        wait_until(lambda: b"state=online" in own_redis.ask("INFO", "replication"), "no replica")
+        store = shared_store(own_redis, num_replicas=1)
+        assert store.commit_turn(KEY, make_turn("red", 1)).wait().num_turns == 1
+        assert replica.ask("HLEN", "kvstore:sessions:turns") == 1
+        with pytest.raises(RemoteError, match="is a replica; give the address of its primary"):
+            shared_store(replica)
+        replica.kill()
+        with pytest.raises(RemoteError, match="0 of 1 replicas"):
+            store.commit_turn(KEY, make_turn("red", 2)).wait()
+        store.close()
+    finally:
+        replica.kill()
+
+
+# -- what is refused at the start ------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("level", "settings", "words"),
+    [
+        ("always", {"appendfsync": "everysec"}, "has appendfsync everysec, .*CONFIG SET appendfsync always"),
+        ("always", {"appendonly": "no"}, "has appendonly no, so an acknowledged turn could be lost"),
+        ("everysec", {"appendfsync": "no"}, "has appendfsync no"),
+        ("unchecked", {"maxmemory-policy": "allkeys-lru"}, "maxmemory-policy allkeys-lru, which would drop sessions"),
+        ("always", {"maxmemory-policy": "volatile-ttl"}, "maxmemory-policy volatile-ttl"),
+    ],
+)
+def test_one_that_may_lose_turns_is_refused_by_name(own_redis, level, settings, words):
+    for name, value in settings.items():
+        own_redis.ask("CONFIG", "SET", name, value)
+    with pytest.raises(RemoteError, match=words):
+        shared_store(own_redis, level=level)
+
+
+def test_weaker_promises_are_taken_where_they_are_asked_for(own_redis):
+    own_redis.ask("CONFIG", "SET", "appendfsync", "everysec")
+    shared_store(own_redis, level="everysec").close()
+    own_redis.ask("CONFIG", "SET", "appendonly", "no")
+    shared_store(own_redis, level="unchecked").close()
+
+
+def test_one_that_does_not_tell_its_settings_is_taken_only_unchecked(tmp_path):
+    server = RedisServer(make_folder(tmp_path / "redis"), *DURABLE, "--rename-command", "CONFIG", "")
+    try:
+        with pytest.raises(RemoteError, match=r"does not tell its appendonly.*unchecked"):
+            shared_store(server, level="always")
+        shared_store(server, level="unchecked").close()
+    finally:
+        server.kill()
+
+
+def test_settings_that_get_worse_are_found_at_the_next_connection(own_redis):
+    store = shared_store(own_redis, level="always")
+    talk(store, KEY, 1)
+    own_redis.ask("CONFIG", "SET", "appendfsync", "no")
+    own_redis.ask("CLIENT", "KILL", "TYPE", "normal")
+    with pytest.raises(RemoteError, match="has appendfsync no"):
+        store.commit_turn(KEY, make_turn("red", 2)).wait()
+    store.close()
+
+
+def test_a_wrong_password_and_another_fleet_are_refused(own_redis):
+    shared_store(own_redis).close()
+    with pytest.raises(StoreError, match="another fleet secret"):
+        shared_store(own_redis, secret=b"t" * 32)
+    own_redis.ask("CONFIG", "SET", "requirepass", "right")
+    with pytest.raises(RemoteError, match="NOAUTH"):
+        shared_store(own_redis)

@@ -1,0 +1,52 @@
+"""Tests of kvstore.store.host_blocks: when what a host writes is handed to the disk."""
+
+import time
+
+import pytest
+
+from kvstore.blocks.keys import Namespace
+from kvstore.disk.directory import StoreDirectory
+from kvstore.disk.io_queue import IoQueue
+from kvstore.disk.records import label
+from kvstore.disk.tier import DiskTier
+from kvstore.policy.planner import Planner
+from kvstore.policy.steering import Steering
+from kvstore.stats import StoreStats
+from kvstore.store.host_blocks import HostBlocks
+from tests.support.store.host import chain, payload
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture
+def names_and_store(tmp_path):
+    """Over a writer that never writes a small batch by itself."""
+    directory = StoreDirectory.open(tmp_path / "store", name="test")
+    names = Namespace(directory.secret, b"namespace", label("test"))
+    steering = Steering("return", time.time, {"disk": 100})
+    disk = DiskTier(directory, 8 << 20)
+    io = IoQueue(disk, lambda: None, batch_wait_s=3600.0)
+    yield names, HostBlocks(disk, io, steering, Planner(1, 1), StoreStats(), time.time, {names.root})
+    assert io.close(5.0)
+    disk.close()
+    directory.close()
+
+
+def test_when_the_last_request_ends_its_writes_wait_for_no_others(names_and_store):
+    names, store = names_and_store
+    keys = {name: chain(number, 1) for number, name in enumerate(("ada", "bob"))}
+    for name, (key,) in keys.items():
+        store.conversations.arrive(name, names.ids([key]))
+        assert store.write(names.record(key, None, 0, time.time()), memoryview(payload(key)), name)
+    for name in keys:
+        store.poll()
+        assert not store.tickets.collect()
+        store.end_request(name, names.ids(keys[name]))
+    ended = []
+
+    def have_ended() -> bool:
+        store.poll()
+        ended.extend(store.tickets.collect())
+        return len(ended) == 2
+
+    wait_until(have_ended)
+    assert all(one.ok for one in ended)

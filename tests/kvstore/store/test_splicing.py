@@ -1,0 +1,233 @@
+"""Splices: which tokens land where, what is held meanwhile, and how one is given up."""
+
+from array import array
+
+import pytest
+from msgspec.structs import replace
+
+from kvstore.blocks.ids import child_block_id
+from kvstore.memory.tier import SlotState
+from kvstore.store.splicing import CHUNK_BLOCKS, Splicer, plan_chain
+from tests.support.store.prefetch_bench import SIZE, Bench
+
+SECRET = b"s" * 32
+
+
+class TaskIo:
+    """Tasks wait until the test runs them."""
+
+    def __init__(self) -> None:
+        self.tasks = []
+
+    def submit_read(self, task):
+        self.tasks.append(task)
+
+
+class SpliceBench(Bench):
+    """An arena of token ids, in which pieces are copied for real. What is on disk comes when its read is ended."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.erased = []  # slots
+        super().__init__(num_slots, erase=self.erased.extend)
+        self.arena = [[-1] * SIZE for _ in range(num_slots)]
+        self.tasks = TaskIo()
+        self.splicer = Splicer(self.cpu, self.tasks, self.stored, self.reads, self.copy, self.stats)
+
+    def copy(self, pieces) -> None:
+        for source, source_offset, slot, offset, length in pieces:
+            self.arena[slot][offset : offset + length] = self.arena[source][source_offset : source_offset + length]
+
+    def talk(self, num_blocks: int, in_cpu: int | None = None):
+        """A chain whose first blocks are in the CPU tier, and whose others are on disk."""
+        old = self.request(num_blocks, stored=False)
+        in_cpu = num_blocks if in_cpu is None else in_cpu
+        for index in range(in_cpu):
+            slot = self.cpu.reserve()
+            assert self.cpu.announce(slot, self.stored.record(old, index))
+            self.landed(slot)
+            self.cpu.release(slot)
+        self.disk.stored |= set(old.chain[in_cpu:])
+        return old
+
+    def landed(self, slot: int) -> None:
+        self.arena[slot] = self.tokens_of(slot)
+        self.cpu.publish(slot)
+
+    def tokens_of(self, slot: int) -> list[int]:
+        return memoryview(self.cpu.record(slot).tokens).cast("I").tolist()
+
+    def begin(self, old, spans):
+        planned = plan_chain(old, spans, self.stored, SECRET)
+        return planned, self.splicer.start(planned.blocks, None)
+
+    def run_tasks(self, succeeded: bool = True) -> list[int]:
+        self.splicer.poll()
+        ready = []
+        while self.tasks.tasks:
+            task = self.tasks.tasks.pop(0)
+            task.run()
+            ready += self.splicer.task_done(task.key, succeeded)
+        return ready
+
+    def check(self, block_ids) -> None:
+        """Each is READY, and holds the tokens that its record says."""
+        for slot in map(self.cpu.slot_of, block_ids):
+            assert self.cpu.state(slot) is SlotState.READY and self.arena[slot] == self.tokens_of(slot)
+
+    def check_nothing_is_left(self, num_cached: int) -> None:
+        assert self.splicer.is_idle and self.cpu.pool.num_cached == num_cached
+        self.check_idle()
+
+
+@pytest.fixture
+def made():
+    return SpliceBench(16)
+
+
+@pytest.mark.parametrize("spans", [
+    [(0, 5), (9, 17)],  # the head ends within a block
+    [(0, 8), (11, 20)],
+    [(3, 20)],  # nothing stays where it was
+    [(1, 4), (6, 9), (10, 20)],
+])  # fmt: skip
+def test_new_blocks_hold_the_kept_tokens_in_order(made, spans):
+    old = made.talk(5)
+    planned, has_begun = made.begin(old, spans)
+    num_exact = planned.lineage.splice_index
+    assert has_begun and planned.chain[:num_exact] == old.chain[:num_exact]
+    for slot in made.run_tasks():
+        made.cpu.release(slot)
+    new = planned.chain[num_exact:]
+    made.check(new)
+    kept = [made.tokens_of(made.cpu.slot_of(one)) for one in planned.chain]
+    tokens = memoryview(bytes(old.tokens)).cast("I").tolist()
+    wanted = [token for start, end in spans for token in tokens[start:end]]
+    assert [token for block in kept for token in block] == wanted[: len(planned.chain) * SIZE]
+    assert made.stats.spliced == len(new) and not set(new) & set(old.chain)
+    made.check_nothing_is_left(5 + len(new))
+
+
+def test_ids_are_those_of_the_cut_and_of_the_store(made):
+    old = made.talk(5)
+    first, second = (plan_chain(old, spans, made.stored, SECRET) for spans in ([(4, 17)], [(4, 9), (9, 17)]))
+    assert first.chain == second.chain
+    third = plan_chain(old, [(4, 17)], made.stored, b"t" * 32)
+    assert not set(first.chain) & set(third.chain)
+
+
+def test_what_goes_on_after_a_splice_is_computed_on_top_of_it(made):
+    """Its own blocks exist only as it made them; each has the id of its tokens after the block before it."""
+    old = made.talk(5)
+    planned = plan_chain(old, [(0, 8), (11, 20)], made.stored, SECRET)
+    lineage = planned.lineage
+    assert (lineage.splice_index, lineage.splice_end) == (2, 4) == (2, len(planned.chain))
+    tokens = memoryview(bytes(old.tokens)).cast("I").tolist()
+    kept = tokens[:8] + tokens[11:20]
+    for index in (2, 3):
+        text = array("I", kept[SIZE * index : SIZE * (index + 1)]).tobytes()
+        assert planned.chain[index] == child_block_id(lineage.parent(planned.chain, index), text)
+
+
+def test_a_source_with_other_content_under_its_id_is_none(made):
+    old = made.talk(3, in_cpu=1)
+    slot = made.cpu.reserve()
+    made.cpu.announce(slot, replace(made.stored.record(old, 1), tokens=b"another"))
+    made.cpu.publish(slot)
+    made.cpu.release(slot)
+    assert not made.begin(old, [(2, 12)])[1]
+    made.check_nothing_is_left(2)
+
+
+def test_blocks_are_found_at_once_and_can_be_loaded_when_they_are_copied(made):
+    planned, _ = made.begin(made.talk(3), [(4, 12)])
+    assert {made.cpu.state(made.cpu.slot_of(one)) for one in planned.chain} == {SlotState.PENDING}
+    assert not made.splicer.is_idle
+    assert len(made.run_tasks()) == 2
+
+
+def test_sources_on_disk_are_read_first(made):
+    old = made.talk(3, in_cpu=1)
+    planned, has_begun = made.begin(old, [(2, 12)])
+    assert has_begun
+    assert made.run_tasks() == [], "they are on their way"
+    while made.io.queued:
+        slot = made.next_read()
+        made.arena[slot] = made.tokens_of(slot)
+        made.end_read(slot)
+    for slot in made.run_tasks():
+        made.cpu.release(slot)
+    made.check(planned.chain)
+    made.check_nothing_is_left(3 + 2)
+
+
+def test_a_source_whose_read_fails_gives_the_splice_up(made):
+    planned, _ = made.begin(made.talk(3, in_cpu=1), [(2, 12)])
+    made.end_read(made.next_read(), succeeded=False)
+    assert made.run_tasks() == []
+    assert all(made.cpu.slot_of(one) is None for one in planned.chain) and made.stats.given_up_splices == 1
+    made.read()
+    assert made.splicer.is_idle
+    made.check_idle()
+
+
+@pytest.mark.parametrize("num_slots", [6, 16])
+def test_without_a_source_or_a_slot_nothing_is_begun(num_slots):
+    made = SpliceBench(num_slots)
+    old = made.talk(5)
+    if num_slots == 16:
+        made.cpu.forget(old.chain[4])
+    planned, has_begun = made.begin(old, [(2, 20)])
+    assert not has_begun and made.splicer.is_idle
+    assert all(made.cpu.slot_of(one) is None for one in planned.chain)
+    made.check_idle()
+
+
+def test_a_copy_that_fails_is_given_up(made):
+    planned, _ = made.begin(made.talk(3), [(2, 12)])
+    assert made.run_tasks(succeeded=False) == []
+    assert all(made.cpu.slot_of(one) is None for one in planned.chain)
+    made.check_nothing_is_left(3)
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_what_is_copied_from_a_deleted_block_is_not_found(made, is_running):
+    old = made.talk(3)
+    planned, _ = made.begin(old, [(2, 12)])
+    if is_running:
+        made.splicer.poll()
+    slots = {made.cpu.slot_of(one) for one in planned.chain}
+    made.cpu.forget(old.chain[1])
+    assert made.run_tasks() == []
+    assert slots <= set(made.erased) or not is_running
+    assert all(made.cpu.slot_of(one) is None for one in planned.chain)
+    made.check_nothing_is_left(1)
+
+
+def test_a_new_block_that_is_deleted_meanwhile_is_not_published(made):
+    planned, _ = made.begin(made.talk(3), [(2, 12)])
+    made.splicer.poll()
+    made.cpu.forget(planned.chain[1])
+    (ready,) = made.run_tasks()
+    assert made.cpu.slot_of(planned.chain[0]) == ready and made.cpu.slot_of(planned.chain[1]) is None
+    made.cpu.release(ready)
+    made.check_nothing_is_left(4)
+
+
+def test_what_is_spliced_already_needs_nothing(made):
+    old = made.talk(3)
+    for slot in (made.begin(old, [(2, 12)]), made.run_tasks())[1]:
+        made.cpu.release(slot)
+    _, has_begun = made.begin(old, [(2, 12)])
+    assert has_begun and made.splicer.is_idle
+
+
+def test_a_long_splice_is_copied_in_parts():
+    num = CHUNK_BLOCKS + 3
+    made = SpliceBench(2 * num + 2)
+    planned, _ = made.begin(made.talk(num + 1), [(1, (num + 1) * SIZE)])
+    made.splicer.poll()
+    assert len(made.tasks.tasks) == 2
+    for slot in made.run_tasks():
+        made.cpu.release(slot)
+    assert len(planned.chain) == num
+    made.check(planned.chain)

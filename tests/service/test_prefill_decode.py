@@ -1,0 +1,165 @@
+"""Two servers, one that prefills and one that decodes, over one Redis: one conversation, whatever happens to the first.
+
+Tokens are those of one server alone.
+"""
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kvstore import CacheTiers, Engine, SamplingParams
+from tests.support.redis_server import RedisServer, free_port
+from tests.support.service.server_process import ServerProcess, launch, run_command
+from tests.support.service.talking import SHORT, chat
+from tests.support.waiting import wait_until
+
+SECRET = "of a fleet of tests, long enough for it\n"
+
+
+class Pair:
+    """prefill may be killed and started again on its port."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "redis").mkdir()
+        (folder / "secret").write_text(SECRET)
+        self.folder, self.port, self.redis = folder, free_port(), RedisServer(folder / "redis")
+        self.shared = ("--remote", self.redis.url, "--fleet-secret-file", str(folder / "secret"))
+        self.prefill = self.start()
+        self.decode = launch(folder / "decode", *self.shared, "--role", "decode", "--prefill-url", self.url)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> ServerProcess:
+        flags = ("--disk", "0", "--role", "prefill", "--port", str(self.port))
+        return launch(self.folder / "prefill", *self.shared, *flags)
+
+    def asked(self) -> dict:
+        return self.decode.admin("GET", "/admin/stats").json()["remote"]["prefill"]
+
+    def reasons(self) -> list[str]:
+        return self.decode.get("/health").json()["reasons"]
+
+    def close(self) -> None:
+        self.prefill.kill()
+        self.decode.kill()
+        self.redis.kill()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    found = Pair(tmp_path_factory.mktemp("pair"))
+    yield found
+    found.close()
+
+
+def long(topic: str) -> str:
+    """Some 200 tokens."""
+    return " ".join(f"My {topic} number {index} is called Ada." for index in range(18))
+
+
+def alone(*said: str) -> list[str]:
+    """Answers of a server that has no other."""
+    params = SamplingParams(temperature=0, max_tokens=SHORT["max_tokens"], ignore_eos=True)
+    with Engine(cache_tiers=CacheTiers(hbm="16MiB"), device="cpu") as engine:
+        talk = engine.chat("talk")
+        return [talk.send(text, params).text for text in said]
+
+
+def text_of(answer: dict) -> str:
+    return answer["message"]["content"]
+
+
+def remote_tokens(answer: dict) -> int:
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens_details"]["remote"]
+
+
+def test_a_conversation_over_both_says_what_one_server_says(pair):
+    said = [long("dog"), "And what is my name?", long("cat"), "Who is Ada?"]
+    answers = [chat(pair.decode, said[0])]
+    answers += [chat(pair.decode, text, answers[0]["session_id"]) for text in said[1:]]
+    assert [text_of(one) for one in answers] == alone(*said)
+    found = [remote_tokens(one) for one in answers]
+    assert found[0] >= 128 and found[2] >= 128, "computed by the other server"
+    assert found[1] == found[3] == 0, "too little to ask for"
+    asked = pair.asked()
+    assert (asked["computed"], asked["failures"], asked["waiting"]) == (2, {}, 0)
+    assert asked["blocks"] * 16 >= found[0] + found[2] and pair.reasons() == []
+    body = {"messages": [{"role": "user", "content": long("fish")}], **SHORT}
+    reply = pair.decode.post("/v1/chat/completions", body).json()
+    assert reply["choices"][0]["message"]["content"] == alone(long("fish"))[0]
+    assert remote_tokens(reply) >= 128
+    page = pair.decode.get("/metrics").body.decode()
+    assert "kvstore:prefill_up 1.0" in page and "kvstore:prefill_computed_total 3.0" in page
+
+
+def test_a_prefill_server_that_ends_in_the_middle_costs_time_alone(pair):
+    """It is stopped, killed while a request waits for it, gone, and back."""
+    before = pair.asked()["failures"]
+    expected = {topic: alone(long(topic))[0] for topic in ("car", "bike", "boat", "train", "plane")}
+
+    def failed(cause: str) -> int:
+        return pair.asked()["failures"].get(cause, 0) - before.get(cause, 0)
+
+    pair.prefill.process.send_signal(signal.SIGSTOP)
+    assert text_of(chat(pair.decode, long("car"))) == expected["car"]
+    assert failed("late") == 1 and "prefill_degraded" in pair.reasons()
+    assert text_of(chat(pair.decode, long("bike"))) == expected["bike"]
+    assert failed("down") == 1
+    pair.prefill.process.send_signal(signal.SIGCONT)
+    wait_until(lambda: pair.reasons() == [], "it is asked again")
+    pair.prefill.process.send_signal(signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(chat, pair.decode, long("boat"))
+        wait_until(lambda: pair.asked()["waiting"] or running.done(), "it waits")
+        pair.prefill.kill()
+        assert text_of(running.result()) == expected["boat"]
+    assert text_of(chat(pair.decode, long("train"))) == expected["train"]
+    assert pair.decode.get("/health").json() == {"status": "degraded", "reasons": ["prefill_degraded"]}
+    page = pair.decode.get("/metrics").body.decode()
+    assert "kvstore:prefill_up 0.0" in page and 'kvstore:prefill_failures_total{cause="down"}' in page
+    pair.prefill = pair.start()
+    wait_until(lambda: pair.reasons() == [], "it is found again")
+    answer = chat(pair.decode, long("plane"))
+    assert text_of(answer) == expected["plane"] and remote_tokens(answer) >= 128
+
+
+def test_a_shared_tier_that_is_gone_costs_time_alone(pair):
+    pair.redis.restart()  # empty
+    assert text_of(chat(pair.decode, long("horse"))) == alone(long("horse"))[0]
+    pair.redis.kill()
+    assert text_of(chat(pair.decode, long("cow"))) == alone(long("cow"))[0]
+    pair.redis.start()
+
+
+def test_a_server_of_another_fleet_is_not_let_in(pair, tmp_path):
+    (tmp_path / "secret").write_text(SECRET[::-1].strip())
+    flags = ("--remote", pair.redis.url, "--fleet-secret-file", str(tmp_path / "secret"), "--role", "decode")
+    stranger = launch(tmp_path / "store", *flags, "--prefill-url", pair.url)
+    try:
+        wait_until(lambda: "prefill_degraded" in stranger.get("/health").json()["reasons"], "its first probe")
+        asked = stranger.admin("GET", "/admin/stats").json()["remote"]["prefill"]
+        assert "401 invalid_api_key" in asked["degraded"]
+        assert text_of(chat(stranger, long("pig"))) == alone(long("pig"))[0]
+    finally:
+        stranger.kill()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--role", "prefill"], "role is prefill, but remote is not set"),
+        (["--role", "decode", "--prefill-url", "http://a:1"], "role is decode, but remote is not set"),
+        (["--role", "decode", "--remote", "redis://a"], "role is decode, but prefill_url is not set"),
+        (["--prefill-url", "http://a:1", "--remote", "redis://a"], "prefill_url is set, but role is not decode"),
+        (["--prefill-url", "a:1", "--role", "decode", "--remote", "redis://a"], "prefill_url is 'a:1'; give http://"),
+        (["--role", "both"], "--role is 'both'; give one of prefill, decode"),
+    ],
+)
+def test_roles_that_cannot_be_are_refused_in_one_line(flags, words):
+    found = run_command("serve", "--cpu", "8MiB", *flags, KVSTORE_FLEET_SECRET=SECRET.strip())
+    assert found.returncode == 2 and words in found.stderr and found.stderr.count("\n") == 1

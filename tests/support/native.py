@@ -1,0 +1,23 @@
+"""A machine without a compiler, as the C code meets it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from kvstore.kernels.cpu import native
+
+
+@contextmanager
+def no_compiler() -> Iterator[None]:
+    """In here the C code cannot be compiled, and none is kept from before."""
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as empty:
+        patch.setenv("CC", "/nonexistent/cc")
+        patch.setenv("XDG_CACHE_HOME", empty)
+        native.library.cache_clear()
+        assert native.library() is None
+        try:
+            yield
+        finally:
+            native.library.cache_clear()

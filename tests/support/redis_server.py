@@ -1,0 +1,86 @@
+"""A Redis of a test's own on a free port, and what may happen to it."""
+
+import shutil
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import RemoteError
+from kvstore.remote.address import RedisAddress
+from kvstore.remote.resp import RespClient
+from tests.support.waiting import wait_until
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+class RedisServer:
+    """options: as on its command line. It keeps nothing unless these say so. url: without user and password."""
+
+    def __init__(self, folder: Path, *options: str, scheme: str = "redis") -> None:
+        program = shutil.which("redis-server") or shutil.which("valkey-server")
+        if program is None:
+            pytest.skip("neither redis-server nor valkey-server is installed")
+        self.port, self.scheme = free_port(), scheme
+        port = ["--port", str(self.port)] if scheme == "redis" else ["--port", "0", "--tls-port", str(self.port)]
+        self._command = [program, *port, "--bind", "127.0.0.1", "--save", "", "--dir", str(folder), *options]
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://127.0.0.1:{self.port}/0"
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None
+        return self._process
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+        wait_until(self._listens, "redis-server does not listen")
+
+    def _listens(self) -> bool:
+        assert self.process.poll() is None, "redis-server has ended"
+        with socket.socket() as found:
+            return found.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+    def restart(self) -> None:
+        """Empty, unless it keeps what it has."""
+        self.kill()
+        self.start()
+
+    def pause(self) -> None:
+        """It takes connections, as the kernel does that, and answers nothing."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def client(self, **more: object) -> RespClient:
+        return RespClient(RedisAddress("127.0.0.1", self.port, **more))  # type: ignore[arg-type]
+
+    def ask(self, *command: str | bytes | int) -> object:
+        """By a connection of its own."""
+        client = self.client()
+        try:
+            return client.call(*command)
+        finally:
+            client.close()
+
+    def answers(self) -> bool:
+        try:
+            return self.ask("PING") == b"PONG"
+        except RemoteError:
+            return False

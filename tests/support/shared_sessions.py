@@ -1,0 +1,38 @@
+"""Stores of sessions that share a Redis, as servers of one fleet have them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from kvstore import CacheTiers, Engine, SamplingParams
+from kvstore.remote.address import RedisAddress
+from kvstore.sessions.shared.opening import open_shared
+from kvstore.sessions.shared.server import Durability
+from kvstore.sessions.store import SessionStore
+from tests.children.session_child import Clock
+from tests.support.redis_server import RedisServer
+
+SECRET = b"s" * 32
+DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
+
+
+def shared_store(
+    redis: RedisServer | int,
+    directory: Path | None = None,
+    clock: Callable[[], float] | None = None,
+    lease_s: float = 10.0,
+    secret: bytes = SECRET,
+    level: str = "unchecked",
+    num_replicas: int = 0,
+) -> SessionStore:
+    """redis: or the port of one. directory: of the server's own store."""
+    address = RedisAddress("127.0.0.1", redis if isinstance(redis, int) else redis.port)
+    shared = open_shared(address, Durability(level, num_replicas), secret, directory, lease_s)
+    return SessionStore(None, clock or Clock(), shared=shared)
+
+
+def answers_without_a_store(said: list[list[str]], max_tokens: int) -> list[list[str]]:
+    """What the built-in model answers to each of these conversations, greedily."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    with Engine(cache_tiers=CacheTiers(hbm="16MiB"), device="cpu") as engine:
+        talks = [engine.chat(f"talk-{index}") for index in range(len(said))]
+        return [[talk.send(text, params).text for text in texts] for talk, texts in zip(talks, said, strict=True)]

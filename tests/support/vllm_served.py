@@ -1,0 +1,121 @@
+"""vLLM's CPU build as a process that serves a tiny model over our store."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+from kvstore.service.command.vllm_config import transfer_config
+
+START_S = 1200.0  # where the machine has other work, too
+MAKE_MODEL = """
+import sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(int(sys.argv[2]))
+sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+LlamaForCausalLM(LlamaConfig(vocab_size=512, **sizes)).save_pretrained(sys.argv[1])
+"""
+
+
+class ServedVllm:
+    """vLLM in a session of its own, so that it can be killed as a whole. within: a command to start it by."""
+
+    def __init__(self, model: Path, store: Path, within: Sequence[str] = ()) -> None:
+        self.model, self.store, self.port = model, store, free_port()
+        self.within = list(within)
+        self.log = model.parent / f"{model.name}.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.launch()
+        self.wait()
+
+    def launch(self) -> None:
+        transfer = json.dumps(transfer_config(str(self.store), 16 << 20, 256 << 20, on_cpu=True))
+        command = [
+            *self.within, sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model),
+            "--port", str(self.port), "--host", "127.0.0.1", "--served-model-name", "tiny", "--dtype", "float32",
+            "--skip-tokenizer-init", "--max-model-len", "1024", "--block-size", "32", "--enforce-eager",
+            "--enable-prefix-caching", "--prefix-caching-hash-algo", "sha256_cbor", "--enable-prompt-tokens-details",
+            "--kv-transfer-config", transfer,
+        ]  # fmt: skip
+        surroundings = {
+            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2",
+            "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+        }  # fmt: skip
+        with self.log.open("ab") as out:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=out, start_new_session=True, env={**os.environ, **surroundings}
+            )
+
+    def wait(self) -> None:
+        """Until it serves."""
+        assert self.process is not None
+        deadline = time.monotonic() + START_S
+        while True:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-3000:]
+            try:
+                urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
+                return
+            except (URLError, OSError):
+                time.sleep(0.5)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            with suppress(ProcessLookupError):  # all of it has ended by itself
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+            for left in Path("/dev/shm").glob("vllm_offload_*.mmap"):
+                if left.stat().st_uid == os.getuid() and not _is_mapped(left):
+                    left.unlink()
+
+    def ask(self, prompt: list[int], **params: object) -> tuple[list[int], int]:
+        """Token ids of the answer, and how many of the prompt came from a cache."""
+        body = {
+            "model": "tiny", "prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True, "detokenize": False, **params,
+        }  # fmt: skip
+        request = Request(
+            f"http://127.0.0.1:{self.port}/v1/completions", json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )  # fmt: skip
+        with urlopen(request, timeout=START_S) as reply:
+            found = json.load(reply)
+        details = found["usage"].get("prompt_tokens_details") or {}
+        return found["choices"][0]["token_ids"], details.get("cached_tokens") or 0
+
+    def ask_all(self, prompts: list[list[int]]) -> list[tuple[list[int], int]]:
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            return list(threads.map(self.ask, prompts))
+
+
+def _is_mapped(path: Path) -> bool:
+    """Whether a process that still runs has this file."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            if str(path) in maps.read_text():
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def make_model(folder: Path, seed: int) -> Path:
+    subprocess.run([sys.executable, "-c", MAKE_MODEL, str(folder), str(seed)], check=True, capture_output=True)
+    return folder
