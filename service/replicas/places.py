@@ -24,6 +24,7 @@ class ReplicaPlace:
     @classmethod
     def below(cls, store: Path) -> Self:
         """Raises StoreError where nothing can be made there."""
+        store = store.expanduser()
         try:
             store.mkdir(mode=0o700, parents=True, exist_ok=True)
             for number in count():

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,3 +42,10 @@ def test_a_place_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match=r"--store .*file cannot be used"):
         ReplicaPlace.below(tmp_path / "file")
+
+
+def test_a_place_below_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    place = ReplicaPlace.below(Path("~/store"))
+    assert place.path == tmp_path / "store" / "replica-0"
+    place.close()
