@@ -54,10 +54,10 @@ def layout() -> KVLayout:
     return KVLayout(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.bfloat16, (rotation,) * NUM_LAYERS)
 
 
-def filled_arena(num_slots: int) -> Arena:
-    arena = Arena(layout(), num_slots, pin=False)
-    for slot in range(num_slots):
-        arena.tensor[slot] = torch.randn(arena.layout.block_shape).bfloat16()
+def filled_arena(num_arena_blocks: int) -> Arena:
+    arena = Arena(layout(), num_arena_blocks, pin=False)
+    for arena_block in range(num_arena_blocks):
+        arena.tensor[arena_block] = torch.randn(arena.layout.block_shape).bfloat16()
     return arena
 
 
@@ -131,11 +131,11 @@ class Bench:
             (layer, *(part.view(tokens, NUM_KV_HEADS, HEAD_DIM) for part in pair)) for layer, pair in enumerate(pairs)
         ]
         numbers = torch.randperm(tokens // BLOCK_SIZE, generator=torch.Generator().manual_seed(0))
-        slots = (numbers[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()
+        places = (numbers[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()
         source = torch.randn(NUM_LAYERS, 2, tokens, width).bfloat16()
         target = torch.zeros_like(source)
         measures = {
-            f"HBM -> CPU, {tokens:,} tokens": lambda: timed(lambda: save_layers(arena.tensor, layers, None, slots)),
+            f"HBM -> CPU, {tokens:,} tokens": lambda: timed(lambda: save_layers(arena.tensor, layers, None, places)),
             "memcpy, layer by layer": lambda: timed(lambda: [target[i].copy_(source[i]) for i in range(NUM_LAYERS)]),
         }
         self.compare(measures, source.nbytes, "memcpy, layer by layer")
@@ -149,8 +149,8 @@ class Bench:
         with disk_tier(store) as tier:
             write_all(tier, records, arena)
         with file.open("wb") as out:
-            for slot in range(count):
-                out.write(arena.view(slot))
+            for arena_block in range(count):
+                out.write(arena.view(arena_block))
         memory = mmap.mmap(-1, count * size)
         memory.write(bytes(count * size))  # so that its pages exist, as the arena's do
 
@@ -186,7 +186,7 @@ class Bench:
     def write(self) -> None:
         """CPU -> disk in the writer's batches, each durable, beside a plain file: first new files, then old pages."""
         count, arena, file = self.num_blocks, filled_arena(self.num_blocks), self.folder / "plain"
-        size, parts = arena.layout.block_bytes, [arena.view(slot) for slot in range(count)]
+        size, parts = arena.layout.block_bytes, [arena.view(arena_block) for arena_block in range(count)]
 
         def fresh() -> float:
             with TemporaryDirectory(dir=self.folder) as store, disk_tier(Path(store)) as tier:
@@ -252,20 +252,20 @@ def write_all(tier: DiskTier, records: Sequence[BlockRecord], arena: Arena) -> N
     each = -(-BATCH_BYTES // arena.layout.block_bytes)
     for first in range(0, len(records), each):
         part = range(first, min(first + each, len(records)))
-        outcome = tier.write([(records[slot], arena.view(slot)) for slot in part])
+        outcome = tier.write([(records[arena_block], arena.view(arena_block)) for arena_block in part])
         if outcome.error is not None:
             raise RuntimeError(f"the disk tier did not write: {outcome.error}")
 
 
 @contextmanager
 def reading(tier: DiskTier, arena: Arena) -> Iterator[Callable[[Sequence[BlockRecord]], None]]:
-    """Read records into the slots of the same number. All are queued at once, like those of a request."""
+    """Read records into the arena blocks of the same number. All are queued at once, like those of a request."""
     woken = threading.Event()
     queue = IoQueue(tier, woken.set)
 
     def read(records: Sequence[BlockRecord]) -> None:
-        for slot, record in enumerate(records):
-            queue.submit_read(Read(slot, record, arena.view(slot)))
+        for arena_block, record in enumerate(records):
+            queue.submit_read(Read(arena_block, record, arena.view(arena_block)))
         num_done = 0
         while num_done < len(records):
             woken.wait()
@@ -355,8 +355,8 @@ def builtin_blocks(dtype: torch.dtype) -> list[bytes]:
         engine.generate([ids], SamplingParams(max_tokens=1))
         engine.check_integrity()  # waits until everything is saved
         connector: Any = engine.connector  # a benchmark may look inside
-        slots = connector.parts.cpu.pool.cached_blocks()
-        return [bytes(connector.parts.arena.view(slot)) for slot in slots]
+        arena_blocks = connector.parts.cpu.pool.cached_blocks()
+        return [bytes(connector.parts.arena.view(arena_block)) for arena_block in arena_blocks]
 
 
 # -- lookups ---------------------------------------------------------------------------------------------------------

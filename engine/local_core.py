@@ -262,10 +262,10 @@ def open_store(
 
     layout = model.layout(config.block_size)
     # Staging without a CPU tier: the loads of the longest request, and one block being filled for each running request.
-    least_slots = 2 * config.max_num_seqs + -(-loaded.max_model_len // config.block_size)
+    least_arena_blocks = 2 * config.max_num_seqs + -(-loaded.max_model_len // config.block_size)
     name, device, load = loaded.name, loaded.device, config.load
     return open_connector(
-        tiers, layout, name, named, device, load, least_slots, num_blocks, config.eviction, directory,
+        tiers, layout, name, named, device, load, least_arena_blocks, num_blocks, config.eviction, directory,
         reports=config.kv_events is not None, secret=config.common_root(), others=others, owner=owner,
     )  # fmt: skip
 

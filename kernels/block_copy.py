@@ -1,8 +1,8 @@
 """Blocks between the CPU arena and the paged HBM cache; loading rotates the keys on the way.
 
-The arena, [num_slots, num_layers, 2, block_size, num_kv_heads, head_dim], holds raw keys (index 0 of the third axis)
-and values. CUDA uses a Triton kernel, a CPU compiled C; without these, the twins in `kvstore.kernels.reference` do the
-same, bit for bit.
+The arena, [num_arena_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], holds raw keys (index 0 of the third
+axis) and values. CUDA uses a Triton kernel, a CPU compiled C; without these, the twins in `kvstore.kernels.reference`
+do the same, bit for bit.
 """
 
 from collections.abc import Sequence
@@ -23,21 +23,21 @@ RawLayer = tuple[int, Tensor, Tensor]  # layer, raw keys and values, [num_tokens
 class BlockLoad:
     """The load of N blocks, layer by layer, by one thread. What the layers share is prepared at its first use.
 
-    slots, block_numbers: arena slot and HBM block of each. positions: of each block's first token. rotations: the full
-    table of each layer, None if its keys are not rotated. On CUDA it works in the current stream.
+    arena_blocks, block_numbers: where each lies in the arena and in HBM. positions: of each block's first token.
+    rotations: the full table of each layer, None if its keys are not rotated. On CUDA it works in the current stream.
     """
 
     def __init__(
-        self, arena: Tensor, slots: Sequence[int] | Tensor, block_numbers: Sequence[int] | Tensor,
+        self, arena: Tensor, arena_blocks: Sequence[int] | Tensor, block_numbers: Sequence[int] | Tensor,
         positions: Sequence[int] | Tensor, rotations: Sequence[Rotation | None],
     ) -> None:  # fmt: skip
         self._arena = arena
-        self._slots = torch.as_tensor(slots, dtype=torch.int64)
+        self._arena_blocks = torch.as_tensor(arena_blocks, dtype=torch.int64)
         self._block_numbers = torch.as_tensor(block_numbers, dtype=torch.int64)
         self._positions = torch.as_tensor(positions, dtype=torch.int64)
-        assert len(self._slots) == len(self._block_numbers) == len(self._positions)
+        assert len(self._arena_blocks) == len(self._block_numbers) == len(self._positions)
         self._rotations = rotations
-        self._places: Tensor | None = None
+        self._blocks: Tensor | None = None
         self._native: copy_native.NativeLoad | None = None
 
     def load_layer(self, layer: int, key_cache: Tensor, value_cache: Tensor) -> None:
@@ -46,7 +46,7 @@ class BlockLoad:
 
     def load_layers(self, first: int, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
         """As `load_layer`, for the layers from `first` on. Kernels launch once for layers with the same rotation."""
-        if not len(self._slots) or not caches:
+        if not len(self._arena_blocks) or not caches:
             return
         if runs_kernels(caches[0][0]):
             self.load_by_kernel(first, caches)
@@ -54,50 +54,52 @@ class BlockLoad:
         for layer, pair in enumerate(caches, first):
             rotation = self._rotations[layer]
             if self._native is None:
-                self._native = copy_native.NativeLoad(self._arena, self._slots, self._block_numbers, self._positions)
+                self._native = copy_native.NativeLoad(
+                    self._arena, self._arena_blocks, self._block_numbers, self._positions
+                )
             if not (pair[0].is_cpu and self._native.load_layer(layer, *pair, rotation)):
                 reference.load_blocks(
-                    self._arena, layer, self._slots, *pair, self._block_numbers, self._positions, rotation
+                    self._arena, layer, self._arena_blocks, *pair, self._block_numbers, self._positions, rotation
                 )
 
     def load_by_kernel(self, first: int, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
         """As `load_layers`, by a kernel that reads the arena, which is pinned memory, over the bus."""
         from kvstore.kernels.cuda import kv as kv_triton
 
-        if self._places is None:  # copied to the device once, in the stream of the loads
-            places = torch.stack([self._slots, self._block_numbers, self._positions])
-            self._places = to_device(places, caches[0][0].device)
+        if self._blocks is None:  # copied to the device once, in the stream of the loads
+            blocks = torch.stack([self._arena_blocks, self._block_numbers, self._positions])
+            self._blocks = to_device(blocks, caches[0][0].device)
         layers = [(layer, *pair) for layer, pair in enumerate(caches, first)]
         for _, group in groupby(layers, lambda layer: id(self._rotations[layer[0]])):
             alike = list(group)
-            kv_triton.load(self._arena, alike, self._places, self._rotations[alike[0][0]])
+            kv_triton.load(self._arena, alike, self._blocks, self._rotations[alike[0][0]])
 
 
-def save_layers(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | None, slots: Tensor) -> None:
-    """Save several layers of one step. rows: the tokens to save, [n] int64, None for all; slots: where, [n]."""
-    if not layers or not len(slots):
+def save_layers(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | None, places: Tensor) -> None:
+    """Save several layers of one step. rows: the tokens to save, [n] int64, None for all; places: in the arena, [n]."""
+    if not layers or not len(places):
         return
-    if not copy_native.save_layers(arena, layers, rows, slots):
-        _save_by_torch(arena, layers, rows, slots)
+    if not copy_native.save_layers(arena, layers, rows, places):
+        _save_by_torch(arena, layers, rows, places)
 
 
-def save_to_arena(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | None, slots: Tensor) -> None:
+def save_to_arena(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | None, places: Tensor) -> None:
     """As `save_layers`, in the order of the current stream: on CUDA a kernel writes to the arena over the bus.
 
-    rows, slots: int64, on the device of the keys; a slot of -1 is skipped. The arena is pinned. Keys and values must
+    rows, places: int64, on the device of the keys; a place of -1 is skipped. The arena is pinned. Keys and values must
     not change until the stream has passed this point. A CUDA device needs Triton for this.
     """
-    if not layers or not len(slots):
+    if not layers or not len(places):
         return
     if layers[0][1].is_cpu:
-        _save_by_torch(arena, layers, rows, slots)
+        _save_by_torch(arena, layers, rows, places)
         return
     from kvstore.kernels.cuda import kv as kv_triton
 
-    kv_triton.save(arena, layers, rows, slots)
+    kv_triton.save(arena, layers, rows, places)
 
 
-def _save_by_torch(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | None, slots: Tensor) -> None:
+def _save_by_torch(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | None, places: Tensor) -> None:
     for layer, key, value in layers:
         pair = (key, value) if rows is None else (key[rows.to(key.device)], value[rows.to(key.device)])
-        reference.save_tokens(arena, layer, *pair, slots)
+        reference.save_tokens(arena, layer, *pair, places)

@@ -33,15 +33,16 @@ def rotate_and_write(
 
 
 def load_blocks(
-    arena: Tensor, layer: int, slots: Tensor, key_cache: Tensor, value_cache: Tensor, block_numbers: Tensor,
+    arena: Tensor, layer: int, arena_blocks: Tensor, key_cache: Tensor, value_cache: Tensor, block_numbers: Tensor,
     positions: Tensor, rotation: Rotation | None,
 ) -> None:  # fmt: skip
-    """Load one layer of N blocks from arena slots, [N], to HBM blocks, [N], and rotate the keys.
+    """Load one layer of N blocks from arena blocks, [N], to HBM blocks, [N], and rotate the keys.
 
-    arena: [num_slots, num_layers, 2, block_size, num_kv_heads, head_dim], raw keys and values; caches: [num_blocks,
-    block_size, num_kv_heads, head_dim]. positions: of each block's first token, [N]. rotation: the layer's full table.
+    arena: [num_arena_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], raw keys and values; caches:
+    [num_blocks, block_size, num_kv_heads, head_dim]. positions: of each block's first token, [N]. rotation: the
+    layer's full table.
     """
-    blocks = arena[slots, layer].to(key_cache.device)  # [N, 2, block_size, num_kv_heads, head_dim]
+    blocks = arena[arena_blocks, layer].to(key_cache.device)  # [N, 2, block_size, num_kv_heads, head_dim]
     key, value = blocks[:, 0], blocks[:, 1]
     if rotation is not None:
         every = (positions[:, None] + torch.arange(key.shape[1])).flatten().to(key.device)
@@ -51,14 +52,14 @@ def load_blocks(
     value_cache[block_numbers] = value
 
 
-def save_tokens(arena: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
-    """Save raw keys and values of one layer, [num_tokens, num_kv_heads, head_dim], to token slots, [num_tokens].
+def save_tokens(arena: Tensor, layer: int, key: Tensor, value: Tensor, places: Tensor) -> None:
+    """Save raw keys and values of one layer, [num_tokens, num_kv_heads, head_dim], to these places, [num_tokens].
 
-    arena: as in `load_blocks`; a token slot is arena slot * block_size + offset, and -1 is skipped.
+    arena: as in `load_blocks`; a token's place in it is arena block * block_size + offset, and -1 is skipped.
     """
-    kept = slots >= 0
-    key, value, slots = key[kept], value[kept], slots[kept].to(arena.device)
-    blocks, offsets = slots // arena.shape[3], slots % arena.shape[3]
+    kept = places >= 0
+    key, value, places = key[kept], value[kept], places[kept].to(arena.device)
+    blocks, offsets = places // arena.shape[3], places % arena.shape[3]
     arena[blocks, layer, 0, offsets] = key.to(arena.device)
     arena[blocks, layer, 1, offsets] = value.to(arena.device)
 

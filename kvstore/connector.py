@@ -238,7 +238,7 @@ def open_connector(
     fingerprint: Callable[[Path | None], str],
     device: torch.device,
     load: str = "auto",
-    least_slots: int = 1,
+    least_arena_blocks: int = 1,
     num_hbm_blocks: int = 0,
     policy: str = "auto",
     directory: StoreDirectory | None = None,
@@ -250,12 +250,12 @@ def open_connector(
     """The connector for these tiers: none below HBM gives a NullConnector.
 
     fingerprint: 64 hexadecimal digits that name weights, rotation and layout; called with the file in which digests of
-    weights may be cached. least_slots: blocks that the staging area needs when the CPU tier is off but the disk is on.
-    num_hbm_blocks: of the engine's pool. policy: of eviction. directory: from `hold_store`, which is called here
-    otherwise; the connector closes it, also when this raises. reports: to `KVConnector.holdings`. secret: of a fleet,
-    whose servers have the same block ids; None: the store's own. others: ranks that have the other heads, where the
-    layout says that this one has some. owner: the socket of the process that owns the disk of this and other engines
-    (`kvstore.owned_disk`); then these tiers have none.
+    weights may be cached. least_arena_blocks: those that the staging area needs when the CPU tier is off but the disk
+    is on. num_hbm_blocks: of the engine's pool. policy: of eviction. directory: from `hold_store`, which is called
+    here otherwise; the connector closes it, also when this raises. reports: to `KVConnector.holdings`. secret: of a
+    fleet, whose servers have the same block ids; None: the store's own. others: ranks that have the other heads, where
+    the layout says that this one has some. owner: the socket of the process that owns the disk of this and other
+    engines (`kvstore.owned_disk`); then these tiers have none.
     Raises ConfigError, StoreError or StoreLockedError.
     """
     if not tiers.cpu and not tiers.disk:
@@ -274,7 +274,7 @@ def open_connector(
         fingerprint,
         device,
         load,
-        least_slots,
+        least_arena_blocks,
         num_hbm_blocks,
         policy,
         owned,

@@ -30,6 +30,7 @@ from tests.support.tidy import (
     patches,
     private_reaches,
     re_exports,
+    slots_beside_hbm,
     waits_by_themselves,
 )
 
@@ -210,6 +211,7 @@ KNOWN = {  # rule: what breaks it today
     long_files: set(),
     class_names_met_twice: MET_TWICE,
     bare_words: BARE,
+    slots_beside_hbm: set(),
     runs_foreign_bytes: set(),
     without_docstring: set(),
     waits_by_themselves: WAITS,
@@ -330,6 +332,14 @@ PLANTED = {
     long_files: [({"bench__a": "\n" * (MAX_FILE_LINES + 1)}, "bench.a")],
     class_names_met_twice: [({"kvstore__a": "class C: ...", "service__b": "class C: ..."}, "C")],
     bare_words: [({"kvstore__a": "class A:\n    def _take(self): ..."}, "kvstore.a._take")],
+    slots_beside_hbm: [
+        ({"kvstore__a": "def f(slot): ...", "engine__a": "def f(slot): ..."}, "kvstore.a.slot"),
+        (
+            {"kvstore__a": "f(slots=2)\nSlotState = part.num_slots"},
+            "kvstore.a.SlotState kvstore.a.num_slots kvstore.a.slots",
+        ),
+        ({"kvstore__a": "@dataclass(slots=True)\n" + a_class('__slots__ = ("a", "slot")')}, ""),
+    ],
     runs_foreign_bytes: [
         ({"kvstore__a": "import pickle"}, "kvstore.a imports pickle"),
         ({"kvstore__a": "import torch\ntorch.load('x')"}, "kvstore.a calls torch.load"),

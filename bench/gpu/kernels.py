@@ -71,14 +71,14 @@ class KernelCheck:
     def load(self, style: Style, arm: str) -> str | None:
         count = NUM_CHECKED_BLOCKS
         rotation = table(self.case, self.device, style)
-        slots, numbers = torch.randperm(2 * count)[:count], torch.randperm(2 * count)[:count]
+        arena_blocks, numbers = torch.randperm(2 * count)[:count], torch.randperm(2 * count)[:count]
         positions = torch.randperm(count) * BLOCK_SIZE
         with arena(self.case, self.device, 2 * count, (rotation,) * NUM_CHECKED_LAYERS) as host:
             ours = new_caches(self.case, 2 * count, self.device, NUM_CHECKED_LAYERS)
             twins = new_caches(self.case, 2 * count, self.device, NUM_CHECKED_LAYERS)
-            load_all(arm, host, slots, numbers, positions, ours)
+            load_all(arm, host, arena_blocks, numbers, positions, ours)
             for layer, caches in enumerate(twins):
-                reference.load_blocks(host.tensor, layer, slots, *caches, numbers, positions, rotation)
+                reference.load_blocks(host.tensor, layer, arena_blocks, *caches, numbers, positions, rotation)
             return difference([t for pair in ours for t in pair], [t for pair in twins for t in pair])
 
     def save(self, num_tokens: int) -> str | None:
@@ -86,13 +86,13 @@ class KernelCheck:
         step = [self.step()[1:] for _ in range(NUM_CHECKED_LAYERS)]
         layers = [(layer, key, value) for layer, (key, value) in enumerate(step)]
         rows = torch.arange(0, NUM_CHECKED_TOKENS, 2)[:num_tokens]
-        slots = torch.randperm(NUM_CHECKED_BLOCKS * BLOCK_SIZE)[: len(rows)]
+        places = torch.randperm(NUM_CHECKED_BLOCKS * BLOCK_SIZE)[: len(rows)]
         with arena(self.case, self.device, NUM_CHECKED_BLOCKS, (None,) * NUM_CHECKED_LAYERS) as host:
             expected = host.tensor.clone()
-            save_all(host, layers, rows, slots, self.device)
+            save_all(host, layers, rows, places, self.device)
             for layer, key, value in layers:
                 at = rows.to(self.device)
-                reference.save_tokens(expected, layer, key[at], value[at], slots)
+                reference.save_tokens(expected, layer, key[at], value[at], places)
             timed_s(self.device, lambda: None)  # until the device's writes have landed
             return difference([host.tensor], [expected])
 
@@ -174,14 +174,16 @@ def table(case: Case, device: torch.device, style: Style) -> Rotation:
 
 
 @contextmanager
-def arena(case: Case, device: torch.device, num_slots: int, rotations: tuple[Rotation | None, ...]) -> Iterator[Arena]:
+def arena(
+    case: Case, device: torch.device, num_arena_blocks: int, rotations: tuple[Rotation | None, ...]
+) -> Iterator[Arena]:
     """The CPU tier's memory, pinned for the device, full of random numbers."""
     layout = KVLayout(len(rotations), case.shape.num_kv_heads, case.head_dim, BLOCK_SIZE, torch.bfloat16, rotations)
-    made = Arena(layout, num_slots, pin=device.type == "cuda")
+    made = Arena(layout, num_arena_blocks, pin=device.type == "cuda")
     try:
         block = torch.randn(layout.block_shape, device=device).bfloat16().cpu()
-        for slot in range(num_slots):
-            made.tensor[slot] = block.roll(slot + 1)
+        for arena_block in range(num_arena_blocks):
+            made.tensor[arena_block] = block.roll(arena_block + 1)
         yield made
     finally:
         made.close()
@@ -192,20 +194,20 @@ def load_arms(device: torch.device) -> tuple[str, ...]:
 
 
 def load_all(
-    arm: str, host: Arena, slots: torch.Tensor, numbers: torch.Tensor, positions: torch.Tensor, caches: Caches
+    arm: str, host: Arena, arena_blocks: torch.Tensor, numbers: torch.Tensor, positions: torch.Tensor, caches: Caches
 ) -> None:
     """Load all layers of these blocks, in one way or the other."""
-    load = block_copy.BlockLoad(host.tensor, slots, numbers, positions, host.layout.rotations)
+    load = block_copy.BlockLoad(host.tensor, arena_blocks, numbers, positions, host.layout.rotations)
     if arm == "kernel":
         load.load_by_kernel(0, caches)
     elif arm == "as on a CPU":
         load.load_layers(0, caches)
     else:
-        load_by_copy(host, slots, numbers, positions, caches)
+        load_by_copy(host, arena_blocks, numbers, positions, caches)
 
 
 def load_by_copy(
-    host: Arena, slots: torch.Tensor, numbers: torch.Tensor, positions: torch.Tensor, caches: Caches
+    host: Arena, arena_blocks: torch.Tensor, numbers: torch.Tensor, positions: torch.Tensor, caches: Caches
 ) -> None:
     """Load by the device's copy engine, from blocks gathered in pinned memory. Keys are rotated afterwards."""
     device, source = caches[0][0].device, host.tensor
@@ -215,8 +217,8 @@ def load_by_copy(
         rotation = rotation.at(to_device(every, device))
     size = max(1, STAGING_BYTES // source[0, 0].nbytes)
     for layer, (key_cache, value_cache) in enumerate(caches):
-        for start in range(0, len(slots), size):
-            some = slots[start : start + size]
+        for start in range(0, len(arena_blocks), size):
+            some = arena_blocks[start : start + size]
             # Pinned memory comes from torch's pool, which hands it out again only after the copy has ended.
             staging = torch.empty(len(some), *source.shape[2:], dtype=source.dtype, pin_memory=device.type == "cuda")
             torch.index_select(source[:, layer], 0, some, out=staging)
@@ -235,11 +237,11 @@ def save_all(
     host: Arena,
     layers: Sequence[block_copy.RawLayer],
     rows: torch.Tensor | None,
-    slots: torch.Tensor,
+    places: torch.Tensor,
     device: torch.device,
 ) -> None:
     at = None if rows is None else rows.to(device)
-    block_copy.save_to_arena(host.tensor, layers, at, slots.to(device))
+    block_copy.save_to_arena(host.tensor, layers, at, places.to(device))
 
 
 # -- the bus ---------------------------------------------------------------------------------------------------------
@@ -258,16 +260,16 @@ def measure_bus(case: Case, device: torch.device, board: Board, clock: Clock) ->
     with arena(case, device, count, (rotation,) * num_layers) as host:
         loads: dict[str, Callable[[], object]] = {"plain": lambda: target.copy_(plain, non_blocking=True)}
         for arm in load_arms(device):
-            for order, places in orders.items():
-                loads[f"{arm}, {order}"] = partial(load_all, arm, host, *places, positions, caches)
+            for order, blocks in orders.items():
+                loads[f"{arm}, {order}"] = partial(load_all, arm, host, *blocks, positions, caches)
         _compare(case, device, board, clock, "load", loads, size)
         pair = target.view(torch.bfloat16).view(2, num_layers, count * BLOCK_SIZE, case.shape.num_kv_heads, -1)
         layers = [(layer, pair[0, layer], pair[1, layer]) for layer in range(num_layers)]
-        slots = (scattered[0][:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten().to(device)
+        places = (scattered[0][:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten().to(device)
 
         def save() -> None:
             for one in layers:
-                save_all(host, [one], None, slots, device)
+                save_all(host, [one], None, places, device)
 
         saves: dict[str, Callable[[], object]] = {
             "plain": lambda: plain.copy_(target, non_blocking=True),

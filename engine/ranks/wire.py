@@ -70,13 +70,13 @@ class Moves(msgspec.Struct, array_like=True):
     """The loads and saves of a step; see `TransferPlan`."""
 
     ticket: int
-    loads: list[tuple[int, int, int]]  # block number, slot, position
+    loads: list[tuple[int, int, int]]  # block number, arena block, position
     saves: list[tuple[int, int, int, int, int]]  # the fields of `Save`
     row_starts: list[int]  # first token of each scheduled request
     data: bytes = b""  # the blocks of the loads, for a rank without a share of the arena
 
     def plan(self) -> TransferPlan:
-        loads = tuple(Load(number, slot, position, b"") for number, slot, position in self.loads)
+        loads = tuple(Load(number, arena_block, position, b"") for number, arena_block, position in self.loads)
         return TransferPlan(loads, tuple(Save(*save) for save in self.saves), self.ticket)
 
 
@@ -118,8 +118,8 @@ class Overwrite(msgspec.Struct, tag=True, array_like=True):
 
 
 def moves_of(plan: TransferPlan, row_starts: Sequence[int]) -> Moves:
-    loads = [(load.block_number, load.slot, load.position) for load in plan.loads]
-    saves = [(save.scheduled, save.first, save.num_tokens, save.slot, save.offset) for save in plan.saves]
+    loads = [(load.block_number, load.arena_block, load.position) for load in plan.loads]
+    saves = [(save.scheduled, save.first, save.num_tokens, save.arena_block, save.offset) for save in plan.saves]
     return Moves(plan.ticket, loads, saves, list(row_starts))
 
 

@@ -28,8 +28,8 @@ def _pointers(*names: str) -> list[tuple[str, type]]:
 
 class _LoadBlocks(ctypes.Structure):
     _fields_ = (
-        *_pointers("slots", "numbers", "positions"),
-        *_numbers("num_loads", "num_slots", "num_blocks", "slot_bytes"),
+        *_pointers("arena_blocks", "numbers", "positions"),
+        *_numbers("num_loads", "num_arena_blocks", "num_blocks", "arena_block_bytes"),
         *_numbers("block_size", "num_heads", "head_dim", "item_bytes", "num_threads"),
     )
 
@@ -43,8 +43,8 @@ class _Rotate(ctypes.Structure):
 
 class _SaveTokens(ctypes.Structure):
     _fields_ = (
-        *_pointers("rows", "slots"),
-        *_numbers("num_tokens", "num_rows", "num_slots", "slot_bytes", "block_size", "token_bytes"),
+        *_pointers("rows", "places"),
+        *_numbers("num_tokens", "num_rows", "num_arena_blocks", "arena_block_bytes", "block_size", "token_bytes"),
         *_pointers("arena"),
     )
 
@@ -57,21 +57,22 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def _is_solid(arena: Tensor) -> bool:
-    """Whether the bytes of each slot have no gap, as those of some layers in a row."""
+    """Whether the bytes of each arena block have no gap, as those of some layers in a row."""
     return len(arena) > 0 and arena[0].is_contiguous()
 
 
 class NativeLoad:
-    """The blocks of a load, as the compiled code takes them. slots, block_numbers, positions: int64 on the CPU, [N]."""
+    """The blocks of a load, as the compiled code takes them. Block numbers and positions: int64 on the CPU, [N]."""
 
-    def __init__(self, arena: Tensor, slots: Tensor, block_numbers: Tensor, positions: Tensor) -> None:
+    def __init__(self, arena: Tensor, arena_blocks: Tensor, block_numbers: Tensor, positions: Tensor) -> None:
         self._arena = arena
-        self._held = [numbers.contiguous() for numbers in (slots, block_numbers, positions)]
-        num_slots, _, _, *block_shape = arena.shape
+        self._held = [numbers.contiguous() for numbers in (arena_blocks, block_numbers, positions)]
+        num_arena_blocks, _, _, *block_shape = arena.shape
         pointers = [numbers.data_ptr() for numbers in self._held]
-        slot_bytes = arena.stride(0) * arena.element_size()
+        arena_block_bytes = arena.stride(0) * arena.element_size()
+        counts = len(arena_blocks), num_arena_blocks, 0
         self._load = _LoadBlocks(
-            *pointers, len(slots), num_slots, 0, slot_bytes, *block_shape, arena.element_size(), torch.get_num_threads()
+            *pointers, *counts, arena_block_bytes, *block_shape, arena.element_size(), torch.get_num_threads()
         )
         self._turns: dict[int, _Rotate | None] = {}
 
@@ -93,7 +94,7 @@ class NativeLoad:
             value_cache.data_ptr(),
         )  # fmt: skip
         if failed:
-            raise IndexError("a load names a slot, a block or a position that is not there")
+            raise IndexError("a load names an arena block, an HBM block or a position that is not there")
         return True
 
     def _turn(self, rotation: Rotation) -> _Rotate | None:
@@ -115,7 +116,7 @@ def _turn_of(rotation: Rotation, arena: Tensor) -> _Rotate | None:
 
 
 def save_layers(
-    arena: Tensor, layers: Sequence[tuple[int, Tensor, Tensor]], rows: Tensor | None, slots: Tensor
+    arena: Tensor, layers: Sequence[tuple[int, Tensor, Tensor]], rows: Tensor | None, places: Tensor
 ) -> bool:
     """As `block_copy.save_layers`. Raises IndexError as `load_layer` does."""
     library = native.library()
@@ -125,12 +126,12 @@ def save_layers(
     if table is None:
         return False
     item_bytes, head_dim = arena.element_size(), arena.shape[5]
-    slots, rows = slots.contiguous(), None if rows is None else rows.contiguous()
+    places, rows = places.contiguous(), None if rows is None else rows.contiguous()
     pointer = None if rows is None else rows.data_ptr()
-    place = (arena.shape[0], arena.stride(0) * item_bytes, arena.shape[3], arena.shape[4] * head_dim * item_bytes)
-    save = _SaveTokens(pointer, slots.data_ptr(), len(slots), len(layers[0][1]), *place, arena.data_ptr())
+    shape = (arena.shape[0], arena.stride(0) * item_bytes, arena.shape[3], arena.shape[4] * head_dim * item_bytes)
+    save = _SaveTokens(pointer, places.data_ptr(), len(places), len(layers[0][1]), *shape, arena.data_ptr())
     if _declared(library).kvstore_save_layers(ctypes.addressof(save), ctypes.addressof(table), len(layers)):
-        raise IndexError("a save names a row or a slot that is not there")
+        raise IndexError("a save names a row or a place that is not there")
     return True
 
 

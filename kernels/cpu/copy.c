@@ -10,9 +10,10 @@ enum { MAX_PAIRS = 512 }; /* of a head, as in block_copy.py */
 enum { SCRATCH_BYTES = 1 << 14, STREAM_BYTES = 1 << 22, PARALLEL_BYTES = 1 << 17 };
 
 typedef struct {
-    const int64_t *slots, *numbers, *positions; /* of each block: in the arena, in the cache, of its first token */
-    int64_t num_loads, num_slots, num_blocks;
-    int64_t slot_bytes; /* from one slot of the arena to the next */
+    const int64_t *arena_blocks, *numbers; /* of each block: in the arena, in the cache */
+    const int64_t *positions;              /* of its first token */
+    int64_t num_loads, num_arena_blocks, num_blocks;
+    int64_t arena_block_bytes; /* from one block of the arena to the next */
     int64_t block_size, num_heads, head_dim, item_bytes;
     int64_t num_threads;
 } Load;
@@ -133,13 +134,14 @@ static inline int within(int64_t number, int64_t count) { return number >= 0 && 
 static int loads_fit(const Load *load, const Turn *turn) {
     int64_t num_starts = turn ? turn->num_positions - load->block_size + 1 : 0;
     for (int64_t i = 0; i < load->num_loads; i++) {
-        if (!within(load->slots[i], load->num_slots) || !within(load->numbers[i], load->num_blocks)) return 0;
+        if (!within(load->arena_blocks[i], load->num_arena_blocks)) return 0;
+        if (!within(load->numbers[i], load->num_blocks)) return 0;
         if (turn && !within(load->positions[i], num_starts)) return 0;
     }
     return 1;
 }
 
-/* arena: this layer's raw keys in slot 0, followed by its values. turn: NULL to rotate nothing. */
+/* arena: this layer's raw keys in arena block 0, followed by its values. turn: NULL to rotate nothing. */
 int kvstore_load_layer(const Load *load, const Turn *turn, const char *arena, char *key_cache, char *value_cache) {
     if (!loads_fit(load, turn)) return OUT_OF_RANGE;
     int64_t size = load->block_size * load->num_heads * load->head_dim * load->item_bytes, last = load->num_loads - 1;
@@ -148,8 +150,8 @@ int kvstore_load_layer(const Load *load, const Turn *turn, const char *arena, ch
     {
 #pragma omp for schedule(static) nowait
         for (int64_t i = 0; i <= last; i++) {
-            const char *source = arena + load->slots[i] * load->slot_bytes;
-            const char *next = arena + load->slots[i < last ? i + 1 : i] * load->slot_bytes;
+            const char *source = arena + load->arena_blocks[i] * load->arena_block_bytes;
+            const char *next = arena + load->arena_blocks[i < last ? i + 1 : i] * load->arena_block_bytes;
             char *key = key_cache + load->numbers[i] * size, *value = value_cache + load->numbers[i] * size;
             if (turn)
                 turn_block(load, turn, source, key, load->positions[i], next, streams);
@@ -169,30 +171,31 @@ typedef struct {
 } Layer;
 
 typedef struct {
-    const int64_t *rows, *slots; /* rows: NULL for the first ones */
-    int64_t num_tokens, num_rows, num_slots;
-    int64_t slot_bytes, block_size, token_bytes;
+    const int64_t *rows, *places; /* rows: NULL for the first ones */
+    int64_t num_tokens, num_rows, num_arena_blocks;
+    int64_t arena_block_bytes, block_size, token_bytes;
     char *arena;
 } Save;
 
 static inline int64_t row_of(const Save *save, int64_t i) { return save->rows ? save->rows[i] : i; }
 
 static int tokens_fit(const Save *save) {
-    int64_t num_places = save->num_slots * save->block_size;
+    int64_t num_places = save->num_arena_blocks * save->block_size;
     for (int64_t i = 0; i < save->num_tokens; i++)
-        if (!within(save->slots[i], num_places) || !within(row_of(save, i), save->num_rows)) return 0;
+        if (!within(save->places[i], num_places) || !within(row_of(save, i), save->num_rows)) return 0;
     return 1;
 }
 
-/* Saves raw keys and values of a step's tokens to their token slots, arena slot * block_size + offset. */
+/* Saves raw keys and values of a step's tokens to their places in the arena: arena block * block_size + offset. */
 int kvstore_save_layers(const Save *save, const Layer *layers, int64_t num_layers) {
     if (!tokens_fit(save)) return OUT_OF_RANGE;
     int64_t size = save->token_bytes, part = save->block_size * size;
     for (const Layer *from = layers; from < layers + num_layers; from++) {
         char *arena = save->arena + from->layer * 2 * part;
         for (int64_t i = 0; i < save->num_tokens; i++) {
-            int64_t row = row_of(save, i), slot = save->slots[i] / save->block_size;
-            char *target = arena + slot * save->slot_bytes + (save->slots[i] - slot * save->block_size) * size;
+            int64_t row = row_of(save, i), arena_block = save->places[i] / save->block_size;
+            int64_t offset = save->places[i] - arena_block * save->block_size;
+            char *target = arena + arena_block * save->arena_block_bytes + offset * size;
             memcpy(target, from->key + row * from->key_stride, size);
             memcpy(target + part, from->value + row * from->value_stride, size);
         }

@@ -172,7 +172,7 @@ def _rows_of(tensor: Tensor) -> Tensor:
 # -- blocks of the arena into the paged cache --------------------------------------------------------------------------
 @triton.jit(do_not_specialize=["num_blocks", "num_layers"])
 def _load_kernel(
-    arena, layers, places, cos, sin, num_blocks, num_layers, slot_stride, layer_stride, part_stride,
+    arena, layers, blocks, cos, sin, num_blocks, num_layers, arena_block_stride, layer_stride, part_stride,
     BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_ROWS: tl.constexpr,
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ROUNDS_ONCE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -191,11 +191,11 @@ def _load_kernel(
         key_cache, value_cache = tl.load(layer + 1).to(arena.dtype), tl.load(layer + 2).to(arena.dtype)
         if ALIGNED:
             key_cache, value_cache = tl.multiple_of(key_cache, 16), tl.multiple_of(value_cache, 16)
-        place = places + item % layer_items // NUM_PARTS
-        slot, number, position = tl.load(place), tl.load(place + num_blocks), tl.load(place + 2 * num_blocks)
+        block = blocks + item % layer_items // NUM_PARTS
+        arena_block, number, position = tl.load(block), tl.load(block + num_blocks), tl.load(block + 2 * num_blocks)
         row = item % NUM_PARTS * NUM_ROWS + tl.arange(0, NUM_ROWS)[:, None]
         mask = row < BLOCK_ROWS
-        source = slot * slot_stride + row * HEAD_DIM
+        source = arena_block * arena_block_stride + row * HEAD_DIM
         target = number * (BLOCK_ROWS * HEAD_DIM) + row * HEAD_DIM
         value = _load_rest(values + source, mask, 0, HEAD_DIM)
         if HALF > 0:
@@ -211,17 +211,17 @@ def _load_kernel(
         item += tl.num_programs(0)
 
 
-def load(arena: Tensor, layers: Sequence[CachedLayer], places: Tensor, rotation: Rotation | None) -> None:
+def load(arena: Tensor, layers: Sequence[CachedLayer], blocks: Tensor, rotation: Rotation | None) -> None:
     """Load N blocks of some layers, in order. Arena and caches as in `kvstore.kernels.reference.load_blocks`; the arena
     is pinned host memory.
 
-    places: [3, N] int64 on the device: arena slot, HBM block, and the position of each block's first token. rotation:
+    blocks: [3, N] int64 on the device: arena block, HBM block, and the position of each block's first token. rotation:
     the layers' full table, on the device.
     """
-    num_blocks = places.shape[1]
+    num_blocks = blocks.shape[1]
     block_size, num_kv_heads, head_dim = arena.shape[3:]
     half = 0 if rotation is None else rotation.cos.shape[-1]
-    assert arena.is_contiguous() and places.is_contiguous() and places.dtype == torch.int64
+    assert arena.is_contiguous() and blocks.is_contiguous() and blocks.dtype == torch.int64
     assert all(cache.is_contiguous() and cache.dtype == arena.dtype for _, *pair in layers for cache in pair)
     assert rotation is None or (rotation.cos.is_contiguous() and rotation.sin.is_contiguous())
     if not num_blocks or not layers:
@@ -230,7 +230,7 @@ def load(arena: Tensor, layers: Sequence[CachedLayer], places: Tensor, rotation:
     num_rows = min(_tile_rows(head_dim), triton.next_power_of_2(block_size * num_kv_heads))
     num_items = len(layers) * num_blocks * triton.cdiv(block_size * num_kv_heads, num_rows)
     _load_kernel[(min(num_items, NUM_PROGRAMS),)](
-        arena, _numbers_on(places.device, _stream(places), tuple(numbers)), places,
+        arena, _numbers_on(blocks.device, _stream(blocks), tuple(numbers)), blocks,
         None if rotation is None else rotation.cos, None if rotation is None else rotation.sin,
         num_blocks, len(layers), *arena.stride()[:3],
         BLOCK_SIZE=block_size, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, NUM_ROWS=num_rows,
@@ -247,10 +247,10 @@ def _tile_rows(head_dim: int) -> int:
 
 
 # -- a step's raw keys and values into the arena -----------------------------------------------------------------------
-@triton.jit(do_not_specialize=["num_tokens", "num_layers"], do_not_specialize_on_alignment=["slots", "rows"])
+@triton.jit(do_not_specialize=["num_tokens", "num_layers"], do_not_specialize_on_alignment=["places", "rows"])
 def _save_kernel(
-    arena, layers, rows, slots, num_tokens, num_layers,
-    key_token, key_head, value_token, value_head, slot_stride, layer_stride, part_stride,
+    arena, layers, rows, places, num_tokens, num_layers,
+    key_token, key_head, value_token, value_head, arena_block_stride, layer_stride, part_stride,
     BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -265,36 +265,36 @@ def _save_kernel(
             keys, values = tl.multiple_of(keys, 16), tl.multiple_of(values, 16)
         row = item % num_parts * NUM_ROWS + tl.arange(0, NUM_ROWS)
         token, head = row // NUM_KV_HEADS, (row % NUM_KV_HEADS)[:, None]
-        slot = tl.load(slots + token, mask=token < num_tokens, other=-1)[:, None]
-        mask = slot >= 0
+        place = tl.load(places + token, mask=token < num_tokens, other=-1)[:, None]
+        mask = place >= 0
         if rows is not None:
             token = tl.load(rows + token, mask=token < num_tokens, other=0)
         token = token.to(tl.int64)[:, None]
         key = _load_rest(keys + token * key_token + head * key_head, mask, 0, HEAD_DIM)
         value = _load_rest(values + token * value_token + head * value_head, mask, 0, HEAD_DIM)
-        within = (slot % BLOCK_SIZE * NUM_KV_HEADS + head) * HEAD_DIM
-        target = arena + slot // BLOCK_SIZE * slot_stride + number * layer_stride + within
+        within = (place % BLOCK_SIZE * NUM_KV_HEADS + head) * HEAD_DIM
+        target = arena + place // BLOCK_SIZE * arena_block_stride + number * layer_stride + within
         _store_rest(target, mask, key, 0, HEAD_DIM)
         _store_rest(target + part_stride, mask, value, 0, HEAD_DIM)
         item += tl.num_programs(0)
 
 
-def save(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | None, slots: Tensor) -> None:
+def save(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | None, places: Tensor) -> None:
     """As `kvstore.kernels.block_copy.save_to_arena`, with one launch for all layers whose keys and values have the same
     strides."""
-    if not layers or not len(slots):
+    if not layers or not len(places):
         return
-    assert arena.is_contiguous() and slots.is_contiguous() and slots.dtype == torch.int64
+    assert arena.is_contiguous() and places.is_contiguous() and places.dtype == torch.int64
     assert rows is None or (rows.is_contiguous() and rows.dtype == torch.int64)
     block_size, num_kv_heads, head_dim = arena.shape[3:]
     num_rows = _tile_rows(head_dim)
     readable = [(layer, _rows_of(key), _rows_of(value)) for layer, key, value in layers]
     for shape, group in groupby(readable, _shape_of):
         numbers = [number for layer, key, value in group for number in (layer, key.data_ptr(), value.data_ptr())]
-        num_items = len(numbers) // 3 * triton.cdiv(len(slots) * num_kv_heads, num_rows)
+        num_items = len(numbers) // 3 * triton.cdiv(len(places) * num_kv_heads, num_rows)
         _save_kernel[(min(num_items, NUM_PROGRAMS),)](
-            arena, _numbers_on(slots.device, _stream(slots), tuple(numbers)), rows, slots,
-            len(slots), len(numbers) // 3, *shape[:4], *arena.stride()[:3],
+            arena, _numbers_on(places.device, _stream(places), tuple(numbers)), rows, places,
+            len(places), len(numbers) // 3, *shape[:4], *arena.stride()[:3],
             BLOCK_SIZE=block_size, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, NUM_ROWS=num_rows,
             ALIGNED=shape[4], num_warps=NUM_WARPS,
         )  # fmt: skip

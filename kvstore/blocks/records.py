@@ -81,25 +81,25 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One block from an arena slot into an HBM block; position: of its first token."""
+    """One block from an arena block into an HBM block; position: of its first token."""
 
     block_number: int
-    slot: int
+    arena_block: int
     position: int
     block_id: BlockId
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """A run of one request's tokens into a slot.
+    """A run of one request's tokens into an arena block.
 
-    scheduled: which of the step's scheduled requests; first: token of its part of the step; offset: token in the slot.
+    scheduled: which of the step's scheduled requests; first: token of its part of the step; offset: token in the block.
     """
 
     scheduled: int
     first: int
     num_tokens: int
-    slot: int
+    arena_block: int
     offset: int
 
 
@@ -124,7 +124,7 @@ class SaveFence(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Transferred:
-    """The loads or saves of one step have ended: nobody reads or writes their slots any more."""
+    """The loads or saves of one step have ended: nobody reads or writes their arena blocks any more."""
 
     ticket: int
     is_load: bool

@@ -1,7 +1,7 @@
 """Threads between the CPU tier and the disk: one writer that batches, several readers; `completed` polls them.
 
 Owns the queues. Never touches the control plane's state: it gets records and memory, and returns outcomes. An exception
-in the work is an outcome, too: a dead thread would leave slots held and requests waiting.
+in the work is an outcome, too: a dead thread would leave arena blocks held and requests waiting.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Outcome(Protocol):
 class Write:
     """One block to be written from `view`, which stays as it is until the write is done."""
 
-    slot: int
+    arena_block: int
     record: BlockRecord
     view: memoryview
 
@@ -73,7 +73,7 @@ class Write:
 class Read:
     """One block to be read into `view`, which nobody else looks at until the read is done."""
 
-    slot: int
+    arena_block: int
     record: Expected
     view: memoryview
 
@@ -122,7 +122,7 @@ class RankedReads:
     def __init__(self) -> None:
         self._order: list[tuple[Rank, int]] = []  # a heap; entries that are not in `_jobs` are void
         self._jobs: dict[int, Read | Task] = {}  # by number
-        self._numbers: dict[int, int] = {}  # of the read into a slot
+        self._numbers: dict[int, int] = {}  # of the read into an arena block
         self._counter = itertools.count()
 
     def __len__(self) -> int:
@@ -133,16 +133,16 @@ class RankedReads:
         self._jobs[number] = job
         heapq.heappush(self._order, (rank, number))
         if isinstance(job, Read):
-            self._numbers[job.slot] = number
+            self._numbers[job.arena_block] = number
 
-    def change_rank(self, slot: int, rank: Rank) -> None:
+    def change_rank(self, arena_block: int, rank: Rank) -> None:
         """Change a queued read's rank; others are ignored."""
-        if slot in self._numbers:
-            self.add(self._jobs.pop(self._numbers[slot]), rank)
+        if arena_block in self._numbers:
+            self.add(self._jobs.pop(self._numbers[arena_block]), rank)
 
-    def cancel(self, slot: int) -> bool:
+    def cancel(self, arena_block: int) -> bool:
         """Cancel a read; False when it is not queued."""
-        number = self._numbers.pop(slot, None)
+        number = self._numbers.pop(arena_block, None)
         return number is not None and self._jobs.pop(number) is not None
 
     def first_rank(self) -> Rank | None:
@@ -157,7 +157,7 @@ class RankedReads:
         _, number = heapq.heappop(self._order)
         job = self._jobs.pop(number)
         if isinstance(job, Read):
-            del self._numbers[job.slot]
+            del self._numbers[job.arena_block]
         return rank, job
 
     def clear(self) -> None:
@@ -248,8 +248,9 @@ class PendingWrites:
 class IoQueue:
     """Queues and threads.
 
-    The arena's slots bound the queues, since every entry holds one. on_progress: called in an I/O thread after work has
-    ended; it may only wake a thread. disk None: tasks only. batch_wait_s, batch_bytes: of one transaction.
+    The arena's size bounds the queues, since every entry holds an arena block. on_progress: called in an I/O thread
+    after work has ended; it may only wake a thread. disk None: tasks only. batch_wait_s, batch_bytes: of one
+    transaction.
     """
 
     def __init__(
@@ -298,15 +299,15 @@ class IoQueue:
             self._reads.add(read, rank)
             self._read_ready.notify()
 
-    def rank_read(self, slot: int, rank: Rank) -> None:
+    def rank_read(self, arena_block: int, rank: Rank) -> None:
         """Change a queued read's rank; does nothing if it runs or has ended."""
         with self._read_ready:
-            self._reads.change_rank(slot, rank)
+            self._reads.change_rank(arena_block, rank)
 
-    def cancel_read(self, slot: int) -> bool:
+    def cancel_read(self, arena_block: int) -> bool:
         """Drop a read that is queued; False when it runs or has ended."""
         with self._read_ready:
-            return self._reads.cancel(slot)
+            return self._reads.cancel(arena_block)
 
     @property
     def stalled_s(self) -> float:

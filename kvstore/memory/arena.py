@@ -21,19 +21,19 @@ _REGISTER_FLAGS = 1 | 2
 
 
 class Arena:
-    """[num_slots, num_layers, 2, block_size, num_kv_heads, head_dim]; index 0 of the third axis is raw keys. own: the
-    part that this process moves to and from HBM, all of it or its layers and heads.
+    """[num_arena_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]; index 0 of the third axis is raw keys.
+    own: the part that this process moves to and from HBM, all of it or its layers and heads.
 
     Memory comes from mmap, exactly as much as asked for, and is registered with CUDA if the model runs there: torch's
     own pinned allocator rounds up to powers of two. Pages are touched when they are first used; registering touches and
     locks all of them in one call, so a large arena takes seconds to open, and all of its memory from the beginning.
     """
 
-    def __init__(self, layout: KVLayout, num_slots: int, pin: bool, descriptor: int | None = None) -> None:
+    def __init__(self, layout: KVLayout, num_arena_blocks: int, pin: bool, descriptor: int | None = None) -> None:
         """descriptor: of memory that other processes map, too. The first of them sets its size."""
         self.layout = layout
-        self.num_slots = num_slots
-        size_bytes = num_slots * layout.block_bytes
+        self.num_arena_blocks = num_arena_blocks
+        size_bytes = num_arena_blocks * layout.block_bytes
         try:
             self._memory = _private(size_bytes) if descriptor is None else _shared(size_bytes, descriptor)
         except (OSError, ValueError, OverflowError) as error:
@@ -42,7 +42,7 @@ class Arena:
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         with torch.inference_mode(False):  # whatever mode the caller is in: threads outside of it write here, too
             flat = torch.frombuffer(self._memory, dtype=torch.uint8)
-            self.tensor = flat.view(layout.dtype).view(num_slots, *layout.block_shape)
+            self.tensor = flat.view(layout.dtype).view(num_arena_blocks, *layout.block_shape)
             self.own = self.tensor if layout.own_layers is None else self.tensor[:, layout.own_layers]
             self.own = self.own if layout.own_heads is None else self.own[..., layout.own_heads, :]
         self._bytes = memoryview(self._memory)
@@ -70,25 +70,25 @@ class Arena:
                 "raise what this process may lock (ulimit -l, a container's memory)"
             )
 
-    def reach(self, slot: int) -> None:
-        """Slots up to this one are in use: make the memory behind them ready."""
+    def reach(self, arena_block: int) -> None:
+        """Blocks up to this one are in use: make the memory behind them ready."""
         if self._first_touch is not None:
-            self._first_touch.reach(slot)
+            self._first_touch.reach(arena_block)
 
-    def view(self, slot: int) -> memoryview:
-        """The bytes of one slot, writable."""
+    def view(self, arena_block: int) -> memoryview:
+        """The bytes of one block, writable."""
         size = self.layout.block_bytes
-        return self._bytes[slot * size : (slot + 1) * size]
+        return self._bytes[arena_block * size : (arena_block + 1) * size]
 
-    def erase(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            self.tensor[slot].zero_()
+    def erase(self, arena_blocks: Sequence[int]) -> None:
+        for arena_block in arena_blocks:
+            self.tensor[arena_block].zero_()
 
     def copy_tokens(self, pieces: Sequence[tuple[int, int, int, int, int]]) -> None:
-        """Copy runs of tokens in every layer: (source slot, source offset, slot, offset, number of tokens)."""
-        for source, source_offset, slot, offset, count in pieces:
+        """Copy runs of tokens in every layer: (source block, source offset, block, offset, number of tokens)."""
+        for source, source_offset, arena_block, offset, count in pieces:
             run = self.tensor[source, :, :, source_offset : source_offset + count]
-            self.tensor[slot, :, :, offset : offset + count] = run
+            self.tensor[arena_block, :, :, offset : offset + count] = run
 
     def close(self) -> None:
         """Unpin; no transfer may be running. The mapping goes when the last tensor and view of it are collected."""

@@ -10,7 +10,7 @@ Nothing here waits for the device, except `end` after a failure. Only events kee
   because a forward that raised half-way must not leave a load behind that writes to a block of the next step.
 - A save begins when the keys and values of its layers exist. These tensors are kept here until it has ended, so they
   are freed after the save, also in the computation's memory pool.
-- `completed` names a step when its last event is reached. Only then may its arena slots be read, written or reused.
+- `completed` names a step when its last event is reached. Only then may its arena blocks be read, written or reused.
 - Buffers that are written in every step (those of a CUDA graph) are written after `SaveFence.order`.
 """
 
@@ -64,7 +64,7 @@ class _Save:
     """The saves of one step."""
 
     ticket: int
-    places: torch.Tensor  # [2, num_tokens] int64: rows of the step and token slots; moved to the device at first use
+    places: torch.Tensor  # [2, num_tokens] int64: row in the step, place in the arena; moved to the device at first use
     waiting: list[RawLayer] = field(default_factory=list)  # layers that were not handed over yet
     num_waiting_bytes: int = 0
     end: Event | None = None
@@ -159,7 +159,7 @@ class DeviceTransfer:
         ahead = self.pace.layers_ahead
         for first, end in [(0, ahead), *((layer, layer + 1) for layer in range(ahead, len(caches)))]:
             streams.launch(Queue.LOAD, partial(blocks.load_layers, first, caches[first:end]))
-        save = _Save(0, torch.tensor([[0], [-1]]))  # a slot that is skipped
+        save = _Save(0, torch.tensor([[0], [-1]]))  # a place that is skipped
         streams.launch(Queue.SAVE, partial(self._copy, save, [(layer, blank, blank) for layer in range(len(caches))]))
         for place in (Queue.LOAD, Queue.SAVE):
             streams.record(place).synchronize()

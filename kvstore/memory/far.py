@@ -21,14 +21,15 @@ class FarBlocks:
     def loaded(self, part: OwnPart, loads: Sequence[Load]) -> bytes:
         """This part of the blocks that a step loads, one after the other."""
         (first, last), heads = part.layers, slice(*part.heads)
-        return bytes_of(self.arena.tensor[load.slot, first:last, :, :, heads] for load in loads)
+        return bytes_of(self.arena.tensor[load.arena_block, first:last, :, :, heads] for load in loads)
 
     def put(self, part: OwnPart, saves: Sequence[Save], data: bytes) -> None:
         """Write what a rank has saved, in the order of `saves`, into its part of their blocks."""
         (first, last), heads = part.layers, slice(*part.heads)
         values = torch.frombuffer(bytearray(data), dtype=self.arena.layout.dtype)
         for save in saves:
-            place = self.arena.tensor[save.slot, first:last, :, save.offset : save.offset + save.num_tokens, heads]
+            block = self.arena.tensor[save.arena_block]
+            place = block[first:last, :, save.offset : save.offset + save.num_tokens, heads]
             own, values = values[: place.numel()], values[place.numel() :]
             place.copy_(own.view(place.shape))
 

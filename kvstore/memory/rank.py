@@ -14,7 +14,7 @@ from kvstore.memory.far import bytes_of
 from kvstore.memory.layout import KVLayout, OwnPart
 from kvstore.memory.transfer import Transfer
 
-LEAST_SLOTS = 16  # of a rank's own memory
+LEAST_ARENA_BLOCKS = 16  # of a rank's own memory
 
 
 class RankTransfer:
@@ -24,8 +24,8 @@ class RankTransfer:
     """
 
     def __init__(self, layout: KVLayout, descriptor: int) -> None:
-        num_slots = os.fstat(descriptor).st_size // layout.block_bytes
-        self._own = Transfer(Arena(layout, num_slots, pin=False, descriptor=descriptor))
+        num_arena_blocks = os.fstat(descriptor).st_size // layout.block_bytes
+        self._own = Transfer(Arena(layout, num_arena_blocks, pin=False, descriptor=descriptor))
         self.register = self._own.register
         self.wait_for_layer_load = self._own.wait_for_layer
         self.save_kv_layer = self._own.save_layer
@@ -46,7 +46,7 @@ class FarTransfer:
         num_layers, num_heads = part.layers[1] - part.layers[0], part.heads[1] - part.heads[0]
         shape = (num_layers, num_heads, layout.head_dim, layout.block_size)
         self._layout = KVLayout(*shape, layout.dtype, layout.own_rotations)
-        self._own = Transfer(Arena(self._layout, LEAST_SLOTS, pin=False))
+        self._own = Transfer(Arena(self._layout, LEAST_ARENA_BLOCKS, pin=False))
         self._caches: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
         self._saves: Sequence[Save] = ()
 
@@ -56,17 +56,17 @@ class FarTransfer:
 
     def begin(self, plan: TransferPlan, row_starts: Sequence[int], loaded: bytes) -> None:
         """loaded: see `FarBlocks.loaded`."""
-        num_loads, num_slots = len(plan.loads), len(plan.loads) + len(plan.saves)
-        if num_slots > self._own.arena.num_slots:
-            self._own = Transfer(Arena(self._layout, num_slots, pin=False))
+        num_loads, num_arena_blocks = len(plan.loads), len(plan.loads) + len(plan.saves)
+        if num_arena_blocks > self._own.arena.num_arena_blocks:
+            self._own = Transfer(Arena(self._layout, num_arena_blocks, pin=False))
             self._own.register(self._caches)
         arena = self._own.arena
         if num_loads:
             arena.reach(num_loads - 1)
             values = torch.frombuffer(bytearray(loaded), dtype=self._layout.dtype)
             arena.tensor[:num_loads] = values.view(num_loads, *self._layout.block_shape)
-        loads = tuple(replace(load, slot=slot) for slot, load in enumerate(plan.loads))
-        self._saves = tuple(replace(save, slot=slot) for slot, save in enumerate(plan.saves, num_loads))
+        loads = tuple(replace(load, arena_block=index) for index, load in enumerate(plan.loads))
+        self._saves = tuple(replace(save, arena_block=index) for index, save in enumerate(plan.saves, num_loads))
         self._own.begin(TransferPlan(loads, self._saves, plan.ticket), row_starts)
 
     def wait_for_layer_load(self, layer: int) -> None:
@@ -83,4 +83,4 @@ class FarTransfer:
     def saved(self) -> bytes:
         """What the last step has saved; see `FarBlocks.put`."""
         tensor = self._own.arena.tensor
-        return bytes_of(tensor[save.slot, :, :, save.offset : save.offset + save.num_tokens] for save in self._saves)
+        return bytes_of(tensor[s.arena_block, :, :, s.offset : s.offset + s.num_tokens] for s in self._saves)

@@ -1,6 +1,6 @@
-"""The CPU tier: which block lies in which slot of the arena, and whether its bytes have landed.
+"""The CPU tier: which block lies where in the arena, and whether its bytes have landed.
 
-Owns slots and records, not bytes: the arena is given, or there is none when a trace is replayed. One thread.
+Owns their states and records, not bytes: the arena is given, or there is none when a trace is replayed. One thread.
 """
 
 import time
@@ -18,8 +18,8 @@ from kvstore.blocks.selection import Candidate, select
 from kvstore.policy.conversation import Conversation
 
 
-class SlotState(Enum):
-    """The state of a slot that somebody holds or that has a record."""
+class ArenaBlockState(Enum):
+    """The state of an arena block that somebody holds or that has a record."""
 
     EMPTY = "empty"
     PENDING = "pending"  # findable, but its bytes are still on their way
@@ -28,88 +28,88 @@ class SlotState(Enum):
 
 
 class CpuTier:
-    """Slots 0 .. num_slots - 1. A slot is written only while it is not READY, and reused only when nobody holds it.
+    """Arena blocks 0 .. num_arena_blocks - 1. Each is written only while not READY, and reused only when not held.
 
-    num_slots: capacity. erase: overwrite the bytes of these slots (after a deletion). keep: False makes the arena a
-    staging area, which forgets a block when the last holder releases it. order: the order of conversations on this
-    tier. holdings: where it reports what can be loaded.
+    erase: overwrite the bytes of these arena blocks (after a deletion). keep: False makes the arena a staging area,
+    which forgets a block when the last holder releases it. order: the order of conversations on this tier. holdings:
+    where it reports what can be loaded.
     """
 
     def __init__(
-        self, num_slots: int, erase: Callable[[Sequence[int]], None] = lambda slots: None, keep: bool = True,
+        self, num_arena_blocks: int, erase: Callable[[Sequence[int]], None] = lambda _: None, keep: bool = True,
         order: Order | None = None, clock: Callable[[], float] = time.time, holdings: Holdings | None = None,
     ) -> None:  # fmt: skip
-        self.pool = BlockPool(num_slots, order, None if holdings is None else partial(holdings.gone, Place.CPU))
+        self.pool = BlockPool(num_arena_blocks, order, None if holdings is None else partial(holdings.gone, Place.CPU))
         self.keep = keep
         self._holdings = holdings
         self.num_removed = 0  # READY blocks that were given up for other reasons than room
         self._erase = erase
         self._clock = clock
-        self._states = [SlotState.EMPTY] * num_slots
-        self._records: list[BlockRecord | None] = [None] * num_slots
-        self._conversations: list[Conversation | None] = [None] * num_slots
-        self._last_used_s = [0.0] * num_slots
+        self._states = [ArenaBlockState.EMPTY] * num_arena_blocks
+        self._records: list[BlockRecord | None] = [None] * num_arena_blocks
+        self._conversations: list[Conversation | None] = [None] * num_arena_blocks
+        self._last_used_s = [0.0] * num_arena_blocks
         self.parents_in_flight = ParentsInFlight()
 
-    def slot_of(self, block_id: BlockId) -> int | None:
-        """The slot of this block, PENDING or READY."""
+    def arena_block_of(self, block_id: BlockId) -> int | None:
+        """Where this block lies in the arena, PENDING or READY."""
         return self.pool.lookup(block_id)
 
-    def state(self, slot: int) -> SlotState:
-        return self._states[slot]
+    def state(self, arena_block: int) -> ArenaBlockState:
+        return self._states[arena_block]
 
-    def record(self, slot: int) -> BlockRecord | None:
-        return self._records[slot]
+    def record(self, arena_block: int) -> BlockRecord | None:
+        return self._records[arena_block]
 
-    def conversation(self, slot: int) -> Conversation | None:
+    def conversation(self, arena_block: int) -> Conversation | None:
         """Whose request brought the block."""
-        return self._conversations[slot]
+        return self._conversations[arena_block]
 
     def reserve(self) -> int | None:
-        """Take an empty slot, or the one that is evicted next, with one reference. None if everything is held."""
-        slot = self.pool.try_allocate()
-        if slot is not None:
-            self._states[slot], self._records[slot] = SlotState.EMPTY, None
-        return slot
+        """Take an empty arena block, or the next to be evicted, with one reference. None if everything is held."""
+        arena_block = self.pool.try_allocate()
+        if arena_block is not None:
+            self._states[arena_block], self._records[arena_block] = ArenaBlockState.EMPTY, None
+        return arena_block
 
-    def announce(self, slot: int, record: BlockRecord, conversation: Conversation | None = None) -> bool:
-        """From now on the slot is found under this record's id, PENDING. False if another slot has that block."""
-        assert self._states[slot] is SlotState.EMPTY
+    def announce(self, arena_block: int, record: BlockRecord, conversation: Conversation | None = None) -> bool:
+        """From now on it is found under this record's id, PENDING. False if that block lies in another arena block."""
+        assert self._states[arena_block] is ArenaBlockState.EMPTY
         # What a staging area holds is on its way to or from disk: closure under parents is the disk's concern.
         parent_id, owner = (record.parent_id, conversation) if self.keep else (None, None)
-        if not self.pool.insert(slot, record.block_id, parent_id, owner):
+        if not self.pool.insert(arena_block, record.block_id, parent_id, owner):
             return False
-        self._conversations[slot] = conversation
-        self._states[slot], self._records[slot], self._last_used_s[slot] = SlotState.PENDING, record, self._clock()
+        self._records[arena_block], self._conversations[arena_block] = record, conversation
+        self._states[arena_block], self._last_used_s[arena_block] = ArenaBlockState.PENDING, self._clock()
         self.parents_in_flight.add(record.parent_id)
         return True
 
-    def publish(self, slot: int) -> None:
+    def publish(self, arena_block: int) -> None:
         """Its bytes have landed and were checked."""
-        assert self._states[slot] is SlotState.PENDING
-        self._landed(slot, SlotState.READY)
+        assert self._states[arena_block] is ArenaBlockState.PENDING
+        self._landed(arena_block, ArenaBlockState.READY)
 
-    def spoil(self, slot: int) -> None:
+    def spoil(self, arena_block: int) -> None:
         """Some of its tokens will not come, and it has no id yet: it will never get one."""
-        assert self._states[slot] is SlotState.EMPTY
-        self._states[slot] = SlotState.FAILED
+        assert self._states[arena_block] is ArenaBlockState.EMPTY
+        self._states[arena_block] = ArenaBlockState.FAILED
 
-    def fail(self, slot: int) -> list[int]:
-        """Its bytes will not come: forget it and what hangs below it. Returns all forgotten slots."""
+    def fail(self, arena_block: int) -> list[int]:
+        """Its bytes will not come: forget it and what hangs below it. Returns all that were forgotten."""
         num_before = self.pool.num_forgotten
-        gone = self.pool.forget(slot)
-        pending = [one for one in gone if self._states[one] is SlotState.PENDING]
+        gone = self.pool.forget(arena_block)
+        pending = [one for one in gone if self._states[one] is ArenaBlockState.PENDING]
         for one in pending:
-            self._landed(one, SlotState.FAILED)
+            self._landed(one, ArenaBlockState.FAILED)
         if self.keep:
             self.num_removed += self.pool.num_forgotten - num_before - len(pending)
         return gone
 
-    def _landed(self, slot: int, state: SlotState) -> None:
-        record = self._records[slot]
+    def _landed(self, arena_block: int, state: ArenaBlockState) -> None:
+        record = self._records[arena_block]
         assert record is not None
-        self._states[slot] = state
-        if self._holdings is not None and state is SlotState.READY:
+        self._states[arena_block] = state
+        if self._holdings is not None and state is ArenaBlockState.READY:
             self._holdings.stored_record(Place.CPU, record)
         self.parents_in_flight.remove(record.parent_id)
 
@@ -117,58 +117,58 @@ class CpuTier:
         """Whether somebody uses this block here, or a block that is here or in flight builds on it."""
         if block_id in self.parents_in_flight:
             return True
-        slot = self.pool.lookup(block_id)
-        return slot is not None and (not self.pool.is_free(slot) or slot in self.pool.tree.links.children_of)
+        one = self.pool.lookup(block_id)
+        return one is not None and (not self.pool.is_free(one) or one in self.pool.tree.links.children_of)
 
-    def is_current(self, slot: int) -> bool:
-        """Whether the content of this slot can be found."""
-        return self.pool.block_id(slot) is not None
+    def is_current(self, arena_block: int) -> bool:
+        """Whether its content can be found."""
+        return self.pool.block_id(arena_block) is not None
 
     def forget(self, block_id: BlockId) -> int:
-        """Give up a block and what hangs below it; returns how many. Holders keep their slots until they release."""
-        slot = self.pool.lookup(block_id)
-        return 0 if slot is None else len(self.fail(slot))
+        """Give up a block and what hangs below it; returns how many. Holders keep its memory until they release it."""
+        arena_block = self.pool.lookup(block_id)
+        return 0 if arena_block is None else len(self.fail(arena_block))
 
-    def acquire(self, slot: int) -> None:
-        self.pool.acquire((slot,))
+    def acquire(self, arena_block: int) -> None:
+        self.pool.acquire((arena_block,))
 
-    def release(self, slot: int) -> None:
+    def release(self, arena_block: int) -> None:
         """Give back one reference."""
-        self.pool.release((slot,))
-        if not self.keep and self.pool.is_free(slot) and self.is_current(slot):
-            self.fail(slot)
+        self.pool.release((arena_block,))
+        if not self.keep and self.pool.is_free(arena_block) and self.is_current(arena_block):
+            self.fail(arena_block)
 
     def touch(self, chain: Sequence[BlockId], conversation: Conversation | None = None) -> None:
         """These blocks, head first, were used just now. The time is noted at the last one: the others stay with it.
 
         conversation: whose they are.
         """
-        slots = [slot for slot in map(self.slot_of, chain) if slot is not None]
-        if slots:
-            self._last_used_s[slots[-1]] = self._clock()
-            self.pool.touch(slots, conversation if self.keep else None)
+        arena_blocks = [one for one in map(self.arena_block_of, chain) if one is not None]
+        if arena_blocks:
+            self._last_used_s[arena_blocks[-1]] = self._clock()
+            self.pool.touch(arena_blocks, conversation if self.keep else None)
 
     def claim(self, chain: Sequence[BlockId], conversation: Conversation) -> None:
         """Give these blocks, head first, to this conversation, as far as they are here."""
         if self.keep:
-            self.pool.touch([slot for slot in map(self.slot_of, chain) if slot is not None], conversation)
+            self.pool.touch([one for one in map(self.arena_block_of, chain) if one is not None], conversation)
 
     def link(self, block_id: BlockId, parent_id: BlockId) -> None:
         """Let a splice's first block be evicted before the block in front of it, although it names another parent."""
-        slot, parent = self.pool.lookup(block_id), self.pool.lookup(parent_id)
-        if slot is not None and parent is not None and self.keep:
-            self.pool.tree.link(slot, parent)
+        arena_block, parent = self.pool.lookup(block_id), self.pool.lookup(parent_id)
+        if arena_block is not None and parent is not None and self.keep:
+            self.pool.tree.link(arena_block, parent)
 
-    def keep_blank(self, num_slots: int) -> None:
-        """Evict until so many slots are empty, as far as possible, so that a read finds one at once."""
-        while self.pool.num_blank < num_slots and self.pool.evict_one() is not None:
+    def keep_blank(self, num_arena_blocks: int) -> None:
+        """Evict until so many arena blocks are empty, as far as possible, so that a read finds one at once."""
+        while self.pool.num_blank < num_arena_blocks and self.pool.evict_one() is not None:
             pass
 
     def erase_stale(self) -> None:
-        """Overwrite slots that nobody holds and no id leads to."""
+        """Overwrite arena blocks that nobody holds and no id leads to."""
         stale = self.pool.take_stale()
-        for slot in stale:  # a record holds the tokens
-            self._records[slot] = self._conversations[slot] = None
+        for arena_block in stale:  # a record holds the tokens
+            self._records[arena_block] = self._conversations[arena_block] = None
         self._erase(stale)
 
     def _children(self) -> dict[BlockId, list[BlockId]]:
@@ -181,7 +181,7 @@ class CpuTier:
 
     def absent_parents(self) -> list[BlockId]:
         """Blocks that others here build on, and which are not here."""
-        return [block_id for block_id in self._children() if self.slot_of(block_id) is None]
+        return [block_id for block_id in self._children() if self.arena_block_of(block_id) is None]
 
     def with_descendants(self, block_ids: Iterable[BlockId]) -> list[BlockId]:
         """These blocks, here or not, and all that builds on them here, parents before children."""
@@ -194,16 +194,16 @@ class CpuTier:
     def select(self, what: Evict, block_bytes: int) -> list[BlockId]:
         """All blocks that `what` means; see `kvstore.blocks.selection`."""
 
-        def candidate(slot: int) -> Candidate:
-            record = self._records[slot]
+        def candidate(arena_block: int) -> Candidate:
+            record = self._records[arena_block]
             assert record is not None
-            return Candidate(record.block_id, record.model, self._last_used_s[slot], block_bytes)
+            return Candidate(record.block_id, record.model, self._last_used_s[arena_block], block_bytes)
 
         num_bytes = self.pool.num_cached * block_bytes
-        slots = select(what, self.pool.tree.links, candidate, self.slot_of, num_bytes, self._clock())
-        ids = [record.block_id for record in map(self.record, slots) if record is not None]
+        arena_blocks = select(what, self.pool.tree.links, candidate, self.arena_block_of, num_bytes, self._clock())
+        ids = [record.block_id for record in map(self.record, arena_blocks) if record is not None]
         # Nothing is linked in a staging area, and what waits to be written must not lose its parent.
-        return ids if self.keep else [one for one in self.with_descendants(ids) if self.slot_of(one) is not None]
+        return ids if self.keep else [one for one in self.with_descendants(ids) if self.arena_block_of(one) is not None]
 
     def as_dict(self, block_bytes: int) -> dict[str, object]:
         """Gauges and counters. A staging area has no blocks of its own."""
@@ -219,11 +219,11 @@ class CpuTier:
         }
 
     def check_integrity(self, idle: bool = True) -> None:
-        """Assert that states, records and the pool agree; with `idle`, that nobody holds a slot."""
+        """Assert that states, records and the pool agree; with `idle`, that nobody holds an arena block."""
         self.pool.check_integrity(idle)
-        for slot in self.pool.cached_blocks():
-            state, record = self._states[slot], self._records[slot]
-            assert record is not None and record.block_id == self.pool.block_id(slot), f"slot {slot}: another record"
-            assert state in (SlotState.PENDING, SlotState.READY), f"slot {slot}: {state}"
-            assert not idle or state is SlotState.READY, f"slot {slot} is in flight while idle"
+        for one in self.pool.cached_blocks():
+            state, record = self._states[one], self._records[one]
+            assert record is not None and record.block_id == self.pool.block_id(one), f"arena block {one}: wrong record"
+            assert state in (ArenaBlockState.PENDING, ArenaBlockState.READY), f"arena block {one}: {state}"
+            assert not idle or state is ArenaBlockState.READY, f"arena block {one} is in flight while idle"
         assert not idle or not self.parents_in_flight, f"{len(self.parents_in_flight)} parents are kept while idle"

@@ -1,7 +1,7 @@
 """Moves KV between HBM and the arena on a CPU: loads a layer before its attention, saves it as it is computed.
 
-The computing thread does both, as another thread on its cores would cost it more. Knows slots and tensors, but no block
-ids and no requests, and decides nothing. For CUDA see `device_transfer`.
+The computing thread does both, as another thread on its cores would cost it more. Knows arena blocks and
+tensors, but no block ids and no requests, and decides nothing. For CUDA see `device_transfer`.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ class _LoadJob:
 
 @dataclass(slots=True)
 class _SaveStep:
-    """Saves of one step: `rows` of its tokens go to the token slots `slots`."""
+    """Saves of one step: `rows` of its tokens go to these `places` in the arena."""
 
     ticket: int
     rows: torch.Tensor
-    slots: torch.Tensor
+    places: torch.Tensor
     failed: bool = False
     waiting: list[tuple[int, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # layer, raw keys, values
 
 
 def token_places(saves: Sequence[Save], row_starts: Sequence[int], block_size: int) -> np.ndarray:
-    """For every token that a step saves, its row in the step and its slot in the arena: [2, num_tokens] int64."""
+    """For every token that a step saves, its row in the step and its place in the arena: [2, num_tokens] int64."""
     counts = np.fromiter((s.num_tokens for s in saves), np.int64, len(saves))
     rows = np.fromiter((row_starts[s.scheduled] + s.first for s in saves), np.int64, len(saves))
-    slots = np.fromiter((s.slot * block_size + s.offset for s in saves), np.int64, len(saves))
+    places = np.fromiter((s.arena_block * block_size + s.offset for s in saves), np.int64, len(saves))
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.stack([np.repeat(rows, counts) + within, np.repeat(slots, counts) + within])
+    return np.stack([np.repeat(rows, counts) + within, np.repeat(places, counts) + within])
 
 
 def block_load(arena: Arena, loads: Sequence[Load]) -> BlockLoad:
-    slots, numbers = [load.slot for load in loads], [load.block_number for load in loads]
-    return BlockLoad(arena.own, slots, numbers, [load.position for load in loads], arena.layout.own_rotations)
+    arena_blocks, numbers = [load.arena_block for load in loads], [load.block_number for load in loads]
+    return BlockLoad(arena.own, arena_blocks, numbers, [load.position for load in loads], arena.layout.own_rotations)
 
 
 class Transfer:
@@ -77,11 +77,11 @@ class Transfer:
     def begin(self, plan: TransferPlan, row_starts: Sequence[int]) -> None:
         """Prepare the plan's loads and saves. row_starts: first token of each scheduled request's part."""
         if plan.saves:
-            self.arena.reach(max(save.slot for save in plan.saves))
+            self.arena.reach(max(save.arena_block for save in plan.saves))
         save = None
         if plan.saves:
-            rows, slots = torch.from_numpy(token_places(plan.saves, row_starts, self.arena.layout.block_size))
-            save = _SaveStep(plan.ticket, rows, slots)
+            rows, places = torch.from_numpy(token_places(plan.saves, row_starts, self.arena.layout.block_size))
+            save = _SaveStep(plan.ticket, rows, places)
         self._load = _LoadJob(plan.ticket, block_load(self.arena, plan.loads), len(plan.loads)) if plan.loads else None
         self._save = save
 
@@ -144,7 +144,7 @@ class Transfer:
             return
         try:
             with torch.inference_mode():
-                save_layers(self.arena.own, layers, step.rows, step.slots)
+                save_layers(self.arena.own, layers, step.rows, step.places)
         except Exception:  # as for loads: the step's blocks are computed and saved again later
             step.failed = True
 

@@ -170,7 +170,7 @@ class Replay:
         found = blocks.match_below(job, hits)
         if found.lookup is Lookup.PENDING:
             if job.stored.wanted.lowest > job.stored.wanted.front:  # some of its reads have not begun
-                self._waiting.wait_for_slots(job)
+                self._waiting.wait_for_arena_blocks(job)
             return True
         num_new = self._total_blocks(job.request) - len(hits)
         if num_new > blocks.pool.num_free - sum(map(blocks.pool.is_free, hits)):

@@ -70,9 +70,9 @@ class ReplayResult:
     num_refused: requests larger than HBM, in no other count. num_blocks, num_hit_blocks: of prompts. hits_at_arrival:
     tokens hit, by the tier that held them when the request arrived; hits_at_schedule: when it was first looked at with
     a place in the batch free, where "disk" still had to be waited for. bytes_moved: save, load, write, read.
-    num_evicted: blocks by tier. num_dropped_saves: blocks for which the CPU tier had no slot, and what builds on them;
-    num_dropped_writes: for which the disk had no room. mean_queue: requests that wait, averaged over duration_s, from
-    the first arrival that counts to the end of the last request.
+    num_evicted: blocks by tier. num_dropped_saves: blocks for which the CPU tier had no room, and what builds on them;
+    num_dropped_writes: for which the disk had none. mean_queue: requests that wait, averaged over duration_s, from the
+    first arrival that counts to the end of the last request.
     """
 
     num_requests: int

@@ -16,7 +16,7 @@ from kvstore.disk.io_queue import Rank
 from kvstore.planning.jobs import LINEAGE, Job, Tokens, chain_of, prompt_of
 from kvstore.planning.replay_config import ReplayConfig
 from kvstore.planning.traces import TraceRequest
-from kvstore.planning.virtual_io import VirtualClock, VirtualTransfers, num_cpu_slots, virtual_store
+from kvstore.planning.virtual_io import VirtualClock, VirtualTransfers, num_cpu_blocks, virtual_store
 from kvstore.policy.conversation import Answer
 from kvstore.policy.steering import Steering
 from kvstore.store.control_plane import KVStore
@@ -31,15 +31,15 @@ class ServerBlocks:
     """The tiers of one server. longest: blocks of the longest request. on_progress: called when reads or writes have
     ended.
 
-    pool: HBM. store: the tiers below; None if there are none. num_unsaved: computed blocks that found no CPU slot.
+    pool: HBM. store: the tiers below; None if there are none. num_unsaved: computed blocks that found no arena block.
     """
 
     def __init__(
         self, config: ReplayConfig, block_size: int, longest: int, clock: VirtualClock, steering: MakeSteering | None,
         on_progress: Callable[[Rank | None], None],
     ) -> None:  # fmt: skip
-        num_slots = num_cpu_slots(config, longest)
-        sizes = {"hbm": config.hbm_blocks, "cpu": num_slots, "disk": config.disk_blocks}
+        num_arena_blocks = num_cpu_blocks(config, longest)
+        sizes = {"hbm": config.hbm_blocks, "cpu": num_arena_blocks, "disk": config.disk_blocks}
         self.block_size = block_size
         self.store: KVStore | None = None
         self.num_unsaved = 0
@@ -47,9 +47,9 @@ class ServerBlocks:
         self._steering = Steering(config.policy, clock, sizes) if steering is None else steering(clock, sizes)
         self.pool = BlockPool(config.hbm_blocks, self._steering.order("hbm"))
         self._transfers = VirtualTransfers()
-        if num_slots:
+        if num_arena_blocks:
             self.store, self._io = virtual_store(
-                config, num_slots, block_size, clock, self._steering, self._transfers, on_progress
+                config, num_arena_blocks, block_size, clock, self._steering, self._transfers, on_progress
             )
 
     # -- what is here ------------------------------------------------------------------------------------------------
@@ -185,21 +185,21 @@ class ServerBlocks:
         assert store is not None, "there is nowhere to read to"
         chain = prompt_of(request, self.block_size)
         content = ChainContent(chain, cast(bytearray, Tokens(request.num_tokens)), LINEAGE, "")
-        slots: list[int] = []
+        arena_blocks: list[int] = []
         for index in range(first, end):
             if not store.stored.holds(chain[index]):
-                slot = store.cpu.reserve()
-                if slot is None:
+                arena_block = store.cpu.reserve()
+                if arena_block is None:
                     end = index
                     break
-                store.cpu.announce(slot, store.stored.record(content, index))
-                store.cpu.publish(slot)
-                slots.append(slot)
-        for slot in slots:  # released only now, so that none was evicted for the next
+                store.cpu.announce(arena_block, store.stored.record(content, index))
+                store.cpu.publish(arena_block)
+                arena_blocks.append(arena_block)
+        for arena_block in arena_blocks:  # released only now, so that none was evicted for the next
             if store.disk is None:
-                store.cpu.release(slot)
+                store.cpu.release(arena_block)
             else:
-                store.disk.add_dirty(slot)
+                store.disk.add_dirty(arena_block)
         return end - first
 
     def evict_all(self, keeps_disk: bool) -> None:

@@ -116,11 +116,11 @@ class VirtualIo:
         self._reads.add(read, rank)
         self._read_next()
 
-    def rank_read(self, slot: int, rank: Rank) -> None:
-        self._reads.change_rank(slot, rank)
+    def rank_read(self, arena_block: int, rank: Rank) -> None:
+        self._reads.change_rank(arena_block, rank)
 
-    def cancel_read(self, slot: int) -> bool:
-        return self._reads.cancel(slot)
+    def cancel_read(self, arena_block: int) -> bool:
+        return self._reads.cancel(arena_block)
 
     @property
     def stalled_s(self) -> float:
@@ -203,14 +203,14 @@ class VirtualTransfers:
         return done
 
 
-def num_cpu_slots(config: ReplayConfig, longest: int) -> int:
+def num_cpu_blocks(config: ReplayConfig, longest: int) -> int:
     if config.cpu_blocks or not config.disk_blocks:
         return config.cpu_blocks
     return max(2 * config.service.max_batch + longest, min(STAGING_BYTES // config.block_bytes, config.disk_blocks))
 
 
 def virtual_store(
-    config: ReplayConfig, num_slots: int, block_size: int, clock: VirtualClock, steering: Steering,
+    config: ReplayConfig, num_arena_blocks: int, block_size: int, clock: VirtualClock, steering: Steering,
     transfers: VirtualTransfers, on_progress: Callable[[Rank | None], None],
 ) -> tuple[KVStore, VirtualIo]:  # fmt: skip
     """An empty store of these sizes, which always loads what it has, and its I/O."""
@@ -219,10 +219,10 @@ def virtual_store(
     read_s, write_s = config.block_bytes / service.read_bytes_per_s, config.block_bytes / service.write_bytes_per_s
     virtual_io = VirtualIo(clock, disk, read_s, write_s, on_progress)
     io = cast(IoQueue, virtual_io)
-    cpu = CpuTier(num_slots, keep=bool(config.cpu_blocks), order=steering.order("cpu"), clock=clock)
+    cpu = CpuTier(num_arena_blocks, keep=bool(config.cpu_blocks), order=steering.order("cpu"), clock=clock)
     write_back = None
     if config.disk_blocks:
-        memory = memoryview(bytes(STORE_BLOCK_BYTES))  # of all slots; nobody touches it, so it takes none
+        memory = memoryview(bytes(STORE_BLOCK_BYTES))  # of every arena block; nobody touches it, so it takes none
         write_back = WriteBack(cast(DiskTier, disk), cpu, io, lambda _: memory, stats, clock, steering)
         while write_back.contents.index is None:  # of nothing, in a thread
             time.sleep(0.001)

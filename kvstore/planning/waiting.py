@@ -11,14 +11,14 @@ from kvstore.planning.jobs import Job
 
 
 class WaitingLine:
-    """A candidate is looked at when the batch has a place. A request that waits for reads or for CPU slots is no
+    """A candidate is looked at when the batch has a place. A request that waits for reads or for arena blocks is no
     candidate, and others may pass it. One that waits for HBM holds up all behind it.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[int, Job] = {}
         self._candidates: list[tuple[int, Job]] = []  # a heap
-        self._short: list[tuple[int, Job]] = []  # a heap: those that wait for CPU slots
+        self._short: list[tuple[int, Job]] = []  # a heap: those that wait for arena blocks
         self._blocked: int | None = None  # who waits for HBM
 
     def __len__(self) -> int:
@@ -60,16 +60,16 @@ class WaitingLine:
         """A request has ended, and released its HBM."""
         self._blocked = None
 
-    def wait_for_slots(self, job: Job) -> None:
+    def wait_for_arena_blocks(self, job: Job) -> None:
         heapq.heappush(self._short, (job.number, job))
 
     @property
     def has_short(self) -> bool:
-        """Whether a request waits for CPU slots."""
+        """Whether a request waits for arena blocks."""
         return bool(self._short)
 
     def offer_short(self, num_free: int | None) -> None:
-        """Offer requests that wait for CPU slots, in order, as long as so many free slots are enough for each; None:
+        """Offer requests that wait for arena blocks, in order, as long as so many free ones are enough for each; None:
         all of them.
         """
         while self._short:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvstore.policy.conversation import Conversation, QueueKey
 
-SAVE_SHARE = 4  # one in this many CPU slots is not for reading ahead, but for saving what is computed meanwhile
+SAVE_SHARE = 4  # one in this many arena blocks is not for reading ahead, but for saving what is computed meanwhile
 
 
 @dataclass(frozen=True, slots=True)

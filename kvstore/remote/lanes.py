@@ -100,15 +100,15 @@ class ReadLanes:
             self._reads.add(read, rank)
             self._ready.notify()
 
-    def change_rank(self, slot: int, rank: Rank) -> None:
+    def change_rank(self, arena_block: int, rank: Rank) -> None:
         """Change a queued read's rank; one that runs or has ended stays as it is."""
         with self._ready:
-            self._reads.change_rank(slot, rank)
+            self._reads.change_rank(arena_block, rank)
 
-    def cancel(self, slot: int) -> bool:
+    def cancel(self, arena_block: int) -> bool:
         """Drop a queued read. Returns False if it runs or has ended."""
         with self._ready:
-            return self._reads.cancel(slot)
+            return self._reads.cancel(arena_block)
 
     @property
     def stalled_s(self) -> float:

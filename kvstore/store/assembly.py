@@ -58,7 +58,7 @@ def open_tiered(
     fingerprint: Callable[[Path | None], str],
     device: torch.device,
     load: str,
-    least_slots: int,
+    least_arena_blocks: int,
     num_hbm_blocks: int,
     policy: str,
     directory: StoreDirectory | None,
@@ -73,18 +73,18 @@ def open_tiered(
             opened.callback(directory.close)
         tiers.check_room(layout.block_bytes)
         name = fingerprint(None if directory is None else directory.path / "weights.json")
-        num_slots = max(least_slots, STAGING_BYTES // layout.block_bytes)
+        num_arena_blocks = max(least_arena_blocks, STAGING_BYTES // layout.block_bytes)
         if tiers.cpu:
-            num_slots = int(tiers.cpu) // layout.block_bytes
+            num_arena_blocks = int(tiers.cpu) // layout.block_bytes
         clock, stats, progress = time.time, StoreStats(), StoreProgress()
         learned = Learned(None if directory is None else directory.path, name, stats)
-        capacities = {"hbm": num_hbm_blocks, "cpu": num_slots, "disk": int(tiers.disk) // layout.block_bytes}
+        capacities = {"hbm": num_hbm_blocks, "cpu": num_arena_blocks, "disk": int(tiers.disk) // layout.block_bytes}
         steering = Steering(policy, clock, capacities, learned.steering)
         stats.policy_file_errors += steering.state_was_bad
         planner = Planner(layout.block_bytes, layout.block_size, always=load == "always" or tiers.role == "decode")
         learned.restore(planner)
         descriptor = None if others is None else others.arena_descriptor
-        arena = Arena(layout, num_slots, device.type == "cuda", descriptor)
+        arena = Arena(layout, num_arena_blocks, device.type == "cuda", descriptor)
         disk, write_back, remote = None, None, None
         if directory is not None:
             disk = DiskTier(directory, int(tiers.disk), tiers.codec, itemsize=layout.dtype.itemsize)
@@ -92,7 +92,7 @@ def open_tiered(
         secret = secret or (fleet.root if fleet else os.urandom(32) if directory is None else directory.secret)
         holdings = holdings_of(partial(lineage_root, secret, name), disk) if reports else None
         in_cpu = holdings if tiers.cpu else None
-        cpu = CpuTier(num_slots, arena.erase, bool(tiers.cpu), steering.order("cpu"), clock, in_cpu)
+        cpu = CpuTier(num_arena_blocks, arena.erase, bool(tiers.cpu), steering.order("cpu"), clock, in_cpu)
         # Freed pages become usable two transactions later, so a batch must be small compared with the file.
         batch_bytes = min(BATCH_BYTES, max(int(tiers.disk) // 32, layout.block_bytes))
         io = IoQueue(disk, progress.wake, batch_bytes=batch_bytes)

@@ -1,7 +1,7 @@
 """KVStore: what is in the CPU tier and on disk, and everything in flight between them.
 
 The control plane of the tiers: requests, steps, splices, evictions. One thread at a time; worker threads are polled.
-Knows slots and ids, but no tensors.
+Knows arena blocks and ids, but no tensors.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class KVStore:
         self._matcher = Matcher(self.requests, self.prefetcher, planner, reads, stats, clock, cpu.keep)
         self.saver = Saver(cpu, self.requests, self.stored, stats, disk is not None)
         self.splicer = Splicer(cpu, io, self.stored, reads, copy, stats)
-        self._landed = cpu.release if disk is None else disk.add_dirty  # takes over a READY slot's reference
+        self._landed = cpu.release if disk is None else disk.add_dirty  # takes over a READY arena block's reference
         self.steps = StepsInFlight(cpu, self.saver, stats, self._landed)
-        self.deletion = Deletion(cpu, disk, steering, stats, planner.block_bytes, lambda: unnamed_slots(self), remote)
+        self.deletion = Deletion(cpu, disk, steering, stats, planner.block_bytes, lambda: being_filled(self), remote)
         self.ended: deque[Done | Transferred] = deque()  # finished by worker threads, not processed yet
         if remote is not None:
             remote.connect(self.stored, planner, self.requests, self.prefetcher)
@@ -160,8 +160,8 @@ class KVStore:
                 self.planner.loaded(ended.num_bytes, ended.seconds)
             self.steps.transferred(ended)
         elif isinstance(ended, TaskDone):
-            for slot in self.splicer.task_done(ended.key, ended.succeeded):
-                self._landed(slot)
+            for arena_block in self.splicer.task_done(ended.key, ended.succeeded):
+                self._landed(arena_block)
         elif self.disk is not None:
             if isinstance(ended, ReadDone):
                 self.planner.read(ended.read.view.nbytes, ended.seconds, ended.num_active)
@@ -245,8 +245,8 @@ class KVStore:
         assert not idle or not self.steps.by_ticket, f"steps in flight while idle: {list(self.steps.by_ticket)}"
 
 
-def unnamed_slots(store: KVStore) -> Iterator[int]:
-    """Slots that are being filled with blocks that have no id yet."""
-    yield from store.saver.partial_slots()
+def being_filled(store: KVStore) -> Iterator[int]:
+    """Arena blocks that are being filled with blocks that have no id yet."""
+    yield from store.saver.partial_arena_blocks()
     for step in store.steps.by_ticket.values():
         yield from step.saves.written

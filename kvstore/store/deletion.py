@@ -19,19 +19,19 @@ from kvstore.store.write_back import WriteBack
 
 @dataclass(eq=False)
 class Deletion:
-    """disk, remote: None without such a tier. unnamed_slots: those being filled with blocks that have no id yet."""
+    """disk, remote: None without such a tier. being_filled: arena blocks whose blocks have no id yet."""
 
     _cpu: CpuTier
     _disk: WriteBack | None
     _steering: Steering
     _stats: StoreStats
     _block_bytes: int
-    _unnamed_slots: Callable[[], Iterable[int]]
+    _being_filled: Callable[[], Iterable[int]]
     _remote: RemoteBlocks | None = None
 
     def __post_init__(self) -> None:
         self._waiting: list[tuple[tuple[BlockId, ...], set[BlockId]]] = []  # the blocks below them are not known yet
-        self._to_erase: set[int] = set()  # deleted slots that were still held
+        self._to_erase: set[int] = set()  # deleted arena blocks that were still held
 
     def forget(self, block_ids: Sequence[BlockId]) -> set[BlockId]:
         """Delete these blocks from the CPU tier, the write queue and the disk, and their bytes from the arena; with all
@@ -60,8 +60,8 @@ class Deletion:
 
     def _forget(self, doomed: Sequence[BlockId]) -> None:
         self._stats.forgotten += len(doomed)
-        self._to_erase.update(slot for slot in map(self._cpu.slot_of, doomed) if slot is not None)
-        self._to_erase.update(self._unnamed_slots())
+        self._to_erase.update(one for one in map(self._cpu.arena_block_of, doomed) if one is not None)
+        self._to_erase.update(self._being_filled())
         if self._disk is not None:
             self._disk.space.delete(doomed)
         for block_id in reversed(doomed):
@@ -76,9 +76,9 @@ class Deletion:
         return (self._cpu if self._disk is None else self._disk.space).with_descendants(block_ids)
 
     def _erase(self) -> None:
-        """Overwrite deleted slots that nobody holds any more."""
+        """Overwrite deleted arena blocks that nobody holds any more."""
         self._cpu.erase_stale()
-        self._to_erase = {slot for slot in self._to_erase if not self._cpu.pool.is_free(slot)}
+        self._to_erase = {one for one in self._to_erase if not self._cpu.pool.is_free(one)}
 
     def is_forgotten(self, block_ids: set[BlockId]) -> bool:
         """Whether the blocks that `forget` returned are gone from disk and from the remote tier."""

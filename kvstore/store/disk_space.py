@@ -37,13 +37,13 @@ class DiskSpace:
         return self._disk.file.capacity_bytes
 
     def delete(self, block_ids: Sequence[BlockId]) -> None:
-        """Delete blocks from the disk and the CPU tier. Holders of slots there keep them."""
+        """Delete blocks from the disk and the CPU tier. Holders of arena blocks keep them."""
         for block_id in reversed(block_ids):
             self._cpu.forget(block_id)
         self._delete(block_ids)
 
     def delete_written(self, block_id: BlockId) -> None:
-        """Delete a block that was written although its slot was given up. A newer copy in the CPU tier stays."""
+        """Delete a block that was written although its arena block was given up. A newer copy in the CPU tier stays."""
         self._delete([block_id])
 
     def _delete(self, block_ids: Sequence[BlockId]) -> None:

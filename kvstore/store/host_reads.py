@@ -66,7 +66,7 @@ class HostReads:
             is_lost = result in (ReadResult.MISSING, ReadResult.CORRUPT)
             if is_lost and self._disk.contents.contains(block_id):
                 self._disk.space.delete_tree(block_id)
-        self._tickets.end(done.read.slot, REASONS[result], num_bytes)
+        self._tickets.end(done.read.arena_block, REASONS[result], num_bytes)
 
     def prefetch(self, chain: Sequence[BlockId]) -> None:
         """Read the last of these that is stored, and all that it builds on, into the system's page cache: head first,

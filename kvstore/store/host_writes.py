@@ -82,15 +82,15 @@ class HostWrites:
         self._tier, self._roots = tier, roots
         self._stats = stats
         self._tickets = tickets
-        self._borrowed: dict[int, _Borrowed] = {}  # by slot
+        self._borrowed: dict[int, _Borrowed] = {}  # by arena block
         self._num_bytes = 0
         self._max_bytes = min(MAX_WRITE_BYTES, tier.file.capacity_bytes // 4)
-        # Slots without memory of their own: each stands for a buffer of the host while that is being written.
-        self._slots = CpuTier(MAX_WRITES, keep=False)
+        # Has no arena: each of its blocks stands for a buffer of the host while that is being written.
+        self._cpu = CpuTier(MAX_WRITES, keep=False)
         self.disk = WriteBack(
-            tier, self._slots, io, lambda slot: self._borrowed[slot].view, stats, clock, steering, tenant_bytes
+            tier, self._cpu, io, lambda one: self._borrowed[one].view, stats, clock, steering, tenant_bytes
         )
-        self.deletion = Deletion(self._slots, self.disk, steering, stats, 1, tuple)
+        self.deletion = Deletion(self._cpu, self.disk, steering, stats, 1, tuple)
 
     def __len__(self) -> int:
         return len(self._borrowed)
@@ -103,20 +103,20 @@ class HostWrites:
 
         owner: finds the owner of a block by its id and its parent's.
         """
-        slot = self._slots.slot_of(record.block_id)
-        if slot is None:
+        arena_block = self._cpu.arena_block_of(record.block_id)
+        if arena_block is None:
             may_wait = self._num_bytes + view.nbytes <= self._max_bytes and not self.disk.health.is_paused
-            slot = self._slots.reserve() if may_wait and self._is_worth_room(record, view.nbytes) else None
-            if slot is None:
+            arena_block = self._cpu.reserve() if may_wait and self._is_worth_room(record, view.nbytes) else None
+            if arena_block is None:
                 self._stats.refused_writes += 1
                 return None
-            self._borrowed[slot] = _Borrowed(record.block_id, view)
+            self._borrowed[arena_block] = _Borrowed(record.block_id, view)
             self._num_bytes += view.nbytes
-            self._slots.announce(slot, record, owner(record.block_id, record.parent_id))
-            self._slots.publish(slot)
-            self.disk.add_dirty(slot)
+            self._cpu.announce(arena_block, record, owner(record.block_id, record.parent_id))
+            self._cpu.publish(arena_block)
+            self.disk.add_dirty(arena_block)
         ticket = self._tickets.begin()
-        self._borrowed[slot].tickets.append(ticket)
+        self._borrowed[arena_block].tickets.append(ticket)
         return ticket
 
     def _is_worth_room(self, record: BlockRecord, num_bytes: int) -> bool:
@@ -126,7 +126,7 @@ class HostWrites:
             self._roots is None
             or parent_id in self._roots
             or self.disk.contents.contains(parent_id)
-            or self._slots.slot_of(parent_id) is not None
+            or self._cpu.arena_block_of(parent_id) is not None
         ):
             return True
         return self._tier.file.excess_bytes(self._num_bytes + num_bytes) <= 0
@@ -140,8 +140,8 @@ class HostWrites:
         """Hand the next blocks to the writer. Called once per poll, and after every new write."""
         self.disk.pump()
         if self.disk.queue.dirty and self.disk.health.is_paused:
-            for slot in self.disk.queue.dirty:
-                self._borrowed[slot].reason = "no_room" if self.disk.health.error in NO_ROOM else "io_error"
+            for arena_block in self.disk.queue.dirty:
+                self._borrowed[arena_block].reason = "no_room" if self.disk.health.error in NO_ROOM else "io_error"
             self.disk.refuse_waiting()
         self._give_back()
 
@@ -150,8 +150,8 @@ class HostWrites:
         queue = self.disk.queue
         if len(self._borrowed) == len(queue.dirty) + len(queue.submitted):
             return
-        for slot in self._borrowed.keys() - queue.submitted.union(queue.dirty):
-            borrowed = self._borrowed.pop(slot)
+        for arena_block in self._borrowed.keys() - queue.submitted.union(queue.dirty):
+            borrowed = self._borrowed.pop(arena_block)
             self._num_bytes -= borrowed.view.nbytes
             reason = "" if self.disk.contents.contains(borrowed.block_id) else borrowed.reason
             for ticket in borrowed.tickets:
@@ -162,10 +162,10 @@ class HostWrites:
         for borrowed in self._borrowed.values():
             if borrowed.block_id in block_ids:
                 borrowed.reason = "forgotten"
-                self._slots.forget(borrowed.block_id)
+                self._cpu.forget(borrowed.block_id)
 
     def check_integrity(self, idle: bool) -> None:
         """Assert that counts agree; with `idle`, that nothing is borrowed."""
-        self._slots.check_integrity(idle)
+        self._cpu.check_integrity(idle)
         assert self._num_bytes == sum(one.view.nbytes for one in self._borrowed.values()), "bytes disagree"
         assert not idle or not self._borrowed, "memory of the host is borrowed while idle"

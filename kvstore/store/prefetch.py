@@ -1,7 +1,7 @@
-"""Whose blocks are read next: waiting requests get slots in the order in which they are expected to start.
+"""Whose blocks are read next: waiting requests get arena blocks in the order in which they are expected to start.
 
-Control plane, one thread. Running requests come before waiting ones, and hints last. An earlier one may take slots from
-later ones.
+Control plane, one thread. Running requests come before waiting ones, and hints last. An earlier one may take arena
+blocks from later ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvstore.policy.lookahead import SAVE_SHARE, LookAhead
 from kvstore.policy.planner import LoadChoice, Way
 from kvstore.store.requests import Requests, Tracked
 
-BLANK_SHARE = 16  # one in so many slots is kept empty, so that a read never waits for an eviction
+BLANK_SHARE = 16  # one in so many arena blocks is kept empty, so that a read never waits for an eviction
 MOST_HINTS = 64
 NEW_SHARE = 8  # all waiting requests are examined once one in so many is new
 
@@ -39,11 +39,11 @@ class Prefetcher:
     ) -> None:
         self._cpu, self._requests, self._choose = cpu, requests, choose
         self._may_read = num_disk_blocks > 0 if may_read is None else may_read
-        num_slots = cpu.pool.num_blocks
-        may_keep_blank = self._may_read and cpu.keep and num_slots >= 4 * BLANK_SHARE
-        self.num_blank = num_slots // BLANK_SHARE if may_keep_blank else 0
-        self._num_for_saves = num_slots // SAVE_SHARE if may_keep_blank else 0
-        self.waiting = LookAhead(num_slots - self.num_blank, num_disk_blocks, refresh)
+        num_arena_blocks = cpu.pool.num_blocks
+        may_keep_blank = self._may_read and cpu.keep and num_arena_blocks >= 4 * BLANK_SHARE
+        self.num_blank = num_arena_blocks // BLANK_SHARE if may_keep_blank else 0
+        self._num_for_saves = num_arena_blocks // SAVE_SHARE if may_keep_blank else 0
+        self.waiting = LookAhead(num_arena_blocks - self.num_blank, num_disk_blocks, refresh)
         self.hints: dict[int, Tracked] = {}  # in the order in which they came
         self._hint_numbers = count()
         self._has_changed = False
@@ -92,7 +92,7 @@ class Prefetcher:
         if not self._has_changed or not self._may_read:
             return
         self._has_changed, self._num_new = False, 0
-        self.waiting.num_cpu_blocks = self._num_slots_to_fill()
+        self.waiting.num_cpu_blocks = self._num_arena_blocks_to_fill()
         for waiting in self.waiting.to_prefetch():
             request = self._requests.by_id[waiting.request_id]  # type: ignore[index]
             if request.may_load and request.arrival and not self._requests.is_asking(request, False):
@@ -102,19 +102,17 @@ class Prefetcher:
             if hint.wanted.is_ready():
                 self._drop_hint(name)
 
-    def _num_slots_to_fill(self) -> int:
-        """The arena's slots without those kept blank, and without those that running requests hold or may need for
-        saves.
-        """
-        num_held = sum(len(one.wanted.slots) for one in (*self._holders(), *self.hints.values()))
+    def _num_arena_blocks_to_fill(self) -> int:
+        """All arena blocks but those kept blank, and those that running requests hold or may need for saves."""
+        num_held = sum(len(one.wanted.arena_blocks) for one in (*self._holders(), *self.hints.values()))
         pool = self._cpu.pool
         num_others = max(self._num_for_saves, pool.num_in_use - num_held)
         return pool.num_blocks - self.num_blank - num_others
 
     def _holders(self) -> Iterator[Tracked]:
-        """Waiting requests that hold slots: few of perhaps thousands."""
+        """Waiting requests that hold arena blocks: few of perhaps thousands."""
         requests = self._requests.by_id.values()
-        return (request for request in requests if request.wanted.slots and request.request_id in self.waiting)
+        return (request for request in requests if request.wanted.arena_blocks and request.request_id in self.waiting)
 
     def _read_ahead(self, request: Tracked) -> None:
         """Read what is better loaded than computed, as far as can be said by now."""
@@ -127,15 +125,15 @@ class Prefetcher:
                 self.read(request, choice.num_blocks)
 
     def read(self, request: Tracked, num_computed: int) -> int | None:
-        """Begin to read what it wants after these blocks, if need be into slots of requests behind it. Returns the same
-        as `Requests.read`.
+        """Begin to read what it wants after these blocks, if need be into arena blocks of requests behind it. Returns
+        the same as `Requests.read`.
         """
         first = request.wanted.front + num_computed
-        return self._requests.read(request, first, lambda: self._take_slots_behind(request))
+        return self._requests.read(request, first, lambda: self._take_arena_blocks_behind(request))
 
-    def _take_slots_behind(self, request: Tracked) -> bool:
-        """Take slots from a hint, or from the request that is expected to start last. False if all belong to earlier
-        ones.
+    def _take_arena_blocks_behind(self, request: Tracked) -> bool:
+        """Take arena blocks from a hint, or from the request that is expected to start last. False if all belong to
+        earlier ones.
         """
         while self.hints and request.key is not None:
             if self._drop_hint(next(reversed(self.hints))):
@@ -149,24 +147,24 @@ class Prefetcher:
         return True
 
     def may_wait(self, request: Tracked) -> bool:
-        """Whether an earlier request holds slots that it will give back. Earlier ones never wait for later ones."""
+        """Whether an earlier request holds arena blocks that it will give back. It never waits for a later one."""
         place = self._place(request)
-        return any(other.wanted.slots and self._place(other) < place for other in self._requests.by_id.values())
+        return any(other.wanted.arena_blocks and self._place(other) < place for other in self._requests.by_id.values())
 
     def _place(self, request: Tracked) -> tuple[bool, Rank]:
-        """The order of those who want slots: running requests first, hints last. No two are equal, so nobody waits in a
-        ring.
+        """The order of those who want arena blocks: running requests first, hints last. No two are equal, so nobody
+        waits in a ring.
         """
         return request.key is None or request.request_id in self.waiting, request.rank
 
     def hint(self, wanted: Tracked) -> None:
-        """Read what is only on disk of this chain into slots that nobody waits for."""
+        """Read what is only on disk of this chain into arena blocks that nobody waits for."""
         self._requests.hold(wanted, 0, len(wanted.chain))
-        room = self._num_slots_to_fill() - sum(w.num_blocks for w in self.waiting.to_prefetch())
-        room -= sum(len(hint.wanted.slots) for hint in self.hints.values())
+        room = self._num_arena_blocks_to_fill() - sum(w.num_blocks for w in self.waiting.to_prefetch())
+        room -= sum(len(hint.wanted.arena_blocks) for hint in self.hints.values())
         # A hint takes only what no waiting request needs, and not all of that.
         room = min(room, self._cpu.pool.num_free - self._cpu.pool.num_blocks // 4)
-        unread = [index for index in range(wanted.wanted.end) if index not in wanted.wanted.slots]
+        unread = [index for index in range(wanted.wanted.end) if index not in wanted.wanted.arena_blocks]
         if len(unread) > max(room, 0):
             self._requests.cut(wanted, unread[max(room, 0)])
         self.read_as_hint(wanted)
@@ -185,7 +183,7 @@ class Prefetcher:
             self._drop_hint(next(iter(self.hints)))
 
     def _drop_hint(self, name: int) -> bool:
-        """Drop a hint; its blocks stay in memory until others need the room. Returns whether slots became free."""
+        """Drop a hint; its blocks stay in memory until others need the room. Returns whether some became free."""
         num_free = self._cpu.pool.num_free
         self._requests.let_go(self.hints.pop(name))
         return self._cpu.pool.num_free > num_free
@@ -200,4 +198,4 @@ class Prefetcher:
     def check_integrity(self, idle: bool) -> None:
         """Assert that only requests that are there wait, and with `idle` that nothing is held."""
         assert not idle or not len(self.waiting), f"{len(self.waiting)} requests wait while idle"
-        assert not idle or not self.hints, f"{len(self.hints)} hints hold slots while idle"
+        assert not idle or not self.hints, f"{len(self.hints)} hints hold arena blocks while idle"

@@ -30,9 +30,9 @@ from kvstore.store.write_back import WriteBack
 
 @dataclass(frozen=True, slots=True)
 class RemoteSource:
-    """read: reads a block from disk, in any thread; None without a disk. view: the bytes of a slot. prefill: another
-    server, which computes prompts for this one; None without one. is_told: its owner hears by itself of what is evicted
-    by hand.
+    """read: reads a block from disk, in any thread; None without a disk. view: the bytes of an arena block. prefill:
+    another server, which computes prompts for this one; None without one. is_told: its owner hears by itself of what is
+    evicted by hand.
     """
 
     tier: RemoteTier
@@ -114,19 +114,19 @@ class RemoteBlocks:
         return moved
 
     def _read_done(self, done: ReadDone) -> None:
-        slot, block_id = done.read.slot, done.read.record.block_id
+        arena_block, block_id = done.read.arena_block, done.read.record.block_id
         if done.result is ReadResult.OK:
             self._planner.read_remote(done.read.view.nbytes, done.seconds, done.num_active)
             self._stats.remote_read += 1
-            if self.reads.publish(slot) and self._disk is not None:
-                self._disk.add_dirty(slot)
+            if self.reads.publish(arena_block) and self._disk is not None:
+                self._disk.add_dirty(arena_block)
                 return
         else:
             self.contents.lose([block_id])
             gone = self.reads.fail(done, self._stats.remote_read_failures)
             if gone is not None and self._disk is not None:  # blocks read behind it may already be there
                 self._disk.space.delete_tree(block_id, gone)
-        self._cpu.release(slot)
+        self._cpu.release(arena_block)
 
     def offer(self, request: Tracked) -> None:
         """A request has ended: share what is stored of its chain."""

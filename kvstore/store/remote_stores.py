@@ -14,7 +14,7 @@ from itertools import count
 
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import BlockRecord, ReadResult
-from kvstore.memory.tier import CpuTier, SlotState
+from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.remote.shared import Put, SharedChain, batch_blocks
 from kvstore.remote.tier import PutsDone, RemoteTier
 from kvstore.store.requests import Tracked
@@ -22,7 +22,7 @@ from kvstore.store.stored import StoredBlocks
 
 MOST_OFFERS = 1024
 OFFER_S = 60.0  # how long a chain may wait until its blocks are on disk
-SLOT_SHARE = 8  # without a disk, at most one in so many slots is lent to the tier
+LENT_SHARE = 8  # without a disk, at most one in so many arena blocks is lent to the tier
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +38,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class PutBatch:
-    """Blocks that the tier is storing. lent: slots that it reads them from."""
+    """Blocks that the tier is storing. lent: arena blocks that it reads them from."""
 
     lent: list[int]
     block_ids: frozenset[BlockId]
@@ -92,17 +92,17 @@ class RemoteStores:
         while offer.next < end:
             index = offer.next
             record = self._stored.record(offer.request, index)
-            slot = self._stored.slot_of(offer.request, index)
+            source = self._stored.arena_block_of(offer.request, index)
             if self._read is not None and self._stored.is_on_disk(record.block_id):
                 puts.append(Put(index, record, partial(self._from_disk, record)))
-            elif self._read is None and slot is not None and self._cpu.state(slot) is SlotState.READY:
+            elif self._read is None and source is not None and self._cpu.state(source) is ArenaBlockState.READY:
                 if not self._may_lend(len(lent)):
                     break
-                self._cpu.acquire(slot)
-                lent.append(slot)
-                puts.append(Put(index, record, partial(self._view, slot)))
+                self._cpu.acquire(source)
+                lent.append(source)
+                puts.append(Put(index, record, partial(self._view, source)))
             else:  # still on its way to disk, or gone
-                is_over = slot is None or self._clock() > offer.until_s
+                is_over = source is None or self._clock() > offer.until_s
                 break
             offer.next += 1
         if is_over:
@@ -116,7 +116,7 @@ class RemoteStores:
 
     def _may_lend(self, num_more: int) -> bool:
         num_lent = num_more + sum(len(batch.lent) for batch in self._batches.values())
-        return num_lent == 0 or num_lent < self._cpu.pool.num_blocks // SLOT_SHARE
+        return num_lent == 0 or num_lent < self._cpu.pool.num_blocks // LENT_SHARE
 
     def _from_disk(self, record: BlockRecord) -> memoryview | None:
         """Read a block, in the tier's thread."""
@@ -131,9 +131,9 @@ class RemoteStores:
         self.num_dropped += len(done.results) - len(stored)
         return stored
 
-    def _release(self, slots: Iterable[int]) -> None:
-        for slot in slots:
-            self._cpu.release(slot)
+    def _release(self, arena_blocks: Iterable[int]) -> None:
+        for arena_block in arena_blocks:
+            self._cpu.release(arena_block)
 
     def is_storing(self, block_ids: set[BlockId]) -> bool:
         """Whether some of these are on their way, or wait and may be handed over."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from kvstore.blocks.ids import TOKEN_BYTES, BlockId, token_bytes
 from kvstore.blocks.records import BlockRecord, Load
 from kvstore.disk.io_queue import AS_HINT, Rank, rank_of_request
-from kvstore.memory.tier import CpuTier, SlotState
+from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.policy.conversation import Conversation, QueueKey
 from kvstore.stats import StoreStats
 from kvstore.store.reads import DiskReads
@@ -23,7 +23,7 @@ Announced = list[tuple[int, BlockRecord]]  # blocks to be read, by their places 
 
 @dataclass(slots=True)
 class Wanted:
-    """Blocks [first, end) that a request wants, each held in one of `slots` or still to be read.
+    """Blocks [first, end) that a request wants, each held in one of `arena_blocks` or still to be read.
 
     [first, front) and [back, end) are READY; all of [lowest, end) are held.
     """
@@ -34,7 +34,7 @@ class Wanted:
     front: int = 0
     back: int = 0
     lowest: int = 0
-    slots: dict[int, int] = field(default_factory=dict)  # by the block's place in the chain
+    arena_blocks: dict[int, int] = field(default_factory=dict)  # by the block's place in the chain
     is_asked: bool = False  # the scheduler has asked what can be loaded for it
     is_open: bool = False  # it runs, and is going to load more
     read_ahead: set[int] = field(default_factory=set)  # read before the request was asked for, and not loaded by it
@@ -152,20 +152,20 @@ class Requests:
 
     def _acquire(self, request: Tracked, index: int) -> bool:
         """Hold a block that is in the CPU tier or on its way there; its read may become more urgent."""
-        slot = self._stored.slot_of(request, index)
-        if slot is None:
+        arena_block = self._stored.arena_block_of(request, index)
+        if arena_block is None:
             return False
-        self._cpu.acquire(slot)
-        request.wanted.slots[index] = slot
-        if self._reads is not None and slot in self._reads and request.rank < self._reads.rank(slot):
-            self._reads.set_rank(slot, request.rank)
+        self._cpu.acquire(arena_block)
+        request.wanted.arena_blocks[index] = arena_block
+        if self._reads is not None and arena_block in self._reads and request.rank < self._reads.rank(arena_block):
+            self._reads.set_rank(arena_block, request.rank)
         return True
 
     def advance(self, request: Tracked, first: int) -> None:
-        """Check slots that were not READY: a failed one ends what may be loaded. Releases earlier blocks."""
+        """Check arena blocks that were not READY: a failed one ends what may be loaded. Releases earlier blocks."""
         wanted = request.wanted
         if wanted.first < first:
-            self._drop(request, [index for index in wanted.slots if index < first])
+            self._drop(request, [index for index in wanted.arena_blocks if index < first])
             wanted.first, wanted.front, wanted.lowest, wanted.end, wanted.back = (
                 max(first, cursor) for cursor in (first, wanted.front, wanted.lowest, wanted.end, wanted.back)
             )
@@ -176,26 +176,26 @@ class Requests:
 
     def _is_ready(self, request: Tracked, index: int) -> bool:
         """Whether this block has landed. If it failed, it and all that follow it are computed."""
-        wanted, slot = request.wanted, request.wanted.slots.get(index)
-        state = SlotState.PENDING if slot is None else self._cpu.state(slot)
-        if state in (SlotState.FAILED, SlotState.EMPTY):
+        wanted, arena_block = request.wanted, request.wanted.arena_blocks.get(index)
+        state = ArenaBlockState.PENDING if arena_block is None else self._cpu.state(arena_block)
+        if state in (ArenaBlockState.FAILED, ArenaBlockState.EMPTY):
             if request.key is not None:
                 self._stats.given_up_tokens += (wanted.end - index) * self.block_size
             self.cut(request, index)
-        return state is SlotState.READY
+        return state is ArenaBlockState.READY
 
     def cut(self, request: Tracked, end: int) -> None:
         """Let what it wants end here."""
         wanted = request.wanted
-        self._drop(request, [index for index in wanted.slots if index >= end])
+        self._drop(request, [index for index in wanted.arena_blocks if index >= end])
         wanted.end = wanted.back = end
         wanted.front, wanted.lowest = min(wanted.front, end), min(wanted.lowest, end)
 
     def read(self, request: Tracked, first: int, make_room: Callable[[], bool]) -> int | None:
         """Begin to read what it wants from `first` on, the tail before the head: the head can be computed meanwhile.
 
-        make_room: takes a slot from somebody else; False if there is none to take. Returns the first block for which
-        there was no slot, or None.
+        make_room: takes an arena block from somebody else; False if there is none to take. Returns the first block that
+        found none, or None.
         """
         wanted = request.wanted
         if first >= wanted.lowest:
@@ -203,7 +203,7 @@ class Requests:
         begun, short = self._announce(request, first, make_room)
         for index, record in reversed(begun):
             from_remote = not self._stored.is_on_disk(record.block_id)
-            self._reads.start(wanted.slots[index], record, request.rank, from_remote)  # type: ignore[union-attr]
+            self._reads.start(wanted.arena_blocks[index], record, request.rank, from_remote)  # type: ignore[union-attr]
         if not wanted.is_asked:
             wanted.read_ahead.update(index for index, _ in begun)
             self._stats.prefetched += len(begun)
@@ -212,26 +212,26 @@ class Requests:
         return short
 
     def _announce(self, request: Tracked, first: int, make_room: Callable[[], bool]) -> tuple[Announced, int | None]:
-        """Allocate slots for blocks to read. Returns them, and the first block without a slot, or None."""
+        """Reserve arena blocks for blocks to read. Returns these, and the first block that found none, or None."""
         begun: Announced = []
         for index in range(first, request.wanted.end):  # announced in order, as a block is linked to the one before
-            if index in request.wanted.slots or self._acquire(request, index):
+            if index in request.wanted.arena_blocks or self._acquire(request, index):
                 continue
             if not self._stored.is_below_cpu(request.chain[index]):
                 self.cut(request, index)
                 break
-            slot = self._cpu.reserve()
-            while slot is None and make_room():
-                slot = self._cpu.reserve()
-            if slot is None:
+            arena_block = self._cpu.reserve()
+            while arena_block is None and make_room():
+                arena_block = self._cpu.reserve()
+            if arena_block is None:
                 return begun, index
             record = self._stored.record(request, index)
-            if not self._cpu.announce(slot, record, request.conversation):
-                self._cpu.release(slot)  # the id exists with other content
+            if not self._cpu.announce(arena_block, record, request.conversation):
+                self._cpu.release(arena_block)  # the id exists with other content
                 self.cut(request, index)
                 break
-            self._cpu.acquire(slot)
-            request.wanted.slots[index] = slot
+            self._cpu.acquire(arena_block)
+            request.wanted.arena_blocks[index] = arena_block
             begun.append((index, record))
         return begun, None
 
@@ -245,7 +245,7 @@ class Requests:
         self.advance(request, first)
         is_new, wanted.is_asked = not wanted.is_asked, True
         if is_new:
-            ready = [index for index, slot in wanted.slots.items() if self._cpu.state(slot) is SlotState.READY]
+            ready = [i for i, one in wanted.arena_blocks.items() if self._cpu.state(one) is ArenaBlockState.READY]
             self._stats.prefetch_hits += sum(request.tier_at_arrival(index) in ("disk", "remote") for index in ready)
         return is_new
 
@@ -259,10 +259,10 @@ class Requests:
         request.wanted.is_open = False
 
     def hand_out(self, request: Tracked, block_numbers: Sequence[int], first_block: int, num_blocks: int) -> list[Load]:
-        """Turn held slots into loads into these HBM blocks; the references go with them."""
+        """Turn held arena blocks into loads into these HBM blocks; the references go with them."""
         wanted, size = request.wanted, self.block_size
         loads = [
-            Load(number, wanted.slots.pop(index), index * size, request.chain[index])
+            Load(number, wanted.arena_blocks.pop(index), index * size, request.chain[index])
             for index, number in enumerate(block_numbers[:num_blocks], start=first_block)
         ]
         wanted.read_ahead.difference_update(range(first_block, first_block + num_blocks))
@@ -276,18 +276,18 @@ class Requests:
     def let_go(self, request: Tracked) -> None:
         """Release all that is held for it. It may ask again."""
         wanted = request.wanted
-        self._drop(request, list(wanted.slots))
+        self._drop(request, list(wanted.arena_blocks))
         wanted.is_begun = wanted.is_open = False
         wanted.first = wanted.end = wanted.front = wanted.back = wanted.lowest = 0
 
     def _drop(self, request: Tracked, indices: Sequence[int]) -> None:
-        """Release these slots, and drop reads of them that nobody else wants."""
+        """Release these arena blocks, and drop reads of them that nobody else wants."""
         ordered = sorted(indices, reverse=True)  # the tail is evicted before the head
-        slots = [request.wanted.slots.pop(index) for index in ordered]
-        for slot in slots:
-            self._cpu.release(slot)
-        if self._reads is not None and (dropped := self._reads.let_go(slots)):
-            request.wanted.read_ahead -= {index for index, slot in zip(ordered, slots, strict=True) if slot in dropped}
+        arena_blocks = [request.wanted.arena_blocks.pop(index) for index in ordered]
+        for arena_block in arena_blocks:
+            self._cpu.release(arena_block)
+        if self._reads is not None and (dropped := self._reads.let_go(arena_blocks)):
+            request.wanted.read_ahead -= {i for i, one in zip(ordered, arena_blocks, strict=True) if one in dropped}
 
     def remove(self, request_id: str) -> Tracked | None:
         """Remove a request that ended or was preempted, with what was held for it; return it."""

@@ -1,4 +1,4 @@
-"""Which of a step's tokens are saved, and where: each block has a slot, reserved when its first token is scheduled.
+"""Which of a step's tokens are saved, and where: an arena block is reserved when a block's first token is scheduled.
 
 Control plane, one thread. If a block cannot be saved, saving of its request ends, as later blocks would be useless
 without it.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Save
-from kvstore.memory.tier import CpuTier, SlotState
+from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.stats import StoreStats
 from kvstore.store.requests import Requests, Tracked
 from kvstore.store.seam import StepSpan
@@ -25,14 +25,14 @@ MAX_UNSAVED = 1 << 20
 class Saving:
     """How far a request is saved."""
 
-    partial: tuple[int, int] | None = None  # block and slot that its last tokens are being saved to
+    partial: tuple[int, int] | None = None  # block and arena block that its last tokens are being saved to
     goes_on: bool = True  # whether its full blocks are saved
     hole: int | None = None  # the first unsaved block, once saving has ended
 
 
 @dataclass(slots=True)
 class SaveStep:
-    """The slots of one step's saves."""
+    """The arena blocks of one step's saves."""
 
     saves: list[Save] = field(default_factory=list)
     written: list[int] = field(default_factory=list)  # each holds a reference for the step
@@ -58,11 +58,11 @@ class Saver:
         self._savings: defaultdict[Tracked, Saving] = defaultdict(Saving)
         # Block id -> its parent: holes that a later request closes by computing them.
         self._unsaved: OrderedDict[BlockId, BlockId] = OrderedDict()
-        # Full blocks whose last token was not read from the device yet: step, request, index, and slot if it is saved.
+        # Full blocks whose last token was not read from the device yet: step, request, index, arena block if saved.
         self._unnamed: list[tuple[SaveStep, Tracked, int, int | None]] = []
 
     def plan(self, spans: Sequence[StepSpan], may_save: bool, step: SaveStep) -> None:
-        """Choose slots for the tokens of a step, noted in `step` as they are taken, so that an error leaks none.
+        """Choose arena blocks for the tokens of a step, noted in `step` as they are taken, so that an error leaks none.
 
         may_save: False if the queue is full, so that every new block is dropped.
         """
@@ -77,17 +77,17 @@ class Saver:
             first = max(span.first_token, index * size)
             last = min(end, (index + 1) * size)
             full = last == (index + 1) * size
-            slot = self._slot_for(request, index, first == index * size, may_save)
-            if slot is not None:
-                save = Save(scheduled, first - span.first_token, last - first, slot, first - index * size)
+            arena_block = self._arena_block_for(request, index, first == index * size, may_save)
+            if arena_block is not None:
+                save = Save(scheduled, first - span.first_token, last - first, arena_block, first - index * size)
                 step.saves.append(save)
-                step.written.append(slot)
-                self._cpu.acquire(slot)
+                step.written.append(arena_block)
+                self._cpu.acquire(arena_block)
             if full and len(request.chain) <= index:
-                self._unnamed.append((step, request, index, slot))
+                self._unnamed.append((step, request, index, arena_block))
                 step.num_unnamed += 1
             elif full:
-                self._filled(request, index, slot, step)
+                self._filled(request, index, arena_block, step)
 
     def name_full_blocks(self, ending: Tracked | None = None) -> None:
         """Continue with blocks whose last token is known by now, or whose request has left.
@@ -95,16 +95,16 @@ class Saver:
         ending: a request that leaves now; the KV of its last token does not count.
         """
         unnamed, self._unnamed = self._unnamed, []
-        for step, request, index, slot in unnamed:
+        for step, request, index, arena_block in unnamed:
             is_here = self._requests.by_id.get(request.request_id) is request
             end = len(request.chain) if request is not ending else request.num_loadable(self._block_size)
             if is_here and end <= index:
-                self._unnamed.append((step, request, index, slot))
+                self._unnamed.append((step, request, index, arena_block))
                 continue
             step.num_unnamed -= 1
-            if is_here:  # else its slot was released
-                slot = None if slot is None else self._continued(request, index, slot)
-                self._filled(request, index, slot, step)
+            if is_here:  # else its arena block was released
+                arena_block = None if arena_block is None else self._continued(request, index, arena_block)
+                self._filled(request, index, arena_block, step)
 
     def drop_unnamed(self) -> None:
         """Drop blocks without ids: all requests are about to end."""
@@ -118,7 +118,7 @@ class Saver:
             self._drop_partial(saving)
 
     def _drop_partial(self, saving: Saving) -> None:
-        """Release the slot of a block that will not become full."""
+        """Release what was reserved for a block that will not become full."""
         if saving.partial is not None:
             self._cpu.release(saving.partial[1])
             saving.partial = None
@@ -128,18 +128,18 @@ class Saver:
         saving = self._savings.get(request)
         return saving is None or saving.goes_on
 
-    def partial_slots(self) -> Iterator[int]:
-        """The slots of blocks that are not full yet."""
+    def partial_arena_blocks(self) -> Iterator[int]:
+        """Where blocks are that are not full yet."""
         return (saving.partial[1] for saving in self._savings.values() if saving.partial is not None)
 
-    def _filled(self, request: Tracked, index: int, slot: int | None, step: SaveStep) -> None:
-        if slot is not None:
-            self._complete(request, index, slot, step)
+    def _filled(self, request: Tracked, index: int, arena_block: int | None, step: SaveStep) -> None:
+        if arena_block is not None:
+            self._complete(request, index, arena_block, step)
         elif index == self._savings[request].hole:
             self._mark(request, index)
 
-    def _slot_for(self, request: Tracked, index: int, begins: bool, may_save: bool) -> int | None:
-        """The slot for this block's tokens; None when they are not saved."""
+    def _arena_block_for(self, request: Tracked, index: int, begins: bool, may_save: bool) -> int | None:
+        """Where this block's tokens are saved; None when they are not."""
         saving = self._savings[request]
         if not begins and saving.partial is not None and saving.partial[0] == index:
             return self._continued(request, *saving.partial)
@@ -155,32 +155,32 @@ class Saver:
         if not self._has_parent(request, index):
             self._orphan(request, index)
             return None
-        slot = self._cpu.reserve() if may_save else None
-        if slot is None:
+        arena_block = self._cpu.reserve() if may_save else None
+        if arena_block is None:
             self._drop(request, index)
             return None
-        saving.partial = (index, slot)
-        return slot
+        saving.partial = (index, arena_block)
+        return arena_block
 
-    def _continued(self, request: Tracked, index: int, slot: int) -> int | None:
-        """The slot of a block that an earlier step began, if that step's save has arrived."""
-        if self._cpu.state(slot) is SlotState.EMPTY:
-            return slot
+    def _continued(self, request: Tracked, index: int, arena_block: int) -> int | None:
+        """Where an earlier step began to save this block, if that step's save has arrived."""
+        if self._cpu.state(arena_block) is ArenaBlockState.EMPTY:
+            return arena_block
         self._drop_partial(self._savings[request])
         self._drop(request, index)
         return None
 
-    def _complete(self, request: Tracked, index: int, slot: int, step: SaveStep) -> None:
+    def _complete(self, request: Tracked, index: int, arena_block: int, step: SaveStep) -> None:
         """Make a block that this step fills findable, as PENDING. The request's reference becomes the step's."""
         self._savings[request].partial = None
         if not self._has_parent(request, index):  # evicted or deleted since the block was begun
             self._orphan(request, index)
-            self._cpu.release(slot)
-        elif self._cpu.announce(slot, self._stored.record(request, index), request.conversation):
-            step.complete.append(slot)
+            self._cpu.release(arena_block)
+        elif self._cpu.announce(arena_block, self._stored.record(request, index), request.conversation):
+            step.complete.append(arena_block)
             self._unsaved.pop(request.chain[index], None)
         else:  # another request of this step fills the same block
-            self._cpu.release(slot)
+            self._cpu.release(arena_block)
 
     def _drop(self, request: Tracked, index: int) -> None:
         self._stats.dropped_saves += 1
@@ -207,9 +207,9 @@ class Saver:
         if len(self._unsaved) > MAX_UNSAVED:
             self._unsaved.popitem(last=False)
 
-    def lost(self, slot: int) -> None:
-        """Note that a save failed after its slot was announced."""
-        if (record := self._cpu.record(slot)) is not None:
+    def lost(self, arena_block: int) -> None:
+        """Note that a save failed after its arena block was announced."""
+        if (record := self._cpu.record(arena_block)) is not None:
             self._unsaved[record.block_id] = record.parent_id
 
     def num_usable(self, request: Tracked, num_hit: int) -> int:

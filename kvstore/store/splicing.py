@@ -14,7 +14,7 @@ from itertools import count
 from kvstore.blocks.ids import TOKEN_BYTES, BlockId, Lineage, child_block_id, splice_parent_id
 from kvstore.blocks.records import BlockRecord
 from kvstore.disk.io_queue import IoQueue, Task
-from kvstore.memory.tier import CpuTier, SlotState
+from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.policy.conversation import Conversation
 from kvstore.rope.splice import SplicePiece, plan_splice
 from kvstore.stats import StoreStats
@@ -23,7 +23,7 @@ from kvstore.store.stored import ChainContent, StoredBlocks
 
 CHUNK_BLOCKS = 64  # copied by one task, so that reads can come in between
 
-Piece = tuple[int, int, int, int, int]  # source slot, source offset, slot, offset, number of tokens
+Piece = tuple[int, int, int, int, int]  # source arena block, source offset, arena block, offset, number of tokens
 NewBlock = tuple[BlockRecord, list[tuple[BlockRecord, SplicePiece]]]  # with the runs that fill it, and their sources
 
 
@@ -67,8 +67,8 @@ def plan_chain(
 class _Job:
     """Some blocks of a splice."""
 
-    sources: dict[BlockId, int] = field(default_factory=dict)  # slots held until it has ended
-    slots: list[int] = field(default_factory=list)  # announced, one reference each
+    sources: dict[BlockId, int] = field(default_factory=dict)  # arena blocks held until it has ended
+    arena_blocks: list[int] = field(default_factory=list)  # announced, one reference each
     pieces: list[Piece] = field(default_factory=list)
     submitted: bool = False
 
@@ -89,7 +89,7 @@ class Splicer:
         self._keys = count()
 
     def start(self, blocks: Sequence[NewBlock], conversation: Conversation | None) -> bool:
-        """Begin to make these blocks, PENDING at once. False if a source or a slot is missing: then none is made."""
+        """Begin to make these blocks, PENDING at once. False if a source or room is missing: then none is made."""
         jobs: list[_Job] = []
         for index, block in enumerate(blocks):
             if index % CHUNK_BLOCKS == 0:
@@ -98,11 +98,11 @@ class Splicer:
                 for one in reversed(jobs):
                     self._abandon(one)
                 return False
-        self._jobs |= {next(self._keys): job for job in jobs if job.slots}
+        self._jobs |= {next(self._keys): job for job in jobs if job.arena_blocks}
         return True
 
     def _add(self, job: _Job, block: NewBlock, conversation: Conversation | None) -> bool:
-        """Hold the sources of a block and a slot for it. A block that is stored already needs nothing."""
+        """Hold the sources of a block and an arena block for it. A block that is stored already needs nothing."""
         record, runs = block
         if self._stored.holds(record.block_id):
             return True
@@ -112,32 +112,32 @@ class Splicer:
                 if held is None:
                     return False
                 job.sources[source.block_id] = held
-        slot = self._cpu.reserve()
-        if slot is None:
+        arena_block = self._cpu.reserve()
+        if arena_block is None:
             return False
-        job.slots.append(slot)
-        if not self._cpu.announce(slot, record, conversation):
+        job.arena_blocks.append(arena_block)
+        if not self._cpu.announce(arena_block, record, conversation):
             return False
-        job.pieces += [
-            (job.sources[source.block_id], one.source_offset, slot, one.offset, one.length) for source, one in runs
-        ]
+        for source, one in runs:
+            held = job.sources[source.block_id]
+            job.pieces.append((held, one.source_offset, arena_block, one.offset, one.length))
         return True
 
     def _source(self, record: BlockRecord) -> int | None:
-        """A slot with this block, held, READY or on its way. None if no tier has the block."""
-        slot = self._cpu.slot_of(record.block_id)
-        if slot is not None:
-            stored = self._cpu.record(slot)
+        """The arena block that has this block, held, READY or on its way. None if no tier has it."""
+        arena_block = self._cpu.arena_block_of(record.block_id)
+        if arena_block is not None:
+            stored = self._cpu.record(arena_block)
             if stored is None or not stored.same_content(record):
                 return None
         else:
-            slot = self._cpu.reserve() if self._stored.is_on_disk(record.block_id) else None
-            if slot is None or self._reads is None:
+            arena_block = self._cpu.reserve() if self._stored.is_on_disk(record.block_id) else None
+            if arena_block is None or self._reads is None:
                 return None
-            self._cpu.announce(slot, record)
-            self._reads.start(slot, record)
-        self._cpu.acquire(slot)
-        return slot
+            self._cpu.announce(arena_block, record)
+            self._reads.start(arena_block, record)
+        self._cpu.acquire(arena_block)
+        return arena_block
 
     def poll(self) -> None:
         """Hand over jobs whose sources have all landed; abandon those with a source that never will."""
@@ -146,12 +146,12 @@ class Splicer:
                 continue
             if not self._has_sources(job):
                 self._abandon(self._jobs.pop(key))
-            elif all(self._cpu.state(slot) is SlotState.READY for slot in job.sources.values()):
+            elif all(self._cpu.state(one) is ArenaBlockState.READY for one in job.sources.values()):
                 job.submitted = True
                 self._io.submit_read(Task(key, partial(self._copy, job.pieces)))
 
     def task_done(self, key: int, succeeded: bool) -> list[int]:
-        """A job has been copied. Returns its READY slots, whose references go to the caller.
+        """A job has been copied. Returns its READY arena blocks, whose references go to the caller.
 
         What was copied from a block that was deleted since cannot be found, and is overwritten.
         """
@@ -161,10 +161,10 @@ class Splicer:
             self._cpu.erase_stale()
             return []
         self._release(job.sources.values())
-        ready = [slot for slot in job.slots if self._cpu.state(slot) is SlotState.PENDING]
-        for slot in ready:
-            self._cpu.publish(slot)
-        self._release(slot for slot in job.slots if slot not in ready)  # deleted meanwhile
+        ready = [one for one in job.arena_blocks if self._cpu.state(one) is ArenaBlockState.PENDING]
+        for arena_block in ready:
+            self._cpu.publish(arena_block)
+        self._release(one for one in job.arena_blocks if one not in ready)  # deleted meanwhile
         self._stats.spliced += len(ready)
         return ready
 
@@ -173,16 +173,16 @@ class Splicer:
         return all(map(self._cpu.is_current, job.sources.values()))
 
     def _abandon(self, job: _Job) -> None:
-        for slot in reversed(job.slots):
-            if self._cpu.state(slot) is SlotState.PENDING:
-                self._cpu.fail(slot)
-            self._cpu.release(slot)
+        for arena_block in reversed(job.arena_blocks):
+            if self._cpu.state(arena_block) is ArenaBlockState.PENDING:
+                self._cpu.fail(arena_block)
+            self._cpu.release(arena_block)
         self._release(job.sources.values())
         self._stats.given_up_splices += 1
 
-    def _release(self, slots: Iterable[int]) -> None:
-        for slot in reversed([*slots]):
-            self._cpu.release(slot)
+    def _release(self, arena_blocks: Iterable[int]) -> None:
+        for arena_block in reversed([*arena_blocks]):
+            self._cpu.release(arena_block)
 
     @property
     def is_idle(self) -> bool:

@@ -1,4 +1,4 @@
-"""The transfers of the engine's steps: planned, begun, and ended. Then the slots that they held are released.
+"""The transfers of the engine's steps: planned, begun, and ended. Then the arena blocks that they held are released.
 
 Control plane, one thread.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.blocks.records import Load, TransferPlan, Transferred
-from kvstore.memory.tier import CpuTier, SlotState
+from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.stats import StoreStats
 from kvstore.store.saving import Saver, SaveStep
 from kvstore.store.seam import StepSpan
@@ -17,7 +17,7 @@ from kvstore.store.seam import StepSpan
 
 @dataclass(slots=True)
 class StepTransfers:
-    """The slots that a step's transfers hold."""
+    """The arena blocks that a step's transfers hold."""
 
     loads: tuple[Load, ...] = ()
     saves: SaveStep = field(default_factory=SaveStep)
@@ -27,7 +27,7 @@ class StepTransfers:
 
 
 class StepsInFlight:
-    """landed: called with each slot that became READY, whose reference it takes over."""
+    """landed: called with each arena block that became READY, whose reference it takes over."""
 
     def __init__(self, cpu: CpuTier, saver: Saver, stats: StoreStats, landed: Callable[[int], None]) -> None:
         self._cpu, self._saver, self._stats, self._landed = cpu, saver, stats, landed
@@ -103,36 +103,37 @@ class StepsInFlight:
 
     def _release(self, loads: Sequence[Load]) -> None:
         for load in reversed(loads):
-            self._cpu.release(load.slot)
+            self._cpu.release(load.arena_block)
 
     def _end_saves(self, step: StepTransfers, succeeded: bool) -> None:
-        for slot in step.saves.complete:
-            if self._cpu.state(slot) is not SlotState.PENDING:  # deleted meanwhile
-                self._cpu.release(slot)
+        for arena_block in step.saves.complete:
+            if self._cpu.state(arena_block) is not ArenaBlockState.PENDING:  # deleted meanwhile
+                self._cpu.release(arena_block)
             elif succeeded:
-                self._cpu.publish(slot)
+                self._cpu.publish(arena_block)
                 self._stats.saved += 1
-                self._landed(slot)
+                self._landed(arena_block)
             else:
-                self._lose(slot)
-                self._cpu.release(slot)
-        for slot in step.saves.written:
-            if not succeeded and self._cpu.state(slot) is SlotState.EMPTY:
-                self._cpu.spoil(slot)
-            elif not succeeded and self._cpu.state(slot) is SlotState.PENDING:
-                self._lose(slot)  # a later step has filled it
-            self._cpu.release(slot)
+                self._lose(arena_block)
+                self._cpu.release(arena_block)
+        for arena_block in step.saves.written:
+            if not succeeded and self._cpu.state(arena_block) is ArenaBlockState.EMPTY:
+                self._cpu.spoil(arena_block)
+            elif not succeeded and self._cpu.state(arena_block) is ArenaBlockState.PENDING:
+                self._lose(arena_block)  # a later step has filled it
+            self._cpu.release(arena_block)
         step.saves.written, step.saves.complete = [], []
 
-    def _lose(self, slot: int) -> None:
+    def _lose(self, arena_block: int) -> None:
         """An announced block will not come, nor will what later steps save behind it."""
-        lost = {self._cpu.record(slot).block_id}  # type: ignore[union-attr]
-        self._saver.lost(slot)
-        self._cpu.fail(slot)
+        lost = {self._cpu.record(arena_block).block_id}  # type: ignore[union-attr]
+        self._saver.lost(arena_block)
+        self._cpu.fail(arena_block)
         self._stats.dropped_saves += 1
         for step in self.by_ticket.values():
             for other in step.saves.complete:
                 record = self._cpu.record(other)
-                if record is not None and record.parent_id in lost and self._cpu.state(other) is SlotState.PENDING:
+                is_pending = self._cpu.state(other) is ArenaBlockState.PENDING
+                if record is not None and record.parent_id in lost and is_pending:
                     self._cpu.fail(other)
                     lost.add(record.block_id)

@@ -79,7 +79,7 @@ class StoredBlocks:
 
     def holds(self, block_id: BlockId) -> bool:
         """Whether CPU or disk have this block, even if it is still in flight."""
-        return self._cpu.slot_of(block_id) is not None or self.is_on_disk(block_id)
+        return self._cpu.arena_block_of(block_id) is not None or self.is_on_disk(block_id)
 
     def has_end(self, chain: Sequence[BlockId], num_hbm_tokens: int) -> bool:
         """Whether the last block of this chain is in some tier."""
@@ -87,19 +87,19 @@ class StoredBlocks:
             return bool(chain)
         return self.holds(chain[-1])
 
-    def slot_of(self, content: ChainContent, index: int) -> int | None:
-        """The slot of this block, after comparing its identity."""
-        slot = self._cpu.slot_of(content.chain[index])
-        if slot is None:
+    def arena_block_of(self, content: ChainContent, index: int) -> int | None:
+        """Where this block lies in the arena, after comparing its identity."""
+        arena_block = self._cpu.arena_block_of(content.chain[index])
+        if arena_block is None:
             return None
-        stored = self._cpu.record(slot)
+        stored = self._cpu.record(arena_block)
         if (
             stored is not None
             and stored.parent_id == content.lineage.parent(content.chain, index)
             and stored.tokens == self._tokens(content, index)
             and stored.fingerprint == self._identity.fingerprint
         ):
-            return slot
+            return arena_block
         self._stats.identity_mismatches += 1
         return None
 
@@ -109,19 +109,19 @@ class StoredBlocks:
         """
         found: list[str] = []
         for block_id in chain[first:end]:
-            slot = self._cpu.slot_of(block_id)
-            if slot is None and not self.is_below_cpu(block_id):
+            arena_block = self._cpu.arena_block_of(block_id)
+            if arena_block is None and not self.is_below_cpu(block_id):
                 break
-            found.append(self._tier(block_id, slot))
+            found.append(self._tier(block_id, arena_block))
         return found
 
-    def _tier(self, block_id: BlockId, slot: int | None) -> str:
-        is_read = slot is not None and self._reads is not None and slot in self._reads
-        if slot is not None and not is_read and self._cpu.keep:
+    def _tier(self, block_id: BlockId, arena_block: int | None) -> str:
+        is_read = arena_block is not None and self._reads is not None and arena_block in self._reads
+        if arena_block is not None and not is_read and self._cpu.keep:
             return "cpu"
-        if is_read and slot is not None and self._reads is not None:
-            return "remote" if self._reads.is_from_remote(slot) else "disk"
-        return "disk" if slot is not None or self.is_on_disk(block_id) else "remote"
+        if is_read and arena_block is not None and self._reads is not None:
+            return "remote" if self._reads.is_from_remote(arena_block) else "disk"
+        return "disk" if arena_block is not None or self.is_on_disk(block_id) else "remote"
 
     def claim(self, chain: Sequence[BlockId], lineage: Lineage, conversation: Conversation) -> None:
         """Give what is stored of a chain the conversation's value, including the head in front of a splice."""

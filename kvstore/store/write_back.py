@@ -1,4 +1,4 @@
-"""From the CPU tier to the disk: which dirty slot is written next, and what becomes of failed writes and reads.
+"""From the CPU tier to the disk: which dirty arena block is written next, and what becomes of failed writes and reads.
 
 Control plane, one thread; the threads of `io_queue` do the work and are polled. Eviction from the CPU tier is metadata
 only because every block that is free there has been written.
@@ -15,7 +15,7 @@ from kvstore.disk.format import WriteError
 from kvstore.disk.io_queue import BATCH_BYTES, IoQueue, ReadDone, WriteDone
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import StoreError
-from kvstore.memory.tier import CpuTier, SlotState
+from kvstore.memory.tier import ArenaBlockState, CpuTier
 from kvstore.policy.steering import Steering
 from kvstore.stats import StoreStats
 from kvstore.store.disk_contents import DiskContents
@@ -30,8 +30,8 @@ GIVE_UP_S = 1.0  # how long a block waits for room while nothing may be evicted
 
 
 class WriteBack:
-    """view: the bytes of a slot. tenant_bytes: how much one tenant's blocks may take. Once the index is loaded, nothing
-    is written beyond that.
+    """view: the bytes of an arena block. tenant_bytes: how much one tenant's blocks may take. Once the index is loaded,
+    nothing is written beyond that.
     """
 
     def __init__(
@@ -54,23 +54,23 @@ class WriteBack:
         """A read from disk has ended."""
         if done.result is ReadResult.OK:
             self._stats.read += 1
-            self.reads.publish(done.read.slot)
+            self.reads.publish(done.read.arena_block)
         else:
             block_id, gone = done.read.record.block_id, self.reads.fail(done, self._stats.read_failures)
             is_lost = done.result in (ReadResult.MISSING, ReadResult.CORRUPT) or not self.contents.contains(block_id)
             if is_lost and gone is not None:  # a quarantine may have come in between
                 self.space.delete_tree(block_id, gone)
-        self._cpu.release(done.read.slot)
+        self._cpu.release(done.read.arena_block)
 
     # -- writes ------------------------------------------------------------------------------------------------------
-    def add_dirty(self, slot: int) -> None:
-        """Write this READY slot, and take over its reference."""
-        record = self._cpu.record(slot)
+    def add_dirty(self, arena_block: int) -> None:
+        """Write this READY arena block, and take over its reference."""
+        record = self._cpu.record(arena_block)
         assert record is not None
-        self.queue.add(slot, record)
+        self.queue.add(arena_block, record)
 
     def pump(self) -> None:
-        """Hand dirty slots to the writer, within its bounds, and make room for them. Called once per poll."""
+        """Hand dirty arena blocks to the writer, within its bounds, and make room for them. Called once per poll."""
         if self.contents.poll():
             self.space.index_has_come()
         if self._disk.file.broken and not self._quarantine():
@@ -83,11 +83,11 @@ class WriteBack:
             pass
 
     def _submit_first(self) -> bool:
-        """Submit the first dirty slot. Returns False if it has to wait."""
-        slot = self.queue.dirty[0]
-        record, size = self._cpu.record(slot), self.queue.file_bytes(slot)
+        """Submit the first dirty arena block. Returns False if it has to wait."""
+        arena_block = self.queue.dirty[0]
+        record, size = self._cpu.record(arena_block), self.queue.file_bytes(arena_block)
         assert record is not None
-        if not self._cpu.is_current(slot) or self.contents.contains(record.block_id):
+        if not self._cpu.is_current(arena_block) or self.contents.contains(record.block_id):
             self._cpu.release(self.queue.drop_first(record))  # deleted, or there already
             return True
         if self._is_over_limit(record.tenant, size):
@@ -128,7 +128,7 @@ class WriteBack:
         return True
 
     def _refuse_first(self, record: BlockRecord) -> None:
-        """Do not write the first dirty slot, nor what is built on it."""
+        """Do not write the first dirty arena block, nor what is built on it."""
         self._cpu.forget(record.block_id)
         self._cpu.release(self.queue.drop_first(record))
 
@@ -140,16 +140,17 @@ class WriteBack:
         self.health.recovered()
         self._num_full = 0
         for write, stored_bytes in zip(done.writes, done.stored_bytes, strict=True):
-            record, slot = write.record, write.slot
-            if self.queue.is_doubtful(slot) and not self._disk.contains(record.block_id):
-                self.queue.dirty.append(slot)
+            record, arena_block = write.record, write.arena_block
+            if self.queue.is_doubtful(arena_block) and not self._disk.contains(record.block_id):
+                self.queue.dirty.append(arena_block)
                 continue
             self._stats.written += 1
-            self.contents.written(record, stored_bytes, self._cpu.conversation(slot))
-            if not self._cpu.is_current(slot) and self._cpu.slot_of(record.block_id) not in self.queue.submitted:
+            self.contents.written(record, stored_bytes, self._cpu.conversation(arena_block))
+            newest = self._cpu.arena_block_of(record.block_id)
+            if not self._cpu.is_current(arena_block) and newest not in self.queue.submitted:
                 self.space.delete_written(record.block_id)  # deleted while it was being written, and no newer copy is
             self.queue.remove(record)
-            self._cpu.release(slot)
+            self._cpu.release(arena_block)
         self.space.deleted(done.deletes)
 
     def refuse_waiting(self) -> None:
@@ -168,7 +169,7 @@ class WriteBack:
         if error == WriteError.MAP_FULL and self._num_full < MAX_FULL and self.contents.index is not None:
             # There is room, but in pieces that are too small, or only free after another transaction or two.
             self._num_full += 1
-            self.space.evict(sum(self.queue.file_bytes(write.slot) for write in done.writes))
+            self.space.evict(sum(self.queue.file_bytes(write.arena_block) for write in done.writes))
             self.space.delete_again()
             return
         self.health.write_failed(error)
@@ -190,10 +191,10 @@ class WriteBack:
         self.queue.doubt_submitted()
         known = self.queue.submitted.union(self.queue.dirty)
         # Parents first: if this stops half-way, no block is without its parent.
-        for slot in map(self._cpu.slot_of, self._cpu.with_descendants(self._cpu.absent_parents())):
-            if slot is not None and self._cpu.state(slot) is SlotState.READY and slot not in known:
-                self._cpu.acquire(slot)
-                self.add_dirty(slot)
+        for one in map(self._cpu.arena_block_of, self._cpu.with_descendants(self._cpu.absent_parents())):
+            if one is not None and self._cpu.state(one) is ArenaBlockState.READY and one not in known:
+                self._cpu.acquire(one)
+                self.add_dirty(one)
         return True
 
     # -- looking after -----------------------------------------------------------------------------------------------

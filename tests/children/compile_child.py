@@ -58,12 +58,12 @@ def launch_kv_triton(heads, dtype, options):
     query, key, value, *caches = tensors(heads, dtype)
     turn, positions = rotation(dtype, **{"rotary_dim": heads[2], **options}), torch.arange(NUM_TOKENS)
     arena = torch.zeros(NUM_BLOCKS, 2, 2, BLOCK_SIZE, *heads[1:], dtype=dtype)
-    places = torch.zeros(3, NUM_BLOCKS, dtype=torch.int64)
+    blocks = torch.zeros(3, NUM_BLOCKS, dtype=torch.int64)
     kv_triton.write(key, value, *caches, positions)
     kv_triton.rotate_and_write(query, key, value, *caches, positions, turn.at(positions))
     layers = [(0, *caches), (1, *caches)]
-    kv_triton.load(arena, layers, places, None)
-    kv_triton.load(arena, layers, places, turn)
+    kv_triton.load(arena, layers, blocks, None)
+    kv_triton.load(arena, layers, blocks, turn)
     kv_triton.save(arena, [(0, key, value)], None, positions)
     kv_triton.save(arena, [(0, key, value)], positions, positions)
 

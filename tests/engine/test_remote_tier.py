@@ -93,8 +93,8 @@ def in_memory(engine) -> dict[bytes, bytes]:
     """Bytes of each block of the CPU tier."""
     parts = engine.connector.parts
     with parts.lock:
-        slots = list(parts.cpu.pool.cached_blocks())
-        return {parts.cpu.record(slot).block_id: bytes(parts.arena.view(slot)) for slot in slots}
+        cpu, arena = parts.cpu, parts.arena
+        return {cpu.record(one).block_id: bytes(arena.view(one)) for one in cpu.pool.cached_blocks()}
 
 
 def test_a_block_that_comes_back_is_bit_identical(model, redis):

@@ -204,7 +204,7 @@ def test_invariant_2_for_every_rotation_and_a_splice_rotates_at_the_new_position
         assert cached(ask(engine, [*prompt, 1])) == (0, 144, 0, 0)
         assert all(map(torch.equal, hbm_blocks(engine, chain), computed))
         arena, cpu = engine.connector.parts.arena.tensor, engine.connector.parts.cpu
-        raw = torch.cat([arena[cpu.slot_of(block_id)] for block_id in chain], dim=2)  # [layers, 2, tokens, heads, dim]
+        raw = torch.cat([arena[cpu.arena_block_of(one)] for one in chain], dim=2)  # [layers, 2, tokens, heads, dim]
         spans = [(0, 21), (60, 144)]
         kept = [i for start, end in spans for i in range(start, end)]
         root = Lineage(engine.root(""))
@@ -303,7 +303,7 @@ def test_choices_that_share_a_block_are_not_dropped_for_want_of_room(model, plai
 
 
 def test_invariant_8_a_full_cpu_tier_drops_and_leaves_no_lasting_hole(model, plain, store):
-    """A disk so slow that every slot is dirty."""
+    """A disk so slow that every arena block is dirty."""
     go, write = threading.Event(), kvstore.disk.tier.DiskTier.write
 
     def slow(*args):

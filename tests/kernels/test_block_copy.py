@@ -15,13 +15,13 @@ from tests.support.native import no_compiler
 from tests.support.rotations import KINDS, kinds
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-NUM_SLOTS, NUM_BLOCKS, NUM_LAYERS, HEADS, HEAD_DIM = 11, 13, 3, 2, 32
+NUM_ARENA_BLOCKS, NUM_BLOCKS, NUM_LAYERS, HEADS, HEAD_DIM = 11, 13, 3, 2, 32
 
 
-PLACES = {  # arena slots, HBM blocks: runs or not
+BLOCKS = {  # arena blocks, HBM blocks: runs or not
     "runs": ([2, 3, 4, 5, 6], [4, 5, 6, 7, 8]),
-    "slots permuted": ([9, 0, 4, 10, 3], [4, 5, 6, 7, 8]),
-    "blocks permuted": ([2, 3, 4, 5, 6], [12, 1, 0, 7, 3]),
+    "arena blocks permuted": ([9, 0, 4, 10, 3], [4, 5, 6, 7, 8]),
+    "HBM blocks permuted": ([2, 3, 4, 5, 6], [12, 1, 0, 7, 3]),
     "both permuted": ([9, 0, 4, 10, 3], [12, 1, 0, 7, 3]),
 }
 
@@ -38,7 +38,7 @@ def values_of(key: torch.Tensor) -> torch.Tensor:
 
 
 def new_arena(block_size: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.full((NUM_SLOTS, NUM_LAYERS, 2, block_size, HEADS, HEAD_DIM), 7.0, dtype=dtype)
+    return torch.full((NUM_ARENA_BLOCKS, NUM_LAYERS, 2, block_size, HEADS, HEAD_DIM), 7.0, dtype=dtype)
 
 
 def new_caches(block_size: int, dtype: torch.dtype, device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -46,17 +46,17 @@ def new_caches(block_size: int, dtype: torch.dtype, device: str = "cpu") -> list
     return [tuple(torch.full(shape, 5.0, dtype=dtype, device=device) for _ in range(2)) for _ in range(NUM_LAYERS)]
 
 
-def token_slots(blocks: list[int], block_size: int) -> torch.Tensor:
+def places_of(blocks: list[int], block_size: int) -> torch.Tensor:
     return (torch.tensor(blocks)[:, None] * block_size + torch.arange(block_size)).flatten()
 
 
 def computed(keys, rotations, blocks, block_size, positions):
     """Caches as the model's forward writes them."""
     caches = new_caches(block_size, keys[0].dtype)
-    at = token_slots(positions, 1)[:, None] + torch.arange(block_size)
+    at = places_of(positions, 1)[:, None] + torch.arange(block_size)
     for key, turn, (key_cache, value_cache) in zip(keys, rotations, caches, strict=True):
         rotated = key if turn is None else turn.at(at.flatten()).apply(key)
-        write_kv(rotated, values_of(key), key_cache, value_cache, token_slots(blocks, block_size))
+        write_kv(rotated, values_of(key), key_cache, value_cache, places_of(blocks, block_size))
     return caches
 
 
@@ -66,9 +66,9 @@ def assert_same(caches, expected):
             assert torch.equal(cache.cpu().view(torch.uint8), want.view(torch.uint8))  # the sign of zero included
 
 
-def saved(keys, slots, block_size) -> torch.Tensor:
+def saved(keys, arena_blocks, block_size) -> torch.Tensor:
     arena = new_arena(block_size, keys[0].dtype)
-    places = token_slots(slots, block_size)
+    places = places_of(arena_blocks, block_size)
     save_layers(arena, [(layer, key, values_of(key)) for layer, key in enumerate(keys)], None, places)
     return arena
 
@@ -80,15 +80,15 @@ def saved(keys, slots, block_size) -> torch.Tensor:
 def test_what_comes_back_is_what_was_computed(dtype, name, block_size):
     """At its old position and at a new one, into runs and into scattered blocks, with and without compiled code."""
     rotations, keys = kinds(dtype)[name], raw_keys(5 * block_size, dtype)
-    for slots, blocks in PLACES.values():
-        arena = saved(keys, slots, block_size)
+    for arena_blocks, blocks in BLOCKS.values():
+        arena = saved(keys, arena_blocks, block_size)
         for first in (0, 3 * block_size, 101):
             positions = [first + i * block_size for i in range(5)]
             expected = computed(keys, rotations, blocks, block_size, positions)
             for compiled in (nullcontext(), no_compiler()):
                 with compiled:
                     caches = new_caches(block_size, dtype)
-                    BlockLoad(arena, slots, blocks, positions, rotations).load_layers(0, caches)
+                    BlockLoad(arena, arena_blocks, blocks, positions, rotations).load_layers(0, caches)
                 assert_same(caches, expected)  # blocks that were not loaded included
 
 
@@ -106,7 +106,7 @@ def test_saves_take_views_and_parts_of_a_step(dtype, num_tokens, strides):
         if strides == "transposed":
             pair = [part.transpose(0, 1).contiguous().transpose(0, 1) for part in pair]
         layers.append((layer, *pair))
-    places = torch.randperm(NUM_SLOTS * 16, generator=generator)[:num_tokens]
+    places = torch.randperm(NUM_ARENA_BLOCKS * 16, generator=generator)[:num_tokens]
     for rows in (None, torch.arange(3, 3 + num_tokens), torch.randperm(170, generator=generator)[:num_tokens]):
         part = [(layer, *(t[:num_tokens] if rows is None else t for t in pair)) for layer, *pair in layers]
         arena, one, twin = (new_arena(16, dtype) for _ in range(3))
@@ -116,7 +116,7 @@ def test_saves_take_views_and_parts_of_a_step(dtype, num_tokens, strides):
             save_layers(one, [(layer, key, value)], None, places)
             reference.save_tokens(twin, layer, key, value, places)
         assert torch.equal(arena, twin) and torch.equal(one, twin)
-        untouched = torch.ones(NUM_SLOTS * 16, dtype=torch.bool).index_fill(0, places, False)
+        untouched = torch.ones(NUM_ARENA_BLOCKS * 16, dtype=torch.bool).index_fill(0, places, False)
         assert (arena[:, 0].transpose(1, 2).flatten(0, 1)[untouched] == 7).all()
         assert (arena[:, 1] == 7).all()
 
@@ -147,12 +147,12 @@ def test_keys_of_real_architectures(name, dtype):
     spec = model.spec
     arena = torch.zeros(4, spec.num_layers, 2, 16, spec.num_kv_heads, spec.head_dim, dtype=dtype)
     layers = [(layer, recorder.keys[layer], recorder.values[layer]) for layer in range(spec.num_layers)]
-    save_layers(arena, layers, None, token_slots([3, 0, 2], 16))
+    save_layers(arena, layers, None, places_of([3, 0, 2], 16))
     caches, expected = model.new_caches(5, 16), model.new_caches(5, 16)
     load = BlockLoad(arena, [3, 0, 2], [1, 4, 2], [0, 16, 32], model.rotations)
     for (layer, key, value), pair, wanted in zip(layers, caches, expected, strict=True):
         load.load_layer(layer, *pair)
         turn = model.rotations[layer]
         rotated = key if turn is None else turn.at(positions).apply(key)
-        write_kv(rotated, value, *wanted, token_slots([1, 4, 2], 16))
+        write_kv(rotated, value, *wanted, places_of([1, 4, 2], 16))
     assert_same(caches, expected)

@@ -35,7 +35,7 @@ def test_loads_take_time_and_removals_are_no_evictions(model, tmp_path):
         settle(engine)
         before = engine.stats()
         blocks = [record for record in engine.connector.parts.cpu.pool.cached_blocks() if record is not None]
-        ids = [engine.connector.parts.cpu.record(slot).block_id for slot in blocks]
+        ids = [engine.connector.parts.cpu.record(arena_block).block_id for arena_block in blocks]
         assert engine.core.forget(ids, 2.0)
         settle(engine)
         after = engine.stats()

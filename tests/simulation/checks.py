@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.blocks.forest import EvictionTree
 from kvstore.blocks.ids import BlockId
-from kvstore.memory.tier import SlotState
+from kvstore.memory.tier import ArenaBlockState
 
 if TYPE_CHECKING:
     from tests.simulation.run import Simulation
@@ -83,43 +83,44 @@ def check_always(sim: Simulation) -> None:
     sim.scheduler.roster.check_integrity()
     sim.store.check_integrity(idle=False)
     sim.pool.check_content()
-    for slot in sim.cpu.pool.cached_blocks():
-        if sim.cpu.state(slot) is SlotState.READY:
-            sim.cpu.check_content(slot)
-    held = held_slots(sim)
-    for slot in range(sim.cpu.pool.num_blocks):
-        assert sim.cpu.pool.ref_count(slot) >= held.get(slot, 0), f"slot {slot} is held by fewer than use it"
+    for arena_block in sim.cpu.pool.cached_blocks():
+        if sim.cpu.state(arena_block) is ArenaBlockState.READY:
+            sim.cpu.check_content(arena_block)
+    held = held_arena_blocks(sim)
+    for arena_block in range(sim.cpu.pool.num_blocks):
+        count = sim.cpu.pool.ref_count(arena_block)
+        assert count >= held.get(arena_block, 0), f"arena block {arena_block} is held by fewer than use it"
     check_bounds(sim)
     check_closed(sim)
     check_reads(sim)
 
 
-def held_slots(sim: Simulation) -> dict[int, int]:
-    """How many references to each slot are known to the requests."""
+def held_arena_blocks(sim: Simulation) -> dict[int, int]:
+    """How many references to each arena block are known to the requests."""
     held: dict[int, int] = {}
     for request in sim.store.requests.by_id.values():
-        for slot in request.wanted.slots.values():
-            held[slot] = held.get(slot, 0) + 1
-    for slot in sim.store.saver.partial_slots():
-        held[slot] = held.get(slot, 0) + 1
+        for arena_block in request.wanted.arena_blocks.values():
+            held[arena_block] = held.get(arena_block, 0) + 1
+    for arena_block in sim.store.saver.partial_arena_blocks():
+        held[arena_block] = held.get(arena_block, 0) + 1
     return held
 
 
 def check_bounds(sim: Simulation) -> None:
-    """Invariant 7: queues are no longer than the arena has slots, records are of requests that there are."""
-    num_slots, io = sim.cpu.pool.num_blocks, sim.connector.parts.io
-    assert len(io._reads) <= num_slots + len(sim.store.splicer._jobs), f"{len(io._reads)} reads are queued"
-    assert len(io._pending) <= num_slots, f"{len(io._pending)} writes are queued"
+    """Invariant 7: queues are no longer than the arena has blocks, records are of requests that there are."""
+    num_arena_blocks, io = sim.cpu.pool.num_blocks, sim.connector.parts.io
+    assert len(io._reads) <= num_arena_blocks + len(sim.store.splicer._jobs), f"{len(io._reads)} reads are queued"
+    assert len(io._pending) <= num_arena_blocks, f"{len(io._pending)} writes are queued"
     known = sim.scheduler.roster.requests.keys()
     assert sim.store.requests.by_id.keys() <= known, "the store tracks a request that ended"
     assert len(sim.store.steps.by_ticket) <= 32, f"{len(sim.store.steps.by_ticket)} steps are in flight"
     if (disk := sim.store.disk) is not None:
-        assert len(disk.queue.dirty) + len(disk.queue.submitted) <= num_slots, "more is dirty than there is"
+        assert len(disk.queue.dirty) + len(disk.queue.submitted) <= num_arena_blocks, "more is dirty than there is"
         assert disk.queue.bytes.total <= sim.config.max_queued_bytes + 4096, (
             f"{disk.queue.bytes.total} bytes are queued"
         )
         assert disk.queue.bytes.total >= 0
-        assert len(disk.reads) <= num_slots
+        assert len(disk.reads) <= num_arena_blocks
 
 
 def on_disk(sim: Simulation) -> dict[BlockId, BlockId]:
@@ -139,7 +140,7 @@ def check_closed(sim: Simulation) -> None:
             return
         disk.contents.index.check_integrity()
     stored = on_disk(sim)
-    records = [sim.cpu.record(slot) for slot in sim.cpu.pool.cached_blocks()]
+    records = [sim.cpu.record(arena_block) for arena_block in sim.cpu.pool.cached_blocks()]
     in_cpu = {record.block_id: record.parent_id for record in records if record is not None}
     for where, blocks in (("cpu", in_cpu), ("disk", stored)):
         for block_id, parent_id in blocks.items():
@@ -163,7 +164,7 @@ def check_idle(sim: Simulation, is_thorough: bool) -> None:
     """Invariant 6, and counters against what was seen to happen since the store was opened."""
     assert not sim.scheduler.roster.requests and not sim.runner.rows.keys() - set(sim.scheduler.roster.left)
     assert sim.pool.num_in_use == 0, f"{sim.pool.num_in_use} HBM blocks are held while nothing runs"
-    assert sim.cpu.pool.num_in_use == 0, f"{sim.cpu.pool.num_in_use} CPU slots are held while nothing runs"
+    assert sim.cpu.pool.num_in_use == 0, f"{sim.cpu.pool.num_in_use} arena blocks are held while nothing runs"
     assert not sim.arena.busy, f"while idle: {dict(sim.arena.busy)}"
     assert not sim.store.requests.by_id
     assert all(one.wanted is None for one in conversations(sim)), "nobody waits, and something is wanted"
@@ -210,7 +211,7 @@ def check_counters(sim: Simulation) -> None:
     assert stats.prefetched <= sim.connector.parts.io.num_reads_submitted
     assert stats.read >= seen["published by read"], "published is only what was read"
     assert stats.identity_mismatches == 0, "a block of another history was found under an id"
-    if not sim.config.cpu_slots or not sim.config.disk_blocks:
+    if not sim.config.cpu_blocks or not sim.config.disk_blocks:
         assert sim.store.disk is not None or stats.written == stats.read == 0
 
 
@@ -240,8 +241,8 @@ def check_forgotten(sim: Simulation) -> None:
         return
     contents = {sim.book.blocks[block_id] for block_id in sim.forgotten}
     contents = {content for content in contents if sim.book.num_names[content] == 1}
-    for slot in range(sim.cpu.pool.num_blocks):
-        assert sim.arena.content(slot) not in contents, f"slot {slot} still holds what was deleted"
+    for arena_block in range(sim.cpu.pool.num_blocks):
+        assert sim.arena.content(arena_block) not in contents, f"arena block {arena_block} still holds what was deleted"
     found = sim.forgotten.intersection(sim.platter.values)
     assert not found or disk is None, f"{len(found)} deleted blocks are still on disk"
 
@@ -254,8 +255,9 @@ def check_arrival(sim: Simulation, tiers: list[str], chain: list[BlockId], num_h
         if index < num_hbm:
             assert tier == "hbm"
         elif tier == "cpu":
-            assert sim.config.cpu_slots and sim.cpu.slot_of(block_id) is not None, "a hit in the CPU tier that is none"
+            is_here = sim.config.cpu_blocks and sim.cpu.arena_block_of(block_id) is not None
+            assert is_here, "a hit in the CPU tier that is none"
         else:
             assert tier == "disk" and sim.store.disk is not None
-            in_flight = sim.cpu.slot_of(block_id) is not None
+            in_flight = sim.cpu.arena_block_of(block_id) is not None
             assert in_flight or block_id in sim.platter.values, "a hit on disk that is none"

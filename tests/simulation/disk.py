@@ -30,7 +30,7 @@ from kvstore.disk.io_queue import (
 )
 from kvstore.disk.tier import WriteOutcome
 from kvstore.errors import StoreError
-from kvstore.memory.tier import CpuTier, SlotState
+from kvstore.memory.tier import ArenaBlockState, CpuTier
 from tests.simulation.parts import GARBAGE, START_S, TOKEN_BYTES, Arena, Book, Clock, WatchedPool
 
 PAGE_BYTES = 16
@@ -228,7 +228,7 @@ class VirtualIo(IoQueue):
             rank, job, num_before = self._next_read(number)
             began_s = self.clock.now_s
             if isinstance(job, Read):
-                self.arena.begin(job.slot, "read from disk")
+                self.arena.begin(job.arena_block, "read from disk")
                 job.view[: len(job.view) // 2] = bytes(len(job.view) // 2)
             end = partial(self._ended, number, rank, job, num_before, began_s)
             self.clock.io.after(self._seconds(), end)
@@ -247,8 +247,8 @@ class VirtualIo(IoQueue):
         result = self._read(job) if isinstance(job, Read) else self._run(job)
         num_active = (num_before + len(self._began)) / 2
         if isinstance(job, Read):
-            self.arena.end(job.slot, "read from disk")
-            self.arena.movers[job.slot] = "read"
+            self.arena.end(job.arena_block, "read from disk")
+            self.arena.movers[job.arena_block] = "read"
             result = ReadDone(job, result, self.clock.now_s - began_s, num_active)
         assert isinstance(result, ReadDone | TaskDone)
         self._done.append(result)
@@ -260,7 +260,7 @@ class VirtualIo(IoQueue):
 
     def submit_write(self, write) -> None:
         super().submit_write(write)
-        self.arena.begin(write.slot, "write to disk")
+        self.arena.begin(write.arena_block, "write to disk")
         self._wake_writer()
 
     def submit_deletes(self, block_ids) -> None:
@@ -296,10 +296,12 @@ class VirtualIo(IoQueue):
         self.clock.io.after(seconds, lambda: self._commit(batch, before))
 
     def _commit(self, batch: Batch, before: list[bytes]) -> None:
-        assert [bytes(write.view) for write in batch.writes] == before, "a slot was written while it was being stored"
+        assert [bytes(write.view) for write in batch.writes] == before, (
+            "an arena block was written while it was being stored"
+        )
         outcome = self._disk.write([(w.record, w.view) for w in batch.writes], batch.deletes, batch.touched)
         for write in batch.writes:
-            self.arena.end(write.slot, "write to disk")
+            self.arena.end(write.arena_block, "write to disk")
         done = WriteDone(batch.writes, batch.deletes, tuple(outcome.stored_bytes), outcome.error, 0.01)
         if outcome.error is not None and not self._closing:
             self._pending.touch(batch.touched, again=True)
@@ -355,13 +357,13 @@ class Transfers:
         self._plan, self._row_starts, self._tokens = plan, row_starts, b""
         self.failed_blocks = set()
         for load in plan.loads:
-            record = self.cpu().record(load.slot)
+            record = self.cpu().record(load.arena_block)
             assert record is not None and record.block_id == load.block_id, "a load of another block"
-            state = self.cpu().state(load.slot)
-            assert state is SlotState.READY, f"a load of a slot that is {state}"
-            self.arena.begin(load.slot, "load")
-        for slot in {save.slot for save in plan.saves}:
-            self.arena.begin(slot, "save")
+            state = self.cpu().state(load.arena_block)
+            assert state is ArenaBlockState.READY, f"a load of an arena block that is {state}"
+            self.arena.begin(load.arena_block, "load")
+        for arena_block in {save.arena_block for save in plan.saves}:
+            self.arena.begin(arena_block, "save")
         self._loads_end_s = self.clock.now_s + len(plan.loads) * self.block_s if plan.loads else None
         self.counts["loads planned"] += len(plan.loads)
 
@@ -373,7 +375,7 @@ class Transfers:
         self.clock.advance(len(self._plan.loads) * self.block_s)
         has_failed = not self.weather.quiet and self.rng.random() < self.faults.failed_loads
         for load in self._plan.loads:
-            content = self.arena.content(load.slot)
+            content = self.arena.content(load.arena_block)
             assert content == self.arena.book.blocks[load.block_id], "a load of a block of another history, or torn"
             assert self.pool().ref_count(load.block_number) > 0, "a load into an HBM block that nobody holds"
             assert self.pool().block_id(load.block_number) in (None, load.block_id), "a load into another HBM block"
@@ -381,7 +383,7 @@ class Transfers:
                 self.failed_blocks.add(load.block_number)
                 content = GARBAGE * (len(content) // TOKEN_BYTES)
             self.pool().contents[load.block_number][:] = content
-            self.arena.end(load.slot, "load")
+            self.arena.end(load.arena_block, "load")
         num_bytes = len(self._plan.loads) * self.arena.size
         self._done.append(Transferred(self._plan.ticket, True, not has_failed, num_bytes, self.clock.now_s - began_s))
         self.counts["loads failed" if has_failed else "loads landed"] += len(self._plan.loads)
@@ -414,10 +416,10 @@ class Transfers:
             if not is_sound and (not part or self.rng.random() < 0.5):
                 part = GARBAGE * save.num_tokens
             first = save.offset * TOKEN_BYTES
-            self.arena.view(save.slot)[first : first + len(part)] = part
-            self.arena.movers[save.slot] = "save"
-        for slot in {save.slot for save in plan.saves}:
-            self.arena.end(slot, "save")
+            self.arena.view(save.arena_block)[first : first + len(part)] = part
+            self.arena.movers[save.arena_block] = "save"
+        for arena_block in {save.arena_block for save in plan.saves}:
+            self.arena.end(arena_block, "save")
         self.num_landing -= 1
         self._done.append(Transferred(plan.ticket, False, is_sound))
         self.counts["saves failed"] += not is_sound

@@ -168,58 +168,58 @@ class Book:
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 class Arena:
-    """The CPU tier's bytes. busy: what is being done with a slot by somebody who is not the control plane."""
+    """The CPU tier's bytes. busy: what is being done with an arena block by somebody who is not the control plane."""
 
-    def __init__(self, book: Book, num_slots: int) -> None:
+    def __init__(self, book: Book, num_arena_blocks: int) -> None:
         self.book, self.size = book, book.block_bytes
-        self._memory = bytearray(num_slots * self.size)
+        self._memory = bytearray(num_arena_blocks * self.size)
         self._bytes = memoryview(self._memory)
         self.busy: Counter[tuple[int, str]] = Counter()
-        self.busy_slots: Counter[int] = Counter()
-        self.movers: dict[int, str] = {}  # of each slot, what filled it last
+        self.busy_arena_blocks: Counter[int] = Counter()
+        self.movers: dict[int, str] = {}  # of each arena block, what filled it last
 
-    def view(self, slot: int) -> memoryview:
-        return self._bytes[slot * self.size : (slot + 1) * self.size]
+    def view(self, arena_block: int) -> memoryview:
+        return self._bytes[arena_block * self.size : (arena_block + 1) * self.size]
 
-    def content(self, slot: int) -> bytes:
-        return bytes(self.view(slot))
+    def content(self, arena_block: int) -> bytes:
+        return bytes(self.view(arena_block))
 
-    def begin(self, slot: int, what: str) -> None:
-        self.busy[slot, what] += 1
-        self.busy_slots[slot] += 1
+    def begin(self, arena_block: int, what: str) -> None:
+        self.busy[arena_block, what] += 1
+        self.busy_arena_blocks[arena_block] += 1
 
-    def end(self, slot: int, what: str) -> None:
-        self.busy[slot, what] -= 1
-        self.busy_slots[slot] -= 1
-        assert self.busy[slot, what] >= 0
-        if not self.busy_slots[slot]:
-            del self.busy_slots[slot]
-        if not self.busy[slot, what]:
-            del self.busy[slot, what]
+    def end(self, arena_block: int, what: str) -> None:
+        self.busy[arena_block, what] -= 1
+        self.busy_arena_blocks[arena_block] -= 1
+        assert self.busy[arena_block, what] >= 0
+        if not self.busy_arena_blocks[arena_block]:
+            del self.busy_arena_blocks[arena_block]
+        if not self.busy[arena_block, what]:
+            del self.busy[arena_block, what]
 
-    def check_not_busy(self, slot: int, why: str) -> None:
-        if slot in self.busy_slots:
-            doing = [what for one, what in self.busy if one == slot]
-            raise AssertionError(f"slot {slot} is {why} during a {' and a '.join(doing)}")
+    def check_not_busy(self, arena_block: int, why: str) -> None:
+        if arena_block in self.busy_arena_blocks:
+            doing = [what for one, what in self.busy if one == arena_block]
+            raise AssertionError(f"arena block {arena_block} is {why} during a {' and a '.join(doing)}")
 
-    def erase(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            self.check_not_busy(slot, "erased")
-            self.view(slot)[:] = bytes(self.size)
+    def erase(self, arena_blocks: Sequence[int]) -> None:
+        for arena_block in arena_blocks:
+            self.check_not_busy(arena_block, "erased")
+            self.view(arena_block)[:] = bytes(self.size)
 
     def copy_tokens(self, pieces: Sequence[tuple[int, int, int, int, int]]) -> None:
-        for source, source_offset, slot, offset, count in pieces:
+        for source, source_offset, arena_block, offset, count in pieces:
             start, end = source_offset * TOKEN_BYTES, (source_offset + count) * TOKEN_BYTES
-            self.view(slot)[offset * TOKEN_BYTES : (offset + count) * TOKEN_BYTES] = self.view(source)[start:end]
-            self.movers[slot] = "splice"
+            self.view(arena_block)[offset * TOKEN_BYTES : (offset + count) * TOKEN_BYTES] = self.view(source)[start:end]
+            self.movers[arena_block] = "splice"
 
     def close(self) -> None:
         self.busy.clear()
-        self.busy_slots.clear()
+        self.busy_arena_blocks.clear()
 
 
 class WatchedCpu(CpuTier):
-    """Sees that a slot which is handed out is not in use, and that what is published is what its record says."""
+    """Sees that what is handed out is not in use, and that what is published is what its record says."""
 
     def watch(self, arena: Arena, counts: Counter[str], may_fail: Callable[[str], None]) -> WatchedCpu:
         self.arena, self.counts, self.may_fail, self.is_planning = arena, counts, may_fail, False
@@ -228,26 +228,27 @@ class WatchedCpu(CpuTier):
     def reserve(self) -> int | None:
         if self.is_planning:
             self.may_fail("reserve")
-        slot = super().reserve()
-        if slot is not None:
-            self.arena.check_not_busy(slot, "handed out")
-            self.arena.view(slot)[:] = GARBAGE * (self.arena.size // TOKEN_BYTES)
-            self.arena.movers.pop(slot, None)
-        return slot
+        arena_block = super().reserve()
+        if arena_block is not None:
+            self.arena.check_not_busy(arena_block, "handed out")
+            self.arena.view(arena_block)[:] = GARBAGE * (self.arena.size // TOKEN_BYTES)
+            self.arena.movers.pop(arena_block, None)
+        return arena_block
 
-    def publish(self, slot: int) -> None:
-        super().publish(slot)
-        record = self.record(slot)
+    def publish(self, arena_block: int) -> None:
+        super().publish(arena_block)
+        record = self.record(arena_block)
         assert record is not None
-        self.counts[f"published by {self.arena.movers.get(slot)}"] += 1
-        self.check_content(slot)
+        self.counts[f"published by {self.arena.movers.get(arena_block)}"] += 1
+        self.check_content(arena_block)
 
-    def check_content(self, slot: int) -> None:
-        record = self.record(slot)
-        assert record is not None and self.arena.content(slot) == self.arena.book.blocks[record.block_id], (
-            f"slot {slot} does not hold what its record says"
+    def check_content(self, arena_block: int) -> None:
+        record = self.record(arena_block)
+        book, name = self.arena.book, f"arena block {arena_block}"
+        assert record is not None and self.arena.content(arena_block) == book.blocks[record.block_id], (
+            f"{name} does not hold what its record says"
         )
-        assert record.parent_id == self.arena.book.parents[record.block_id], f"slot {slot}: the parent is another one"
+        assert record.parent_id == book.parents[record.block_id], f"{name}: the parent is another one"
 
 
 class WatchedPool(BlockPool):

@@ -258,8 +258,8 @@ class People:
         sim, rng = self.sim, self.rng
         what = rng.choice([
             Evict(unused_for_s=rng.choice([60.0, HOUR_S, DAY_S])),
-            Evict(to_bytes=rng.randrange(sim.config.cpu_slots + 1) * sim.book.block_bytes),
-            Evict(everything=True, to_bytes=rng.randrange(sim.config.cpu_slots + 1) * sim.book.block_bytes),
+            Evict(to_bytes=rng.randrange(sim.config.cpu_blocks + 1) * sim.book.block_bytes),
+            Evict(everything=True, to_bytes=rng.randrange(sim.config.cpu_blocks + 1) * sim.book.block_bytes),
             Evict(everything=True, dry_run=True),
             Evict(everything=True),
             Evict(block_ids=frozenset(rng.choice(self.talks).chain) if self.talks else frozenset()),

@@ -40,12 +40,12 @@ NO_FAULTS = Faults()
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """One engine with its tiers, its machine and its visitors. cpu_slots, disk_blocks: 0 switches a tier off."""
+    """One engine with its tiers, its machine and its visitors. cpu_blocks, disk_blocks: 0 switches a tier off."""
 
     name: str = "plain"
     block_size: int = 4
     hbm_blocks: int = 80
-    cpu_slots: int = 160
+    cpu_blocks: int = 160
     disk_blocks: int = 800
     seqs: int = 4
     budget: int = 48
@@ -74,22 +74,22 @@ ALL = Faults(
 )  # fmt: skip
 CONFIGS = (
     Config("plain"),
-    Config("queue", policy="priority", talks=36, seqs=3, hbm_blocks=64, cpu_slots=96, disk_blocks=1500, hours=10.0),
+    Config("queue", policy="priority", talks=36, seqs=3, hbm_blocks=64, cpu_blocks=96, disk_blocks=1500, hours=10.0),
     Config("restarts", faults=Faults(crashes_per_day=5.0, restarts_per_day=5.0)),
     Config("slow-disk", read_s=0.05, faults=Faults(slow_reads=0.2, hung_reads=0.002)),
     Config("bad-disk", faults=Faults(failed_reads=0.05, rotten=0.05, failed_writes=0.2, broken_disk=0.005)),
     Config("bad-transfers", faults=Faults(failed_loads=0.1, failed_saves=0.1, full_queue=0.2)),
     Config("bad-steps", faults=Faults(failed_steps=0.02)),
-    Config("tiny-cpu", cpu_slots=12, eviction="lru", hbm_blocks=60, faults=SOME),
+    Config("tiny-cpu", cpu_blocks=12, eviction="lru", hbm_blocks=60, faults=SOME),
     Config("tiny-disk", disk_blocks=70, eviction="return", faults=SOME),
-    Config("no-disk", disk_blocks=0, cpu_slots=90, policy="priority"),
-    Config("staging", cpu_slots=0, eviction="fifo", faults=SOME),
-    Config("limit", limit_blocks=40, hbm_blocks=60, cpu_slots=60, disk_blocks=300),
-    Config("limit-faults", limit_blocks=30, cpu_slots=60, disk_blocks=120, faults=SOME),
+    Config("no-disk", disk_blocks=0, cpu_blocks=90, policy="priority"),
+    Config("staging", cpu_blocks=0, eviction="fifo", faults=SOME),
+    Config("limit", limit_blocks=40, hbm_blocks=60, cpu_blocks=60, disk_blocks=300),
+    Config("limit-faults", limit_blocks=30, cpu_blocks=60, disk_blocks=120, faults=SOME),
     Config("always", load="always", block_size=8, faults=SOME),
-    Config("everything", policy="priority", cpu_slots=100, disk_blocks=400, faults=ALL),
+    Config("everything", policy="priority", cpu_blocks=100, disk_blocks=400, faults=ALL),
     Config("ahead", runs_ahead=True, hours=10.0),
-    Config("ahead-faults", runs_ahead=True, cpu_slots=100, disk_blocks=400, faults=ALL),
+    Config("ahead-faults", runs_ahead=True, cpu_blocks=100, disk_blocks=400, faults=ALL),
 )
 
 
@@ -143,12 +143,12 @@ class Simulation:
             stack.enter_context(mock.patch.multiple(module, **stand_ins))
         return stack
 
-    def _make_arena(self, layout, num_slots, pin, is_shared) -> Arena:
-        self.arena = Arena(self.book, num_slots)
+    def _make_arena(self, layout, num_arena_blocks, pin, is_shared) -> Arena:
+        self.arena = Arena(self.book, num_arena_blocks)
         return self.arena
 
-    def _make_cpu(self, num_slots, erase, keep, order, clock, holdings) -> WatchedCpu:
-        cpu = WatchedCpu(num_slots, erase, keep, order, clock, holdings)
+    def _make_cpu(self, num_arena_blocks, erase, keep, order, clock, holdings) -> WatchedCpu:
+        cpu = WatchedCpu(num_arena_blocks, erase, keep, order, clock, holdings)
         self.cpu = cpu.watch(self.arena, self.counts_of_store, self.may_fail)
         return self.cpu
 
@@ -171,15 +171,15 @@ class Simulation:
         config = self.config
         self._sum_up()
         tiers = CacheTiers(
-            cpu=config.cpu_slots * self.book.block_bytes,
+            cpu=config.cpu_blocks * self.book.block_bytes,
             disk=config.disk_blocks * (self.book.block_bytes + PAGE_BYTES), path="unused",
             disk_per_tenant=self.limit_bytes,
         )  # fmt: skip
         dtype = SimpleNamespace(itemsize=2)
         layout = SimpleNamespace(block_bytes=self.book.block_bytes, block_size=config.block_size, dtype=dtype)
-        least_slots = 2 * config.seqs + -(-config.window // config.block_size)
+        least_arena_blocks = 2 * config.seqs + -(-config.window // config.block_size)
         self.connector = assembly.open_tiered(
-            tiers, layout, "model", lambda _: "ab" * 32, SimpleNamespace(type="cpu"), config.load, least_slots,
+            tiers, layout, "model", lambda _: "ab" * 32, SimpleNamespace(type="cpu"), config.load, least_arena_blocks,
             config.hbm_blocks, config.eviction, self.directory if config.disk_blocks else None,
         )  # fmt: skip
         self.store = self.connector.parts.store
@@ -200,7 +200,7 @@ class Simulation:
         return None if blocks is None else blocks * (self.book.block_bytes + PAGE_BYTES)
 
     def _watch_plan(self) -> None:
-        """Where slots for saves are taken something may fail; elsewhere that is no place for an error."""
+        """Where arena blocks for saves are taken something may fail; elsewhere that is no place for an error."""
         plan = self.store.saver.plan
 
         def watched(*given: object) -> None:
@@ -382,7 +382,7 @@ class Simulation:
             assert cached.total < request.num_prompt_tokens
             for tier in ("hbm", "cpu", "disk", "reencoded"):
                 self.counts[f"hit {tier}"] += getattr(cached, tier)
-            assert self.config.cpu_slots or not cached.cpu, "hits in a CPU tier that is switched off"
+            assert self.config.cpu_blocks or not cached.cpu, "hits in a CPU tier that is switched off"
             assert self.config.disk_blocks or not cached.disk
             self.counts["prompt"] += request.num_prompt_tokens
             self._check_wait(request, account)

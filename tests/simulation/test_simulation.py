@@ -83,12 +83,14 @@ Method = Callable[..., Any]
 Plant = Callable[[], dict[tuple[type, str], Callable[[Method], Method]]]  # methods, and what makes them wrong ones
 
 
-def load_of_a_wrong_slot():
+def load_of_a_wrong_arena_block():
     def swapped(hand_out):
         def handed(self, *given):
             loads = hand_out(self, *given)
             if len(loads) > 1:
-                loads[:2] = [replace(loads[0], slot=loads[1].slot), replace(loads[1], slot=loads[0].slot)]
+                one, other = loads[:2]
+                loads[0] = replace(one, arena_block=other.arena_block)
+                loads[1] = replace(other, arena_block=one.arena_block)
             return loads
 
         return handed
@@ -96,12 +98,12 @@ def load_of_a_wrong_slot():
     return {(Requests, "hand_out"): swapped}
 
 
-def slot_given_back_before_its_load():
+def arena_block_given_back_before_its_load():
     def early(hand_out):
         def handed(self, *given):
             loads = hand_out(self, *given)
             for load in reversed(loads):
-                self._cpu.release(load.slot)
+                self._cpu.release(load.arena_block)
             return loads
 
         return handed
@@ -109,7 +111,7 @@ def slot_given_back_before_its_load():
     def late(end):
         def ended(self, done):
             for load in self.by_ticket[done.ticket].loads if done.is_load else ():
-                self._cpu.acquire(load.slot)
+                self._cpu.acquire(load.arena_block)
             end(self, done)
 
         return ended
@@ -130,9 +132,9 @@ def write_that_is_not_counted():
 
 def save_that_is_counted_twice():
     def twice(landed):
-        def lands(self, slot):
+        def lands(self, arena_block):
             self._stats.saved += self._stats.saved == 7
-            landed(self, slot)
+            landed(self, arena_block)
 
         return lands
 
@@ -160,7 +162,7 @@ def failed_load_that_nobody_is_told_of():
 
 
 def read_that_is_lost_with_its_rank():
-    return {(IoQueue, "rank_read"): lambda _: lambda self, slot, rank: self.cancel_read(slot)}
+    return {(IoQueue, "rank_read"): lambda _: lambda self, arena_block, rank: self.cancel_read(arena_block)}
 
 
 def corrupt_block_that_is_served():
@@ -195,13 +197,13 @@ def cached_tokens_counted_again():
     return {(CachedCount, "count"): again}
 
 
-def request_that_keeps_its_slots():
+def request_that_keeps_its_arena_blocks():
     def holding(remove):
         def removed(self, request_id):
             request = self.by_id.get(request_id)
             if request is not None:
-                for slot in request.wanted.slots.values():
-                    self._cpu.acquire(slot)
+                for arena_block in request.wanted.arena_blocks.values():
+                    self._cpu.acquire(arena_block)
             return remove(self, request_id)
 
         return removed
@@ -227,8 +229,12 @@ def quarantine_that_keeps_orphans():
 
 # The bug, the configuration that is to find it, and what is to be said of it.
 PLANTS: list[tuple[Plant, str, str]] = [
-    (load_of_a_wrong_slot, "plain", "a load of another block"),
-    (slot_given_back_before_its_load, "tiny-cpu", "a load of another block|during a load|a load of a slot that is"),
+    (load_of_a_wrong_arena_block, "plain", "a load of another block"),
+    (
+        arena_block_given_back_before_its_load,
+        "tiny-cpu",
+        "a load of another block|during a load|a load of an arena block that is",
+    ),
     (write_that_is_not_counted, "plain", "written blocks are miscounted"),
     (save_that_is_counted_twice, "plain", "saved [0-9]+, seen"),
     (parent_evicted_before_its_child, "plain", "a parent is evicted before its child"),
@@ -239,7 +245,7 @@ PLANTS: list[tuple[Plant, str, str]] = [
     (deletion_that_leaves_the_bytes, "plain", "still holds what was deleted"),
     (waiting_requests_that_do_not_count, "queue", "evicted is what is worth"),
     (cached_tokens_counted_again, "queue", "usage says"),
-    (request_that_keeps_its_slots, "queue", "CPU slots are held while nothing runs"),
+    (request_that_keeps_its_arena_blocks, "queue", "arena blocks are held while nothing runs"),
     (choices_that_keep_a_splice, "plain", "another history"),
     (quarantine_that_keeps_orphans, "bad-disk", "lost its parent"),
 ]

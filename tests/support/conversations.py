@@ -67,9 +67,9 @@ def kv_of(engine: Engine, chain: list[bytes]) -> dict[bytes, list[bytes]]:
     connector, found = engine.connector, {}
     with connector.parts.lock:
         for block_id in chain:
-            slot = connector.parts.cpu.slot_of(block_id)
-            if slot is not None:
-                layer = connector.parts.arena.tensor[slot, 1]
+            arena_block = connector.parts.cpu.arena_block_of(block_id)
+            if arena_block is not None:
+                layer = connector.parts.arena.tensor[arena_block, 1]
                 found[block_id] = [layer[side, 3].numpy().tobytes() for side in (0, 1)]
     return found
 

@@ -118,7 +118,7 @@ def stored_parents(engine) -> dict[bytes, bytes]:
     connector = engine.connector
     with connector.parts.lock:
         cpu = connector.parts.cpu
-        found = {cpu.record(slot).block_id: cpu.record(slot).parent_id for slot in cpu.pool.cached_blocks()}
+        found = {record.block_id: record.parent_id for record in map(cpu.record, cpu.pool.cached_blocks())}
     if connector.parts.disk is not None:
         found |= {entry.block_id: entry.parent_id for batch in connector.parts.disk.scan() for entry in batch}
     return found

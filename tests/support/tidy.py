@@ -234,6 +234,27 @@ def bare_words(house: House) -> set[str]:
     }
 
 
+def slots_beside_hbm(house: House) -> set[str]:
+    """Names with `slot` in kvstore: that is a token's place in HBM; a block's place in the arena is an arena block."""
+    return {
+        f"{name}.{identifier}"
+        for name in house.product
+        if not name.startswith(tuple(f"kvstore.{link}" for link in LINKED))
+        for node in house.nodes[name]
+        for identifier in identifiers(node)
+        if "slot" in identifier.lower() and identifier != "__slots__"
+    }
+
+
+def identifiers(node: ast.AST) -> Iterator[str]:
+    """What a node names by itself, but not the `slots=True` of a dataclass."""
+    if isinstance(node, ast.keyword) and node.arg == "slots" and ast.unparse(node.value) == "True":
+        return
+    for part in ("id", "attr", "arg", "name", "asname"):
+        if isinstance(word := getattr(node, part, None), str):
+            yield word
+
+
 # -- tests -----------------------------------------------------------------------------------------------------------
 def private_reaches(house: House) -> Counter[str]:
     """How often each test file names something private of an object that is not its own."""

@@ -16,7 +16,7 @@ from kvstore.kernels.device import to_device
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _UINT64_MASK = 2**64 - 1
-_NO_SLOT = -1
+_NO_ROW = -1
 
 _STATE = np.dtype(
     [
@@ -31,7 +31,7 @@ _STATE = np.dtype(
         ("num_output_tokens", np.int64),
         ("min_tokens", np.int64),  # 0 if there is nothing to forbid
         ("logprobs", np.int64),  # how many alternatives; -1: none
-        ("penalty_slot", np.int64),  # _NO_SLOT if no penalty is on
+        ("penalty_row", np.int64),  # _NO_ROW if no penalty is on
         ("biased", np.bool_),
     ]
 )
@@ -64,7 +64,7 @@ class Sampler:
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._clear = np.array((0, 0, vocab_size, 1, 1, 0, 0, 0, 0, 0, -1, _NO_SLOT, False), _STATE)
+        self._clear = np.array((0, 0, vocab_size, 1, 1, 0, 0, 0, 0, 0, -1, _NO_ROW, False), _STATE)
         self._state = np.full(max_rows, self._clear)
         self._biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # row -> token ids, biases
         self._stops: dict[int, np.ndarray] = {}  # row -> token ids that min_tokens forbids
@@ -85,13 +85,13 @@ class Sampler:
         if params.logit_bias:
             self._biases[row] = (self._known(bias_ids), biases[bias_ids < self._vocab_size])
         penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-        slot = _NO_SLOT
+        penalty_row = _NO_ROW
         if penalties != (1, 0, 0):
-            slot = self._penalties.acquire(prompt_token_ids, output_token_ids)
+            penalty_row = self._penalties.acquire(prompt_token_ids, output_token_ids)
         self._state[row] = (
             params.temperature, params.min_p, min(params.top_k or self._vocab_size, self._vocab_size), params.top_p,
             *penalties, seed & _UINT64_MASK, len(output_token_ids), params.min_tokens if len(stops) else 0,
-            -1 if params.logprobs is None else params.logprobs, slot, bool(params.logit_bias),
+            -1 if params.logprobs is None else params.logprobs, penalty_row, bool(params.logit_bias),
         )  # fmt: skip
 
     def move_row(self, src: int, dst: int) -> None:
@@ -108,9 +108,9 @@ class Sampler:
 
     def clear_row(self, row: int) -> None:
         """Clear the row of a request that has left. The row may be clear already."""
-        slot = int(self._state["penalty_slot"][row])
-        if slot != _NO_SLOT:
-            self._penalties.release(slot)
+        penalty_row = int(self._state["penalty_row"][row])
+        if penalty_row != _NO_ROW:
+            self._penalties.release(penalty_row)
         self._biases.pop(row, None)
         self._stops.pop(row, None)
         self._state[row] = self._clear
@@ -121,11 +121,11 @@ class Sampler:
         Does not wait for tokens that only the device knows. A row whose token is below 0 will be set anew.
         """
         np.add.at(self._state["num_output_tokens"], rows, 1)
-        slots = self._state["penalty_slot"][rows]
-        penalised = np.flatnonzero(slots != _NO_SLOT)
+        penalty_rows = self._state["penalty_row"][rows]
+        penalised = np.flatnonzero(penalty_rows != _NO_ROW)
         if len(penalised):
             tokens = self._tensor(token_ids) if isinstance(token_ids, np.ndarray) else token_ids
-            self._penalties.add(self._tensor(slots[penalised]), tokens[self._tensor(penalised)].clamp_(min=0))
+            self._penalties.add(self._tensor(penalty_rows[penalised]), tokens[self._tensor(penalised)].clamp_(min=0))
 
     def sample(self, logits: Tensor, rows: np.ndarray, choice_offsets: np.ndarray | None = None) -> SampledTokens:
         """Sample one token from each row of logits [R, V] of any float dtype, which do not change; rows [R].
@@ -157,7 +157,7 @@ class Sampler:
         """Bias, min_tokens and penalties, in this order, on a copy; `raw` itself when no row wants any."""
         biased = np.flatnonzero(state["biased"])
         held = np.flatnonzero(state["num_output_tokens"] < state["min_tokens"])
-        penalised = np.flatnonzero(state["penalty_slot"] != _NO_SLOT)
+        penalised = np.flatnonzero(state["penalty_row"] != _NO_ROW)
         if not (len(biased) or len(held) or len(penalised)):
             return raw
         logits = raw.to(torch.float32, copy=True)
@@ -180,8 +180,8 @@ class Sampler:
 class _Penalties:
     """Token counts of the rows that use penalties, in a pool of dense rows that grows when it must."""
 
-    def __init__(self, max_slots: int, vocab_size: int, device: torch.device) -> None:
-        self._max_slots = max_slots
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._max_rows = max_rows
         self._vocab_size = vocab_size
         self._seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)  # in the prompt or the answer
         self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # in the answer
@@ -190,41 +190,42 @@ class _Penalties:
     def acquire(self, prompt_token_ids: np.ndarray, output_token_ids: np.ndarray) -> int:
         if not self._free:
             self._grow()
-        slot = self._free.pop()
+        row = self._free.pop()
         output = torch.from_numpy(np.asarray(output_token_ids, np.int64))
         prompt = torch.from_numpy(np.unique(np.asarray(prompt_token_ids, np.int64)))
         counts = torch.bincount(output, minlength=self._vocab_size).to(self._counts.dtype)
-        self._counts[slot] = to_device(counts, self._counts.device)
-        self._seen[slot] = self._counts[slot] > 0
-        self._seen[slot].index_fill_(0, to_device(prompt, self._seen.device), True)
-        return slot
+        self._counts[row] = to_device(counts, self._counts.device)
+        self._seen[row] = self._counts[row] > 0
+        self._seen[row].index_fill_(0, to_device(prompt, self._seen.device), True)
+        return row
 
-    def release(self, slot: int) -> None:
-        self._free.append(slot)
+    def release(self, row: int) -> None:
+        self._free.append(row)
 
-    def add(self, slots: Tensor, token_ids: Tensor) -> None:
+    def add(self, rows: Tensor, token_ids: Tensor) -> None:
         one = torch.ones((), dtype=torch.int32, device=self._counts.device)
-        self._counts.index_put_((slots, token_ids), one, accumulate=True)
-        self._seen.index_put_((slots, token_ids), one.bool())
+        self._counts.index_put_((rows, token_ids), one, accumulate=True)
+        self._seen.index_put_((rows, token_ids), one.bool())
 
     def apply(self, logits: Tensor, indices: np.ndarray, state: np.ndarray) -> None:
         """Penalise the tokens that were seen in rows `indices` [P] of logits float32, whose state is `state` [P]."""
-        names = ("penalty_slot", "repetition_penalty", "frequency_penalty", "presence_penalty")
+        names = ("penalty_row", "repetition_penalty", "frequency_penalty", "presence_penalty")
         columns = np.stack([indices, *(state[name] for name in names)]).astype(np.float64)
         packed = to_device(torch.from_numpy(columns), logits.device)
-        rows, slots, factors = packed[0].long(), packed[1].long(), packed[2:].float()
+        rows, penalty_rows, factors = packed[0].long(), packed[1].long(), packed[2:].float()
         if logits.device.type == "cuda":  # over the whole vocabulary: finding the seen tokens would wait
             values = logits[rows]
-            changed = _penalised(values, self._counts[slots], *factors.unsqueeze(-1))
-            logits[rows] = torch.where(self._seen[slots], changed, values)
+            changed = _penalised(values, self._counts[penalty_rows], *factors.unsqueeze(-1))
+            logits[rows] = torch.where(self._seen[penalty_rows], changed, values)
             return
-        which, ids = self._seen[slots].nonzero(as_tuple=True)  # one entry per distinct token, few compared with V
+        # One entry per distinct token, few compared with V.
+        which, ids = self._seen[penalty_rows].nonzero(as_tuple=True)
         values = logits[rows[which], ids]
-        logits[rows[which], ids] = _penalised(values, self._counts[slots[which], ids], *factors[:, which])
+        logits[rows[which], ids] = _penalised(values, self._counts[penalty_rows[which], ids], *factors[:, which])
 
     def _grow(self) -> None:
         old = len(self._counts)
-        new = min(max(2 * old, 4), self._max_slots)
+        new = min(max(2 * old, 4), self._max_rows)
         assert new > old, "more rows with penalties than rows"
         self._seen = F.pad(self._seen, (0, 0, 0, new - old))
         self._counts = F.pad(self._counts, (0, 0, 0, new - old))

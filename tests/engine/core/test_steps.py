@@ -43,7 +43,7 @@ def stored(engine) -> set[tuple[bytes, ...]]:
     """Every block of the CPU tier by its tokens and those before it."""
     with engine.connector.parts.lock:
         cpu = engine.connector.parts.cpu
-        records = {cpu.record(slot).block_id: cpu.record(slot) for slot in cpu.pool.cached_blocks()}
+        records = {record.block_id: record for record in map(cpu.record, cpu.pool.cached_blocks())}
 
     def path(block_id: BlockId) -> tuple[bytes, ...]:
         record = records.get(block_id)

@@ -301,10 +301,10 @@ def test_invariant_8_a_save_that_failed_is_made_up_for_by_a_later_turn(engine, p
 
 # -- reads -------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("cpu", ["2MiB", 0])
-def test_invariant_1_a_stored_chain_larger_than_the_free_slots_is_loaded_as_far_as_they_go(
+def test_invariant_1_a_stored_chain_larger_than_the_free_arena_blocks_is_loaded_as_far_as_they_go(
     model, plain, tmp_path, monkeypatch, cpu
 ):
-    """Writes that fail hold their slots: a request that cannot get enough must not wait for ever."""
+    """Writes that fail hold their arena blocks: a request that cannot get enough must not wait for ever."""
     monkeypatch.setattr(kvstore.store.assembly, "STAGING_BYTES", 0)
     if cpu:
         cpu = 40 * LLAMA_BLOCK_BYTES
@@ -324,5 +324,5 @@ def test_invariant_1_a_stored_chain_larger_than_the_free_slots_is_loaded_as_far_
         with engine.connector.parts.lock:
             pool.release(held)
         engine.abort(handle)
-        assert done, "it waits for slots that nobody will give back"
+        assert done, "it waits for arena blocks that nobody will give back"
         assert handle.output.token_ids == plain([*prompt, 1], 4)

@@ -32,7 +32,7 @@ from kvstore.store import assembly
 from tests.support.simulated_streams import Broken, SimulatedStreams
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 3, 2, 8, 4
-HBM_BLOCKS, CPU_SLOTS, NUM_SEQS, BUDGET, WINDOW = 26, 30, 3, 24, 48
+HBM_BLOCKS, ARENA_BLOCKS, NUM_SEQS, BUDGET, WINDOW = 26, 30, 3, 24, 48
 VOCABULARY = 50
 STEPS_AHEAD = 4  # that the host may have given to the device and not seen the end of
 
@@ -146,7 +146,7 @@ class Engine:
     def __init__(self, streams: Streams, device: torch.device, seed: int, runs_ahead: bool = False) -> None:
         self.rng, self.runs_ahead = random.Random(seed), runs_ahead
         layout = KVLayout(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.float32, (None,) * NUM_LAYERS)
-        tiers = CacheTiers(cpu=CPU_SLOTS * layout.block_bytes, disk=0)
+        tiers = CacheTiers(cpu=ARENA_BLOCKS * layout.block_bytes, disk=0)
         self.connector = assembly.open_tiered(
             tiers, layout, "model", lambda _: "ab" * 32, device, "always", 1, HBM_BLOCKS, "lru", None
         )
@@ -162,16 +162,16 @@ class Engine:
         self.launched: list[list[int]] | None = None
 
     def _evict_some(self) -> None:
-        """So that what was just saved is loaded. A free slot may be written to at once, as a read from disk does."""
+        """So that what was just saved is loaded. A free one may be written to at once, as by a read from disk."""
         if self.rng.random() < 0.3:
             self.scheduler.manager.pool.evict_all()
         if self.rng.random() < 0.2:
             with self.connector.parts.lock:
                 cpu = self.connector.parts.cpu.pool
                 cpu.evict_all()
-                for slot in range(CPU_SLOTS):
-                    if cpu.is_free(slot) and cpu.block_id(slot) is None:
-                        self.connector.parts.arena.tensor[slot] = -1.0
+                for arena_block in range(ARENA_BLOCKS):
+                    if cpu.is_free(arena_block) and cpu.block_id(arena_block) is None:
+                        self.connector.parts.arena.tensor[arena_block] = -1.0
 
     def step(self) -> None:
         roster = self.scheduler.roster
@@ -291,8 +291,8 @@ BREAKS = {
     "a layer does not wait for its load": without(Queue.COMPUTE, Queue.LOAD),
     "a save does not wait for the keys": without(Queue.SAVE, Queue.COMPUTE),
     "static buffers are written before their save has ended": without(Queue.COMPUTE, Queue.SAVE),
-    "slots are given back before their load has ended": Broken(reached=frozenset([Queue.LOAD])),
-    "slots are loaded before their save has ended": Broken(reached=frozenset([Queue.SAVE])),
+    "arena blocks are given back before their load has ended": Broken(reached=frozenset([Queue.LOAD])),
+    "arena blocks are loaded before their save has ended": Broken(reached=frozenset([Queue.SAVE])),
 }
 
 

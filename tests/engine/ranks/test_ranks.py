@@ -69,8 +69,8 @@ def test_the_bytes_of_a_block_do_not_tell_how_many_ranks_computed_it(model, tmp_
             settle(engine)
             parts = engine.connector.parts
             with parts.lock:
-                slots = {parts.cpu.record(slot).tokens: slot for slot in parts.cpu.pool.cached_blocks()}
-                found.append({name: parts.arena.tensor[slot].clone() for name, slot in slots.items()})
+                cpu, tensor = parts.cpu, parts.arena.tensor
+                found.append({cpu.record(one).tokens: tensor[one].clone() for one in cpu.pool.cached_blocks()})
     one, two = found
     assert len(one) == 4 and one.keys() == two.keys()
     assert all((one[name] - two[name]).abs().max() < 1e-4 < one[name].abs().max() for name in one)

@@ -86,7 +86,7 @@ def unrecorded(opened):
     settle(engine)
     with engine.connector.parts.lock:
         cpu = engine.connector.parts.cpu
-        every = [cpu.record(slot).block_id for slot in cpu.pool.cached_blocks()]
+        every = [cpu.record(arena_block).block_id for arena_block in cpu.pool.cached_blocks()]
     assert len(every) > len(chat.window.chain) + 1
     return engine, [part for parts in kv_of(engine, every).values() for part in parts]
 

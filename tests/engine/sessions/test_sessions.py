@@ -129,7 +129,7 @@ def test_conversations_with_a_tier_switched_off(model, plain, tmp_path, cpu, dis
         out = fill_over(chat)
         if cpu:
             assert cached(out)[3] > 0
-        else:  # without slots to copy in, what is kept is computed
+        else:  # without arena blocks to copy in, what is kept is computed
             assert cached(out)[3] == 0 and out.token_ids == plain(out.prompt_token_ids, 10)
         settle(engine)
         if disk and not cpu:

@@ -9,7 +9,7 @@ from kvstore.kernels.cpu import block_copy as copy_native
 from kvstore.kernels.cpu import native
 from tests.support.rotations import kinds
 
-NUM_SLOTS, NUM_BLOCKS = 9, 11
+NUM_ARENA_BLOCKS, NUM_BLOCKS = 9, 11
 
 
 @pytest.fixture
@@ -33,10 +33,10 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
 
 
-def places(count: int, seed: int = 0) -> list[torch.Tensor]:
+def some_blocks(count: int, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    slots, numbers = (torch.randperm(n, generator=generator)[:count] for n in (NUM_SLOTS, NUM_BLOCKS))
-    return [slots, numbers, torch.randint(200, (count,), generator=generator)]
+    arena_blocks, numbers = (torch.randperm(n, generator=generator)[:count] for n in (NUM_ARENA_BLOCKS, NUM_BLOCKS))
+    return [arena_blocks, numbers, torch.randint(200, (count,), generator=generator)]
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -45,11 +45,11 @@ def test_a_large_load_has_the_bits_of_its_twin(compiled, with_threads, num_threa
     """A layer is shared between threads from 128 KiB on, and from 4 MiB on written past the caches."""
     with_threads(num_threads)
     arena = random(count, 1, 2, 16, 4, 64, dtype=torch.bfloat16)
-    slots, positions = torch.arange(count).flip(0), torch.arange(count) % 200
+    arena_blocks, positions = torch.arange(count).flip(0), torch.arange(count) % 200
     for rotation in (None, kinds(torch.bfloat16, 64)["half"][0]):
         caches, twins = (torch.zeros(2, count, 16, 4, 64, dtype=torch.bfloat16) for _ in range(2))
-        BlockLoad(arena, slots, slots.roll(1), positions, [rotation]).load_layer(0, *caches)
-        reference.load_blocks(arena, 0, slots, *twins, slots.roll(1), positions, rotation)
+        BlockLoad(arena, arena_blocks, arena_blocks.roll(1), positions, [rotation]).load_layer(0, *caches)
+        reference.load_blocks(arena, 0, arena_blocks, *twins, arena_blocks.roll(1), positions, rotation)
         assert torch.equal(bits(caches), bits(twins))
 
 
@@ -65,11 +65,11 @@ def test_infinities_and_nans_stay_what_they_are(compiled):
         assert torch.equal(caches.isnan(), twins.isnan()) and torch.equal(caches.nan_to_num(1), twins.nan_to_num(1))
 
 
-@pytest.mark.parametrize("wrong", range(3), ids=["slot", "block", "position"])
+@pytest.mark.parametrize("wrong", range(3), ids=["arena block", "HBM block", "position"])
 @pytest.mark.parametrize("number", [-1, 1000])
 def test_a_load_out_of_range_writes_nothing(compiled, wrong, number):
-    arena = random(NUM_SLOTS, 3, 2, 16, 2, 32, dtype=torch.float32)
-    where = places(4)
+    arena = random(NUM_ARENA_BLOCKS, 3, 2, 16, 2, 32, dtype=torch.float32)
+    where = some_blocks(4)
     where[wrong][3] = number
     caches = torch.zeros(2, NUM_BLOCKS, 16, 2, 32)
     with pytest.raises(IndexError):
@@ -77,22 +77,24 @@ def test_a_load_out_of_range_writes_nothing(compiled, wrong, number):
     assert not caches.any()
 
 
-@pytest.mark.parametrize(("rows", "slots"), [([0, 5], [1, 2]), ([-1, 0], [1, 2]), ([0, 1], [1, 64]), ([0, 1], [-1, 2])])
-def test_a_save_out_of_range_writes_nothing(compiled, rows, slots):
+@pytest.mark.parametrize(
+    ("rows", "places"), [([0, 5], [1, 2]), ([-1, 0], [1, 2]), ([0, 1], [1, 64]), ([0, 1], [-1, 2])]
+)
+def test_a_save_out_of_range_writes_nothing(compiled, rows, places):
     arena, layers = torch.zeros(4, 1, 2, 16, 2, 32), [(0, torch.ones(5, 2, 32), torch.ones(5, 2, 32))]
     with pytest.raises(IndexError):
-        save_layers(arena, layers, torch.tensor(rows), torch.tensor(slots))
+        save_layers(arena, layers, torch.tensor(rows), torch.tensor(places))
     assert not arena.any()
 
 
 def test_what_is_not_for_it(compiled):
     half, caches = torch.float16, torch.zeros(2, NUM_BLOCKS, 16, 2, 32)
-    load = copy_native.NativeLoad(torch.zeros(NUM_SLOTS, 1, 2, 16, 2, 32), *places(2))
+    load = copy_native.NativeLoad(torch.zeros(NUM_ARENA_BLOCKS, 1, 2, 16, 2, 32), *some_blocks(2))
     assert load.load_layer(0, *caches, None)
     assert not load.load_layer(0, *caches.to(half), None)
     assert not load.load_layer(0, *caches.transpose(1, 2), None)
     assert not load.load_layer(0, *caches, kinds(half)["half"][0])
-    arena, ones, slots = torch.zeros(4, 1, 2, 16, 2, 32), torch.ones(5, 2, 32), torch.tensor([3])
-    assert copy_native.save_layers(arena, [(0, ones, ones)], None, slots)
+    arena, ones, places = torch.zeros(4, 1, 2, 16, 2, 32), torch.ones(5, 2, 32), torch.tensor([3])
+    assert copy_native.save_layers(arena, [(0, ones, ones)], None, places)
     for other in (ones.to(half), ones.transpose(1, 2).contiguous().transpose(1, 2), ones[:, :1]):
-        assert not copy_native.save_layers(arena, [(0, ones, other)], None, slots)
+        assert not copy_native.save_layers(arena, [(0, ones, other)], None, places)

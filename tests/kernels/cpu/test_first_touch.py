@@ -50,10 +50,10 @@ def test_contents_stay_and_every_row_may_be_reached() -> None:
 def test_saves_have_the_memory_behind_them_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_touch, "AHEAD_BYTES", 16 << 20)
     before = resident_bytes()
-    arena = Arena(KVLayout(2, 8, 128, 64, torch.float32, (None, None)), num_slots=80, pin=False)  # of 1 MiB
+    arena = Arena(KVLayout(2, 8, 128, 64, torch.float32, (None, None)), num_arena_blocks=80, pin=False)  # of 1 MiB
     transfer = Transfer(arena)
-    for slot in range(0, 40, 8):
-        transfer.begin(TransferPlan(saves=(Save(0, 0, 64, slot, 0),)), (0,))
+    for arena_block in range(0, 40, 8):
+        transfer.begin(TransferPlan(saves=(Save(0, 0, 64, arena_block, 0),)), (0,))
     wait_until(lambda: resident_bytes() - before >= 38 << 20)
     assert resident_bytes() - before <= 70 << 20, "behind the last save, and not all"
     arena.close()

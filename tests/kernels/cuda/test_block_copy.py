@@ -16,7 +16,7 @@ from kvstore.rope.rotary import Style
 from tests.support.rotations import KINDS, kinds, moved, rotation
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-NUM_SLOTS, NUM_BLOCKS, NUM_LAYERS = 11, 13, 3
+NUM_ARENA_BLOCKS, NUM_BLOCKS, NUM_LAYERS = 11, 13, 3
 
 
 class Memory:
@@ -24,7 +24,7 @@ class Memory:
 
     def __init__(self, shape, dtype, device, seed=0) -> None:
         layout = KVLayout(NUM_LAYERS, shape[1], shape[2], shape[0], dtype, (None,) * NUM_LAYERS)
-        self.arena = Arena(layout, NUM_SLOTS, pin=device == "cuda")
+        self.arena = Arena(layout, NUM_ARENA_BLOCKS, pin=device == "cuda")
         generator = torch.Generator().manual_seed(seed)
         self.arena.tensor.copy_(torch.randn(self.arena.tensor.shape, generator=generator).to(dtype))
         self.device = device
@@ -34,11 +34,11 @@ class Memory:
         key_cache, value_cache = (torch.full(self.shape, 5.0, dtype=self.arena.layout.dtype) for _ in range(2))
         return key_cache.to(self.device), value_cache.to(self.device)
 
-    def check_load(self, rotations, slots, blocks, positions) -> None:
+    def check_load(self, rotations, arena_blocks, blocks, positions) -> None:
         """Every layer, every element of the caches, on the CPU's own arithmetic."""
         on_device = {id(r): r and moved(r, self.device) for r in rotations}
-        load = BlockLoad(self.arena.tensor, slots, blocks, positions, [on_device[id(r)] for r in rotations])
-        numbers = [torch.tensor(n, dtype=torch.int64) for n in (slots, blocks, positions)]
+        load = BlockLoad(self.arena.tensor, arena_blocks, blocks, positions, [on_device[id(r)] for r in rotations])
+        numbers = [torch.tensor(n, dtype=torch.int64) for n in (arena_blocks, blocks, positions)]
         loaded = [self.caches() for _ in rotations]
         load.load_by_kernel(0, loaded[:2])  # several layers in one call, and one by itself
         load.load_by_kernel(2, loaded[2:])
@@ -60,24 +60,24 @@ def test_a_load_gives_the_bits_of_the_twin(dtype, name, kernel_device):
 @pytest.mark.parametrize("num_blocks", [0, 1, 6])
 def test_a_kernel_loads_any_shape(shape, num_blocks, kernel_device):
     memory = Memory(shape, torch.bfloat16, kernel_device)
-    slots, blocks = [9, 0, 4, 10, 3, 7][:num_blocks], [2, 12, 0, 1, 8, 6][:num_blocks]
+    arena_blocks, blocks = [9, 0, 4, 10, 3, 7][:num_blocks], [2, 12, 0, 1, 8, 6][:num_blocks]
     rotations = [kinds(torch.bfloat16, shape[2])[name][0] for name in ("half", "partial upcast", "none")]
-    memory.check_load(rotations, slots, blocks, [16 * i for i in range(num_blocks)])
+    memory.check_load(rotations, arena_blocks, blocks, [16 * i for i in range(num_blocks)])
 
 
 @settings(max_examples=25)
 @given(
-    st.integers(1, NUM_SLOTS), st.tuples(st.integers(1, 9), st.integers(1, 3), st.integers(1, 12)),
+    st.integers(1, NUM_ARENA_BLOCKS), st.tuples(st.integers(1, 9), st.integers(1, 3), st.integers(1, 12)),
     st.sampled_from(DTYPES), st.sampled_from(list(Style)), st.booleans(), st.integers(1, 12),
     st.randoms(use_true_random=False),
 )  # fmt: skip
 def test_any_load(kernel_device, num_blocks, shape, dtype, style, upcast, half, random):
     block_size, num_kv_heads, half_dim = shape
     memory = Memory((block_size, num_kv_heads, 2 * half_dim), dtype, kernel_device)
-    slots, blocks = random.sample(range(NUM_SLOTS), num_blocks), random.sample(range(NUM_BLOCKS), num_blocks)
+    arena_blocks, blocks = (random.sample(range(n), num_blocks) for n in (NUM_ARENA_BLOCKS, NUM_BLOCKS))
     turns = [rotation(dtype, style, upcast, 2 * min(half, half_dim), base) for base in (10000.0, 500.0)]
-    positions = [random.randrange(200) for _ in slots]
-    memory.check_load([turns[0], None, turns[1]], slots, blocks, positions)
+    positions = [random.randrange(200) for _ in arena_blocks]
+    memory.check_load([turns[0], None, turns[1]], arena_blocks, blocks, positions)
 
 
 class Saving:
@@ -99,37 +99,37 @@ class Saving:
                 pair = [part.transpose(1, 2).contiguous().transpose(1, 2) for part in pair]
             self.layers.append((layer, *pair))
 
-    def check(self, rows, slots) -> None:
-        """rows: list or None; slots: of as many tokens, or of the first of all."""
+    def check(self, rows, places) -> None:
+        """rows: list or None; places: of as many tokens, or of the first of all."""
         arena = self.memory.arena.tensor
         twin = arena.clone()
-        places = torch.tensor(slots, dtype=torch.int64)
+        at = torch.tensor(places, dtype=torch.int64)
         for layer, *pair in self.layers:
-            key, value = (t[: len(slots)].cpu() if rows is None else t[rows].cpu() for t in pair)
-            reference.save_tokens(twin, layer, key, value, places)
+            key, value = (t[: len(places)].cpu() if rows is None else t[rows].cpu() for t in pair)
+            reference.save_tokens(twin, layer, key, value, at)
         save_by_kernel(
             arena, self.layers, None if rows is None else torch.tensor(rows, dtype=torch.int64).to(self.memory.device),
-            places.to(self.memory.device),
+            at.to(self.memory.device),
         )  # fmt: skip
         assert torch.equal(arena, twin)
 
 
-def save_by_kernel(arena, layers, rows, slots):
+def save_by_kernel(arena, layers, rows, places):
     """On a device through the door that is used; in the interpreter that door would take the twin."""
     from kvstore.kernels.cuda import kv as kv_triton
 
-    if slots.is_cuda:
-        save_to_arena(arena, layers, rows, slots)
+    if places.is_cuda:
+        save_to_arena(arena, layers, rows, places)
         torch.cuda.synchronize()
     else:
-        kv_triton.save(arena, layers, rows, slots)
+        kv_triton.save(arena, layers, rows, places)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("strides", ["contiguous", "packed", "transposed", "odd", "mixed", "scattered"])
 def test_a_save_gives_the_bits_of_the_twin(dtype, strides, kernel_device):
     saving = Saving(Memory((16, 2, 32), dtype, kernel_device), strides)
-    places = torch.randperm(NUM_SLOTS * 16, generator=torch.Generator().manual_seed(3)).tolist()
+    places = torch.randperm(NUM_ARENA_BLOCKS * 16, generator=torch.Generator().manual_seed(3)).tolist()
     for num_tokens in (0, 1, 5, 40):
         saving.check(None, places[:num_tokens])
     saving.check([3, 4, 5, 6], places[40:44])
@@ -143,7 +143,7 @@ def test_a_save_gives_the_bits_of_the_twin(dtype, strides, kernel_device):
 )  # fmt: skip
 def test_any_save(kernel_device, shape, dtype, strides, num_tokens, random):
     saving = Saving(Memory(shape, dtype, kernel_device), strides)
-    places = random.sample(range(NUM_SLOTS * shape[0]), num_tokens)
+    places = random.sample(range(NUM_ARENA_BLOCKS * shape[0]), num_tokens)
     saving.check(random.sample(range(40), num_tokens), [-1 if random.random() < 0.2 else place for place in places])
 
 

@@ -55,5 +55,5 @@ def test_what_is_moved_is_moved_16_bytes_at_a_time(result):
     for kernel in result["compiled"]:
         assert kernel["fmas"] == [], kernel
         if kernel["kernel"] in ("_load_kernel", "_save_kernel"):
-            numbers = {"ld.global.b64"}  # of slots, positions, addresses
+            numbers = {"ld.global.b64"}  # of blocks, places, positions, addresses
             assert set(kernel["accesses"]) == numbers | {"ld.global.v4.b32", "st.global.v4.b32"}, kernel

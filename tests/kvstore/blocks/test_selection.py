@@ -25,10 +25,10 @@ def on_cpu(what: Evict) -> list[bytes]:
     now_s = [0.0]
     tier = CpuTier(8, clock=lambda: now_s[0])
     for name, parent, now_s[0], model in CHAINS:
-        slot = tier.reserve()
-        assert tier.announce(slot, BlockRecord(block(name), block(parent), b"", b"", model=model))
-        tier.publish(slot)
-        tier.release(slot)
+        arena_block = tier.reserve()
+        assert tier.announce(arena_block, BlockRecord(block(name), block(parent), b"", b"", model=model))
+        tier.publish(arena_block)
+        tier.release(arena_block)
     now_s[0] = NOW_S
     return tier.select(what, 10)
 

@@ -94,7 +94,7 @@ def test_writes_are_batched_by_bytes_and_all_arrive(made):
     wait_until(lambda: done.extend(queue.completed()) or queue.is_idle)
     assert max(len(puts) for puts, _ in disk.batches) <= 3
     assert disk.blocks == {record(n).block_id: bytes(block(n)) for n in range(8)}
-    assert sorted(w.slot for d in done if isinstance(d, WriteDone) for w in d.writes) == list(range(8))
+    assert sorted(w.arena_block for d in done if isinstance(d, WriteDone) for w in d.writes) == list(range(8))
 
 
 def test_a_delete_does_not_overtake_the_write_of_its_block(made):
@@ -128,7 +128,7 @@ def test_a_failed_transaction_says_why_and_gives_its_writes_back(made):
     disk.error = "no space"
     queue.submit_write(Write(7, record(7), block(7)))
     (done,) = collect(queue, woken, 1)
-    assert done.error == "no space" and [w.slot for w in done.writes] == [7]
+    assert done.error == "no space" and [w.arena_block for w in done.writes] == [7]
 
 
 def test_reads_land_in_the_memory_they_were_given(made):
@@ -137,7 +137,7 @@ def test_reads_land_in_the_memory_they_were_given(made):
     there, missing = block(0), block(0)
     queue.submit_read(Read(1, record(3), there))
     queue.submit_read(Read(2, record(9), missing))
-    done = {d.read.slot: d.result for d in collect(queue, woken, 2) if isinstance(d, ReadDone)}
+    done = {d.read.arena_block: d.result for d in collect(queue, woken, 2) if isinstance(d, ReadDone)}
     assert done == {1: ReadResult.OK, 2: ReadResult.MISSING}
     assert bytes(there) == bytes(block(3)) and bytes(missing) == bytes(block(0))
 
@@ -155,12 +155,12 @@ def test_close_writes_what_is_queued_and_a_stuck_disk_is_reported():
     assert stuck.close(TIMEOUT_S)
 
 
-def held(queue: IoQueue, disk: FakeDisk, slots: list[int]) -> None:
+def held(queue: IoQueue, disk: FakeDisk, arena_blocks: list[int]) -> None:
     """The readers are busy with these."""
     disk.gate.clear()
-    for slot in slots:
-        queue.submit_read(Read(slot, record(slot), block(0)))
-    wait_until(lambda: disk.num_reads == len(slots), "all are reading")
+    for arena_block in arena_blocks:
+        queue.submit_read(Read(arena_block, record(arena_block), block(0)))
+    wait_until(lambda: disk.num_reads == len(arena_blocks), "all are reading")
 
 
 def test_reads_go_by_rank_and_then_in_their_order():
@@ -170,8 +170,8 @@ def test_reads_go_by_rank_and_then_in_their_order():
     order: list[int] = []
     read = disk.read
     disk.read = lambda expected, into: (order.append(expected.block_id[0]), read(expected, into))[1]
-    for slot, rank in ((1, AS_HINT), (2, rank_of_request((0, 7))), (3, rank_of_request((0, 2))), (4, AS_HINT)):
-        queue.submit_read(Read(slot, record(slot), block(0)), rank)
+    for arena_block, rank in ((1, AS_HINT), (2, rank_of_request((0, 7))), (3, rank_of_request((0, 2))), (4, AS_HINT)):
+        queue.submit_read(Read(arena_block, record(arena_block), block(0)), rank)
     queue.submit_read(Read(5, record(5), block(0)), rank_of_request((0, 2)))
     queue.rank_read(4, AT_ONCE)
     queue.rank_read(99, AT_ONCE)  # it has ended
@@ -189,7 +189,7 @@ def test_a_read_that_is_queued_can_be_cancelled_and_one_that_runs_cannot(made):
     assert queue.cancel_read(1) and not queue.cancel_read(1) and not queue.cancel_read(101)
     assert queue.stalled_s > 0
     disk.gate.set()
-    assert {done.read.slot for done in collect(queue, woken, 3)} == {2, 101, 102}
+    assert {done.read.arena_block for done in collect(queue, woken, 3)} == {2, 101, 102}
     assert queue.is_idle and queue.stalled_s == 0
 
 

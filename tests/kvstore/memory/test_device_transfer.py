@@ -21,7 +21,7 @@ from tests.support.simulated_streams import SimulatedStreams
 PACE = Pace(layers_ahead=1)  # so that of three layers the last is launched in the middle of the forward
 EACH_LAYER = Pace(layers_ahead=1, group_bytes=1)
 NUM_LAYERS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM = 3, 4, 2, 8
-NUM_SLOTS, NUM_BLOCKS = 8, 6
+NUM_ARENA_BLOCKS, NUM_BLOCKS = 8, 6
 LOADS = (Load(4, 1, 8, b""), Load(2, 5, 0, b""))
 SAVES = (Save(0, 0, 4, 3, 0), Save(1, 1, 2, 6, 1))  # rows 0 .. 3 and 7, 8 of the step
 
@@ -62,7 +62,7 @@ class Part:
         generator = torch.Generator().manual_seed(7)
         rotations = (make_rotation(1), None, make_rotation(2))
         layout = KVLayout(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.float32, rotations)
-        self.streams, self.arena = streams, Arena(layout, NUM_SLOTS, pin=False)
+        self.streams, self.arena = streams, Arena(layout, NUM_ARENA_BLOCKS, pin=False)
         shape = (NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
         self.caches = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(NUM_LAYERS)]
         self.num_progress = 0
@@ -81,17 +81,17 @@ class Part:
 
     def _expected_caches(self):
         found = [(key.clone(), value.clone()) for key, value in self.caches]
-        slots, numbers, positions = (torch.tensor(one) for one in ([1, 5], [4, 2], [8, 0]))
+        arena_blocks, numbers, positions = (torch.tensor(one) for one in ([1, 5], [4, 2], [8, 0]))
         for layer, pair in enumerate(found):
             rotation = self.arena.layout.rotations[layer]
-            reference.load_blocks(self.arena.tensor, layer, slots, *pair, numbers, positions, rotation)
+            reference.load_blocks(self.arena.tensor, layer, arena_blocks, *pair, numbers, positions, rotation)
         return found
 
     def _expected_arena(self):
         found = self.arena.tensor.clone()
-        rows, slots = torch.tensor([0, 1, 2, 3, 7, 8]), torch.tensor([12, 13, 14, 15, 25, 26])
+        rows, places = torch.tensor([0, 1, 2, 3, 7, 8]), torch.tensor([12, 13, 14, 15, 25, 26])
         for layer, (key, value) in enumerate(self.step):
-            reference.save_tokens(found, layer, key[rows], value[rows], slots)
+            reference.save_tokens(found, layer, key[rows], value[rows], places)
         return found
 
     def begin(self, loads=LOADS, saves=SAVES, ticket=1):
@@ -325,7 +325,7 @@ def test_a_save_that_cannot_be_launched_fails_alone(part, number):
 
 @pytest.mark.parametrize("num_layers", range(NUM_LAYERS + 1))
 def test_a_forward_that_raised_leaves_nothing_behind(part, num_layers):
-    """Its HBM blocks and its slots are given to others at once."""
+    """Its HBM blocks and its arena blocks are given to others at once."""
     part.transfer.pace = EACH_LAYER
     part.begin()
     part.forward(range(num_layers))

@@ -7,10 +7,10 @@ from kvstore.blocks.records import Load, Save, TransferPlan, Transferred
 from kvstore.memory.arena import Arena
 from kvstore.memory.far import FarBlocks
 from kvstore.memory.layout import KVLayout, OwnPart
-from kvstore.memory.rank import LEAST_SLOTS, FarTransfer
+from kvstore.memory.rank import LEAST_ARENA_BLOCKS, FarTransfer
 
 LAYERS, BLOCK, HEADS, DIM = 4, 4, 4, 8
-NUM_BLOCKS = LEAST_SLOTS + 3  # more than it has memory for at the start
+NUM_BLOCKS = LEAST_ARENA_BLOCKS + 3  # more than it has memory for at the start
 SHAPE = (LAYERS, HEADS, DIM, BLOCK)
 
 
@@ -26,22 +26,22 @@ def test_parts_of_blocks_come_back(heads, layers, dtype):
     far.register(caches)
     keys, values = (torch.randn(num_layers, NUM_BLOCKS * BLOCK, num_heads, DIM).to(dtype) for _ in range(2))
 
-    slots = [slot + 2 for slot in reversed(range(NUM_BLOCKS))]
-    one = [Save(0, BLOCK * number, BLOCK, slot, 0) for number, slot in enumerate(slots[:-1])]
+    arena_blocks = [arena_block + 2 for arena_block in reversed(range(NUM_BLOCKS))]
+    one = [Save(0, BLOCK * number, BLOCK, arena_block, 0) for number, arena_block in enumerate(arena_blocks[:-1])]
     last = BLOCK * (NUM_BLOCKS - 1)  # in two pieces
-    saves = (*one, Save(0, last, 1, slots[-1], 0), Save(0, last + 1, BLOCK - 1, slots[-1], 1))
+    saves = (*one, Save(0, last, 1, arena_blocks[-1], 0), Save(0, last + 1, BLOCK - 1, arena_blocks[-1], 1))
     far.begin(TransferPlan((), saves, 7), [0], b"")
     for layer in range(num_layers):
         far.save_kv_layer(layer, keys[layer], values[layer])
     assert far.end() == [Transferred(7, False, True)]
     blocks.put(part, saves, far.saved())
 
-    mine = arena.tensor[slots, slice(*part.layers)][..., slice(*part.heads), :]
+    mine = arena.tensor[arena_blocks, slice(*part.layers)][..., slice(*part.heads), :]
     assert torch.equal(mine[:, :, 0].transpose(0, 1).reshape(keys.shape), keys)
     assert torch.equal(mine[:, :, 1].transpose(0, 1).reshape(values.shape), values)
     assert arena.tensor.count_nonzero() == mine.count_nonzero()  # nothing beside them
 
-    loads = tuple(Load(number, slot, BLOCK * number, b"") for number, slot in enumerate(slots))
+    loads = tuple(Load(number, arena_block, BLOCK * number, b"") for number, arena_block in enumerate(arena_blocks))
     far.begin(TransferPlan(loads, (), 8), [0], blocks.loaded(part, loads))
     [loaded] = far.end()
     assert loaded.ticket == 8 and loaded.is_load and loaded.succeeded

@@ -13,7 +13,7 @@ from kvstore.memory.rank import RankTransfer
 from kvstore.memory.ranked import RankedTransfer
 from kvstore.memory.transfer import Transfer
 
-LAYERS, BLOCK, HEADS, DIM, SLOTS = 2, 4, 4, 8, 6
+LAYERS, BLOCK, HEADS, DIM, ARENA_BLOCKS = 2, 4, 4, 8, 6
 SHAPE = (LAYERS, HEADS, DIM, BLOCK, torch.float32, (None, None))
 SAVE = TransferPlan((), (Save(0, 0, BLOCK, 3, 0),), 1)
 LOAD = TransferPlan((Load(1, 3, 0, b""),), (), 2)
@@ -64,7 +64,7 @@ class OtherRank:
 def ranks():
     descriptor = os.memfd_create("test")
     other = OtherRank(descriptor)
-    arena = Arena(KVLayout(*SHAPE, slice(0, 2)), SLOTS, pin=False, descriptor=descriptor)
+    arena = Arena(KVLayout(*SHAPE, slice(0, 2)), ARENA_BLOCKS, pin=False, descriptor=descriptor)
     other.open()
     yield RankedTransfer(Transfer(arena), other), other, arena
     os.close(descriptor)

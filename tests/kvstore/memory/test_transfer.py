@@ -11,7 +11,7 @@ from kvstore.memory.transfer import Transfer
 from kvstore.rope.rotary import Rotation, Style
 from tests.support.faults import before_each_load
 
-NUM_LAYERS, NUM_SLOTS, NUM_BLOCKS, BLOCK_SIZE, HEADS, HEAD_DIM = 3, 6, 7, 4, 2, 8
+NUM_LAYERS, NUM_ARENA_BLOCKS, NUM_BLOCKS, BLOCK_SIZE, HEADS, HEAD_DIM = 3, 6, 7, 4, 2, 8
 PLAN = TransferPlan((Load(4, 1, 8, b"a" * 32), Load(2, 5, 0, b"b" * 32)), (Save(0, 0, 4, 3, 0),), 9)
 
 
@@ -25,14 +25,14 @@ class Part:
         generator = torch.Generator().manual_seed(7)
         rotations = (make_rotation(1), None, make_rotation(2))
         layout = KVLayout(NUM_LAYERS, HEADS, HEAD_DIM, BLOCK_SIZE, torch.float32, rotations)
-        self.arena = Arena(layout, NUM_SLOTS, pin=False)
+        self.arena = Arena(layout, NUM_ARENA_BLOCKS, pin=False)
         self.arena.tensor.copy_(torch.rand(self.arena.tensor.shape, generator=generator))
         shape = (NUM_BLOCKS, BLOCK_SIZE, HEADS, HEAD_DIM)
         self.caches = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(NUM_LAYERS)]
         self.expected = [(key.clone(), value.clone()) for key, value in self.caches]
-        slots, numbers, positions = (torch.tensor(one) for one in ([1, 5], [4, 2], [8, 0]))
+        arena_blocks, numbers, positions = (torch.tensor(one) for one in ([1, 5], [4, 2], [8, 0]))
         for layer, pair in enumerate(self.expected):
-            reference.load_blocks(self.arena.tensor, layer, slots, *pair, numbers, positions, rotations[layer])
+            reference.load_blocks(self.arena.tensor, layer, arena_blocks, *pair, numbers, positions, rotations[layer])
         self.step = [torch.rand(4, HEADS, HEAD_DIM, generator=generator) for _ in range(2 * NUM_LAYERS)]
         self.transfer = Transfer(self.arena)
         self.transfer.register(self.caches)
@@ -52,8 +52,8 @@ class Part:
             self.transfer.save_layer(layer, *self.step[2 * layer : 2 * layer + 2])
 
     def has_saved(self) -> bool:
-        slot = self.arena.tensor[3]
-        return all(torch.equal(slot[i // 2, i % 2], one) for i, one in enumerate(self.step))
+        arena_block = self.arena.tensor[3]
+        return all(torch.equal(arena_block[i // 2, i % 2], one) for i, one in enumerate(self.step))
 
     def outcome(self) -> list[tuple[bool, bool]]:
         return [(done.is_load, done.succeeded) for done in self.transfer.completed()]

@@ -142,7 +142,7 @@ def test_who_waits_for_the_disk_holds_up_nobody():
     assert result.ttft_mean_s == pytest.approx((2.1 + 5.1 + 2.1 + 0.1 + waits_s) / 6)
 
 
-def test_a_save_without_a_slot_is_dropped_with_all_that_follows():
+def test_a_save_without_an_arena_block_is_dropped_with_all_that_follows():
     """A CPU tier of 2 and a disk that takes 1,000 s a block: of 4 blocks 2 are saved."""
     requests = (
         request([1, 2, 3, 4], 41),
@@ -161,7 +161,7 @@ def test_a_hole_is_closed_by_computing():
     requests = (request([1, 2, 3, 4], 41), request([1, 2, 3, 4, 5], 51, 0, 5000.0))
     result = run(config(hbm=20, cpu=2, disk=50, write_bytes_per_s=0.001), *requests)
     assert result.hits_at_arrival == by_tier(hbm=20)
-    assert result.bytes_moved["save"] == 4  # two slots, both of which were free: 3 and 4
+    assert result.bytes_moved["save"] == 4  # two arena blocks, both of which were free: 3 and 4
 
 
 def test_what_is_larger_than_the_disk_is_given_up():

@@ -118,7 +118,7 @@ def test_what_is_on_disk_is_read_when_it_arrives_or_when_it_could_start(look_ahe
     server.blocks.check_integrity()
 
 
-def test_what_finds_no_slot_is_counted_and_computed_again_later():
+def test_what_finds_no_arena_block_is_counted_and_computed_again_later():
     server = Server(hbm=20, cpu=2, disk=50, write_bytes_per_s=1e-3)
     job = server.arrive(request([1, 2, 3, 4], 41))
     server.start(job)

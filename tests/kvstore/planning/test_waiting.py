@@ -1,4 +1,4 @@
-"""Who of the waiting requests is looked at next: in order, past those that wait for reads or CPU slots, not for HBM."""
+"""Which waiting request is looked at next: in order, past those that wait for reads or arena blocks, not for HBM."""
 
 import pytest
 
@@ -50,13 +50,13 @@ def test_who_waits_for_hbm_holds_up_all_behind_it_and_none_before(line):
     assert candidates(line) == [1, 2]
 
 
-def test_who_waits_for_slots_is_offered_when_there_are_enough_for_the_first(line):
+def test_who_waits_for_arena_blocks_is_offered_when_there_are_enough_for_the_first(line):
     jobs = [job(0, num_unread=4), job(1, num_unread=1), job(2, num_unread=9)]
     for one in jobs:
         line.add(one)
     assert not line.has_short and candidates(line) == [0, 1, 2]
     for one in reversed(jobs):
-        line.wait_for_slots(one)
+        line.wait_for_arena_blocks(one)
     line.offer_short(3)
     assert line.has_short and candidates(line) == []
     line.offer_short(4)
@@ -69,7 +69,7 @@ def test_who_runs_by_now_is_not_offered(line):
     short = job(0, num_unread=4)
     line.add(short)
     candidates(line)
-    line.wait_for_slots(short)
+    line.wait_for_arena_blocks(short)
     line.remove(short)
     line.offer_short(0)
     assert not line.has_short and candidates(line) == [] and len(line) == 0

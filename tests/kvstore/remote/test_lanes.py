@@ -47,7 +47,7 @@ def test_reads_by_rank_in_batches_of_one_rank():
 
     def run(batch: list[Read]) -> None:
         gate.wait()
-        batches.append([read.slot for read in batch])
+        batches.append([read.arena_block for read in batch])
 
     reads = make_chain(12).reads(size=100)
     lanes = ReadLanes("lane", run, 1, lambda: 250)

@@ -1,4 +1,4 @@
-"""Whose blocks are read, in which order, who gives slots back to whom, and what becomes of reads that nobody wants."""
+"""Whose blocks are read, in which order, who gives arena blocks back to whom, and what becomes of unwanted reads."""
 
 import pytest
 
@@ -35,54 +35,54 @@ def test_reads_go_in_the_order_of_expected_start_and_each_tail_first(made):
 def test_only_as_many_as_fit_are_read_ahead_and_the_next_one_when_the_first_has_started(made):
     bench = made(8)
     requests = [bench.arrive(bench.request(3)) for _ in range(4)]
-    assert [len(request.wanted.slots) for request in requests] == [3, 3, 0, 0]
+    assert [len(request.wanted.arena_blocks) for request in requests] == [3, 3, 0, 0]
     bench.read()
     bench.load(requests[0], 0, bench.match(requests[0]))
     bench.prefetcher.start(requests[0])
     bench.prefetcher.poll()
-    assert [len(request.wanted.slots) for request in requests] == [0, 3, 3, 0]
+    assert [len(request.wanted.arena_blocks) for request in requests] == [0, 3, 3, 0]
 
 
 def test_what_others_hold_is_not_filled(made):
     bench = made(8)
     held = [bench.cpu.reserve() for _ in range(4)]
     requests = [bench.arrive(bench.request(3)) for _ in range(2)]
-    assert [len(request.wanted.slots) for request in requests] == [3, 0]
-    for slot in held:
-        bench.cpu.release(slot)
+    assert [len(request.wanted.arena_blocks) for request in requests] == [3, 0]
+    for arena_block in held:
+        bench.cpu.release(arena_block)
     bench.remove(requests[0])
     bench.prefetcher.poll()
-    assert len(requests[1].wanted.slots) == 3
+    assert len(requests[1].wanted.arena_blocks) == 3
     bench.remove(requests[1])
 
 
-def test_the_first_in_the_queue_takes_slots_back_from_those_who_wait_behind_it(made):
+def test_the_first_in_the_queue_takes_arena_blocks_back_from_those_who_wait_behind_it(made):
     bench = made(8)
     behind = [bench.arrive(bench.request(4, sequence=10 + i)) for i in range(2)]
     bench.read(2)  # of the earlier of the two
     urgent = bench.arrive(bench.request(6, priority=-1))
-    assert len(urgent.wanted.slots) == 6 and [len(other.wanted.slots) for other in behind] == [0, 0]
+    assert len(urgent.wanted.arena_blocks) == 6 and [len(other.wanted.arena_blocks) for other in behind] == [0, 0]
     assert set(bench.io.queued.values()) == {urgent.rank}, "reads of those behind were dropped"
     assert bench.stats.cancelled_reads == 6
     assert bench.match(behind[0]).lookup is Lookup.PENDING, "it waits, and does not disturb"
-    assert len(urgent.wanted.slots) == 6
+    assert len(urgent.wanted.arena_blocks) == 6
     bench.read()
     bench.load(urgent, 0, bench.match(urgent))
     bench.prefetcher.start(urgent)
     bench.prefetcher.poll()
-    assert [len(other.wanted.slots) for other in behind] == [4, 4]
+    assert [len(other.wanted.arena_blocks) for other in behind] == [4, 4]
 
 
-def test_a_request_that_waits_for_slots_of_an_earlier_one_goes_on_with_what_there_is_when_nobody_gives_any_back(made):
+def test_a_request_that_waits_for_arena_blocks_of_an_earlier_one_goes_on_with_what_there_is_when_none_come_back(made):
     bench = made(4)
     held = [bench.cpu.reserve() for _ in range(2)]  # say, blocks that cannot be written
     request = bench.arrive(bench.request(3))
-    assert bench.match(request).lookup is Lookup.PENDING and len(request.wanted.slots) == 2
+    assert bench.match(request).lookup is Lookup.PENDING and len(request.wanted.arena_blocks) == 2
     assert bench.read() == request.chain[1::-1]
     assert bench.match(request) == Match(Lookup.HIT, 2 * SIZE)
     bench.remove(request)
-    for slot in held:
-        bench.cpu.release(slot)
+    for arena_block in held:
+        bench.cpu.release(arena_block)
 
 
 def test_a_request_in_flight_does_not_keep_those_behind_from_what_is_there(made):
@@ -138,7 +138,7 @@ def test_a_hint_is_read_after_what_anybody_waits_for(made):
     assert bench.hint(hinted) == 3
     waiting = bench.arrive(bench.request(2))
     assert bench.read() == waiting.chain[::-1] + hinted.chain[::-1]
-    assert not any(bench.cpu.pool.ref_count(slot) for slot in map(bench.cpu.slot_of, hinted.chain))
+    assert not any(bench.cpu.pool.ref_count(arena_block) for arena_block in map(bench.cpu.arena_block_of, hinted.chain))
 
 
 def test_a_request_for_what_a_hint_is_reading_makes_that_urgent(made):
@@ -158,7 +158,8 @@ def test_a_hint_never_takes_what_a_waiting_request_needs_and_gives_way_to_one(ma
     hinted = bench.request(8)
     assert bench.hint(hinted) == 4, "a quarter stays free"
     late = bench.arrive(bench.request(8))
-    assert len(late.wanted.slots) == 8 and len(waiting.wanted.slots) == 8 and bench.stats.cancelled_reads == 4
+    assert len(late.wanted.arena_blocks) == 8 and len(waiting.wanted.arena_blocks) == 8
+    assert bench.stats.cancelled_reads == 4
 
 
 def test_conversations_in_the_window_are_marked_as_wanted_until_they_start(made):
@@ -174,16 +175,16 @@ def test_conversations_in_the_window_are_marked_as_wanted_until_they_start(made)
 
 
 # -- what is kept blank ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("num_slots", "num_blank"), [(8, 0), (63, 0), (64, 4), (160, 10)])
-def test_a_share_of_the_tier_is_kept_blank_for_reads(made, num_slots, num_blank):
-    bench = made(num_slots)
-    for index in range(num_slots):
-        slot = bench.cpu.reserve()
-        bench.cpu.announce(slot, bench.stored.record(bench.request(1, stored=False), 0))
-        bench.cpu.publish(slot)
-        bench.cpu.release(slot)
+@pytest.mark.parametrize(("num_arena_blocks", "num_blank"), [(8, 0), (63, 0), (64, 4), (160, 10)])
+def test_a_share_of_the_tier_is_kept_blank_for_reads(made, num_arena_blocks, num_blank):
+    bench = made(num_arena_blocks)
+    for index in range(num_arena_blocks):
+        arena_block = bench.cpu.reserve()
+        bench.cpu.announce(arena_block, bench.stored.record(bench.request(1, stored=False), 0))
+        bench.cpu.publish(arena_block)
+        bench.cpu.release(arena_block)
         bench.prefetcher.poll()
-        assert index < num_slots - num_blank or bench.cpu.pool.num_blank == num_blank
+        assert index < num_arena_blocks - num_blank or bench.cpu.pool.num_blank == num_blank
     assert bench.cpu.pool.num_blank == num_blank == bench.prefetcher.num_blank
 
 
@@ -207,7 +208,7 @@ def test_the_head_is_computed_while_the_tail_is_read_until_they_meet(made):
     match = bench.match(request)
     assert match == Match(Lookup.MISS, 0, 48 * SIZE) and request.wanted.is_open
     bench.prefetcher.start(request)
-    assert len(request.wanted.slots) == 64, "it holds what it will load"
+    assert len(request.wanted.arena_blocks) == 64, "it holds what it will load"
     while match.lookup is not Lookup.HIT:
         assert match.lookup is Lookup.MISS and match.num_compute_tokens
         frontier += match.num_compute_tokens // SIZE
@@ -215,7 +216,7 @@ def test_the_head_is_computed_while_the_tail_is_read_until_they_meet(made):
         match = bench.match(request, frontier)
     assert 64 <= frontier <= 70 and match == Match(Lookup.HIT, (128 - frontier) * SIZE)
     bench.load(request, frontier, match)
-    assert not request.wanted.slots and bench.stats.split_prefills == 1
+    assert not request.wanted.arena_blocks and bench.stats.split_prefills == 1
 
 
 def test_a_disk_that_is_faster_than_predicted_reads_more_of_the_head(made):
@@ -224,7 +225,7 @@ def test_a_disk_that_is_faster_than_predicted_reads_more_of_the_head(made):
     for _ in range(200):
         bench.planner.read(1000, 0.0005)
     bench.read(50)
-    assert len(request.wanted.slots) > 64, "while it waits, more is read than was planned"
+    assert len(request.wanted.arena_blocks) > 64, "while it waits, more is read than was planned"
     match = bench.match(request)
     assert match.lookup is Lookup.PENDING, "what is left will be read sooner than it could be computed"
     bench.read()
@@ -286,9 +287,10 @@ def test_what_was_passed_by_the_frontier_is_read_last_if_blocks_in_use_build_on_
     loads = bench.requests.hand_out(request, range(40), 88, 40)
     assert len(bench.io.queued) == 24 and set(bench.io.queued.values()) == {AS_HINT}
     bench.reads.finish()
-    assert len(bench.io.queued) == 24 and bench.cpu.slot_of(request.chain[-1]) is not None, "what is in use stays"
+    assert len(bench.io.queued) == 24
+    assert bench.cpu.arena_block_of(request.chain[-1]) is not None, "what is in use stays"
     for load in reversed(loads):
-        bench.cpu.release(load.slot)
+        bench.cpu.release(load.arena_block)
     bench.reads.finish()
     assert not bench.io.queued
 

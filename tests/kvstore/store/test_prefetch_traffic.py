@@ -29,8 +29,8 @@ class Traffic:
         bench.cpu.check_integrity(idle=False)
         for request in self.waiting:
             wanted = request.wanted
-            assert wanted.is_begun or not wanted.slots
-            assert all(wanted.first <= index < wanted.end for index in wanted.slots)
+            assert wanted.is_begun or not wanted.arena_blocks
+            assert all(wanted.first <= index < wanted.end for index in wanted.arena_blocks)
 
     def come(self) -> None:
         stem, bench = self.rng.choice(self.stems), self.bench

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore.memory.tier import SlotState
+from kvstore.memory.tier import ArenaBlockState
 from kvstore.remote.tier import RemoteTier
 from kvstore.store.matching import choose
 from kvstore.store.prefetch import Prefetcher
@@ -55,9 +55,9 @@ class RemoteBench(Bench):
 
         wait_until(poll)
 
-    def states(self, request) -> list[SlotState | None]:
-        slots = [self.cpu.slot_of(one) for one in request.chain]
-        return [None if slot is None else self.cpu.state(slot) for slot in slots]
+    def states(self, request) -> list[ArenaBlockState | None]:
+        arena_blocks = [self.cpu.arena_block_of(one) for one in request.chain]
+        return [None if arena_block is None else self.cpu.state(arena_block) for arena_block in arena_blocks]
 
 
 @pytest.fixture
@@ -72,8 +72,8 @@ def test_what_is_there_is_read_for_whoever_asked(bench):
     request = bench.come(6, num_there=4)
     assert bench.remote.is_asking(request, is_next=True)
     bench.until(lambda: bench.stats.remote_read == 4)
-    assert bench.states(request) == [SlotState.READY] * 4 + [None] * 2
-    assert all(bench.arena[bench.cpu.slot_of(one)] == PAYLOAD for one in request.chain[:4])
+    assert bench.states(request) == [ArenaBlockState.READY] * 4 + [None] * 2
+    assert all(bench.arena[bench.cpu.arena_block_of(one)] == PAYLOAD for one in request.chain[:4])
     assert not bench.remote.is_asking(request, is_next=True) and not bench.remote.reads
     assert bench.remote.as_dict()["known_blocks"] == 4
     bench.remove(request)

@@ -71,13 +71,13 @@ def test_a_request_in_the_queue_hears_a_late_answer(contents):
     contents.ask(request)
     contents.now_s += 2 * ANSWER_S
     bench.arrive(request)
-    assert not request.wanted.slots, "what is read ahead would end where the disk's blocks end"
+    assert not request.wanted.arena_blocks, "what is read ahead would end where the disk's blocks end"
     contents.shared.may_answer.set()
     contents.hear()
     assert contents.told == [request]
     bench.prefetcher.landed()
     bench.prefetcher.poll()
-    assert len(request.wanted.slots) == 2
+    assert len(request.wanted.arena_blocks) == 2
     bench.remove(request)
 
 

@@ -3,24 +3,24 @@
 import pytest
 
 from kvstore.blocks.records import ReadResult
-from kvstore.memory.tier import SlotState
+from kvstore.memory.tier import ArenaBlockState
 from kvstore.remote.tier import PutsDone, RemoteTier
 from kvstore.store.remote_stores import MOST_OFFERS, OFFER_S, RemoteStores
 from tests.support.store.memory_shared import MemoryShared, ended
 from tests.support.store.prefetch_bench import Bench
 
-NUM_SLOTS = 32
+NUM_ARENA_BLOCKS = 32
 
 
 class Stores(RemoteStores):
-    """block_bytes: of each slot, all of them the first byte of the block's id."""
+    """block_bytes: of each arena block, all of them the first byte of the block's id."""
 
     def __init__(self, has_disk: bool = True, block_bytes: int = 8) -> None:
         self.now_s, self.broken = 0.0, set[bytes]()
         self.shared = MemoryShared()
         self.tier = RemoteTier(self.shared, lambda: None)
-        self.bench = Bench(NUM_SLOTS)
-        view = lambda slot: memoryview(bytes([slot]) * block_bytes)  # noqa: E731
+        self.bench = Bench(NUM_ARENA_BLOCKS)
+        view = lambda arena_block: memoryview(bytes([arena_block]) * block_bytes)  # noqa: E731
         super().__init__(
             self.tier, self.bench.cpu, self.bench.stored, self._read_block if has_disk else None, view,
             lambda: self.now_s,
@@ -48,10 +48,10 @@ class Stores(RemoteStores):
     def in_memory(self, request, end: int | None = None):
         """Its blocks are in the CPU tier, and READY."""
         for index in range(len(request.chain[:end])):
-            slot = self.bench.cpu.reserve()
-            assert self.bench.cpu.announce(slot, self.bench.stored.record(request, index))
-            self.bench.cpu.publish(slot)
-            self.bench.cpu.release(slot)
+            arena_block = self.bench.cpu.reserve()
+            assert self.bench.cpu.announce(arena_block, self.bench.stored.record(request, index))
+            self.bench.cpu.publish(arena_block)
+            self.bench.cpu.release(arena_block)
 
 
 @pytest.fixture
@@ -116,20 +116,20 @@ def test_what_a_store_refuses_is_counted_and_offered_again(stores):
     assert stores.is_drained, "nothing can be done now"
 
 
-def test_without_a_disk_slots_are_lent_and_come_back():
+def test_without_a_disk_arena_blocks_are_lent_and_come_back():
     stores = Stores(has_disk=False)
     request = stores.offered(10, stored=False)
     stores.in_memory(request)
     stores.shared.may_answer.clear()
     stores.pump()
     pool = stores.bench.cpu.pool
-    slots = [stores.bench.cpu.slot_of(one) for one in request.chain]
-    assert [pool.ref_count(slot) for slot in slots] == [1] * 4 + [0] * 6, "an eighth of them"
+    arena_blocks = [stores.bench.cpu.arena_block_of(one) for one in request.chain]
+    assert [pool.ref_count(arena_block) for arena_block in arena_blocks] == [1] * 4 + [0] * 6, "an eighth of them"
     stores.pump()
-    assert [pool.ref_count(slot) for slot in slots] == [1] * 4 + [0] * 6
+    assert [pool.ref_count(arena_block) for arena_block in arena_blocks] == [1] * 4 + [0] * 6
     stores.shared.may_answer.set()
     assert stores.move() == request.chain
-    assert [pool.ref_count(slot) for slot in slots] == [0] * 10
-    assert all(stores.bench.cpu.state(slot) is SlotState.READY for slot in slots)
+    assert [pool.ref_count(arena_block) for arena_block in arena_blocks] == [0] * 10
+    assert all(stores.bench.cpu.state(arena_block) is ArenaBlockState.READY for arena_block in arena_blocks)
     assert set(map(len, stores.shared.blocks.values())) == {8}
     assert stores.tier.close(10.0)

@@ -12,7 +12,7 @@ ROOT = b"r" * 32
 
 
 class Part:
-    """A CPU tier of eight slots, and what requests hold of it."""
+    """A CPU tier of eight arena blocks, and what requests hold of it."""
 
     def __init__(self) -> None:
         self.stats, self.cpu = StoreStats(), CpuTier(8)
@@ -24,16 +24,16 @@ class Part:
         """One that has arrived, and is stored; of its blocks so many have landed."""
         request = tracked(name, first, num_blocks)
         for index in range(len(request.chain)):
-            slot = self.cpu.reserve()
-            self.cpu.announce(slot, self.stored.record(request, index))
+            arena_block = self.cpu.reserve()
+            self.cpu.announce(arena_block, self.stored.record(request, index))
             if index < num_ready:
-                self.cpu.publish(slot)
-            self.cpu.release(slot)
+                self.cpu.publish(arena_block)
+            self.cpu.release(arena_block)
         self.requests.arrive(request, num_hbm)
         return request
 
     def fail(self, request: Tracked, index: int) -> None:
-        self.cpu.fail(self.cpu.slot_of(request.chain[index]))
+        self.cpu.fail(self.cpu.arena_block_of(request.chain[index]))
 
     def end(self) -> None:
         self.requests.remove("a")
@@ -59,9 +59,9 @@ def test_what_is_stored_is_held_until_it_is_handed_out(part):
     assert (request.wanted.front, request.wanted.end) == (3, 3) and part.cpu.pool.num_in_use == 3
     loads = part.requests.hand_out(request, [7, 8, 9], 0, 3)
     assert [(load.block_number, load.position) for load in loads] == [(7, 0), (8, 4), (9, 8)]
-    assert not request.wanted.slots and part.cpu.pool.num_in_use == 3, "the loads hold them now"
+    assert not request.wanted.arena_blocks and part.cpu.pool.num_in_use == 3, "the loads hold them now"
     for load in loads:
-        part.cpu.release(load.slot)
+        part.cpu.release(load.arena_block)
     part.end()
 
 
@@ -69,7 +69,7 @@ def test_a_request_gives_back_what_hbm_has_got_meanwhile(part):
     request = part.request("a", 0, 3)
     part.requests.hold(request, 0, 3)
     part.requests.ask(request, 2, 3)
-    assert sorted(request.wanted.slots) == [2] and request.wanted.is_ready()
+    assert sorted(request.wanted.arena_blocks) == [2] and request.wanted.is_ready()
     part.requests.ask(request, 3, 3)
     assert part.cpu.pool.num_in_use == 0 and request.wanted.front == request.wanted.end == 3
     part.end()
@@ -79,7 +79,7 @@ def test_what_is_wanted_may_begin_earlier_than_it_did(part):
     request = part.request("a", 0, 4, num_hbm=2)
     part.requests.hold(request, 2, 4)
     part.requests.ask(request, 0, 4)
-    assert sorted(request.wanted.slots) == [0, 1, 2, 3] and request.wanted.front == request.wanted.end == 4
+    assert sorted(request.wanted.arena_blocks) == [0, 1, 2, 3] and request.wanted.front == request.wanted.end == 4
     part.end()
 
 
@@ -90,7 +90,7 @@ def test_a_block_that_fails_ends_what_may_be_loaded_which_is_counted_but_for_a_h
     part.requests.hold(request, 0, 3)
     part.fail(request, 1)
     part.requests.advance(request, 0)
-    assert sorted(request.wanted.slots) == [0] and request.wanted.front == request.wanted.end == 1
+    assert sorted(request.wanted.arena_blocks) == [0] and request.wanted.front == request.wanted.end == 1
     assert part.stats.given_up_tokens == given_up
     part.end()
 
@@ -99,5 +99,5 @@ def test_a_block_of_another_history_is_no_hit(part):
     stored, forged = part.request("a", 0, 2), tracked("b", 50, 2)
     forged.chain[:] = stored.chain
     part.requests.hold(forged, 0, 2)
-    assert forged.wanted.end == 0 and not forged.wanted.slots and part.cpu.pool.num_in_use == 0
+    assert forged.wanted.end == 0 and not forged.wanted.arena_blocks and part.cpu.pool.num_in_use == 0
     assert part.stats.identity_mismatches == 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore.memory.tier import SlotState
+from kvstore.memory.tier import ArenaBlockState
 from tests.support.store.prefetch_bench import SIZE
 from tests.support.store.save_bench import SaveBench
 
@@ -17,14 +17,14 @@ def test_every_token_of_a_step_goes_to_the_place_of_its_block(made):
     saves = made.save((one, 0, 2 * SIZE), (two, 0, 3))
     places = [(save.scheduled, save.first, save.num_tokens, save.offset) for save in saves]
     assert places == [(0, 0, SIZE, 0), (0, SIZE, SIZE, 0), (1, 0, 3, 0)]
-    assert len({save.slot for save in saves}) == 3
+    assert len({save.arena_block for save in saves}) == 3
     assert made.is_saved(one) == [True, True] and made.is_saved(two) == [False]
 
 
-def test_a_block_that_is_filled_over_steps_stays_in_its_slot_and_is_found_when_it_is_full(made):
+def test_a_block_that_is_filled_over_steps_stays_in_its_arena_block_and_is_found_when_it_is_full(made):
     request = made.computed(1)
     first, second = made.save((request, 0, 3)), made.save((request, 3, 1))
-    assert (first[0].slot, first[0].offset) == (second[0].slot, 0) and second[0].offset == 3
+    assert (first[0].arena_block, first[0].offset) == (second[0].arena_block, 0) and second[0].offset == 3
     assert made.is_saved(request) == [True] and made.stats.saved == 1
     made.ended(request)
     made.check_idle()
@@ -33,13 +33,13 @@ def test_a_block_that_is_filled_over_steps_stays_in_its_slot_and_is_found_when_i
 def test_a_full_block_is_pending_until_its_step_has_ended(made):
     request = made.computed(1)
     plan = made.plan((request, 0, SIZE))
-    slot = made.cpu.slot_of(request.chain[0])
-    assert made.cpu.state(slot) is SlotState.PENDING
+    arena_block = made.cpu.arena_block_of(request.chain[0])
+    assert made.cpu.state(arena_block) is ArenaBlockState.PENDING
     made.end(plan)
-    assert made.cpu.state(slot) is SlotState.READY
+    assert made.cpu.state(arena_block) is ArenaBlockState.READY
 
 
-def test_a_block_that_does_not_become_full_gives_its_slot_back(made):
+def test_a_block_that_does_not_become_full_gives_its_arena_block_back(made):
     request = made.computed(1)
     made.save((request, 0, 3))
     assert made.cpu.pool.num_in_use == 1
@@ -91,7 +91,7 @@ def test_a_request_that_leaves_before_its_block_has_a_name_saves_nothing(made):
 def test_a_full_tier_ends_the_saving_of_a_request_until_there_is_room_for_its_hole():
     made = SaveBench(2)
     holder = made.computed(1)
-    made.save((holder, 0, 1))  # holds one of the two slots
+    made.save((holder, 0, 1))  # holds one of the two arena blocks
     request = made.computed(3)
     made.save((request, 0, 3 * SIZE))
     assert made.is_saved(request) == [True, False, False] and made.stats.dropped_saves == 1

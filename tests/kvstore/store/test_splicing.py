@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvstore.blocks.ids import child_block_id
-from kvstore.memory.tier import SlotState
+from kvstore.memory.tier import ArenaBlockState
 from kvstore.store.splicing import CHUNK_BLOCKS, Splicer, plan_chain
 from tests.support.store.prefetch_bench import SIZE, Bench
 
@@ -26,35 +26,36 @@ class TaskIo:
 class SpliceBench(Bench):
     """An arena of token ids, in which pieces are copied for real. What is on disk comes when its read is ended."""
 
-    def __init__(self, num_slots: int) -> None:
-        self.erased = []  # slots
-        super().__init__(num_slots, erase=self.erased.extend)
-        self.arena = [[-1] * SIZE for _ in range(num_slots)]
+    def __init__(self, num_arena_blocks: int) -> None:
+        self.erased = []  # arena blocks
+        super().__init__(num_arena_blocks, erase=self.erased.extend)
+        self.arena = [[-1] * SIZE for _ in range(num_arena_blocks)]
         self.tasks = TaskIo()
         self.splicer = Splicer(self.cpu, self.tasks, self.stored, self.reads, self.copy, self.stats)
 
     def copy(self, pieces) -> None:
-        for source, source_offset, slot, offset, length in pieces:
-            self.arena[slot][offset : offset + length] = self.arena[source][source_offset : source_offset + length]
+        for source, source_offset, arena_block, offset, length in pieces:
+            run = self.arena[source][source_offset : source_offset + length]
+            self.arena[arena_block][offset : offset + length] = run
 
     def talk(self, num_blocks: int, in_cpu: int | None = None):
         """A chain whose first blocks are in the CPU tier, and whose others are on disk."""
         old = self.request(num_blocks, stored=False)
         in_cpu = num_blocks if in_cpu is None else in_cpu
         for index in range(in_cpu):
-            slot = self.cpu.reserve()
-            assert self.cpu.announce(slot, self.stored.record(old, index))
-            self.landed(slot)
-            self.cpu.release(slot)
+            arena_block = self.cpu.reserve()
+            assert self.cpu.announce(arena_block, self.stored.record(old, index))
+            self.landed(arena_block)
+            self.cpu.release(arena_block)
         self.disk.stored |= set(old.chain[in_cpu:])
         return old
 
-    def landed(self, slot: int) -> None:
-        self.arena[slot] = self.tokens_of(slot)
-        self.cpu.publish(slot)
+    def landed(self, arena_block: int) -> None:
+        self.arena[arena_block] = self.tokens_of(arena_block)
+        self.cpu.publish(arena_block)
 
-    def tokens_of(self, slot: int) -> list[int]:
-        return memoryview(self.cpu.record(slot).tokens).cast("I").tolist()
+    def tokens_of(self, arena_block: int) -> list[int]:
+        return memoryview(self.cpu.record(arena_block).tokens).cast("I").tolist()
 
     def begin(self, old, spans):
         planned = plan_chain(old, spans, self.stored, SECRET)
@@ -71,8 +72,9 @@ class SpliceBench(Bench):
 
     def check(self, block_ids) -> None:
         """Each is READY, and holds the tokens that its record says."""
-        for slot in map(self.cpu.slot_of, block_ids):
-            assert self.cpu.state(slot) is SlotState.READY and self.arena[slot] == self.tokens_of(slot)
+        for arena_block in map(self.cpu.arena_block_of, block_ids):
+            assert self.cpu.state(arena_block) is ArenaBlockState.READY
+            assert self.arena[arena_block] == self.tokens_of(arena_block)
 
     def check_nothing_is_left(self, num_cached: int) -> None:
         assert self.splicer.is_idle and self.cpu.pool.num_cached == num_cached
@@ -95,11 +97,11 @@ def test_new_blocks_hold_the_kept_tokens_in_order(made, spans):
     planned, has_begun = made.begin(old, spans)
     num_exact = planned.lineage.splice_index
     assert has_begun and planned.chain[:num_exact] == old.chain[:num_exact]
-    for slot in made.run_tasks():
-        made.cpu.release(slot)
+    for arena_block in made.run_tasks():
+        made.cpu.release(arena_block)
     new = planned.chain[num_exact:]
     made.check(new)
-    kept = [made.tokens_of(made.cpu.slot_of(one)) for one in planned.chain]
+    kept = [made.tokens_of(made.cpu.arena_block_of(one)) for one in planned.chain]
     tokens = memoryview(bytes(old.tokens)).cast("I").tolist()
     wanted = [token for start, end in spans for token in tokens[start:end]]
     assert [token for block in kept for token in block] == wanted[: len(planned.chain) * SIZE]
@@ -130,17 +132,17 @@ def test_what_goes_on_after_a_splice_is_computed_on_top_of_it(made):
 
 def test_a_source_with_other_content_under_its_id_is_none(made):
     old = made.talk(3, in_cpu=1)
-    slot = made.cpu.reserve()
-    made.cpu.announce(slot, replace(made.stored.record(old, 1), tokens=b"another"))
-    made.cpu.publish(slot)
-    made.cpu.release(slot)
+    arena_block = made.cpu.reserve()
+    made.cpu.announce(arena_block, replace(made.stored.record(old, 1), tokens=b"another"))
+    made.cpu.publish(arena_block)
+    made.cpu.release(arena_block)
     assert not made.begin(old, [(2, 12)])[1]
     made.check_nothing_is_left(2)
 
 
 def test_blocks_are_found_at_once_and_can_be_loaded_when_they_are_copied(made):
     planned, _ = made.begin(made.talk(3), [(4, 12)])
-    assert {made.cpu.state(made.cpu.slot_of(one)) for one in planned.chain} == {SlotState.PENDING}
+    assert {made.cpu.state(made.cpu.arena_block_of(one)) for one in planned.chain} == {ArenaBlockState.PENDING}
     assert not made.splicer.is_idle
     assert len(made.run_tasks()) == 2
 
@@ -151,11 +153,11 @@ def test_sources_on_disk_are_read_first(made):
     assert has_begun
     assert made.run_tasks() == [], "they are on their way"
     while made.io.queued:
-        slot = made.next_read()
-        made.arena[slot] = made.tokens_of(slot)
-        made.end_read(slot)
-    for slot in made.run_tasks():
-        made.cpu.release(slot)
+        arena_block = made.next_read()
+        made.arena[arena_block] = made.tokens_of(arena_block)
+        made.end_read(arena_block)
+    for arena_block in made.run_tasks():
+        made.cpu.release(arena_block)
     made.check(planned.chain)
     made.check_nothing_is_left(3 + 2)
 
@@ -164,28 +166,28 @@ def test_a_source_whose_read_fails_gives_the_splice_up(made):
     planned, _ = made.begin(made.talk(3, in_cpu=1), [(2, 12)])
     made.end_read(made.next_read(), succeeded=False)
     assert made.run_tasks() == []
-    assert all(made.cpu.slot_of(one) is None for one in planned.chain) and made.stats.given_up_splices == 1
+    assert all(made.cpu.arena_block_of(one) is None for one in planned.chain) and made.stats.given_up_splices == 1
     made.read()
     assert made.splicer.is_idle
     made.check_idle()
 
 
-@pytest.mark.parametrize("num_slots", [6, 16])
-def test_without_a_source_or_a_slot_nothing_is_begun(num_slots):
-    made = SpliceBench(num_slots)
+@pytest.mark.parametrize("num_arena_blocks", [6, 16])
+def test_without_a_source_or_an_arena_block_nothing_is_begun(num_arena_blocks):
+    made = SpliceBench(num_arena_blocks)
     old = made.talk(5)
-    if num_slots == 16:
+    if num_arena_blocks == 16:
         made.cpu.forget(old.chain[4])
     planned, has_begun = made.begin(old, [(2, 20)])
     assert not has_begun and made.splicer.is_idle
-    assert all(made.cpu.slot_of(one) is None for one in planned.chain)
+    assert all(made.cpu.arena_block_of(one) is None for one in planned.chain)
     made.check_idle()
 
 
 def test_a_copy_that_fails_is_given_up(made):
     planned, _ = made.begin(made.talk(3), [(2, 12)])
     assert made.run_tasks(succeeded=False) == []
-    assert all(made.cpu.slot_of(one) is None for one in planned.chain)
+    assert all(made.cpu.arena_block_of(one) is None for one in planned.chain)
     made.check_nothing_is_left(3)
 
 
@@ -195,11 +197,11 @@ def test_what_is_copied_from_a_deleted_block_is_not_found(made, is_running):
     planned, _ = made.begin(old, [(2, 12)])
     if is_running:
         made.splicer.poll()
-    slots = {made.cpu.slot_of(one) for one in planned.chain}
+    arena_blocks = {made.cpu.arena_block_of(one) for one in planned.chain}
     made.cpu.forget(old.chain[1])
     assert made.run_tasks() == []
-    assert slots <= set(made.erased) or not is_running
-    assert all(made.cpu.slot_of(one) is None for one in planned.chain)
+    assert arena_blocks <= set(made.erased) or not is_running
+    assert all(made.cpu.arena_block_of(one) is None for one in planned.chain)
     made.check_nothing_is_left(1)
 
 
@@ -208,15 +210,15 @@ def test_a_new_block_that_is_deleted_meanwhile_is_not_published(made):
     made.splicer.poll()
     made.cpu.forget(planned.chain[1])
     (ready,) = made.run_tasks()
-    assert made.cpu.slot_of(planned.chain[0]) == ready and made.cpu.slot_of(planned.chain[1]) is None
+    assert made.cpu.arena_block_of(planned.chain[0]) == ready and made.cpu.arena_block_of(planned.chain[1]) is None
     made.cpu.release(ready)
     made.check_nothing_is_left(4)
 
 
 def test_what_is_spliced_already_needs_nothing(made):
     old = made.talk(3)
-    for slot in (made.begin(old, [(2, 12)]), made.run_tasks())[1]:
-        made.cpu.release(slot)
+    for arena_block in (made.begin(old, [(2, 12)]), made.run_tasks())[1]:
+        made.cpu.release(arena_block)
     _, has_begun = made.begin(old, [(2, 12)])
     assert has_begun and made.splicer.is_idle
 
@@ -227,7 +229,7 @@ def test_a_long_splice_is_copied_in_parts():
     planned, _ = made.begin(made.talk(num + 1), [(1, (num + 1) * SIZE)])
     made.splicer.poll()
     assert len(made.tasks.tasks) == 2
-    for slot in made.run_tasks():
-        made.cpu.release(slot)
+    for arena_block in made.run_tasks():
+        made.cpu.release(arena_block)
     assert len(planned.chain) == num
     made.check(planned.chain)

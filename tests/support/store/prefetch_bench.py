@@ -27,15 +27,15 @@ class FakeIo:
         self.stalled_s = 0.0
 
     def submit_read(self, read, rank):
-        self.queued[read.slot] = rank
+        self.queued[read.arena_block] = rank
 
-    def rank_read(self, slot, rank):
-        if slot in self.queued:
-            del self.queued[slot]
-            self.queued[slot] = rank
+    def rank_read(self, arena_block, rank):
+        if arena_block in self.queued:
+            del self.queued[arena_block]
+            self.queued[arena_block] = rank
 
-    def cancel_read(self, slot):
-        return self.queued.pop(slot, None) is not None
+    def cancel_read(self, arena_block):
+        return self.queued.pop(arena_block, None) is not None
 
 
 class FakeDisk:
@@ -58,14 +58,14 @@ class Bench:
     """A CPU tier and a disk without bytes."""
 
     def __init__(
-        self, num_slots: int, load_s: float | None = None, compute_s: float | None = None, erase=lambda slots: None
+        self, num_arena_blocks: int, load_s: float | None = None, compute_s: float | None = None, erase=lambda _: None
     ) -> None:
         """load_s, compute_s: of a block, from disk and anew; None: unknown, so everything is loaded."""
         self.stats, self.io = StoreStats(), FakeIo()
-        steering = Steering("lru", lambda: 0.0, {"cpu": num_slots})
-        self.cpu = CpuTier(num_slots, erase, order=steering.order("cpu"), clock=lambda: 0.0)
+        steering = Steering("lru", lambda: 0.0, {"cpu": num_arena_blocks})
+        self.cpu = CpuTier(num_arena_blocks, erase, order=steering.order("cpu"), clock=lambda: 0.0)
         self.disk = FakeDisk()
-        self.reads = DiskReads(self.cpu, self.io, lambda slot: memoryview(b""), self.stats)
+        self.reads = DiskReads(self.cpu, self.io, lambda arena_block: memoryview(b""), self.stats)
         identity = Identity(b"f" * 32, "model", SIZE)
         self.stored = StoredBlocks(self.cpu, self.disk, self.reads, identity, self.stats, lambda: 0.0)
         self.requests = Requests(self.cpu, self.stored, self.reads, self.stats)
@@ -108,7 +108,7 @@ class Bench:
         loads = self.requests.hand_out(request, range(num_blocks), first, num_blocks)
         assert [load.block_id for load in loads] == request.chain[first : first + num_blocks]
         for load in reversed(loads):
-            self.cpu.release(load.slot)
+            self.cpu.release(load.arena_block)
 
     def remove(self, request: Tracked) -> None:
         self.prefetcher.remove(request.request_id)
@@ -116,18 +116,19 @@ class Bench:
 
     def next_read(self) -> int:
         """The queued read that goes next, which now runs."""
-        slot = min(self.io.queued, key=lambda slot: (self.io.queued[slot], list(self.io.queued).index(slot)))
-        del self.io.queued[slot]
-        return slot
+        queued = self.io.queued
+        first = min(queued, key=lambda one: (queued[one], list(queued).index(one)))
+        del queued[first]
+        return first
 
-    def end_read(self, slot: int, succeeded: bool = True) -> bytes | None:
-        record = self.cpu.record(slot)
+    def end_read(self, arena_block: int, succeeded: bool = True) -> bytes | None:
+        record = self.cpu.record(arena_block)
         if succeeded:
-            self.reads.publish(slot)
+            self.reads.publish(arena_block)
         else:
-            done = ReadDone(Read(slot, record, memoryview(b"")), ReadResult.FAILED, 0.0)
+            done = ReadDone(Read(arena_block, record, memoryview(b"")), ReadResult.FAILED, 0.0)
             self.reads.fail(done, self.stats.read_failures)
-        self.cpu.release(slot)
+        self.cpu.release(arena_block)
         self.prefetcher.landed()
         self.prefetcher.poll()
         return record.block_id

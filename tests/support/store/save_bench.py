@@ -10,16 +10,16 @@ from tests.support.store.prefetch_bench import Bench
 class SaveBench(Bench):
     """Requests that are computed: each step is planned, and ends when the test says so."""
 
-    def __init__(self, num_slots: int, has_disk: bool = True, keep: bool = True) -> None:
-        super().__init__(num_slots)
+    def __init__(self, num_arena_blocks: int, has_disk: bool = True, keep: bool = True) -> None:
+        super().__init__(num_arena_blocks)
         self.cpu.keep = keep
         self.landed: list[bytes] = []  # what would be written to disk
         self.saver = Saver(self.cpu, self.requests, self.stored, self.stats, has_disk)
         self.steps = StepsInFlight(self.cpu, self.saver, self.stats, self._landed)
 
-    def _landed(self, slot: int) -> None:
-        self.landed.append(self.cpu.record(slot).block_id)
-        self.cpu.release(slot)
+    def _landed(self, arena_block: int) -> None:
+        self.landed.append(self.cpu.record(arena_block).block_id)
+        self.cpu.release(arena_block)
 
     def computed(self, num_blocks: int, num_named: int | None = None):
         """A request that was admitted, of which nothing is stored. num_named: blocks whose ids are known."""
@@ -47,7 +47,7 @@ class SaveBench(Bench):
         self.saver.remove(request)
 
     def is_saved(self, request) -> list[bool]:
-        return [self.cpu.slot_of(block_id) is not None for block_id in request.chain]
+        return [self.cpu.arena_block_of(block_id) is not None for block_id in request.chain]
 
     def check_idle(self) -> None:
         super().check_idle()

@@ -201,8 +201,8 @@ def stored(engine) -> dict[bytes, torch.Tensor]:
     settle(engine)
     connector = engine.connector
     with connector.parts.lock:
-        slots = {connector.parts.cpu.record(slot).tokens: slot for slot in connector.parts.cpu.pool.cached_blocks()}
-        return {ids: connector.parts.arena.tensor[slot].clone() for ids, slot in slots.items()}
+        cpu, arena = connector.parts.cpu, connector.parts.arena
+        return {cpu.record(one).tokens: arena.tensor[one].clone() for one in cpu.pool.cached_blocks()}
 
 
 def talk(engine) -> None:
