@@ -19,7 +19,7 @@ from kvstore.engine.model.probe import intercept
 from kvstore.engine.ranks.door import PURPOSE
 from kvstore.engine.ranks.launch import started_here
 from kvstore.engine.ranks.ranks import Ranks
-from kvstore.engine.ranks.torchrun import RankPlace, others_by_torchrun
+from kvstore.engine.ranks.torchrun import RankPlace, num_processes_here, others_by_torchrun
 from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.errors import ConfigError
 from kvstore.kernels.cuda.triton_support import has_triton
@@ -60,8 +60,8 @@ def open_model(config: EngineConfig, ranks: Ranks | None) -> OpenedModel:
             ranks.wait_loaded()
             part.join(ranks.rendezvous, ranks.host)
         model = intercept(loaded.model, loaded.max_model_len, True, part)
-        num_engines = config.data_parallel_size
-        num_blocks = num_hbm_blocks(model, limits, config.tiers.hbm, has_graphs, has_store, num_engines)
+        num_processes = num_processes_here(config, os.environ)
+        num_blocks = num_hbm_blocks(model, limits, config.tiers.hbm, has_graphs, has_store, num_processes)
         if part is not None:
             num_blocks = part.least(num_blocks)
     return OpenedModel(loaded, model, limits, num_blocks, has_graphs)

@@ -27,16 +27,16 @@ CUDA_WINDOWS = 16  # as CPU_WINDOWS: for a small model a card could hold million
 
 def num_hbm_blocks(
     model: PositionFreeModel, config: SchedulerConfig, hbm: int | str, has_graphs: bool = False, saves: bool = False,
-    num_engines: int = 1,
+    num_processes: int = 1,
 ) -> int:  # fmt: skip
     """Blocks that fit in `hbm` bytes, or in what "auto" finds. Raises ConfigError when not even one fits.
 
     On CUDA, "auto" leaves room for what comes beside the pool. has_graphs: room for CUDA graphs, which are captured
-    later. saves: room for activations that are kept until they are saved to a tier below HBM. num_engines: on this
+    later. saves: room for activations that are kept until they are saved to a tier below HBM. num_processes: on this
     machine; on a CPU they divide its memory.
     """
     block_bytes = config.block_size * model.spec.hbm_bytes_per_token
-    size_bytes = _auto_bytes(model, config, has_graphs, saves, num_engines) if hbm == "auto" else int(hbm)
+    size_bytes = _auto_bytes(model, config, has_graphs, saves, num_processes) if hbm == "auto" else int(hbm)
     if hbm == "auto":
         LOGGER.info("hbm auto takes %s of memory on %s", format_size(size_bytes), model.device)
     count = size_bytes // block_bytes
@@ -54,13 +54,12 @@ def num_hbm_blocks(
 
 
 def _auto_bytes(
-    model: PositionFreeModel, config: SchedulerConfig, has_graphs: bool, saves: bool, num_engines: int
+    model: PositionFreeModel, config: SchedulerConfig, has_graphs: bool, saves: bool, num_processes: int
 ) -> int:
     window_bytes = config.max_num_seqs * config.max_model_len * model.spec.hbm_bytes_per_token
     if model.device.type == "cuda":
         beside = (MAX_SAVE_BYTES if saves else 0) + (bytes_for_graphs(model, config) if has_graphs else 0)
         return min(max(_cuda_bytes(model, config) - beside, 0), CUDA_WINDOWS * window_bytes)
-    num_processes = model.network.kvstore_carrier.part.num_ranks * num_engines  # all share one machine
     available = psutil.virtual_memory().available // num_processes
     return min(int(available * CPU_FRACTION), CPU_WINDOWS * window_bytes)
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from kvstore.engine.config import EngineConfig
 from kvstore.engine.ranks.door import AGAIN_S, KINDS, Door, entered
 from kvstore.engine.ranks.launch import Launch, awaited
 from kvstore.errors import ConfigError, EngineDiedError
@@ -47,6 +48,15 @@ class RankPlace:
         if self.size != num_ranks:
             sizes = "tensor_parallel_size times pipeline_parallel_size"
             raise ConfigError(f"WORLD_SIZE is {self.size}, but {sizes} is {num_ranks}; start as many processes")
+
+
+def num_processes_here(config: EngineConfig, environment: Mapping[str, str]) -> int:
+    """Processes of this server that share this machine's memory: of several machines torchrun says how many it has
+    started here; whoever else sets its environment may not say it, and then all ranks may be here.
+    """
+    told = environment.get("LOCAL_WORLD_SIZE", "") if config.distributed_executor == "torchrun" else ""
+    num_ranks = min(int(told), config.num_ranks) if told.isdigit() and int(told) else config.num_ranks
+    return num_ranks * config.data_parallel_size
 
 
 @contextmanager

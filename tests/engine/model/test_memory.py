@@ -53,6 +53,8 @@ def test_auto_is_bounded_by_memory_and_by_use(model, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert num_hbm_blocks(model, CONFIG, "auto") == int(100 * CPU_FRACTION)
+        available *= 4
+        assert num_hbm_blocks(model, CONFIG, "auto", num_processes=4) == int(100 * CPU_FRACTION)
 
 
 @pytest.mark.parametrize(("max_tokens", "max_seqs"), [(100, 4), (700, 64), (8, 64), (255, 1)])

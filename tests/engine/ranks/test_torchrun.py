@@ -14,6 +14,8 @@ import psutil
 import pytest
 
 from kvstore import SamplingParams
+from kvstore.engine.config import EngineConfig
+from kvstore.engine.ranks.torchrun import num_processes_here
 from kvstore.errors import ConfigError, EngineDiedError
 from tests.support.engines import ask, cached, counters, greedy, open_engine, settle, tokens
 from tests.support.ranks import SIZES
@@ -97,6 +99,14 @@ def test_another_number_of_processes_is_refused(model, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ConfigError, match="only rank 0 has an engine"):
         open_engine(model, distributed_executor="torchrun", tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(("told", "here"), [({"LOCAL_WORLD_SIZE": "2"}, 2), ({}, 8), ({"LOCAL_WORLD_SIZE": "many"}, 8)])
+def test_ranks_on_one_machine_share_its_memory(told, here):
+    sizes = {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}
+    assert num_processes_here(EngineConfig(**sizes, distributed_executor="torchrun"), told) == here
+    assert num_processes_here(EngineConfig(**sizes), told) == 8, "this process has started them all"
+    assert num_processes_here(EngineConfig(data_parallel_size=3), told) == 3
 
 
 # -- torchrun itself ---------------------------------------------------------------------------------------------------
