@@ -23,15 +23,25 @@ class Breaker:
         return self.error is not None
 
     def failed(self, why: str) -> None:
-        """Open it: an answer did not come. If that happens again soon, the next probe waits longer."""
+        """Open it: an answer did not come. If that happens again soon, the probe waits longer. What other threads were
+        waiting for meanwhile fails by the same cause, and changes nothing.
+        """
         with self._lock:
-            now_s = self._clock()
             if self.error is None:
                 self.num_opened += 1
-                if now_s - self._closed_s > 4 * self._interval_s:
+                if self._clock() - self._closed_s > 4 * self._interval_s:
                     self._interval_s = FIRST_S
-            self.error, self._probe_at_s = why, now_s + self._interval_s
-            self._interval_s = min(2 * self._interval_s, LAST_S)
+                self._wait(why)
+
+    def probe_failed(self, why: str) -> None:
+        """The next probe waits longer."""
+        with self._lock:
+            self.num_opened += self.error is None
+            self._wait(why)
+
+    def _wait(self, why: str) -> None:
+        self.error, self._probe_at_s = why, self._clock() + self._interval_s
+        self._interval_s = min(2 * self._interval_s, LAST_S)
 
     def probe_succeeded(self) -> None:
         with self._lock:

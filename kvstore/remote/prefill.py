@@ -159,22 +159,20 @@ class PrefillServer:
             num_blocks = self._prefill(prompt, until_s)
             self.counts.computed(num_blocks, time.perf_counter() - started)
         except Exception as error:  # the border of a thread
-            self._failed(error)
+            why = self._counted(error)
+            if not isinstance(error, _Refused) or error.status not in WRONG_PROMPT:
+                self.breaker.failed(why)  # it was not this prompt's fault: nobody waits for the server for a while
         self._done.append(PrefillDone(name, num_blocks))
         self._on_progress()
 
-    def _failed(self, error: Exception) -> None:
-        """Unless it was this prompt's fault, nobody waits for the server for a while."""
+    def _counted(self, error: Exception) -> str:
+        """Count a failure. Returns what to say of it."""
         if isinstance(error, _Refused):
             self.counts.failed(error.code)
-            if error.status in WRONG_PROMPT:
-                return
-            why = str(error)
-        else:
-            is_late = isinstance(error, TimeoutError)
-            self.counts.failed("late" if is_late else "unreachable")
-            why = "it did not answer in time" if is_late else f"{type(error).__name__}: {error}"
-        self.breaker.failed(why)
+            return str(error)
+        is_late = isinstance(error, TimeoutError)
+        self.counts.failed("late" if is_late else "unreachable")
+        return "it did not answer in time" if is_late else f"{type(error).__name__}: {error}"
 
     def _probe(self) -> float | None:
         """At the start, and between prompts once it has failed: whether it answers, and takes this server's prompts."""
@@ -187,7 +185,7 @@ class PrefillServer:
         try:
             self._prefill(PrefillJob(b"", bytes(32), "", PROBE_S), time.monotonic() + PROBE_S)
         except Exception as error:  # the border of a thread
-            self._failed(error)
+            self.breaker.probe_failed(self._counted(error))
         else:
             self.breaker.probe_succeeded()
         return 0.0

@@ -201,7 +201,7 @@ class RemoteTier:
         """Open the breaker, whatever the error was: for a while, nobody waits for the store."""
         why = str(error) if isinstance(error, RemoteError) else f"{type(error).__name__}: {error}"
         self.counts.failed(what)
-        self.breaker.failed(why)
+        (self.breaker.probe_failed if what == "probe" else self.breaker.failed)(why)
         return why
 
     def _probe(self) -> float | None:

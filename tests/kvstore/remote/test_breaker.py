@@ -8,10 +8,11 @@ def test_it_opens_at_once_and_waits_longer_each_time():
     breaker, waits = Breaker(lambda: now[0]), []
     assert not breaker.is_open
     assert breaker.probe_in_s is None
+    breaker.failed("gone")
     for _ in range(10):
-        breaker.failed("gone")
         waits.append(breaker.probe_in_s)
         now[0] += breaker.probe_in_s
+        breaker.probe_failed("gone")
     assert waits[:3] == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S]
     assert max(waits) == LAST_S
     assert (breaker.error, breaker.num_opened) == ("gone", 1)
@@ -29,3 +30,15 @@ def test_a_probe_closes_it_and_a_quiet_time_forgives():
     now[0] += 100
     breaker.failed("later")
     assert breaker.probe_in_s == FIRST_S
+
+
+def test_what_fails_with_it_does_not_make_the_probe_wait_longer():
+    """Threads that were waiting when it went away fail one after another."""
+    now = [0.0]
+    breaker = Breaker(lambda: now[0])
+    for _ in range(4):
+        breaker.failed("gone")
+        now[0] += FIRST_S / 8
+    assert breaker.probe_in_s == FIRST_S / 2
+    breaker.probe_failed("still gone")
+    assert (breaker.probe_in_s, breaker.num_opened) == (2 * FIRST_S, 1)
