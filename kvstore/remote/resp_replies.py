@@ -16,6 +16,7 @@ BUFFER_BYTES = 256 << 10
 FIRST_BYTES = 32  # of the first of many values: its length; the others are received into their places
 MAX_LINE_BYTES = 32 << 10
 MAX_VALUE_BYTES = 512 << 20  # what Redis itself allows
+PART_BYTES = 4 << 20  # of a value, for which memory is taken at once
 MAX_DEPTH = 8
 
 Reply: TypeAlias = "int | bytes | ErrorReply | Landed | list[Reply] | None"
@@ -103,18 +104,23 @@ class Replies:
         if num_bytes < 0:
             return None
         if into is None or num_bytes < into.nbytes:
-            value = bytearray(num_bytes)
-            self._fill(memoryview(value))
-            found: Reply = bytes(value)
+            found: Reply = self._bytes(num_bytes)
         else:
-            head = bytearray(num_bytes - into.nbytes)
-            if head:
-                self._fill(memoryview(head))
+            head = self._bytes(num_bytes - into.nbytes)
             self._fill(into)
-            found = Landed(bytes(head))
+            found = Landed(head)
         if self._line():
             raise ValueError("a value of its answer has another length than it says")
         return found
+
+    def _bytes(self, num_bytes: int) -> bytes:
+        """Memory is taken as they come: a length that is only said takes none."""
+        parts = list[bytearray]()
+        while num_bytes:
+            parts.append(bytearray(min(num_bytes, PART_BYTES)))
+            self._fill(memoryview(parts[-1]))
+            num_bytes -= len(parts[-1])
+        return b"".join(parts)
 
     def _line(self) -> bytes:
         found = self._received.find(b"\r\n", self._begin, self._end)

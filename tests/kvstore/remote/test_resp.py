@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import threading
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -13,11 +14,11 @@ from hypothesis import strategies as st
 from kvstore.errors import RemoteError
 from kvstore.remote.address import RedisAddress
 from kvstore.remote.resp import RespClient, encode
-from kvstore.remote.resp_replies import ErrorReply, Landed
+from kvstore.remote.resp_replies import PART_BYTES, ErrorReply, Landed, Replies
 from tests.support.redis_server import RedisServer
 from tests.support.tcp_proxy import Faults, Proxy
 
-SIZES = [0, 1, 2, 4095, 4096, 12_288, 65_535, 65_536, 131_072, 2 << 20]
+SIZES = [0, 1, 2, 4095, 4096, 12_288, 65_535, 65_536, 131_072, 2 << 20, (8 << 20) + 3]
 
 
 @pytest.fixture
@@ -25,6 +26,25 @@ def client(redis):
     found = redis.client()
     yield found
     found.close()
+
+
+def test_a_length_that_is_only_said_takes_no_memory():
+    def receive(buffers):
+        if said:
+            text = said.pop()
+            buffers[0][: len(text)] = text
+            return len(text)
+        raise ConnectionError
+
+    said = [b"$536870912\r\n$"]
+    replies = Replies(receive)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConnectionError):
+            replies.to([None], False)
+        assert tracemalloc.get_traced_memory()[1] < 3 * PART_BYTES
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.fixture
