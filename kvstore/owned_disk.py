@@ -169,8 +169,10 @@ class OwnedDisk:
         return self._upkeep.compact()
 
     def flush(self) -> None:
-        """Wait until all that was taken is durable. Raises DegradedError."""
-        self._upkeep.flush()
+        """Wait until all that was taken before is durable; the engines may go on storing. Raises DegradedError."""
+        with self._lock:
+            has_ended = self._store.fence()
+        self._upkeep.flush(has_ended)
 
     def stats(self) -> dict[str, Any]:
         """Parts `disk`, `store` and `policy` of `Engine.stats()`, and `lost`."""

@@ -102,7 +102,10 @@ class OwnerServer:
             thread = threading.Thread(target=self._serve, args=(connection,), name="kvstore-owner-serve", daemon=True)
             with self._lock:
                 self._connections[connection] = thread
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads now: the engine goes on without the disk, and tries again later
+                self._forget(connection)
 
     def _serve(self, connection: socket.socket) -> None:
         requests = Replies(lambda buffers: _received(connection, buffers))
@@ -117,9 +120,12 @@ class OwnerServer:
         except (OSError, ValueError):  # the other side has gone, or is not understood
             return
         finally:
-            with self._lock:
-                self._connections.pop(connection, None)
-            connection.close()
+            self._forget(connection)
+
+    def _forget(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections.pop(connection, None)
+        connection.close()
 
     def _answer(self, request: Sequence[bytes], is_wanted: Callable[[], bool]) -> list[bytes | memoryview]:
         name, *given = request or [b""]

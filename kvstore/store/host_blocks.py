@@ -111,6 +111,12 @@ class HostBlocks:
         """Prepare for closing."""
         self.disk.finish()
 
+    def fence(self) -> Callable[[], bool]:
+        """What says whether all writes and deletions up to now have ended; others may come meanwhile."""
+        last, removing = self.tickets.last, self.disk.contents.removing
+        doomed = frozenset(removing)
+        return lambda: self.tickets.have_ended(last) and doomed.isdisjoint(removing)
+
     @property
     def is_idle(self) -> bool:
         """Whether nothing is in flight, and nothing is left to be written or forgotten."""

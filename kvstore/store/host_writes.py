@@ -39,6 +39,15 @@ class Tickets:
         """Whether there is one that was not collected."""
         return bool(self._since or self._finished)
 
+    @property
+    def last(self) -> int:
+        """The ticket that was handed out last; 0: none was."""
+        return self._num
+
+    def have_ended(self, last: int) -> bool:
+        """Whether all tickets up to this one have ended, collected or not."""
+        return next(iter(self._since), last + 1) > last
+
     def begin(self) -> int:
         self._num += 1
         self._since[self._num] = time.perf_counter()

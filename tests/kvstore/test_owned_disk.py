@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -227,7 +227,7 @@ def test_whoever_speaks_something_else_is_left_and_others_go_on(disk, session):
             stranger.sendall(said)
             stranger.shutdown(socket.SHUT_WR)
             assert stranger.recv(100) == b""
-    with OwnedBlocks(disk.path).session()._client as client, pytest.raises(RemoteError, match="unknown command"):
+    with RespClient(RedisAddress(disk.path)) as client, pytest.raises(RemoteError, match="unknown command"):
         client.call("FLUSHALL")
     session.ping()
 
@@ -240,6 +240,47 @@ def test_ids_of_another_length_are_refused_and_harm_nobody(disk, session):
                 client.call(command, b"x" * length)
     assert all(result.error is None for result in session.put(made.chain, made.puts()))
     assert disk.stats()["disk"]["failures"] == {}
+
+
+def test_a_thread_that_cannot_be_started_costs_one_connection(disk, session):
+    session.ping()
+    before = threading.stack_size()
+    client = RespClient(RedisAddress(disk.path))
+    try:
+        threading.stack_size(1 << 46)  # more than can be addressed
+        with pytest.raises(RemoteError):
+            client.call("PING")
+    finally:
+        threading.stack_size(before)
+    assert client.call("PING") == b"PONG"
+    client.close()
+    session.ping()
+
+
+HOLD = "import lmdb, sys; e = lmdb.open(sys.argv[1]); t = e.begin(write=True); print('held', flush=True); input()"
+
+
+def test_a_flush_waits_for_what_was_taken(disk, tmp_path):
+    (blocks,) = (tmp_path / "store").glob("**/blocks")
+    made = make_chain(2)
+
+    def store() -> bool:
+        with session_of(disk) as session:
+            return all(one.error is None for one in session.put(made.chain, made.puts()))
+
+    command = [sys.executable, "-c", HOLD, str(blocks)]
+    with (
+        ThreadPoolExecutor(2) as threads,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other,
+    ):
+        assert other.stdout.readline() == "held\n"
+        stored = threads.submit(store)
+        wait_until(lambda: disk.stats()["disk"]["queued_write_bytes"] > 0, "the write")
+        flushed = threads.submit(disk.flush)
+        assert not wait([flushed], 0.2).done, "it cannot be durable yet"
+        other.communicate("\n")
+        flushed.result(60)
+        assert stored.result(60)
 
 
 OPEN = """

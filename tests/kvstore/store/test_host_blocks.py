@@ -50,3 +50,20 @@ def test_when_the_last_request_ends_its_writes_wait_for_no_others(names_and_stor
 
     wait_until(have_ended)
     assert all(one.ok for one in ended)
+
+
+def test_what_comes_after_a_fence_is_not_waited_for(names_and_store):
+    names, store = names_and_store
+    keys = {name: chain(number, 1) for number, name in enumerate(("ada", "bob"))}
+
+    def write(name: str) -> None:
+        store.conversations.arrive(name, names.ids(keys[name]))
+        assert store.write(names.record(*keys[name], None, 0, time.time()), memoryview(payload(*keys[name])), name)
+
+    write("ada")
+    has_ended = store.fence()
+    assert not has_ended()
+    store.end_request("ada", names.ids(keys["ada"]))
+    wait_until(lambda: store.poll() or has_ended())
+    write("bob")
+    assert has_ended() and not store.is_idle and not store.fence()()
