@@ -63,7 +63,7 @@ def parse_redis_url(url: str, name: str = "remote", environment: Mapping[str, st
     database = parts.path.removeprefix("/") or "0"
     is_known = parts.scheme in ("redis", "rediss") and set(asked) <= set(_FILES) and not parts.fragment
     if not is_known or not host or not database.isascii() or not database.isdigit() or port == 0:
-        raise ConfigError(f"{name} is {url!r}; give {FORMS}")
+        raise ConfigError(f"{name} is {shown(url)}; give {FORMS}")
     files = {key: asked.get(key) or None for key in _FILES}
     password_file = files.pop("password_file")
     password = environment.get(PASSWORD_VARIABLE) or None
@@ -73,6 +73,11 @@ def parse_redis_url(url: str, name: str = "remote", environment: Mapping[str, st
     if user and password is None:
         raise ConfigError(f"{name} names a user but there is no password; set ${PASSWORD_VARIABLE} or ?password_file=")
     return RedisAddress(host, port or 6379, int(database), parts.scheme == "rediss", user or None, password, **files)
+
+
+def shown(url: str) -> str:
+    """For an error: what is no address, unless what signs in may be in it."""
+    return "no such address" if {"@", "?"} & set(url) else repr(url)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,7 @@ def parse_prefill_url(url: str, name: str = "prefill_url") -> PrefillAddress:
     except ValueError:
         raise ConfigError(f"{name} is no URL; give {PREFILL_FORMS}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or parts.query or parts.fragment:
-        raise ConfigError(f"{name} is {url!r}; give {PREFILL_FORMS}")
+        raise ConfigError(f"{name} is {shown(url)}; give {PREFILL_FORMS}")
     if parts.username is not None or parts.password is not None:
         raise ConfigError(f"{name} has a user in it; servers sign in with the fleet's secret: give {PREFILL_FORMS}")
     tls = parts.scheme == "https"

@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvstore.errors import ConfigError
-from kvstore.remote.address import RedisAddress, parse_redis_url
+from kvstore.remote.address import RedisAddress, parse_redis_url, shown
 
 SCHEMES = ("s3", "gs", "az", "file")
 FORMS = (
@@ -35,8 +35,8 @@ class ObjectAddress:
 def parse_remote_url(url: str) -> RedisAddress | ObjectAddress:
     """Of `--remote`. Raises ConfigError."""
     scheme = url.partition("://")[0]
-    if scheme not in ("redis", "rediss", *SCHEMES) and "@" not in url:
-        raise ConfigError(f"remote is {url!r}; give redis://host:6379/0, {FORMS}")
+    if scheme not in ("redis", "rediss", *SCHEMES):
+        raise ConfigError(f"remote is {shown(url)}; give redis://host:6379/0, {FORMS}")
     return parse_object_url(url) if scheme in SCHEMES else parse_redis_url(url)
 
 
@@ -54,7 +54,7 @@ def parse_object_url(url: str, name: str = "remote") -> ObjectAddress:
     is_known = parts.scheme in SCHEMES and set(asked) <= {"credentials_file"} and not parts.fragment
     is_absolute = path.startswith("/") and path.strip("/") and not asked
     if not is_known or is_directory == bool(parts.netloc) or (is_directory and not is_absolute):
-        raise ConfigError(f"{name} is {url!r}; give {FORMS}")
+        raise ConfigError(f"{name} is {shown(url)}; give {FORMS}")
     if find_spec("obstore") is None:
         raise ConfigError(f"{name} is {parts.scheme}://, which needs obstore; pip install 'kvstore[object]'")
     settings = _settings(Path(asked["credentials_file"]), name) if asked else {}

@@ -3,7 +3,8 @@
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.remote.address import RedisAddress, parse_redis_url
+from kvstore.remote.address import RedisAddress, parse_prefill_url, parse_redis_url
+from kvstore.remote.object_address import parse_remote_url
 
 
 def test_parts_of_a_url():
@@ -37,6 +38,17 @@ def test_what_is_no_address_is_refused(url):
 def test_a_password_in_a_url_is_refused_and_not_shown():
     with pytest.raises(ConfigError, match="KVSTORE_REDIS_PASSWORD") as refused:
         parse_redis_url("redis://ann:s3cret@cache", "--remote", {})
+    assert "s3cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("parse", [parse_redis_url, parse_prefill_url, parse_remote_url])
+@pytest.mark.parametrize("url", [
+    "redis:/ann:s3cret@cache", "ann:s3cret@cache", "redis://cache?password=s3cret", "http://cache?key=s3cret",
+    "s3://bucket?aws_secret_access_key=s3cret", "http://ann:s3cret@cache?x=1",
+])  # fmt: skip
+def test_nor_is_one_that_is_where_none_is_expected(parse, url):
+    with pytest.raises(ConfigError) as refused:
+        parse(url)
     assert "s3cret" not in str(refused.value)
 
 
