@@ -24,8 +24,8 @@ RETRY_S = 0.1
 PAUSE_S = 0.5  # after no answer in time, in which nobody else waits for one
 LOGGER = logging.getLogger("kvstore.store")
 PERSISTENCE: dict[str, dict[str, tuple[str, ...]]] = {  # what is asked for: the settings that will do
-    "always": {"appendonly": ("yes",), "appendfsync": ("always",)},
-    "everysec": {"appendonly": ("yes",), "appendfsync": ("always", "everysec")},
+    "always": {"appendonly": ("yes",), "appendfsync": ("always",), "no-appendfsync-on-rewrite": ("no",)},
+    "everysec": {"appendonly": ("yes",), "appendfsync": ("always", "everysec"), "no-appendfsync-on-rewrite": ("no",)},
     "unchecked": {},
 }
 assert tuple(PERSISTENCE) == SESSION_DURABILITIES

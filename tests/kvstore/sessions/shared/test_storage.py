@@ -233,8 +233,10 @@ def test_a_full_one_refuses_turns_and_keeps_what_it_has(own_redis):
     with pytest.raises(RemoteError, match=r"not stored: .*OOM"):
         store.commit_turn(KEY, make_turn("red", 3)).wait()
     assert content(store.load(KEY)) == expected(turns)
+    assert store.delete(KEY).wait() is not None, "what makes room is taken"
+    assert store.head(KEY) is None
     own_redis.ask("CONFIG", "SET", "maxmemory", 0)
-    assert store.commit_turn(KEY, make_turn("red", 3)).wait().num_turns == 3
+    talk(store, KEY, 1)
     store.close()
 
 
@@ -263,6 +265,7 @@ def test_a_turn_is_acknowledged_once_replicas_have_it(own_redis, tmp_path):
     [
         ("always", {"appendfsync": "everysec"}, "has appendfsync everysec, .*CONFIG SET appendfsync always"),
         ("always", {"appendonly": "no"}, "has appendonly no, so an acknowledged turn could be lost"),
+        ("always", {"no-appendfsync-on-rewrite": "yes"}, "has no-appendfsync-on-rewrite yes"),
         ("everysec", {"appendfsync": "no"}, "has appendfsync no"),
         ("unchecked", {"maxmemory-policy": "allkeys-lru"}, "maxmemory-policy allkeys-lru, which would drop sessions"),
         ("always", {"maxmemory-policy": "volatile-ttl"}, "maxmemory-policy volatile-ttl"),
