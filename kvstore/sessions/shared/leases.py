@@ -78,9 +78,13 @@ class Leases:
     def acquire(self, key: SessionKey) -> Lease:
         """Raises SessionBusyError while another turn holds it, here or elsewhere, and RemoteError."""
         lease = Lease(key, f"{self._process}{next(self._numbers)}".encode())
-        (left_ms,) = self._server.ask(
-            ("EVAL", ACQUIRE, 1, lease_name(key), lease.token, self._member, self._process, self._lease_ms)
-        )
+        try:
+            (left_ms,) = self._server.ask(
+                ("EVAL", ACQUIRE, 1, lease_name(key), lease.token, self._member, self._process, self._lease_ms)
+            )
+        except RemoteError:
+            self._give_back_later(lease)  # Redis may have got it, and answered too late
+            raise
         if left_ms != -1:
             raise SessionBusyError(
                 f"session {key.session_id} is busy with another turn, on this server or on another one",
@@ -98,9 +102,12 @@ class Leases:
         try:
             self._give_back([lease])
         except RemoteError:
-            with self._changed:
-                self._ended[lease] = time.monotonic() + self._lease_ms / 1000
-                self._changed.notify_all()
+            self._give_back_later(lease)
+
+    def _give_back_later(self, lease: Lease) -> None:
+        with self._changed:
+            self._ended[lease] = time.monotonic() + self._lease_ms / 1000
+            self._changed.notify_all()
 
     def _give_back(self, leases: Sequence[Lease]) -> None:
         self._server.ask(*(("EVAL", RELEASE, 1, lease_name(one.key), one.token) for one in leases))

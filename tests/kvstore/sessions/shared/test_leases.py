@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kvstore.errors import SessionBusyError, SessionTakenError
+from kvstore.errors import RemoteError, SessionBusyError, SessionTakenError
 from kvstore.sessions.record import SessionKey
 from tests.children.session_child import TENANT, make_turn, talk
 from tests.support.redis_server import RedisServer
@@ -145,6 +145,20 @@ def test_a_turn_that_ends_while_redis_is_away_frees_its_session_once_it_is_back(
     with pytest.raises(SessionBusyError):
         other.sharing.begin_turn(SessionKey(TENANT, "blue"))
     one.sharing.end_turn(held)
+    one.close()
+    other.close()
+    redis.kill()
+
+
+def test_a_turn_that_began_while_redis_was_silent_frees_its_session_once_it_answers(tmp_path):
+    redis = RedisServer(tmp_path)
+    one, other = (shared_store(redis, lease_s=3600.0) for _ in range(2))
+    redis.pause()
+    with pytest.raises(RemoteError):
+        one.sharing.begin_turn(KEY)  # Redis gets it, and carries it out when it goes on
+    redis.resume()
+    wait_until(redis.answers, "it goes on")
+    wait_until(lambda: is_free(other), "the session is free again")
     one.close()
     other.close()
     redis.kill()
