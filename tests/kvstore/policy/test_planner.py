@@ -90,6 +90,14 @@ def test_what_is_read_before_counts():
     assert made.choose(100, 100, num_ahead=50_000).way is Way.COMPUTE
 
 
+@pytest.mark.parametrize(("remote_s", "way"), [(0.0001, Way.LOAD), (0.002, Way.BOTH), (1.0, Way.COMPUTE)])
+def test_what_comes_from_the_remote_tier_is_weighed_by_its_own_rate(remote_s, way):
+    made = with_disk(read_s=0.0001, compute_s=0.002)
+    made.read_remote(1600, remote_s)
+    assert made.choose(1000, 1000, num_remote=1000).way is way
+    assert made.choose(1000, 1000).way is Way.LOAD, "from disk"
+
+
 def test_a_read_that_takes_long_is_expected_to_go_on():
     made = with_disk(0.001, 0.01)
     assert made.choose(100, 100, stalled_s=0.002).way is Way.LOAD
