@@ -1,4 +1,4 @@
-"""Two servers on one Redis: conversations go on where the next request lands, whatever was killed before.
+"""Two servers that share conversations and KV: they go on where the next request lands, whatever was killed before.
 
 `--long` makes it thirty rounds of kills.
 """
@@ -26,13 +26,16 @@ BROKEN = (OSError, http.client.HTTPException)
 
 
 class Fleet:
-    """A Redis and two servers, each of which may be killed and started again over what it had."""
+    """A Redis of conversations, one of KV, and two servers, each of which may be killed and started again. All but the
+    KV's have what they had.
+    """
 
     def __init__(self, folder: Path) -> None:
         (folder / "redis").mkdir()
         (folder / "secret").write_text("of a fleet of tests, long enough\n")
-        self.redis = RedisServer(folder / "redis", *DURABLE)
-        self.flags = ("--session-store", self.redis.url, "--fleet-secret-file", str(folder / "secret"))
+        self.redis, self.kv = RedisServer(folder / "redis", *DURABLE), RedisServer(folder)
+        self.flags = ("--session-store", self.redis.url, "--fleet-secret-file", str(folder / "secret"),
+                      "--remote", self.kv.url)  # fmt: skip
         self.stores = [folder / "one", folder / "other"]
         self.servers: list[ServerProcess] = [self.launch(index) for index in (0, 1)]
 
@@ -45,9 +48,8 @@ class Fleet:
 
     def close(self) -> None:
         self.redis.resume()
-        for server in self.servers:
-            server.kill()
-        self.redis.kill()
+        for each in (*self.servers, self.redis, self.kv):
+            each.kill()
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +168,7 @@ class Talker:
         self._fleet, self._name = fleet, name
         self._rng = random.Random(name)
         self.talks: list[tuple[str, list[tuple[str, str]]]] = []
-        self.num_acknowledged = self.num_asked_again = 0
+        self.num_acknowledged = self.num_asked_again = self.num_remote_tokens = 0
 
     def talk(self, is_over: threading.Event) -> None:
         session_id, turns = None, []
@@ -177,6 +179,7 @@ class Talker:
                 session_id = answer["session_id"]
                 self.talks.append((session_id, turns))
             assert (answer["session_id"], answer["turn"]) == (session_id, len(turns) + 1), "a turn was lost or is twice"
+            self.num_remote_tokens += answer["usage"]["prompt_tokens_details"]["cached_tokens_details"]["remote"]
             turns.append((said, answer["message"]["content"]))
             self.num_acknowledged += 1
             if len(turns) == MAX_TURNS:
@@ -202,7 +205,8 @@ class Talker:
 def test_whoever_is_killed_no_acknowledged_turn_is_lost_and_no_answer_is_wrong(tmp_path, request):
     fleet, rng, is_over = Fleet(tmp_path), random.Random(1), threading.Event()
     talkers = [Talker(fleet, name) for name in ("Ann", "Ben", "Cleo", "Dan")]
-    num_rounds = NUM_LONG_ROUNDS if request.config.getoption("--long") else NUM_ROUNDS
+    is_long = request.config.getoption("--long")
+    num_rounds = NUM_LONG_ROUNDS if is_long else NUM_ROUNDS
     try:
         with ThreadPoolExecutor(len(talkers)) as threads:
             talking = [threads.submit(talker.talk, is_over) for talker in talkers]
@@ -213,8 +217,11 @@ def test_whoever_is_killed_no_acknowledged_turn_is_lost_and_no_answer_is_wrong(t
                         lambda: sum(t.num_acknowledged for t in talkers) >= goal or any(t.done() for t in talking),  # noqa: B023
                         "nobody gets an answer", 2 * TIMEOUT_S,
                     )  # fmt: skip
-                    victim = number % 3
-                    fleet.redis.restart() if victim == 2 else fleet.restart(victim)
+                    if number % 3 == 1:
+                        fleet.redis.restart()
+                        fleet.kv.restart()
+                    else:
+                        fleet.restart(number % 3 // 2)
             finally:
                 is_over.set()
             for one in talking:
@@ -226,8 +233,11 @@ def test_whoever_is_killed_no_acknowledged_turn_is_lost_and_no_answer_is_wrong(t
         said = [[text for text, _ in turns] for _, turns in talks]
         expected = answers_without_a_store(said, SHORT["max_tokens"])
         assert [[answer for _, answer in turns] for _, turns in talks] == expected
+        num_tokens = sum(talker.num_remote_tokens for talker in talkers)
+        assert num_tokens > 0 or not is_long, "nothing came from the shared tier"
         print(num_rounds, "rounds,", sum(t.num_acknowledged for t in talkers), "turns acknowledged,",
-              sum(t.num_asked_again for t in talkers), "asked for again,", len(talks), "conversations")  # fmt: skip
+              sum(t.num_asked_again for t in talkers), "asked for again,", len(talks), "conversations,",
+              num_tokens, "tokens from the shared tier")  # fmt: skip
     finally:
         is_over.set()
         fleet.close()
