@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import RemoteError, StoreError, StoreLostError
+from kvstore.remote.address import RedisAddress
 from kvstore.sessions.record import SessionKey
+from kvstore.sessions.shared.opening import open_shared
+from kvstore.sessions.shared.server import Durability
 from kvstore.sessions.store import SessionStore
 from tests.children.session_child import TENANT, content, create, expected, make_turn, talk
 from tests.support.redis_server import RedisServer
-from tests.support.shared_sessions import DURABLE, shared_store
+from tests.support.shared_sessions import DURABLE, SECRET, shared_store
 from tests.support.tcp_proxy import Proxy
 from tests.support.waiting import TIMEOUT_S, wait_until
 
@@ -312,3 +315,7 @@ def test_a_wrong_password_and_another_fleet_are_refused(own_redis):
     own_redis.ask("CONFIG", "SET", "requirepass", "right")
     with pytest.raises(RemoteError, match="NOAUTH"):
         shared_store(own_redis)
+    wrong = RedisAddress("127.0.0.1", own_redis.port, password="wr0ng")
+    with pytest.raises(RemoteError, match="WRONGPASS") as refused:
+        open_shared(wrong, Durability("unchecked"), SECRET, None)
+    assert "wr0ng" not in str(refused.value)
