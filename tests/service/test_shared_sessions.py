@@ -136,6 +136,18 @@ def test_without_redis_turns_are_refused_in_time_and_nothing_is_acknowledged(fle
     assert replies[-1].json()["turn"] == known + 1
 
 
+def test_without_the_shared_tier_no_request_fails_and_it_is_said(fleet):
+    one = fleet.servers[0]
+    session_id = chat(one, "Hello.")["session_id"]
+    fleet.kv.kill()
+    assert chat(one, "And without it?", session_id)["turn"] == 2
+    wait_until(lambda: "remote_degraded" in one.get("/health").json()["reasons"], "it is noticed")
+    assert b"kvstore:remote_up 0" in one.get("/metrics").body
+    fleet.kv.start()
+    wait_until(lambda: "remote_degraded" not in one.get("/health").json()["reasons"], "it is back")
+    assert b"kvstore:remote_up 1" in one.get("/metrics").body
+
+
 def test_the_command_line_looks_at_shared_sessions_without_a_server(fleet):
     session_id = chat(fleet.servers[0], "Hello.")["session_id"]
     listed = run_command("sessions", *fleet.flags[:2], "--json")
