@@ -95,9 +95,10 @@ class KVStoreTier(SecondaryTierManager):
         if key in self._transfers.failed or not self._store.lookup((key,))[0]:
             return LookupResult.MISS
         end = end_of(key, req_context)
+        begin = end - self._tokens_of(key)
         if asked.first is None:
-            asked.first = end - self._tokens_of(key)
-        if self._rates.should_load(end - asked.first, self._transfers.num_reading):
+            asked.first = begin
+        if self._rates.should_load(end - asked.first, self._transfers.num_reading, begin == asked.first):
             return LookupResult.HIT
         self._counts.recomputed += 1
         return LookupResult.MISS

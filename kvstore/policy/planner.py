@@ -21,7 +21,7 @@ MOST_KEPT = 0.9  # largest weight of earlier measurements after a new one: a rat
 NUM_SAMPLES = 7  # of steps
 STEP_TOKENS = 32  # one more step costs as much as this many tokens, whatever its size
 ASSUMED_READ_RATE, ASSUMED_REMOTE_RATE = 500e6, 100e6  # bytes/s of a disk and a network without measurements yet
-_RETRY_EVERY = 16  # one in this many requests that are better computed is loaded all the same: rates change
+RETRY_EVERY = 16  # one in this many requests that are better computed is loaded all the same: rates change
 _COMPUTE_AFTER = 8  # requests that waited for the disk without a measurement of computing
 
 
@@ -124,7 +124,7 @@ class Planner:
         if not _saves(num_blocks * load_s, num_blocks * compute_s):
             return True
         self._num_computed += 1
-        return self._num_computed % _RETRY_EVERY == 0
+        return self._num_computed % RETRY_EVERY == 0
 
     def choose(
         self, num_blocks: int, num_unread: int, num_ahead: int = 0, stalled_s: float = 0.0, is_open: bool = False,
