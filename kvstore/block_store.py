@@ -196,8 +196,8 @@ class BlockStore:
     def close(self) -> None:
         """Write what waits, for 5 s at most, and release the store.
 
-        May be called twice; afterwards all other methods raise StoreError. Unfinished reads and writes return their
-        memory to the caller, unless the disk hangs.
+        May be called twice; afterwards all other methods but `stats` and `flush` raise StoreError. Unfinished reads and
+        writes return their memory to the caller, unless the disk hangs.
         """
         self._finalizer()
         self._store = cast("HostBlocks", _Closed())

@@ -82,7 +82,7 @@ def test_wrong_arguments_are_refused(hosts, options, said):
     hosts()  # and left nothing locked
 
 
-def test_a_read_only_directory_is_refused(hosts, tmp_path):
+def test_a_file_in_the_place_of_the_directory_is_refused(hosts, tmp_path):
     (tmp_path / "store").write_text("")
     with pytest.raises(StoreError, match="is a file"):
         hosts()

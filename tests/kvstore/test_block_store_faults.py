@@ -135,9 +135,17 @@ def test_a_disk_that_is_full_and_has_room_again(hosts, tmp_path):
     assert all(hosts(capacity="64MiB").store.lookup(keys + chain(2, 60)))
 
 
+def run_on_a_tmpfs(path, options, code):
+    """Run this program on a tmpfs that only it sees; skips where none can be mounted."""
+    script = f'mount -t tmpfs -o {options} none "$0" || exit 77; exec "$@"'
+    command = ["unshare", "-Urm", "sh", "-c", script, str(path), sys.executable, "-c", code, str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip("no tmpfs can be mounted here")
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_small_file_system_is_shared_with_others(tmp_path):
-    """A tmpfs of 32 MiB, mounted where only the child sees it; skipped where that is not allowed."""
-    script = 'mount -t tmpfs -o size=32m none "$0" || exit 77; exec "$@"'
     code = (
         "import sys; from tests.support.store.host import Host, chain\n"
         "host = Host(sys.argv[1] + '/store', capacity='1GiB')\n"
@@ -145,11 +153,17 @@ def test_a_small_file_system_is_shared_with_others(tmp_path):
         "assert host.store.flush() and host.store.stats()['store']['disk_evictions'] > 400\n"
         "assert all(host.read(name).ok for name in chain(59, 20)); host.close()\n"
     )
-    command = ["unshare", "-Urm", "sh", "-c", script, str(tmp_path), sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    if done.returncode == 77 or "unshare" in done.stderr:
-        pytest.skip("no tmpfs can be mounted here")
-    assert done.returncode == 0, done.stderr
+    run_on_a_tmpfs(tmp_path, "size=32m", code)
+
+
+def test_a_read_only_directory_is_refused_by_name(tmp_path):
+    code = (
+        "import sys; from kvstore import BlockStore; from kvstore.errors import StoreError\n"
+        "try: BlockStore(sys.argv[1], namespace=b'a', capacity='8MiB')\n"
+        "except StoreError as error: assert f'{sys.argv[1]} cannot be used: Read-only' in str(error)\n"
+        "else: raise AssertionError('it was opened')\n"
+    )
+    run_on_a_tmpfs(tmp_path, "size=32m,ro", code)
 
 
 def test_a_forked_child_leaves_the_store_alone(hosts):
