@@ -83,7 +83,8 @@ def namespace(spec: Any, config: Any, identity: str | None, row_bytes: int, fold
     else:
         model = {"identity": identity}
     own = spec.config
-    agnostic = own.parallel.is_parallelism_agnostic
+    # vLLM also says so of its direct layout. But there a row has all layers of the first rank, then those of the next.
+    is_agnostic = own.canonical_layout and own.parallel.is_parallelism_agnostic
     parts = {
         "format": FORMAT,
         "vllm": version,
@@ -92,7 +93,7 @@ def namespace(spec: Any, config: Any, identity: str | None, row_bytes: int, fold
         "layout": [own.kv_cache_layout, own.canonical_layout, own.replicated_layout],
         "groups": [asdict(group) for group in own.groups],
         "cache": asdict(own.cache),
-        "parallel": "any" if agnostic else _shape(own.parallel),
+        "parallel": "any" if is_agnostic else _shape(own.parallel),
         "row_bytes": row_bytes,
         "device": _device(config),
     }
