@@ -16,6 +16,7 @@ from urllib.request import Request, urlopen
 
 from kvstore.service.command.vllm_config import transfer_config
 
+DISK_BYTES = 1 << 30
 START_S = 1200.0  # where the machine has other work, too
 MAKE_MODEL = """
 import sys, torch
@@ -27,11 +28,13 @@ LlamaForCausalLM(LlamaConfig(vocab_size=512, **sizes)).save_pretrained(sys.argv[
 
 
 class ServedVllm:
-    """vLLM in a session of its own, so that it can be killed as a whole. within: a command to start it by."""
+    """vLLM in a session of its own, so that it can be killed as a whole. store: None for vLLM alone. within: a command
+    to start it by. num_ranks: of tensor parallelism.
+    """
 
-    def __init__(self, model: Path, store: Path, within: Sequence[str] = ()) -> None:
+    def __init__(self, model: Path, store: Path | None, within: Sequence[str] = (), num_ranks: int = 1) -> None:
         self.model, self.store, self.port = model, store, free_port()
-        self.within = list(within)
+        self.within, self.num_ranks = list(within), num_ranks
         self.log = model.parent / f"{model.name}.log"
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -40,17 +43,19 @@ class ServedVllm:
         self.wait()
 
     def launch(self) -> None:
-        transfer = json.dumps(transfer_config(str(self.store), 16 << 20, 256 << 20, on_cpu=True))
         command = [
             *self.within, sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model),
             "--port", str(self.port), "--host", "127.0.0.1", "--served-model-name", "tiny", "--dtype", "float32",
             "--skip-tokenizer-init", "--max-model-len", "1024", "--block-size", "32", "--enforce-eager",
             "--enable-prefix-caching", "--prefix-caching-hash-algo", "sha256_cbor", "--enable-prompt-tokens-details",
-            "--kv-transfer-config", transfer,
+            "--tensor-parallel-size", str(self.num_ranks),
         ]  # fmt: skip
+        if self.store is not None:
+            transfer = transfer_config(str(self.store), 16 << 20, DISK_BYTES, on_cpu=True)
+            command += ["--kv-transfer-config", json.dumps(transfer)]
         surroundings = {
             "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2",
-            "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(["0-1"] * self.num_ranks),
         }  # fmt: skip
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(
@@ -93,6 +98,13 @@ class ServedVllm:
             found = json.load(reply)
         details = found["usage"].get("prompt_tokens_details") or {}
         return found["choices"][0]["token_ids"], details.get("cached_tokens") or 0
+
+    def metric(self, name: str) -> float:
+        """What vLLM's own /metrics has under this name."""
+        with urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=START_S) as reply:
+            lines = [line for line in reply.read().decode().splitlines() if line.startswith(name + "{")]
+        assert len(lines) == 1, f"{name}: {lines}"
+        return float(lines[0].rpartition(" ")[2])
 
     def ask_all(self, prompts: list[list[int]]) -> list[tuple[list[int], int]]:
         with ThreadPoolExecutor(len(prompts)) as threads:

@@ -9,11 +9,13 @@ import shutil
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
-from tests.support.vllm_served import ServedVllm, make_model
+from tests.support.vllm_served import DISK_BYTES, ServedVllm, make_model
+from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.vllm,
@@ -21,6 +23,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
 ]
 NUM_TALKS, NUM_TOKENS = 8, 200
+NUM_SEEDS = 5
+KILL_ROUNDS, LONG_KILL_ROUNDS, SEEDS_PER_KILL = 3, 50, 4
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +32,27 @@ def models(tmp_path_factory):
     """Two folders with weights of the same shape."""
     folder = tmp_path_factory.mktemp("models")
     return [make_model(folder / name, seed) for seed, name in enumerate(("one", "two"))]
+
+
+@pytest.fixture(scope="module")
+def kill_seeds(request):
+    """For each kill, those of the prompts that are asked meanwhile."""
+    num_rounds = LONG_KILL_ROUNDS if request.config.getoption("--long") else KILL_ROUNDS
+    return [range(at, at + SEEDS_PER_KILL) for at in range(100, 100 + num_rounds * SEEDS_PER_KILL, SEEDS_PER_KILL)]
+
+
+@pytest.fixture(scope="module")
+def alone(models, kill_seeds):
+    """What vLLM answers without the tier, by the prompts' seed."""
+    server = ServedVllm(models[0], None)
+    try:
+        server.start()
+        one_by_one = ids([server.ask(prompt) for prompt in prompts(0)])
+        answers = {seed: ids(server.ask_all(prompts(seed))) for seed in chain(range(NUM_SEEDS), *kill_seeds)}
+    finally:
+        server.kill()
+    assert answers[0] == one_by_one, "answers depend on what else is computed: nothing could be compared"
+    return answers
 
 
 @pytest.fixture
@@ -71,37 +96,44 @@ def restart(*servers):
         server.wait()
 
 
-def test_answers_are_equal_and_hits_return_after_kills_and_other_weights_find_none(serve, models, request, tmp_path):
+def test_answers_are_equal_and_hits_return_after_kills_and_other_weights_find_none(
+    serve, models, alone, kill_seeds, tmp_path
+):
     model = Path(shutil.copytree(models[0], tmp_path / "model"))
     server = serve(model, tmp_path / "store")
     server.start()
     asked = prompts(0)
     computed = [server.ask(prompt) for prompt in asked]
-    assert cached(computed) == [0] * NUM_TALKS
+    assert cached(computed) == [0] * NUM_TALKS and ids(computed) == alone[0]
     settle()
     server.kill()
 
-    draw = random.Random(1)
-    for round_number in range(50 if request.config.getoption("--long") else 3):
+    draw, file = random.Random(1), tmp_path / "store" / "blocks" / "data.mdb"
+    for round_number, seeds in enumerate(kill_seeds):
         server.start()
         again = server.ask_all(asked)
-        assert ids(again) == ids(computed), f"round {round_number}"
+        assert ids(again) == alone[0], f"round {round_number}"
         assert all(one >= NUM_TOKENS - 64 for one in cached(again)), f"round {round_number}: {again}"
-        with ThreadPoolExecutor(NUM_TALKS) as threads:  # new ones, in the middle of which it is killed
-            for prompt in prompts(100 + round_number):
+        settle()
+        changed = file.stat().st_mtime_ns
+        with ThreadPoolExecutor(NUM_TALKS) as threads:  # new ones, in the middle of whose stores it is killed
+            for prompt in chain.from_iterable(map(prompts, seeds)):
                 threads.submit(server.ask, prompt)
+            wait_until(lambda before=changed: file.stat().st_mtime_ns != before)
             time.sleep(draw.random())
             server.kill()
 
     server.start()
-    assert ids([server.ask(prompt) for prompt in asked]) == ids(computed), "one by one"
+    assert ids([server.ask(prompt) for prompt in asked]) == alone[0], "one by one"
+    for seed in chain.from_iterable(kill_seeds):
+        assert ids(server.ask_all(prompts(seed))) == alone[seed], f"{seed}: asked when it was killed"
     server.kill()
 
     shutil.copy(models[1] / "model.safetensors", model / "model.safetensors")
     server.start()
     others = [server.ask(prompt) for prompt in asked[:3]]
     assert cached(others) == [0] * 3
-    assert ids(others) != ids(computed[:3])
+    assert ids(others) != alone[0][:3]
 
 
 def test_models_and_tenants_find_their_own_in_one_store(serve, models, tmp_path):
@@ -111,6 +143,7 @@ def test_models_and_tenants_find_their_own_in_one_store(serve, models, tmp_path)
     computed = one.ask_all(asked)
     salted = one.ask(asked[0], cache_salt="a tenant")
     assert salted == computed[0] == (salted[0], 0), "another salt hits nothing, and changes no answer"
+    assert one.metric("vllm:kvstore_disk_capacity_bytes") == DISK_BYTES and one.metric("vllm:kvstore_degraded") == 0
     settle()
     one.kill()
     two.start()
@@ -143,11 +176,26 @@ def test_two_are_served_at_once_from_two_stores_and_a_third_on_one_of_them_is_re
     assert all(all(cached(one)) for one in again)
 
 
-def test_flipped_bits_in_the_data_file_change_no_answer(serve, models, tmp_path):
+def test_two_workers_share_a_store_and_one_worker_finds_nothing_in_it(serve, models, tmp_path):
+    asked = prompts(0)
+    server = serve(models[0], tmp_path / "store", num_ranks=2)
+    server.start()
+    computed = server.ask_all(asked)
+    settle()
+    restart(server)
+    again = server.ask_all(asked)
+    assert ids(again) == ids(computed) and all(cached(again))
+    server.kill()
+    single = serve(models[0], tmp_path / "store")
+    single.start()
+    assert cached([single.ask(prompt) for prompt in asked]) == [0] * NUM_TALKS
+
+
+def test_flipped_bits_in_the_data_file_change_no_answer(serve, models, alone, tmp_path):
     server = serve(models[0], tmp_path / "store")
     server.start()
     asked = prompts(0)
-    computed = server.ask_all(asked)
+    server.ask_all(asked)
     settle()
     server.kill()
     file = tmp_path / "store" / "blocks" / "data.mdb"
@@ -156,11 +204,11 @@ def test_flipped_bits_in_the_data_file_change_no_answer(serve, models, tmp_path)
         data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
     file.write_bytes(data)
     server.start()
-    assert ids(server.ask_all(asked)) == ids(computed)
+    assert ids(server.ask_all(asked)) == alone[0]
     server.ask_all(prompts(1))
     settle()
     restart(server)
-    assert ids(server.ask_all(asked)) == ids(computed)
+    assert ids(server.ask_all(asked)) == alone[0]
 
 
 @pytest.fixture
@@ -176,18 +224,24 @@ def small_disk(tmp_path):
         holder.stdin.close()
 
 
-def test_a_full_disk_and_a_read_only_one_change_no_answer(serve, models, tmp_path, small_disk):
+def test_a_full_disk_and_a_read_only_one_change_no_answer(serve, models, alone, tmp_path, small_disk):
     server = serve(models[0], tmp_path / "disk" / "store", within=small_disk)
     server.start()
-    asked = prompts(0)
-    computed = [server.ask(prompt) for prompt in asked]
-    for seed in range(1, 5):  # 2 MiB each
-        assert len(ids(server.ask_all(prompts(seed)))) == NUM_TALKS
+    for seed in range(NUM_SEEDS):  # 2 MiB each
+        assert ids(server.ask_all(prompts(seed))) == alone[seed]
     settle()
     restart(server)
-    # Of eight at once on so small a disk some are dropped, and these may be the last ones.
-    again = [server.ask(prompt) for seed in (2, 3, 1, 4, 0) for prompt in prompts(seed)]
-    assert ids(again[-NUM_TALKS:]) == ids(computed) and any(cached(again))
+    again = {seed: [] for seed in range(NUM_SEEDS)}
+    for i in range(NUM_TALKS):  # some of each, before these evict what is there
+        for seed, answers in again.items():
+            answers.append(server.ask(prompts(seed)[i]))
+    assert {seed: ids(answers) for seed, answers in again.items()} == {seed: alone[seed] for seed in again}
+    assert any(num_tokens for answers in again.values() for num_tokens in cached(answers))
+    other = tmp_path / "disk" / "another program's"
+    filled = subprocess.run([*small_disk, "dd", "if=/dev/zero", f"of={other}"], capture_output=True, text=True)
+    assert "No space left" in filled.stderr
+    for seed in range(NUM_SEEDS):
+        assert ids(server.ask_all(prompts(seed))) == alone[seed], f"{seed}, after another program has filled the disk"
     server.kill()
     subprocess.run([*small_disk, "mount", "-o", "remount,ro", str(tmp_path / "disk")], check=True)
     server.launch()
