@@ -315,8 +315,7 @@ class _Upkept:
 
     def flush(self, timeout_s: float | None) -> bool:
         parts = self.parts
-        is_done = parts.wait_until(lambda: parts.store.is_idle or parts.degraded is not None, timeout_s)
-        if not is_done or parts.degraded is not None or parts.disk is None:
+        if not parts.wait_for_flight(timeout_s) or parts.degraded is not None or parts.disk is None:
             return False
         try:
             parts.disk.sync()

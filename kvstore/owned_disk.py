@@ -170,9 +170,7 @@ class OwnedDisk:
 
     def flush(self) -> None:
         """Wait until all that was taken before is durable; the engines may go on storing. Raises DegradedError."""
-        with self._lock:
-            has_ended = self._store.fence()
-        self._upkeep.flush(has_ended)
+        self._upkeep.flush()
 
     def stats(self) -> dict[str, Any]:
         """Parts `disk`, `store` and `policy` of `Engine.stats()`, and `lost`."""

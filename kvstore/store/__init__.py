@@ -9,6 +9,7 @@ One thread. It moves no bytes itself and, except for `assembly`, loads no torch.
 - `disk_health`: whether the disk can be written, and when that is tried again
 - `disk_space`: what leaves the disk: evicted, deleted or lost
 - `elsewhere`: prompts that another server computes, and who waits for them
+- `fence`: what was in flight at one moment, and whether it has ended
 - `history`: what a store remembers of its own traffic: times and lengths
 - `host_blocks`: the disk without tiers above it, for a host with memory of its own (`kvstore.block_store`)
 - `host_conversations`: whose blocks such a host writes and asks for

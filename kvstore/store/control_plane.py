@@ -20,6 +20,7 @@ from kvstore.policy.planner import Planner
 from kvstore.policy.steering import Steering
 from kvstore.stats import StoreStats
 from kvstore.store.deletion import Deletion
+from kvstore.store.fence import Stage
 from kvstore.store.matching import Matcher, choose
 from kvstore.store.prefetch import Prefetcher
 from kvstore.store.remote import RemoteBlocks
@@ -47,19 +48,10 @@ class KVStore:
     """disk, remote: None without such a tier. copy: copies bytes within the arena."""
 
     def __init__(
-        self,
-        cpu: CpuTier,
-        io: IoQueue,
-        disk: WriteBack | None,
-        transfers: Transfers,
-        identity: Identity,
-        planner: Planner,
-        copy: Callable[[Sequence[Piece]], None],
-        stats: StoreStats,
-        clock: Callable[[], float],
-        steering: Steering,
-        remote: RemoteBlocks | None = None,
-    ) -> None:
+        self, cpu: CpuTier, io: IoQueue, disk: WriteBack | None, transfers: Transfers, identity: Identity,
+        planner: Planner, copy: Callable[[Sequence[Piece]], None], stats: StoreStats, clock: Callable[[], float],
+        steering: Steering, remote: RemoteBlocks | None = None,
+    ) -> None:  # fmt: skip
         self.remote = remote
         self.cpu, self.disk, self.stats, self.steering, self.planner = cpu, disk, stats, steering, planner
         self._io, self._transfers, self._clock = io, transfers, clock
@@ -133,10 +125,9 @@ class KVStore:
         return self.steps.plan(spans, self._transfers.can_save)
 
     def poll(self, reads_ahead: bool = True) -> bool:
-        """Collect what worker threads have finished.
+        """Collect what worker threads have finished. Returns whether there was anything.
 
-        Returns whether there was anything. reads_ahead: also start reads for waiting requests, which examines all of
-        them.
+        reads_ahead: also start reads for waiting requests, which examines all of them.
         """
         self.saver.name_full_blocks()
         self.ended += [*self._transfers.completed(), *self._io.completed()]
@@ -185,9 +176,8 @@ class KVStore:
         return planned.chain, planned.lineage
 
     def prefetch(self, content: ChainContent) -> None:
-        """Read blocks of this chain that are only on disk, while nobody waits for reads.
-
-        Its conversation is kept for a while, so that they are still in memory when the user presses enter.
+        """Read blocks of this chain that are only on disk, while nobody waits for reads, and keep its conversation for
+        a while, so that they are still in memory when the user presses enter.
         """
         if (self.disk is None and self.remote is None) or not self.cpu.keep:
             return
@@ -218,14 +208,19 @@ class KVStore:
         if self.disk is not None:
             self.disk.finish()
 
+    def stages(self) -> list[Stage]:
+        """Steps and splices; writes and deletions; what the remote tier gets of it."""
+        disk = [] if self.disk is None else [self.disk.queue.in_flight, self.disk.contents.removing.keys]
+        remote = [] if self.remote is None else self.remote.stages()
+        return [self.steps.by_ticket.keys, self.splicer.running, *disk, *remote]
+
     @property
     def is_idle(self) -> bool:
         """Whether nothing is in flight or waiting to be written."""
-        if self.steps.by_ticket or self.ended or not self.splicer.is_idle:
+        if self.steps.by_ticket or self.ended or self.splicer.running():
             return False
-        if self.remote is not None and not self.remote.is_idle:
-            return False
-        return self.disk.is_drained if self.disk else self._io.is_idle
+        is_drained = self.disk.is_drained if self.disk else self._io.is_idle
+        return is_drained and (self.remote is None or self.remote.is_idle)
 
     def as_dict(self) -> dict[str, object]:
         """Gauges and counters."""

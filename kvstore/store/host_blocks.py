@@ -15,6 +15,7 @@ from kvstore.disk.tier import DiskTier
 from kvstore.policy.planner import Planner
 from kvstore.policy.steering import Steering
 from kvstore.stats import StoreStats
+from kvstore.store.fence import Stage
 from kvstore.store.host_conversations import HostConversations
 from kvstore.store.host_reads import HostReads
 from kvstore.store.host_writes import HostWrites, Tickets
@@ -111,11 +112,9 @@ class HostBlocks:
         """Prepare for closing."""
         self.disk.finish()
 
-    def fence(self) -> Callable[[], bool]:
-        """What says whether all writes and deletions up to now have ended; others may come meanwhile."""
-        last, removing = self.tickets.last, self.disk.contents.removing
-        doomed = frozenset(removing)
-        return lambda: self.tickets.have_ended(last) and doomed.isdisjoint(removing)
+    def stages(self) -> Sequence[Stage]:
+        """Writes, chains that are to be forgotten once the index has come, and deletions."""
+        return (lambda: self.tickets.running, lambda: self._to_forget, lambda: self.disk.contents.removing)
 
     @property
     def is_idle(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass, field
 
 from kvstore.blocks.ids import BlockId
@@ -40,13 +40,9 @@ class Tickets:
         return bool(self._since or self._finished)
 
     @property
-    def last(self) -> int:
-        """The ticket that was handed out last; 0: none was."""
-        return self._num
-
-    def have_ended(self, last: int) -> bool:
-        """Whether all tickets up to this one have ended, collected or not."""
-        return next(iter(self._since), last + 1) > last
+    def running(self) -> Collection[int]:
+        """Tickets that have not ended."""
+        return self._since.keys()
 
     def begin(self) -> int:
         self._num += 1

@@ -18,6 +18,7 @@ from kvstore.policy.steering import Steering
 from kvstore.stats import Histogram, StoreStats
 from kvstore.store.control_plane import KVStore, Transfers
 from kvstore.store.deletion import Deletion
+from kvstore.store.fence import Fence, Stage
 from kvstore.store.learned import Learned
 from kvstore.store.progress import StoreProgress
 from kvstore.store.write_back import WriteBack
@@ -59,6 +60,10 @@ class ControlPlane(Protocol):
 
     @property
     def is_idle(self) -> bool: ...
+
+    def stages(self) -> Sequence[Stage]:
+        """What is in flight, or waits to be written, in the order in which it goes on: see `Fence`."""
+        ...
 
     def poll(self) -> bool: ...
 
@@ -102,6 +107,15 @@ class DiskParts(Generic[S]):
                 return is_so()
 
         return self.progress.wait_until(polled, self.io.hurry, timeout_s)
+
+    def wait_for_flight(self, timeout_s: float | None) -> bool:
+        """Wait until all that is in flight now has ended, or the disk cannot be written. Returns False after the
+        timeout, or when the store was closed.
+        """
+        with self.lock:
+            self.store.poll()
+            fence = Fence(self.store.stages())
+        return self.wait_until(lambda: self.degraded is not None or fence.has_ended(), timeout_s)
 
     def write_learned(self) -> None:
         self.learned.write(self.store.steering, self.store.planner, self.lock)

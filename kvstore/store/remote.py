@@ -18,6 +18,7 @@ from kvstore.remote.prefill import PrefillServer
 from kvstore.remote.tier import Asked, PutsDone, RemoteDone, RemoteTier
 from kvstore.stats import StoreStats
 from kvstore.store.elsewhere import Elsewhere
+from kvstore.store.fence import Stage
 from kvstore.store.prefetch import Prefetcher
 from kvstore.store.reads import DiskReads
 from kvstore.store.remote_contents import RemoteContents
@@ -164,9 +165,13 @@ class RemoteBlocks:
         """Why the tier does not answer; None if it does."""
         return self._source.tier.breaker.error
 
+    def stages(self) -> list[Stage]:
+        """Chains that wait to be stored; what the tier has been given, and deletions."""
+        return [self.stores.waiting, lambda: [*self.stores.running, *self.deletes.in_flight()]]
+
     @property
     def is_idle(self) -> bool:
-        return self.stores.is_drained and self.deletes.is_drained and not self._ended and not self.reads
+        return self.stores.is_drained and not self.deletes.in_flight() and not self._ended and not self.reads
 
     def as_dict(self) -> dict[str, object]:
         return {

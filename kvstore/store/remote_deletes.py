@@ -41,7 +41,6 @@ class RemoteDeletes:
         """Whether some of these are not deleted yet."""
         return not (self._waiting.keys().isdisjoint(block_ids) and self._running.isdisjoint(block_ids))
 
-    @property
-    def is_drained(self) -> bool:
-        """Whether none is running, and none is waiting that could be handed over."""
-        return not self._running and (not self._waiting or self._tier.is_refusing)
+    def in_flight(self) -> set[BlockId]:
+        """Those that run, and those that could be handed over."""
+        return self._running if self._tier.is_refusing else self._running | self._waiting.keys()

@@ -7,7 +7,7 @@ is offered whenever one of its requests ends, so what was dropped once is stored
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -147,7 +147,16 @@ class RemoteStores:
         """The number of offered blocks that were not handed over yet."""
         return sum(offer.end - offer.next for offer in self._offers)
 
+    def waiting(self) -> Collection[Offer]:
+        """Those that could be handed over."""
+        return () if self._tier.is_refusing else self._offers
+
+    @property
+    def running(self) -> Collection[int]:
+        """The numbers of batches that the tier has."""
+        return self._batches.keys()
+
     @property
     def is_drained(self) -> bool:
         """Whether nothing is in flight, and nothing is waiting that could be handed over."""
-        return not self._batches and (not self._offers or self._tier.is_refusing)
+        return not self._batches and not self.waiting()

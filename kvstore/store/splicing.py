@@ -6,7 +6,7 @@ any place in a block and is rotated when it is loaded there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -184,6 +184,6 @@ class Splicer:
         for arena_block in reversed([*arena_blocks]):
             self._cpu.release(arena_block)
 
-    @property
-    def is_idle(self) -> bool:
-        return not self._jobs
+    def running(self) -> Collection[int]:
+        """The numbers of jobs that have not ended."""
+        return self._jobs.keys()

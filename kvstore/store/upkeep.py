@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvstore.blocks.ids import BlockId
@@ -49,12 +49,9 @@ class TieredUpkeep:
         with self._parts.lock:
             return remote.num_shared(chain)
 
-    def flush(self, has_ended: Callable[[], bool] | None = None) -> None:
-        """has_ended: what is waited for, asked with the lock; None: until nothing is in flight."""
+    def flush(self) -> None:
         parts = self._parts
-        parts.wait_until(
-            lambda: parts.degraded is not None or (parts.store.is_idle if has_ended is None else has_ended()), None
-        )
+        parts.wait_for_flight(None)
         if parts.progress.closed:
             raise StoreError("the store was closed; what was not on disk by then is computed again")
         if parts.degraded is not None:

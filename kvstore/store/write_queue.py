@@ -59,6 +59,10 @@ class WriteQueue:
         """Give the writer times of last use, which go along with the next transaction."""
         self._io.submit_touched(touched)
 
+    def in_flight(self) -> set[int]:
+        """Arena blocks that are dirty or that the writer has."""
+        return self.submitted.union(self.dirty)
+
     @property
     def is_drained(self) -> bool:
         """Whether nothing is dirty, or on its way to or from the disk."""

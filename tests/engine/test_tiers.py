@@ -3,8 +3,11 @@
 Greedy and float32 where tokens are compared; an engine without tiers is what they are compared with.
 """
 
+import itertools
 import random
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -31,7 +34,7 @@ from tests.support.engines import (
 )
 from tests.support.faults import before_each_save, disk_that
 from tests.support.models import make_model
-from tests.support.waiting import wait_until
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 # Rotation in halves, interleaved, partial; per layer type; not in every layer; sliding windows; sinks.
 NAMES = ["Llama", "Qwen3", "Mistral", "Gemma3", "SmolLM3", "Glm4", "GPTNeoX", "GptOss", "Cohere2"]
@@ -438,3 +441,34 @@ def test_invariant_8_what_is_stored_is_closed_under_parents(model, plain, store,
                 assert got == plain(prompt, 20)[: len(got)]
             settle(engine)
             check_closed(engine, {engine.root("")})
+
+
+def test_a_flush_ends_while_requests_go_on_and_the_disk_is_slow(tmp_path, store):
+    """A fence in time: what is written behind it is not waited for, else it would never end under load."""
+    write, ends, times = kvstore.disk.tier.DiskTier.write, threading.Event(), []
+
+    def slow(*arguments):
+        times.append(time.monotonic())
+        time.sleep(0.05)
+        return write(*arguments)
+
+    def keep_asking(engine: Engine, seed: int) -> None:
+        for number in itertools.count(1000 * seed):
+            ask(engine, tokens(number, 60), 40)
+            if ends.is_set():
+                return
+
+    sizes = {"hbm": "16MiB", "cpu": "64MiB", "disk": "256MiB"}
+    opened = open_engine(save_model(tmp_path), store, **sizes)
+    with disk_that(write=slow), opened as engine, ThreadPoolExecutor() as threads:
+        asking = [threads.submit(keep_asking, engine, seed) for seed in range(1, 5)]
+        try:
+            wait_until(lambda: len(times) > 8)
+            chain = chain_of(engine, prompt := tokens(7, 64))
+            ask(engine, prompt, 2)
+            threads.submit(engine.flush).result(TIMEOUT_S)
+            on_disk = engine.connector.parts.store.disk.contents
+            assert all(map(on_disk.contains, chain))
+            assert not any(one.done() for one in asking)
+        finally:
+            ends.set()

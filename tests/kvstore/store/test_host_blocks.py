@@ -12,6 +12,7 @@ from kvstore.disk.tier import DiskTier
 from kvstore.policy.planner import Planner
 from kvstore.policy.steering import Steering
 from kvstore.stats import StoreStats
+from kvstore.store.fence import Fence
 from kvstore.store.host_blocks import HostBlocks
 from tests.support.store.host import chain, payload
 from tests.support.waiting import wait_until
@@ -61,9 +62,9 @@ def test_what_comes_after_a_fence_is_not_waited_for(names_and_store):
         assert store.write(names.record(*keys[name], None, 0, time.time()), memoryview(payload(*keys[name])), name)
 
     write("ada")
-    has_ended = store.fence()
-    assert not has_ended()
+    fence = Fence(store.stages())
+    assert not fence.has_ended()
     store.end_request("ada", names.ids(keys["ada"]))
-    wait_until(lambda: store.poll() or has_ended())
+    wait_until(lambda: store.poll() or fence.has_ended())
     write("bob")
-    assert has_ended() and not store.is_idle and not store.fence()()
+    assert fence.has_ended() and not store.is_idle and not Fence(store.stages()).has_ended()

@@ -27,7 +27,7 @@ def test_what_is_confirmed_is_gone(shared, tier):
     shared.blocks = dict.fromkeys(IDS, b"")
     deletes = RemoteDeletes(tier)
     deletes.add(IDS[:3])
-    assert not deletes.is_drained and IDS[0] in deletes and IDS[3] not in deletes
+    assert deletes.in_flight() and IDS[0] in deletes and IDS[3] not in deletes
     shared.may_answer.clear()
     deletes.pump()
     deletes.add(IDS[3:4])
@@ -37,7 +37,7 @@ def test_what_is_confirmed_is_gone(shared, tier):
     assert not deletes.has_some(set(IDS[:3])) and deletes.has_some(set(IDS))
     deletes.pump()
     deletes.done(*ended(tier, DeleteDone))
-    assert deletes.is_drained and set(shared.blocks) == {IDS[4]}
+    assert not deletes.in_flight() and set(shared.blocks) == {IDS[4]}
 
 
 def test_what_fails_is_tried_again_when_it_answers(shared, tier):
@@ -48,15 +48,15 @@ def test_what_fails_is_tried_again_when_it_answers(shared, tier):
     deletes.pump()
     deletes.done(*ended(tier, DeleteDone))
     assert deletes.has_some({IDS[0]}), "it is not forgotten"
-    assert deletes.is_drained, "but nothing can be done about it now"
+    assert not deletes.in_flight(), "but nothing can be done about it now"
     deletes.pump()
     assert tier.completed() == []
     shared.fails = None
     wait_until(lambda: not tier.breaker.is_open)
-    assert not deletes.is_drained
+    assert deletes.in_flight()
     deletes.pump()
     deletes.done(*ended(tier, DeleteDone))
-    assert deletes.is_drained and not shared.blocks and not deletes.has_some(set(IDS))
+    assert not deletes.in_flight() and not shared.blocks and not deletes.has_some(set(IDS))
 
 
 def test_what_waits_is_bounded_and_the_oldest_is_left_to_its_time_to_live(shared, tier):
