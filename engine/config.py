@@ -21,7 +21,7 @@ from kvstore.remote.names import fleet_secret
 MIN_SILENCE_S = 2.0  # of the engine's process before it counts as hung; a shorter silence may be chance
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POLICIES = ("fcfs", "priority")
-EXECUTORS = ("here", "torchrun")
+EXECUTORS = ("here", "ray", "torchrun")
 EVICTIONS = ("auto", "fifo", "lru", "return")
 
 
@@ -90,7 +90,7 @@ class EngineConfig:
     tensor_parallel_size: int = setting(1, "processes that share each layer's weights and KV heads", low=1, high=64)
     pipeline_parallel_size: int = setting(1, "processes, or groups of them, that share the layers", low=1, high=64)
     distributed_executor: str = setting(
-        "here", "who starts these processes: here, this one, or torchrun, on any number of machines",
+        "here", "who starts these processes: here, this one; ray or torchrun, on any number of machines",
         among=EXECUTORS,
     )  # fmt: skip
     # Of one of several engines behind one front, which `RemoteEngine` sets: no flags.

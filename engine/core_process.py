@@ -19,11 +19,11 @@ from kvstore.disk.directory import StoreDirectory
 from kvstore.engine.config import EngineConfig
 from kvstore.engine.process.channel import Channel
 from kvstore.engine.process.core import CoreServer
+from kvstore.engine.process.life import TERM_GRACE_S
 from kvstore.engine.process.pulse import SLOW_FACTOR, Heart
 from kvstore.engine.process.wire import Hello, NotStarted, Start, decode_start, encode, failure_of
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-TERM_GRACE_S = 10  # how long to wait for the front after SIGTERM before ending
 
 
 def die_with_parent(parent: int, name: bytes = b"kvstore-core") -> None:

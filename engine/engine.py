@@ -41,7 +41,8 @@ class Engine(Front):
     tensor_parallel_size: how many processes share each layer's weights and KV heads. pipeline_parallel_size: how many
         processes, or groups of tensor_parallel_size, share the layers. This process is one of them, and each has its
         own hbm. When one ends, EngineDiedError is raised until another Engine is opened. distributed_executor: "here"
-        starts them, and "torchrun" has started them, this one as rank 0; see docs/parallel.md.
+        starts them, "ray" has them started by the cluster of this machine, and "torchrun" has started them, this one as
+        rank 0; see docs/parallel.md.
 
     Raises ConfigError, ModelError, UnsupportedModelError, StoreError or StoreLockedError. A context manager.
     """

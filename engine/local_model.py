@@ -18,6 +18,7 @@ from kvstore.engine.model.parallel.group import part_of_process
 from kvstore.engine.model.probe import intercept
 from kvstore.engine.ranks.door import PURPOSE
 from kvstore.engine.ranks.launch import started_here
+from kvstore.engine.ranks.on_ray import others_on_ray
 from kvstore.engine.ranks.ranks import Ranks
 from kvstore.engine.ranks.torchrun import RankPlace, num_processes_here, others_by_torchrun
 from kvstore.engine.text.chat_template import ChatTemplate
@@ -59,6 +60,7 @@ def open_model(config: EngineConfig, ranks: Ranks | None) -> OpenedModel:
         if ranks is not None and part is not None:
             ranks.wait_loaded()
             part.join(ranks.rendezvous, ranks.host)
+            ranks.when_one_ends(part.cut)
         model = intercept(loaded.model, loaded.max_model_len, True, part)
         num_processes = num_processes_here(config, os.environ)
         num_blocks = num_hbm_blocks(model, limits, config.tiers.hbm, has_graphs, has_store, num_processes)
@@ -109,6 +111,8 @@ def open_ranks(config: EngineConfig, silence_s: float) -> Iterator[Ranks]:
     if config.distributed_executor == "torchrun":
         place, key = RankPlace.of(os.environ), fleet_secret(config.tiers.fleet_secret_file).derived(PURPOSE)
         launching = others_by_torchrun(place, key, arguments, silence_s)
+    elif config.distributed_executor == "ray":
+        launching = others_on_ray(arguments, silence_s, torch.get_num_threads())
     else:
         torch.set_num_threads(max(1, torch.get_num_threads() // size))
         launching = started_here(arguments, silence_s, {"OMP_NUM_THREADS": str(torch.get_num_threads())})

@@ -10,6 +10,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Self
 
@@ -34,25 +35,30 @@ class Door:
         try:
             family, _, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             self._socket = socket.create_server(where[:2], family=family)
+            self._socket.settimeout(AGAIN_S)
         except OSError as error:
             raise ConfigError(f"ranks cannot be waited for at {host}: {error}") from error
         self.host, self.port = host, self._socket.getsockname()[1]
 
-    def others(self, size: int, timeout_s: float) -> dict[int, dict[int, socket.socket]]:
-        """Wait until all other ranks have come. Returns their connections by rank and use.
+    def others(
+        self, size: int, timeout_s: float, check: Callable[[], object] = lambda: None
+    ) -> dict[int, dict[int, socket.socket]]:
+        """Wait until all other ranks have come. Returns their connections by rank and use. check: called meanwhile.
 
-        Raises EngineDiedError, which names those that have not come in time.
+        Raises EngineDiedError, which names those that have not come in time, and what `check` raises.
         """
         found: dict[int, dict[int, socket.socket]] = {rank: {} for rank in range(1, size)}
         end = time.monotonic() + timeout_s
         try:
             while missing := [rank for rank, each in found.items() if len(each) < len(KINDS)]:
-                self._socket.settimeout(max(end - time.monotonic(), 0.001))
                 try:
                     connection, _ = self._socket.accept()
                 except TimeoutError:
-                    raise EngineDiedError(self._who_is_missing(missing, size, timeout_s)) from None
-                self._let_in(connection, found)
+                    if time.monotonic() > end:
+                        raise EngineDiedError(self._who_is_missing(missing, size, timeout_s)) from None
+                    check()
+                else:
+                    self._let_in(connection, found)
         except BaseException:
             for each in found.values():
                 for one in each.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from kvstore.engine.process.channel import Channel
@@ -24,6 +24,7 @@ class FarRank:
         self.rank = start.rank
         self._connections = connections
         self._has_ended = threading.Event()
+        self._ended: Callable[[], object] = lambda: None
         pulse = os.dup(connections[PULSE].fileno())
         self.line = RankLine(Channel(socket.socket(fileno=os.dup(connections[CHANNEL].fileno()))))
         self.pulse = Pulse(start.silence_s, self._end_hung, reader=pulse, ended=self._end)
@@ -33,10 +34,17 @@ class FarRank:
     def _end(self, how: str = "its connection has ended") -> None:
         self.line.how = self.line.how or how
         self._has_ended.set()
+        self._ended()
 
     def _end_hung(self) -> None:
         self._end(f"no sign of life for {self.pulse.silent_s:g} s")
         self.kill()
+
+    def when_ended(self, call: Callable[[], object]) -> None:
+        """Call this when the rank has ended: the process may be there still, with its connections to other ranks."""
+        self._ended = call
+        if self._has_ended.is_set():
+            call()
 
     def kill(self) -> None:
         """End the connections, at which the process ends."""

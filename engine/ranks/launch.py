@@ -58,9 +58,10 @@ def started_here(
 @contextmanager
 def awaited(
     door: Door, arguments: Sequence[Mapping[str, Any]], silence_s: float, rendezvous: str,
-    invite: Callable[[Door], object],
+    invite: Callable[[Door], object], check: Callable[[], object] = lambda: None,
 ) -> Iterator[Launch]:  # fmt: skip
-    """Wait for ranks that others start. They end with this context. invite: tells them where the door is.
+    """Wait for ranks that others start. They end with this context. invite: tells them where the door is. check: called
+    while one is missing; may raise.
 
     Raises EngineDiedError if one does not come in time: ten times the silence that is allowed to a rank that runs.
     """
@@ -68,7 +69,7 @@ def awaited(
     with ExitStack() as opened:
         with door:
             invite(door)
-            found = door.others(size, SLOW_FACTOR * silence_s)
+            found = door.others(size, SLOW_FACTOR * silence_s, check)
         others: list[FarRank] = []
         for rank, each in enumerate(arguments, 1):
             others.append(FarRank(StartRank(rank, size, None, silence_s, rendezvous, dict(each)), found[rank]))

@@ -114,8 +114,8 @@ def _run_engine(
 def _be_rank(arguments: Mapping[str, Any], silence_s: float, environment: Mapping[str, str]) -> None:
     """If torchrun says that this is another rank than the first, be that until it ends."""
     from kvstore.engine.process.pulse import SLOW_FACTOR
-    from kvstore.engine.rank_process import run_far_rank
     from kvstore.engine.ranks.door import PURPOSE
+    from kvstore.engine.ranks.elsewhere import run_by_torchrun
     from kvstore.engine.ranks.torchrun import RankPlace
     from kvstore.remote.names import fleet_secret
 
@@ -123,7 +123,7 @@ def _be_rank(arguments: Mapping[str, Any], silence_s: float, environment: Mappin
     place.check(arguments["tensor_parallel_size"] * arguments["pipeline_parallel_size"])
     if place.rank:
         key = fleet_secret(arguments["cache_tiers"].fleet_secret_file).derived(PURPOSE)
-        run_far_rank(place, key, SLOW_FACTOR * silence_s)
+        run_by_torchrun(place, key, SLOW_FACTOR * silence_s)
 
 
 if __name__ == "__main__":

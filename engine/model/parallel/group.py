@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +18,7 @@ from kvstore.engine.model.parallel.stores import store_at
 from kvstore.errors import EngineDiedError
 
 MAX_SENDS = 4  # tensors on their way to other ranks; with more than these and than ranks, `send` waits for the oldest
+CUT_TAG, AT_ONCE = 1, timedelta(milliseconds=1)  # tag 0 is of `send`
 TIMEOUT = timedelta(days=1)  # long, because a rank that hangs is found by its pulse, which ends the others' wait
 
 
@@ -31,6 +32,10 @@ class Group(Protocol):
         """Connect to the others; returns when all have come. rendezvous: the same for all ranks of a model, see
         `kvstore.engine.model.parallel.stores`. host: address of this machine for the others; None: all are on one.
         """
+        ...
+
+    def cut(self) -> None:
+        """End what this rank waits for, now and later, with EngineDiedError. Any thread may call it."""
         ...
 
     def sum(self, part: Tensor) -> Tensor:
@@ -72,6 +77,12 @@ class Part:
             if group is not None:
                 group.join(rendezvous, host)
 
+    def cut(self) -> None:
+        """Cut the groups, as in `Group.cut`."""
+        for group in (self.group, self.pipe):
+            if group is not None:
+                group.cut()
+
     def least(self, number: int) -> int:
         """The least of the numbers that all ranks give."""
         for group in (self.group, self.pipe):
@@ -98,6 +109,10 @@ class ProcessGroup:
             store = store_at(str(rendezvous), self._name, self.size)
             self._own = _gloo(store, self.rank, self.size, host or "127.0.0.1")
         self.sum(torch.zeros(1))  # returns when all are connected
+
+    def cut(self) -> None:
+        with suppress(RuntimeError):  # gloo closes all its connections when the wait for one message has timed out
+            self._own.recv([torch.zeros(1)], int(self.rank == 0), CUT_TAG).wait(AT_ONCE)
 
     def sum(self, part: Tensor) -> Tensor:
         part = part.contiguous()

@@ -1,6 +1,6 @@
 """Ranks on several machines, which are processes of this one: no rank has a share of another one's memory.
 
-`--long` has torchrun start four on two machines, and kills the first.
+`--long` has torchrun start four on two machines, and kills or stops each kind.
 """
 
 import signal
@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from kvstore import SamplingParams
+from kvstore.engine import local_core
 from kvstore.engine.config import EngineConfig
 from kvstore.engine.ranks.torchrun import num_processes_here
 from kvstore.errors import ConfigError, EngineDiedError
@@ -26,6 +27,7 @@ from tests.support.service.serving import KEY
 from tests.support.waiting import wait_until
 
 MODEL = {"tokenizer": True}
+SILENCE_S = 10.0  # a busy machine lets no process wait so long
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
 PROMPTS = [tokens(seed, 30 + 9 * seed) for seed in range(6)]
 SECRET = {"KVSTORE_FLEET_SECRET": "the secret of this fleet, 32 characters"}
@@ -85,6 +87,28 @@ def test_the_end_of_a_rank_elsewhere_ends_the_engine_and_the_others(model, tmp_p
             ask(engine, PROMPTS[1])
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rank_elsewhere_that_hangs_ends_the_engine_after_its_silence(model, tmp_path, monkeypatch, size):
+    """Its process is there still, with its connections, which nobody here can end: this rank stops to wait for it."""
+    monkeypatch.setattr(local_core, "SILENCE_S", SILENCE_S)
+    with (
+        other_rank(model, SIZES[size], monkeypatch, tmp_path / "log") as other,
+        open_engine(model, distributed_executor="torchrun", **SIZES[size]) as engine,
+    ):
+        handle = engine.submit(PROMPTS[2], LONG)
+        wait_until(lambda: handle.pieces)
+        other.send_signal(signal.SIGSTOP)
+        with pytest.raises(EngineDiedError):
+            list(engine.stream(handle))
+            ask(engine, PROMPTS[1])  # if the answer had come to its end before the signal
+        with pytest.raises(EngineDiedError, match=rf"rank 1 of 2 ended \(no sign of life for {SILENCE_S:g} s\)"):
+            ask(engine, PROMPTS[1])
+        engine.close()
+        assert psutil.Process(other.pid).status() == psutil.STATUS_STOPPED
+        other.send_signal(signal.SIGCONT)
+        assert other.wait(60) == 1, "it ends by itself as soon as it can"
+
+
 def test_another_number_of_processes_is_refused(model, monkeypatch):
     for name, value in {
         "RANK": "0",
@@ -117,7 +141,7 @@ def machines(model: str, size: dict[str, int], num_each: int, folder: Path) -> I
     agents = []
     serve = ["-m", "kvstore.service.command.cli", "serve", model, "--device", "cpu", "--store", str(folder / "store"),
              *TIERS, "--port", str(port), "--api-key", KEY, "--distributed-executor", "torchrun",
-             *flags_of(size)]  # fmt: skip
+             "--engine-timeout", str(SILENCE_S), *flags_of(size)]  # fmt: skip
     for node in range(2):
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node),
                    "--nproc-per-node", str(num_each), "--master-addr", "127.0.0.1", "--master-port", master,
@@ -143,6 +167,11 @@ def workers(agent: ServerProcess) -> list[psutil.Process]:
     return psutil.Process(agent.process.pid).children()
 
 
+def computing(worker: psutil.Process) -> psutil.Process:
+    """The process that computes: the first rank's is the engine's, below the server."""
+    return next(iter(worker.children()), worker)
+
+
 def said(agent: ServerProcess) -> list[str] | None:
     """What the served model says to all prompts; None while it is not there."""
     try:
@@ -153,10 +182,11 @@ def said(agent: ServerProcess) -> list[str] | None:
     return [choice["text"] for choice in reply.json()["choices"]] if reply.status == 200 else None
 
 
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize(("num_each", "victim"), [(1, 1), (1, 0), (2, 1), (2, 0)])
-def test_torchrun_starts_all_ranks_again(model, tmp_path, num_each, victim, request):
-    """After one of them was killed; and none is left when torchrun ends."""
-    if (num_each, victim) != (1, 1) and not request.config.getoption("--long"):
+def test_torchrun_starts_all_ranks_again(model, tmp_path, num_each, victim, sign, request):
+    """After one of them was killed, or hung; and none is left when torchrun ends."""
+    if (num_each, victim, sign) != (1, 1, signal.SIGKILL) and not request.config.getoption("--long"):
         pytest.skip("needs --long")
     with open_engine(model) as engine:
         expected = [out.text for out in engine.generate(PROMPTS, greedy(12))]
@@ -166,7 +196,10 @@ def test_torchrun_starts_all_ranks_again(model, tmp_path, num_each, victim, requ
             wait_until(lambda: said(agents[0]) == expected, "the first answer", START_S)
             before = [process for agent in agents for process in workers(agent)]
             assert len(before) == 2 * num_each
-            workers(agents[victim])[0].kill()
+            hit = workers(agents[victim])[0]
+            (hit if sign == signal.SIGKILL else computing(hit)).send_signal(sign)
+            if sign == signal.SIGSTOP:  # it is missed when something is asked
+                assert said(agents[0]) is None
             wait_until(lambda: not any(process.is_running() for process in before), "all end", START_S)
             wait_until(lambda: said(agents[0]) == expected, "the next answer", START_S)
             now = [process for agent in agents for process in psutil.Process(agent.process.pid).children(True)]

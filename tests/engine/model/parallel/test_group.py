@@ -3,11 +3,30 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
 from kvstore.engine.model.parallel.group import MAX_SENDS, ProcessGroup
+from kvstore.errors import EngineDiedError
 
 WAIT_S = 20.0  # for what hangs
+
+
+@pytest.mark.parametrize("wait", ["sum", "gather", "receive"])
+def test_who_waits_for_a_rank_that_says_nothing_is_let_go(tmp_path, wait):
+    """The other rank is there and its connection, too."""
+    pair = [ProcessGroup(rank, 2, "pair") for rank in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda one: one.join(tmp_path / "rendezvous"), pair))
+        values = (torch.zeros(3),) if wait != "receive" else (1, torch.zeros(3))
+        waiting = threads.submit(getattr(pair[0], wait), *values)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.5)
+        pair[0].cut()
+        assert isinstance(waiting.exception(WAIT_S), EngineDiedError)
+        pair[0].cut()  # there is nothing left to end
+    with pytest.raises(EngineDiedError):
+        pair[0].sum(torch.zeros(3))
 
 
 def test_the_last_stage_waits_for_nobody_while_the_first_reads_nothing(tmp_path):

@@ -1,0 +1,141 @@
+"""Ranks that Ray starts, on any number of machines: an actor for each, in a place that a placement group has reserved.
+
+Ray starts and ends them. Steps go through connections of our own, as with torchrun.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from kvstore.engine.process.life import spin_briefly
+from kvstore.engine.ranks.door import KINDS, Door, entered
+from kvstore.engine.ranks.elsewhere import run
+from kvstore.engine.ranks.launch import Launch, awaited
+from kvstore.errors import ConfigError, EngineDiedError
+
+ANSWER_S = 60.0  # for Ray to answer, and to reserve the places: those of an engine that has just ended become free
+KEY_BYTES = 32
+LINE_CHARS = 200
+
+
+class RankActor:
+    """In a process of Ray's, which becomes the rank."""
+
+    def run(self, rank: int, size: int, host: str, port: int, key: bytes) -> None:
+        """Ends the process. host, port: of the first rank's door. Raises as `entered`."""
+        spin_briefly(os.environ)
+        run(f"rank {rank} of {size}", {kind: entered(host, port, rank, kind, key) for kind in KINDS})
+
+
+@contextmanager
+def others_on_ray(arguments: Sequence[Mapping[str, Any]], silence_s: float, num_threads: int) -> Iterator[Launch]:
+    """For the first rank, on a machine of the cluster. They end with this context, as do their places.
+
+    num_threads: with how many each rank computes. Raises ConfigError without a cluster, or if it has too little room,
+    and EngineDiedError if a rank does not come.
+    """
+    from kvstore.engine.model.parallel.stores import tcp_store  # loads torch
+
+    size, key = len(arguments) + 1, secrets.token_bytes(KEY_BYTES)
+    with ExitStack() as opened:
+        ray = opened.enter_context(_connected())
+        host = ray.util.get_node_ip_address()
+        group = opened.enter_context(_places(ray, size, num_threads, host))
+        store = tcp_store(host, 0, is_host=True)
+        actors: list[Any] = []  # Ray ends one that nobody holds
+        ends: dict[Any, int] = {}  # rank of each result, which comes only if the rank fails
+
+        def start(door: Door) -> None:
+            from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+            for rank in range(1, size):
+                place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+                actors.append(ray.remote(num_cpus=num_threads, scheduling_strategy=place)(RankActor).remote())
+                ends[actors[-1].run.remote(rank, size, door.host, door.port, key)] = rank
+
+        def check() -> None:
+            for end in ray.wait(list(ends), timeout=0)[0]:
+                try:
+                    ray.get(end)
+                except ray.exceptions.RayError as error:
+                    raise EngineDiedError(f"rank {ends[end]} of {size} does not start: {_line(error)}") from error
+
+        rendezvous = f"tcp://{host}:{store.port}/ranks"
+        yield opened.enter_context(awaited(Door(host, key), arguments, silence_s, rendezvous, start, check))
+
+
+@contextmanager
+def _connected() -> Iterator[Any]:
+    """Ray, connected to the cluster that this machine belongs to. Raises ConfigError."""
+    try:
+        import ray
+        import ray.util
+    except ImportError:
+        raise ConfigError(
+            "distributed_executor is ray, which is not installed; pip install 'kvstore[ray]' on each machine"
+        ) from None
+    if ray.is_initialized():  # by the program
+        yield ray
+        return
+    try:
+        _connect(ray)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"distributed_executor is ray, but this machine belongs to no cluster that answers ({_line(error)}); "
+            "ray start --head on one machine, ray start --address=HOST:6379 on the others"
+        ) from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _connect(ray: Any) -> None:
+    """In a thread of its own, because Ray waits for minutes, and takes SIGTERM for itself in the main thread."""
+    done: Future[None] = Future()
+
+    def connect() -> None:
+        try:
+            ray.init(address="auto", logging_level=logging.WARNING)
+            done.set_result(None)
+        except Exception as error:
+            done.set_exception(error)
+
+    logging.getLogger("ray._private.worker").setLevel(logging.ERROR)  # it warns that it leaves signals to us
+    threading.Thread(target=connect, name="kvstore-ray", daemon=True).start()
+    try:
+        done.result(ANSWER_S)
+    except TimeoutError as error:
+        raise TimeoutError(f"nothing within {ANSWER_S:g} s") from error
+
+
+@contextmanager
+def _places(ray: Any, size: int, num_threads: int, host: str) -> Iterator[Any]:
+    """A placement group with a bundle for each rank, the first one's on this machine. Raises ConfigError."""
+    here = f"node:{host}"  # Ray gives each machine one of it
+    if here not in ray.cluster_resources():  # connected by Ray's client from outside
+        raise ConfigError(f"{host} is no machine of the Ray cluster; ray start --address=HOST:6379 on it")
+    bundles = [{"CPU": num_threads, **({here: 0.001} if rank == 0 else {})} for rank in range(size)]
+    group = ray.util.placement_group(bundles, strategy="PACK")  # ranks of one stage follow one another
+    try:
+        if not group.wait(ANSWER_S):
+            total, free = (found.get("CPU", 0) for found in (ray.cluster_resources(), ray.available_resources()))
+            raise ConfigError(
+                f"Ray has no room for {size} ranks of {num_threads} threads: it has {total:g} CPUs, {free:g} of them "
+                "free; add machines (ray start --address), or set OMP_NUM_THREADS to fewer threads of each rank"
+            )
+        yield group
+    finally:
+        ray.util.remove_placement_group(group)
+
+
+def _line(error: Exception) -> str:
+    """The last line, which is the error itself; what is before it is a trace."""
+    return str(error).strip().rpartition("\n")[2].strip()[:LINE_CHARS]
