@@ -7,7 +7,6 @@ can open the store before both have ended.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import signal
@@ -19,28 +18,9 @@ from kvstore.disk.directory import StoreDirectory
 from kvstore.engine.config import EngineConfig
 from kvstore.engine.process.channel import Channel
 from kvstore.engine.process.core import CoreServer
-from kvstore.engine.process.life import TERM_GRACE_S
+from kvstore.engine.process.parent import TERM_GRACE_S, die_with_parent, watch_parent
 from kvstore.engine.process.pulse import SLOW_FACTOR, Heart
 from kvstore.engine.process.wire import Hello, NotStarted, Start, decode_start, encode, failure_of
-
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-
-
-def die_with_parent(parent: int, name: bytes = b"kvstore-core") -> None:
-    """Have the kernel send SIGKILL when the parent ends (on Linux), or at once if it has ended."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        libc.prctl(PR_SET_NAME, name, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def watch_parent() -> None:
-    """Notice the parent's end by the end of stdin, to which the parent writes nothing more."""
-    while os.read(0, 4096):
-        pass
-    os._exit(1)
 
 
 def serve(start: Start, heart: Heart) -> int:

@@ -17,6 +17,7 @@ from kvstore.engine.model.memory import num_hbm_blocks
 from kvstore.engine.model.parallel.group import part_of_process
 from kvstore.engine.model.probe import intercept
 from kvstore.engine.ranks.door import PURPOSE
+from kvstore.engine.ranks.far import when_one_ends
 from kvstore.engine.ranks.launch import started_here
 from kvstore.engine.ranks.on_ray import others_on_ray
 from kvstore.engine.ranks.ranks import Ranks
@@ -60,7 +61,7 @@ def open_model(config: EngineConfig, ranks: Ranks | None) -> OpenedModel:
         if ranks is not None and part is not None:
             ranks.wait_loaded()
             part.join(ranks.rendezvous, ranks.host)
-            ranks.when_one_ends(part.cut)
+            when_one_ends(ranks.others, part.cut)
         model = intercept(loaded.model, loaded.max_model_len, True, part)
         num_processes = num_processes_here(config, os.environ)
         num_blocks = num_hbm_blocks(model, limits, config.tiers.hbm, has_graphs, has_store, num_processes)

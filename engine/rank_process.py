@@ -13,8 +13,8 @@ import sys
 import threading
 
 from kvstore.engine.config import EngineConfig
-from kvstore.engine.core_process import die_with_parent, watch_parent
 from kvstore.engine.process.channel import Channel
+from kvstore.engine.process.parent import die_with_parent, watch_parent
 from kvstore.engine.process.pulse import SLOW_FACTOR, Heart
 from kvstore.engine.ranks.wire import decode_start_here
 

@@ -7,6 +7,7 @@ Knows no HTTP.
 - `life`: one life of that process: start, greeting, messages, end
 - `link`: that process watched, started again, closed; the requests in it
 - `outputs`: text and stop strings of running requests, made on this side
+- `parent`: how that process ends with its parent
 - `pulse`: signs of life of that process, and its killing when none come
 - `readiness`: what the reader of messages waits for
 - `remote`: `RemoteCore`: a `Core` that is in another process

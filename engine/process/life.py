@@ -30,7 +30,6 @@ from kvstore.errors import EngineDiedError, EngineOverloadedError, RequestError
 SEND_LIMIT = 1 << 16  # unsent messages; a front's limit on requests keeps it far below
 READY_POLL_MS = 50
 END_POLL_MS = 10
-TERM_GRACE_S = 10  # how long that process waits after SIGTERM for a word of its parent before it ends
 SPIN_COUNT = "10000"  # tens of microseconds, longer than the gaps between a step's operations
 
 

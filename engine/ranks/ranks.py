@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -64,12 +64,6 @@ class Ranks:
     def size(self) -> int:
         """The number of ranks, the first one included."""
         return self.num_others + 1
-
-    def when_one_ends(self, call: Callable[[], object]) -> None:
-        """Call this when a rank of another machine has ended. One of this machine takes its connections along."""
-        for other in self.others:
-            if isinstance(other, FarRank):
-                other.when_ended(call)
 
     # -- start and end -----------------------------------------------------------------------------------------------
     def wait_loaded(self) -> None:

@@ -1,13 +1,13 @@
-"""Ranks that Ray starts, on two nodes that are processes of this machine: what they say, who ends with whom, and what is refused.
+"""Ranks that Ray starts, on two nodes that are processes of this machine: what they say, and who ends with whom.
 
 `--long` ends ranks of both sizes in both ways.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
-import types
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -15,9 +15,8 @@ import psutil
 import pytest
 import torch
 
-from kvstore.engine.ranks import on_ray
 from kvstore.engine.remote_engine import RemoteEngine
-from kvstore.errors import ConfigError, EngineDiedError
+from kvstore.errors import ConfigError
 from tests.support.engines import cached, counters, greedy, open_engine, settle, tokens
 from tests.support.ranks import SIZES, end_while_it_answers, is_gone
 from tests.support.ray_cluster import ray_cluster
@@ -115,53 +114,51 @@ def test_a_program_that_is_connected_stays_so_and_its_places_are_given_back(mode
         ray.shutdown()
 
 
-@pytest.mark.ray
-@needs_ray
-def test_too_little_room_is_told(model, ray_here, monkeypatch):
-    monkeypatch.setattr(on_ray, "ANSWER_S", 5.0)
-    with pytest.raises(ConfigError, match=r"no room for 4 ranks of \d+ threads: it has \d+ CPUs, .* OMP_NUM_THREADS"):
-        open_engine(model, **ON_RAY, **SIZES["tensor"], **SIZES["pipeline"])
-    with open_engine(model, **ON_RAY, **SIZES["tensor"]):  # nothing of it is left
-        pass
-
-
-@pytest.mark.ray
-@needs_ray
-def test_a_rank_that_cannot_start_is_named(model, ray_here, monkeypatch):
-    """Here as on a machine without this package."""
-    module = types.ModuleType("not_on_that_machine")
-    module.Rank = type("Rank", (), {"__module__": module.__name__, "run": lambda self, *_: None})
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(on_ray, "RankActor", module.Rank)
-    with pytest.raises(EngineDiedError, match=r"rank 1 of 2 does not start: .*No module named 'not_on_that_machine'"):
-        open_engine(model, **ON_RAY, **SIZES["tensor"])
-
-
-NO_CLUSTER = """
-import sys
+# -- what cannot start -------------------------------------------------------------------------------------------------
+SERVE = """
+import os, sys, types
 from kvstore.engine.ranks import on_ray
 from kvstore.service.command.cli import main
-on_ray.ANSWER_S = 2.0
-sys.argv[0] = "kvstore"
-code = main(sys.argv[1:])
+
+class Rank:
+    def run(self, *_): ...
+
+Rank.__module__ = "not_on_that_machine"
+sys.modules[Rank.__module__] = types.ModuleType(Rank.__module__)
+sys.modules[Rank.__module__].Rank = Rank
+
+CHANGE
+code = main()
 sys.stderr.flush()
-import os; os._exit(code)
+os._exit(code)
 """
+HERE, CLOSED, NOWHERE = "here", "closed", "nowhere"  # clusters
 
 
 @pytest.mark.ray
 @needs_ray
-@pytest.mark.parametrize(("address", "why"), [("", "nothing within 2 s"), ("nowhere", "Invalid address format")])
-def test_a_cluster_that_does_not_answer_is_told(model, tmp_path, address, why):
+@pytest.mark.parametrize(
+    ("where", "num_stages", "change", "code", "told"),
+    [
+        (HERE, 2, "on_ray.ANSWER_S = 5.0", 2, r"no room for 4 ranks of 1 threads: it has \d+ CPUs.* OMP_NUM_THREADS"),
+        (HERE, 1, "on_ray.RankActor = Rank", 1, r"rank 1 of 2 does not start: .*No module named 'not_on_that_machine'"),
+        (CLOSED, 1, "on_ray.ANSWER_S = 2.0", 2, r"no cluster that answers \(nothing within 2 s\); ray start --head"),
+        (NOWHERE, 1, "", 2, r"no cluster that answers \(Invalid address format.*\); ray start --head"),
+    ],
+)
+def test_the_command_says_in_a_line_why_it_cannot_start(
+    model, tmp_path, cluster, where, num_stages, change, code, told
+):  # fmt: skip
     command = ["serve", model, "--device", "cpu", "--distributed-executor", "ray", "--tensor-parallel-size", "2",
-               "--disk", "0", "--engine-process", "off", "--port", str(free_port())]  # fmt: skip
-    environment = {**ENVIRONMENT, "RAY_ADDRESS": address or f"127.0.0.1:{free_port()}"}
+               "--pipeline-parallel-size", str(num_stages), "--engine-process", "off", "--port", "0"]  # fmt: skip
+    address = {HERE: cluster[0], CLOSED: f"127.0.0.1:{free_port()}", NOWHERE: "nowhere"}[where]
     ended = subprocess.run(
-        [sys.executable, "-c", NO_CLUSTER, *command], env=environment, cwd=tmp_path, capture_output=True, text=True,
-        timeout=START_S,
+        [sys.executable, "-c", SERVE.replace("CHANGE", change), *command, "--store", str(tmp_path / "store")],
+        env={**ENVIRONMENT, "RAY_ADDRESS": address}, capture_output=True, text=True, timeout=START_S,
     )  # fmt: skip
-    told = next(line for line in ended.stderr.splitlines() if line.startswith("kvstore:"))
-    assert ended.returncode == 2 and why in told and "ray start --head" in told
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("kvstore:")]
+    assert len(lines) == 1 and re.search(told, lines[0]) and ended.returncode == code, ended.stderr[-3000:]
+    wait_until(lambda: not ranks(cluster[1]), "nothing of it is left")
 
 
 def test_without_ray_its_installation_is_told(model, monkeypatch):

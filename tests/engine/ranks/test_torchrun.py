@@ -14,12 +14,12 @@ import psutil
 import pytest
 
 from kvstore import SamplingParams
-from kvstore.engine import local_core
 from kvstore.engine.config import EngineConfig
 from kvstore.engine.ranks.torchrun import num_processes_here
+from kvstore.engine.remote_engine import RemoteEngine
 from kvstore.errors import ConfigError, EngineDiedError
 from tests.support.engines import ask, cached, counters, greedy, open_engine, settle, tokens
-from tests.support.ranks import SIZES
+from tests.support.ranks import SIZES, end_while_it_answers
 from tests.support.redis_server import free_port
 from tests.support.service.server_process import COMMAND, ENVIRONMENT, START_S, ServerProcess
 from tests.support.service.server_process import SIZES as TIERS
@@ -88,25 +88,19 @@ def test_the_end_of_a_rank_elsewhere_ends_the_engine_and_the_others(model, tmp_p
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_rank_elsewhere_that_hangs_ends_the_engine_after_its_silence(model, tmp_path, monkeypatch, size):
-    """Its process is there still, with its connections, which nobody here can end: this rank stops to wait for it."""
-    monkeypatch.setattr(local_core, "SILENCE_S", SILENCE_S)
+def test_a_rank_elsewhere_that_hangs_ends_the_engine_after_its_silence(model, tmp_path, monkeypatch, size, capfd):
+    """Its process is there still, with its connections, which nobody here can end: the first rank waits no longer, and
+    a process beside the other one kills that.
+    """
+    executor = {"distributed_executor": "torchrun", "silence_s": SILENCE_S}
     with (
         other_rank(model, SIZES[size], monkeypatch, tmp_path / "log") as other,
-        open_engine(model, distributed_executor="torchrun", **SIZES[size]) as engine,
+        RemoteEngine(model, {"hbm": "2MiB"}, device="cpu", **executor, **SIZES[size]) as engine,
     ):
-        handle = engine.submit(PROMPTS[2], LONG)
-        wait_until(lambda: handle.pieces)
-        other.send_signal(signal.SIGSTOP)
-        with pytest.raises(EngineDiedError):
-            list(engine.stream(handle))
-            ask(engine, PROMPTS[1])  # if the answer had come to its end before the signal
-        with pytest.raises(EngineDiedError, match=rf"rank 1 of 2 ended \(no sign of life for {SILENCE_S:g} s\)"):
-            ask(engine, PROMPTS[1])
-        engine.close()
-        assert psutil.Process(other.pid).status() == psutil.STATUS_STOPPED
-        other.send_signal(signal.SIGCONT)
-        assert other.wait(60) == 1, "it ends by itself as soon as it can"
+        end_while_it_answers(engine, other.pid, signal.SIGSTOP)
+        wait_until(lambda: engine.state == "failed")
+        assert f"kvstore: rank 1 of 2 ended (no sign of life for {SILENCE_S:g} s)" in capfd.readouterr().err
+        assert other.wait(60) == -signal.SIGKILL, "its guard has killed it"
 
 
 def test_another_number_of_processes_is_refused(model, monkeypatch):
@@ -169,7 +163,8 @@ def workers(agent: ServerProcess) -> list[psutil.Process]:
 
 def computing(worker: psutil.Process) -> psutil.Process:
     """The process that computes: the first rank's is the engine's, below the server."""
-    return next(iter(worker.children()), worker)
+    children = (child for child in worker.children() if "kvstore.engine.core_process" in child.cmdline())
+    return next(children, worker)
 
 
 def said(agent: ServerProcess) -> list[str] | None:
