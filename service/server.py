@@ -21,11 +21,13 @@ from aiohttp import web
 
 from kvstore.config import CacheTiers
 from kvstore.engine.async_engine import AsyncEngine
-from kvstore.engine.config import default_topic
+from kvstore.engine.config import EngineConfig, default_topic
+from kvstore.engine.data_parallel.dividing import check_divisible
 from kvstore.engine.model.files import check_speaks, why_no_chat
 from kvstore.engine.outputs import describe_tiers
 from kvstore.engine.sessions.recall import Recall
 from kvstore.errors import KVStoreError
+from kvstore.remote.address import parse_redis_url
 from kvstore.remote.names import PREFILL_KEY, fleet_secret
 from kvstore.service.api import prefill
 from kvstore.service.api.context import Context
@@ -57,11 +59,22 @@ def run_serve(
 
     Raises ConfigError before anything is opened, and KVStoreError when the port or the model cannot be.
     """
+    check_engine(model, engine_arguments, options)
     server = Server(options, fleet_key=fleet_key_of(engine_arguments))
     ensure_descriptors(options.max_connections)
     set_up_logging(options.log_format, options.log_level)
     warnings.showwarning = _log_warning
     return asyncio.run(_serve(server, lambda: open_engine(model, engine_arguments, options, engine_factory)))
+
+
+def check_engine(model: str | None, engine_arguments: Mapping[str, Any], options: ServeOptions) -> None:
+    """Tell what the engine would refuse before torch is loaded, which takes seconds. Raises ConfigError."""
+    given = {"cache_tiers": None, "model": model, "data_parallel_size": options.data_parallel_size}
+    config = EngineConfig.of({**given, **engine_arguments})
+    check_divisible(config)
+    if config.session_store is not None:
+        parse_redis_url(config.session_store, "session_store")
+    config.fleet_root()
 
 
 def fleet_key_of(engine_arguments: Mapping[str, Any]) -> bytes | None:
