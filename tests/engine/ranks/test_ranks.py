@@ -1,6 +1,6 @@
 """Two processes compute one model: the same tokens as one does, over the same store.
 
-`--long` compares all kinds of models instead of a few.
+`--long` compares all kinds of models instead of one. What each rank computes: `tests/engine/model/parallel`.
 """
 
 import os
@@ -17,8 +17,9 @@ from tests.support.ranks import children
 from tests.support.redis_server import RedisServer
 
 MODEL = {"tokenizer": True}
-FEW = ["Mixtral", "Phi3", "Gemma3"]  # experts; packed products that are gathered; tied, with a window and head norms
-KINDS = ["Llama", "Qwen2", "Qwen3Moe", "Mistral", "Phi", "Gemma2", "Olmo2", "Cohere", "Glm4", "GPTNeoX", *FEW]
+FEW = ["Phi3"]  # packed products that are gathered
+KINDS = ["Llama", "Qwen2", "Qwen3Moe", "Mistral", "Mixtral", "Phi", "Gemma2", "Gemma3", "Olmo2", "Cohere", "Glm4",
+         "GPTNeoX", *FEW]  # fmt: skip
 PROMPTS = [tokens(seed, 30 + 9 * seed) for seed in range(6)]
 
 
