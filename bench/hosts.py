@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -68,7 +69,7 @@ def _in_turns(parsed: argparse.Namespace, parts: set[str], name: str, found: str
         sizes = replace(MODELS[name], num_talks=min(2, MODELS[name].num_talks)) if parsed.quick else MODELS[name]
         match = Match(dict(servers), name, sizes, Goals(), report, folder, pause_s=PAUSE_S)
         if name == "tiny":
-            match.settle_s = match.pause_s = 0.2
+            match.settle_s, match.pause_s = 0.2, 0.0
         if "speed" in parts:
             _speed(match, report, parsed.repeats)
         if "turns" in parts:
@@ -154,14 +155,14 @@ def _ratio(report: Report, measure: str, model: str, ratio: float, goal: str | N
     report.add(measure=measure, model=model, ratio=ratio, goal=goal or "-", reached=said)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments("hosts", (__doc__ or "").split("\n")[0])
     parser.add_argument("--arms", default=",".join(ARMS), help=f"{OURS} and others of {', '.join(ARMS)} (default: all)")
     parser.add_argument("--eager", action="store_true", help="vLLM compiles nothing, and starts in half the time")
     parser.add_argument("--talks", type=int, default=200, help="conversations of full and traffic (default: 200)")
     parser.add_argument("--seed", type=int, default=0, help="of these (default: 0)")
     add_arguments(parser, PARTS)
-    parsed = parser.parse_args()
+    parsed = parser.parse_args(argv)
     check_names(parser, parsed, arms=ARMS, models=tuple(MODELS), parts=PARTS)
     if OURS not in parsed.arms.split(","):
         parser.error(f"--arms {parsed.arms!r} is without {OURS}, which the others are compared with; add it")

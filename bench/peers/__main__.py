@@ -128,7 +128,7 @@ def measure(parsed: argparse.Namespace, report: Report) -> None:
             wanted = goals(parsed.peer, bool(parsed.lmcache), name)
             match = Match(pair, name, MODELS[name], wanted, report, folder)
             if name == "tiny":
-                match.settle_s = match.pause_s = 0.2
+                match.settle_s, match.pause_s = 0.2, 0.0
             if "speed" in parsed.parts.split(","):
                 match.speed(2 if parsed.quick else parsed.repeats)
             if "turns" in parsed.parts.split(","):
@@ -199,9 +199,9 @@ def run_match(
     return EXIT_USAGE if errors else code
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
-    parsed = parser.parse_args()
+    parsed = parser.parse_args(argv)
     check_names(parser, parsed, models=tuple(MODELS), parts=PARTS)
     if parsed.lmcache and parsed.peer != "vllm":
         parser.error("--lmcache goes with --peer vllm")

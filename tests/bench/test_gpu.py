@@ -89,12 +89,13 @@ def test_a_part_that_raises_is_a_row_and_the_next_one_runs(bench, monkeypatch):
     def broken(machine):
         raise RuntimeError("no such kernel\nsecond line")
 
+    following = []
     monkeypatch.setitem(gpu.MODEL_PARTS, "prefill", broken)
+    monkeypatch.setitem(gpu.MODEL_PARTS, "decode", following.append)
     code, rows, said = bench("--part", "prefill", "--part", "decode")
     assert code == 1 and "second line" in said.err
-    assert (rows[0]["part"], rows[0]["result"]) == ("prefill", "FAILED")
-    assert rows[0]["note"] == "RuntimeError: no such kernel"
-    assert {row["part"] for row in rows[1:]} == {"decode"} and len(rows) == 4
+    assert [(row["part"], row["result"]) for row in rows] == [("prefill", "FAILED")]
+    assert rows[0]["note"] == "RuntimeError: no such kernel" and len(following) == 1
 
 
 def test_the_budget_ends_what_is_being_measured():
@@ -105,16 +106,15 @@ def test_the_budget_ends_what_is_being_measured():
         clock.timely(lambda: 3.0)()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_kill_leaves_the_results_so_far(tmp_path, how):
+def test_a_kill_leaves_the_results_so_far(tmp_path):
     file = tmp_path / "found.json"
     process = start(file)
     wait_until(file.exists)
-    process.send_signal(how)
+    assert json.loads(file.read_text())["results"]  # what SIGKILL would leave
+    process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=120)
     assert json.loads(file.read_text())["results"]
-    assert process.returncode == (-how if how == signal.SIGKILL else 130)
-    assert (gpu.REHEARSAL in out) == (how == signal.SIGTERM)  # the table
+    assert process.returncode == 130 and gpu.REHEARSAL in out  # the table
 
 
 def test_sizes_of_the_models_and_the_limit_of_their_decoding():

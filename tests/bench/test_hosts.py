@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bench import host_traffic
+from bench import host_traffic, hosts
 from bench.common import resident_bytes
 from bench.hosts import kv_bytes
 from bench.peers.__main__ import MODELS
@@ -14,18 +14,25 @@ from bench.peers.load import Answer, PeerError, drop_all
 from tests.bench import peer_standin
 
 
-def bench(*flags):
-    command = [sys.executable, "-m", "bench.hosts", *map(str, flags)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
-def test_all_arms_are_measured_warm_and_after_a_restart(tmp_path):
-    python, found = peer_standin.install(tmp_path), tmp_path / "found.json"
-    done = bench(
-        "--peer-python", python, "--models", "tiny", "--quick", "--threads", 1, "--logs", tmp_path, "--json", found
-    )  # fmt: skip
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """One run of everything: its rows by name."""
+    folder = tmp_path_factory.mktemp("hosts")
+    python, found = peer_standin.install(folder), folder / "found.json"
+    parts = "speed,turns,cold,traffic" + (",full" if may_mount() else "")
+    command = [sys.executable, "-m", "bench.hosts", "--peer-python", python, "--models", "tiny", "--quick",
+               "--threads", "1", "--logs", folder, "--json", found, "--parts", parts]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    table = {row["measure"]: row for row in json.loads(found.read_text())["results"]}
+    return {row["measure"]: row for row in json.loads(found.read_text())["results"]}
+
+
+def may_mount():
+    command = ["unshare", "-Urm", "mount", "-t", "tmpfs", "none", "/mnt"]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def test_all_arms_are_measured_warm_and_after_a_restart(table):
     for name in ("prefill 128", "decode, batch 2", "turn 4, warm", "last turn, after a restart"):
         assert all(table[name][arm] > 0 for arm in ("vllm", "lmcache", "fs", "kvstore")), name
     assert table["turn 4, warm"]["cached"]["kvstore"] > table["last turn, after a restart"]["cached"]["kvstore"] == 0
@@ -37,16 +44,17 @@ def test_all_arms_are_measured_warm_and_after_a_restart(tmp_path):
     assert table["on disk"]["vllm"] == 0
 
 
-def test_with_cold_files_the_restart_is_measured_by_itself(tmp_path):
-    python, found = peer_standin.install(tmp_path), tmp_path / "found.json"
-    done = bench(
-        "--peer-python", python, "--models", "tiny", "--quick", "--threads", 1, "--logs", tmp_path, "--json", found,
-        "--arms", "fs,kvstore", "--parts", "cold",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    table = {row["measure"]: row for row in json.loads(found.read_text())["results"]}
+def test_with_cold_files_the_restart_is_measured_by_itself(table):
     assert table["last turn, after a restart, cold files"]["kvstore"] > 0
     assert table["after a restart, cold files: ours / fs"]["goal"] == "-"
+
+
+def test_policies_and_full_disks_have_arms_of_their_own(table):
+    for kind in ("people", "mixed"):
+        row = table[f"found in memory, {kind}"]
+        assert row["lru"] == row["arc"] == row["return"] > 0  # the stand-in remembers everything
+        assert table[f"found in memory, {kind}: ours / best"]["ratio"] == 1
+        assert not may_mount() or table[f"found, disk full, {kind}"]["fs"] == row["lru"]
 
 
 def test_files_leave_the_page_cache_or_it_is_said(tmp_path):
@@ -100,26 +108,8 @@ def test_a_block_of_the_model_has_so_many_bytes():
     assert kv_bytes(MODELS["tiny"].shape) == 2 * 32 * 2 * 32 * 2  # keys and values, head, layers, tokens, 16 bits
 
 
-def test_policies_and_full_disks_have_arms_of_their_own(tmp_path):
-    python, found = peer_standin.install(tmp_path), tmp_path / "found.json"
-    may_mount = subprocess.run(["unshare", "-Urm", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True)
-    parts = "traffic,full" if may_mount.returncode == 0 else "traffic"
-    done = bench(
-        "--peer-python", python, "--quick", "--threads", 1, "--logs", tmp_path, "--json", found, "--parts", parts
-    )
-    assert done.returncode == 0, done.stderr
-    table = {row["measure"]: row for row in json.loads(found.read_text())["results"]}
-    for kind in ("people", "mixed"):
-        row = table[f"found in memory, {kind}"]
-        assert row["lru"] == row["arc"] == row["return"] > 0  # the stand-in remembers everything
-        assert table[f"found in memory, {kind}: ours / best"]["ratio"] == 1
-        if "full" in parts:
-            assert table[f"found, disk full, {kind}"]["fs"] == row["lru"]
-
-
 @pytest.mark.parametrize(
     ("flags", "said"), [(["--arms", "x"], "--arms 'x'; known: vllm, lmcache"), (["--arms", "fs"], "without kvstore")]
 )
-def test_arms_that_cannot_be_compared_are_refused(flags, said):
-    done = bench("--peer-python", sys.executable, *flags)
-    assert done.returncode == 2 and said in done.stderr.splitlines()[-1], done.stderr
+def test_arms_that_cannot_be_compared_are_refused(flags, said, refused):
+    assert said in refused(hosts.main, "--peer-python", sys.executable, *flags)
