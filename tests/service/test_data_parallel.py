@@ -5,7 +5,7 @@ import signal
 
 import psutil
 
-from tests.support.service.server_process import SIZES, ServerProcess, launched, run_command, verify
+from tests.support.service.server_process import ServerProcess, launched, run_command, verify
 from tests.support.service.talking import LONG, SHORT, Stream
 from tests.support.waiting import wait_until
 
@@ -95,11 +95,3 @@ def is_child(process: psutil.Process, parent: int) -> bool:
         return process.ppid() == parent
     except psutil.NoSuchProcess:
         return False
-
-
-def test_what_engines_cannot_share_is_one_line_and_exit_2(tmp_path):
-    flags = ("--data-parallel-size", "2", "--store", tmp_path / "store", "--port", "0", *SIZES)
-    for more, words in {("--cpu", "0"): "cpu is 0", ("--kv-events", "tcp://*:5557"): "kv_events is set"}.items():
-        found = run_command("serve", *flags, *more)
-        said = [line for line in found.stderr.splitlines() if line.startswith("kvstore: ")]
-        assert found.returncode == 2 and len(said) == 1 and words in said[0], found

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -385,17 +386,36 @@ def test_start_up_loads_nothing_that_takes_long(tmp_path, argv):
         heavy = HEAVY  # a store's commands and records are msgspec's
     else:
         heavy = (*HEAVY, "msgspec")
+    assert end_of(argv, heavy, tmp_path) == "0\n"
+
+
+def end_of(argv: list[str], heavy: Iterable[str], home: Path) -> str:
+    """What a command writes to stderr, then its exit code and what it has loaded of `heavy`."""
     code = (
         "import sys; from kvstore.service.command.cli import main; code = main(sys.argv[2:]); "
         "found = set(sys.modules) & set(sys.argv[1].split()); "
         "print(code, *sorted(found), file=sys.stderr)"
     )
-    environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+    environment = {"HOME": str(home), "PATH": os.environ["PATH"]}
     done = subprocess.run(
         [sys.executable, "-c", code, " ".join(heavy), *argv],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert done.stderr == "0\n"
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--session-store", "redis://a"], "no secret of the fleet"),
+        (["--session-store", "http://a"], "session_store is"),
+        (["--data-parallel-size", "2", "--cpu", "0"], "cpu is 0"),
+        (["--data-parallel-size", "2", "--kv-events", "tcp://*:5557"], "kv_events is set"),
+    ],
+)
+def test_what_an_engine_would_refuse_is_told_before_torch_is_loaded(tmp_path, flags, said):
+    message, end = end_of(["serve", *flags], ("torch", "transformers"), tmp_path).splitlines()
+    assert said in message and end == "2"
 
 
 # -- serve -----------------------------------------------------------------------------------------------------------
