@@ -20,6 +20,7 @@ from tests.support.service.talking import LONG, Stream, chat
 from tests.support.waiting import wait_until
 
 NUM_ROUNDS, NUM_LONG_ROUNDS = 2, 60
+SOON = ("--shutdown-timeout", "0.1")
 
 
 @pytest.fixture
@@ -60,10 +61,14 @@ def test_a_server_that_is_killed_keeps_what_was_acknowledged(store, request):
             wait_until(partial(is_gone, core), "the engine's process ends with the server")
         elif number % 3 == 2:
             verify(store)
-    with launched(store) as server:
+    with launched(store, *SOON) as server:
         clients.check(server)
+        num_sessions = server.admin("GET", "/admin/stats").json()["sessions"]["sessions"]
+        session_id, said = end_while_it_streams(server)
     assert clients.num_acknowledged > 10
     verify(store)
+    stored = stored_turns(store)
+    assert stored[session_id] == said and len(stored) == num_sessions + 1
 
 
 def kill_core(server: ServerProcess) -> None:
@@ -110,26 +115,32 @@ def test_an_engine_s_process_that_is_killed_is_started_again_until_the_server_gi
     assert clients.num_acknowledged > 10
 
 
-@pytest.mark.parametrize("engine_process", [False, True], ids=["one process", "two processes"])
-def test_a_server_that_is_ended_says_so_to_its_streams(store, engine_process):
-    with launched(store, "--shutdown-timeout", "0.1", engine_process=engine_process) as server:
-        kept = chat(server, "Hello, my name is Anna.")
-        session_id = kept["session_id"]
-        body = {"session_id": session_id, "message": "Count.", **LONG, "max_tokens": 900}
-        streams = [Stream(server, "/chat", body), Stream(server, "/chat", {**body, "session_id": None})]
-        history = {"messages": [{"role": "user", "content": "Count."}], **LONG, "max_tokens": 900}
-        streams.append(Stream(server, "/v1/chat/completions", history))
-        for stream in streams:
-            assert isinstance(stream.next(), dict)
-        core = server.core
-        server.process.send_signal(signal.SIGTERM)
-        for stream in streams:
-            *_, error, done = stream.rest()
-            assert (error["error"]["code"], done) == ("stopping", "[DONE]")
-        assert server.process.wait(60) == 0
-        assert core is None or is_gone(core)
+def end_while_it_streams(server: ServerProcess) -> tuple[str, list[str]]:
+    """SIGTERM. The conversation that is left: its id, and what was said and answered in it."""
+    kept = chat(server, "Hello, my name is Anna.")
+    session_id = kept["session_id"]
+    body = {"session_id": session_id, "message": "Count.", **LONG, "max_tokens": 900}
+    streams = [Stream(server, "/chat", body), Stream(server, "/chat", {**body, "session_id": None})]
+    history = {"messages": [{"role": "user", "content": "Count."}], **LONG, "max_tokens": 900}
+    streams.append(Stream(server, "/v1/chat/completions", history))
+    for stream in streams:
+        assert isinstance(stream.next(), dict)
+    core = server.core
+    server.process.send_signal(signal.SIGTERM)
+    for stream in streams:
+        *_, error, done = stream.rest()
+        assert (error["error"]["code"], done) == ("stopping", "[DONE]")
+    assert server.process.wait(60) == 0
+    assert core is None or is_gone(core)
+    return session_id, ["Hello, my name is Anna.", kept["message"]["content"]]
+
+
+def test_a_server_that_is_ended_says_so_to_its_streams(store):
+    """One with two processes. The test of kills ends one that has one."""
+    with launched(store, *SOON, engine_process=True) as server:
+        session_id, said = end_while_it_streams(server)
     verify(store)
-    assert stored_turns(store) == {session_id: ["Hello, my name is Anna.", kept["message"]["content"]]}
+    assert stored_turns(store) == {session_id: said}
 
 
 def stored_turns(store: Path) -> dict[str, list[str]]:
