@@ -69,18 +69,17 @@ def refused(reply: Reply) -> tuple[int, str]:
     return reply.status, reply.error["code"]
 
 
-def test_a_conversation_goes_on_on_the_other_server_after_a_kill(fleet):
+def test_a_conversation_goes_on_on_the_other_server(fleet):
+    """Without a kill, which is below."""
     one, other = fleet.servers
     said = ["My name is Ada.", "I live in Lisbon.", "What is my name?", "Where do I live?"]
     first = chat(one, said[0])
     session_id = first["session_id"]
     answers = [first, chat(other, said[1], session_id), chat(one, said[2], session_id)]
-    one.kill()
     answers.append(chat(other, said[3], session_id))
-    fleet.restart(0)
     texts = [answer["message"]["content"] for answer in answers]
     assert texts == answers_without_a_store([said], SHORT["max_tokens"])[0]
-    assert texts_of(fleet.servers[0], session_id) == texts_of(other, session_id) == list(zip(said, texts, strict=True))
+    assert texts_of(one, session_id) == texts_of(other, session_id) == list(zip(said, texts, strict=True))
 
 
 def test_of_two_turns_at_once_one_is_busy(fleet):
@@ -214,8 +213,8 @@ class Talker:
         raise AssertionError("no server has answered")
 
 
-def test_whoever_is_killed_no_acknowledged_turn_is_lost_and_no_answer_is_wrong(tmp_path, request):
-    fleet, rng, is_over = Fleet(tmp_path), random.Random(1), threading.Event()
+def test_whoever_is_killed_no_acknowledged_turn_is_lost_and_no_answer_is_wrong(fleet, request):
+    rng, is_over = random.Random(1), threading.Event()
     talkers = [Talker(fleet, name) for name in ("Ann", "Ben", "Cleo", "Dan")]
     is_long = request.config.getoption("--long")
     num_rounds = NUM_LONG_ROUNDS if is_long else NUM_ROUNDS
@@ -252,4 +251,3 @@ def test_whoever_is_killed_no_acknowledged_turn_is_lost_and_no_answer_is_wrong(t
               num_tokens, "tokens from the shared tier")  # fmt: skip
     finally:
         is_over.set()
-        fleet.close()

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from kvstore import CacheTiers, Engine, SamplingParams
 from kvstore.remote.address import RedisAddress
 from kvstore.sessions.shared.opening import open_shared
 from kvstore.sessions.shared.server import Durability
@@ -32,6 +31,8 @@ def shared_store(
 
 def answers_without_a_store(said: list[list[str]], max_tokens: int) -> list[list[str]]:
     """What the built-in model answers to each of these conversations, greedily."""
+    from kvstore import CacheTiers, Engine, SamplingParams  # loads torch, which processes of tests start without
+
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     with Engine(cache_tiers=CacheTiers(hbm="16MiB"), device="cpu") as engine:
         talks = [engine.chat(f"talk-{index}") for index in range(len(said))]
