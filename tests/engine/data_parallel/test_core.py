@@ -36,17 +36,11 @@ def long_only(request):
 
 @pytest.fixture(scope="module")
 def shared(model, tmp_path_factory):
-    """For tests that harm nothing."""
+    """For all tests. The last two evict everything and kill one of the two."""
     with open_two(model, tmp_path_factory.mktemp("shared") / "store") as engine:
         yield engine
         assert not engine.has_work
     assert engine.state == "closed" and engine.closed
-
-
-@pytest.fixture
-def two(model, tmp_path):
-    with open_two(model, tmp_path / "store") as engine:
-        yield engine
 
 
 def each(engine: RemoteEngine) -> list[dict]:
@@ -113,26 +107,52 @@ def test_counters_add_up(shared):
     assert stats["disk"]["blocks"] == stats["store"]["written"] > 0 and "remote" not in stats
 
 
-def test_one_is_killed_in_the_middle_of_a_turn(two, plain):
+def test_eviction_and_deletion_reach_all_tiers_of_all(shared):
+    for session_id in ("eva", "ida"):
+        engine_of_turn(shared, session_id, hello(session_id))
+    shared.flush()
+
+    def blocks() -> list[int]:
+        stats = shared.stats()
+        return [
+            *(one["hbm"]["cached_blocks"] for one in stats["replicas"]),
+            *(one["cpu"]["cached_blocks"] for one in stats["replicas"]),
+            stats["disk"]["blocks"],
+        ]
+
+    assert min(blocks()) > 0
+    eva = shared.sessions.upkeep.unshared_blocks_of(shared.chat("eva").key)
+    before = blocks()
+    assert shared.admin.delete_session("eva") >= len(eva) > 0
+    after = blocks()
+    assert after[-1] < before[-1] and sum(after[:2]) < sum(before[:2]) and sum(after[2:4]) < sum(before[2:4])
+    counted = shared.admin.evict(Evict(everything=True, dry_run=True))
+    assert shared.admin.evict(Evict(everything=True)) == counted
+    assert counted["disk"].num_blocks == after[-1] and counted["cpu"].num_blocks == sum(after[2:4])
+    shared.flush()
+    assert blocks() == [0] * 5
+
+
+def test_one_is_killed_in_the_middle_of_a_turn(shared, plain):
     """Its requests end with an error and those of the other go on; its conversations go on there, from the disk."""
-    ranks = {name: engine_of_turn(two, name, hello(name))[0] for name in "ab"}
+    ranks = {name: engine_of_turn(shared, name, hello(name))[0] for name in "ab"}
     assert ranks["a"] != ranks["b"]
-    two.flush()
-    killed = pid(two, ranks["a"])
-    answer = two.chat("a").stream("and then?", LONG)
-    other = two.chat("b").stream("and then?", LONG)
+    shared.flush()
+    killed = pid(shared, ranks["a"])
+    answer = shared.chat("a").stream("and then?", LONG)
+    other = shared.chat("b").stream("and then?", LONG)
     next(answer), next(other)
     os.kill(killed, signal.SIGKILL)
     with pytest.raises(EngineDiedError):
         list(answer)
     assert sum(len(piece.token_ids) for piece in other) == LONG.max_tokens - 1
-    assert two.state == "running" and two.chat("a").num_turns == 1
-    output = two.chat("a").send("and then?", SHORT)
-    assert output.usage.cached_tokens >= 16 and two.chat("a").num_turns == 2
-    wait_until(lambda: all_run(two), "the restart")
-    assert two.stats()["process"]["restarts"] == 1
+    assert shared.state == "running" and shared.chat("a").num_turns == 1
+    output = shared.chat("a").send("and then?", SHORT)
+    assert output.usage.cached_tokens >= 16 and shared.chat("a").num_turns == 2
+    wait_until(lambda: all_run(shared), "the restart")
+    assert shared.stats()["process"]["restarts"] == 1
     for prompt in PROMPTS:  # at both, as before
-        assert two.generate([prompt], greedy(12))[0].token_ids == plain(prompt, 12)
+        assert shared.generate([prompt], greedy(12))[0].token_ids == plain(prompt, 12)
 
 
 @pytest.mark.usefixtures("long_only")
@@ -178,32 +198,6 @@ def test_one_that_hangs_does_not_keep_the_other_from_closing(model, tmp_path):
         closing.result()
 
 
-def test_eviction_and_deletion_reach_all_tiers_of_all(two):
-    for session_id in ("anna", "bob"):
-        engine_of_turn(two, session_id, hello(session_id))
-    two.flush()
-
-    def blocks() -> list[int]:
-        stats = two.stats()
-        return [
-            *(one["hbm"]["cached_blocks"] for one in stats["replicas"]),
-            *(one["cpu"]["cached_blocks"] for one in stats["replicas"]),
-            stats["disk"]["blocks"],
-        ]
-
-    assert min(blocks()) > 0
-    anna = two.sessions.upkeep.unshared_blocks_of(two.chat("anna").key)
-    before = blocks()
-    assert two.admin.delete_session("anna") >= len(anna) > 0
-    after = blocks()
-    assert after[-1] < before[-1] and sum(after[:2]) < sum(before[:2]) and sum(after[2:4]) < sum(before[2:4])
-    counted = two.admin.evict(Evict(everything=True, dry_run=True))
-    assert two.admin.evict(Evict(everything=True)) == counted
-    assert counted["disk"].num_blocks == after[-1] and counted["cpu"].num_blocks == sum(after[2:4])
-    two.flush()
-    assert blocks() == [0] * 5
-
-
 @pytest.mark.usefixtures("long_only")
 def test_a_pin_keeps_a_conversation_on_the_disk(model, tmp_path):
     """CPU tiers and disk are far too small for the others."""
@@ -222,12 +216,13 @@ def test_a_pin_keeps_a_conversation_on_the_disk(model, tmp_path):
         assert two.core._disk.has(kept, is_use=False) == [True] * len(kept)
 
 
-def test_their_number_may_change_between_starts(model, plain, tmp_path):
+def test_their_number_may_change_between_starts(model, plain, tmp_path, request):
     """Conversations stay whole, and what is on disk is of use to any number, also to an engine with a disk of its
-    own.
+    own. `--long` has three, too.
     """
+    sizes = (1, 2, 3, 1) if request.config.getoption("--long") else (1, 2, 1)
     said: dict[str, list[str]] = {"anna": [], "bob": [], "carl": []}
-    for turn, size in enumerate((1, 2, 3, 1)):
+    for turn, size in enumerate(sizes):
         with open_two(model, tmp_path / "store", size) as engine:
             for session_id, known in said.items():
                 chat = engine.chat(session_id)
