@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -63,20 +64,96 @@ async def killed_in_the_middle(engine: RemoteEngine, front: AsyncEngine) -> list
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_a_process_that_cannot_be_understood_is_ended_and_started_again(model, tmp_path, monkeypatch, caplog):
-    with RemoteEngine(model, tiers(tmp_path / "store"), device="cpu") as engine:
+@dataclass
+class Shared:
+    """An engine, and where its model's weights and its store are."""
 
-        def fails(message):
-            raise ValueError("no such message")
+    engine: RemoteEngine
+    weights: Path
+    store: Path
 
-        monkeypatch.setattr("kvstore.engine.process.wire.decode_outbound", fails)
-        handle = engine.submit(PROMPT, TEN)
-        with pytest.raises(EngineDiedError):
-            list(engine.stream(handle))
-        assert "cannot be understood" in caplog.text
-        monkeypatch.undo()
-        wait_until(lambda: engine.state == "running", "the restart")
-        assert len(engine.generate([PROMPT], TEN)[0].token_ids) == 10
+
+@pytest.fixture(scope="module")
+def shared(model, tmp_path_factory):
+    """For tests that leave an engine that runs, perhaps with another process; the last one closes it. Its store was
+    somebody else's before.
+    """
+    folder = tmp_path_factory.mktemp("shared")
+    own, store = Path(shutil.copytree(model, folder / "model")), folder / "store"
+    holder = Engine(own, tiers(store), device="cpu")
+    holder.chat("known").send("Hello", TEN)
+    closing = threading.Timer(0.1, holder.close)
+    closing.start()
+    try:
+        with RemoteEngine(own, tiers(store), device="cpu") as engine:
+            yield Shared(engine, own / "model.safetensors", store)
+    finally:
+        closing.join()
+        holder.close()
+
+
+def test_a_new_process_waits_for_a_lock_that_is_given_up(shared):
+    assert shared.engine.chat("known").num_turns == 1
+
+
+def test_the_owners_socket_is_answered_by_the_front(shared):
+    engine, path = shared.engine, shared.store
+    chat = engine.chat("asked")
+    chat.send("Hello, this is long enough to fill a block of tokens, and then another one.", TEN)
+    engine.flush()
+    assert ask(path, "stats", {}, 60)["process"]["pid"] == engine.pid
+    assert ask(path, "evict", {"all": True}, 60)["tiers"]["disk"]["blocks"] > 0
+    assert ask(path, "verify", {}, 60)["sessions"]["problems"] == []
+    found = ask(path, "sessions.delete", {"session": {"session_id": "asked"}}, 60)
+    assert found["deleted"] and chat.stored.is_deleted and engine.chat("asked").num_turns == 0
+
+
+def test_a_process_that_cannot_be_understood_is_ended_and_started_again(shared, monkeypatch, caplog):
+    """Nobody gets the store meanwhile, but it can be read."""
+
+    def fails(message):
+        raise ValueError("no such message")
+
+    engine, ended = shared.engine, shared.engine.pid
+    monkeypatch.setattr("kvstore.engine.process.wire.decode_outbound", fails)
+    handle = engine.submit(PROMPT, TEN)
+    with pytest.raises(EngineDiedError):
+        list(engine.stream(handle))
+    assert "cannot be understood" in caplog.text
+    monkeypatch.undo()
+    while engine.pid in (ended, None):
+        with pytest.raises(StoreLockedError):
+            StoreDirectory.open(shared.store)
+        assert [head.num_turns for head in engine.admin.list_sessions()] == [1]
+    assert engine.chat("known").num_turns == 1
+    assert len(engine.generate([PROMPT], TEN)[0].token_ids) == 10
+
+
+def test_a_restart_that_fails_is_tried_again(shared, tmp_path, caplog):
+    """As where memory or descriptors are short for a while: here its weights are gone for a while."""
+    engine = shared.engine
+    shared.weights.rename(tmp_path / "elsewhere")
+    os.kill(engine.pid, signal.SIGKILL)
+    wait_until(lambda: "could not be started" in caplog.text, "a restart that fails")
+    (tmp_path / "elsewhere").rename(shared.weights)
+    wait_until(lambda: engine.state == "running", "one that succeeds")
+    assert len(engine.generate([PROMPT], TEN)[0].token_ids) == 10
+
+
+def test_nobody_gets_the_store_while_a_process_outlives_its_front(shared):
+    """It hangs, and the front has given its locks up."""
+    engine, path = shared.engine, shared.store
+    stopped = engine.pid
+    os.kill(stopped, signal.SIGSTOP)
+    for part in (engine.sessions, engine.answers):
+        part.close()
+    for directory in [one for one in list(directory_module._directories) if one.path == path]:
+        directory.close()
+    with pytest.raises(StoreLockedError):
+        StoreDirectory.open(path)
+    os.kill(stopped, signal.SIGCONT)
+    engine.close()
+    StoreDirectory.open(path).close()
 
 
 def test_a_killed_process_is_started_again_as_often_as_it_may(model, tmp_path, caplog):
@@ -125,18 +202,6 @@ def test_a_killed_process_is_started_again_as_often_as_it_may(model, tmp_path, c
         assert engine.chat("talk").num_turns == 4 and engine.sessions.upkeep.check().problems == ()
 
 
-def test_a_restart_that_fails_is_tried_again(model, tmp_path, caplog):
-    """As where memory or descriptors are short for a while: here its weights are gone for a while."""
-    weights = Path(shutil.copytree(model, tmp_path / "model")) / "model.safetensors"
-    with RemoteEngine(tmp_path / "model", device="cpu") as engine:
-        weights.rename(tmp_path / "elsewhere")
-        os.kill(engine.pid, signal.SIGKILL)
-        wait_until(lambda: "could not be started" in caplog.text, "a restart that fails")
-        (tmp_path / "elsewhere").rename(weights)
-        wait_until(lambda: engine.state == "running", "one that succeeds")
-        assert len(engine.generate([PROMPT], TEN)[0].token_ids) == 10
-
-
 def test_who_streams_in_the_loop_hears_of_the_end_and_of_the_next_process(model, tmp_path):
     async def scenario():
         engine = RemoteEngine(model, tiers(tmp_path / "store"), device="cpu")
@@ -183,43 +248,6 @@ def test_a_killed_parent_takes_the_process_with_it(model, tmp_path):
         assert engine.chat("killed").send("go on", TEN).usage.prompt_tokens > 0
 
 
-def test_nobody_gets_the_store_while_one_of_the_two_lives(model, tmp_path):
-    """Neither while the engine's process is started again, nor while it outlives a front that gave its locks up."""
-    path = tmp_path / "store"
-    with RemoteEngine(model, tiers(path), device="cpu") as engine:
-        engine.chat("kept").send("Hello", TEN)
-        killed = engine.pid
-        os.kill(killed, signal.SIGKILL)
-        while engine.pid in (killed, None):
-            with pytest.raises(StoreLockedError):
-                StoreDirectory.open(path)
-            assert [head.num_turns for head in engine.admin.list_sessions()] == [1]  # it can be read meanwhile
-        assert engine.chat("kept").num_turns == 1
-        stopped = engine.pid
-        os.kill(stopped, signal.SIGSTOP)
-        for part in (engine.sessions, engine.answers):
-            part.close()
-        for directory in [one for one in list(directory_module._directories) if one.path == path]:
-            directory.close()
-        with pytest.raises(StoreLockedError):
-            StoreDirectory.open(path)
-        os.kill(stopped, signal.SIGCONT)
-    StoreDirectory.open(path).close()
-
-
-def test_the_owners_socket_is_answered_by_the_front(model, tmp_path):
-    path = tmp_path / "store"
-    with RemoteEngine(model, tiers(path), device="cpu") as engine:
-        chat = engine.chat("asked")
-        chat.send("Hello, this is long enough to fill a block of tokens, and then another one.", TEN)
-        engine.flush()
-        assert ask(path, "stats", {}, 60)["process"]["pid"] == engine.pid
-        assert ask(path, "evict", {"all": True}, 60)["tiers"]["disk"]["blocks"] > 0
-        assert ask(path, "verify", {}, 60)["sessions"]["problems"] == []
-        found = ask(path, "sessions.delete", {"session": {"session_id": "asked"}}, 60)
-        assert found["deleted"] and chat.stored.is_deleted and engine.chat("asked").num_turns == 0
-
-
 def test_files_that_are_removed_under_a_front_are_told(model, tmp_path, caplog):
     path = tmp_path / "store"
     with RemoteEngine(model, tiers(path), device="cpu") as engine:
@@ -231,19 +259,6 @@ def test_files_that_are_removed_under_a_front_are_told(model, tmp_path, caplog):
         (path / "lock").unlink()
         wait_until(lambda: "lock was removed" in caplog.text, "the other loss to be told")
         wait_until(lambda: engine.stats()["lost"] is not None, "the core to see it")
-
-
-def test_a_new_process_waits_for_a_lock_that_is_given_up(model, tmp_path):
-    holder = Engine(model, tiers(tmp_path / "store"), device="cpu")
-    holder.chat("known").send("Hello", TEN)
-    closing = threading.Timer(0.1, holder.close)
-    try:
-        closing.start()
-        with RemoteEngine(model, tiers(tmp_path / "store"), device="cpu") as engine:
-            assert engine.chat("known").num_turns == 1
-    finally:
-        closing.join()
-        holder.close()
 
 
 def test_a_lock_is_waited_for_and_then_reported():
