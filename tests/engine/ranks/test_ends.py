@@ -22,8 +22,8 @@ LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
 PROMPTS = [tokens(seed, 30 + 9 * seed) for seed in range(6)]
 SILENCE_S = 10.0  # a busy machine lets no process wait so long
 START_S = 300.0  # importing torch beside other tests
-SHORT = [("tensor", 0, signal.SIGKILL), ("pipeline", 1, signal.SIGSTOP)]
-CASES = [(size, rank, sign) for size in SIZES for rank in (0, 1) for sign in (signal.SIGKILL, signal.SIGSTOP)]
+ENDS = [(0, signal.SIGKILL), (1, signal.SIGSTOP)]
+ALL_ENDS = [*ENDS, (1, signal.SIGKILL), (0, signal.SIGSTOP)]
 
 
 class Once:
@@ -40,6 +40,14 @@ class Once:
 
 def has_said(handles, count: int) -> bool:
     return sum(len(handle.pieces) for handle in handles) > count
+
+
+def is_another(engine, pid: int) -> bool:
+    return engine.state == "running" and engine.pid != pid
+
+
+def are_gone(pids: tuple[int, ...]) -> bool:
+    return all(is_gone(pid) for pid in pids)
 
 
 def ended_with(engine, handle, error: type[Exception]) -> None:
@@ -65,58 +73,66 @@ def test_an_engine_whose_rank_ends_says_so_and_leaves_nothing(model, plain, tmp_
         assert out.token_ids == plain(PROMPTS[0], 4) and cached(out)[2] > 0
 
 
-@pytest.mark.parametrize(("size", "rank", "sign"), CASES)
-def test_all_ranks_are_started_again(model, size, rank, sign, request):
-    if (size, rank, sign) not in SHORT and not request.config.getoption("--long"):
+@pytest.mark.parametrize("size", SIZES)
+def test_all_ranks_are_started_again(model, size, request):
+    """The first one is killed, then the other one hangs. With `--long` each does both, of both sizes."""
+    is_long = request.config.getoption("--long")
+    if size != "pipeline" and not is_long:
         pytest.skip("needs --long")
     with RemoteEngine(model, {"hbm": "2MiB"}, device="cpu", silence_s=SILENCE_S, **SIZES[size]) as engine:
         expected = engine.generate([PROMPTS[1]], greedy(8))[0].token_ids
-        first, other = engine.pid, rank_of(engine.pid)
-        end_while_it_answers(engine, (first, other)[rank], sign)
-        wait_until(lambda: engine.state == "running" and engine.pid != first, "the restart", START_S)
-        wait_until(lambda: is_gone(first) and is_gone(other), "their end")
-        assert engine.generate([PROMPTS[1]], greedy(8))[0].token_ids == expected
+        for rank, sign in ALL_ENDS if is_long else ENDS:
+            before = engine.pid, rank_of(engine.pid)
+            end_while_it_answers(engine, before[rank], sign)
+            wait_until(partial(is_another, engine, before[0]), "the restart", START_S)
+            wait_until(partial(are_gone, before), "their end")
+            assert engine.generate([PROMPTS[1]], greedy(8))[0].token_ids == expected
         now = engine.pid, rank_of(engine.pid)
-    wait_until(lambda: all(is_gone(pid) for pid in now), "their end")
+    wait_until(partial(are_gone, now), "their end")
 
 
-# -- a step that fails -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["launch", "draw"])
-def test_an_error_outside_a_forward_ends_the_requests_alone(model, plain, tmp_path, name):
-    """While other steps of the pipeline are in flight."""
-    with open_engine(model, tmp_path / "store", max_num_batched_tokens=48, pipeline_parallel_size=2) as engine:
-        rank, runner = rank_of(os.getpid()), engine.loop.runner
-        with before_each(runner if name == "launch" else runner.sampler, name, Once(12)):
-            handles = [engine.submit(prompt, LONG) for prompt in PROMPTS]
-            for handle in handles:
-                ended_with(engine, handle, RuntimeError)
-        assert [out.token_ids for out in engine.generate(PROMPTS, greedy(12))] == [plain(p, 12) for p in PROMPTS]
-        settle(engine)
-        assert rank_of(os.getpid()) == rank
-
-
+# -- requests that end early ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("size", SIZES)
-def test_an_error_within_a_forward_ends_all_ranks(model, size):
-    """The others may wait for this one for ever: what it has not sent, or summed, nobody can send in its place."""
-    with open_engine(model, **SIZES[size]) as engine:
-        with before_each(engine.loop.runner.model, "begin", Once(4)):
-            handle = engine.submit(PROMPTS[2], LONG)
-            ended_with(engine, handle, RuntimeError)
-        wait_until(lambda: engine.closed)
-        with pytest.raises(EngineDiedError, match="rank 1 of 2 ended"):
-            ask(engine, PROMPTS[1])
+def test_who_ends_with_a_request(model, plain, tmp_path, size):
+    """One engine: requests are aborted, then fail outside a forward and end alone, then within one."""
+    with open_engine(model, tmp_path / "store", max_num_batched_tokens=32, **SIZES[size]) as engine:
+        expected = [plain(prompt, 12) for prompt in PROMPTS]
+        aborted_requests_leave_nothing_behind(engine, expected)
+        for owner, name in ((engine.loop.runner, "launch"), (engine.loop.runner.sampler, "draw")):
+            an_error_outside_a_forward_ends_the_requests_alone(engine, expected, owner, name)
+        an_error_within_a_forward_ends_all_ranks(engine)
     assert not ranks_of(os.getpid())
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_aborted_requests_leave_nothing_behind(model, plain, tmp_path, size):
+def aborted_requests_leave_nothing_behind(engine, expected):
     """Also of the steps that were in flight, which nobody reads before the next request."""
-    with open_engine(model, tmp_path / "store", max_num_batched_tokens=32, **SIZES[size]) as engine:
-        for count in range(4):
-            handles = [engine.submit(prompt, LONG) for prompt in PROMPTS]
-            wait_until(partial(has_said, handles, count))
-            for handle in handles:
-                engine.abort(handle)
-            settle(engine)
-            assert [ask(engine, prompt, 12).token_ids for prompt in PROMPTS[:3]] == [plain(p, 12) for p in PROMPTS[:3]]
-            settle(engine)
+    for count in range(4):
+        handles = [engine.submit(prompt, LONG) for prompt in PROMPTS]
+        wait_until(partial(has_said, handles, count))
+        for handle in handles:
+            engine.abort(handle)
+        settle(engine)
+        assert [ask(engine, prompt, 12).token_ids for prompt in PROMPTS[:3]] == expected[:3]
+        settle(engine)
+
+
+def an_error_outside_a_forward_ends_the_requests_alone(engine, expected, owner, name):
+    """While other steps of the pipeline are in flight."""
+    rank = rank_of(os.getpid())
+    with before_each(owner, name, Once(12)):
+        handles = [engine.submit(prompt, LONG) for prompt in PROMPTS]
+        for handle in handles:
+            ended_with(engine, handle, RuntimeError)
+    assert [out.token_ids for out in engine.generate(PROMPTS, greedy(12))] == expected
+    settle(engine)
+    assert rank_of(os.getpid()) == rank
+
+
+def an_error_within_a_forward_ends_all_ranks(engine):
+    """The others may wait for this one for ever: what it has not sent, or summed, nobody can send in its place."""
+    with before_each(engine.loop.runner.model, "begin", Once(4)):
+        handle = engine.submit(PROMPTS[2], LONG)
+        ended_with(engine, handle, RuntimeError)
+    wait_until(lambda: engine.closed)
+    with pytest.raises(EngineDiedError, match="rank 1 of 2 ended"):
+        ask(engine, PROMPTS[1])
