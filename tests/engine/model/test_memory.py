@@ -2,6 +2,7 @@
 
 import warnings
 from collections import Counter
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -78,12 +79,13 @@ def test_the_maximal_step_has_all_the_tokens_and_samples_of_one(model, max_token
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_auto_on_cuda_leaves_room_for_graphs_and_for_what_is_not_saved_yet(monkeypatch):
+    crowd = replace(CROWD, max_num_batched_tokens=64)  # a step that is computed soon
     with fake_cuda.device(monkeypatch) as driver:
         model = intercept(make_model().to(fake_cuda.DEVICE), 256)
         driver.memory = (4 << 30, 4 << 30)
         ways = ((False, False), (True, False), (True, True))
-        plain, graphs, saves = (num_hbm_blocks(model, CROWD, "auto", *flags) for flags in ways)
-        graph_bytes = bytes_for_graphs(model, CROWD)
+        plain, graphs, saves = (num_hbm_blocks(model, crowd, "auto", *flags) for flags in ways)
+        graph_bytes = bytes_for_graphs(model, crowd)
     block_bytes = 16 * model.spec.kv_bytes_per_token
     assert (plain - graphs) * block_bytes == pytest.approx(graph_bytes, abs=block_bytes)
     assert (graphs - saves) * block_bytes == pytest.approx(MAX_SAVE_BYTES, abs=block_bytes)

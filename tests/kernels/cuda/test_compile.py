@@ -1,6 +1,6 @@
 """Every kernel compiles for sm_80 and sm_90 without a GPU, and the machine code is what its text says.
 
-Attention takes seconds a case: for sm_80 with `--long`.
+Attention takes seconds a case: for sm_80, and some cases more, with `--long`.
 """
 
 import importlib.util
