@@ -3,7 +3,6 @@
 `--long` ends ranks of both sizes in both ways.
 """
 
-import os
 import re
 import signal
 import subprocess
@@ -87,10 +86,7 @@ def test_a_rank_that_ends_or_hangs_is_started_again(model, ray_here, size, sign,
         expected = engine.generate([PROMPTS[1]], greedy(8))[0].token_ids
         for victim in ("rank", "first"):
             first, (rank,) = engine.pid, ranks(ray_here)
-            if victim == "rank":
-                end_while_it_answers(engine, rank, sign)
-            else:
-                os.kill(first, signal.SIGKILL)
+            end_while_it_answers(engine, *((rank, sign) if victim == "rank" else (first, signal.SIGKILL)))
             wait_until(lambda: engine.state == "running" and engine.pid != first, "the restart", START_S)  # noqa: B023
             wait_until(lambda: is_gone(first) and is_gone(rank), "their end")  # noqa: B023
             assert engine.generate([PROMPTS[1]], greedy(8))[0].token_ids == expected
