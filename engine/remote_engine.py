@@ -20,7 +20,6 @@ from kvstore.engine.data_parallel.links import EngineLinks
 from kvstore.engine.front import Front
 from kvstore.engine.lifetime import open_waiting_for_lock
 from kvstore.engine.model.files import find_model
-from kvstore.engine.model.loading import load_tokenizer
 from kvstore.engine.process.life import CoreProcess
 from kvstore.engine.process.link import Link, State
 from kvstore.engine.process.remote import RemoteCore
@@ -87,6 +86,8 @@ class RemoteEngine(Front):
                 start = partial(CoreProcess, one.arguments(), store, silence_s, shutdown_s, settings)
                 links.append(Link(start, max_restarts))
                 opened.callback(links[-1].close)
+            from kvstore.engine.model.loading import load_tokenizer  # loads torch, while the processes do
+
             tokenizer = load_tokenizer(config.model, config.tokenizer, config.revision, config.chat_template)
             for link in links:
                 link.started.result()
