@@ -216,6 +216,8 @@ class Match:
             say("the last turn after the restart, and computed anew")
             for number in range(rounds * sizes.num_talks):
                 for name in self._order(number):
+                    if self.last == name:  # it stores what it has just computed; the others have a pause before
+                        time.sleep(self.pause_s)
                     returned[name].append(self._last_turn(name, parted[name][number]))
                     cold[name] += self.side(name).ask(self.fresh(name, 1, sizes.last_prompt_tokens), 1)
         return Turns(warm, returned, cold)
