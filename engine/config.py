@@ -111,8 +111,9 @@ class EngineConfig:
             parse_endpoint(self.kv_events, "kv_events")
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise ConfigError(f"device is {self.device!r}; give auto, cpu, cuda or cuda:N")
-        if self.data_parallel_size > 1 and self.device.startswith("cuda:"):
-            raise ConfigError(f"device is {self.device}, but each of {self.data_parallel_size} engines needs its own")
+        size = self.data_parallel_size * self.num_ranks
+        if size > 1 and self.device.startswith("cuda:"):
+            raise ConfigError(f"device is {self.device}, but each of {size} processes needs its own; give cuda")
         if not isinstance(self.enforce_eager, bool):
             raise ConfigError(f"enforce_eager is {self.enforce_eager!r}; give True or False")
 

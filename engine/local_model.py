@@ -11,19 +11,18 @@ from typing import Any
 import torch
 
 from kvstore.engine.config import EngineConfig, SchedulerConfig
+from kvstore.engine.model.devices import own_device
 from kvstore.engine.model.interception import PositionFreeModel
 from kvstore.engine.model.loading import Loaded, load
 from kvstore.engine.model.memory import num_hbm_blocks
-from kvstore.engine.model.parallel.group import part_of_process
+from kvstore.engine.model.parallel.nccl import part_of_process
 from kvstore.engine.model.probe import intercept
 from kvstore.engine.ranks.door import PURPOSE
-from kvstore.engine.ranks.far import when_one_ends
 from kvstore.engine.ranks.launch import started_here
 from kvstore.engine.ranks.on_ray import others_on_ray
 from kvstore.engine.ranks.ranks import Ranks
 from kvstore.engine.ranks.torchrun import RankPlace, num_processes_here, others_by_torchrun
 from kvstore.engine.text.chat_template import ChatTemplate
-from kvstore.errors import ConfigError
 from kvstore.kernels.cuda.triton_support import has_triton
 from kvstore.remote.names import fleet_secret
 
@@ -49,7 +48,7 @@ def open_model(config: EngineConfig, ranks: Ranks | None) -> OpenedModel:
 
     device, part = own_device(config), None
     if ranks is not None:
-        part = part_of_process(0, config.tensor_parallel_size, config.pipeline_parallel_size)
+        part = part_of_process(0, config.tensor_parallel_size, config.pipeline_parallel_size, device)
     loaded = load(
         config.model, device, config.dtype, config.max_model_len, config.tokenizer, config.revision,
         config.chat_template, check, part,
@@ -61,27 +60,14 @@ def open_model(config: EngineConfig, ranks: Ranks | None) -> OpenedModel:
         if ranks is not None and part is not None:
             ranks.wait_loaded()
             part.join(ranks.rendezvous, ranks.host)
-            when_one_ends(ranks.others, part.cut)
+            for other in ranks.others:
+                other.when_ended(part.cut)
         model = intercept(loaded.model, loaded.max_model_len, True, part)
         num_processes = num_processes_here(config, os.environ)
         num_blocks = num_hbm_blocks(model, limits, config.tiers.hbm, has_graphs, has_store, num_processes)
         if part is not None:
             num_blocks = part.least(num_blocks)
     return OpenedModel(loaded, model, limits, num_blocks, has_graphs)
-
-
-def own_device(config: EngineConfig) -> str:
-    """The device of one of several engines on this machine: each has a CUDA device of its own. Raises ConfigError."""
-    size = config.data_parallel_size
-    if size == 1 or config.device == "cpu" or not torch.cuda.is_available():
-        return config.device
-    num_devices = torch.cuda.device_count()
-    if num_devices < size:
-        raise ConfigError(
-            f"data_parallel_size is {size}, but this machine has {num_devices} CUDA devices; each engine needs one: "
-            "give fewer, or device=cpu"
-        )
-    return f"cuda:{config.data_parallel_rank}"
 
 
 def check_room(config: EngineConfig, network: Any) -> None:
@@ -102,13 +88,12 @@ def check_room(config: EngineConfig, network: Any) -> None:
 
 @contextmanager
 def open_ranks(config: EngineConfig, silence_s: float) -> Iterator[Ranks]:
-    """Start the other ranks, or wait for them. Raises ConfigError, also on CUDA, and EngineDiedError if one does not
-    come. On one machine all ranks get the same number of threads.
+    """Start the other ranks, or wait for them. Raises ConfigError, also if there are too few devices, and
+    EngineDiedError if one does not come. On one machine all ranks get the same number of threads.
     """
-    size = config.num_ranks
-    if config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available()):
-        raise ConfigError(f"a model in {size} processes is not served on CUDA devices yet; give device=cpu")
-    arguments = [{**config.arguments(), "device": "cpu"}] * (size - 1)
+    own_device(config)  # there must be one, before anything is started
+    size, device = config.num_ranks, config.device if config.distributed_executor == "here" else "cpu"
+    arguments = [{**config.arguments(), "device": device}] * (size - 1)
     if config.distributed_executor == "torchrun":
         place, key = RankPlace.of(os.environ), fleet_secret(config.tiers.fleet_secret_file).derived(PURPOSE)
         launching = others_by_torchrun(place, key, arguments, silence_s)

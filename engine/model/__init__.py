@@ -3,6 +3,7 @@
 Knows no scheduler. `step` runs its steps.
 
 - `step/`: runs one step
+- `devices`: which device a process computes on
 - `files`: a model's files before anything is loaded: where they are, and what cannot be served
 - `fingerprint`: a digest of weights, rotation and layout, so that another model never hits
 - `interception`: a Hugging Face causal LM whose keys reach us without position

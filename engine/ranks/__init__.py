@@ -22,6 +22,12 @@ no sampler and no lock of the store, and they decide nothing. All ranks map one 
 with all heads and layers. So only the first rank deals with the disk, splices and deletion, and a store does not know
 how many ranks have written it.
 
+On CUDA each rank pins that arena for its own device, and moves its part in queues of it. It tells the first rank of a
+step's loads and saves when their events are reached, in the thread that waits for these; the next step waits for no
+save. The first rank's step waits until all have loaded, as a load that fails makes its tokens wrong. A device that
+waits for a lost rank waits for ever. So the groups are cut when one ends, and tokens count only if none has ended when
+they have come.
+
 A rank of another machine has no share of the arena. Its heads and layers of the blocks that a step loads come with
 the step, and what it has saved goes back in a message when the step has ended, into the same records. So there is one
 store, on the first rank's machine, and nothing else that a rank would have to own. Its channel is a TCP connection, and

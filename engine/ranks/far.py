@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from kvstore.engine.process.channel import Channel
@@ -41,7 +41,9 @@ class FarRank:
         self.kill()
 
     def when_ended(self, call: Callable[[], object]) -> None:
-        """Call this when the rank has ended: the process may be there still, with its connections to other ranks."""
+        """Call this, in any thread, when the rank has ended. Its process may be there still, with its connections to
+        others.
+        """
         self._ended = call
         if self._has_ended.is_set():
             call()
@@ -62,10 +64,3 @@ class FarRank:
         self.line.close()
         for connection in self._connections.values():
             connection.close()
-
-
-def when_one_ends(others: Iterable[object], call: Callable[[], object]) -> None:
-    """As `FarRank.when_ended`, for those of other machines. A rank of this one takes its connections along."""
-    for other in others:
-        if isinstance(other, FarRank):
-            other.when_ended(call)

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 
 import torch
 
 from kvstore.connector import NullConnector
 from kvstore.engine.config import EngineConfig
+from kvstore.engine.model.devices import own_device
 from kvstore.engine.model.interception import LayerConnector
 from kvstore.engine.model.loading import load
 from kvstore.engine.model.memory import num_hbm_blocks
-from kvstore.engine.model.parallel.group import part_of_process
+from kvstore.engine.model.parallel.nccl import part_of_process
 from kvstore.engine.model.probe import intercept
 from kvstore.engine.model.step.runner import copy_blocks, overwrite_blocks
 from kvstore.engine.model.step.tensors import step_tensors
+from kvstore.engine.model.step.warm_up import run_all_forms
 from kvstore.engine.process.channel import Channel
 from kvstore.engine.process.pulse import Heart
 from kvstore.engine.process.wire import failure_of
@@ -40,34 +43,39 @@ from kvstore.engine.ranks.wire import (
     encode,
 )
 from kvstore.memory.layout import OwnPart
-from kvstore.memory.rank import FarTransfer, RankTransfer
+from kvstore.memory.rank import FarTransfer, RankTransfer, rank_transfer
 
 
 def follow(start: StartRank, config: EngineConfig, heart: Heart, channel: Channel, host: str | None = None) -> int:
     """Compute steps until the first rank ends, or this rank fails. Returns the exit code, which is 0 if the first rank
     has said that it ends. host: address of this machine for the other ranks; None: all are on one.
     """
+    telling = threading.Lock()
     try:
-        follower = Follower(start, config, channel, host)
+        follower = Follower(start, config, channel, telling, host)
         while follower.go_on(heart):
             pass
     except Exception as error:
-        channel.send_all(encode(Failed(failure_of(error))))
+        with telling:
+            channel.send_all(encode(Failed(failure_of(error))))
         print(f"kvstore: rank {start.rank} of {start.size}: {error}", file=sys.stderr, flush=True)
         return 1
     return 0 if follower.has_left else 1
 
 
 class Follower:
-    """Owns this rank's HBM pool and its model."""
+    """Owns this rank's HBM pool and its model. telling: held by whoever sends."""
 
-    def __init__(self, start: StartRank, config: EngineConfig, channel: Channel, host: str | None) -> None:
-        self._channel, self._messages = channel, list[ToRank]()
+    def __init__(
+        self, start: StartRank, config: EngineConfig, channel: Channel, telling: threading.Lock, host: str | None
+    ) -> None:
+        self._channel, self._messages, self._telling = channel, list[ToRank](), telling
         self.has_left = False  # because the first rank said so
-        part = part_of_process(start.rank, config.tensor_parallel_size, config.pipeline_parallel_size)
-        loaded = load(
-            config.model, config.device, config.dtype, config.max_model_len, revision=config.revision, part=part
-        )
+        device = own_device(config, start.rank)
+        part = part_of_process(start.rank, config.tensor_parallel_size, config.pipeline_parallel_size, device)
+        loaded = load(config.model, device, config.dtype, config.max_model_len, revision=config.revision, part=part)
+        if loaded.device.type == "cuda":
+            torch.cuda.set_device(loaded.device)
         channel.send_all(encode(RankLoaded()))
         part.join(start.rendezvous, host)
         self._model = intercept(loaded.model, loaded.max_model_len, pack=True, part=part)
@@ -79,17 +87,23 @@ class Follower:
         num_blocks = part.least(num_blocks)
         self._caches = self._model.new_caches(num_blocks, config.block_size)
         self._transfer: RankTransfer | FarTransfer | None = None
+        self._moves: Moves | None = None  # of the last step
         opened = self._next()
         if opened is None:  # the first rank could not start
             return
         assert isinstance(opened, OpenArena)
         layout = self._model.layout(config.block_size)
         if has_store:
-            self._transfer = FarTransfer(layout) if start.arena is None else RankTransfer(layout, start.arena)
+            if start.arena is None:
+                self._transfer = FarTransfer(layout)
+            else:
+                self._transfer = rank_transfer(layout, start.arena, loaded.device, self._tell)
             self._transfer.register(self._caches)
         self._connector: LayerConnector = self._transfer or NullConnector()
         own = OwnPart.of(layout)
         channel.send_all(encode(RankReady(own.layers, own.heads)))
+        if loaded.device.type == "cuda":  # the first rank does the same now
+            run_all_forms(self._model, self._caches, limits)
 
     def _next(self) -> ToRank | None:
         """Wait for a message of the first rank; None when it has closed the channel."""
@@ -119,17 +133,25 @@ class Follower:
         inputs, table = step.inputs()
         if step.copies:
             copy_blocks(self._caches, step.copies, self._model.device)
+        self._moves = step.moves
         if step.moves is not None:
             self._begin(step.moves)
         tensors = step_tensors(inputs, table, self._block_size, self._model.device)
         self._model.begin(
             tensors.token_ids, tensors.positions, tensors.batch, self._caches, self._connector, tensors.sample_tokens
         )
-        for done in () if self._transfer is None else self._transfer.end():
-            moved = Moved(done.ticket, done.is_load, done.succeeded)
-            if isinstance(self._transfer, FarTransfer) and step.moves is not None and not done.is_load:
-                moved.saves, moved.data = step.moves.saves, self._transfer.saved()
-            self._channel.send_all(encode(moved))
+        if self._transfer is not None:
+            self._transfer.end()
+            self._tell()
+
+    def _tell(self) -> None:
+        """Tell the first rank which loads and saves have ended. The thread that waits for a device calls it, too."""
+        with self._telling:
+            for done in () if self._transfer is None else self._transfer.completed():
+                moved = Moved(done.ticket, done.is_load, done.succeeded)
+                if isinstance(self._transfer, FarTransfer) and self._moves is not None and not done.is_load:
+                    moved.saves, moved.data = self._moves.saves, self._transfer.saved()
+                self._channel.send_all(encode(moved))
 
     @torch.inference_mode()
     def _end(self, num_samples: int) -> None:

@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 from kvstore.engine.process.channel import Channel
@@ -26,6 +26,7 @@ class RankProcess:
     def __init__(self, start: StartRank, settings: Mapping[str, str]) -> None:
         self.rank = start.rank
         self._is_hung = False
+        self._ended: Callable[[], object] = lambda: None
         self._process: subprocess.Popen[bytes]
         ours, theirs = socket.socketpair()
         self.line = RankLine(Channel(ours))
@@ -58,10 +59,17 @@ class RankProcess:
             self.line.how = f"killed: no sign of life for {self.pulse.silent_s:g} s"
         else:
             self.line.how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        self._ended()
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def when_ended(self, call: Callable[[], object]) -> None:
+        """Call this, in any thread, when the process has ended, perhaps twice."""
+        self._ended = call
+        if self.line.how is not None:
+            call()
 
     def _end_hung(self) -> None:
         self._is_hung = True

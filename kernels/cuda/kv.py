@@ -173,6 +173,7 @@ def _rows_of(tensor: Tensor) -> Tensor:
 @triton.jit(do_not_specialize=["num_blocks", "num_layers"])
 def _load_kernel(
     arena, layers, blocks, cos, sin, num_blocks, num_layers, arena_block_stride, layer_stride, part_stride,
+    TOKEN_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_ROWS: tl.constexpr,
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ROUNDS_ONCE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -195,12 +196,13 @@ def _load_kernel(
         arena_block, number, position = tl.load(block), tl.load(block + num_blocks), tl.load(block + 2 * num_blocks)
         row = item % NUM_PARTS * NUM_ROWS + tl.arange(0, NUM_ROWS)[:, None]
         mask = row < BLOCK_ROWS
-        source = arena_block * arena_block_stride + row * HEAD_DIM
+        token = row // NUM_KV_HEADS
+        source = arena_block * arena_block_stride + token * TOKEN_STRIDE + row % NUM_KV_HEADS * HEAD_DIM
         target = number * (BLOCK_ROWS * HEAD_DIM) + row * HEAD_DIM
         value = _load_rest(values + source, mask, 0, HEAD_DIM)
         if HALF > 0:
             first, second = _load_pairs(keys + source, mask, HALF, INTERLEAVED)
-            angle = (position + row // NUM_KV_HEADS) * HALF
+            angle = (position + token) * HALF
             cosines, sines = _load_angles(cos + angle, mask, HALF), _load_angles(sin + angle, mask, HALF)
             first, second = _turn(first, second, cosines, sines, ROUNDS_ONCE)
             _store_pairs(key_cache + target, mask, first, second, HALF, INTERLEAVED)
@@ -213,7 +215,7 @@ def _load_kernel(
 
 def load(arena: Tensor, layers: Sequence[CachedLayer], blocks: Tensor, rotation: Rotation | None) -> None:
     """Load N blocks of some layers, in order. Arena and caches as in `kvstore.kernels.reference.load_blocks`; the arena
-    is pinned host memory.
+    is pinned host memory, or a view of some of its layers and heads.
 
     blocks: [3, N] int64 on the device: arena block, HBM block, and the position of each block's first token. rotation:
     the layers' full table, on the device.
@@ -221,7 +223,7 @@ def load(arena: Tensor, layers: Sequence[CachedLayer], blocks: Tensor, rotation:
     num_blocks = blocks.shape[1]
     block_size, num_kv_heads, head_dim = arena.shape[3:]
     half = 0 if rotation is None else rotation.cos.shape[-1]
-    assert arena.is_contiguous() and blocks.is_contiguous() and blocks.dtype == torch.int64
+    assert _has_whole_heads(arena) and blocks.is_contiguous() and blocks.dtype == torch.int64
     assert all(cache.is_contiguous() and cache.dtype == arena.dtype for _, *pair in layers for cache in pair)
     assert rotation is None or (rotation.cos.is_contiguous() and rotation.sin.is_contiguous())
     if not num_blocks or not layers:
@@ -232,7 +234,7 @@ def load(arena: Tensor, layers: Sequence[CachedLayer], blocks: Tensor, rotation:
     _load_kernel[(min(num_items, NUM_PROGRAMS),)](
         arena, _numbers_on(blocks.device, _stream(blocks), tuple(numbers)), blocks,
         None if rotation is None else rotation.cos, None if rotation is None else rotation.sin,
-        num_blocks, len(layers), *arena.stride()[:3],
+        num_blocks, len(layers), *arena.stride()[:3], TOKEN_STRIDE=arena.stride(3),
         BLOCK_SIZE=block_size, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, NUM_ROWS=num_rows,
         HALF=half, INTERLEAVED=rotation is not None and rotation.style is Style.INTERLEAVED,
         ROUNDS_ONCE=rotation is not None and rotation.rounds_once(arena.dtype),
@@ -240,6 +242,11 @@ def load(arena: Tensor, layers: Sequence[CachedLayer], blocks: Tensor, rotation:
         num_warps=min(max(num_rows * triton.next_power_of_2(half or head_dim) // 256, 1), NUM_WARPS),
         enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def _has_whole_heads(arena: Tensor) -> bool:
+    """Whether the heads of a token lie one after the other."""
+    return arena.stride()[4:] == (arena.shape[5], 1)
 
 
 def _tile_rows(head_dim: int) -> int:
@@ -251,6 +258,7 @@ def _tile_rows(head_dim: int) -> int:
 def _save_kernel(
     arena, layers, rows, places, num_tokens, num_layers,
     key_token, key_head, value_token, value_head, arena_block_stride, layer_stride, part_stride,
+    TOKEN_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -272,7 +280,7 @@ def _save_kernel(
         token = token.to(tl.int64)[:, None]
         key = _load_rest(keys + token * key_token + head * key_head, mask, 0, HEAD_DIM)
         value = _load_rest(values + token * value_token + head * value_head, mask, 0, HEAD_DIM)
-        within = (place % BLOCK_SIZE * NUM_KV_HEADS + head) * HEAD_DIM
+        within = place % BLOCK_SIZE * TOKEN_STRIDE + head * HEAD_DIM
         target = arena + place // BLOCK_SIZE * arena_block_stride + number * layer_stride + within
         _store_rest(target, mask, key, 0, HEAD_DIM)
         _store_rest(target + part_stride, mask, value, 0, HEAD_DIM)
@@ -284,7 +292,7 @@ def save(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | None, places:
     strides."""
     if not layers or not len(places):
         return
-    assert arena.is_contiguous() and places.is_contiguous() and places.dtype == torch.int64
+    assert _has_whole_heads(arena) and places.is_contiguous() and places.dtype == torch.int64
     assert rows is None or (rows.is_contiguous() and rows.dtype == torch.int64)
     block_size, num_kv_heads, head_dim = arena.shape[3:]
     num_rows = _tile_rows(head_dim)
@@ -294,7 +302,7 @@ def save(arena: Tensor, layers: Sequence[RawLayer], rows: Tensor | None, places:
         num_items = len(numbers) // 3 * triton.cdiv(len(places) * num_kv_heads, num_rows)
         _save_kernel[(min(num_items, NUM_PROGRAMS),)](
             arena, _numbers_on(places.device, _stream(places), tuple(numbers)), rows, places,
-            len(places), len(numbers) // 3, *shape[:4], *arena.stride()[:3],
+            len(places), len(numbers) // 3, *shape[:4], *arena.stride()[:3], TOKEN_STRIDE=arena.stride(3),
             BLOCK_SIZE=block_size, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, NUM_ROWS=num_rows,
             ALIGNED=shape[4], num_warps=NUM_WARPS,
         )  # fmt: skip

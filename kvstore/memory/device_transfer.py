@@ -153,9 +153,9 @@ class DeviceTransfer:
         Compiles the kernels and waits for that, else the first load would take, and be measured, so much longer.
         """
         self._caches = caches
-        layout, streams = self.arena.layout, self._streams
-        blank = torch.zeros(1, layout.num_kv_heads, layout.head_dim, dtype=layout.dtype, device=caches[0][0].device)
-        blocks = BlockLoad(self.arena.tensor, [0], [0], [0], layout.rotations)
+        arena, streams = self.arena.own, self._streams
+        blank = torch.zeros(1, *arena.shape[4:], dtype=arena.dtype, device=caches[0][0].device)
+        blocks = BlockLoad(arena, [0], [0], [0], self.arena.layout.own_rotations)
         ahead = self.pace.layers_ahead
         for first, end in [(0, ahead), *((layer, layer + 1) for layer in range(ahead, len(caches)))]:
             streams.launch(Queue.LOAD, partial(blocks.load_layers, first, caches[first:end]))
@@ -246,10 +246,10 @@ class DeviceTransfer:
         """Copy these layers to the arena. Runs in the queue of saves."""
         device = layers[0][1].device
         if device.type == "cuda" and not has_triton():  # the host waits for each layer
-            save_layers(self.arena.tensor, layers, *step.places)
+            save_layers(self.arena.own, layers, *step.places)
             return
         step.places = to_device(step.places, device)
-        save_to_arena(self.arena.tensor, layers, *step.places)
+        save_to_arena(self.arena.own, layers, *step.places)
 
     def end(self, succeeded: bool = True) -> SaveFence | None:
         """The forward has ended: hand over the rest of its saves. If it has not succeeded, none of them counts.

@@ -3,39 +3,50 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from kvstore.blocks.records import Save, TransferPlan, Transferred
 from kvstore.memory.arena import Arena
+from kvstore.memory.device_transfer import DeviceTransfer
 from kvstore.memory.far import bytes_of
 from kvstore.memory.layout import KVLayout, OwnPart
+from kvstore.memory.ranked import OwnTransfer
+from kvstore.memory.streams import CudaStreams
 from kvstore.memory.transfer import Transfer
 
 LEAST_ARENA_BLOCKS = 16  # of a rank's own memory
 
 
-class RankTransfer:
-    """The worker side of a connector, for a forward, and what a step tells it.
-
-    descriptor: of the arena's memory, whose size the first rank has set.
+def rank_transfer(
+    layout: KVLayout, descriptor: int, device: torch.device, on_progress: Callable[[], None]
+) -> RankTransfer:
+    """For a share of the first rank's arena. descriptor: of its memory, whose size the first rank has set. on_progress:
+    on CUDA, called in a thread of its own when loads or saves have ended.
     """
+    num_arena_blocks = os.fstat(descriptor).st_size // layout.block_bytes
+    if device.type == "cuda":
+        arena = Arena(layout, num_arena_blocks, pin=True, descriptor=descriptor)
+        return RankTransfer(DeviceTransfer(arena, CudaStreams(device), on_progress))
+    return RankTransfer(Transfer(Arena(layout, num_arena_blocks, pin=False, descriptor=descriptor)))
 
-    def __init__(self, layout: KVLayout, descriptor: int) -> None:
-        num_arena_blocks = os.fstat(descriptor).st_size // layout.block_bytes
-        self._own = Transfer(Arena(layout, num_arena_blocks, pin=False, descriptor=descriptor))
-        self.register = self._own.register
-        self.wait_for_layer_load = self._own.wait_for_layer
-        self.save_kv_layer = self._own.save_layer
 
-        self.begin = self._own.begin
+class RankTransfer:
+    """The worker side of a connector, for a forward, and what a step tells it."""
 
-    def end(self) -> list[Transferred]:
-        """The forward has ended, and its loads and saves with it. Returns how they ended."""
+    def __init__(self, own: OwnTransfer) -> None:
+        self._own = own
+        self.register = own.register
+        self.wait_for_layer_load = own.wait_for_layer
+        self.save_kv_layer = own.save_layer
+        self.begin = own.begin
+        self.completed = own.completed
+
+    def end(self) -> None:
+        """The forward has ended. On a CPU its loads and saves have ended with it; `completed` tells how, once."""
         self._own.end()
-        return self._own.completed()
 
 
 class FarTransfer:
@@ -75,9 +86,12 @@ class FarTransfer:
     def save_kv_layer(self, layer: int, raw_key: torch.Tensor, value: torch.Tensor) -> None:
         self._own.save_layer(layer, raw_key, value)
 
-    def end(self) -> list[Transferred]:
-        """The forward has ended, and its loads and saves with it. Returns how they ended."""
+    def end(self) -> None:
+        """The forward has ended, and its loads and saves with it."""
         self._own.end()
+
+    def completed(self) -> list[Transferred]:
+        """How they ended."""
         return self._own.completed()
 
     def saved(self) -> bytes:

@@ -143,9 +143,9 @@ class RankedTransfer:
 
     def _take_in(self) -> None:
         for done in self.others.transferred():
-            told = self._open[done.ticket, done.is_load]
-            told.num_left -= 1
-            told.failed |= not done.succeeded
+            if (told := self._open.get((done.ticket, done.is_load))) is not None:  # else it ended with a lost rank
+                told.num_left -= 1
+                told.failed |= not done.succeeded
 
     @property
     def can_save(self) -> bool:
@@ -163,7 +163,8 @@ class RankedTransfer:
             for name, told in list(self._open.items()):
                 if told.own is not None and (is_lost or not told.num_left):
                     del self._open[name]
-                    found.append(replace(told.own, succeeded=told.own.succeeded and not (told.failed or told.num_left)))
+                    has_failed = is_lost or told.failed  # lost: what the others summed may be wrong
+                    found.append(replace(told.own, succeeded=told.own.succeeded and not has_failed))
             return found
 
     def close(self) -> None:

@@ -53,11 +53,13 @@ def tensors(heads, dtype):
 
 
 def launch_kv_triton(heads, dtype, options):
+    """num_ranks: the arena has so many times the heads."""
     from kvstore.kernels.cuda import kv as kv_triton
 
     query, key, value, *caches = tensors(heads, dtype)
+    num_ranks, options = options.get("num_ranks", 1), {k: v for k, v in options.items() if k != "num_ranks"}
     turn, positions = rotation(dtype, **{"rotary_dim": heads[2], **options}), torch.arange(NUM_TOKENS)
-    arena = torch.zeros(NUM_BLOCKS, 2, 2, BLOCK_SIZE, *heads[1:], dtype=dtype)
+    arena = torch.zeros(NUM_BLOCKS, 2, 2, BLOCK_SIZE, num_ranks * heads[1], heads[2], dtype=dtype)[..., -heads[1] :, :]
     blocks = torch.zeros(3, NUM_BLOCKS, dtype=torch.int64)
     kv_triton.write(key, value, *caches, positions)
     kv_triton.rotate_and_write(query, key, value, *caches, positions, turn.at(positions))
@@ -92,6 +94,7 @@ LAUNCHES = {
             (LLAMA, torch.bfloat16, {"upcast": True}),
             (LLAMA, torch.bfloat16, {"style": Style.INTERLEAVED, "rotary_dim": 64}),
             (QWEN, torch.bfloat16, {}),
+            (QWEN, torch.bfloat16, {"num_ranks": 2}),
             (QWEN, torch.float16, {}),
         ],
     ),

@@ -1,4 +1,4 @@
-"""A CUDA device that is none: tensors whose values lie on the CPU and which say that they are on `cuda:0`.
+"""A CUDA device that is none: tensors whose values lie on the CPU and which say that they are on `cuda:0`, or another.
 
 Operations compute real values. They raise where a device would: for tensors of two devices in one operation, for what a
 capture does not allow, for indices out of range. Triton's kernels run in the interpreter, after a look at what they are
@@ -11,7 +11,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from kvstore.engine.model import probe
 from kvstore.kernels.cuda import triton_support
 from kvstore.memory import device_transfer
 
+Replaced = tuple[Any, str, Any]  # an object, its attribute, and what that is instead
 DEVICE = torch.device("cuda", 0)
 TOTAL_BYTES, FREE_BYTES = 1 << 30, 1 << 29
 NUM_SMS = 4
@@ -286,7 +287,9 @@ class Stream:
 
 
 class Event:
-    """As torch.cuda.Event."""
+    """As torch.cuda.Event. late_s: it is said to be reached so long after it was."""
+
+    late_s = 0.0
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self._has_time, self.at_s = enable_timing, None
@@ -296,10 +299,11 @@ class Event:
         self.at_s = time.perf_counter()
 
     def query(self) -> bool:
-        return True
+        return self.at_s is None or time.perf_counter() >= self.at_s + self.late_s
 
     def synchronize(self) -> None:
-        pass
+        assert self.at_s is not None
+        time.sleep(max(self.at_s + self.late_s - time.perf_counter(), 0.0))
 
     def elapsed_time(self, end: Event) -> float:
         assert self._has_time and end._has_time and self.at_s is not None and end.at_s is not None
@@ -349,6 +353,9 @@ class Current(threading.local):
         before, self.index = self.index, index
         return before
 
+    def set_device(self, device: torch.device) -> None:
+        self.index = device.index
+
     def set_stream(self, stream: Stream) -> None:
         assert isinstance(stream, Stream)
         self.stream = stream
@@ -357,16 +364,22 @@ class Current(threading.local):
 DRIVER, DEFAULT_STREAM = Driver(), Stream()
 
 
-def install(monkeypatch: pytest.MonkeyPatch, has_triton: bool) -> Driver:
-    """From now on, in this thread, there is one CUDA device. has_triton: whether kernels may be launched."""
+def install(
+    monkeypatch: pytest.MonkeyPatch, has_triton: bool, index: int, count: int, beside: Sequence[Replaced]
+) -> Driver:
+    """From now on, in this thread, there is this CUDA device of so many. has_triton: kernels may be launched. beside:
+    what else is replaced.
+    """
     global DRIVER
     driver = DRIVER = Driver()
+    there = torch.device("cuda", index)
+    monkeypatch.setitem(globals(), "DEVICE", there)
     current, mode = Current(), ["default"]
     properties = types.SimpleNamespace(multi_processor_count=NUM_SMS, total_memory=TOTAL_BYTES, name="none")
     stand_ins: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "device_count": lambda: 1,
+        "device_count": lambda: count,
         "current_device": lambda: current.index,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: properties,
@@ -375,7 +388,7 @@ def install(monkeypatch: pytest.MonkeyPatch, has_triton: bool) -> Driver:
         "_exchange_device": current.exchange,
         "_maybe_exchange_device": current.exchange,
         "current_stream": lambda device=None: current.stream,
-        "set_device": lambda device: None,
+        "set_device": lambda device: current.set_device(torch.device(device)),
         "set_stream": current.set_stream,
         "synchronize": lambda device=None: driver.wait("synchronize") if driver.recording is not None else None,
         "empty_cache": lambda: None,
@@ -395,7 +408,9 @@ def install(monkeypatch: pytest.MonkeyPatch, has_triton: bool) -> Driver:
         driver.refuses_to_wait = name == "error"
 
     torch.utils._device._device_constructors()  # which it keeps: to be taken before two of them are replaced
-    replaced: list[tuple[Any, str, Any]] = [
+    replaced: list[Replaced] = [
+        *beside,
+        (OnDevice, "device", there),
         *((torch.cuda, name, stand_in) for name, stand_in in {**stand_ins, "set_sync_debug_mode": set_mode}.items()),
         *((torch.cuda, cls.__name__, cls) for cls in (Stream, Event, CUDAGraph)),
         *((torch, name, partial(made_on_host, getattr(torch, name))) for name in ("tensor", "as_tensor")),  # they copy
@@ -411,7 +426,7 @@ def install(monkeypatch: pytest.MonkeyPatch, has_triton: bool) -> Driver:
         (probe, "_CHUNKS", (3, 2, 1)),
     ]
     for owner, name, stand_in in replaced:
-        assert owner is torch._C or hasattr(owner, name), name  # what a build for CPUs has not
+        assert owner in (torch._C, torch.distributed) or hasattr(owner, name), name  # what a build for CPUs has not
         monkeypatch.setattr(owner, name, stand_in, raising=False)
     if has_triton:
         _launch_in_the_interpreter(monkeypatch, driver)
@@ -419,8 +434,13 @@ def install(monkeypatch: pytest.MonkeyPatch, has_triton: bool) -> Driver:
 
 
 @contextmanager
-def device(monkeypatch: pytest.MonkeyPatch, has_triton: bool = False) -> Iterator[Driver]:
-    """In this block, this thread, and threads that step engines made here, there is a device."""
+def device(
+    monkeypatch: pytest.MonkeyPatch, has_triton: bool = False, index: int = 0, count: int = 1,
+    beside: Sequence[Replaced] = (),
+) -> Iterator[Driver]:  # fmt: skip
+    """In this block, this thread, and threads that step engines made here, there is a device. index: its number among
+    `count`, of which this process uses only one. beside: what else is replaced.
+    """
     run = StepLoop._run
 
     def run_on_device(loop: StepLoop) -> None:
@@ -428,7 +448,7 @@ def device(monkeypatch: pytest.MonkeyPatch, has_triton: bool = False) -> Iterato
             run(loop)
 
     with monkeypatch.context() as patch:
-        driver = install(patch, has_triton)
+        driver = install(patch, has_triton, index, count, beside)
         patch.setattr(StepLoop, "_run", run_on_device)
         with Factories():
             yield driver

@@ -3,12 +3,14 @@
 import os
 import signal
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, Queue
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ class Meeting:
     parts: list[Tensor | None]
     barrier: threading.Barrier
     sent: defaultdict[tuple[int, int], Queue] = field(default_factory=lambda: defaultdict(Queue))  # from, to
+    asked: defaultdict[tuple[int, int], Queue] = field(default_factory=lambda: defaultdict(Queue))
 
 
 def meeting(size: int) -> Meeting:
@@ -38,7 +41,7 @@ def meeting(size: int) -> Meeting:
 
 @dataclass
 class ThreadGroup:
-    """A `Pipe` of threads."""
+    """A `Pipe` of threads. A send ends when the other has begun to receive."""
 
     rank: int
     size: int
@@ -59,14 +62,21 @@ class ThreadGroup:
 
     def send(self, rank: int, values: Tensor) -> None:
         self.meeting.sent[self.rank, rank].put(values.clone())
+        self._taken(self.meeting.asked[self.rank, rank])
 
-    def receive(self, rank: int, values: Tensor) -> Tensor:
-        while True:
+    def receive(self, rank: int, values: Tensor) -> Callable[[], Tensor]:
+        self.meeting.asked[rank, self.rank].put(None)
+        return lambda: values.copy_(self._taken(self.meeting.sent[rank, self.rank]))
+
+    def _taken(self, queue: Queue) -> Any:
+        end = time.monotonic() + WAIT_S
+        while time.monotonic() < end:
             try:
-                return values.copy_(self.meeting.sent[rank, self.rank].get(timeout=LOOK_S))
+                return queue.get(timeout=LOOK_S)
             except Empty:
                 if self.meeting.barrier.broken:
                     raise threading.BrokenBarrierError from None
+        raise TimeoutError("the other rank sends nothing, or does not receive")
 
 
 def on_ranks(size: int, work: Callable[[ThreadGroup], object]) -> list:

@@ -5,6 +5,7 @@ Knows no process and no step; a rank is given its `Part`.
 - `cutting`: a network of which this rank reads and holds only its part
 - `group`: what ranks do together: sum, gather, agree, send and receive
 - `linears`: products with a part of a weight, made whole
+- `nccl`: what `group` says, for ranks that have a CUDA device each; and which groups a rank has
 - `plan`: how a model is divided: transformers' plan of it, read as data
 - `stages`: a network with some of the layers, and its forward together with the other stages
 - `stores`: where ranks find each other: a file, or a port
@@ -28,4 +29,8 @@ model: what stands in for the layers before them returns the hidden states that 
 networks that share their modules: one up to its last layer, and one with norm and head alone. So a forward can begin
 while an earlier one is still with later stages. That a plan (`base_model_pp_plan`) names hidden states only is not
 enough, as some families' layers get more: the first stage compares what its layers get for two prompts.
+
+The first stage begins to receive the rows of a forward when it has computed its own layers, not when it wants them. So
+the last stage's sends end whatever the first waits for. On a device a send ends when it is received. What waits for all
+work of that device, such as freeing memory, would else wait for the first stage, which may wait for its loads.
 """

@@ -1,9 +1,9 @@
-"""What the ranks of one model do together, in the same order on all of them. On CPUs, with gloo."""
+"""What the ranks of one model do together, in the same order on all of them; on CPUs, with gloo."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -54,8 +54,8 @@ class Pipe(Group, Protocol):
         """Send values to a rank, possibly after this returns. Nobody may write them again."""
         ...
 
-    def receive(self, rank: int, values: Tensor) -> Tensor:
-        """Wait for the next values of a rank, which are written into `values` and returned."""
+    def receive(self, rank: int, values: Tensor) -> Callable[[], Tensor]:
+        """Begin to receive the next values of a rank into `values`. Returns what waits for them, and returns them."""
         ...
 
 
@@ -105,9 +105,9 @@ class ProcessGroup:
         self._sends = deque[tuple[Any, Tensor]]()
 
     def join(self, rendezvous: str | Path, host: str | None = None) -> None:
-        with _told_as_an_end():
+        with told_as_an_end():
             store = store_at(str(rendezvous), self._name, self.size)
-            self._own = _gloo(store, self.rank, self.size, host or "127.0.0.1")
+            self._own = gloo(store, self.rank, self.size, host or "127.0.0.1")
         self.sum(torch.zeros(1))  # returns when all are connected
 
     def cut(self) -> None:
@@ -116,48 +116,47 @@ class ProcessGroup:
 
     def sum(self, part: Tensor) -> Tensor:
         part = part.contiguous()
-        with _told_as_an_end():
+        with told_as_an_end():
             self._own.allreduce([part]).wait()
         return part
 
     def gather(self, part: Tensor) -> Tensor:
         parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        with _told_as_an_end():
+        with told_as_an_end():
             self._own.allgather([parts], [part.contiguous()]).wait()
         return torch.cat(parts, -1)
 
     def send(self, rank: int, values: Tensor) -> None:
         values = values.contiguous()
-        with _told_as_an_end():
+        with told_as_an_end():
             self._sends.append((self._own.send([values], rank, 0), values))
             # As many steps are in flight as there are stages. The last must not wait for the first, which waits for it
             # behind a step that loads.
             while len(self._sends) > max(MAX_SENDS, self.size):
                 self._sends.popleft()[0].wait()
 
-    def receive(self, rank: int, values: Tensor) -> Tensor:
-        with _told_as_an_end():
-            self._own.recv([values], rank, 0).wait()
-        return values
+    def receive(self, rank: int, values: Tensor) -> Callable[[], Tensor]:
+        with told_as_an_end():
+            receiving = self._own.recv([values], rank, 0)
 
+        def received() -> Tensor:
+            with told_as_an_end():
+                receiving.wait()
+            return values
 
-def part_of_process(rank: int, tensor_size: int, pipeline_size: int) -> Part:
-    """The part of rank `rank`. The ranks of one stage have consecutive numbers."""
-    stage, index = divmod(rank, tensor_size)
-    group = ProcessGroup(index, tensor_size, f"stage-{stage}") if tensor_size > 1 else None
-    pipe = ProcessGroup(stage, pipeline_size, f"pipe-{index}") if pipeline_size > 1 else None
-    return Part(group, pipe)
+        return received
 
 
 @contextmanager
-def _told_as_an_end() -> Iterator[None]:
+def told_as_an_end() -> Iterator[None]:
+    """In this context, torch's error says that another rank has ended."""
     try:
         yield
     except RuntimeError as error:  # of sockets, with many messages
         raise EngineDiedError("a rank of the model has ended") from error
 
 
-def _gloo(store: Any, rank: int, size: int, host: str) -> Any:
+def gloo(store: Any, rank: int, size: int, host: str) -> Any:
     """Its sockets listen only at this address."""
     options = ProcessGroupGloo._Options()
     options._devices = [ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]

@@ -6,7 +6,8 @@ The first stage also has embedding, last norm and head: they may share a weight,
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ class Pipeline:
         self.layers = own_layers(config.num_hidden_layers, pipe)
         self._width, self._dtype = config.hidden_size, network.dtype
         self._trial: Tensor | None = None
+        self._coming = deque[Callable[[], Tensor]]()  # on the first stage: the rows of forwards that have not ended
         first = getattr(network.base_model, _names(network)[0])[0]
         self._entry = first if isinstance(first, Entry) else Entry()
         self.assemble()
@@ -117,7 +119,7 @@ class Pipeline:
         step: None for the network's own attention.
         """
         if not self.is_first:
-            self._entry.hidden = self._received(self._pipe.rank - 1, len(token_ids))
+            self._entry.hidden = self._receive(self._pipe.rank - 1, len(token_ids))()
         hidden = self._computed(token_ids, positions, step)
         if not self._is_last:
             self._pipe.send(self._pipe.rank + 1, hidden)
@@ -125,6 +127,8 @@ class Pipeline:
             hidden = hidden[:, samples]
         if self._is_last and len(samples):
             self._pipe.send(0, hidden)
+        if self.is_first and len(samples):  # at once: the last stage must not wait for this one
+            self._coming.append(self._receive(self._pipe.size - 1, len(samples)))
         return hidden[0]
 
     def end(self, num_samples: int) -> Tensor:
@@ -132,7 +136,7 @@ class Pipeline:
         device = self._network.device
         if not num_samples:
             return torch.empty(0, self._network.get_input_embeddings().num_embeddings, device=device)
-        self._given.hidden = self._received(self._pipe.size - 1, num_samples)
+        self._given.hidden = self._coming.popleft()()
         ids = torch.zeros(1, num_samples, dtype=torch.int64, device=device)
         logits: Tensor = self._ending(input_ids=ids, position_ids=ids, use_cache=False).logits[0]
         return logits
@@ -153,7 +157,7 @@ class Pipeline:
             self._entry.hidden = self._trial
         return self._computed(token_ids, positions, step)
 
-    def _received(self, rank: int, count: int) -> Tensor:
+    def _receive(self, rank: int, count: int) -> Callable[[], Tensor]:
         empty = torch.empty(1, count, self._width, dtype=self._dtype, device=self._network.device)
         return self._pipe.receive(rank, empty)
 

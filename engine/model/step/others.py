@@ -18,6 +18,10 @@ from kvstore.errors import EngineDiedError
 class Others(Protocol):
     """The other ranks. Only the thread that steps calls it. These methods do nothing."""
 
+    def check(self) -> None:
+        """Raises EngineDiedError if one has ended. A device does not notice that, and goes on with wrong sums."""
+        return
+
     def begin_step(self, inputs: StepInputs, block_table: np.ndarray, copies: Sequence[tuple[int, int]]) -> None:
         """Let them compute this step, too. block_table: of all rows of the batch; copies: HBM blocks to copy first."""
         return

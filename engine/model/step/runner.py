@@ -64,6 +64,7 @@ class ModelRunner:
         """Called once, in the thread that is going to step: CUDA keeps a device and handles for each thread."""
         with WAITING.allowed():
             self.graphs = self._prepared()
+        self._flight.others.check()
         self.times.num_graphs = 0 if self.graphs is None else self.graphs.num_graphs
 
     def working(self) -> AbstractContextManager[None]:
@@ -126,6 +127,7 @@ class ModelRunner:
             return StepResult([()] * len(launched.scheduled), {}, prefilled=self.clock.take_prefilled())
         if launched.end is not None:
             self.clock.wait(launched)
+            self._flight.others.check()
         sampled = drawn.read(launched.on_host.numpy())
         first = np.cumsum([0, *launched.num_samples[:-1]])
         firsts = sampled.token_ids[first]
@@ -154,6 +156,7 @@ class ModelRunner:
             rows = np.array([self.batch.row(ids[index]) for index in kept])
             self._draw(launched, rows, logits if len(kept) == len(ids) else logits[kept])
             self._unread = launched
+        launched.end = self.clock.mark()
         launched.seconds += computed - started
         self.times.forward_s += computed - started
         self.times.sample_s += time.perf_counter() - computed

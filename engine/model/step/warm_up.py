@@ -33,9 +33,20 @@ def warm_up(model: PositionFreeModel, caches: KVCaches, config: SchedulerConfig)
     """
     LOGGER.info("warming up: kernels that were never compiled on this machine take a second each")
     started = time.perf_counter()
+    logits = run_all_forms(model, caches, config)
+    sampler, none = Sampler(1, model.spec.vocab_size, model.device), np.empty(0, np.int64)
+    for params in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=40, top_p=0.9)):
+        sampler.set_row(0, params, 0, (), none, none)
+        sampler.sample(logits, np.zeros(1, np.int64))  # waits for the device
+    LOGGER.info("warm after %.1f s", time.perf_counter() - started)
+
+
+@torch.inference_mode()
+def run_all_forms(model: PositionFreeModel, caches: KVCaches, config: SchedulerConfig) -> torch.Tensor:
+    """The steps of `warm_up` alone, which all ranks of a model run together. Returns what the last one gives."""
     for num_tokens, context_len in step_forms(config):
         try:
-            logits = _step(model, caches, config.block_size, num_tokens, context_len)
+            out = _step(model, caches, config.block_size, num_tokens, context_len)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of torch, or of Triton, which has its own classes of errors
@@ -44,11 +55,7 @@ def warm_up(model: PositionFreeModel, caches: KVCaches, config: SchedulerConfig)
                 f"a step of {num_tokens} tokens with a context of {context_len} fails on {model.device} in "
                 f"{model.spec.dtype} with {type(error).__name__}: {reason}; give another dtype, or device=cpu"
             ) from error
-    sampler, none = Sampler(1, model.spec.vocab_size, model.device), np.empty(0, np.int64)
-    for params in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=40, top_p=0.9)):
-        sampler.set_row(0, params, 0, (), none, none)
-        sampler.sample(logits, np.zeros(1, np.int64))  # waits for the device
-    LOGGER.info("warm after %.1f s", time.perf_counter() - started)
+    return out
 
 
 def step_forms(config: SchedulerConfig) -> Iterator[tuple[int, int]]:

@@ -6,10 +6,13 @@ queue that reads it. The same run with one wait left out must see wrong values: 
 
 from __future__ import annotations
 
+import os
 import random
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -17,6 +20,7 @@ import torch
 
 from kvstore.blocks.ids import Lineage
 from kvstore.blocks.pool import BlockPool
+from kvstore.blocks.records import TransferPlan, Transferred
 from kvstore.config import CacheTiers
 from kvstore.connector import KVConnector
 from kvstore.engine.config import SchedulerConfig
@@ -25,15 +29,20 @@ from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput
 from kvstore.engine.core.steps import StepResult, Steps, StepTimes
 from kvstore.engine.sampling_params import SamplingParams
+from kvstore.memory.arena import Arena
 from kvstore.memory.device_transfer import DeviceTransfer, Pace
 from kvstore.memory.layout import KVLayout
+from kvstore.memory.rank import RankTransfer
 from kvstore.memory.streams import CudaStreams, Queue, Streams
 from kvstore.store import assembly
+from tests.kvstore.memory.test_device_transfer import Tape
 from tests.support.simulated_streams import Broken, SimulatedStreams
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 3, 2, 8, 4
 HBM_BLOCKS, ARENA_BLOCKS, NUM_SEQS, BUDGET, WINDOW = 26, 30, 3, 24, 48
 VOCABULARY = 50
+HEADS = slice(0, NUM_KV_HEADS)
+PACE = Pace(layers_ahead=1)  # of three layers some are launched in the forward
 STEPS_AHEAD = 4  # that the host may have given to the device and not seen the end of
 
 
@@ -74,14 +83,17 @@ class People:
 
 
 class KnownModel:
-    """A model whose KV is known: counts the values that it reads and that are others."""
+    """A model whose KV is known: counts the values that it reads and that are others. heads: those that it has."""
 
-    def __init__(self, streams: Streams, device: torch.device, connector: KVConnector) -> None:
+    def __init__(
+        self, streams: Streams, device: torch.device, connector: KVConnector | OtherRank, heads: slice = HEADS
+    ) -> None:
         self._streams, self._device, self._connector = streams, device, connector
-        shape = (HBM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
+        num_heads, self._of_heads = heads.stop - heads.start, heads.start / 16
+        shape = (HBM_BLOCKS, BLOCK_SIZE, num_heads, HEAD_DIM)
         self._caches = [(self._zeros(shape), self._zeros(shape)) for _ in range(NUM_LAYERS)]
         connector.register_kv_caches(self._caches)
-        step = (BUDGET, NUM_KV_HEADS, HEAD_DIM)
+        step = (BUDGET, num_heads, HEAD_DIM)
         self._static = [(self._zeros(step), self._zeros(step)) for _ in range(NUM_LAYERS)]
         self._fence = None
         self._wrong = self._zeros((1,))
@@ -108,8 +120,8 @@ class KnownModel:
 
     def _compute(self, layer: int, key, value, places, new, seen) -> None:
         """One layer: keys and values exist, are saved, are written to HBM; then the whole context is read."""
-        launch, offset = self._streams.launch, layer / 8
-        key_cache, value_cache = (cache.view(-1, NUM_KV_HEADS, HEAD_DIM) for cache in self._caches[layer])
+        launch, offset = self._streams.launch, layer / 8 + self._of_heads
+        key_cache, value_cache = (cache.flatten(0, 1) for cache in self._caches[layer])
 
         def make() -> None:
             key.copy_((new + offset)[:, None, None].expand_as(key))
@@ -137,29 +149,101 @@ class KnownModel:
         return int(self._wrong)
 
 
+class OtherRank:
+    """An `OtherRanks` of one, in this process: the second half of the heads, in queues of its own. It computes each
+    step before the first rank does, and its transfers end when they end.
+    """
+
+    num_others, loss = 1, None
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams, self.arena_descriptor = streams, os.memfd_create("test")
+        self._told: list[Transferred] = []
+        self._has_told = threading.Condition()
+        self._step: tuple[TransferPlan, list[int]] | None = None
+
+    def open(self, layout: KVLayout, device: torch.device) -> None:
+        arena = Arena(
+            replace(layout, own_heads=slice(1, 2)), ARENA_BLOCKS, device.type == "cuda", self.arena_descriptor
+        )
+        self.transfer = DeviceTransfer(arena, self.streams, self._tell, PACE)
+        self._own = RankTransfer(self.transfer)
+        self.register_kv_caches, self.save_kv_layer = self._own.register, self._own.save_kv_layer
+        self.wait_for_layer_load = self._own.wait_for_layer_load
+        self.model = KnownModel(self.streams, device, self, slice(1, 2))
+
+    def compute(self, slots: list[int], keys: list[int], readings: list[tuple[list[int], list[int]]]) -> None:
+        step, self._step = self._step, None
+        if step is not None:
+            self._own.begin(*step)
+        self.model.forward(slots, keys, readings, is_static=False)
+
+    def wait_for_save(self) -> None:
+        self._own.end()
+        self._tell()
+
+    def _tell(self) -> None:
+        with self._has_told:
+            self._told += self._own.completed()
+            self._has_told.notify_all()
+
+    # -- what the first rank's store asks ----------------------------------------------------------------------------
+    def use(self, blocks: object) -> None:
+        pass
+
+    def begin_transfers(self, plan: TransferPlan, row_starts: list[int]) -> None:
+        self._step = plan, row_starts
+
+    def end_transfers(self) -> bool:
+        return self._step is None
+
+    def transferred(self) -> list[Transferred]:
+        with self._has_told:
+            told, self._told = self._told, []
+            return told
+
+    def wait(self, timeout_s: float) -> None:
+        with self._has_told:
+            self._has_told.wait_for(lambda: self._told, timeout_s)
+
+    def close(self) -> None:
+        self.transfer.close()
+        os.close(self.arena_descriptor)
+
+
 class Engine:
     """The scheduler and the store over a known model. Also the `Runner` of its steps.
 
-    runs_ahead: nobody waits, so that many steps are launched before the last one is read.
+    runs_ahead: nobody waits, so that many steps are launched before the last one is read. other: has half of the heads.
     """
 
-    def __init__(self, streams: Streams, device: torch.device, seed: int, runs_ahead: bool = False) -> None:
-        self.rng, self.runs_ahead = random.Random(seed), runs_ahead
-        layout = KVLayout(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.float32, (None,) * NUM_LAYERS)
+    def __init__(
+        self, streams: Streams, device: torch.device, seed: int, runs_ahead: bool = False,
+        other: OtherRank | None = None,
+    ) -> None:  # fmt: skip
+        self.rng, self.runs_ahead, self.other = random.Random(seed), runs_ahead, other
+        heads = HEADS if other is None else slice(0, 1)
+        layout = KVLayout(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.float32, (None,) * NUM_LAYERS, heads)
         tiers = CacheTiers(cpu=ARENA_BLOCKS * layout.block_bytes, disk=0)
         self.connector = assembly.open_tiered(
-            tiers, layout, "model", lambda _: "ab" * 32, device, "always", 1, HBM_BLOCKS, "lru", None
+            tiers, layout, "model", lambda _: "ab" * 32, device, "always", 1, HBM_BLOCKS, "lru", None, others=other
         )
+        if other is not None:
+            other.open(layout, device)
         pool = BlockPool(HBM_BLOCKS, self.connector.hbm_order)
         limits = SchedulerConfig(WINDOW, BLOCK_SIZE, NUM_SEQS, BUDGET)
         self.scheduler = Scheduler(limits, KVCacheManager(pool, BLOCK_SIZE), self.connector)
-        self.model = KnownModel(streams, device, self.connector)
+        self.model = KnownModel(streams, device, self.connector, heads)
         self.people = People(self.rng, Lineage(self.connector.lineage_root("", "")), runs_ahead)
         self.steps = Steps(self.scheduler, self, runs_ahead)
         self.times = StepTimes()
         self.num_ahead = 0
         self.unread: dict[str, int] = {}  # tokens of the last step
         self.launched: list[list[int]] | None = None
+
+    @property
+    def num_wrong(self) -> int:
+        return self.model.num_wrong + (0 if self.other is None else self.other.model.num_wrong)
 
     def _evict_some(self) -> None:
         """So that what was just saved is loaded. A free one may be written to at once, as by a read from disk."""
@@ -219,21 +303,24 @@ class Engine:
             readings.append((table, story))
         if output.plan is not None:
             self.connector.start_load_kv(output.plan, starts)
+        if self.other is not None:
+            self.other.compute(slots, keys, readings)
         self.model.forward(slots, keys, readings, is_static=self.rng.random() < 0.7)
         return sampled
 
 
 def run(
-    streams: Streams, device: torch.device, seed: int, num_steps: int, runs_ahead: bool = False
-) -> tuple[int, dict]:
+    streams: Streams, device: torch.device, seed: int, num_steps: int, runs_ahead: bool = False,
+    other: OtherRank | None = None,
+) -> tuple[int, dict]:  # fmt: skip
     """Until something wrong is read, at most so many steps. Returns how much was wrong, and the store's counters."""
-    engine = Engine(streams, device, seed, runs_ahead)
+    engine = Engine(streams, device, seed, runs_ahead, other)
     try:
         for number in range(num_steps):
             engine.step()
-            if (engine.rng.random() < 0.4 or number % STEPS_AHEAD == 0) and engine.model.num_wrong:
+            if (engine.rng.random() < 0.4 or number % STEPS_AHEAD == 0) and engine.num_wrong:
                 break
-        num_wrong = engine.model.num_wrong
+        num_wrong = engine.num_wrong
         for request_id in list(engine.scheduler.roster.requests):
             engine.scheduler.roster.finish(request_id, "abort")
         if not num_wrong:
@@ -253,9 +340,8 @@ def simulated(seed: int, broken: Broken | None = None, slow: Queue | None = None
 
 
 def transfers_in(streams: Streams):
-    """Stores that are opened in here move KV in these queues. Of three layers some are launched in the forward."""
-    pace = Pace(layers_ahead=1)
-    make = lambda device, arena, wake: DeviceTransfer(arena, streams, wake, pace)  # noqa: E731
+    """Stores that are opened in here move KV in these queues."""
+    make = lambda device, arena, wake: DeviceTransfer(arena, streams, wake, PACE)  # noqa: E731
     return mock.patch.object(assembly, "make_transfer", make)
 
 
@@ -305,6 +391,35 @@ def test_the_run_above_would_see_it(what):
         if num_wrong:
             return
     pytest.fail(f"nobody notices when {what}")
+
+
+# -- two ranks, each with a device of its own --------------------------------------------------------------------------
+def run_two(slow: Queue | None, broken: Broken | None = None) -> tuple[int, dict]:
+    """slow, broken: queues of the other rank. This one does all at once, so that it waits for the other alone."""
+    other, streams = OtherRank(SimulatedStreams(2, broken=broken, slow=slow)), Tape()
+    try:
+        with transfers_in(streams):
+            return run(streams, torch.device("cpu"), 1, 400, other=other)
+    finally:
+        other.close()
+        other.streams.close()
+
+
+@pytest.mark.parametrize("slow", SPEEDS)
+def test_nothing_is_torn_or_stale_on_two_ranks(slow):
+    num_wrong, stats = run_two(slow)
+    assert num_wrong == 0
+    assert stats["store"]["loaded"] > 150 and stats["store"]["saved"] > 150 and stats["cpu"]["evicted_blocks"] > 50
+    assert stats["store"]["housekeeping_errors"] == 0
+
+
+@pytest.mark.parametrize("what", [what for what in BREAKS if "static" not in what])
+def test_the_run_of_two_would_see_it(what):
+    for slow in SPEEDS[::-1]:
+        num_wrong, _ = run_two(slow, BREAKS[what])
+        if num_wrong:
+            return
+    pytest.fail(f"nobody notices when {what} on the other rank")
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------

@@ -20,10 +20,18 @@ NUM_ARENA_BLOCKS, NUM_BLOCKS, NUM_LAYERS = 11, 13, 3
 
 
 class Memory:
-    """An arena, full of values of their own, and caches full of 5. shape: block_size, num_kv_heads, head_dim."""
+    """An arena, full of values of their own, and caches full of 5. shape: block_size, num_kv_heads, head_dim.
 
-    def __init__(self, shape, dtype, device, seed=0) -> None:
-        layout = KVLayout(NUM_LAYERS, shape[1], shape[2], shape[0], dtype, (None,) * NUM_LAYERS)
+    num_ranks: so many share the heads, and this is the middle one; others have the layers before and after.
+    """
+
+    def __init__(self, shape, dtype, device, seed=0, num_ranks=1) -> None:
+        block_size, heads, head_dim = shape
+        first = num_ranks // 2
+        self.part = slice(first, first + NUM_LAYERS), slice(first * heads, (first + 1) * heads)
+        num_layers = NUM_LAYERS + num_ranks - 1
+        rotations = (None,) * num_layers
+        layout = KVLayout(num_layers, num_ranks * heads, head_dim, block_size, dtype, rotations, *self.part[::-1])
         self.arena = Arena(layout, NUM_ARENA_BLOCKS, pin=device == "cuda")
         generator = torch.Generator().manual_seed(seed)
         self.arena.tensor.copy_(torch.randn(self.arena.tensor.shape, generator=generator).to(dtype))
@@ -37,14 +45,14 @@ class Memory:
     def check_load(self, rotations, arena_blocks, blocks, positions) -> None:
         """Every layer, every element of the caches, on the CPU's own arithmetic."""
         on_device = {id(r): r and moved(r, self.device) for r in rotations}
-        load = BlockLoad(self.arena.tensor, arena_blocks, blocks, positions, [on_device[id(r)] for r in rotations])
+        load = BlockLoad(self.arena.own, arena_blocks, blocks, positions, [on_device[id(r)] for r in rotations])
         numbers = [torch.tensor(n, dtype=torch.int64) for n in (arena_blocks, blocks, positions)]
         loaded = [self.caches() for _ in rotations]
         load.load_by_kernel(0, loaded[:2])  # several layers in one call, and one by itself
         load.load_by_kernel(2, loaded[2:])
         for layer, (turn, caches) in enumerate(zip(rotations, loaded, strict=True)):
             twins = [cache.cpu() for cache in self.caches()]
-            reference.load_blocks(self.arena.tensor, layer, numbers[0], *twins, *numbers[1:], turn)
+            reference.load_blocks(self.arena.own, layer, numbers[0], *twins, *numbers[1:], turn)
             for cache, wanted in zip(caches, twins, strict=True):
                 assert torch.equal(cache.cpu().view(torch.uint8), wanted.view(torch.uint8))
 
@@ -101,17 +109,16 @@ class Saving:
 
     def check(self, rows, places) -> None:
         """rows: list or None; places: of as many tokens, or of the first of all."""
-        arena = self.memory.arena.tensor
-        twin = arena.clone()
+        arena = self.memory.arena
+        twin, (own_layers, own_heads) = arena.tensor.clone(), self.memory.part
         at = torch.tensor(places, dtype=torch.int64)
         for layer, *pair in self.layers:
             key, value = (t[: len(places)].cpu() if rows is None else t[rows].cpu() for t in pair)
-            reference.save_tokens(twin, layer, key, value, at)
-        save_by_kernel(
-            arena, self.layers, None if rows is None else torch.tensor(rows, dtype=torch.int64).to(self.memory.device),
-            at.to(self.memory.device),
-        )  # fmt: skip
-        assert torch.equal(arena, twin)
+            reference.save_tokens(twin[:, own_layers, ..., own_heads, :], layer, key, value, at)
+        device = self.memory.device
+        picked = None if rows is None else torch.tensor(rows, dtype=torch.int64).to(device)
+        save_by_kernel(arena.own, self.layers, picked, at.to(device))
+        assert torch.equal(arena.tensor, twin)
 
 
 def save_by_kernel(arena, layers, rows, places):
@@ -145,6 +152,16 @@ def test_any_save(kernel_device, shape, dtype, strides, num_tokens, random):
     saving = Saving(Memory(shape, dtype, kernel_device), strides)
     places = random.sample(range(NUM_ARENA_BLOCKS * shape[0]), num_tokens)
     saving.check(random.sample(range(40), num_tokens), [-1 if random.random() < 0.2 else place for place in places])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("shape", [(16, 2, 32), (7, 1, 20)], ids=str)
+def test_a_rank_moves_its_layers_and_heads_alone(num_ranks, shape, kernel_device):
+    memory = Memory(shape, torch.bfloat16, kernel_device, num_ranks=num_ranks)
+    rotations = [kinds(torch.bfloat16, shape[2])[name][0] for name in ("half", "partial upcast", "none")]
+    memory.check_load(rotations, [9, 0, 4], [2, 12, 0], [160, 0, 57])
+    saving = Saving(memory, "packed")
+    saving.check([3, 4, 17, 6], [0, shape[0], -1, 5 * shape[0] + 3])
 
 
 def test_what_was_saved_is_loaded(kernel_device):

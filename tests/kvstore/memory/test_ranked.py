@@ -1,6 +1,7 @@
 """One arena, two ranks: each moves its heads, and a step's transfers end when both have ended theirs."""
 
 import os
+import threading
 
 import pytest
 import torch
@@ -8,10 +9,13 @@ import torch
 from kvstore.blocks.records import Load, Save, TransferPlan, Transferred
 from kvstore.errors import EngineDiedError
 from kvstore.memory.arena import Arena
+from kvstore.memory.device_transfer import DeviceTransfer
 from kvstore.memory.layout import KVLayout
-from kvstore.memory.rank import RankTransfer
+from kvstore.memory.rank import RankTransfer, rank_transfer
 from kvstore.memory.ranked import RankedTransfer
+from kvstore.memory.streams import Queue
 from kvstore.memory.transfer import Transfer
+from tests.support.simulated_streams import SimulatedStreams
 
 LAYERS, BLOCK, HEADS, DIM, ARENA_BLOCKS = 2, 4, 4, 8, 6
 SHAPE = (LAYERS, HEADS, DIM, BLOCK, torch.float32, (None, None))
@@ -33,7 +37,8 @@ class OtherRank:
         self.on_wait = lambda: None
 
     def open(self) -> None:
-        self.own = RankTransfer(KVLayout(*SHAPE, slice(2, 4)), self.arena_descriptor)
+        layout = KVLayout(*SHAPE, slice(2, 4))
+        self.own = rank_transfer(layout, self.arena_descriptor, torch.device("cpu"), lambda: None)
 
     def begin_transfers(self, plan, row_starts) -> None:
         self.plan = plan
@@ -44,7 +49,8 @@ class OtherRank:
         self.own.begin(plan, [0])
         for layer, key, value in layers:
             self.own.save_kv_layer(layer, key, value)
-        self.told += self.own.end()
+        self.own.end()
+        self.told += self.own.completed()
 
     def end_transfers(self) -> bool:
         plan, self.plan = self.plan, None
@@ -160,3 +166,67 @@ def test_when_a_rank_is_lost_nothing_waits_and_nothing_counts(ranks):
     with pytest.raises(EngineDiedError):
         first.end()
     assert sorted((done.ticket, done.succeeded) for done in first.completed()) == [(1, False), (2, False)]
+    other.told = [Transferred(1, False, True)]  # of a third one, late
+    assert first.completed() == []
+
+
+@pytest.mark.parametrize("plan", [SAVE, LOAD])
+def test_what_a_device_moves_has_ended_when_it_says_so(ranks, plan):
+    """Not when the step has been launched there."""
+    first, other, arena = ranks
+    streams, go, has_told = SimulatedStreams(), threading.Event(), threading.Event()
+
+    def tell() -> None:
+        other.told += other.own.completed()
+        has_told.set()
+
+    share = Arena(KVLayout(*SHAPE, slice(2, 4)), ARENA_BLOCKS, pin=False, descriptor=other.arena_descriptor)
+    transfer = DeviceTransfer(share, streams, tell)
+    other.own = RankTransfer(transfer)
+    first.register(caches())
+    other.own.register(caches())
+    streams.launch(Queue.SAVE if plan.saves else Queue.LOAD, lambda: go.wait(30))
+    first.begin(plan, [0])
+    other.step([(layer, *torch.rand(2, BLOCK, 2, DIM)) for layer in range(LAYERS)])
+    if plan.loads:
+        other.on_wait = lambda: (go.set(), has_told.wait(30))
+    assert not other.told
+    first.end()
+    if plan.saves:
+        assert first.completed() == [] and not arena.tensor[3, ..., 2:, :].any()
+        go.set()
+        assert has_told.wait(30) and arena.tensor[3, ..., 2:, :].all()
+    assert [(done.ticket, done.succeeded) for done in first.completed()] == [(plan.ticket, True)]
+    transfer.close()
+    streams.close()
+
+
+def test_what_a_device_cannot_load_is_told_at_the_end_of_the_step(ranks):
+    first, other, _ = ranks
+    streams, share = SimulatedStreams(), KVLayout(*SHAPE, slice(2, 4))
+    arena = Arena(share, ARENA_BLOCKS, pin=False, descriptor=other.arena_descriptor)
+    transfer = DeviceTransfer(arena, streams, lambda: None)
+    other.own = RankTransfer(transfer)
+    first.register(caches())
+    other.own.register(caches())
+
+    def fail(place: Queue) -> None:
+        raise MemoryError("injected")
+
+    streams.fail_launch = fail
+    first.begin(LOAD, [0])
+    other.step()
+    first.end()
+    assert [(done.ticket, done.succeeded) for done in first.completed()] == [(2, False)]
+    transfer.close()
+    streams.close()
+
+
+def test_what_all_had_moved_when_a_rank_was_lost_does_not_count(ranks):
+    """This one's device has gone on, perhaps with sums that were never made."""
+    first, other, _ = ranks
+    first.begin(SAVE, [0])
+    other.plan = None
+    first.end()
+    other.told, other.loss = [Transferred(1, False, True)], "rank 1 of 2 ended"
+    assert first.completed() == [Transferred(1, False, False)]

@@ -18,8 +18,10 @@ def test_who_waits_for_a_rank_that_says_nothing_is_let_go(tmp_path, wait):
     pair = [ProcessGroup(rank, 2, "pair") for rank in range(2)]
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda one: one.join(tmp_path / "rendezvous"), pair))
-        values = (torch.zeros(3),) if wait != "receive" else (1, torch.zeros(3))
-        waiting = threads.submit(getattr(pair[0], wait), *values)
+        if wait == "receive":
+            waiting = threads.submit(pair[0].receive(1, torch.zeros(3)))
+        else:
+            waiting = threads.submit(getattr(pair[0], wait), torch.zeros(3))
         with pytest.raises(TimeoutError):
             waiting.result(0.5)
         pair[0].cut()
@@ -48,6 +50,6 @@ def test_the_last_stage_waits_for_nobody_while_the_first_reads_nothing(tmp_path)
     sending = threading.Thread(target=send, daemon=True)
     sending.start()
     in_time = have_left.wait(WAIT_S)
-    received = [pipe[0].receive(size - 1, torch.empty(1, 3)) for _ in rows]
+    received = [pipe[0].receive(size - 1, torch.empty(1, 3))() for _ in rows]
     sending.join()
     assert in_time and torch.equal(torch.cat(received), torch.cat(rows))

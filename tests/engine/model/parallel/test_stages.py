@@ -76,6 +76,7 @@ def test_a_step_that_samples_nothing_ends_at_the_last_stage(saved_model):
 
 
 def test_forwards_that_were_begun_end_in_their_order(saved_model):
+    """The last stage computes all of them, whatever the first waits for meanwhile."""
     prompts = [torch.arange(NUM_TOKENS) * times % 160 for times in (3, 7, 9)]
     whole = make_model("Llama")
     expected = [whole(input_ids=prompt[None]).logits[0, -1:] for prompt in prompts]

@@ -1,0 +1,148 @@
+"""A model in several processes, each with a device that is none: one's tokens, one's store, and who ends with whom.
+
+The devices do everything at once, and gloo stands in for NCCL, so that nothing here says anything about the order of
+streams.
+"""
+
+import os
+import signal
+import time
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+
+from kvstore import CacheTiers, Engine
+from kvstore.config import MAX_SAVE_BYTES
+from kvstore.engine.model.memory import CUDA_FRACTION
+from kvstore.engine.model.step import runner, warm_up
+from kvstore.engine.model.step.launched import StepClock
+from kvstore.engine.process.life import spawned
+from kvstore.engine.ranks import process
+from kvstore.engine.ranks.wire import decode_start_here
+from kvstore.errors import ConfigError, EngineDiedError
+from kvstore.kernels.device import start_to_host
+from tests.engine.devices.test_cuda_fake import OPTIONS, needs_triton
+from tests.support import fake_cuda
+from tests.support.engines import Plain, ask, cached, counters, greedy, open_engine, save_model, settle, tokens
+from tests.support.fake_nccl import FakeNccl
+from tests.support.ranks import SIZES, children, is_gone, rank_of
+from tests.support.waiting import wait_until
+
+if torch.cuda.is_available():
+    pytest.skip("there is a CUDA device", allow_module_level=True)
+MODEL = {"num_hidden_layers": 2}
+TOTAL_BYTES = 4 << 30
+PROMPTS = [tokens(1, 14), tokens(2, 6), tokens(3, 11)]
+
+
+@contextmanager
+def devices(monkeypatch, has_triton=False, count=2, free=TOTAL_BYTES, beside=()):
+    """One for the first rank in this process, and one for each rank that it starts. free: bytes, on those. beside: what
+    else is replaced here.
+    """
+
+    def started(module, start, descriptors, settings):
+        rank = decode_start_here(start).start.rank
+        settings = {**settings, "FAKE_CUDA_RANK": f"{rank} {count} {int(has_triton)} {free} {TOTAL_BYTES}"}
+        return spawned("tests.children.fake_cuda_rank", start, descriptors, settings)
+
+    replaced = [
+        (process, "spawned", started), (warm_up, "_MOST_TOKENS", 1),
+        (torch.distributed, "ProcessGroupNCCL", FakeNccl), *beside,
+    ]  # fmt: skip
+    with fake_cuda.device(monkeypatch, has_triton, count=count, beside=replaced) as driver:
+        driver.memory = (TOTAL_BYTES, TOTAL_BYTES)
+        yield
+
+
+def engine_on_cuda(model, path, hbm="2MiB", **options) -> Engine:
+    return Engine(model, CacheTiers(hbm, "2MiB", "32MiB", path), device="cuda", load="always", **{**OPTIONS, **options})
+
+
+CASES = [
+    pytest.param({"tensor_parallel_size": 2}, True, marks=needs_triton, id="tensor, kernels"),
+    *(pytest.param(SIZES[name], False, id=name) for name in SIZES),
+    pytest.param({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, False, id="both"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "has_triton"), CASES)
+def test_several_devices_say_what_one_process_does(sizes, has_triton, tmp_path, monkeypatch):
+    """Computed, then loaded by all, and last by one process without a device."""
+    before, model = children(os.getpid()), save_model(tmp_path / "model", **MODEL)
+    plain = Plain(model, block_size=4)
+    answers = [plain(prompt, 4) for prompt in PROMPTS]
+    plain.engine.close()
+    count = sizes.get("tensor_parallel_size", 1) * sizes.get("pipeline_parallel_size", 1)
+    with devices(monkeypatch, has_triton, count), engine_on_cuda(model, tmp_path / "store", **sizes) as engine:
+        for _ in range(2):
+            assert [out.token_ids for out in engine.generate(PROMPTS, greedy(4))] == answers
+            settle(engine)
+            engine.loop.call(engine.loop.pool.evict_all)
+        found = counters(engine)
+        assert found["loaded"] > 0 and found["load_failures"] == found["dropped_saves"] == 0
+    assert children(os.getpid()) <= before
+    with open_engine(model, tmp_path / "store", block_size=4, max_model_len=32) as engine:
+        outs = [ask(engine, prompt, 4) for prompt in PROMPTS]
+        assert [out.token_ids for out in outs] == answers and all(cached(out)[2] for out in outs)
+
+
+def test_the_pool_is_what_the_fullest_device_has_room_for(tmp_path, monkeypatch):
+    """Each rank runs the largest step to measure it, with the others."""
+    model = save_model(tmp_path / "model", **MODEL)
+    beside = TOTAL_BYTES - int(TOTAL_BYTES * CUDA_FRACTION) + MAX_SAVE_BYTES
+    free = beside + (100 << 10) - (4 << 20) + (2 << 20)  # reserved, and the peak
+    opened = partial(engine_on_cuda, model, tmp_path / "store", "auto", tensor_parallel_size=2)
+    with devices(monkeypatch, free=free), opened() as engine:
+        of_rank = engine.facts.block_bytes // 2
+        assert engine.loop.pool.num_blocks == (100 << 10) // of_rank
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rank_that_ends_is_waited_for_no_longer_and_nothing_wrong_is_said(size, tmp_path, monkeypatch):
+    model = save_model(tmp_path / "model", **MODEL)
+    plain, said = Plain(model, block_size=4), list[int]()
+    expected = plain(PROMPTS[0], 200)
+    plain.engine.close()
+    with devices(monkeypatch), engine_on_cuda(model, tmp_path / "store", max_model_len=256, **SIZES[size]) as engine:
+        rank, handle = rank_of(os.getpid()), engine.submit(PROMPTS[0], greedy(200))
+        wait_until(lambda: handle.pieces)
+        os.kill(rank, signal.SIGKILL)
+        with pytest.raises(EngineDiedError, match="rank 1 of 2 ended"):
+            for piece in engine.stream(handle):
+                said += piece.token_ids
+        assert 0 < len(said) < 200 and said == expected[: len(said)]
+    assert is_gone(rank)
+
+
+def test_tokens_that_the_last_stage_sent_are_read_behind_their_copy(tmp_path, monkeypatch):
+    model, copied, num_read = save_model(tmp_path / "model", **MODEL), {}, 0
+
+    def copying(numbers):
+        on_host = start_to_host(numbers)
+        copied[id(on_host)] = time.perf_counter()
+        return on_host
+
+    def waiting(clock, launched):
+        nonlocal num_read
+        assert launched.end.at_s > copied.pop(id(launched.on_host))
+        num_read += 1
+
+    beside = [(runner, "start_to_host", copying), (StepClock, "wait", waiting)]
+    with (
+        devices(monkeypatch, beside=beside),
+        engine_on_cuda(model, tmp_path / "store", pipeline_parallel_size=2) as engine,
+    ):
+        ask(engine, PROMPTS[0], 4)
+    assert num_read == 4
+
+
+def test_too_few_devices_are_refused_before_anything_is_started(tmp_path, monkeypatch):
+    before, model = children(os.getpid()), save_model(tmp_path / "model", **MODEL)
+    opened = partial(engine_on_cuda, model, tmp_path / "store")
+    too_few = "tensor_parallel_size is 2 and pipeline_parallel_size is 2, but this machine has 3 CUDA"
+    with devices(monkeypatch, count=3), pytest.raises(ConfigError, match=too_few):
+        opened(tensor_parallel_size=2, pipeline_parallel_size=2)
+    assert children(os.getpid()) <= before
