@@ -10,8 +10,8 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from typing import Self
 
 from kvstore.errors import ConfigError, EngineDiedError
@@ -49,7 +49,8 @@ class Door:
         """
         found: dict[int, dict[int, socket.socket]] = {rank: {} for rank in range(1, size)}
         end = time.monotonic() + timeout_s
-        try:
+        with ExitStack() as undo:
+            undo.callback(_close, found)
             while missing := [rank for rank, each in found.items() if len(each) < len(KINDS)]:
                 try:
                     connection, _ = self._socket.accept()
@@ -59,11 +60,7 @@ class Door:
                     check()
                 else:
                     self._let_in(connection, found)
-        except BaseException:
-            for each in found.values():
-                for one in each.values():
-                    one.close()
-            raise
+            undo.pop_all()
         return found
 
     def _let_in(self, connection: socket.socket, found: dict[int, dict[int, socket.socket]]) -> None:
@@ -92,10 +89,16 @@ class Door:
         self._socket.close()
 
 
+def _close(connections: Mapping[int, Mapping[int, socket.socket]]) -> None:
+    for each in connections.values():
+        for one in each.values():
+            one.close()
+
+
 def entered(host: str, port: int, rank: int, kind: int, key: bytes) -> socket.socket:
     """A connection to the first rank. Raises OSError if it is not there, ConfigError if the secrets are not equal."""
-    connection = socket.create_connection((host, port), PROVE_S)
-    try:
+    with ExitStack() as undo:
+        connection = undo.enter_context(socket.create_connection((host, port), PROVE_S))
         nonce = _received(connection, NONCE_BYTES)
         claim = CLAIM.pack(secrets.token_bytes(NONCE_BYTES), rank, kind)
         connection.sendall(claim + _proof(key, b"other", nonce, claim))
@@ -105,9 +108,7 @@ def entered(host: str, port: int, rank: int, kind: int, key: bytes) -> socket.so
             raise ConfigError(f"rank {rank}: the first rank at {host} port {port} has another secret") from None
         if not hmac.compare_digest(proof, _proof(key, b"first", nonce, claim)):
             raise ConfigError(f"rank {rank}: what listens at {host} port {port} does not know the secret")
-    except BaseException:
-        connection.close()
-        raise
+        undo.pop_all()
     return _ready(connection)
 
 
