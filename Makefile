@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 TESTS := $(VENV)/.installed-tests
 MODEL ?=
 # Three files at a time: a test uses one processor and waits often.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help demo chat serve test check bench gpu clean

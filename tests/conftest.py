@@ -21,10 +21,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
 if not glob.glob("/dev/nvidia[0-9]*"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-LONG = tuple(
-    f"tests/{place}" for place in "service/test_ engine/ranks engine/process engine/data_parallel bench".split()
-)
-
 settings.register_profile("kvstore", deadline=None)
 settings.load_profile("kvstore")
 
@@ -37,8 +33,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Files that start servers and engines take longest: first, so that none of them is the last one to run alone.
-    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     marked = [item for item in items if "gpu" in item.keywords]
     if not marked:
         return
