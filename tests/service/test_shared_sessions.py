@@ -122,7 +122,8 @@ def test_without_redis_turns_are_refused_in_time_and_nothing_is_acknowledged(fle
     health = other.get("/health").json()
     assert health["status"] == "degraded" and "session_store_unreachable" in health["reasons"]
     fleet.redis.resume() if is_stopped else fleet.redis.start()
-    wait_until(lambda: other.get(f"/sessions/{session_id}").status == 200, "the sessions are back")
+    for server in (one, other):  # each asks again half a second after Redis was silent
+        wait_until(lambda: server.get(f"/sessions/{session_id}").status == 200, "the sessions are back")  # noqa: B023
     known = len(texts_of(other, session_id))
     again = {"message": "Again.", "session_id": session_id, **SHORT}
     replies: list[Reply] = []

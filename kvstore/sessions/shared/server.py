@@ -171,6 +171,7 @@ class SessionServer:
     def _note_answer(self) -> None:
         with self._lock:
             was_failing, self._failing_since_s = self._failing_since_s is not None, None
+            self._quiet_until_s = 0.0
             if was_failing:
                 self._said = ""
         if was_failing:
