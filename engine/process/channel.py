@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import socket
 import struct
+import threading
 from collections import deque
 
 _LENGTH = struct.Struct("=Q")  # a step may carry gigabytes of KV to a rank of another machine
@@ -12,7 +13,7 @@ READ_BYTES = 2**16
 
 
 class Channel:
-    """One end of a stream. One thread at a time sends, and one receives; these may be two.
+    """One end of a stream. One thread at a time sends, and one receives; these may be two, and any may `flush`.
 
     ended: the other end is gone, and all that it sent was received. What is sent after that is dropped. It has no
     thread of its own, so a message costs no change of threads. Hence bytes that the kernel does not accept at once stay
@@ -23,6 +24,7 @@ class Channel:
         end.setblocking(False)
         self._socket = end
         self._unsent: deque[memoryview] = deque()
+        self._flushing = threading.Lock()  # also the thread that waits in `poll` flushes
         self._received = bytearray()
         self.ended = False
 
@@ -41,18 +43,19 @@ class Channel:
 
     def flush(self) -> None:
         """Send as much as the kernel accepts now."""
-        try:
-            while self._unsent:
-                view = self._unsent[0]
-                num_bytes = self._socket.send(view)
-                if num_bytes < len(view):
-                    self._unsent[0] = view[num_bytes:]
-                else:
-                    self._unsent.popleft()
-        except BlockingIOError:
-            pass
-        except ConnectionError:  # messages from before the end can still be received
-            self._unsent.clear()
+        with self._flushing:
+            try:
+                while self._unsent:
+                    view = self._unsent[0]
+                    num_bytes = self._socket.send(view)
+                    if num_bytes < len(view):
+                        self._unsent[0] = view[num_bytes:]
+                    else:
+                        self._unsent.popleft()
+            except BlockingIOError:
+                pass
+            except ConnectionError:  # messages from before the end can still be received
+                self._unsent.clear()
 
     def send_all(self, message: bytes) -> None:
         """Send everything that is unsent, waiting for the other end as long as needed."""

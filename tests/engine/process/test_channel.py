@@ -54,6 +54,32 @@ def test_a_message_that_comes_in_bytes_is_one_message():
     channel.close()
 
 
+class FlushedMeanwhile(socket.socket):
+    """While its first message is sent, another thread flushes the channel, as one that waits for messages does."""
+
+    channel: Channel | None = None
+
+    def send(self, *given) -> int:
+        channel, self.channel = self.channel, None
+        if channel is not None:
+            other = threading.Thread(target=channel.flush)
+            other.start()
+            other.join(0.2)  # it waits until this one is sent
+        return super().send(*given)
+
+
+def test_a_message_goes_out_once_although_two_threads_flush():
+    ours, theirs = socket.socketpair()
+    end = FlushedMeanwhile(fileno=ours.detach())
+    one, other = Channel(end), Channel(theirs)
+    end.channel = one
+    for message in (b"first", b"second"):
+        one.send(message)
+    assert other.receive() == [b"first", b"second"]
+    one.close()
+    other.close()
+
+
 def test_send_all_waits_for_the_reader(pair):
     one, other = pair
     sent = [message_of(number) for number in range(40)]
