@@ -52,14 +52,14 @@ class Door:
         with ExitStack() as undo:
             undo.callback(_close, found)
             while missing := [rank for rank, each in found.items() if len(each) < len(KINDS)]:
+                if time.monotonic() > end:
+                    raise EngineDiedError(self._who_is_missing(missing, size, timeout_s))
+                check()
                 try:
                     connection, _ = self._socket.accept()
                 except TimeoutError:
-                    if time.monotonic() > end:
-                        raise EngineDiedError(self._who_is_missing(missing, size, timeout_s)) from None
-                    check()
-                else:
-                    self._let_in(connection, found)
+                    continue
+                self._let_in(connection, found)
             undo.pop_all()
         return found
 

@@ -131,7 +131,7 @@ class _Fence:
 
 
 class DeviceTransfer:
-    """on_progress: called in a thread of its own when loads or saves have ended. It may only wake another thread."""
+    """on_progress: called in a thread of its own when loads or saves have ended; if it raises, never again."""
 
     def __init__(
         self, arena: Arena, streams: Streams, on_progress: Callable[[], None], pace: Pace | None = None
