@@ -30,6 +30,7 @@ class FirstTouch:
         row_bytes = tensor.stride(0) * tensor.element_size()
         self._num_rows = len(tensor)
         self._ahead = max(1, (AHEAD_BYTES if ahead_bytes is None else ahead_bytes) // row_bytes)
+        self._piece = max(1, min(_PIECE_BYTES // row_bytes, self._ahead // 2))
         self._target = 0
         self._wanted: SimpleQueue[int] = SimpleQueue()  # how many rows to touch in all; 0: end
         if self._num_rows * row_bytes < least_bytes:
@@ -44,8 +45,11 @@ class FirstTouch:
         self.reach(0)
 
     def reach(self, row: int) -> None:
-        """Note that this row is about to be used, and the following rows soon. Cheap; call it each time."""
-        if self._target < self._num_rows and row + self._ahead // 2 >= self._target:
+        """Note that this row is about to be used, and the following rows soon. Cheap; call it each time.
+
+        What was used is made good at once, in small pieces: many at a time take a processor from the model for long.
+        """
+        if self._target < self._num_rows and row + self._ahead - self._piece >= self._target:
             self._target = min(self._num_rows, row + self._ahead)
             self._wanted.put(self._target)
 

@@ -4,6 +4,7 @@ import gc
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -57,6 +58,17 @@ def test_saves_have_the_memory_behind_them_touched(monkeypatch: pytest.MonkeyPat
     wait_until(lambda: resident_bytes() - before >= 38 << 20)
     assert resident_bytes() - before <= 70 << 20, "behind the last save, and not all"
     arena.close()
+
+
+def test_what_is_used_is_made_good_at_once_and_in_small_pieces() -> None:
+    """A row is 1 MiB: after it the thread has little to do, however far it is ahead."""
+    touch = FirstTouch(torch.zeros(600, 1 << 20, dtype=torch.uint8), ahead_bytes=256 << 20)
+    targets = []
+    for row in range(40):
+        touch.reach(row)
+        targets.append(touch._target)
+    assert targets[0] == 256 and targets[-1] >= 256 + 39 - 4
+    assert max(later - sooner for sooner, later in pairwise(targets)) <= 4
 
 
 def test_little_memory_gets_no_thread() -> None:
