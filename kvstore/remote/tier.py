@@ -128,6 +128,7 @@ class RemoteTier:
         self._sessions: list[Session] = []  # of all threads
         self._done: deque[RemoteDone] = deque()
         self._full_until_s = 0.0
+        self._asking_since_s: float | None = None
         self._asks: Lane[_Ask] = Lane("kvstore-remote-ask", self._ask, MOST_ASKS, self._probe)
         self._jobs: Lane[_Puts | _Delete] = Lane("kvstore-remote-put", self._do, MOST_JOBS)
         self.reads = ReadLanes("kvstore-remote-read", self._read, NUM_READERS, self._batch_bytes)
@@ -139,6 +140,12 @@ class RemoteTier:
         now.
         """
         return not self.breaker.is_open and self._asks.submit(_Ask(number, chain))
+
+    @property
+    def silent_s(self) -> float:
+        """For how long the ask that runs has had no answer; 0 if none runs."""
+        since_s = self._asking_since_s
+        return 0.0 if since_s is None else self._clock() - since_s
 
     def put(self, number: int, chain: SharedChain, puts: Sequence[Put]) -> bool:
         """Store blocks, in the chain's order. Returns False if it takes none now."""
@@ -222,11 +229,13 @@ class RemoteTier:
 
     def _ask(self, job: _Ask) -> None:
         started, there = time.perf_counter(), None
+        self._asking_since_s = self._clock()
         if not self.breaker.is_open:
             try:
                 there = self._session().ask(job.chain)
             except Exception as error:  # the border of a thread
                 self._failed("ask", error)
+        self._asking_since_s = None
         seconds = time.perf_counter() - started
         if there is not None:
             self.counts.asked(seconds)

@@ -47,13 +47,16 @@ class RemoteContents:
         return heard_s is not None and self._clock() - heard_s < KNOWN_S and not self._tier.breaker.is_open
 
     def ask(self, request: Tracked) -> bool:
-        """Ask for a request's chain. Returns whether an answer will come, for which the request waits a little."""
+        """Ask for a request's chain. Returns whether an answer will come, for which the request waits a little, unless
+        another has waited as long in vain.
+        """
         number = next(self._numbers)
         chain = SharedChain(request.lineage.root, tuple(request.chain))
         is_asked = bool(request.chain) and self._tier.ask(number, chain)
         if is_asked:
             self._asking[number] = request
-            self._due_s[request] = math.inf if self._always else self._clock() + ANSWER_S
+            wait_s = 0.0 if self._tier.silent_s > ANSWER_S else ANSWER_S
+            self._due_s[request] = math.inf if self._always else self._clock() + wait_s
         return is_asked
 
     def asked(self, asked: Asked) -> None:
