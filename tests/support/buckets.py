@@ -1,19 +1,26 @@
-"""Places for objects that tests look into and harm: a directory, and a bucket of a real S3 server.
+"""Places for objects that tests look into and harm: a directory, a bucket of a real S3 server, an Azure container.
 
-names: of what lies below the prefix of `url`. A test is skipped where obstore, or moto for S3, is not installed.
+names: of what lies below the prefix of `url`. A test is skipped where obstore, or moto for S3, or Azurite for Azure, is
+not installed.
 """
 
+import hashlib
+import hmac
 import importlib.util
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import urllib.error
 import urllib.request
+from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
+from email.utils import formatdate
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 import pytest
@@ -73,10 +80,9 @@ class S3Server:
         if keys:
             self._make_user()
 
-    @property
-    def environment(self) -> dict[str, str]:
+    def environment(self, port: int) -> dict[str, str]:
         return {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}", "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_REGION": "us-east-1",
             "AWS_ACCESS_KEY_ID": self.key, "AWS_SECRET_ACCESS_KEY": self.secret,
         }  # fmt: skip
 
@@ -167,7 +173,93 @@ def s3_server(patch: pytest.MonkeyPatch, keys: bool = False) -> Iterator[S3Serve
     """One that whoever reads the environment finds."""
     server = S3Server(keys)
     try:
-        for name, value in server.environment.items():
+        for name, value in server.environment(server.port).items():
+            patch.setenv(name, value)
+        yield server
+    finally:
+        server.kill()
+
+
+class AzureServer:
+    """Azurite, in a process of its own; what it has is gone when it ends."""
+
+    container, prefix, account, key = "kv-blocks", "fleet/a", "fleet", b64encode(b"the key of this account").decode()
+
+    def __init__(self) -> None:
+        need_obstore()
+        if shutil.which("azurite-blob") is None:
+            pytest.skip("no Azure server: npm install --global azurite")
+        self.port, self.url = free_port(), f"az://{self.container}/{self.prefix}"
+        self.start()
+        self._store = self._open()
+
+    def environment(self, port: int) -> dict[str, str]:
+        return {
+            "AZURE_STORAGE_ACCOUNT_NAME": self.account, "AZURE_STORAGE_ACCOUNT_KEY": self.key,
+            "AZURE_STORAGE_ENDPOINT": f"http://127.0.0.1:{port}/{self.account}",
+        }  # fmt: skip
+
+    def start(self) -> None:
+        flags = ("--inMemoryPersistence", "--silent", "--skipApiVersionCheck", "--disableTelemetry")
+        environment = {**os.environ, "AZURITE_ACCOUNTS": f"{self.account}:{self.key}"}
+        command, log = ["azurite-blob", "--blobPort", str(self.port), *flags], subprocess.DEVNULL
+        self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        wait_until(self._has_container, "Azurite does not answer")
+
+    def _has_container(self) -> bool:
+        """Make it. Signed by https://learn.microsoft.com/rest/api/storageservices/authorize-with-shared-key."""
+        assert self.process.poll() is None, "Azurite has ended"
+        headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+        named = "".join(f"{name}:{value}\n" for name, value in headers.items())
+        text = f"PUT{12 * chr(10)}{named}/{self.account}/{self.account}/{self.container}\nrestype:container"
+        signature = b64encode(hmac.digest(b64decode(self.key), text.encode(), hashlib.sha256)).decode()
+        headers["Authorization"] = f"SharedKey {self.account}:{signature}"
+        address = f"http://127.0.0.1:{self.port}/{self.account}/{self.container}?restype=container"
+        try:
+            urllib.request.urlopen(urllib.request.Request(address, headers=headers, method="PUT"), timeout=60).close()
+        except OSError:
+            return False
+        return True
+
+    def _open(self) -> Any:
+        from obstore.store import AzureStore
+
+        config: Any = {name.lower(): value for name, value in self.environment(self.port).items()}
+        return AzureStore(self.container, prefix=self.prefix, config=config, client_options={"allow_http": True})
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def pause(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def names(self) -> list[str]:
+        return sorted(one["path"] for some in self._store.list() for one in some)
+
+    def get(self, name: str) -> bytes:
+        return bytes(self._store.get(name).bytes())
+
+    def set(self, name: str, data: bytes) -> None:
+        self._store.put(name, data)
+
+    def delete(self, name: str) -> None:
+        self._store.delete(name)
+
+    def clear(self) -> None:
+        for name in self.names():
+            self.delete(name)
+
+
+@contextmanager
+def azure_server(patch: pytest.MonkeyPatch) -> Iterator[AzureServer]:
+    """One that whoever reads the environment finds."""
+    server = AzureServer()
+    try:
+        for name, value in server.environment(server.port).items():
             patch.setenv(name, value)
         yield server
     finally:

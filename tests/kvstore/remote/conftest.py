@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.buckets import Directory, S3Server, s3_server
+from tests.support.buckets import AzureServer, Directory, S3Server, azure_server, s3_server
 from tests.support.redis_server import RedisServer
 
 
@@ -29,11 +29,17 @@ def s3() -> Iterator[S3Server]:
         yield server
 
 
-@pytest.fixture(params=["directory", "s3"])
-def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Directory | S3Server:
+@pytest.fixture(scope="module")
+def azure() -> Iterator[AzureServer]:
+    with pytest.MonkeyPatch.context() as patch, azure_server(patch) as server:
+        yield server
+
+
+@pytest.fixture(params=["directory", "s3", "azure"])
+def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Directory | S3Server | AzureServer:
     """Empty. A test that does something to the server starts one of its own."""
     if request.param == "directory":
         return Directory(tmp_path / "objects")
-    server: S3Server = request.getfixturevalue("s3")
+    server: S3Server | AzureServer = request.getfixturevalue(request.param)
     server.clear()
     return server

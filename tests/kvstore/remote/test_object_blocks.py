@@ -10,7 +10,7 @@ from kvstore.remote.names import BlockNames, FleetSecret
 from kvstore.remote.object_address import parse_object_url
 from kvstore.remote.shared import Put
 from tests.kvstore.remote.chains import FINGERPRINT, NAMES, SECRET, SIZE, Made, are_right, make_chain
-from tests.support.buckets import Directory, S3Server
+from tests.support.buckets import AzureServer, Directory, S3Server
 
 pytest.importorskip("obstore")
 from kvstore.remote.object_blocks import Deadlines, ObjectBlocks
@@ -28,7 +28,11 @@ class Server:
     """One that knows nothing of what others have stored. later_s: its clock is so far ahead."""
 
     def __init__(
-        self, bucket: Directory | S3Server, size: int = SIZE, names: BlockNames = NAMES, later_s: float = 0.0
+        self,
+        bucket: Directory | S3Server | AzureServer,
+        size: int = SIZE,
+        names: BlockNames = NAMES,
+        later_s: float = 0.0,
     ) -> None:
         address = parse_object_url(bucket.url)
         clock, patient = lambda: time.time() + later_s, Deadlines(120.0, 120.0)

@@ -1,4 +1,4 @@
-"""Tests of kvstore.remote.object_client, against a directory and a real S3 server to which everything happens."""
+"""Tests of kvstore.remote.object_client, against a directory and real servers of S3 and Azure, which are harmed."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.errors import ConfigError, RemoteError
 from kvstore.remote.object_address import parse_object_url
-from tests.support.buckets import Directory, s3_server
+from tests.support.buckets import Directory, azure_server, s3_server
 from tests.support.redis_server import free_port
 from tests.support.tcp_proxy import Proxy
 from tests.support.waiting import wait_until
@@ -26,9 +26,9 @@ def client_of(url: str) -> ObjectClient:
     return ObjectClient(address, open_store(address))
 
 
-@pytest.fixture
-def server(monkeypatch):
-    with s3_server(monkeypatch) as server:
+@pytest.fixture(params=[s3_server, azure_server])
+def server(request, monkeypatch):
+    with request.param(monkeypatch) as server:
         yield server
 
 
@@ -91,7 +91,8 @@ def test_what_is_renewed_is_as_new(tmp_path):
 
 def test_what_is_deleted_while_it_is_renewed_stays_deleted(server, monkeypatch):
     with Proxy(server.port) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        for name, value in server.environment(proxy.port).items():
+            monkeypatch.setenv(name, value)
         client = client_of(server.url)
         client.write("x", bytes(1 << 20), 60.0)
         proxy.faults.bytes_per_s, proxy.num_asked_bytes = 1e6, 0
@@ -112,7 +113,7 @@ def test_a_server_that_died(server, client):
         lambda: client.write("x", b"", 5.0),
         lambda: client.look("x", 5.0),
     ):
-        with pytest.raises(RemoteError, match=r"^s3://kv-blocks/fleet/a: "):
+        with pytest.raises(RemoteError, match=f"^{server.url}: "):
             ask()
     server.start()
     assert client.infos(["x"], 5.0) == [None]
@@ -127,13 +128,16 @@ def test_a_server_that_stopped_costs_a_deadline(server, client):
     client.write("x", b"abc", 60.0)
 
 
-def test_a_bucket_that_is_gone(server, client):
-    client.write("x", b"abc", 5.0)
-    server.delete_bucket()
-    for ask in (lambda: client.write("x", b"abc", 5.0), lambda: client.look("x", 5.0)):
-        with pytest.raises(RemoteError, match="404"):
-            ask()
-    assert client.infos(["x"], 5.0) == [None]
+def test_a_bucket_that_is_gone(monkeypatch):
+    with s3_server(monkeypatch) as server:
+        client = client_of(server.url)
+        client.write("x", b"abc", 5.0)
+        server.delete_bucket()
+        for ask in (lambda: client.write("x", b"abc", 5.0), lambda: client.look("x", 5.0)):
+            with pytest.raises(RemoteError, match="404"):
+                ask()
+        assert client.infos(["x"], 5.0) == [None]
+        client.close()
 
 
 def test_a_directory_that_is_gone_is_not_made_anew(tmp_path):
@@ -178,7 +182,18 @@ def test_what_cannot_be_opened_is_refused_at_once(tmp_path, monkeypatch):
     assert "s3cret" not in str(refused.value)
 
 
-def test_the_other_clouds_are_asked_over_the_network_only(monkeypatch, tmp_path):
+def test_a_wrong_key_of_azure_is_refused_and_not_shown(monkeypatch, tmp_path):
+    with azure_server(monkeypatch) as server:
+        (tmp_path / "keys").write_text("AZURE_STORAGE_ACCOUNT_KEY=d3Iwbmc=\n")
+        client = client_of(f"{server.url}?credentials_file={tmp_path / 'keys'}")
+        for ask in (lambda: client.infos(["x"], 5.0), lambda: client.write("x", b"", 5.0)):
+            with pytest.raises(RemoteError, match="403") as refused:
+                ask()
+            assert not any(word in str(refused.value) for word in ("d3Iwbmc", server.key, "Signature"))
+        client.close()
+
+
+def test_azure_is_asked_over_the_network_only(tmp_path):
     """What a person's settings say is passed on; nobody listens there."""
     account = f"http://127.0.0.1:{free_port()}/account"
     (tmp_path / "keys").write_text(
