@@ -29,7 +29,8 @@ class Lane(Generic[J]):
         self._run, self._most, self._rest = run, most, rest
         self._ready = threading.Condition()
         self._jobs: deque[J] = deque()
-        self._is_running = self._closing = False
+        self._begun_s: float | None = None
+        self._closing = False
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
@@ -45,7 +46,13 @@ class Lane(Generic[J]):
     def __len__(self) -> int:
         """The number of jobs that wait or run."""
         with self._ready:
-            return len(self._jobs) + self._is_running
+            return len(self._jobs) + (self._begun_s is not None)
+
+    @property
+    def running_s(self) -> float:
+        """For how long the running job has been running; 0 if there is none."""
+        begun_s = self._begun_s
+        return 0.0 if begun_s is None else time.monotonic() - begun_s
 
     def close(self, timeout_s: float) -> bool:
         """End after the running job, and drop those that wait. Returns False if that takes longer."""
@@ -60,7 +67,7 @@ class Lane(Generic[J]):
         while (job := self._next()) is not None:
             self._run(job)
             with self._ready:
-                self._is_running = False
+                self._begun_s = None
 
     def _next(self) -> J | None:
         while True:
@@ -71,7 +78,7 @@ class Lane(Generic[J]):
                 if self._closing:
                     return None
                 if self._jobs:
-                    self._is_running = True
+                    self._begun_s = time.monotonic()
                     return self._jobs.popleft()
 
 

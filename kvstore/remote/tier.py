@@ -128,8 +128,7 @@ class RemoteTier:
         self._sessions: list[Session] = []  # of all threads
         self._done: deque[RemoteDone] = deque()
         self._full_until_s = 0.0
-        self._asking_since_s: float | None = None
-        self._asks: Lane[_Ask] = Lane("kvstore-remote-ask", self._ask, MOST_ASKS, self._probe)
+        self.asks: Lane[_Ask] = Lane("kvstore-remote-ask", self._ask, MOST_ASKS, self._probe)
         self._jobs: Lane[_Puts | _Delete] = Lane("kvstore-remote-put", self._do, MOST_JOBS)
         self.reads = ReadLanes("kvstore-remote-read", self._read, NUM_READERS, self._batch_bytes)
         leave_to_parent(self, str(shared))
@@ -139,13 +138,7 @@ class RemoteTier:
         """Ask which blocks of the chain are there, which also refreshes them. Returns False if it cannot be asked
         now.
         """
-        return not self.breaker.is_open and self._asks.submit(_Ask(number, chain))
-
-    @property
-    def silent_s(self) -> float:
-        """For how long the ask that runs has had no answer; 0 if none runs."""
-        since_s = self._asking_since_s
-        return 0.0 if since_s is None else self._clock() - since_s
+        return not self.breaker.is_open and self.asks.submit(_Ask(number, chain))
 
     def put(self, number: int, chain: SharedChain, puts: Sequence[Put]) -> bool:
         """Store blocks, in the chain's order. Returns False if it takes none now."""
@@ -187,7 +180,7 @@ class RemoteTier:
 
     def close(self, timeout_s: float) -> bool:
         """End after what is running. Returns False if that takes longer than the timeout."""
-        ended = [lane.close(timeout_s) for lane in (self._asks, self._jobs, self.reads)]
+        ended = [lane.close(timeout_s) for lane in (self.asks, self._jobs, self.reads)]
         for session in self._sessions if all(ended) else ():
             session.close()
         return all(ended)
@@ -229,13 +222,11 @@ class RemoteTier:
 
     def _ask(self, job: _Ask) -> None:
         started, there = time.perf_counter(), None
-        self._asking_since_s = self._clock()
         if not self.breaker.is_open:
             try:
                 there = self._session().ask(job.chain)
             except Exception as error:  # the border of a thread
                 self._failed("ask", error)
-        self._asking_since_s = None
         seconds = time.perf_counter() - started
         if there is not None:
             self.counts.asked(seconds)

@@ -55,7 +55,7 @@ class RemoteContents:
         is_asked = bool(request.chain) and self._tier.ask(number, chain)
         if is_asked:
             self._asking[number] = request
-            wait_s = 0.0 if self._tier.silent_s > ANSWER_S else ANSWER_S
+            wait_s = 0.0 if self._tier.asks.running_s > ANSWER_S else ANSWER_S
             self._due_s[request] = math.inf if self._always else self._clock() + wait_s
         return is_asked
 
