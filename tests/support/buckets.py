@@ -64,7 +64,23 @@ class Directory:
             self.delete(name)
 
 
-class S3Server:
+class ObjectServer:
+    """Of a process of its own, which a test may harm."""
+
+    process: subprocess.Popen[bytes]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def pause(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+
+class S3Server(ObjectServer):
     """moto's, in a process of its own; what it has is gone when it ends. keys: it lets nobody in without."""
 
     bucket, prefix = "kv-blocks", "fleet/a"
@@ -100,16 +116,6 @@ class S3Server:
         except OSError:
             return False
         return True
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def pause(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
 
     def make_bucket(self) -> None:
         self._ask("PUT", f"/{self.bucket}")
@@ -180,7 +186,7 @@ def s3_server(patch: pytest.MonkeyPatch, keys: bool = False) -> Iterator[S3Serve
         server.kill()
 
 
-class AzureServer:
+class AzureServer(ObjectServer):
     """Azurite, in a process of its own; what it has is gone when it ends."""
 
     container, prefix, account, key = "kv-blocks", "fleet/a", "fleet", b64encode(b"the key of this account").decode()
@@ -226,16 +232,6 @@ class AzureServer:
 
         config: Any = {name.lower(): value for name, value in self.environment(self.port).items()}
         return AzureStore(self.container, prefix=self.prefix, config=config, client_options={"allow_http": True})
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def pause(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
 
     def names(self) -> list[str]:
         return sorted(one["path"] for some in self._store.list() for one in some)
