@@ -87,20 +87,19 @@ class Prefetcher:
 
     def poll(self) -> None:
         """Called once per step: read for the requests that come next, and mark what they need."""
-        if self.num_blank:
+        if self._has_changed and self._may_read:
+            self._has_changed, self._num_new = False, 0
+            self.waiting.num_cpu_blocks = self._num_arena_blocks_to_fill()
+            for waiting in self.waiting.to_prefetch():
+                request = self._requests.by_id[waiting.request_id]  # type: ignore[index]
+                if request.may_load and request.arrival and not self._requests.is_asking(request, False):
+                    self._read_ahead(request)
+            for name, hint in list(self.hints.items()):
+                self._requests.advance(hint, hint.wanted.first)
+                if hint.wanted.is_ready():
+                    self._drop_hint(name)
+        if self.num_blank:  # now that what a request which has just come needs is held
             self._cpu.keep_blank(self.num_blank)
-        if not self._has_changed or not self._may_read:
-            return
-        self._has_changed, self._num_new = False, 0
-        self.waiting.num_cpu_blocks = self._num_arena_blocks_to_fill()
-        for waiting in self.waiting.to_prefetch():
-            request = self._requests.by_id[waiting.request_id]  # type: ignore[index]
-            if request.may_load and request.arrival and not self._requests.is_asking(request, False):
-                self._read_ahead(request)
-        for name, hint in list(self.hints.items()):
-            self._requests.advance(hint, hint.wanted.first)
-            if hint.wanted.is_ready():
-                self._drop_hint(name)
 
     def _num_arena_blocks_to_fill(self) -> int:
         """All arena blocks but those kept blank, and those that running requests hold or may need for saves."""
