@@ -249,7 +249,7 @@ def check_forgotten(sim: Simulation) -> None:
 
 # -- requests ----------------------------------------------------------------------------------------------------------
 def check_arrival(
-    sim: Simulation, tiers: list[str], chain: list[BlockId], num_hbm: int, in_cpu: set[BlockId]
+    sim: Simulation, tiers: list[str], chain: list[BlockId], num_hbm: int, in_arena: set[BlockId]
 ) -> None:  # fmt: skip
     """A tier that is said to have a block has it, or had it before reads for other requests took its place."""
     for index, tier in enumerate(tiers):
@@ -257,7 +257,7 @@ def check_arrival(
         if index < num_hbm:
             assert tier == "hbm"
         elif tier == "cpu":
-            assert block_id in in_cpu, "a hit in the CPU tier that is none"
+            assert sim.config.cpu_blocks and block_id in in_arena, "a hit in the CPU tier that is none"
         else:
             assert tier == "disk" and sim.store.disk is not None
-            assert block_id in in_cpu or block_id in sim.platter.values, "a hit on disk that is none"
+            assert block_id in in_arena or block_id in sim.platter.values, "a hit on disk that is none"

@@ -298,7 +298,7 @@ class Simulation:
             self.book.story(request)
             self.accounts[request.request_id] = Account(self.clock.now_s)
         num_hbm = len(self.scheduler.manager.match_prefix(first))
-        in_cpu = {one for one in first.chain if self.config.cpu_blocks and self.cpu.arena_block_of(one) is not None}
+        in_arena = {one for one in first.chain if self.cpu.arena_block_of(one) is not None}
         self._may_raise = True
         try:
             self.scheduler.roster.add(first)
@@ -308,7 +308,7 @@ class Simulation:
         finally:
             self._may_raise = False
         tiers = first.cached.arrival or []
-        checks.check_arrival(self, tiers, first.chain, num_hbm, in_cpu)
+        checks.check_arrival(self, tiers, first.chain, num_hbm, in_arena)
         found = (block_id for block_id, tier in zip(first.chain, tiers, strict=False) if tier == "disk")
         self.counts["blocks found again"] += sum(block_id in self.survivors for block_id in found)
         return True
