@@ -39,7 +39,7 @@ def format_size(size_bytes: int | float) -> str:
     """A size for people: "1.5 GiB"."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
+        if abs(size) < (1024 if unit == "B" else 1023.95):  # which would be shown as 1024.0
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"

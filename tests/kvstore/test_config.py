@@ -55,6 +55,7 @@ def test_any_text_is_a_size_or_a_config_error(text):
         (0, "0 B"),
         (1023, "1023 B"),
         (1024, "1.0 KiB"),
+        (2**30 - 2**14, "1.0 GiB"),  # never "1024.0 MiB"
         (3 * 2**29, "1.5 GiB"),
         (2**50, "1024.0 TiB"),
         (-2048, "-2.0 KiB"),
