@@ -224,8 +224,10 @@ def messages_out(messages: Sequence[Message]) -> list[MessageOut]:
 # -- from the client's words -----------------------------------------------------------------------------------------
 def said_of(body: ChatBody) -> tuple[str | None, list[Message]]:
     """System prompt, if one is named, and the messages after it. Raises ApiError 400."""
-    if (body.message is None) == (body.messages is None):
+    if body.message is None and body.messages is None:
         raise bad_request("message", "give message or messages", "missing")
+    if body.message is not None and body.messages is not None:
+        raise bad_request("messages", "give message or messages, not both", "invalid_value")
     if body.messages is not None:
         said = messages_of(body.messages)
     elif isinstance(body.message, str):

@@ -75,7 +75,7 @@ def test_a_history_may_begin_a_session(server):
 
 BAD = [
     ({}, "message", "missing"),
-    ({"message": "a", "messages": [{"role": "user", "content": "b"}]}, "message", "missing"),
+    ({"message": "a", "messages": [{"role": "user", "content": "b"}]}, "messages", "invalid_value"),
     ({"messages": []}, "messages", "invalid_value"),
     ({"message": {"role": "user"}}, "message.content", "missing"),
     ({"messages": [{"role": "user", "content": None}]}, "messages.content", None),
