@@ -191,7 +191,9 @@ def _read_json(file: Path, name: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ModelError(f"cannot read the configuration of {name}: {file.name}: {why}") from None
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        raise ModelError(f"cannot read the configuration of {name}: {file.name} holds no object of JSON")
+    return found
 
 
 # -- the hub ---------------------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 
 from kvstore.engine.model.files import find_model, find_tokenizer, has_tokenizer, template_text
 from kvstore.engine.model.parallel.cutting import check_divides, load_part
@@ -91,13 +92,17 @@ def _sampling_defaults(config: Any) -> dict[str, float]:
 
 
 def _first_line(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"it lacks {error}"
+    if isinstance(error, StrictDataclassError):  # the first line names the field, the next one says what is wrong
+        return " ".join(str(error).split())[:300]
     return str(error).strip().split("\n")[0][:300]
 
 
 def _config(source: str) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ModelError(f"cannot read the configuration of {source}: {_first_line(error)}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{source} is an encoder-decoder ({config.model_type}); only decoders are served")
@@ -131,6 +136,7 @@ def _network(source: str, config: Any, dtype: str, part: Part | None) -> Any:
                 **options,
             )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        _check_weights(source)
         raise ModelError(f"cannot load {source}: {_first_line(error)}") from error
     finally:
         transformers.utils.logging.set_verbosity(verbosity)
@@ -143,6 +149,16 @@ def _network(source: str, config: Any, dtype: str, part: Part | None) -> Any:
         shapes = f"has shape {list(found)}, but config.json asks for {list(wanted)}"
         raise ModelError(f"{source}: the weight {key} {shapes}; they are of two models, or one of them was changed")
     return network
+
+
+def _check_weights(source: str) -> None:
+    """Raises ModelError for a file of weights that is cut short or damaged."""
+    for file in sorted(Path(source).glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise ModelError(f"{file} is incomplete or damaged; fetch it again ({_first_line(error)})") from error
 
 
 def _window(config: Any, asked: int | None) -> int:

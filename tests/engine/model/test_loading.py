@@ -31,6 +31,11 @@ def test_a_directory_is_loaded_as_it_was_saved(tmp_path):
         ({"pytorch_model.bin": "x"}, r"only safetensors weights are loaded"),
         ({"model.safetensors": "x"}, r"no config\.json"),
         ({"model.safetensors": "x", "config.json": "{"}, r"cannot read the configuration"),
+        ({"model.safetensors": "x", "config.json": "[]"}, r"configuration of .*: config\.json holds no object of JSON"),
+        (
+            {"model.safetensors": "x", "config.json": '{"model_type": "llama", "num_hidden_layers": "four"}'},
+            r"configuration of .*'num_hidden_layers'.*expected int, got str",
+        ),
         ({"model.safetensors": "x", "config.json": '{"model_type": "nosuch"}'}, r"cannot read the configuration"),
         ({"model.safetensors": "x", "config.json": '{"model_type": "t5"}'}, r"encoder-decoder"),
         ({"model.safetensors": "x", "config.json": '{"model_type": "vit"}'}, r"no causal language model"),
@@ -48,9 +53,16 @@ def test_a_damaged_checkpoint_is_one_clear_line(tmp_path):
     folder = Path(save_model(tmp_path / "m"))
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ModelError, match="cannot load") as caught:
+    with pytest.raises(ModelError, match=r"m/model\.safetensors is incomplete or damaged; fetch it again") as caught:
         load_cpu(folder)
     assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_one_clear_line(tmp_path):
+    folder = Path(save_model(tmp_path / "m"))
+    (folder / "tokenizer.json").write_text('{"a": 1}')
+    with pytest.raises(ModelError, match=r"cannot load the tokenizer of .*/m: it lacks 'added_tokens'"):
+        load_cpu(folder)
 
 
 def test_weights_of_a_wrong_shape_are_one_clear_line(tmp_path, capsys):
