@@ -73,14 +73,28 @@ def test_polls_are_told_at_debug(lines):
     assert (one["level"], one["route"]) == ("DEBUG", "/health")
 
 
+@pytest.fixture
+def loggers():
+    """Those that are set up, and are afterwards as they were."""
+    found = [logging.getLogger(name) for name in ("kvstore", "aiohttp.server")]
+    known = [(one, one.level, one.handlers[:], one.propagate) for one in found]
+    yield found
+    for one, its_level, handlers, propagates in known:
+        one.setLevel(its_level)
+        one.handlers[:], one.propagate = handlers, propagates
+
+
 @pytest.mark.parametrize("level", LOG_LEVELS)
-def test_the_level_is_the_flags(level):
-    loggers = [logging.getLogger(name) for name in ("kvstore.service", "kvstore.engine", "aiohttp.server")]
-    known = [(one, one.level, one.handlers[:], one.propagate) for one in loggers]
-    try:
-        set_up_logging("text", ServeOptions(log_level=level).log_level)
-        assert {one.level for one in loggers} == {getattr(logging, level.upper())}
-    finally:
-        for one, its_level, handlers, propagates in known:
-            one.setLevel(its_level)
-            one.handlers[:], one.propagate = handlers, propagates
+def test_the_level_is_the_flags(level, loggers):
+    set_up_logging("text", ServeOptions(log_level=level).log_level)
+    assert {one.level for one in loggers} == {getattr(logging, level.upper())}
+
+
+@pytest.mark.usefixtures("loggers")
+def test_engine_and_store_write_lines_of_the_same_form(capsys):
+    set_up_logging("json", "warning")
+    for name in ("kvstore.engine", "kvstore.store"):
+        logging.getLogger(name).info("all is well")
+        logging.getLogger(name).warning("it is lost")
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(line["level"], line["message"]) for line in lines] == [("WARNING", "it is lost")] * 2
