@@ -18,6 +18,7 @@ from kvstore.disk.directory import StoreDirectory
 from kvstore.engine.config import EngineConfig
 from kvstore.engine.process.channel import Channel
 from kvstore.engine.process.core import CoreServer
+from kvstore.engine.process.lines import tell_in_lines
 from kvstore.engine.process.parent import TERM_GRACE_S, die_with_parent, watch_parent
 from kvstore.engine.process.pulse import SLOW_FACTOR, Heart
 from kvstore.engine.process.wire import Hello, NotStarted, Start, decode_start, encode, failure_of
@@ -58,6 +59,7 @@ def serve(start: Start, heart: Heart) -> int:
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides
     start = decode_start(sys.stdin.buffer.readline())
+    tell_in_lines()
     die_with_parent(start.parent)
     threading.Thread(target=watch_parent, name="core-parent", daemon=True).start()
     try:

@@ -14,6 +14,7 @@ import threading
 
 from kvstore.engine.config import EngineConfig
 from kvstore.engine.process.channel import Channel
+from kvstore.engine.process.lines import tell_in_lines
 from kvstore.engine.process.parent import die_with_parent, watch_parent
 from kvstore.engine.process.pulse import SLOW_FACTOR, Heart
 from kvstore.engine.ranks.wire import decode_start_here
@@ -27,6 +28,7 @@ def main() -> int:
     assert start.arena is not None
     for descriptor in (here.channel, start.arena):
         os.set_inheritable(descriptor, False)
+    tell_in_lines()
     die_with_parent(here.parent, b"kvstore-rank")
     threading.Thread(target=watch_parent, name="rank-parent", daemon=True).start()
     heart = Heart(here.pulse, SLOW_FACTOR * start.silence_s)

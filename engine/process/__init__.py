@@ -5,6 +5,7 @@ Knows no HTTP.
 - `channel`: messages through a socket pair, without a thread of their own
 - `core`: serves a core through a channel, in that process
 - `life`: one life of that process: start, greeting, messages, end
+- `lines`: warnings of a process that writes no log, one line each
 - `link`: that process watched, started again, closed; the requests in it
 - `outputs`: text and stop strings of running requests, made on this side
 - `parent`: how that process ends with its parent

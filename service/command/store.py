@@ -14,9 +14,10 @@ import msgspec
 
 from kvstore.admin.commands import MAX_SESSIONS, EvictRequest, SessionName
 from kvstore.admin.control import NoOwner, ask
+from kvstore.engine.process.lines import tell_in_lines
 from kvstore.errors import ConfigError
 from kvstore.service.command.progress import progress
-from kvstore.service.command.terminal import tell_in_lines, tolerate_any_text
+from kvstore.service.command.terminal import tolerate_any_text
 from kvstore.service.settings.config_file import told
 from kvstore.service.settings.options import (
     JSON,

@@ -3,11 +3,9 @@
 With stdin piped it takes one message per line and ends with it. Ctrl-C stops the answer, not the program.
 """
 
-import logging
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from types import FrameType
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.engine.model.files import check_speaks
 from kvstore.engine.outputs import RequestOutput, describe_tiers
+from kvstore.engine.process.lines import tell_in_lines
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.errors import ConfigError, RequestError, StoreError
 from kvstore.service.settings.chat_options import ChatOptions
@@ -64,17 +63,6 @@ def run_chat(
         conversation = TerminalChat(engine, options, params, Console(soft_wrap=True, highlight=False))
         num_failed = conversation.run(sys.stdin.isatty())
     return 1 if num_failed and not sys.stdin.isatty() else 0
-
-
-def tell_in_lines() -> None:
-    """Print the libraries' warnings and log messages as one line each on stderr."""
-    warnings.showwarning = one_line_warning
-    if logging.lastResort is not None:
-        logging.lastResort.setFormatter(logging.Formatter("kvstore: %(message)s"))
-
-
-def one_line_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"kvstore: {message}", file=sys.stderr)
 
 
 def tolerate_any_text() -> None:

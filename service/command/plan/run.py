@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.config import format_size, parse_size
+from kvstore.engine.process.lines import tell_in_lines
 from kvstore.errors import ConfigError
 from kvstore.planning.replay_config import ReplayConfig, ReplayResult, ServiceModel
 from kvstore.planning.sizing import (
@@ -37,7 +38,7 @@ from kvstore.service.command.plan.fleet import FLEET_OPTIONS, run_fleet
 from kvstore.service.command.plan.source import Source, from_file, from_store, needed_kv_bytes
 from kvstore.service.command.progress import progress
 from kvstore.service.command.store import carry_out
-from kvstore.service.command.terminal import tell_in_lines, tolerate_any_text
+from kvstore.service.command.terminal import tolerate_any_text
 from kvstore.service.settings.config_file import told
 from kvstore.service.settings.options import (
     JSON,
