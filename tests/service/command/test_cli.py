@@ -357,6 +357,25 @@ def test_ctrl_c_while_loading_is_130_whatever_a_library_makes_of_it(run, capsys,
     assert signal.getsignal(signal.SIGINT) is before
 
 
+INTERRUPTED_EARLY = """
+import os, signal, sys
+
+class Press:
+    def find_spec(self, name, path=None, target=None):
+        if name == "kvstore.service.settings.options":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Press())
+from kvstore.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_while_the_modules_of_the_command_are_read_is_one_line():
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_EARLY], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "kvstore: interrupted\n")
+
+
 def test_summary_names_the_tiers_that_gave_something():
     empty = make_output(1, 0, "", ttft_s=None)
     assert terminal.turn_summary(empty, 1.0) == "[prompt 1 tokens · cached 0 · computed 1]"
