@@ -168,6 +168,9 @@ def _check_positions(network: Any, token_ids: Tensor, positions: Tensor, plain: 
     """Raw keys must not change when all positions move."""
     moved = _record(network, token_ids, positions.flip(0) if len(positions) == max_model_len else positions + 1)
     for layer, key in plain.keys.items():
+        if not key.isfinite().all():
+            why = "its weights are damaged, or the dtype is too small for them"
+            raise UnsupportedModelError(f"keys of layer {layer} are no finite numbers: {why}")
         if not torch.equal(moved.keys[layer], key):
             raise UnsupportedModelError(f"keys of layer {layer} depend on position beside their rotation")
 

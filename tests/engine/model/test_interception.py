@@ -156,6 +156,14 @@ def test_a_model_whose_keys_are_changed_after_rotation_is_refused():
         intercept(network, MAX_LEN)
 
 
+def test_damaged_weights_are_called_so():
+    network = make_model("Llama")
+    with torch.no_grad():
+        network.model.layers[0].mlp.down_proj.weight[0, 0] = float("nan")
+    with pytest.raises(UnsupportedModelError, match="keys of layer 1 are no finite numbers: its weights are damaged"):
+        intercept(network, MAX_LEN)
+
+
 def test_a_model_whose_attention_adds_something_is_refused():
     """Whatever the reason: when the logits through our attention differ, the model is not served."""
     network = make_model("Llama")
