@@ -128,8 +128,8 @@ PLAN_OPTIONS = (
 FLEET_FLAGS = {option.key for option in FLEET_OPTIONS} - {"servers"}
 EXAMPLES = """Without sizes, HBM is what serves a full batch, and disk and CPU (an eighth of it) grow in powers of two
 until the disk holds everything. Of several sizes every combination is replayed. What the service can do is taken from
-the store, as far as it has measured it, else assumed; the answer says which. Sizes and --block-size are never taken
-from the environment, where they describe an engine.
+the server that has the store open, as far as it has measured it, else assumed; the answer says which. Sizes and
+--block-size are never taken from the environment, where they describe an engine.
 
 examples:
   kvstore plan                                    what the default store would have gained from other sizes
