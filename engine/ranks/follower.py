@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -51,25 +52,32 @@ def follow(start: StartRank, config: EngineConfig, heart: Heart, channel: Channe
     has said that it ends. host: address of this machine for the other ranks; None: all are on one.
     """
     telling = threading.Lock()
+
+    def fail(error: Exception) -> None:
+        try:
+            with telling:
+                channel.send_all(encode(Failed(failure_of(error))))
+        finally:
+            print(f"kvstore: rank {start.rank} of {start.size}: {error}", file=sys.stderr, flush=True)
+
     try:
-        follower = Follower(start, config, channel, telling, host)
+        follower = Follower(start, config, channel, telling, fail, host)
         while follower.go_on(heart):
             pass
     except Exception as error:
-        with telling:
-            channel.send_all(encode(Failed(failure_of(error))))
-        print(f"kvstore: rank {start.rank} of {start.size}: {error}", file=sys.stderr, flush=True)
+        fail(error)
         return 1
     return 0 if follower.has_left else 1
 
 
 class Follower:
-    """Owns this rank's HBM pool and its model. telling: held by whoever sends."""
+    """Owns this rank's HBM pool and its model. telling: held by whoever sends. fail: tells why the rank ends."""
 
     def __init__(
-        self, start: StartRank, config: EngineConfig, channel: Channel, telling: threading.Lock, host: str | None
-    ) -> None:
-        self._channel, self._messages, self._telling = channel, list[ToRank](), telling
+        self, start: StartRank, config: EngineConfig, channel: Channel, telling: threading.Lock,
+        fail: Callable[[Exception], None], host: str | None,
+    ) -> None:  # fmt: skip
+        self._channel, self._messages, self._telling, self._fail = channel, list[ToRank](), telling, fail
         self.has_left = False  # because the first rank said so
         device = own_device(config, start.rank)
         part = part_of_process(start.rank, config.tensor_parallel_size, config.pipeline_parallel_size, device)
@@ -97,7 +105,7 @@ class Follower:
             if start.arena is None:
                 self._transfer = FarTransfer(layout)
             else:
-                self._transfer = rank_transfer(layout, start.arena, loaded.device, self._tell)
+                self._transfer = rank_transfer(layout, start.arena, loaded.device, self._tell_or_end)
             self._transfer.register(self._caches)
         self._connector: LayerConnector = self._transfer or NullConnector()
         own = OwnPart.of(layout)
@@ -145,13 +153,25 @@ class Follower:
             self._tell()
 
     def _tell(self) -> None:
-        """Tell the first rank which loads and saves have ended. The thread that waits for a device calls it, too."""
+        """Tell the first rank which loads and saves have ended."""
         with self._telling:
             for done in () if self._transfer is None else self._transfer.completed():
                 moved = Moved(done.ticket, done.is_load, done.succeeded)
                 if isinstance(self._transfer, FarTransfer) and self._moves is not None and not done.is_load:
                     moved.saves, moved.data = self._moves.saves, self._transfer.saved()
                 self._channel.send_all(encode(moved))
+
+    def _tell_or_end(self) -> None:
+        """The same, in the thread that waits for a device. If only that thread ended, the first rank would wait for its
+        word for ever.
+        """
+        try:
+            self._tell()
+        except Exception as error:
+            try:
+                self._fail(error)
+            finally:
+                os._exit(1)
 
     @torch.inference_mode()
     def _end(self, num_samples: int) -> None:

@@ -117,6 +117,25 @@ def test_a_rank_that_ends_is_waited_for_no_longer_and_nothing_wrong_is_said(size
     assert is_gone(rank)
 
 
+def test_a_rank_that_cannot_tell_what_its_device_has_done_ends_with_the_engine(tmp_path, monkeypatch, capfd):
+    """Its thread that waits for the device has failed: without its word, this rank waits for the loads for ever."""
+    monkeypatch.setenv("FAKE_CUDA_MUTE", "1")
+    opened = partial(engine_on_cuda, save_model(tmp_path / "model", **MODEL), tmp_path / "store", **SIZES["tensor"])
+    with devices(monkeypatch), opened() as engine:
+        ask(engine, PROMPTS[0], 4)
+        settle(engine)
+        engine.loop.call(engine.loop.pool.evict_all)
+        rank, handle = rank_of(os.getpid()), engine.submit(PROMPTS[0], greedy(4))
+        try:
+            wait_until(lambda: handle.done)
+        except AssertionError:
+            os.kill(rank, signal.SIGKILL)  # else nothing ends here
+            raise
+        with pytest.raises(EngineDiedError, match=r"rank 1 of 2 ended \(exit code 1\)"):
+            list(engine.stream(handle))
+    assert "rank 1 of 2: [Errno 105] No buffer space available" in capfd.readouterr().err
+
+
 def test_tokens_that_the_last_stage_sent_are_read_behind_their_copy(tmp_path, monkeypatch):
     model, copied, num_read = save_model(tmp_path / "model", **MODEL), {}, 0
 
