@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,7 @@ from kvstore.engine.model.devices import own_device
 from kvstore.engine.model.interception import PositionFreeModel
 from kvstore.engine.model.loading import Loaded, load
 from kvstore.engine.model.memory import num_hbm_blocks
+from kvstore.engine.model.parallel.group import Part
 from kvstore.engine.model.parallel.nccl import part_of_process
 from kvstore.engine.model.probe import intercept
 from kvstore.engine.ranks.door import PURPOSE
@@ -59,7 +62,7 @@ def open_model(config: EngineConfig, ranks: Ranks | None) -> OpenedModel:
     with nullcontext() if ranks is None else ranks.blamed():
         if ranks is not None and part is not None:
             ranks.wait_loaded()
-            part.join(ranks.rendezvous, ranks.host)
+            _join(part, ranks)
             for other in ranks.others:
                 other.when_ended(part.cut)
         model = intercept(loaded.model, loaded.max_model_len, True, part)
@@ -68,6 +71,30 @@ def open_model(config: EngineConfig, ranks: Ranks | None) -> OpenedModel:
         if part is not None:
             num_blocks = part.least(num_blocks)
     return OpenedModel(loaded, model, limits, num_blocks, has_graphs)
+
+
+def _join(part: Part, ranks: Ranks) -> None:
+    """Join the groups of all ranks. In a thread, as nothing ends its wait for one that has ended before it has joined.
+
+    Raises EngineDiedError.
+    """
+    joined, is_over = Future[None](), threading.Event()
+
+    def join() -> None:
+        try:
+            part.join(ranks.rendezvous, ranks.host)
+            joined.set_result(None)
+        except Exception as error:
+            joined.set_exception(error)
+        is_over.set()
+
+    for other in ranks.others:
+        other.when_ended(is_over.set)
+    threading.Thread(target=join, name="kvstore-join", daemon=True).start()
+    is_over.wait()
+    if not joined.done():
+        ranks.check()
+    joined.result()
 
 
 def check_room(config: EngineConfig, network: Any) -> None:

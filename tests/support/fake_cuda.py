@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from kvstore.engine import local_model
 from kvstore.engine.core.step_loop import StepLoop
 from kvstore.engine.model import probe
+from kvstore.engine.model.parallel.group import Part
 from kvstore.kernels.cuda import triton_support
 from kvstore.memory import device_transfer
 
@@ -438,20 +439,20 @@ def device(
     monkeypatch: pytest.MonkeyPatch, has_triton: bool = False, index: int = 0, count: int = 1,
     beside: Sequence[Replaced] = (),
 ) -> Iterator[Driver]:  # fmt: skip
-    """In this block, this thread, and threads that step engines made here, there is a device. index: its number among
+    """In this block, this thread, and threads of engines made here, there is a device. index: its number among
     `count`, of which this process uses only one. beside: what else is replaced.
     """
-    run = StepLoop._run
 
-    def run_on_device(loop: StepLoop) -> None:
-        with Factories():
-            run(loop)
+    def on_device(function: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any) -> None:
+            with Factories():
+                function(*args)
 
-    with monkeypatch.context() as patch:
-        driver = install(patch, has_triton, index, count, beside)
-        patch.setattr(StepLoop, "_run", run_on_device)
-        with Factories():
-            yield driver
+        return run
+
+    threads = [(StepLoop, "_run", on_device(StepLoop._run)), (Part, "join", on_device(Part.join))]
+    with monkeypatch.context() as patch, Factories():
+        yield install(patch, has_triton, index, count, [*beside, *threads])
 
 
 def made_on_host(make: Callable[..., torch.Tensor], values: Any, device: Any = None, **options: Any) -> torch.Tensor:

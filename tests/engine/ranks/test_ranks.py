@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from kvstore import CacheTiers, Engine, SamplingParams
+from kvstore.engine.process.life import spawned
+from kvstore.engine.ranks import process
 from kvstore.engine.ranks.launch import started_here
 from kvstore.engine.ranks.ranks import Ranks
-from kvstore.errors import ConfigError, ModelError, UnsupportedModelError
+from kvstore.errors import ConfigError, KVStoreError, ModelError, UnsupportedModelError
 from tests.support.engines import Plain, ask, counters, greedy, open_engine, save_model, settle, tokens
 from tests.support.ranks import children
 from tests.support.redis_server import RedisServer
@@ -100,4 +102,18 @@ def test_what_keeps_another_rank_from_starting_is_told_with_its_number(tmp_path)
     arguments = [{"model": str(tmp_path / "none"), "cache_tiers": {}}]
     with started_here(arguments, 600.0, {}) as launch, pytest.raises(ModelError, match=r"rank 1 of 2: .*none"):
         Ranks(launch, 16).wait_loaded()
+    assert children(os.getpid()) <= before
+
+
+@pytest.mark.parametrize(("how", "told"), [("killed", r"ended \(signal 9\)"), ("raises", "no way to the others")])
+def test_a_rank_that_is_lost_while_all_join_is_not_waited_for(model, monkeypatch, how, told):
+    """It has loaded. The first rank waits in gloo, which would wait for a day."""
+    before = children(os.getpid())
+
+    def started(module, start, descriptors, settings):
+        return spawned("tests.children.lost_rank", start, descriptors, {**settings, "LOST_RANK": how})
+
+    monkeypatch.setattr(process, "spawned", started)
+    with pytest.raises(KVStoreError, match=f"rank 1 of 2.* {told}"):
+        open_two(model)
     assert children(os.getpid()) <= before
