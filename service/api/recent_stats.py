@@ -14,7 +14,7 @@ FAILING_S = 60.0
 class RecentStats:
     """The counters of one engine. Used in the server's event loop only.
 
-    stuck_s: longer than any step takes; failing_s: for so long a failure is reported.
+    stuck_s: longer than any step takes; failing_s: for so long a failure is told, unless something is stored sooner.
     """
 
     def __init__(self, engine: AsyncEngine, stuck_s: float = STUCK_S, failing_s: float = FAILING_S) -> None:
@@ -22,6 +22,7 @@ class RecentStats:
         self._known: dict[str, Any] = {}
         self._asking: asyncio.Task[None] | None = None
         self._asked_s = 0.0  # when the last question was put, on the monotonic clock
+        self._outcomes = (0, 0)  # of changes to sessions: failed, stored
         self._failing_until_s = 0.0  # monotonic
 
     async def get(self) -> dict[str, Any]:
@@ -43,14 +44,14 @@ class RecentStats:
         return time.monotonic() < self._failing_until_s
 
     async def _ask(self) -> None:
-        num_known = _num_failed(self._known)
         try:
             self._known = await self._engine.call(self._engine.engine.stats)
         except Exception as error:  # whatever it is, it must not be /health that fails
             self._known = {"error": type(error).__name__}
-        if _num_failed(self._known) > num_known:
+            return
+        sessions = self._known.get("sessions") or {}
+        before, self._outcomes = self._outcomes, (sessions.get("failed", 0), sessions.get("committed", 0))
+        if self._outcomes[0] > before[0]:
             self._failing_until_s = time.monotonic() + self._failing_s
-
-
-def _num_failed(stats: dict[str, Any]) -> int:
-    return (stats.get("sessions") or {}).get("failed", 0)
+        elif self._outcomes[1] > before[1]:
+            self._failing_until_s = 0.0

@@ -51,14 +51,22 @@ def engine_that(server, **methods):
     return mock.patch.multiple(server.engine, **methods)
 
 
-def test_sessions_that_cannot_be_stored_are_told_for_a_while(server):
+def test_sessions_that_cannot_be_stored_are_told_for_a_while_or_until_they_can(server):
     known = server.engine.stats
-    for seconds, status in ((0.0, "ok"), (3600.0, "degraded")):
+
+    def reasons_after(**sessions: int) -> list[str]:
+        with engine_that(server, stats=lambda: {**known(), "sessions": sessions}):
+            return server.get("/health").json()["reasons"]
+
+    for seconds, reasons in ((0.0, []), (3600.0, ["sessions_failing"])):
         server.context.stats = RecentStats(server.context.engine, failing_s=seconds)
-        with engine_that(server, stats=lambda: {**known(), "sessions": {"failed": 3}}):
-            found = server.get("/health").json()
-        assert found == {"status": status, "reasons": ["sessions_failing"] if status == "degraded" else []}
-        assert server.get("/health").json()["status"] == status
+        assert reasons_after(failed=0, committed=5) == []
+        assert reasons_after(failed=3, committed=6) == reasons_after(failed=3, committed=6) == reasons
+    assert reasons_after(failed=4, committed=9) == reasons, "some were stored, and then none"
+    assert reasons_after(failed=4, committed=10) == []
+    with engine_that(server, stats=mock.Mock(side_effect=OSError)):
+        assert server.get("/health").json()["reasons"] == ["stats_unavailable"]
+    assert reasons_after(failed=4, committed=10) == [], "those are known"
     server.context.stats = RecentStats(server.context.engine)
 
 
