@@ -188,9 +188,18 @@ class KVStoreTier(SecondaryTierManager):
             wishes, problem = read_wishes(context.kv_transfer_params, context.kv_hints)
             if problem:
                 logger.warning("request %s: %s", context.req_id, problem)
-            asked = _Asked(context, RequestKeys(context), wishes, _name(wishes, context))
+            asked = _Asked(context, RequestKeys(context), wishes, self._name(wishes, context))
             self._asked[context.req_id] = asked
         return asked
+
+    def _name(self, wishes: Wishes, context: ReqContext) -> str:
+        """The name of the request's conversation. One name stands for one open request, whose end frees its blocks: a
+        second one of the same session goes by its own.
+        """
+        session = None if wishes.prefetch else wishes.session
+        if session is None or any(one.name == session for one in self._asked.values()):
+            return context.req_id
+        return session
 
     def _tell_of(self, asked: _Asked) -> None:
         """Tell the store of it once its keys are known, so that blocks of waiting and running requests stay."""
@@ -218,11 +227,6 @@ class KVStoreTier(SecondaryTierManager):
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         return self._counts.stats()
-
-
-def _name(wishes: Wishes, context: ReqContext) -> str:
-    """The name of the request's conversation."""
-    return wishes.session if wishes.session is not None and not wishes.prefetch else context.req_id
 
 
 def _open_store(

@@ -182,6 +182,18 @@ def test_what_is_pinned_stays_and_what_has_expired_goes_first(open_host, chain, 
     assert host.kept(ordinary) < 40 and host.kept(pinned) == 40
 
 
+def test_the_end_of_one_request_of_a_session_leaves_another_one_its_blocks(open_host, chain):
+    host, long = open_host(disk="4MiB", policy="lru"), chain("long", 40)
+    host.turn(long)
+    goes_on, ends = (host.request(keys, kvstore={"session": "anna"}) for keys in (long, chain("short", 2)))
+    host.step(goes_on.req_id, ends.req_id)
+    host.manager.on_request_finished(ends)
+    for i in range(12):  # all that the store holds
+        host.turn(chain(f"more {i}", 40))
+    host.manager.on_request_finished(goes_on)
+    assert host.kept(long) == 40
+
+
 def test_a_store_that_is_too_small_for_its_blocks_is_refused(open_host):
     from kvstore.errors import ConfigError
 
