@@ -16,7 +16,7 @@ from itertools import count
 from kvstore.errors import RemoteError, SessionBusyError, SessionTakenError
 from kvstore.forks import leave_to_parent
 from kvstore.sessions.record import SessionKey
-from kvstore.sessions.shared.server import SessionServer
+from kvstore.sessions.shared.server import RefusedError, SessionServer
 from kvstore.sessions.shared.view import SharedView, lease_name
 
 LEASE_S = 10.0  # how long a session stays busy after its server was killed
@@ -82,6 +82,8 @@ class Leases:
             (left_ms,) = self._server.ask(
                 ("EVAL", ACQUIRE, 1, lease_name(key), lease.token, self._member, self._process, self._lease_ms)
             )
+        except RefusedError:
+            raise
         except RemoteError:
             self._give_back_later(lease)  # Redis may have got it, and answered too late
             raise

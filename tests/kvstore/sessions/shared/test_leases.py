@@ -5,11 +5,15 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from kvstore.errors import RemoteError, SessionBusyError, SessionTakenError
 from kvstore.sessions.record import SessionKey
+from kvstore.sessions.shared.leases import ACQUIRE, RELEASE, Leases
+from kvstore.sessions.shared.server import RefusedError
+from kvstore.sessions.shared.view import lease_name
 from tests.children.session_child import TENANT, make_turn, talk
 from tests.support.redis_server import RedisServer
 from tests.support.shared_sessions import DURABLE, shared_store
@@ -162,6 +166,34 @@ def test_a_turn_that_began_while_redis_was_silent_frees_its_session_once_it_answ
     one.close()
     other.close()
     redis.kill()
+
+
+def test_what_is_given_back_late_is_what_may_have_been_taken_and_never_what_was_taken_since():
+    """Redis refuses one turn that begins, does not answer another one, and does not hear of the end of a third."""
+    refused, silent = SessionKey(TENANT, "refused"), SessionKey(TENANT, "silent")
+    errors = {(ACQUIRE, refused): RefusedError, (ACQUIRE, silent): RemoteError, (RELEASE, KEY): RemoteError}
+    names = {lease_name(key): key for key in (refused, silent, KEY)}
+    taken, given_back = {}, set()
+
+    def ask(*commands):
+        for _, script, _, name, token, *_ in commands:
+            if script == ACQUIRE:
+                taken.setdefault(names[name], []).append(token)
+            if (error := errors.pop((script, names[name]), None)) is not None:
+                raise error("as it is told to")
+            if script == RELEASE:
+                given_back.add(token)
+        return [-1] * len(commands)
+
+    leases = Leases(SimpleNamespace(ask=ask), "member")
+    for key, error in ((refused, RefusedError), (silent, RemoteError)):
+        with pytest.raises(error):
+            leases.acquire(key)
+    leases.release(leases.acquire(KEY))
+    leases.acquire(KEY)
+    wait_until(lambda: {*taken[silent], taken[KEY][0]} <= given_back, "it gives back")
+    leases.close()
+    assert given_back == {*taken[silent], taken[KEY][0]} and len(set(taken[KEY])) == 2
 
 
 def test_a_deletion_elsewhere_ends_a_turn_that_runs(redis):
