@@ -10,8 +10,8 @@ import os
 import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from kvstore.engine.process.life import spin_briefly
@@ -81,20 +81,24 @@ def _connected() -> Iterator[Any]:
         raise ConfigError(
             "distributed_executor is ray, which is not installed; pip install 'kvstore[ray]' on each machine"
         ) from None
-    if ray.is_initialized():  # by the program
-        yield ray
-        return
+    is_own = not ray.is_initialized()  # else by the program
+    if is_own:
+        try:
+            _connect(ray)
+        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            raise ConfigError(
+                f"distributed_executor is ray, but this machine belongs to no cluster that answers ({_line(error)}); "
+                "ray start --head on one machine, ray start --address=HOST:6379 on the others"
+            ) from error
     try:
-        _connect(ray)
-    except (OSError, RuntimeError, ValueError) as error:
+        yield ray
+    except ray.exceptions.RayError as error:
         raise ConfigError(
-            f"distributed_executor is ray, but this machine belongs to no cluster that answers ({_line(error)}); "
-            "ray start --head on one machine, ray start --address=HOST:6379 on the others"
+            f"the Ray cluster has ended, or fails ({_line(error)}); look at it with ray status"
         ) from error
-    try:
-        yield ray
     finally:
-        ray.shutdown()
+        if is_own:
+            ray.shutdown()
 
 
 def _connect(ray: Any) -> None:
@@ -104,16 +108,21 @@ def _connect(ray: Any) -> None:
     def connect() -> None:
         try:
             ray.init(address="auto", logging_level=logging.WARNING)
-            done.set_result(None)
         except Exception as error:
-            done.set_exception(error)
+            if done.set_running_or_notify_cancel():
+                done.set_exception(error)
+            return
+        if done.set_running_or_notify_cancel():
+            done.set_result(None)
+        else:  # nobody waits any more: left connected, it would be taken for the program's own
+            ray.shutdown()
 
     logging.getLogger("ray._private.worker").setLevel(logging.ERROR)  # it warns that it leaves signals to us
     threading.Thread(target=connect, name="kvstore-ray", daemon=True).start()
-    try:
-        done.result(ANSWER_S)
-    except TimeoutError as error:
-        raise TimeoutError(f"nothing within {ANSWER_S:g} s") from error
+    wait([done], ANSWER_S)
+    if done.cancel():
+        raise TimeoutError(f"nothing within {ANSWER_S:g} s")
+    done.result()
 
 
 @contextmanager
@@ -133,7 +142,8 @@ def _places(ray: Any, size: int, num_threads: int, host: str) -> Iterator[Any]:
             )
         yield group
     finally:
-        ray.util.remove_placement_group(group)
+        with suppress(ray.exceptions.RayError):  # its cluster has ended
+            ray.util.remove_placement_group(group)
 
 
 def _line(error: Exception) -> str:

@@ -157,6 +157,60 @@ def test_the_command_says_in_a_line_why_it_cannot_start(
     wait_until(lambda: not ranks(cluster[1]), "nothing of it is left")
 
 
+STAND_IN = """
+import sys, threading, types
+from kvstore.engine.ranks import on_ray
+from kvstore.errors import ConfigError
+
+class RayError(Exception): ...
+
+class Ray(types.ModuleType):
+    is_there, answers = False, threading.Event()
+    exceptions = types.SimpleNamespace(RayError=RayError)
+
+    def init(self, **_):
+        assert self.answers.wait(60)
+        self.is_there = True
+
+    def is_initialized(self):
+        return self.is_there
+
+    def shutdown(self):
+        self.is_there = False
+
+    def cluster_resources(self):
+        raise RayError("a trace\\nof many lines\\nthe GCS has ended")
+
+ray = sys.modules["ray"] = Ray("ray")
+ray.util = sys.modules["ray.util"] = types.SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
+
+def said():
+    try:
+        with on_ray.others_on_ray([{}], 1.0, 1):
+            return "there are ranks"
+    except ConfigError as error:
+        return str(error)
+
+on_ray.ANSWER_S = 0.1
+print(said())
+ray.answers.set()
+for one in threading.enumerate():
+    if one.name == "kvstore-ray":
+        one.join()
+print(ray.is_there)
+on_ray.ANSWER_S = 60.0
+print(said(), ray.is_there)
+"""
+
+
+def test_a_cluster_that_answers_too_late_is_left_and_what_fails_later_is_told_in_a_line():
+    ended = subprocess.run([sys.executable, "-c", STAND_IN], capture_output=True, text=True, timeout=START_S)
+    late, is_there, failed = ended.stdout.splitlines() or [ended.stderr] * 3
+    assert "no cluster that answers (nothing within 0.1 s)" in late
+    assert is_there == "False"
+    assert failed == "the Ray cluster has ended, or fails (the GCS has ended); look at it with ray status False"
+
+
 def test_without_ray_its_installation_is_told(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'kvstore\[ray\]'"):
