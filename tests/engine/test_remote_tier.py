@@ -9,7 +9,7 @@ from kvstore import CacheTiers, Engine
 from kvstore.blocks.records import Evict
 from kvstore.errors import ConfigError
 from tests.support.engines import ask, tokens
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import RedisServer, wait_for_answers
 from tests.support.tcp_proxy import Faults, Proxy
 from tests.support.waiting import wait_until
 
@@ -30,9 +30,16 @@ def shared_redis(tmp_path_factory):
 
 
 @pytest.fixture
-def redis(shared_redis):
+def empty_redis(shared_redis):
     shared_redis.ask("FLUSHALL")
     return shared_redis
+
+
+@pytest.fixture
+def redis(empty_redis, monkeypatch):
+    """One that is waited for."""
+    wait_for_answers(monkeypatch)
+    return empty_redis
 
 
 @pytest.fixture
@@ -159,7 +166,7 @@ def test_a_server_that_is_not_there_from_the_start(model, plain, own):
     own.kill()
     with replica(model, own.url) as engine:
         assert ask(engine, PROMPT).token_ids == plain(PROMPT, 4)
-        assert "refused" in remote(engine)["degraded"]
+        wait_until(lambda: "refused" in str(remote(engine)["degraded"]))
         own.start()
         wait_until(lambda: remote(engine)["degraded"] is None)
         ask(engine, PROMPT)
@@ -187,11 +194,11 @@ def test_a_server_that_refuses(model, plain, tmp_path, options):
     Faults(cut_after=5000), Faults(cut_after=50_000), Faults(lost_at=20_000), Faults(flipped_at=20_000),
     Faults(delay_s=0.05), Faults(bytes_per_s=1e6), Faults(refuses=True),
 ])  # fmt: skip
-def test_no_wrong_answer_through_a_bad_network(model, plain, redis, faults):
-    with replica(model, redis.url) as first:
+def test_no_wrong_answer_through_a_bad_network(model, plain, empty_redis, faults):
+    with replica(model, empty_redis.url) as first:
         ask(first, PROMPT)
         share(first)
-    with Proxy(redis.port) as proxy:
+    with Proxy(empty_redis.port) as proxy:
         proxy.faults = faults
         with replica(model, proxy.url) as second:
             for prompt in (PROMPT, [*PROMPT, *tokens(7, 40)]):

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.faults import before_each_step
+from tests.support.redis_server import free_port
 from tests.support.service.browser import Tabs
 from tests.support.service.serving import Serving, serving
-from tests.support.waiting import wait_until
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 NAME = "chat.localhost"  # a browser takes every such name for this machine
 KEY = "key-of-the-proxy-test"
@@ -41,16 +42,6 @@ COMMON = "proxy_http_version 1.1; proxy_buffering off; proxy_read_timeout 600s; 
 KINDS = ("plain", "named", "same", "other")
 
 
-def free_ports() -> dict[str, int]:
-    """One for each of KINDS."""
-    found = {kind: socket.create_server(("127.0.0.1", 0)) for kind in KINDS}
-    try:
-        return {kind: one.getsockname()[1] for kind, one in found.items()}
-    finally:
-        for one in found.values():
-            one.close()
-
-
 def is_open(port: int) -> bool:
     with socket.socket() as one:
         return one.connect_ex(("127.0.0.1", port)) == 0
@@ -73,12 +64,12 @@ def nginx(folder: Path, target: int, ports: dict[str, int]) -> Iterator[None]:
         yield
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
 def ports() -> dict[str, int]:
-    return free_ports()
+    return {kind: free_port() for kind in KINDS}
 
 
 @pytest.fixture(scope="module")
@@ -129,10 +120,10 @@ def test_an_answer_comes_through_while_it_is_made(server: Serving, ports: dict[s
     def until_seen() -> None:
         """A few steps, and then none until the client has the first of them."""
         if server.engine.loop.runner.times.num_steps >= held_from:
-            seen.wait(30)
+            seen.wait(TIMEOUT_S)
 
     with before_each_step(server.engine, until_seen):
-        connection = http.client.HTTPConnection("127.0.0.1", ports["plain"], timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", ports["plain"], timeout=TIMEOUT_S)
         headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
         body = {"message": "Hello", "stream": True, "ignore_eos": True, "max_tokens": 20}
         connection.request("POST", "/chat", json.dumps(body), headers)

@@ -3,13 +3,14 @@
 import pytest
 
 from tests.service.test_isolation import TIERS, ask, text_of
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import RedisServer, wait_for_answers
 from tests.support.service.talking import tenants
 
 
 @pytest.fixture
 def redis(tmp_path, monkeypatch):
     monkeypatch.setenv("KVSTORE_FLEET_SECRET", "the secret of this fleet, 32 characters")
+    wait_for_answers(monkeypatch)
     server = RedisServer(tmp_path)
     yield server
     server.kill()

@@ -1,11 +1,11 @@
 """A router as far as KV events go, written from their schema: what it believes a server holds."""
 
-import socket
 from collections import defaultdict
 
 import msgspec
 import zmq
 
+from tests.support.redis_server import free_port
 from tests.support.waiting import wait_until
 
 MEDIA = ("GPU", "CPU", "STORAGE")
@@ -14,15 +14,7 @@ ENDED = (-1).to_bytes(8, "big", signed=True)
 
 def free_endpoint() -> str:
     """Of which the next port is free, too."""
-    while True:
-        with socket.socket() as one, socket.socket() as two:
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
-            try:
-                two.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
-                continue
-            return f"tcp://127.0.0.1:{port}"
+    return f"tcp://127.0.0.1:{free_port(2)}"
 
 
 class Picture:

@@ -1,5 +1,6 @@
 """A Redis of a test's own on a free port, and what may happen to it."""
 
+import random
 import shutil
 import signal
 import socket
@@ -11,13 +12,37 @@ import pytest
 from kvstore.errors import RemoteError
 from kvstore.remote.address import RedisAddress
 from kvstore.remote.resp import RespClient
-from tests.support.waiting import wait_until
+from tests.support.waiting import TIMEOUT_S, wait_until
+
+PORTS = range(10_000, 32_000)  # below those that the kernel gives to whoever wants just any
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+def free_port(num: int = 1) -> int:
+    """The first of so many in a row. Nobody gets them before they are used: no other test, and no connection."""
+    while True:
+        first = random.SystemRandom().choice(PORTS)
+        if all(_is_reserved(first + index) for index in range(num)):
+            return first
+
+
+def _is_reserved(port: int) -> bool:
+    """Whether it was free; then a socket of that name, which this process has until it ends, tells other tests."""
+    mark = socket.socket(socket.AF_UNIX)
+    with socket.socket() as tried:
+        try:
+            tried.bind(("127.0.0.1", port))
+            mark.bind(f"\0kvstore-test-port-{port}")
+        except OSError:
+            mark.close()
+            return False
+    mark.detach()
+    return True
+
+
+def wait_for_answers(patch: pytest.MonkeyPatch) -> None:
+    """Until the patch is undone, a shared tier of this process does not give a Redis up that is slow to answer."""
+    for name in ("redis_blocks.ASK_S", "redis_blocks.TRANSFER_S", "resp.CONNECT_S"):
+        patch.setattr(f"kvstore.remote.{name}", TIMEOUT_S)
 
 
 class RedisServer:

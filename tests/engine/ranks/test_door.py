@@ -71,11 +71,11 @@ def test_ranks_that_do_not_come_in_time_are_named():
 
 
 def test_a_rank_without_a_first_one_says_so():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    place = RankPlace(1, 2, "127.0.0.1", port, has_host=True)
-    with pytest.raises(EngineDiedError, match=r"rank 1 of 2 did not find the first rank within 0\.2 s"):
-        connected(place, KEY, SHORT_S)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # nobody listens there, and nobody else can
+        place = RankPlace(1, 2, "127.0.0.1", silent.getsockname()[1], has_host=True)
+        with pytest.raises(EngineDiedError, match=r"rank 1 of 2 did not find the first rank within 0\.2 s"):
+            connected(place, KEY, SHORT_S)
 
 
 def test_an_environment_that_is_not_torchruns_is_refused():

@@ -16,7 +16,7 @@ from kvstore.engine.ranks.ranks import Ranks
 from kvstore.errors import ConfigError, KVStoreError, ModelError, UnsupportedModelError
 from tests.support.engines import Plain, ask, counters, greedy, open_engine, save_model, settle, tokens
 from tests.support.ranks import children
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import RedisServer, wait_for_answers
 
 MODEL = {"tokenizer": True}
 FEW = ["Phi3"]  # packed products that are gathered
@@ -47,6 +47,7 @@ def test_two_ranks_say_what_one_does(name, request, tmp_path):
 
 def test_servers_of_any_number_of_ranks_share_a_remote_tier(model, plain, tmp_path, monkeypatch):
     monkeypatch.setenv("KVSTORE_FLEET_SECRET", "the secret of this fleet, 32 characters")
+    wait_for_answers(monkeypatch)
     redis, told = RedisServer(tmp_path), list(PROMPTS)
     try:
         for number, size in enumerate((2, 1, 2)):
