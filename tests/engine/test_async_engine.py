@@ -8,6 +8,7 @@ import pytest
 
 from kvstore import AsyncEngine, Engine, SamplingParams
 from kvstore.errors import EngineClosedError, KVStoreError
+from tests.support.by_hand import crawling
 from tests.support.engines import Greedy
 from tests.support.waiting import wait_in_loop
 
@@ -59,12 +60,13 @@ def test_a_stream_brings_every_token_once(model, greedy):
 def test_cancelling_aborts_the_request_and_leaves_the_others(model, greedy):
     async def scenario(engine):
         long = SamplingParams(temperature=0, max_tokens=200)
-        doomed = [asyncio.create_task(engine.generate([i + 1] * 20, long)) for i in range(3)]
-        other = asyncio.create_task(engine.generate(PROMPT, GREEDY))
-        await wait_in_loop(lambda: engine.engine.stats()["step"]["num_steps"] > 2)
-        for task in doomed:
-            task.cancel()
-        ended = await asyncio.gather(*doomed, return_exceptions=True)
+        with crawling(engine.engine):
+            doomed = [asyncio.create_task(engine.generate([i + 1] * 20, long)) for i in range(3)]
+            other = asyncio.create_task(engine.generate(PROMPT, GREEDY))
+            await wait_in_loop(lambda: engine.engine.stats()["step"]["num_steps"] > 2)
+            for task in doomed:
+                task.cancel()
+            ended = await asyncio.gather(*doomed, return_exceptions=True)
         assert all(isinstance(error, asyncio.CancelledError) for error in ended)
         return await other
 
@@ -84,15 +86,23 @@ def test_leaving_a_stream_early_aborts_it(model):
 
 def test_cancelling_while_submitting_leaves_nothing(model):
     async def scenario(engine):
-        submit, submitted, may = engine.engine.submit, [], threading.Event()
-        engine.engine.submit = lambda *args: may.wait() and (submitted.append(submit(*args)) or submitted[-1])
+        submit, submitted, asked, may = engine.engine.submit, [], threading.Event(), threading.Event()
+
+        def late(*args):
+            asked.set()
+            may.wait()
+            submitted.append(submit(*args))
+            return submitted[-1]
+
+        engine.engine.submit = late
         long = SamplingParams(temperature=0, max_tokens=200)
         task = asyncio.create_task(engine.generate(tuple(PROMPT), long))  # in a thread, as it is no list
-        await asyncio.sleep(0.05)
+        await wait_in_loop(asked.is_set)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        may.set()
-        await wait_in_loop(lambda: submitted and submitted[0].done, "the request that nobody reads has ended")
+        with crawling(engine.engine):
+            may.set()
+            await wait_in_loop(lambda: submitted and submitted[0].done, "the request that nobody reads has ended")
         return submitted[0].output.finish_reason
 
     assert run(model, scenario) == "abort"
@@ -147,8 +157,9 @@ def test_close_ends_what_runs_and_refuses_what_comes(model):
     async def scenario():
         engine = AsyncEngine(Engine(model))
         task = asyncio.create_task(engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=200)))
-        await wait_in_loop(lambda: engine.engine.has_work)
-        await engine.close()
+        with crawling(engine.engine):
+            await wait_in_loop(lambda: engine.engine.has_work)
+            await engine.close()
         out = await task
         assert out.finish_reason == "abort"
         with pytest.raises(EngineClosedError):
@@ -188,8 +199,9 @@ def test_closing_the_engine_itself_ends_its_callers(model):
     async def scenario():
         engine = AsyncEngine(Engine(model))
         task = asyncio.create_task(engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=200)))
-        await wait_in_loop(lambda: engine.engine.has_work)
-        await asyncio.to_thread(engine.engine.close)
+        with crawling(engine.engine):
+            await wait_in_loop(lambda: engine.engine.has_work)
+            await asyncio.to_thread(engine.engine.close)
         assert (await task).finish_reason == "abort"
         await engine.close()
 

@@ -9,7 +9,7 @@ import pytest
 from kvstore import AsyncEngine, Engine, SamplingParams
 from kvstore.errors import RequestError, SessionBusyError, SessionNotFoundError
 from kvstore.sessions.record import SessionKey
-from tests.support.by_hand import held
+from tests.support.by_hand import crawling, held
 from tests.support.waiting import wait_in_loop
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -56,16 +56,17 @@ def test_a_turn_is_stored_before_its_last_piece():
 def test_an_abandoned_turn_is_not_stored_and_a_stopped_one_is(num_pieces):
     async def scenario(engine):
         chat = engine.engine.chat("a")
-        async with await engine.start_turn(chat, said("Hello"), LONG) as answer:
-            for _ in range(num_pieces):
-                await anext(answer)
-        assert chat.num_turns == 0 and not chat.is_busy and answer.turn is None
+        with crawling(engine.engine):
+            async with await engine.start_turn(chat, said("Hello"), LONG) as answer:
+                for _ in range(num_pieces):
+                    await anext(answer)
+            assert chat.num_turns == 0 and not chat.is_busy and answer.turn is None
 
-        async with await engine.start_turn(chat, said("Hello"), LONG) as answer:
-            await anext(answer)
-            await answer.stop()
-            pieces = [piece async for piece in answer]
-        assert pieces[-1].finish_reason == "abort" and answer.turn.finish_reason == "abort"
+            async with await engine.start_turn(chat, said("Hello"), LONG) as answer:
+                await anext(answer)
+                await answer.stop()
+                pieces = [piece async for piece in answer]
+            assert pieces[-1].finish_reason == "abort" and answer.turn.finish_reason == "abort"
         assert chat.num_turns == 1 and 1 <= len(answer.output.token_ids) < 900
 
     run(scenario)
@@ -143,13 +144,14 @@ def test_a_turn_that_is_cancelled_twice_leaves_its_session_free():
     async def scenario(engine):
         chat = engine.engine.chat("a")
         await text_of(await engine.start_turn(chat, said("Hello"), GREEDY))
-        answer = await engine.start_turn(chat, said("Hello"), LONG)
-        await anext(answer)
-        with held(engine.engine):  # the abort has to wait
-            task = asyncio.create_task(answer.aclose())
-            for _ in range(3):
-                await asyncio.sleep(0.01)
-                task.cancel()
+        with crawling(engine.engine):
+            answer = await engine.start_turn(chat, said("Hello"), LONG)
+            await anext(answer)
+            with held(engine.engine):  # the abort has to wait
+                task = asyncio.create_task(answer.aclose())
+                for _ in range(3):
+                    await asyncio.sleep(0.01)
+                    task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert not chat.is_busy and chat.num_turns == 1
@@ -197,10 +199,11 @@ def test_a_session_talks_forks_and_is_resumed(tmp_path):
 def test_a_stream_of_a_session_that_is_left_keeps_what_was_said_and_a_cancelled_turn_is_not_stored():
     async def scenario(engine):
         chat = await engine.chat("a")
-        async with aclosing(chat.stream("Hello", LONG)) as pieces:
-            first = await anext(pieces)
-            with pytest.raises(SessionBusyError):
-                await chat.send("Me too", GREEDY)
+        with crawling(engine.engine):
+            async with aclosing(chat.stream("Hello", LONG)) as pieces:
+                first = await anext(pieces)
+                with pytest.raises(SessionBusyError):
+                    await chat.send("Me too", GREEDY)
         assert chat.num_turns == 1 and chat.messages[-1]["content"].startswith(first.text)
         task = asyncio.create_task(chat.send("Go on", LONG))
         await wait_in_loop(lambda: engine.engine.has_work)

@@ -6,6 +6,7 @@ import json
 import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from kvstore.engine.sessions.recall import Recall
 from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.engine.text.prompts import prompt_ids
 from kvstore.service.api import edge
-from tests.support.by_hand import held
+from tests.support.by_hand import crawling, held
 from tests.support.engines import save_model
 from tests.support.service.serving import serving
 from tests.support.service.talking import LONG, Stream
@@ -138,10 +139,11 @@ def test_a_tokenizer_whose_file_cuts_texts_does_not(model, tmp_path):
 @pytest.fixture(scope="module")
 def taken():
     with serving(max_concurrent_per_key=1, max_queue_per_key=8) as found:
-        stream = Stream(found, "/chat", {"message": "Hello", **LONG})
-        assert stream.status == 200
-        with held(found.engine):  # so that it does not end
-            yield found
+        with crawling(found.engine):
+            stream = Stream(found, "/chat", {"message": "Hello", **LONG})
+            assert stream.status == 200
+            with held(found.engine):  # so that it does not end
+                yield found
         stream.leave()
 
 
@@ -149,10 +151,11 @@ def taken():
 def test_who_tokenizes_waits_for_a_place(path):
     body = {"/tokenize": {"prompt": "Hello"}, "/detokenize": {"tokens": [300]}}[path]
     with serving(max_concurrent_per_key=1) as server:
-        stream = Stream(server, "/chat", {"message": "Hello", **LONG})
-        stream.next()
-        with held(server.engine):
-            reply = server.post(path, body)
+        with crawling(server.engine):
+            stream = Stream(server, "/chat", {"message": "Hello", **LONG})
+            stream.next()
+            with held(server.engine):
+                reply = server.post(path, body)
         assert (reply.status, reply.error["code"]) == (429, "rate_limit_exceeded")
         stream.leave()
         server.wait_until_idle()
@@ -176,7 +179,8 @@ def test_ids_that_cannot_fit_wait_for_no_place(taken):
 
 
 def test_a_body_does_not_stay_while_its_request_waits():
-    with serving(max_concurrent_per_key=1, max_queue_per_key=8) as server:
+    with serving(max_concurrent_per_key=1, max_queue_per_key=8) as server, ExitStack() as crawls:
+        crawls.enter_context(crawling(server.engine))
         stream = Stream(server, "/chat", {"message": "Hello", **LONG})
         stream.next()
         limits = server.context.limits
@@ -188,6 +192,7 @@ def test_a_body_does_not_stay_while_its_request_waits():
                     replies = [clients.submit(server.post, "/v1/completions", body) for _ in range(6)]
                     server.wait_until(lambda: limits.counts()[""][1] == 6, "all wait")
                     num_bytes, _ = tracemalloc.get_traced_memory()
+                crawls.close()
                 stream.leave()
         finally:
             tracemalloc.stop()

@@ -1,13 +1,16 @@
 """Engines whose loop is run by hand: a test says when there is a step, and what is asked happens at once."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
 from kvstore.engine.core.step_loop import StepLoop
 from kvstore.engine.sessions.core import Bell
+from tests.support.faults import before_each_step
 
+STEP_S = 0.05
 _wait = Bell.wait
 
 
@@ -67,6 +70,13 @@ def held(engine) -> Iterator[None]:
         yield
     finally:
         let_go.set()
+
+
+@contextmanager
+def crawling(engine) -> Iterator[None]:
+    """In here each step takes a while: a long answer is far from its end when who reads it does something."""
+    with before_each_step(engine, lambda: time.sleep(STEP_S)):
+        yield
 
 
 @contextmanager

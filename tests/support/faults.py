@@ -54,7 +54,7 @@ def before_each_step(engine: Any, fault: Callable[[], object]) -> Iterator[None]
 def before_each(owner: Any, name: str, fault: Callable[[], object]) -> Iterator[None]:
     """In here `fault` is called before each call of this method; what it raises, the call raises."""
     method = getattr(owner, name)
-    with mock.patch.object(owner, name, lambda *arguments: (fault(), method(*arguments))[1]):
+    with mock.patch.object(owner, name, lambda *arguments, **named: (fault(), method(*arguments, **named))[1]):
         yield
 
 

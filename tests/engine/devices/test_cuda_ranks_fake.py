@@ -25,6 +25,7 @@ from kvstore.errors import ConfigError, EngineDiedError
 from kvstore.kernels.device import start_to_host
 from tests.engine.devices.test_cuda_fake import OPTIONS, needs_triton
 from tests.support import fake_cuda
+from tests.support.by_hand import crawling
 from tests.support.engines import Plain, ask, cached, counters, greedy, open_engine, save_model, settle, tokens
 from tests.support.fake_nccl import FakeNccl
 from tests.support.ranks import SIZES, children, is_gone, rank_of
@@ -107,10 +108,10 @@ def test_a_rank_that_ends_is_waited_for_no_longer_and_nothing_wrong_is_said(size
     expected = plain(PROMPTS[0], 200)
     plain.engine.close()
     with devices(monkeypatch), engine_on_cuda(model, tmp_path / "store", max_model_len=256, **SIZES[size]) as engine:
-        rank, handle = rank_of(os.getpid()), engine.submit(PROMPTS[0], greedy(200))
-        wait_until(lambda: handle.pieces)
-        os.kill(rank, signal.SIGKILL)
-        with pytest.raises(EngineDiedError, match="rank 1 of 2 ended"):
+        with crawling(engine), pytest.raises(EngineDiedError, match="rank 1 of 2 ended"):
+            rank, handle = rank_of(os.getpid()), engine.submit(PROMPTS[0], greedy(200))
+            wait_until(lambda: handle.pieces)
+            os.kill(rank, signal.SIGKILL)
             for piece in engine.stream(handle):
                 said += piece.token_ids
         assert 0 < len(said) < 200 and said == expected[: len(said)]

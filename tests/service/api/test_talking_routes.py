@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from tests.support.by_hand import crawling
 from tests.support.service.serving import raw_request, serving
 from tests.support.service.talking import talking_body
 
@@ -42,10 +43,11 @@ def test_a_client_that_leaves_ends_its_request_in_every_phase(server, path, stre
     if kind == "not stored":
         body["store"] = False
     sessions, free = server.get("/sessions?limit=1000").json(), server.engine.loop.pool.num_free
-    for num_bytes in (0, 64) if stream else (0, 0):
-        leave_after(server, path, body, num_bytes)
-        server.wait_until_idle()
-        assert server.engine.loop.pool.num_free == free
+    with crawling(server.engine):
+        for num_bytes in (0, 64) if stream else (0, 0):
+            leave_after(server, path, body, num_bytes)
+            server.wait_until_idle()
+            assert server.engine.loop.pool.num_free == free
     assert server.get("/sessions?limit=1000").json() == sessions
     if kind == "a later turn":
         assert server.post(path, {**body, "max_tokens": 2, "stream": False}).json()["turn"] == 2
@@ -54,7 +56,8 @@ def test_a_client_that_leaves_ends_its_request_in_every_phase(server, path, stre
 def test_what_was_computed_for_a_client_that_left_stays(server):
     text = "A sentence that nobody has said so far, and that is long enough to fill several blocks of tokens. " * 3
     sent = {"messages": [{"role": "user", "content": text}], "max_tokens": 500, "ignore_eos": True, "stream": True}
-    leave_after(server, CHAT, sent, 64)
+    with crawling(server.engine):
+        leave_after(server, CHAT, sent, 64)
     server.wait_until_idle()
     again = server.post(CHAT, sent | {"max_tokens": 1, "stream": False}).json()["usage"]
     cached = again["prompt_tokens_details"]["cached_tokens"]

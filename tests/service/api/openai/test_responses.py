@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
+from tests.support.by_hand import crawling
 from tests.support.service.talking import LONG, Stream
 
 MORE = {"temperature": 0, "max_output_tokens": 8, "extra_body": {"ignore_eos": True}}
@@ -73,11 +74,12 @@ def test_an_earlier_turn_and_a_busy_session_are_forked(server, client):
     ]  # fmt: skip
     assert client.responses.retrieve(third.id).previous_response_id == first.id
 
-    running = Stream(server, "/v1/responses", {"input": "Count.", "previous_response_id": second.id, **LONG})
-    assert running.next()["response"]["id"] == f"resp_{first.id.split('_')[1]}_3"
-    beside = ask(client, "Quickly", second)
-    assert beside.id.split("_")[1] != first.id.split("_")[1] and beside.id.endswith("_3")
-    server.post(f"/sessions/{first.id.split('_')[1]}/stop")
+    with crawling(server.engine):
+        running = Stream(server, "/v1/responses", {"input": "Count.", "previous_response_id": second.id, **LONG})
+        assert running.next()["response"]["id"] == f"resp_{first.id.split('_')[1]}_3"
+        beside = ask(client, "Quickly", second)
+        assert beside.id.split("_")[1] != first.id.split("_")[1] and beside.id.endswith("_3")
+        server.post(f"/sessions/{first.id.split('_')[1]}/stop")
     *_, last = running.rest()
     assert last["type"] == "response.incomplete"
     assert last["response"]["incomplete_details"] == {"reason": "stopped"}
@@ -87,10 +89,11 @@ def test_a_fork_that_fails_is_not_left_behind(server, client):
     first = ask(client, "Hello")
     ask(client, "More", first)
     before = sessions_of(server)
-    left = Stream(server, "/v1/responses", {"input": "Count.", "previous_response_id": first.id, **LONG})
-    left.next(), left.next()
-    assert len(sessions_of(server)) == len(before) + 1
-    left.leave()
+    with crawling(server.engine):
+        left = Stream(server, "/v1/responses", {"input": "Count.", "previous_response_id": first.id, **LONG})
+        left.next(), left.next()
+        assert len(sessions_of(server)) == len(before) + 1
+        left.leave()
     server.wait_until_idle()
     assert sessions_of(server) == before
 
@@ -151,10 +154,11 @@ def test_the_client_s_own_stream_helper(client):
 
 
 def test_an_error_in_a_stream_reaches_the_client(server, client):
-    events = iter(ask(client, "Count.", stream=True, max_output_tokens=400))
-    session_id = next(events).response.id.split("_")[1]
-    assert next(events).type == "response.in_progress"
-    server.request("DELETE", f"/sessions/{session_id}")
+    with crawling(server.engine):
+        events = iter(ask(client, "Count.", stream=True, max_output_tokens=400))
+        session_id = next(events).response.id.split("_")[1]
+        assert next(events).type == "response.in_progress"
+        server.request("DELETE", f"/sessions/{session_id}")
     with pytest.raises(openai.APIError) as error:
         list(events)
     assert error.value.code == "session_not_found"
@@ -220,10 +224,11 @@ def test_a_retry_finds_its_response(server, client):
 
 def test_a_retry_of_one_that_went_to_a_fork_is_found_there(server, client):
     first = ask(client, "Hello")
-    running = Stream(server, "/v1/responses", {"input": "Count.", "previous_response_id": first.id, **LONG})
-    running.next()
-    answer = ask(client, "And this", first, extra_headers={"Idempotency-Key": "to a fork"})
-    running.leave()
+    with crawling(server.engine):
+        running = Stream(server, "/v1/responses", {"input": "Count.", "previous_response_id": first.id, **LONG})
+        running.next()
+        answer = ask(client, "And this", first, extra_headers={"Idempotency-Key": "to a fork"})
+        running.leave()
     server.wait_until_idle()
     retried = ask(client, "And this", first, extra_headers={"Idempotency-Key": "to a fork"})
     assert answer.id == retried.id and retried.id.split("_")[1] != first.id.split("_")[1]

@@ -8,9 +8,11 @@ import pytest
 
 from kvstore.engine.sessions.window import Window
 from kvstore.sessions.record import SessionKey
-from tests.support.by_hand import held
+from tests.support.by_hand import crawling, held
+from tests.support.faults import before_each
 from tests.support.service.serving import serving
 from tests.support.service.talking import LONG, SHORT, Stream, chat, num_turns
+from tests.support.waiting import TIMEOUT_S
 
 TIERS = {"hbm": "8MiB", "cpu": "16MiB", "disk": "64MiB"}
 
@@ -152,14 +154,15 @@ def test_what_a_later_turn_may_not_bring(server):
 # -- one writer ------------------------------------------------------------------------------------------------------
 def test_a_second_turn_at_once_is_refused(server):
     session_id = chat(server, "Hello")["session_id"]
-    running = Stream(server, "/chat", {"session_id": session_id, "message": "Count.", **LONG})
-    running.next(), running.next()
-    with held(server.engine):
-        refused = server.post("/chat", {"session_id": session_id, "message": "And I?"})
-        assert (refused.status, refused.error["code"]) == (409, "session_busy")
-        assert refused.headers["x-should-retry"] == "false"
-        assert server.post(f"/sessions/{session_id}/truncate", {"turns": 0}).status == 409
-        assert server.get(f"/sessions/{session_id}").json()["running"] is True
+    with crawling(server.engine):
+        running = Stream(server, "/chat", {"session_id": session_id, "message": "Count.", **LONG})
+        running.next(), running.next()
+        with held(server.engine):
+            refused = server.post("/chat", {"session_id": session_id, "message": "And I?"})
+            assert (refused.status, refused.error["code"]) == (409, "session_busy")
+            assert refused.headers["x-should-retry"] == "false"
+            assert server.post(f"/sessions/{session_id}/truncate", {"turns": 0}).status == 409
+            assert server.get(f"/sessions/{session_id}").json()["running"] is True
     server.post(f"/sessions/{session_id}/stop")
     running.rest()
     assert num_turns(server, session_id) == 2
@@ -204,7 +207,9 @@ def test_a_retry_waits_for_the_first_one(server):
     running = Stream(server, "/chat", body, **key)
     session_id = running.next()["session_id"]
     with ThreadPoolExecutor(3) as pool:
-        retries = [pool.submit(server.request, "POST", "/chat", body, key) for _ in range(3)]
+        with held(server.engine):
+            retries = [pool.submit(server.request, "POST", "/chat", body, key) for _ in range(3)]
+            server.wait_until(lambda: server.context.limits.num_open == 4, "all are there")
         last = running.rest()[-2]
         answers = [retry.result().json() for retry in retries]
     del last["delta"]
@@ -214,12 +219,14 @@ def test_a_retry_waits_for_the_first_one(server):
 
 def test_a_retry_of_one_that_failed_runs_itself(server):
     body, key = {"message": "Count.", **LONG}, {"Idempotency-Key": "left"}
-    running = Stream(server, "/chat", body, **key)
-    session_id = running.next()["session_id"]
     with ThreadPoolExecutor(1) as pool:
-        retry = pool.submit(server.request, "POST", "/chat", body, key)
-        server.wait_until(lambda: server.context.limits.num_open == 2, "both are there")
-        running.leave()
+        with crawling(server.engine):
+            running = Stream(server, "/chat", body, **key)
+            session_id = running.next()["session_id"]
+            retry = pool.submit(server.request, "POST", "/chat", body, key)
+            server.wait_until(lambda: server.context.limits.num_open == 2, "both are there")
+            running.leave()
+            server.wait_until(lambda: server.context.limits.num_open == 1, "the first is gone")
         answer = retry.result().json()
     assert answer["session_id"] == session_id and answer["turn"] == 1
     assert answer["usage"]["completion_tokens"] == LONG["max_tokens"]
@@ -228,11 +235,12 @@ def test_a_retry_of_one_that_failed_runs_itself(server):
 
 # -- ends ------------------------------------------------------------------------------------------------------------
 def test_stop_keeps_what_was_said(server):
-    running = Stream(server, "/chat", {"message": "Count.", **LONG})
-    session_id = running.next()["session_id"]
-    said = [running.next()["delta"]["content"] for _ in range(3)]
-    assert server.get(f"/sessions/{session_id}").json()["turns"] == 0  # its first turn is just making it
-    assert server.post(f"/sessions/{session_id}/stop").json() == {"id": session_id, "stopped": True}
+    with crawling(server.engine):
+        running = Stream(server, "/chat", {"message": "Count.", **LONG})
+        session_id = running.next()["session_id"]
+        said = [running.next()["delta"]["content"] for _ in range(3)]
+        assert server.get(f"/sessions/{session_id}").json()["turns"] == 0  # its first turn is just making it
+        assert server.post(f"/sessions/{session_id}/stop").json() == {"id": session_id, "stopped": True}
     *_, last, done = running.rest()
     assert done == "[DONE]" and last["finish_reason"] == "abort"
     assert last["message"]["content"].startswith("".join(said))
@@ -242,11 +250,10 @@ def test_stop_keeps_what_was_said(server):
     assert chat(server, "Go on", session_id)["turn"] == 2
 
 
-def test_a_stop_that_comes_before_the_turn_has_begun_counts(server, monkeypatch):
+def test_a_stop_that_comes_before_the_turn_has_begun_counts(server):
     key = SessionKey("alice", chat(server, "Hello")["session_id"])
-    turns, may, submit = server.context.turns, threading.Event(), server.engine.core.submit_all
-    with ThreadPoolExecutor(1) as pool, monkeypatch.context() as patch:
-        patch.setattr(server.engine.core, "submit_all", lambda *args, **named: may.wait(30) and submit(*args, **named))
+    turns, may = server.context.turns, threading.Event()
+    with ThreadPoolExecutor(1) as pool, before_each(server.engine.core, "submit_all", lambda: may.wait(TIMEOUT_S)):
         answer = pool.submit(server.post, "/chat", {"session_id": key.session_id, "message": "Count.", **LONG})
         server.wait_until(lambda: turns.running_on(key) is not None, "it has its session")
         assert turns.running_on(key).answer is None
@@ -258,7 +265,7 @@ def test_a_stop_that_comes_before_the_turn_has_begun_counts(server, monkeypatch)
 
 
 def test_a_turn_that_ends_in_the_queue_leaves_nothing():
-    with serving(engine={"max_num_seqs": 1}) as server:
+    with serving(engine={"max_num_seqs": 1}) as server, crawling(server.engine):
         running = Stream(server, "/chat", {"message": "Count.", **LONG})
         running.next(), running.next()
         waiting = Stream(server, "/chat", {"message": "Count.", **LONG})
@@ -279,9 +286,11 @@ def test_a_turn_that_ends_in_the_queue_leaves_nothing():
 
 def test_deleting_ends_the_turn_that_runs(server):
     session_id = chat(server, "Hello")["session_id"]
-    running = Stream(server, "/chat", {"session_id": session_id, "message": "Count.", **LONG})
-    running.next(), running.next()
-    assert server.request("DELETE", f"/sessions/{session_id}").status == 200
+    with crawling(server.engine):
+        running = Stream(server, "/chat", {"session_id": session_id, "message": "Count.", **LONG})
+        running.next(), running.next()
+        deleted = server.request("DELETE", f"/sessions/{session_id}")
+    assert deleted.status == 200
     *_, error, done = running.rest()
     assert done == "[DONE]" and error["error"]["code"] == "session_not_found"
     assert server.get(f"/sessions/{session_id}").status == 404
