@@ -228,7 +228,7 @@ def test_nothing_of_a_bug_is_told(server, counted):
     reply = server.get("/bug")
     assert (reply.status, reply.error["code"]) == (500, "internal_error")
     assert b"secret" not in reply.body
-    assert counted("http_requests") == {("GET", "/bug", "500"): 1}
+    wait_until(lambda: counted("http_requests") == {("GET", "/bug", "500"): 1})
 
 
 @pytest.mark.parametrize(("error", "status", "code"), [
@@ -295,7 +295,7 @@ def test_refusals_are_counted(server, counted):
     server.request("GET", "/who", headers={"Authorization": None})
     server.get("/admin/stats")
     server.get("/nothing")
-    assert counted("refused_requests") == {("invalid_api_key",): 1, ("admin_only",): 1}
+    wait_until(lambda: counted("refused_requests") == {("invalid_api_key",): 1, ("admin_only",): 1})
 
 
 # -- states ----------------------------------------------------------------------------------------------------------

@@ -22,16 +22,17 @@ from kvstore.service.http.routes import Route
 from kvstore.service.server import Server, run_serve
 from kvstore.service.settings.serve_options import ServeOptions
 from tests.support.service.serving import raw_request, read_answer, serving
-from tests.support.waiting import wait_in_loop
+from tests.support.waiting import TIMEOUT_S, wait_in_loop
 
 ROOT = Path(__file__).parents[2]
-release = threading.Event()
+begun, release = threading.Event(), threading.Event()
 
 
 async def stream(request):
     """Two events; the second comes when the test says so."""
     async with EventStream(request) as events:
         await events.send({"n": 1})
+        begun.set()
         await wait_in_loop(release.is_set)
         await events.send({"n": 2})
     return events.response
@@ -46,6 +47,7 @@ ROUTES = (Route("GET", "/stream", stream, "user", ""), Route("GET", "/silent", s
 
 @pytest.fixture(autouse=True)
 def fresh():
+    begun.clear()
     release.clear()
 
 
@@ -72,8 +74,10 @@ class FakeEngine:
 
 # -- running streams -------------------------------------------------------------------------------------------------
 def open_stream(server) -> socket.socket:
+    """One that has sent its first event."""
     raw = server.connect()
     raw.sendall(raw_request("GET", "/stream", Connection="close"))
+    assert begun.wait(TIMEOUT_S)
     return raw
 
 
@@ -86,28 +90,26 @@ def stopping(server) -> threading.Thread:
 
 
 def test_a_running_stream_may_finish_while_nothing_new_begins():
-    with serving(engine_factory=FakeEngine, routes=ROUTES, shutdown_timeout_s=60.0) as server:
+    with serving(engine_factory=FakeEngine, routes=ROUTES, shutdown_timeout_s=TIMEOUT_S) as server:
         with open_stream(server) as raw:
-            server.wait_until(lambda: server.context.limits.num_open == 1)
             thread = stopping(server)
             reply = server.get("/silent")
             assert (reply.status, reply.error["code"]) == (503, "stopping")
             release.set()
             assert read_answer(raw).events() == [{"n": 1}, {"n": 2}, "[DONE]"]
-        thread.join(30)
+        thread.join(TIMEOUT_S)
         assert server.engine.is_closed
 
 
 def test_a_stream_that_does_not_finish_gets_an_error():
     with serving(engine_factory=FakeEngine, routes=ROUTES, shutdown_timeout_s=0.05) as server:
         with open_stream(server) as raw, server.connect() as other:
-            server.wait_until(lambda: server.context.limits.num_open == 1)
             other.sendall(raw_request("GET", "/silent"))
             server.wait_until(lambda: server.context.limits.num_open == 2)
             thread = stopping(server)
             first, error, last = read_answer(raw).events()
             reply = read_answer(other)
-        thread.join(30)
+        thread.join(TIMEOUT_S)
     assert (first, error["error"]["code"], last) == ({"n": 1}, "stopping", "[DONE]")
     assert (reply.status, reply.error["code"]) == (503, "stopping")
 
@@ -115,8 +117,7 @@ def test_a_stream_that_does_not_finish_gets_an_error():
 def test_a_reader_that_takes_nothing_does_not_keep_the_server():
     with serving(engine_factory=FakeEngine, routes=ROUTES, shutdown_timeout_s=0.05) as server:
         raw = open_stream(server)
-        server.wait_until(lambda: server.context.limits.num_open == 1)
-        stopping(server).join(30)
+        stopping(server).join(TIMEOUT_S)
         raw.close()
     assert server.engine.is_closed
 
@@ -145,7 +146,7 @@ def test_the_port_answers_while_the_model_loads():
         await server.listen()
 
         def slow():
-            loading.wait(30)
+            loading.wait(TIMEOUT_S)
             return FakeEngine()
 
         task = asyncio.create_task(server.load(slow))
@@ -162,7 +163,7 @@ def test_the_port_answers_while_the_model_loads():
 
 
 def connected(port: int, path: str):
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as raw:
+    with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as raw:
         raw.sendall(raw_request("GET", path))
         return read_answer(raw)
 
@@ -203,7 +204,7 @@ from kvstore.service.settings.serve_options import ServeOptions
 known = server.Server.__init__
 server.Server.__init__ = lambda self, options, **more: known(self, options, ROUTES, **more)
 for log_format in ("text", "json", "text"):
-    options = ServeOptions(port=0, shutdown_timeout_s=60.0, log_format=log_format)
+    options = ServeOptions(port=0, shutdown_timeout_s=120.0, log_format=log_format)
     code = server.run_serve(None, {}, options, lambda model, **_: FakeEngine())
     print("code", code, flush=True)
 """
@@ -230,7 +231,7 @@ def streaming(process):
     """While a stream of the server that gets ready next runs; that server's first line."""
     ready = line_with(process, "ready")
     port = re.search(r"127\.0\.0\.1:(\d+)", ready)[1]
-    with urlopen(f"http://127.0.0.1:{port}/stream", timeout=30) as reply:
+    with urlopen(f"http://127.0.0.1:{port}/stream", timeout=TIMEOUT_S) as reply:
         assert reply.readline() == b'data: {"n":1}\n'
         yield ready
 
@@ -250,4 +251,4 @@ def test_a_second_signal_ends_it_at_once(process):
         process.send_signal(signal.SIGINT)
         line_with(process, "stopping")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 128 + signal.SIGTERM
+        assert process.wait(TIMEOUT_S) == 128 + signal.SIGTERM

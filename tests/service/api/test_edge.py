@@ -13,7 +13,7 @@ from kvstore.service.api.page import FILES
 from kvstore.service.api.recent_stats import RecentStats
 from tests.support.by_hand import held
 from tests.support.service.serving import ADMIN, ADMIN_KEY, KEY, serving
-from tests.support.waiting import wait_until
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -54,19 +54,21 @@ def engine_that(server, **methods):
 def test_sessions_that_cannot_be_stored_are_told_for_a_while_or_until_they_can(server):
     known = server.engine.stats
 
-    def reasons_after(**sessions: int) -> list[str]:
+    def tells(reasons: list[str], **sessions: int) -> None:
+        """Once it has these counters: while the engine is busy, it has older ones."""
         with engine_that(server, stats=lambda: {**known(), "sessions": sessions}):
-            return server.get("/health").json()["reasons"]
+            wait_until(lambda: server.get("/health").json()["reasons"] == reasons)
+            assert server.get("/health").json()["reasons"] == reasons
 
     for seconds, reasons in ((0.0, []), (3600.0, ["sessions_failing"])):
         server.context.stats = RecentStats(server.context.engine, failing_s=seconds)
-        assert reasons_after(failed=0, committed=5) == []
-        assert reasons_after(failed=3, committed=6) == reasons_after(failed=3, committed=6) == reasons
-    assert reasons_after(failed=4, committed=9) == reasons, "some were stored, and then none"
-    assert reasons_after(failed=4, committed=10) == []
+        tells([], failed=0, committed=5)
+        tells(reasons, failed=3, committed=6)
+    tells(reasons, failed=4, committed=9)  # some were stored, and then none
+    tells([], failed=4, committed=10)
     with engine_that(server, stats=mock.Mock(side_effect=OSError)):
-        assert server.get("/health").json()["reasons"] == ["stats_unavailable"]
-    assert reasons_after(failed=4, committed=10) == [], "those are known"
+        wait_until(lambda: server.get("/health").json()["reasons"] == ["stats_unavailable"])
+    tells([], failed=4, committed=10)  # those are known
     server.context.stats = RecentStats(server.context.engine)
 
 
@@ -76,7 +78,7 @@ def test_health_does_not_wait_for_a_long_step(server):
 
     def hold():
         with held(server.engine):
-            release.wait(30)
+            release.wait(TIMEOUT_S)
 
     thread = threading.Thread(target=hold)
     thread.start()
@@ -101,9 +103,9 @@ def test_numbers_that_cannot_be_had_are_told_and_serving_goes_on(server):
         raise OSError("gone")
 
     with engine_that(server, stats=fails):
-        reply = server.get("/health")
-    assert (reply.status, reply.json()) == (200, {"status": "degraded", "reasons": ["stats_unavailable"]})
-    assert server.get("/health").json()["status"] == "ok"
+        wait_until(lambda: server.get("/health").json() == {"status": "degraded", "reasons": ["stats_unavailable"]})
+        assert server.get("/health").status == 200
+    wait_until(lambda: server.get("/health").json()["status"] == "ok")
 
 
 # -- what is served --------------------------------------------------------------------------------------------------

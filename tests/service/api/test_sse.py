@@ -3,6 +3,9 @@
 import asyncio
 import socket
 import threading
+import time
+from contextlib import suppress
+from itertools import pairwise
 
 import pytest
 
@@ -14,6 +17,7 @@ from tests.support.service.serving import raw_request, read_to_end, serving
 from tests.support.waiting import TIMEOUT_S
 
 BIG = "x" * 10_000
+WRITE_S = 5.0
 ends: list[str] = []  # how the handlers below ended
 begun = threading.Event()
 
@@ -91,7 +95,7 @@ ROUTES = (good, bare, early, late, bug, silent, stuck, endless)
 
 @pytest.fixture(scope="module")
 def server():
-    with serving(routes=ROUTES, request_timeout_s=60.0) as found:
+    with serving(routes=ROUTES, request_timeout_s=TIMEOUT_S) as found:
         yield found
 
 
@@ -194,12 +198,28 @@ def test_a_reader_that_stops_reading_is_dropped_and_holds_little():
         raw.close()
 
 
+def read_slowly(server) -> tuple[bool, float]:
+    """For longer than the server waits, in all. Whether it was served as long, and its longest pause."""
+    ends.clear()
+    times, is_served = [time.monotonic()], False
+    with server.connect(receive_bytes=4096) as raw, suppress(ConnectionError):
+        raw.sendall(raw_request("GET", "/endless"))
+        for _ in range(60):
+            if not all(raw.recv(4096) for _ in range(32)):
+                break
+            times.append(time.monotonic())
+            threading.Event().wait(0.1)
+        else:
+            is_served = ends == []
+    times.append(time.monotonic())
+    server.wait_until(lambda: len(ends) == 1)
+    return is_served, max(later - earlier for earlier, later in pairwise(times))
+
+
 def test_a_slow_reader_that_does_read_is_not():
-    with serving(routes=ROUTES, write_timeout_s=5.0) as server:
-        with server.connect(receive_bytes=4096) as raw:
-            raw.sendall(raw_request("GET", "/endless"))
-            for _ in range(60):  # longer than the timeout in all
-                assert sum(len(raw.recv(4096)) for _ in range(32))
-                threading.Event().wait(0.1)
-            assert ends == []
-        server.wait_until(lambda: len(ends) == 1)
+    """Where it could not read for a while, on a busy machine, it comes again."""
+    with serving(routes=ROUTES, write_timeout_s=WRITE_S) as server:
+        is_served = longest_s = None
+        while not is_served:
+            assert longest_s is None or longest_s > WRITE_S / 2, "it has read all the time"
+            is_served, longest_s = read_slowly(server)

@@ -100,6 +100,17 @@ class Serving:
         raw.connect(self.hosts)
         return raw
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """In here the event loop does nothing, so that it finds all at once what clients send."""
+        is_held, go_on = threading.Event(), threading.Event()
+        self.loop.call_soon_threadsafe(lambda: (is_held.set(), go_on.wait()))
+        is_held.wait()
+        try:
+            yield
+        finally:
+            go_on.set()
+
     def run(self, coroutine: Any) -> Any:
         """In the server's event loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(2 * TIMEOUT_S)
