@@ -15,6 +15,7 @@ from tests.support.faults import before_each_step
 from tests.support.redis_server import RedisServer
 from tests.support.service.browser import DESKTOP, PHONE, Tabs
 from tests.support.service.serving import Serving, serving
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 KEY = "key-of-the-page-test"
 MARKUP = '<img src=x onerror="window.ran = 1"><script>window.ran = 1</script>'
@@ -67,7 +68,7 @@ def test_two_turns_show_their_bars_and_a_reload_shows_them_again(server: Serving
     assert page.url == address
     assert [turn.inner_text() for turn in page.locator(".turn .text").all()] == shown
     assert [bar.get_attribute("aria-label") for bar in page.locator(".turn .bar").all()] == bars
-    assert page.locator("#sessions [aria-current]").count() == 1
+    page.locator("#sessions [aria-current]").wait_for()
 
 
 def test_the_page_shows_what_the_service_stored(server: Serving, tabs: Tabs) -> None:
@@ -155,13 +156,13 @@ def test_the_view_follows_the_answer_until_the_person_scrolls_up(server: Serving
     scroller = page.locator("#scroller")
     for number in range(3):
         send(page, f"Number {number}. " + "The bus was late again. " * 8)
-        assert scroller.evaluate(to_end) <= 1
+        wait_until(lambda: scroller.evaluate(to_end) <= 1)
     scroller.evaluate("s => s.scrollTop = 0")
     page.locator("#to-end").click()
-    assert scroller.evaluate(to_end) <= 1
+    wait_until(lambda: scroller.evaluate(to_end) <= 1)
     page.set_viewport_size({"width": 500, "height": 360})
-    assert scroller.evaluate(to_end) <= 1
-    assert not page.locator("#to-end").is_visible()
+    wait_until(lambda: scroller.evaluate(to_end) <= 1)
+    page.locator("#to-end").wait_for(state="hidden")
 
 
 def test_stopping_keeps_what_was_said(server: Serving, tabs: Tabs) -> None:
@@ -170,7 +171,7 @@ def test_stopping_keeps_what_was_said(server: Serving, tabs: Tabs) -> None:
     def until_stop() -> None:
         """Two steps and then none, until the page has asked to stop: the answer cannot end before."""
         if server.engine.loop.runner.times.num_steps >= held_from:
-            stop_asked.wait(30)
+            stop_asked.wait(TIMEOUT_S)
 
     page = tabs.open(server.url)
     page.route("**/chat", lambda route: route.continue_(post_data=json.dumps(route.request.post_data_json | ENDLESS)))
@@ -308,6 +309,7 @@ def test_forking_pinning_and_deleting(server: Serving, tabs: Tabs) -> None:
     page.locator(".turn:nth-child(1)").hover()
     page.locator(".turn:nth-child(1)").get_by_role("button", name="Fork").click()
     page.wait_for_url(lambda url: "#" in url and not url.endswith(source))
+    page.locator(".turn:nth-child(2)").wait_for(state="detached")
     page.locator(".meter").wait_for()
     assert page.locator(".turn").count() == 1
     fork = page.url.partition("#")[2]
@@ -324,7 +326,7 @@ def test_forking_pinning_and_deleting(server: Serving, tabs: Tabs) -> None:
     row.wait_for(state="detached")
     assert server.get(f"/sessions/{fork}").status == 404
     assert server.get(f"/sessions/{source}").status == 200
-    assert page.locator(".turn").count() == 0
+    page.locator(".turn").wait_for(state="detached")
 
 
 def test_pins_are_the_server_s(server: Serving, tabs: Tabs) -> None:
@@ -372,10 +374,11 @@ def test_typing_in_a_conversation_prefetches_it_once(server: Serving, tabs: Tabs
 def test_a_draft_waits_for_its_conversation(server: Serving, tabs: Tabs) -> None:
     page = tabs.open(server.url)
     send(page, "Hello")
+    chosen = page.locator(f'[data-id="{page.url.partition("#")[2]}"] .choose')
     page.fill("#message", "not sent yet")
     page.click("#new-chat")
     assert page.input_value("#message") == ""
-    page.locator("#sessions li .choose").first.click()
+    chosen.click()
     page.locator(".meter").wait_for()
     assert page.input_value("#message") == "not sent yet"
 

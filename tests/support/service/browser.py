@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import TIMEOUT_S
+
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
 )  # fmt: skip
 DESKTOP, PHONE = (1280, 800), (360, 740)
-TIMEOUT_MS = 20_000
 
 
 class Tabs:
@@ -29,7 +30,7 @@ class Tabs:
         shown = {"width": size[0], "height": size[1]}
         context = self._browser.new_context(viewport=shown, color_scheme="light")
         self._contexts.append(context)
-        context.set_default_timeout(TIMEOUT_MS)
+        context.set_default_timeout(TIMEOUT_S * 1000)
         page = context.new_page()
         page.on("console", lambda message: self._note(message.type, message.text))
         page.on("pageerror", lambda error: self._note("error", str(error)))
