@@ -30,8 +30,10 @@ def test_routers_know_what_a_server_holds_and_again_when_its_engine_was_killed(t
     with Reader(endpoint) as reader, launched(tmp_path / "store", *flags, engine_process=True) as server:
         session_id = chat(server, "My name is Ada, and I have much to say about my dog Biscuit.")["session_id"]
         server.flush()
-        picture = reader.pictures[TOPIC]
-        reader.read_until(lambda: picture.held("STORAGE") and picture.held("GPU"), "the turn is told of")
+        picture, num_blocks = reader.pictures[TOPIC], server.admin("GET", "/admin/stats").json()["disk"]["blocks"]
+        reader.read_until(
+            lambda: len(picture.held("STORAGE")) == num_blocks and picture.held("GPU"), "the turn is told of"
+        )
         on_disk, num_cleared = picture.held("STORAGE"), picture.num_cleared
         assert metric(server, 'kv_event_blocks_total{event="stored"}') >= 2 * len(on_disk)
         server.core.kill()

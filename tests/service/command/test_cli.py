@@ -21,7 +21,7 @@ from kvstore.service.command import cli, terminal
 from kvstore.service.command.flags_page import commands, flags_page
 from kvstore.service.settings.chat_options import ChatOptions
 from kvstore.service.settings.options import COMMANDS
-from tests.support.service.server_process import run_command
+from tests.support.service.server_process import run_command, without_progress
 from tests.support.typing_in import type_in
 
 ROOT = Path(__file__).parents[3]
@@ -418,9 +418,9 @@ def end_of(argv: list[str], heavy: Iterable[str], home: Path) -> str:
     environment = {"HOME": str(home), "PATH": os.environ["PATH"]}
     done = subprocess.run(
         [sys.executable, "-c", code, " ".join(heavy), *argv],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    return done.stderr
+    return without_progress(done.stderr)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from contextlib import ExitStack, redirect_stderr
 import pytest
 
 from kvstore.service.command.progress import progress
+from tests.support.waiting import TIMEOUT_S
 
 
 class Noted(io.StringIO):
@@ -52,7 +53,7 @@ def test_lines_where_there_is_no_terminal(stderr):
     with progress("checking", after_s=0.0, every_s=0.01) as update:
         update(None)
         update(0.5)
-        assert noted.seen.wait(10)
+        assert noted.seen.wait(TIMEOUT_S)
     assert noted.getvalue().startswith("kvstore: checking since 0 s") and "\x1b" not in noted.getvalue()
 
 
@@ -61,14 +62,14 @@ def test_a_bar_in_a_terminal(stderr):
     with progress("checking", after_s=0.0) as update:
         update(None)
         update(0.5)
-        assert noted.seen.wait(10)
+        assert noted.seen.wait(TIMEOUT_S)
     assert "checking" in noted.getvalue()
 
 
 def test_it_ends_with_an_interruption(stderr):
     noted = stderr("checking")
     with pytest.raises(KeyboardInterrupt), progress("checking", after_s=0.0):
-        assert noted.seen.wait(10)
+        assert noted.seen.wait(TIMEOUT_S)
         raise KeyboardInterrupt
     assert "kvstore-progress" not in [thread.name for thread in threading.enumerate()]
 
