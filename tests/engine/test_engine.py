@@ -368,5 +368,5 @@ time.sleep(0.1)
     import sys
 
     root = pathlib.Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

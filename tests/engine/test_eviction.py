@@ -16,6 +16,7 @@ from tests.support.engines import (
     settle,
     tokens,
 )
+from tests.support.waiting import wait_until
 
 MODEL = {"tokenizer": True}
 BLOCKS = 24  # in HBM
@@ -132,8 +133,7 @@ def test_conversations_are_recognised_after_a_restart(model, tmp_path):
     with open_engine(model, tmp_path / "store") as engine:
         ask(engine, tokens(1, PROMPT), 1)
     with open_engine(model, tmp_path / "store") as engine:
-        engine.flush()
-        assert engine.stats()["policy"]["num_conversations"] >= 1
+        wait_until(lambda: engine.stats()["policy"]["num_conversations"] >= 1, "the index is loaded")
         ask(engine, [*tokens(1, PROMPT), *tokens(2, 40)], 1)
         assert engine.stats()["policy"]["num_returns_learned"] >= 1
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.conversations import PARAMS
 from tests.support.engines import ask, open_engine, tokens
-from tests.support.waiting import wait_until
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 MODEL = {"tokenizer": True}
 
@@ -45,11 +45,11 @@ def test_an_engine_that_one_of_our_threads_drops_is_closed_in_another(model, tmp
     runner.close = lambda: (ended_in.append(threading.current_thread().name), close())
     thread = threading.Thread(target=engine._finalizer, name="kvstore-housekeeping")
     thread.start()
-    thread.join(10)
+    thread.join(TIMEOUT_S)
     wait_until(lambda: ended_in)
     (ender,) = [t for t in threading.enumerate() if t.name == "engine-shut"] or [None]
     if ender is not None:
-        ender.join(10)
+        ender.join(TIMEOUT_S)
     assert set(ended_in) == {"engine-shut"} and engine.closed
     open_engine(model, tmp_path / "store").close()
 

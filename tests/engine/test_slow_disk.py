@@ -168,6 +168,7 @@ def test_when_no_read_ever_ends_everything_is_computed(slow, plain):
 
 
 def test_invariant_1_a_read_in_the_middle_of_the_tail_fails(slow, plain):
+    slow.never_stalls()
     chain = slow.submit(1)
     while not chain.done:
         slow.gate.let(4)
@@ -184,6 +185,7 @@ def test_invariant_1_a_read_in_the_middle_of_the_tail_fails(slow, plain):
 
 @pytest.mark.parametrize("layer", [0, 2])
 def test_invariant_1_the_load_in_the_middle_of_a_prefill_fails(slow, plain, layer):
+    slow.never_stalls()
     failures = []
 
     def fault(this, tear):

@@ -190,7 +190,7 @@ def run(tmp_path: Path, endpoint: str, *command: str) -> subprocess.CompletedPro
     environment["XDG_CONFIG_HOME"] = str(tmp_path / "none")
     return subprocess.run(
         [sys.executable, *command], env=environment, cwd=Path(__file__).parents[3], capture_output=True, text=True,
-        timeout=100, input="",
+        timeout=300, input="",
     )  # fmt: skip
 
 

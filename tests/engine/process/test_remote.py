@@ -207,9 +207,17 @@ def test_administration(engine):
 
 def test_more_requests_than_are_taken_are_refused(engine):
     core = RemoteCore(engine.link, None, max_requests=2)
-    handles = core.submit_all([(list(PROMPT), LONG)] * 2)
-    with pytest.raises(EngineOverloadedError):
-        core.submit_all([(list(PROMPT), TEN)])
+    core.root("")  # which the process says
+    os.kill(engine.pid, signal.SIGSTOP)  # so that none of them ends
+    try:
+        handles = core.submit_all([(list(PROMPT), LONG)] * 2)
+        with pytest.raises(EngineOverloadedError):
+            core.submit_all([(list(PROMPT), TEN)])
+        with engine.link.changed:
+            for handle in handles:  # as `abort` says it, which then waits for the process
+                engine.link.end_request(handle.request_id, None, "abort")
+    finally:
+        os.kill(engine.pid, signal.SIGCONT)
     for handle in handles:
         core.abort(handle)
         assert handle.done and handle.output.finish_reason == "abort" and handle.lineage is not None
@@ -317,7 +325,7 @@ def test_a_step_that_fails_there_is_told_to_every_request_and_the_engine_goes_on
         with held(here):  # both are in the same step
             core.take_in()
         told = []
-        while len(told) < 3 and front.poll(30_000):
+        while len(told) < 3 and front.poll(120_000):
             told += [update for message in front.receive() for update in decode_outbound(message).updates]
     failures = {update.request_id: error_of(update.ended.failure) for update in told}
     assert type(failures["wrong"]) is RequestError and not core._running and not core._ids

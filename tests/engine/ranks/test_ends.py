@@ -12,6 +12,7 @@ import pytest
 from kvstore import SamplingParams
 from kvstore.engine.remote_engine import RemoteEngine
 from kvstore.errors import EngineDiedError
+from tests.support.by_hand import held
 from tests.support.engines import ask, cached, greedy, open_engine, settle, tokens
 from tests.support.faults import before_each
 from tests.support.ranks import SIZES, children, end_while_it_answers, is_gone, rank_of, ranks_of
@@ -120,7 +121,8 @@ def an_error_outside_a_forward_ends_the_requests_alone(engine, expected, owner, 
     """While other steps of the pipeline are in flight."""
     rank = rank_of(os.getpid())
     with before_each(owner, name, Once(12)):
-        handles = [engine.submit(prompt, LONG) for prompt in PROMPTS]
+        with held(engine):  # all are there before the first step
+            handles = [engine.submit(prompt, LONG) for prompt in PROMPTS]
         for handle in handles:
             ended_with(engine, handle, RuntimeError)
     assert [out.token_ids for out in engine.generate(PROMPTS, greedy(12))] == expected

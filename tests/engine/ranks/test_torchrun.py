@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvstore import SamplingParams
 from kvstore.engine.config import EngineConfig
 from kvstore.engine.ranks.torchrun import num_processes_here
 from kvstore.engine.remote_engine import RemoteEngine
@@ -24,11 +23,10 @@ from tests.support.redis_server import free_port
 from tests.support.service.server_process import COMMAND, ENVIRONMENT, START_S, ServerProcess
 from tests.support.service.server_process import SIZES as TIERS
 from tests.support.service.serving import KEY
-from tests.support.waiting import wait_until
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 MODEL = {"tokenizer": True}
 SILENCE_S = 10.0  # a busy machine lets no process wait so long
-LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
 PROMPTS = [tokens(seed, 30 + 9 * seed) for seed in range(6)]
 SECRET = {"KVSTORE_FLEET_SECRET": "the secret of this fleet, 32 characters"}
 
@@ -65,7 +63,7 @@ def test_a_rank_elsewhere_says_the_same_over_the_same_store(model, plain, tmp_pa
                 settle(engine)
                 engine.loop.call(engine.loop.pool.evict_all)
             assert counters(engine)["loaded"] > 0 and counters(engine)["load_failures"] == 0
-        assert other.wait(60) == 0, (tmp_path / "log").read_text()
+        assert other.wait(TIMEOUT_S) == 0, (tmp_path / "log").read_text()
     with open_engine(model, store) as engine:
         outs = engine.generate(PROMPTS, greedy(20))
         assert [out.token_ids for out in outs] == expected
@@ -77,11 +75,7 @@ def test_the_end_of_a_rank_elsewhere_ends_the_engine_and_the_others(model, tmp_p
         other_rank(model, SIZES["tensor"], monkeypatch, tmp_path / "log") as other,
         open_engine(model, distributed_executor="torchrun", **SIZES["tensor"]) as engine,
     ):
-        handle = engine.submit(PROMPTS[2], LONG)
-        wait_until(lambda: handle.pieces)
-        other.kill()
-        with pytest.raises(EngineDiedError):
-            list(engine.stream(handle))
+        end_while_it_answers(engine, other.pid, signal.SIGKILL)
         wait_until(lambda: engine.closed)
         with pytest.raises(EngineDiedError, match=r"rank 1 of 2 ended \(its connection has ended\)"):
             ask(engine, PROMPTS[1])
@@ -100,7 +94,7 @@ def test_a_rank_elsewhere_that_hangs_ends_the_engine_after_its_silence(model, tm
         end_while_it_answers(engine, other.pid, signal.SIGSTOP)
         wait_until(lambda: engine.state == "failed")
         assert f"kvstore: rank 1 of 2 ended (no sign of life for {SILENCE_S:g} s)" in capfd.readouterr().err
-        assert other.wait(60) == -signal.SIGKILL, "its guard has killed it"
+        assert other.wait(TIMEOUT_S) == -signal.SIGKILL, "its guard has killed it"
 
 
 def test_another_number_of_processes_is_refused(model, monkeypatch):

@@ -23,6 +23,7 @@ from tests.support.conversations import (
 )
 from tests.support.engines import ask, cached, counters, evict_cpu, greedy, open_engine, settle
 from tests.support.faults import before_each_step, fail
+from tests.support.waiting import TIMEOUT_S
 
 MODEL = {"tokenizer": True}
 
@@ -218,16 +219,16 @@ def test_a_splice_whose_sources_are_deleted_meanwhile_is_abandoned(engine):
 
     def slow(pieces):
         copying.set()
-        assert go_on.wait(10)
+        assert go_on.wait(TIMEOUT_S)
         copy(pieces)
 
     engine.connector.parts.store.splicer._copy = slow
     stream = chat.stream(LONG, PARAMS)
     reader = threading.Thread(target=lambda: list(stream))
     reader.start()
-    assert copying.wait(10)
+    assert copying.wait(TIMEOUT_S)
     engine.connector.upkeep.forget(chat.window.chain[1:])
     go_on.set()
-    reader.join(30)
+    reader.join(2 * TIMEOUT_S)
     assert counters(engine)["spliced"] == 0 and counters(engine)["given_up_splices"] == 1
     assert chat.window.lineage.splice_index is None

@@ -13,6 +13,7 @@ from kvstore import Engine
 from kvstore.engine.model.step.waiting import WAITING, DeviceWaiting
 from tests.support import fake_cuda
 from tests.support.engines import greedy, save_model, tokens
+from tests.support.waiting import TIMEOUT_S
 
 TURN_S = 0.2  # in which the other thread gets as far as it can
 without_a_card = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -45,7 +46,7 @@ def test_trials_of_two_engines_leave_the_mode_as_it_was(modes):
 
     def start(number):
         with waiting.allowed():
-            both.wait(10)
+            both.wait(TIMEOUT_S)
             with waiting.refused():
                 inside.append(number)
                 assert not threading.Event().wait(TURN_S) and inside[-1] == number
@@ -53,7 +54,7 @@ def test_trials_of_two_engines_leave_the_mode_as_it_was(modes):
 
     with ThreadPoolExecutor(2) as threads:
         for future in [threads.submit(start, number) for number in range(2)]:
-            future.result(30)
+            future.result(2 * TIMEOUT_S)
     assert inside in ([0, 0, 1, 1], [1, 1, 0, 0]) and modes == ["warn", "error", "warn", "error", "warn"]
 
 
