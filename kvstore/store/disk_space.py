@@ -68,15 +68,17 @@ class DiskSpace:
 
         gone: what the CPU tier had below it until now.
         """
+        lost = self.with_descendants([block_id, *gone])
         if self._contents.index is None:
-            self._lost_early.append(block_id)
-        self.delete(self.with_descendants([block_id, *gone]))
+            self._lost_early += lost
+        self.delete(lost)
 
     def index_has_come(self) -> None:
         """Delete what is below blocks that were lost earlier, unless those were computed and written again."""
         lost = {block_id for block_id in self._lost_early if not self._contents.contains(block_id)}
         self._lost_early = []
-        self.delete([block_id for block_id in self._contents.with_descendants(lost) if block_id not in lost])
+        below = [block_id for block_id in self._contents.with_descendants(lost) if block_id not in lost]
+        self.delete(self._cpu.with_descendants(below))
 
     def deleted(self, block_ids: Iterable[BlockId]) -> None:
         """Note that these blocks are deleted."""

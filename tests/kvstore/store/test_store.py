@@ -205,6 +205,19 @@ def test_a_deletion_before_the_index_is_loaded_holds_nobody_up_and_takes_what_is
         assert chain[0] in {e.block_id for batch in engine.connector.parts.disk.scan() for e in batch}
 
 
+def test_what_is_below_blocks_lost_before_the_index_is_loaded_goes_though_their_head_is_written_again(model, stored):
+    path, chain = stored
+    with slow_scan() as go, open_engine(model, path) as engine:
+        with engine.connector.parts.lock:  # as when the second block was damaged after the third had been read
+            engine.connector.parts.store.disk.space.delete_tree(chain[1], chain[2:3])
+        wait_until(lambda: not engine.connector.parts.disk.contains(chain[1]))
+        ask(engine, tokens(11, 40))
+        wait_until(lambda: engine.connector.parts.disk.contains(chain[1]))
+        go.set()
+        settle(engine)
+        assert {e.block_id for batch in engine.connector.parts.disk.scan() for e in batch} == set(chain[:2])
+
+
 def test_an_index_that_cannot_be_loaded_is_empty_and_counted(model, stored):
     def fail(_):
         raise ValueError("unforeseen")
