@@ -1,8 +1,28 @@
 """Fixtures of the tests of kvstore's own modules."""
 
+from contextlib import ExitStack
+
 import pytest
 
+from kvstore.remote import owned_blocks, redis_blocks, resp
+from kvstore.sessions.shared import server as session_server
+from tests.support.faults import constants
 from tests.support.store.host import Host
+from tests.support.waiting import TIMEOUT_S
+
+DEADLINES = {
+    owned_blocks: ("ASK_S", "READ_S", "PUT_S"), redis_blocks: ("ASK_S", "TRANSFER_S"), resp: ("CONNECT_S",),
+    session_server: ("ANSWER_S", "OUTAGE_S"),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def patience():
+    """A server may be as late as a busy machine makes it: a test in which it is silent says after what time it is."""
+    with ExitStack() as stack:
+        for module, names in DEADLINES.items():
+            stack.enter_context(constants(module, **dict.fromkeys(names, TIMEOUT_S)))
+        yield
 
 
 @pytest.fixture

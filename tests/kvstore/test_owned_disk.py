@@ -26,7 +26,7 @@ from kvstore.remote.owned_blocks import OwnedBlocks
 from kvstore.remote.resp import RespClient, encode
 from kvstore.remote.shared import Put
 from tests.kvstore.remote.chains import SIZE, Made, are_right, make_chain
-from tests.support.waiting import wait_until
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 CAPACITY = 32 << 20
 
@@ -115,7 +115,7 @@ def test_a_splice_begins_where_another_parent_is_named(disk, session):
     puts = [*head.puts(), *[Put(4 + i, put.record, put.fetch) for i, put in enumerate(tail.puts())]]
     assert all(result.error is None for result in session.put(chain, puts))
     wait_until(lambda: disk.stats()["disk"]["index_loaded"], "the index")
-    assert disk.forget(head.chain.ids[3:], 60.0)
+    assert disk.forget(head.chain.ids[3:], TIMEOUT_S)
     assert session.ask(chain) == [True] * 3 + [False] * 4
 
 
@@ -128,7 +128,7 @@ def test_a_splice_that_was_used_after_a_restart_goes_with_what_is_before_it(tmp_
     with opened(tmp_path / "store") as disk, session_of(disk) as session:
         wait_until(lambda: disk.stats()["disk"]["index_loaded"], "the index")
         assert session.ask(chain) == [True] * 7
-        assert disk.forget(head.chain.ids[3:], 60.0)
+        assert disk.forget(head.chain.ids[3:], TIMEOUT_S)
         assert session.ask(chain) == [True] * 3 + [False] * 4
 
 
@@ -145,7 +145,7 @@ def test_what_a_killed_engine_has_sent_does_not_outlive_a_deletion(disk):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as engine:
             engine.connect(disk.path)
             engine.sendall(b"".join(encode([command])))
-        assert disk.forget(made.chain.ids, 60.0)
+        assert disk.forget(made.chain.ids, TIMEOUT_S)
         serving = "kvstore-owner-serve"
         wait_until(lambda: all(one.name != serving for one in threading.enumerate()), "the end of its connection")  # noqa: B023
         assert not any(disk.has(made.chain.ids, is_use=False))
@@ -222,12 +222,12 @@ def test_a_tenant_has_no_more_than_its_part(tmp_path):
 def test_whoever_speaks_something_else_is_left_and_others_go_on(disk, session):
     for said in (b"GET / HTTP/1.1\r\n\r\n", b"*1\r\n:5\r\n", b"*2\r\n$3\r\nGET\r\n$-1\r\n", b"\0" * 5000):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
-            stranger.settimeout(60)
+            stranger.settimeout(TIMEOUT_S)
             stranger.connect(disk.path)
             stranger.sendall(said)
             stranger.shutdown(socket.SHUT_WR)
             assert stranger.recv(100) == b""
-    with RespClient(RedisAddress(disk.path)) as client, pytest.raises(RemoteError, match="unknown command"):
+    with RespClient(RedisAddress(disk.path), TIMEOUT_S) as client, pytest.raises(RemoteError, match="unknown command"):
         client.call("FLUSHALL")
     session.ping()
 
@@ -236,7 +236,7 @@ def test_ids_of_another_length_are_refused_and_harm_nobody(disk, session):
     made = make_chain(4)
     for length in (0, 5, 600):
         for command in ("GET", "HAS", "ASK", "DEL"):
-            with RespClient(RedisAddress(disk.path)) as client, pytest.raises(RemoteError, match="32 bytes"):
+            with RespClient(RedisAddress(disk.path), TIMEOUT_S) as client, pytest.raises(RemoteError, match="32 bytes"):
                 client.call(command, b"x" * length)
     assert all(result.error is None for result in session.put(made.chain, made.puts()))
     assert disk.stats()["disk"]["failures"] == {}
@@ -245,7 +245,7 @@ def test_ids_of_another_length_are_refused_and_harm_nobody(disk, session):
 def test_a_thread_that_cannot_be_started_costs_one_connection(disk, session):
     session.ping()
     before = threading.stack_size()
-    client = RespClient(RedisAddress(disk.path))
+    client = RespClient(RedisAddress(disk.path), TIMEOUT_S)
     try:
         threading.stack_size(1 << 46)  # more than can be addressed
         with pytest.raises(RemoteError):
@@ -279,8 +279,8 @@ def test_a_flush_waits_for_what_was_taken(disk, tmp_path):
         flushed = threads.submit(disk.flush)
         assert not wait([flushed], 0.2).done, "it cannot be durable yet"
         other.communicate("\n")
-        flushed.result(60)
-        assert stored.result(60)
+        flushed.result(TIMEOUT_S)
+        assert stored.result(TIMEOUT_S)
 
 
 OPEN = """

@@ -69,6 +69,11 @@ def disk_that(**operations: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
+def constants(owner: Any, **values: Any) -> AbstractContextManager[object]:
+    """In here these constants of a module (limits, sizes, seconds) are others."""
+    return mock.patch.multiple(owner, **values)
+
+
 @contextmanager
 def stuck_disk() -> Iterator[threading.Event]:
     """In here writes wait for the event, and a store that is closed does not wait for them for long."""
@@ -78,7 +83,7 @@ def stuck_disk() -> Iterator[threading.Event]:
         go.wait(2 * TIMEOUT_S)
         return write(*arguments, **named)
 
-    with mock.patch.object(parts, "DRAIN_S", 0.2), disk_that(write=stuck):
+    with constants(parts, DRAIN_S=0.2), disk_that(write=stuck):
         yield go
 
 

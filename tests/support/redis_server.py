@@ -5,7 +5,11 @@ import shutil
 import signal
 import socket
 import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -94,7 +98,7 @@ class RedisServer:
         self.process.send_signal(signal.SIGCONT)
 
     def client(self, **more: object) -> RespClient:
-        return RespClient(RedisAddress("127.0.0.1", self.port, **more))  # type: ignore[arg-type]
+        return RespClient(RedisAddress("127.0.0.1", self.port, **more), TIMEOUT_S)  # type: ignore[arg-type]
 
     def ask(self, *command: str | bytes | int) -> object:
         """By a connection of its own."""
@@ -109,3 +113,15 @@ class RedisServer:
             return self.ask("PING") == b"PONG"
         except RemoteError:
             return False
+
+
+@contextmanager
+def no_answer_after(seconds: float) -> Iterator[None]:
+    """In here whoever asks a Redis gives up so soon, also on a connection that it had before."""
+    pipeline = RespClient.pipeline
+
+    def hasty(client: RespClient, commands: Sequence[Any], into: Sequence[Any] = (), _: float | None = None, **__: Any):
+        return pipeline(client, commands, into, seconds)
+
+    with mock.patch.object(RespClient, "pipeline", hasty):
+        yield

@@ -17,6 +17,7 @@ from kvstore.remote.resp import RespClient, encode
 from kvstore.remote.resp_replies import PART_BYTES, ErrorReply, Landed, Replies
 from tests.support.redis_server import RedisServer
 from tests.support.tcp_proxy import Faults, Proxy
+from tests.support.waiting import TIMEOUT_S
 
 SIZES = [0, 1, 2, 4095, 4096, 12_288, 65_535, 65_536, 131_072, 2 << 20, (8 << 20) + 3]
 
@@ -165,7 +166,7 @@ def test_an_answer_that_is_cut(redis, cut):
     redis.ask("SET", "k", bytes(100_000))
     with Proxy(redis.port) as proxy:
         proxy.faults = Faults(cut_after=cut)
-        client, place = RespClient(RedisAddress("127.0.0.1", proxy.port)), memoryview(bytearray(100_000))
+        client, place = RespClient(RedisAddress("127.0.0.1", proxy.port), TIMEOUT_S), memoryview(bytearray(100_000))
         with pytest.raises(RemoteError, match=r"closed|reset"):
             client.pipeline([("GET", "k")], [place])
         proxy.faults = Faults()
@@ -199,7 +200,7 @@ def test_what_is_no_redis(answer):
 
         thread = threading.Thread(target=serve)
         thread.start()
-        client = RespClient(RedisAddress("127.0.0.1", listener.getsockname()[1]), timeout_s=5.0)
+        client = RespClient(RedisAddress("127.0.0.1", listener.getsockname()[1]), timeout_s=TIMEOUT_S)
         with pytest.raises(RemoteError):
             client.call("PING")
         thread.join()

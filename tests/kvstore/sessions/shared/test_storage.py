@@ -9,11 +9,14 @@ import pytest
 from kvstore.errors import RemoteError, StoreError, StoreLostError
 from kvstore.remote.address import RedisAddress
 from kvstore.sessions.record import SessionKey
+from kvstore.sessions.shared import server as session_server
+from kvstore.sessions.shared import storage as session_storage
 from kvstore.sessions.shared.opening import open_shared
 from kvstore.sessions.shared.server import Durability
 from kvstore.sessions.store import SessionStore
 from tests.children.session_child import TENANT, content, create, expected, make_turn, talk
-from tests.support.redis_server import RedisServer
+from tests.support.faults import constants
+from tests.support.redis_server import RedisServer, no_answer_after
 from tests.support.shared_sessions import DURABLE, SECRET, shared_store
 from tests.support.tcp_proxy import Proxy
 from tests.support.waiting import TIMEOUT_S, wait_until
@@ -169,12 +172,13 @@ def test_without_redis_turns_are_refused_in_time_and_taken_again_afterwards(own_
     talk(store, KEY, 1)
     assert store.stats()["sessions"] == 1
     own_redis.pause()
-    with pytest.raises(RemoteError, match=r"not stored: .*(no answer in time|did not answer)"):
-        store.commit_turn(KEY, make_turn("red", 2)).wait(TIMEOUT_S)
-    with pytest.raises(RemoteError):
-        store.head(KEY)
-    assert store.stats()["sessions"] == 1  # as it was
-    assert store.stats()["unreachable"] == 1
+    with no_answer_after(1.0), constants(session_server, OUTAGE_S=2.0):
+        with pytest.raises(RemoteError, match=r"not stored: .*(no answer in time|did not answer)"):
+            store.commit_turn(KEY, make_turn("red", 2)).wait(TIMEOUT_S)
+        with pytest.raises(RemoteError):
+            store.head(KEY)
+        assert store.stats()["sessions"] == 1  # as it was
+        assert store.stats()["unreachable"] == 1
     own_redis.resume()
     head = wait_for_head(store)
     store.commit_turn(KEY, make_turn("red", head.num_turns + 1)).wait()
@@ -250,7 +254,8 @@ def test_a_turn_is_acknowledged_once_replicas_have_it(own_redis, tmp_path):
     try:
         wait_until(lambda: b"state=online" in own_redis.ask("INFO", "replication"), "no replica")
         store = shared_store(own_redis, num_replicas=1)
-        assert store.commit_turn(KEY, make_turn("red", 1)).wait().num_turns == 1
+        with constants(session_storage, WAIT_MS=round(1000 * TIMEOUT_S)):
+            assert store.commit_turn(KEY, make_turn("red", 1)).wait().num_turns == 1
         assert replica.ask("HLEN", "kvstore:sessions:turns") == 1
         with pytest.raises(RemoteError, match="is a replica; give the address of its primary"):
             shared_store(replica)
