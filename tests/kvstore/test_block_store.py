@@ -2,16 +2,19 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from kvstore.admin.control import ask
 from kvstore.admin.offline import OfflineStore
+from kvstore.disk.tier import DiskTier
 from kvstore.errors import ConfigError, StoreError, StoreLockedError
 from kvstore.store.host_reads import MAX_PREFETCHING
+from tests.support.faults import before_each, stuck_disk
 from tests.support.page_cache import ColdFile
 from tests.support.store.host import BLOCK, chain, key, payload
-from tests.support.waiting import wait_until
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 
 def test_blocks_come_back_after_a_restart(hosts):
@@ -29,9 +32,11 @@ def test_blocks_come_back_after_a_restart(hosts):
 
 def test_a_block_is_stored_once_it_is_durable_and_not_before(hosts):
     host = hosts()
-    tickets = host.write(chain(1, 1))
-    twice = host.write(chain(1, 1))
-    assert host.store.lookup(chain(1, 1)) == [False]
+    with stuck_disk() as go:
+        tickets = host.write(chain(1, 1))
+        twice = host.write(chain(1, 1))
+        assert host.store.lookup(chain(1, 1)) == [False]
+        go.set()
     assert [result.ok for result in host.wait(tickets + twice)] == [True, True]
     assert host.store.lookup(chain(1, 1)) == [True]
     assert host.stored(chain(1, 1)) and host.store.stats()["store"]["written"] == 1
@@ -189,9 +194,13 @@ def test_what_is_forgotten_goes_but_not_what_others_build_on(hosts):
 
 
 def test_what_is_being_written_is_forgotten_too(hosts):
-    host = hosts()
-    tickets = host.write(chain(1, 4))
-    host.store.forget(chain(1, 4))
+    host, entered, go = hosts(), threading.Event(), threading.Event()
+    with before_each(DiskTier, "write", lambda: (entered.set(), go.wait(TIMEOUT_S))):
+        host.write(chain(2, 1))
+        entered.wait(TIMEOUT_S)
+        tickets = host.write(chain(1, 4))  # which wait for that one
+        host.store.forget(chain(1, 4))
+        go.set()
     assert {result.reason for result in host.wait(tickets)} == {"forgotten"}
     assert host.store.flush() and host.store.lookup(chain(1, 4)) == [False] * 4
     host.close()
@@ -223,7 +232,9 @@ def test_returns_are_learned_and_outlive_a_restart(hosts):
 def test_a_queue_that_is_full_refuses_and_counts(hosts):
     host = hosts(capacity="4MiB")
     keys = [key(number, 0) for number in range(30)]
-    tickets = [host.write([name])[0] for name in keys]
+    with stuck_disk() as go:
+        tickets = [host.write([name])[0] for name in keys]
+        go.set()
     refused = tickets.count(None)
     assert 0 < refused < 30 and host.store.stats()["store"]["refused_writes"] == refused
     assert all(result.ok for result in host.wait([ticket for ticket in tickets if ticket is not None]))
@@ -282,7 +293,7 @@ def test_commands_of_other_processes(hosts, tmp_path):
     place = tmp_path / "store"
 
     def ask_owner(command, **arguments):
-        return ask(place, command, arguments, 60.0)
+        return ask(place, command, arguments, TIMEOUT_S)
 
     def ask_files(command, **arguments):
         with OfflineStore(place) as store:

@@ -2,6 +2,7 @@
 
 from kvstore.stats import Histogram, StoreStats
 from tests.support.engines import ask, counters, evict_cpu, open_engine, settle, tokens
+from tests.support.waiting import TIMEOUT_S
 
 
 def test_a_value_is_counted_in_the_first_bucket_that_holds_it():
@@ -36,7 +37,7 @@ def test_loads_take_time_and_removals_are_no_evictions(model, tmp_path):
         before = engine.stats()
         blocks = [record for record in engine.connector.parts.cpu.pool.cached_blocks() if record is not None]
         ids = [engine.connector.parts.cpu.record(arena_block).block_id for arena_block in blocks]
-        assert engine.core.forget(ids, 2.0)
+        assert engine.core.forget(ids, TIMEOUT_S)
         settle(engine)
         after = engine.stats()
     for tier in ("hbm", "cpu"):

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from kvstore.memory.streams import Queue
-
-TIMEOUT_S = 60.0  # of a wait: whoever waits longer waits for ever
+from tests.support.waiting import TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)

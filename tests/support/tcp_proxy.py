@@ -1,10 +1,13 @@
 """A proxy before a server that does to its answers what networks do: cuts, delays, truncates, flips, slows down."""
 
+import math
 import socket
 import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+
+from tests.support.waiting import wait_until
 
 
 @dataclass
@@ -13,6 +16,7 @@ class Faults:
 
     delay_s: before each piece. cut_after: the connection is closed there. lost_at: one byte of there is left out.
     flipped_at: a bit of the byte there. bytes_per_s: both ways. refuses: new connections are closed at once.
+    asks_held_after: no more goes to the server than so many of `num_asked_bytes` and what they came with.
     """
 
     delay_s: float = 0.0
@@ -21,6 +25,7 @@ class Faults:
     flipped_at: int | None = None
     bytes_per_s: float | None = None
     refuses: bool = False
+    asks_held_after: int | None = None
 
 
 class Proxy:
@@ -43,6 +48,7 @@ class Proxy:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        self.faults = Faults()
         self.cut()
         for thread in self._threads:
             thread.join()
@@ -88,6 +94,8 @@ class Proxy:
             while piece := source.recv(64 << 10):
                 if self.faults.bytes_per_s:
                     time.sleep(len(piece) / self.faults.bytes_per_s)
+                if not is_answer:
+                    wait_until(lambda: self.num_asked_bytes < (self.faults.asks_held_after or math.inf))
                 end = position + len(piece)
                 self.num_asked_bytes += 0 if is_answer else len(piece)
                 target.sendall(self._spoiled(piece, position) if is_answer else piece)

@@ -22,6 +22,7 @@ from kvstore.disk import walk as disk_walk
 from kvstore.disk.directory import StoreDirectory, file_system_type, read_lock_info
 from kvstore.disk.env import open_environment
 from kvstore.errors import StoreError, StoreLockedError
+from tests.support.waiting import TIMEOUT_S
 
 ROOT = Path(__file__).parents[3]
 MAP_BYTES = 8 << 20
@@ -29,7 +30,7 @@ MAP_BYTES = 8 << 20
 
 def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error", "-c", code, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
 def mode(path: Path) -> int:

@@ -218,9 +218,8 @@ assert tier.read(record(number), memoryview(into)) is ReadResult.MISSING
 tier.close()
 print(outcome.error, number)
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-W", "error", "-c", code, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("i/o error")  # the file system itself has space
     store = Store(tmp_path)
@@ -275,7 +274,7 @@ def test_a_file_system_that_is_full(tmp_path):
     mount = 'mount -t tmpfs -o size=32m none "$0" || exit 77; exec "$@"'
     command = ["unshare", "-m", "sh", "-c", mount, str(tmp_path), sys.executable, "-c", FULL_DISK, str(tmp_path)]
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
     except FileNotFoundError:
         pytest.skip("no unshare")
     if done.returncode in (1, 77) and "survived" not in done.stdout and "Traceback" not in done.stderr:

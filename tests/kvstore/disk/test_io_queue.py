@@ -240,7 +240,7 @@ def test_whatever_the_disk_raises_is_an_outcome():
 
 def test_times_of_last_use_alone_are_written_in_a_hurry_and_at_the_end():
     disk = FakeDisk()
-    queue = IoQueue(disk, lambda: None, num_readers=0, batch_wait_s=0.0)
+    queue = IoQueue(disk, lambda: None, num_readers=0, batch_wait_s=0.0, touched_wait_s=3600.0)
     queue.submit_touched({b"a": 1.0})
     time.sleep(0.1)
     assert not disk.touched

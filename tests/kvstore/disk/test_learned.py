@@ -85,9 +85,9 @@ def test_pins_and_ends_of_conversations_that_only_the_disk_knows(model, tmp_path
         settle(engine)
     with open_engine(model, tmp_path / "store") as engine:
         connector, chain = engine.connector, handle.chain
-        connector.pin(chain, 60.0)
+        connector.pin(chain, 3600.0)
         found = connector.parts.store.steering.conversation_of(chain)
-        assert found.pinned_until_s > time.time() + 50
+        assert found.pinned_until_s > time.time() + 1800
         connector.pin(chain, 0)
         assert found.pinned_until_s <= time.time()
         connector.pin(chain, None, 5.0)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvstore.disk.live import MAX_INSIDE, LiveTables
-from tests.support.waiting import wait_until
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 
 class Opened:
@@ -43,7 +43,7 @@ def test_many_are_inside_or_one_is_alone():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(TIMEOUT_S)
         assert not thread.is_alive()
     assert together == [1] * 300 and opened.num_opened == 301
 
@@ -61,7 +61,7 @@ def test_no_more_are_inside_than_lmdb_has_places_for():
     threads = [threading.Thread(target=enter, args=(i,)) for i in range(MAX_INSIDE + 5)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: len(inside) == MAX_INSIDE)
+    wait_until(lambda: len(most) == MAX_INSIDE)
     go.set()
     for thread in threads:
         thread.join()

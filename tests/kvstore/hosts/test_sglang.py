@@ -12,7 +12,7 @@ import torch
 from kvstore.errors import ConfigError, StoreError, StoreLockedError
 from tests.support import hicache
 from tests.support.hicache import PAGE_TOKENS, HostPool, pages_of
-from tests.support.waiting import wait_until
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 hicache.provide()
 from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
@@ -31,7 +31,7 @@ needs_sglang = [pytest.mark.sglang, pytest.mark.skipif(IS_STAND_IN, reason="need
 
 
 def config(path, tp_rank=0, tp_size=1, is_mla=False, model="a-model", **extra):
-    options = {"path": str(path), "disk": "16MiB", "interface_v1": 1, "timeout_s": 20, **extra}
+    options = {"path": str(path), "disk": "16MiB", "interface_v1": 1, "timeout_s": TIMEOUT_S, **extra}
     return HiCacheStorageConfig(
         tp_rank=tp_rank, tp_size=tp_size, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=is_mla,
         enable_storage_metrics=False, is_page_first_layout=True, model_name=model, extra_config=options,
@@ -228,8 +228,10 @@ HOLD = "import lmdb, sys; e = lmdb.open(sys.argv[1]); t = e.begin(write=True); p
 
 
 def test_while_the_disk_is_silent_all_misses_and_no_memory_is_given_back(start, tmp_path):
-    backend, pages = start(timeout_s=0.2), pages_of("a", 4)
-    stored(backend, pages[:2])
+    first, pages = start(), pages_of("a", 4)
+    stored(first, pages[:2])
+    first.close()
+    backend = start(timeout_s=0.2)
     (blocks,) = (tmp_path / "store").glob("*/blocks")
     other = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(blocks)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

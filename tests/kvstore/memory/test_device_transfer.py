@@ -17,6 +17,7 @@ from kvstore.memory.layout import KVLayout
 from kvstore.memory.streams import CudaStreams, Queue
 from kvstore.rope.rotary import Rotation, Style
 from tests.support.simulated_streams import SimulatedStreams
+from tests.support.waiting import TIMEOUT_S
 
 PACE = Pace(layers_ahead=1)  # so that of three layers the last is launched in the middle of the forward
 EACH_LAYER = Pace(layers_ahead=1, group_bytes=1)
@@ -110,7 +111,7 @@ class Part:
         """The outcomes once so many have come; whoever waits is woken for each."""
         found = {}
         with self.progressed:
-            assert self.progressed.wait_for(lambda: found.update(self.outcome()) or len(found) == count, 30)
+            assert self.progressed.wait_for(lambda: found.update(self.outcome()) or len(found) == count, TIMEOUT_S)
         return found
 
     def check_caches(self):
@@ -386,7 +387,7 @@ def test_whoever_waits_is_woken_when_the_device_fails(part):
     go = threading.Event()
 
     def fail():
-        go.wait(30)
+        go.wait(TIMEOUT_S)
         raise RuntimeError("injected")
 
     part.streams.launch(Queue.SAVE, fail)

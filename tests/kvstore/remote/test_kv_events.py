@@ -14,7 +14,7 @@ from kvstore.blocks.records import BlockRecord
 from kvstore.errors import ConfigError
 from kvstore.remote.kv_events import KVEvents, PastBatches
 from tests.support.kv_reader import Reader, free_endpoint
-from tests.support.waiting import wait_until
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 TOPIC = "kv@pod@org/model"
 
@@ -76,15 +76,16 @@ def test_a_reader_knows_by_token_ids_what_each_tier_holds():
 
 
 def test_the_messages_are_three_frames_and_leave_defaults_out():
-    with Server() as server:
+    server = Server()
+    (one, two) = server.store([1, 2, 3, 4])  # before it begins, so that both go into one message
+    with server:
         context = zmq.Context()
         socket = context.socket(zmq.SUB)
         socket.connect(server.endpoint)
         socket.subscribe(b"kv@")
-        (one, two) = server.store([1, 2, 3, 4])
         messages = []
         while not messages or b"BlockStored" not in messages[-1][2]:
-            assert socket.poll(60_000)
+            assert socket.poll(1000 * TIMEOUT_S)
             messages.append(socket.recv_multipart())
         context.destroy(linger=0)
     assert [topic for topic, _, _ in messages] == [TOPIC.encode()] * len(messages)
@@ -105,8 +106,9 @@ def test_the_messages_are_three_frames_and_leave_defaults_out():
 def test_vllms_own_classes_decode_them():
     from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
-    with Server() as server, Reader(server.endpoint) as reader:
-        (one, two) = server.store([1, 2, 3, 4], Place.DISK)
+    server = Server()
+    (one, two) = server.store([1, 2, 3, 4], Place.DISK)  # before it begins, so that both go into one message
+    with server, Reader(server.endpoint) as reader:
         reader.read_until(lambda: reader.pictures[TOPIC].held("STORAGE"))
         server.holdings.gone(Place.DISK, two)
         reader.read_until(lambda: len(reader.pictures[TOPIC].held("STORAGE")) == 1)

@@ -5,7 +5,7 @@ import threading
 from kvstore.disk.io_queue import AS_HINT, AT_ONCE, Read, rank_of_request
 from kvstore.remote.lanes import Lane, ReadLanes
 from tests.kvstore.remote.chains import make_chain
-from tests.support.waiting import wait_until
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 
 def test_jobs_in_their_order_and_no_more_than_may_wait():
@@ -24,7 +24,7 @@ def test_jobs_in_their_order_and_no_more_than_may_wait():
     gate.set()
     wait_until(lambda: not len(lane))
     assert done == sorted(done)
-    assert lane.close(5.0)
+    assert lane.close(TIMEOUT_S)
     assert not lane.submit(9)
 
 
@@ -36,10 +36,10 @@ def test_a_lane_rests_when_it_has_no_job():
         return 0.001
 
     lane = Lane("lane", lambda job: None, 1, rest)
-    assert rested.wait(10)
+    assert rested.wait(TIMEOUT_S)
     rested.clear()
-    assert rested.wait(10), "and again"
-    assert lane.close(5.0)
+    assert rested.wait(TIMEOUT_S), "and again"
+    assert lane.close(TIMEOUT_S)
 
 
 def test_reads_by_rank_in_batches_of_one_rank():
@@ -65,4 +65,4 @@ def test_reads_by_rank_in_batches_of_one_rank():
     gate.set()
     wait_until(lambda: lanes.is_idle)
     assert batches == [[0], [9, 4], [5, 7, 8], [1, 2, 3]]
-    assert lanes.close(5.0)
+    assert lanes.close(TIMEOUT_S)

@@ -10,7 +10,7 @@ from kvstore.blocks.ids import token_bytes
 from kvstore.errors import ConfigError
 from kvstore.remote.address import PrefillAddress, parse_prefill_url
 from kvstore.remote.prefill import PrefillDone, PrefillJob, PrefillServer
-from tests.support.waiting import wait_until
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 KEY, FINGERPRINT, ROOT = bytes(range(32)), "ab" * 32, b"r" * 32
 TOKENS = list(range(1, 33))
@@ -20,6 +20,7 @@ class Other(ThreadingHTTPServer):
     """said: prompts that came. answers: what the next ones get, (status, body); else the number of blocks.
 
     speaks: cleared, prompts are not answered. hangs_up: it closes each connection after its answer, untold.
+    is_up: what it answers to probes.
     """
 
     daemon_threads, request_queue_size = True, 64
@@ -27,7 +28,7 @@ class Other(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.said, self.answers, self.speaks, self.hangs_up = [], [], threading.Event(), False
-        self.num_probes = 0
+        self.num_probes, self.is_up = 0, True
         self.speaks.set()
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -46,7 +47,9 @@ class Handler(BaseHTTPRequestHandler):
             self.server.speaks.wait()
         else:
             self.server.num_probes += 1
-        if self.server.answers:
+        if not body["token_ids"] and not self.server.is_up:
+            status, text = error(503, "starting")
+        elif self.server.answers:
             status, text = self.server.answers.pop(0)
         else:
             status, text = 200, json.dumps({"num_blocks": len(body["token_ids"]) // 16})
@@ -74,10 +77,10 @@ def asked(other):
     found = PrefillServer(address, KEY, FINGERPRINT, lambda: None)
     wait_until(lambda: other.num_probes, "the first probe")
     yield found
-    found.close(5.0)
+    found.close(TIMEOUT_S)
 
 
-def ask(server, name=b"one", seconds=30.0):
+def ask(server, name=b"one", seconds=TIMEOUT_S):
     return server.ask(name, PrefillJob(token_bytes(TOKENS), ROOT, "ada", seconds))
 
 
@@ -121,15 +124,18 @@ def test_a_prompt_that_is_refused_says_nothing_about_others(other, asked):
 
 @pytest.mark.parametrize("said", [error(503, "starting"), error(409, "another_model"), (200, "nonsense"), (502, "")])
 def test_after_a_failure_nobody_asks_until_a_probe_has_succeeded(other, asked, said):
+    other.is_up = False
     other.answers.append(said)
     assert ask(asked) and answer(asked) == [PrefillDone(b"one", 0)]
     assert not ask(asked) and failures(asked)["down"] == 1 and asked.as_dict()["degraded"]
+    other.is_up = True
     wait_until(lambda: not asked.breaker.is_open, "a probe succeeds")
     assert ask(asked) and answer(asked) == [PrefillDone(b"one", 2)]
 
 
 def test_a_server_that_is_late_is_not_waited_for(other, asked):
     other.speaks.clear()
+    other.is_up = False
     assert ask(asked, seconds=0.2) and answer(asked) == [PrefillDone(b"one", 0)]
     assert failures(asked)["late"] == 1 and not ask(asked)
 
@@ -146,7 +152,7 @@ def test_closing_waits_for_nothing_that_is_computed(other, asked):
     other.speaks.clear()
     assert all(ask(asked, bytes([i])) for i in range(40))  # some wait for a lane
     wait_until(lambda: len(other.said) == 16)
-    asked.close(60.0)
+    asked.close(TIMEOUT_S)
     assert len(other.said) == 16 and not any(map(len, asked._lanes))
 
 
@@ -155,7 +161,7 @@ def test_a_server_that_is_not_there_is_found_at_the_start():
     server = PrefillServer(address, KEY, FINGERPRINT, lambda: None)
     wait_until(lambda: server.breaker.is_open, "the first probe")
     assert "refused" in str(server.as_dict()["degraded"]) and not ask(server)
-    server.close(5.0)
+    server.close(TIMEOUT_S)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from tests.children.session_child import (
     open_file,
     talk,
 )
-from tests.support.waiting import wait_for_work
+from tests.support.waiting import TIMEOUT_S, wait_for_work
 
 CHILD = Path(__file__).parents[2] / "children/session_child.py"
 SYSTEM = [{"role": "system", "content": "be brief"}]
@@ -136,7 +136,7 @@ def test_a_fault_at_any_operation_loses_nothing_acknowledged(tmp_path, fault, ti
         done = []
         for ticket in tickets:
             try:
-                ticket.wait(30)
+                ticket.wait(TIMEOUT_S)
                 done.append(True)
             except StoreError:
                 done.append(False)
@@ -350,7 +350,7 @@ def test_flipped_bits_in_the_file_give_no_wrong_answer(tmp_path):
             data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         file.write_bytes(data)
         process = child("read", tmp_path / "sessions", tmp_path / "turns")
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode != 3, "wrong data"
         if process.returncode == 1:
             assert err.strip().splitlines()[-1].startswith("kvstore.errors."), err

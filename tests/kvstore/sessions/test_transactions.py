@@ -14,7 +14,7 @@ from kvstore.sessions.tables import COUNTERS, TURNS
 from kvstore.sessions.transactions import SessionTransactions
 from tests.children.session_child import TENANT, content, disk_store, expected, make_turn, open_file, talk
 from tests.support.session_tables import tables_of
-from tests.support.waiting import wait_until
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 KEY = SessionKey(TENANT, "red")
 
@@ -51,11 +51,11 @@ def names(transactions) -> list[bytes]:
 def one_group(transactions) -> Iterator[None]:
     """What is submitted in here waits for the same commit."""
     entered, go = threading.Event(), threading.Event()
-    first = transactions.submit(lambda _: (entered.set(), go.wait(30)))
-    entered.wait(30)
+    first = transactions.submit(lambda _: (entered.set(), go.wait(TIMEOUT_S)))
+    entered.wait(TIMEOUT_S)
     yield
     go.set()
-    first.wait(30)
+    first.wait(TIMEOUT_S)
 
 
 @contextmanager
@@ -77,9 +77,9 @@ def test_what_waits_together_is_one_transaction_and_a_refusal_costs_no_other_cha
     with one_group(transactions):
         tickets = [transactions.submit(change) for change in (put(b"a"), refuse, put(b"b"))]
         assert transactions.stats()["queued"] == 3
-    assert (tickets[0].wait(30), tickets[2].wait(30), names(transactions)) == (b"a", b"b", [b"a", b"b"])
+    assert (tickets[0].wait(TIMEOUT_S), tickets[2].wait(TIMEOUT_S), names(transactions)) == (b"a", b"b", [b"a", b"b"])
     with pytest.raises(StoreError, match="refused"):
-        tickets[1].wait(30)
+        tickets[1].wait(TIMEOUT_S)
     found = counts(transactions, "commits", "committed", "refused", "failed", "grown", "largest_group", "queued")
     assert found == (2, 3, 1, 0, 0, 3, 0)
     assert [len(group) for group in outcomes] == [1, 3] and outcomes[1][::2] == [b"a", b"b"]
@@ -92,8 +92,8 @@ def test_a_compaction_keeps_its_place_among_the_changes(transactions, tmp_path):
         thread.start()
         wait_until(lambda: transactions.stats()["queued"] == 2)
         last = transactions.submit(put(b"b"))
-    thread.join(30)
-    assert last.wait(30) == b"b" and names(transactions) == [b"a", b"b"]
+    thread.join(TIMEOUT_S)
+    assert last.wait(TIMEOUT_S) == b"b" and names(transactions) == [b"a", b"b"]
     assert counts(transactions, "commits", "failed", "largest_group") == (4, 0, 1)
 
 
@@ -113,17 +113,17 @@ def test_the_map_grows_when_it_is_full(tmp_path):
 
 
 def test_of_a_group_only_what_is_too_large_for_the_disk_fails(transactions, outcomes):
-    transactions.submit(put(b"before")).wait(30)
+    transactions.submit(put(b"before")).wait(TIMEOUT_S)
     with largest_file(1 << 18):
         with one_group(transactions):
             changes = (put(b"a"), put(b"large", b"v" * 500_000), put(b"b"))
             tickets = [transactions.submit(change) for change in changes]
         with pytest.raises(DegradedError, match="disk failed"):
-            tickets[1].wait(30)
-        assert (tickets[0].wait(30), tickets[2].wait(30)) == (b"a", b"b")
+            tickets[1].wait(TIMEOUT_S)
+        assert (tickets[0].wait(TIMEOUT_S), tickets[2].wait(TIMEOUT_S)) == (b"a", b"b")
         assert names(transactions) == [b"a", b"b", b"before"]
         assert counts(transactions, "failed", "committed") == (1, 4)
-    transactions.submit(put(b"large", b"v" * 500_000)).wait(30)
+    transactions.submit(put(b"large", b"v" * 500_000)).wait(TIMEOUT_S)
     assert names(transactions) == [b"a", b"b", b"before", b"large"]
 
 

@@ -15,7 +15,7 @@ from kvstore.stats import StoreStats
 from kvstore.store.fence import Fence
 from kvstore.store.host_blocks import HostBlocks
 from tests.support.store.host import chain, payload
-from tests.support.waiting import wait_until
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def names_and_store(tmp_path):
     disk = DiskTier(directory, 8 << 20)
     io = IoQueue(disk, lambda: None, batch_wait_s=3600.0)
     yield names, HostBlocks(disk, io, steering, Planner(1, 1), StoreStats(), time.time, {names.root})
-    assert io.close(5.0)
+    assert io.close(TIMEOUT_S)
     disk.close()
     directory.close()
 

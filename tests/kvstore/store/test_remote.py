@@ -4,15 +4,17 @@ import pytest
 
 from kvstore.memory.tier import ArenaBlockState
 from kvstore.remote.tier import RemoteTier
+from kvstore.store import remote_contents
 from kvstore.store.matching import choose
 from kvstore.store.prefetch import Prefetcher
 from kvstore.store.reads import DiskReads
 from kvstore.store.remote import RemoteBlocks, RemoteSource
 from kvstore.store.requests import Requests
 from kvstore.store.stored import Identity, StoredBlocks
+from tests.support.faults import constants
 from tests.support.store.memory_shared import MemoryShared
 from tests.support.store.prefetch_bench import SIZE, Bench
-from tests.support.waiting import wait_until
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 PAYLOAD = b"12345678"
 
@@ -63,9 +65,10 @@ class RemoteBench(Bench):
 @pytest.fixture
 def bench():
     found = RemoteBench()
-    yield found
+    with constants(remote_contents, ANSWER_S=1000.0):  # of the threads' clock; the bench's stands still
+        yield found
     found.shared.may_answer.set()
-    assert found.tier.close(10.0)
+    assert found.tier.close(TIMEOUT_S)
 
 
 def test_what_is_there_is_read_for_whoever_asked(bench):

@@ -3,10 +3,20 @@
 import pytest
 
 from kvstore.remote.tier import Asked, RemoteTier
-from kvstore.store.remote_contents import ANSWER_S, KNOWN_S, MOST_KNOWN, RemoteContents
+from kvstore.store import remote_contents
+from kvstore.store.remote_contents import KNOWN_S, MOST_KNOWN, RemoteContents
+from tests.support.faults import constants
 from tests.support.store.memory_shared import MemoryShared, ended
 from tests.support.store.prefetch_bench import Bench
-from tests.support.waiting import wait_until
+from tests.support.waiting import TIMEOUT_S, wait_until
+
+ANSWER_S = 1000.0  # by the clock of these tests; by that of the threads which ask it is never over
+
+
+@pytest.fixture(autouse=True)
+def answer_s():
+    with constants(remote_contents, ANSWER_S=ANSWER_S):
+        yield
 
 
 class Contents(RemoteContents):
@@ -29,7 +39,7 @@ def contents():
     found = Contents()
     yield found
     found.shared.may_answer.set()
-    assert found.tier.close(10.0)
+    assert found.tier.close(TIMEOUT_S)
 
 
 def test_what_is_there_is_known_and_who_asked_is_told(contents):
@@ -64,8 +74,9 @@ def test_nobody_waits_where_another_has_waited_in_vain(contents):
     first, second = contents.bench.request(1, stored=False), contents.bench.request(2, stored=False)
     contents.shared.may_answer.clear()
     contents.ask(first)
-    wait_until(lambda: contents.tier.asks.running_s > ANSWER_S)
-    contents.ask(second)
+    wait_until(lambda: contents.tier.asks.running_s > 0.1)
+    with constants(remote_contents, ANSWER_S=0.1):
+        contents.ask(second)
     assert contents.is_asking(second, is_next=False), "while it is in the queue, it may hear a late answer"
     assert contents.is_asking(first) and not contents.is_asking(second)
     contents.shared.may_answer.set()
@@ -135,7 +146,7 @@ def test_it_always_waits_where_everything_is_to_be_loaded():
     contents.shared.may_answer.set()
     contents.hear()
     assert not contents.is_asking(request)
-    assert contents.tier.close(10.0)
+    assert contents.tier.close(TIMEOUT_S)
 
 
 def test_what_is_known_is_bounded(contents):

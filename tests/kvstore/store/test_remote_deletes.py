@@ -5,7 +5,7 @@ import pytest
 from kvstore.remote.tier import DeleteDone, RemoteTier
 from kvstore.store.remote_deletes import MOST_DELETES, RemoteDeletes
 from tests.support.store.memory_shared import MemoryShared, ended
-from tests.support.waiting import wait_until
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 IDS = [bytes([i]) * 32 for i in range(5)]
 
@@ -20,7 +20,7 @@ def tier(shared):
     found = RemoteTier(shared, lambda: None)
     yield found
     shared.may_answer.set()
-    assert found.close(10.0)
+    assert found.close(TIMEOUT_S)
 
 
 def test_what_is_confirmed_is_gone(shared, tier):

@@ -8,6 +8,7 @@ from kvstore.remote.tier import PutsDone, RemoteTier
 from kvstore.store.remote_stores import MOST_OFFERS, OFFER_S, RemoteStores
 from tests.support.store.memory_shared import MemoryShared, ended
 from tests.support.store.prefetch_bench import Bench
+from tests.support.waiting import TIMEOUT_S
 
 NUM_ARENA_BLOCKS = 32
 
@@ -59,7 +60,7 @@ def stores():
     found = Stores()
     yield found
     found.shared.may_answer.set()
-    assert found.tier.close(10.0)
+    assert found.tier.close(TIMEOUT_S)
 
 
 def test_a_chain_goes_from_disk_as_far_as_it_is_not_known_to_be_there(stores):
@@ -77,7 +78,7 @@ def test_batches_begin_where_groups_do():
     stores.offered(11, num_known=2)
     stores.move()
     assert stores.shared.batches == [[2, 3], [4, 5, 6, 7], [8, 9, 10]]
-    assert stores.tier.close(10.0)
+    assert stores.tier.close(TIMEOUT_S)
 
 
 def test_what_is_not_on_disk_yet_is_waited_for_but_not_for_ever(stores):
@@ -132,4 +133,4 @@ def test_without_a_disk_arena_blocks_are_lent_and_come_back():
     assert [pool.ref_count(arena_block) for arena_block in arena_blocks] == [0] * 10
     assert all(stores.bench.cpu.state(arena_block) is ArenaBlockState.READY for arena_block in arena_blocks)
     assert set(map(len, stores.shared.blocks.values())) == {8}
-    assert stores.tier.close(10.0)
+    assert stores.tier.close(TIMEOUT_S)
