@@ -75,7 +75,7 @@ def test_another_requests_nan_stays_its_own():
     assert out[0].isfinite().all() and out[1].isnan().all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)).map(lambda p: (max(p), min(p))), min_size=1, max_size=6),
     st.sampled_from(sorted(SCORINGS)),

@@ -5,7 +5,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.config import CacheTiers, format_size, parse_size
@@ -36,13 +36,11 @@ def test_what_is_no_size_is_refused_with_the_accepted_forms(value):
     assert str(error.value).startswith(f"cpu is {value!r}")
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2**50))
 def test_any_whole_number_is_itself(size):
     assert parse_size(size) == size
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.text(max_size=8))
 def test_any_text_is_a_size_or_a_config_error(text):
     with contextlib.suppress(ConfigError):

@@ -245,7 +245,7 @@ def test_who_rests_has_no_helper_and_gets_a_bound_one_again():
 
 
 RESTING = """
-import json, threading, torch
+import json, threading, time, torch
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from kvstore.kernels.cpu.threads import Team
@@ -265,6 +265,9 @@ def step():
         x @ x
     found = len(alone())
     team.rest()
+    until = time.monotonic() + 60
+    while alone() and time.monotonic() < until:  # nobody waits for the end of a helper
+        time.sleep(0.005)
     return [found, len(alone())]
 
 with ThreadPoolExecutor(1) as fresh:  # the thread that steps

@@ -5,7 +5,7 @@ import hmac
 import struct
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.blocks import ids as block
@@ -13,7 +13,6 @@ from kvstore.blocks.ids import BLOCK_ID_BYTES, child_block_id, extend_chain, lin
 
 SECRET = bytes(range(32))
 ROOT = lineage_root(SECRET, "model-a", "tenant", "salt")
-STEADY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # no test depends on the clock
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 
@@ -40,7 +39,6 @@ def test_a_block_id_is_the_sha256_of_parent_and_tokens():
     assert len(expected) == BLOCK_ID_BYTES
 
 
-@STEADY
 @given(TOKENS)
 def test_token_bytes_are_little_endian_u32(tokens):
     assert token_bytes(tokens) == struct.pack(f"<{len(tokens)}I", *tokens)
@@ -59,7 +57,6 @@ def test_a_token_that_is_no_u32_is_not_cut_to_one(tokens):
         token_bytes(tokens)
 
 
-@STEADY
 @given(TOKENS, st.integers(1, 9))
 def test_a_chain_names_every_full_block_and_no_other(tokens, block_size):
     chain = chain_of(tokens, block_size)
@@ -70,7 +67,6 @@ def test_a_chain_names_every_full_block_and_no_other(tokens, block_size):
         assert block_id == parent
 
 
-@STEADY
 @given(TOKENS, st.integers(1, 5), st.lists(st.integers(0, 40), max_size=6))
 def test_growing_a_chain_in_any_steps_gives_the_same_chain(tokens, block_size, stops):
     chain: list[bytes] = []
@@ -117,7 +113,6 @@ def test_half_a_surrogate_pair_is_a_salt_like_any_other():
     assert len({lineage_root(SECRET, "m", "t", salt) for salt in salts}) == len(salts)
 
 
-@STEADY
 @given(st.text(max_size=20), st.text(max_size=20), st.text(max_size=20), st.text(max_size=20))
 def test_two_owners_have_one_root_only_when_they_are_one(tenant_a, salt_a, tenant_b, salt_b):
     roots_equal = lineage_root(SECRET, "m", tenant_a, salt_a) == lineage_root(SECRET, "m", tenant_b, salt_b)
