@@ -22,7 +22,7 @@ from tests.support.engines import (
     settle,
 )
 from tests.support.engines import tokens as some_tokens
-from tests.support.faults import before_each_load, before_each_save
+from tests.support.faults import before_each_load, before_each_save, constants
 
 MODEL = {"tokenizer": True}
 NUM_LAYERS = 3
@@ -302,13 +302,14 @@ def test_invariant_8_a_save_that_failed_is_made_up_for_by_a_later_turn(engine, p
 # -- reads -------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("cpu", ["2MiB", 0])
 def test_invariant_1_a_stored_chain_larger_than_the_free_arena_blocks_is_loaded_as_far_as_they_go(
-    model, plain, tmp_path, monkeypatch, cpu
+    model, plain, tmp_path, cpu
 ):
     """Writes that fail hold their arena blocks: a request that cannot get enough must not wait for ever."""
-    monkeypatch.setattr(kvstore.store.assembly, "STAGING_BYTES", 0)
     if cpu:
         cpu = 40 * LLAMA_BLOCK_BYTES
-    with by_hand(open_engine(model, tmp_path / "s", cpu=cpu, max_num_seqs=2)) as engine:
+    with constants(kvstore.store.assembly, STAGING_BYTES=0):
+        opened = open_engine(model, tmp_path / "s", cpu=cpu, max_num_seqs=2)
+    with by_hand(opened) as engine:
         prompt = some_tokens(97, 200)
         store_and_evict(engine, prompt)
         evict_cpu(engine)

@@ -145,16 +145,22 @@ def test_invariant_5_kill_at_any_moment_loses_no_acknowledged_turn(nursery, mode
     """RocksDB's crash test: a child chats until it is killed, again and again in the same store."""
     is_long = request.config.getoption("--long") or os.environ.get("KVSTORE_LONG_TESTS")
     rng, log = random.Random(1), tmp_path / "log"
-    for number in range(NUM_LONG_ROUNDS if is_long else NUM_ROUNDS):
+    num_rounds = NUM_LONG_ROUNDS if is_long else NUM_ROUNDS
+
+    def are_enough() -> bool:
+        return len(acknowledged(log)) == 3 and num_turns(log) > 20
+
+    for number in range(num_rounds):
         pid = nursery.start("chat", model, store, log, rng.randrange(1 << 30))
         assert nursery.line() == "ready"
         wanted = num_turns(log) + rng.randrange(8)  # by turns and not by the clock: a busy machine makes few
-        wait_until(lambda wanted=wanted: num_turns(log) >= wanted, "turns are made", 120.0)
+        wait_until(lambda wanted=wanted: num_turns(log) >= wanted, "turns are made")
+        if number == num_rounds - 1:
+            wait_until(are_enough, "turns of all sessions")
         time.sleep(rng.uniform(0.02, 0.2))
         nursery.kill(pid)
         if number % 2:  # in between a crash is followed by the next run at once
             check_after_kill(model, store, log, plain)
-    assert len(acknowledged(log)) == 3 and num_turns(log) > 20
     check_after_kill(model, store, log, plain)
 
 
@@ -289,7 +295,9 @@ def test_invariant_1_reads_that_raise_end_in_computing(model, store, plain):
         with reads_that(fail):
             outs = engine.generate([[*prompt, 1] for prompt in prompts], greedy(4))
         assert [out.token_ids for out in outs] == [plain([*prompt, 1], 4) for prompt in prompts]
-        assert counters(engine)["read_failures"] == {"failed": 12}
+        found = counters(engine)
+        assert set(found["read_failures"]) == {"failed"}
+        assert found["read_failures"]["failed"] + found["cancelled_reads"] == 12  # behind one that failed, or read too
         settle(engine)
 
 
