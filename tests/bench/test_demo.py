@@ -7,11 +7,19 @@ import pytest
 from bench import demo
 from bench.demo_worker import Processors, warm_up
 from kvstore import Engine, SamplingParams
+from kvstore.admin.control import ask
+from tests.support.faults import before_each
+from tests.support.waiting import TIMEOUT_S, wait_until
 
 
 def test_the_conversation_goes_on_after_the_kill(capsys, tmp_path):
+    def is_written() -> bool:
+        disk = ask(tmp_path / "store", "stats", {}, TIMEOUT_S)["disk"]
+        return disk["blocks"] > 0 and disk["queued_write_bytes"] == 0
+
     before = ("My name is Marta.", "I live in Lisbon.", "What is my name?")
-    costs = demo.run_demo(None, str(tmp_path / "store"), before, ("Where do I live?",))
+    with before_each(demo.Worker, "kill", lambda: wait_until(is_written)):  # longer than the demonstration does
+        costs = demo.run_demo(None, str(tmp_path / "store"), before, ("Where do I live?",))
     shown = capsys.readouterr().out
     assert "kill -9" in shown and shown.count("Lisbon") >= 3
     assert [cost.note for cost in costs] == ["cold", "warm", "warm", "after kill -9"]

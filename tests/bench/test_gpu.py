@@ -30,7 +30,7 @@ def whole(tmp_path_factory):
     """One run of everything: its document, what it printed, and what it said meanwhile."""
     file = tmp_path_factory.mktemp("gpu") / "found.json"
     process = start(file)
-    out, said = process.communicate(timeout=240)
+    out, said = process.communicate(timeout=600)
     assert process.returncode == 0, said
     return json.loads(file.read_text()), out, said
 
@@ -112,7 +112,7 @@ def test_a_kill_leaves_the_results_so_far(tmp_path):
     wait_until(file.exists)
     assert json.loads(file.read_text())["results"]  # what SIGKILL would leave
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=600)
     assert json.loads(file.read_text())["results"]
     assert process.returncode == 130 and gpu.REHEARSAL in out  # the table
 

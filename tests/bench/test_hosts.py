@@ -22,7 +22,7 @@ def table(tmp_path_factory):
     parts = "speed,turns,cold,traffic" + (",full" if may_mount() else "")
     command = [sys.executable, "-m", "bench.hosts", "--peer-python", python, "--models", "tiny", "--quick",
                "--threads", "1", "--logs", folder, "--json", found, "--parts", parts]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return {row["measure"]: row for row in json.loads(found.read_text())["results"]}
 

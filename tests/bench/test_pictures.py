@@ -105,5 +105,5 @@ def test_what_measured_little_is_refused(file, tmp_path, flags, rows, message):
 def test_a_file_that_is_none_of_ours_ends_with_its_name(tmp_path):
     (tmp_path / "x.json").write_text("[]")
     command = [sys.executable, "-m", "bench.pictures", tmp_path / "x.json", "--out", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2 and "x.json is not what a benchmark writes" in done.stderr
