@@ -150,5 +150,8 @@ class Runner:
                 assert sim.pool.ref_count(block) == 1, "a shared block is written"
             start = (position - first) * TOKEN_BYTES
             contents[block][offset * TOKEN_BYTES : (offset + 1) * TOKEN_BYTES] = part[start : start + TOKEN_BYTES]
-        sim.forgotten.difference_update(request.chain[first // size : (first + num_tokens - 1) // size + 1])
+        if sim.forgotten:  # the last block may have no id yet
+            touched = range(first // size, (first + num_tokens - 1) // size + 1)
+            anew = {bytes(story[index * width : (index + 1) * width]) for index in touched}
+            sim.forgotten -= {one for one in sim.forgotten if sim.book.blocks[one] in anew}
         return part
