@@ -5,6 +5,8 @@ Knows how tables can fail, and nothing of what is done to sessions.
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import groupby
@@ -24,6 +26,7 @@ from kvstore.sessions.tables import StaleViewError, View
 T = TypeVar("T")
 MAX_QUEUE = 256  # tickets waiting for the next group
 MAX_RETRIES = 20  # of one group: each doubles the map
+GIVE_WAY_S, MOST_GIVE_WAY_S = 0.001, 0.1  # before the second try after another server was faster; doubled with each
 IO_ERRORS = (lmdb.Error, OSError, MemoryError)
 
 
@@ -48,12 +51,12 @@ class SessionTransactions:
         explained = self._explaining(work, key)
         if self._is_closed:
             raise StoreError("the session store is closed")
-        for _ in range(MAX_RETRIES):
+        for number in range(MAX_RETRIES):
             try:
                 with self.storage.read() as view:
                     return explained(view)
             except StaleViewError:
-                continue
+                _give_way(number)
             except IO_ERRORS as error:
                 raise StoreError(f"the session store cannot be read: {error}") from error
         raise StoreError("the session store cannot be read: other servers change all the time what is read")
@@ -135,7 +138,8 @@ class SessionTransactions:
         return outcomes
 
     def _transact(self, group: Sequence[Ticket[Any]]) -> Sequence[object]:
-        for _ in range(MAX_RETRIES):
+        is_stale = False
+        for number in range(MAX_RETRIES):
             try:
                 if group[0].change is None:
                     self.storage.compact()
@@ -148,8 +152,16 @@ class SessionTransactions:
             except lmdb.PanicError:
                 self.storage.reopen()
             except StaleViewError:
-                continue
+                is_stale = True
+                _give_way(number)
+        if is_stale:
+            raise RemoteError("other servers change all the time what is written")
         raise DegradedError(f"it could not be written in {MAX_RETRIES} tries")
+
+
+def _give_way(number: int) -> None:
+    """Wait before the next try, for as long as chance says: servers that come again at once meet again."""
+    time.sleep(random.uniform(0.0, min(GIVE_WAY_S * 2 ** min(number, 10), MOST_GIVE_WAY_S)))
 
 
 def _outcome(view: View, ticket: Ticket[Any]) -> object:

@@ -2,7 +2,10 @@
 
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -102,6 +105,29 @@ def test_many_sessions_are_begun_at_once_and_each_has_its_number(servers):
         thread.join()
     heads = servers[0].list(TENANT)
     assert len({head.number for head in heads}) == len(heads) == 60
+
+
+def test_one_that_is_overtaken_every_time_says_so_and_one_that_is_not_stores(servers):
+    one, other = servers
+    storage, names = one.transactions.storage, map(str, range(100))
+
+    @contextmanager
+    def overtaken(is_so: Callable[[], bool], write=storage.write) -> Iterator[object]:
+        with write() as view:
+            yield view
+            if is_so():  # both take the next number
+                create(other, SessionKey(TENANT, next(names))).wait()
+
+    times = iter(range(6))
+    with mock.patch.object(storage, "write", lambda: overtaken(lambda: next(times, None) is not None)):
+        with (
+            constants(transactions, MAX_RETRIES=3),
+            pytest.raises(RemoteError, match="not stored: other servers change"),
+        ):
+            create(one, KEY).wait()
+        create(one, KEY).wait()
+    assert one.head(KEY) == other.head(KEY) is not None
+    assert len(one.list(TENANT)) == 3 + 3 + 1
 
 
 def test_a_session_that_is_deleted_while_it_is_read_is_never_half_there(servers):
