@@ -122,7 +122,7 @@ def test_one_that_is_overtaken_every_time_says_so_and_one_that_is_not_stores(ser
     with mock.patch.object(storage, "write", lambda: overtaken(lambda: next(times, None) is not None)):
         with (
             constants(transactions, MAX_RETRIES=3),
-            pytest.raises(RemoteError, match="not stored: other servers change"),
+            pytest.raises(RemoteError, match="stored: other servers change"),
         ):
             create(one, KEY).wait()
         create(one, KEY).wait()
