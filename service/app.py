@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from aiohttp import HttpVersion10, HttpVersion11, web
 
-from kvstore.service.api import admin, edge, openapi, page
+from kvstore.service.api import admin, edge, health, openapi, page
 from kvstore.service.api.context import ANSWERED, CONTEXT, EXCHANGE, Context, Exchange, context_of
 from kvstore.service.api.openai import chat as openai
 from kvstore.service.api.openai import completions, responses
@@ -22,8 +22,8 @@ from kvstore.service.http.logs import log
 from kvstore.service.http.routes import Handler, Route
 
 ROUTES: tuple[Route, ...] = (
-    *edge.ROUTES, *openai.ROUTES, *completions.ROUTES, *chat.ROUTES, *sessions.ROUTES, *responses.ROUTES,
-    *admin.ROUTES, *openapi.ROUTES, *page.ROUTES,
+    *health.ROUTES, *edge.ROUTES, *openai.ROUTES, *completions.ROUTES, *chat.ROUTES, *sessions.ROUTES,
+    *responses.ROUTES, *admin.ROUTES, *openapi.ROUTES, *page.ROUTES,
 )  # fmt: skip
 
 POLLED = frozenset({"/health", "/ready", "/metrics"})  # by machines, every few seconds

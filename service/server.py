@@ -31,6 +31,7 @@ from kvstore.remote.address import parse_redis_url
 from kvstore.remote.names import PREFILL_KEY, fleet_secret
 from kvstore.service.api import prefill
 from kvstore.service.api.context import Context
+from kvstore.service.api.health import watch
 from kvstore.service.api.metrics import Metrics
 from kvstore.service.app import ROUTES, make_app
 from kvstore.service.http.access import Access
@@ -64,7 +65,8 @@ def run_serve(
     ensure_descriptors(options.max_connections)
     set_up_logging(options.log_format, options.log_level)
     warnings.showwarning = _log_warning
-    return asyncio.run(_serve(server, lambda: open_engine(model, engine_arguments, options, engine_factory)))
+    store = store_of(engine_arguments)
+    return asyncio.run(_serve(server, store, lambda: open_engine(model, engine_arguments, options, engine_factory)))
 
 
 def check_engine(model: str | None, engine_arguments: Mapping[str, Any], options: ServeOptions) -> None:
@@ -81,6 +83,12 @@ def fleet_key_of(engine_arguments: Mapping[str, Any]) -> bytes | None:
     """What servers sign in with whose prompts this one computes; None: it does not."""
     tiers = CacheTiers.of(engine_arguments.get("cache_tiers"))
     return fleet_secret(tiers.fleet_secret_file).derived(PREFILL_KEY) if tiers.role == "prefill" else None
+
+
+def store_of(engine_arguments: Mapping[str, Any]) -> str | None:
+    """The directory of the disk tier and of sessions; None: nothing is kept on disk."""
+    tiers = CacheTiers.of(engine_arguments.get("cache_tiers"))
+    return os.path.abspath(tiers.path) if tiers.disk and tiers.path is not None else None
 
 
 def _log_warning(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -122,7 +130,7 @@ def _local_engine(*given: Any, **named: Any) -> Any:
     return open_waiting_for_lock(lambda: Engine(*given, **named))
 
 
-async def _serve(server: "Server", open_engine: OpenEngine) -> int:
+async def _serve(server: "Server", store: str | None, open_engine: OpenEngine) -> int:
     ended = _signals()
     await server.listen()
     log("loading the model", {"address": server.address})
@@ -134,11 +142,13 @@ async def _serve(server: "Server", open_engine: OpenEngine) -> int:
         await loading
         gc.collect()
         gc.freeze()  # a full collection would spend a third of a second on what was loaded and stays
-        log("ready", await server.context.engine.call(server.description))
+        log("ready", {**await server.context.engine.call(server.description), "store": store})
         is_down = _until(lambda: server.context.has_failed, math.inf, FAILURE_POLL_S)
         failing: asyncio.Future[Any] = asyncio.ensure_future(is_down)
+        watching = asyncio.create_task(watch(server.context))
         await asyncio.wait((ended, failing), return_when=asyncio.FIRST_COMPLETED)
         failing.cancel()
+        watching.cancel()
         code = _code(ended.result()) if ended.done() else EXIT_ENGINE_FAILED
         log("stopping", {"running": server.context.limits.num_admitted, "exit_code": code})
     finally:

@@ -136,7 +136,7 @@ class SessionStore:
         self.transactions.damaged |= are_damaged
         return heads
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, object]:
         """Counters and gauges of the whole store."""
         return {"dropped": 0 if self._recent is None else self._recent.num_dropped, **self.upkeep.stats()}
 

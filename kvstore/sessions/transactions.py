@@ -43,6 +43,7 @@ class SessionTransactions:
         self._then = then
         self._is_closed = False
         self._counts = dict.fromkeys(("commits", "committed", "refused", "failed", "grown", "largest_group"), 0)
+        self._last_failure: str | None = None
         self._committer = Committer("the session store", self._commit, MAX_QUEUE)
         leave_to_parent(self, "the session store")
 
@@ -73,8 +74,9 @@ class SessionTransactions:
         """Rewrite the file without what was deleted. Returns when it is done; needs the file's size in free space."""
         self._committer.submit(None).wait()
 
-    def stats(self) -> dict[str, int]:
-        return {**self._counts, "queued": self._committer.num_queued, "lost": int(self.storage.is_lost())}
+    def stats(self) -> dict[str, object]:
+        now = {"queued": self._committer.num_queued, "lost": int(self.storage.is_lost())}
+        return {**self._counts, **now, "last_failure": self._last_failure}
 
     def close(self) -> None:
         """Carry out what is queued, sync and close. Calling it again does nothing."""
@@ -118,16 +120,16 @@ class SessionTransactions:
         try:
             outcomes = self._transact(group)
         except LostFileError as error:
-            self._counts["failed"] += len(group)
+            self._note_failure(error, len(group))
             return [StoreLostError(f"not stored: {error}")] * len(group)
         except (RemoteError, StoreLostError) as error:
-            self._counts["failed"] += len(group)
+            self._note_failure(error, len(group))
             return [type(error)(f"not stored: {error}")] * len(group)
         except (*IO_ERRORS, StoreError) as error:  # StoreError: the file may refuse to be opened again
             if len(group) > 1:
                 # One may be what the others failed for: too large for the disk, or on a damaged page.
                 return [self._outcomes([ticket])[0] for ticket in group]
-            self._counts["failed"] += 1
+            self._note_failure(error, 1)
             return [DegradedError(f"not stored, the session store's disk failed ({error}): free space and try again")]
         num_refused = sum(isinstance(outcome, StoreError) for outcome in outcomes)
         self._counts["commits"] += 1
@@ -136,6 +138,10 @@ class SessionTransactions:
         if self._then is not None:
             self._then(outcomes)
         return outcomes
+
+    def _note_failure(self, error: Exception, num_changes: int) -> None:
+        self._counts["failed"] += num_changes
+        self._last_failure = str(error)
 
     def _transact(self, group: Sequence[Ticket[Any]]) -> Sequence[object]:
         is_stale = False

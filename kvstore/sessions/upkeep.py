@@ -108,7 +108,7 @@ class SessionUpkeep:
         return True
 
     # -- numbers -----------------------------------------------------------------------------------------------------
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, object]:
         transactions = self._transactions
         with suppress(RemoteError, StoreLostError):  # then what was so a while ago is told
             self._counted = {**transactions.read(self._count), "bytes": transactions.storage.num_bytes()}

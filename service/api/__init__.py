@@ -4,8 +4,9 @@
 - `openai/`: OpenAI's routes
 - `admin`: the administrator's routes
 - `context`: what every handler can reach, and what is known of one request
-- `edge`: health, version, models, tokens
+- `edge`: /metrics, version, models, tokens
 - `engine_metrics`: what /metrics shows of the engine: tiers, failures, sessions
+- `health`: /health and /ready, and lines in the log when what they tell changes
 - `metrics`: /metrics: what is counted of requests and answers
 - `openapi`: /openapi.json from the table of routes and the types of bodies
 - `page`: the web page's static files

@@ -19,6 +19,7 @@ from kvstore.service.http.limits import Deadline, Limits
 from kvstore.service.settings.serve_options import ServeOptions
 
 State = Literal["starting", "running", "stopping", "failed"]
+SILENT_S = 5.0  # without a sign of life; there should be two a second
 
 
 @dataclass(slots=True)
@@ -48,6 +49,12 @@ class Context:
     def has_failed(self) -> bool:
         """Whether the engine ended without being asked to."""
         return self.state == "failed" or (self.state == "running" and self.engine.engine.closed)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the engine's own process has given no sign of life for long enough to doubt it."""
+        limit_s = min(SILENT_S, self.options.engine_timeout_s / 2)
+        return self.state == "running" and getattr(self.engine.engine, "silent_s", 0.0) >= limit_s
 
     def answer_ended(self, output: RequestOutput, route: str, itl_s: Sequence[float] | None = None) -> None:
         """Count an answer that has ended, for /metrics and for its request's line in the log."""

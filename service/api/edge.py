@@ -1,4 +1,4 @@
-"""Routes around the answers: health, metrics, version, models, tokens of a text and texts of tokens."""
+"""Routes around the answers: metrics, version, models, tokens of a text and texts of tokens."""
 
 from functools import lru_cache, partial
 from typing import Annotated, Any
@@ -17,83 +17,17 @@ from kvstore.service.http.errors import ApiError, bad_request
 from kvstore.service.http.routes import Route
 
 MAX_TOKENIZED_CHARS = 2**20
-SILENT_S = 5.0  # without a sign of life; there should be two a second
 
 
 def json_response(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
 
 
-# -- health ----------------------------------------------------------------------------------------------------------
-class Health(msgspec.Struct):
-    """status: ok, degraded (it answers, but some part does not work), starting, stopping or failed."""
-
-    status: str
-    reasons: list[str]
-
-
-class Ready(msgspec.Struct):
-    ready: bool
-
-
-async def health(request: web.Request) -> web.Response:
-    context = context_of(request)
-    if context.has_failed:
-        return json_response(Health("failed", ["engine_failed"]), 503)
-    if context.state != "running":
-        return json_response(Health(context.state, []), 503)
-    if _is_restarting(context):
-        return json_response(Health("degraded", ["engine_restarting"]))
-    reasons = health_reasons(await context.stats.get(), context.stats.sessions_fail)
-    if is_silent(context) or context.stats.is_stuck:
-        reasons.append("engine_not_answering")
-    return json_response(Health("degraded" if reasons else "ok", reasons))
-
-
-async def ready(request: web.Request) -> web.Response:
-    context = context_of(request)
-    fails = context.state != "running" or context.has_failed
-    is_ready = not (fails or _is_restarting(context) or is_silent(context))
-    return json_response(Ready(is_ready), 200 if is_ready else 503)
-
-
 async def metrics(request: web.Request) -> web.Response:
     context = context_of(request)
     stats = await context.stats.get()
-    page = context.metrics.render({} if "error" in stats or is_silent(context) else stats)
+    page = context.metrics.render({} if "error" in stats or context.is_silent else stats)
     return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
-
-
-def _is_restarting(context: Context) -> bool:
-    """Whether the engine's own process has ended and the next one is being started."""
-    return getattr(context.engine.engine, "state", "running") == "restarting"
-
-
-def is_silent(context: Context) -> bool:
-    """Whether the engine's own process has given no sign of life for long enough to doubt it."""
-    limit_s = min(SILENT_S, context.options.engine_timeout_s / 2)
-    return context.state == "running" and getattr(context.engine.engine, "silent_s", 0.0) >= limit_s
-
-
-def health_reasons(stats: dict[str, Any], sessions_fail: bool) -> list[str]:
-    disk, sessions, remote = (stats.get(name) or {} for name in ("disk", "sessions", "remote"))
-    found = {
-        "stats_unavailable": "error" in stats,
-        "replica_down": any(one["process"]["state"] != "running" for one in stats.get("replicas", ())),
-        "disk_degraded": disk.get("degraded"),
-        "disk_broken": disk.get("broken"),
-        "remote_degraded": remote.get("degraded"),
-        "prefill_degraded": (remote.get("prefill") or {}).get("degraded"),
-        "disk_was_reset": disk.get("was_reset"),
-        "disk_file_lost": disk.get("lost"),
-        "store_lost": stats.get("lost"),
-        "sessions_file_lost": not stats.get("lost") and sessions.get("lost"),
-        "sessions_missing": sessions.get("missing"),
-        "session_store_unreachable": sessions.get("unreachable"),
-        "sessions_damaged": sessions.get("damaged"),
-        "sessions_failing": sessions_fail,
-    }
-    return [code for code, is_so in found.items() if is_so]
 
 
 # -- what is served --------------------------------------------------------------------------------------------------
@@ -240,8 +174,6 @@ def _chat_ids(tokenizer: Any, messages: list[Message]) -> list[int]:
 
 
 ROUTES = (
-    Route("GET", "/health", health, "public", "Whether the server works.", None, Health, "server"),
-    Route("GET", "/ready", ready, "public", "Whether the model is loaded.", None, Ready, "server"),
     Route("GET", "/metrics", metrics, "user", "Metrics in Prometheus' text format.", None, str, "server"),
     Route("GET", "/version", version, "user", "Version, model and sizes.", None, Version, "server"),
     Route("GET", "/v1/models", list_models, "user", "The models: one.", None, ModelList, "models"),

@@ -20,11 +20,12 @@ from yarl import URL
 
 from kvstore.config import parse_endpoint
 from kvstore.errors import KVStoreError
+from kvstore.service.api.health import watch
 from kvstore.service.http.descriptors import ensure_descriptors
 from kvstore.service.http.errors import ApiError, unavailable
 from kvstore.service.http.logs import log, set_up_logging
 from kvstore.service.replicas.places import ReplicaPlace
-from kvstore.service.server import Server, open_engine
+from kvstore.service.server import Server, open_engine, store_of
 from kvstore.service.settings.options import default_store
 from kvstore.service.settings.serve_options import ServeOptions
 
@@ -98,8 +99,9 @@ class Replica:
             connector=aiohttp.UnixConnector(path, limit=0), timeout=aiohttp.ClientTimeout(total=None),
             auto_decompress=False, skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
         )  # fmt: skip
+        self._watching = asyncio.create_task(watch(self._server.context))
         described = await self._server.context.engine.call(self._server.description)
-        log("replica is ready", {"replica": self._place.name, **described})
+        log("replica is ready", {"replica": self._place.name, **described, "store": store_of(own)})
 
     async def answer(self, call: PassedRequest) -> AsyncIterator[Head | bytes]:
         """The head of the answer, then its body as it comes. To end the iteration early is to abort the request."""
@@ -140,6 +142,7 @@ class Replica:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
+        self._watching.cancel()
         await self._server.drain()
         engine = self._server.context.engine
         try:

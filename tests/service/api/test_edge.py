@@ -8,7 +8,7 @@ import pytest
 from kvstore.engine.builtin import MODEL_DIR
 from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.errors import DegradedError
-from kvstore.service.api.edge import health_reasons
+from kvstore.service.api.health import health_reasons
 from kvstore.service.api.page import FILES
 from kvstore.service.api.recent_stats import RecentStats
 from tests.support.by_hand import held
@@ -42,8 +42,8 @@ def test_a_server_that_works_is_healthy_and_ready(server):
     ({"error": "OSError"}, ["stats_unavailable"]),
 ])  # fmt: skip
 def test_what_does_not_work_is_named(stats, reasons):
-    assert health_reasons(stats, False) == reasons
-    assert health_reasons(stats, True) == [*reasons, "sessions_failing"]
+    assert list(health_reasons(stats, False)) == reasons
+    assert list(health_reasons(stats, True)) == [*reasons, "sessions_failing"]
 
 
 def engine_that(server, **methods):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.service.api.edge import health_reasons
+from kvstore.service.api.health import health_reasons
 from kvstore.service.api.page import HEADERS, WEB
 from tests.support.faults import before_each_step
 from tests.support.redis_server import RedisServer
