@@ -365,6 +365,7 @@ class Press:
         if name == "kvstore.service.settings.options":
             os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it may have been started with it ignored
 sys.meta_path.insert(0, Press())
 from kvstore.__main__ import main
 sys.exit(main())
