@@ -105,7 +105,7 @@ class EngineConfig:
         for name in ("tokenizer", "revision", "chat_template", "kv_events_topic", "session_store"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value.strip()):
-                raise ConfigError(f"{name} is {value!r}; give a text, or None for the default")
+                raise ConfigError(f"{name} is {value!r}; give a text, or leave it out")
         check_settings(self)
         if self.kv_events is not None:
             parse_endpoint(self.kv_events, "kv_events")

@@ -150,13 +150,14 @@ class CacheTiers:
 
     def _check_role(self) -> None:
         if self.role is not None and self.remote is None:
-            raise ConfigError(f"role is {self.role}, but remote is not set; KV goes from one server to the other by it")
+            what = "give remote=URL, by which KV goes from one server to the other"
+            raise ConfigError(f"role is {self.role}, but remote is not set; {what}")
         if self.role == "decode" and self.prefill_url is None:
             raise ConfigError("role is decode, but prefill_url is not set; give the address of a server that prefills")
         if self.prefill_url is not None:
             parse_prefill_url(self.prefill_url)
             if self.role != "decode":
-                raise ConfigError("prefill_url is set, but role is not decode; give --role decode")
+                raise ConfigError("prefill_url is set, but role is not decode; give role=decode")
 
     @classmethod
     def of(cls, value: "CacheTiers | Mapping[str, object] | None") -> "CacheTiers":

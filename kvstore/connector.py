@@ -16,8 +16,9 @@ from kvstore.blocks.ends import Order
 from kvstore.blocks.holdings import Holdings
 from kvstore.blocks.ids import BlockId, Lineage, lineage_root
 from kvstore.blocks.records import SaveFence, TransferPlan
-from kvstore.config import CacheTiers
+from kvstore.config import CacheTiers, format_size
 from kvstore.disk.directory import StoreDirectory
+from kvstore.errors import ConfigError
 from kvstore.memory.layout import KVLayout
 from kvstore.policy.conversation import Answer, Conversation
 from kvstore.policy.lookahead import LookAhead
@@ -221,13 +222,15 @@ class NullConnector(KVConnector):
 def hold_store(tiers: CacheTiers) -> StoreDirectory | None:
     """Become the owner of these tiers' store, quickly and without a model; None if there is no disk tier.
 
-    Raises StoreError or StoreLockedError.
+    Raises ConfigError for a size that no disk tier can have, StoreError or StoreLockedError.
     """
     if not tiers.disk or tiers.path is None:
         return None
-    from kvstore.disk.env import check_map_bytes  # loads lmdb
+    from kvstore.disk.env import MIN_MAP_BYTES  # loads lmdb
 
-    check_map_bytes(Path(tiers.path), int(tiers.disk))
+    if int(tiers.disk) < MIN_MAP_BYTES:
+        least = format_size(MIN_MAP_BYTES)
+        raise ConfigError(f"disk is {format_size(int(tiers.disk))}; give at least {least}, or 0 to keep nothing there")
     return StoreDirectory.open(tiers.path)
 
 

@@ -2,7 +2,8 @@
 
 KVStoreError
 ├── ConfigError            an option or a file that describes the set-up is wrong (also a ValueError)
-├── ModelError             the model cannot be loaded
+├── ModelError             the model that was given cannot be loaded
+│   ├── HubError                its files do not come from the hub: another time they may
 │   └── UnsupportedModelError   it loads, but its attention cannot be served by position-free keys
 ├── RequestError           one request is wrong; nothing else is affected (also a ValueError)
 │   ├── ContextLengthError      it does not fit the context window or the HBM pool
@@ -27,11 +28,19 @@ class KVStoreError(Exception):
 
 
 class ConfigError(KVStoreError, ValueError):
-    """An option is wrong; the message says which forms are accepted."""
+    """An option is wrong; the message says which forms are accepted.
+
+    It begins with the option's name, if it is about one, and writes others with an underscore in them or as NAME=VALUE:
+    the command shows its flags there.
+    """
 
 
 class ModelError(KVStoreError):
     """The model directory or hub id cannot be loaded."""
+
+
+class HubError(ModelError):
+    """The hub cannot be reached, or fetching the model from it has failed: no fault of the model's name."""
 
 
 class UnsupportedModelError(ModelError):

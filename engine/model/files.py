@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.engine.builtin import MODEL_DIR
-from kvstore.errors import ConfigError, ModelError, UnsupportedModelError
+from kvstore.errors import ConfigError, HubError, ModelError, UnsupportedModelError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
@@ -233,9 +233,10 @@ def _not_fetched(hub_id: str, revision: str | None, error: Exception) -> ModelEr
         why = "no directory here, and no model of the hub that you may read"
         return ModelError(f"{hub_id} is {why}; check the name, or run `hf auth login` for a private one")
     if isinstance(error, errors.LocalEntryNotFoundError):
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-        return ModelError(
+        is_off = constants.HF_HUB_OFFLINE
+        why = "HF_HUB_OFFLINE is set" if is_off else "the hub cannot be reached"
+        return (ModelError if is_off else HubError)(
             f"{hub_id} is no directory here and not complete in the hub's cache, and {why}; give a local directory"
         )
     first = str(error).strip().split("\n")[0][:300]
-    return ModelError(f"cannot get {hub_id} from the hub: {first or type(error).__name__}")
+    return HubError(f"cannot get {hub_id} from the hub: {first or type(error).__name__}")

@@ -181,7 +181,7 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ModelError(f"device is {name}, but torch sees no CUDA device; give device=cpu or auto")
+        raise ConfigError(f"device is {name}, but torch sees no CUDA device; give cpu or auto")
     try:
         device = torch.device(name)
     except RuntimeError as error:

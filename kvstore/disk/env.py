@@ -207,12 +207,6 @@ class LossWatch:
         self._over.set()
 
 
-def check_map_bytes(path: Path, map_bytes: int) -> None:
-    """Raises StoreError for a size that no environment can have."""
-    if map_bytes < MIN_MAP_BYTES:
-        raise StoreError(f"{path} may take {map_bytes} bytes; give at least {format_size(MIN_MAP_BYTES)}")
-
-
 def open_environment(
     path: Path, map_bytes: int, max_dbs: int = 4, metasync: bool = False, verify_below_bytes: int = VERIFY_BELOW_BYTES,
     on_loss: str = "",
@@ -223,7 +217,8 @@ def open_environment(
     survives a power loss at once, not only with the next one. on_loss: added to the log message when the file is
     removed or replaced. Raises StoreError when nothing can be opened.
     """
-    check_map_bytes(path, map_bytes)
+    if map_bytes < MIN_MAP_BYTES:
+        raise StoreError(f"{path} may take {map_bytes} bytes; give at least {format_size(MIN_MAP_BYTES)}")
     if os.path.realpath(path) in _open_environments:
         raise StoreError(f"{path} is already open in this process; close it first")
     try:

@@ -1,6 +1,6 @@
 """The `kvstore` command: its commands and exit codes. Loads torch only when a command needs a model.
 
-Exit codes: 0; 1 failure; 2 usage; 3 the store is in use and its owner does not answer; 4 damage found; 5 the
+Exit codes: 0; 1 failure; 2 bad input; 3 the store is in use and its owner does not answer; 4 damage found; 5 the
 server's engine stays down; 130 interrupted.
 Every failure is one line on stderr.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvstore import __version__
-from kvstore.errors import ConfigError, KVStoreError, StoreLockedError
+from kvstore.errors import ConfigError, HubError, KVStoreError, ModelError, StoreLockedError
 from kvstore.service.settings.options import COMMANDS, EPILOG, UsageError, filled, suggestion
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_IN_USE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
@@ -23,8 +23,8 @@ def main(argv: Sequence[str] | None = None, engine_factory: Callable[..., object
         code = _run(list(sys.argv[1:] if argv is None else argv), os.environ, engine_factory)
         sys.stdout.flush()
         return code
-    except (UsageError, ConfigError) as error:
-        return _fail(str(error), EXIT_USAGE)
+    except (UsageError, ConfigError, ModelError) as error:
+        return _fail(str(error), EXIT_FAILURE if isinstance(error, HubError) else EXIT_USAGE)
     except StoreLockedError as error:
         known = error.pid is None or str(error.pid) in str(error)
         return _fail(str(error) if known else f"{error} (process {error.pid})", EXIT_IN_USE)
@@ -83,7 +83,13 @@ def _run_engine(
     name: str, argv: list[str], environment: Mapping[str, str], engine_factory: Callable[..., object] | None
 ) -> int:
     from kvstore.service.settings.config_file import as_toml, told
-    from kvstore.service.settings.engine_options import OWN_OPTIONS, engine_arguments, engine_command, with_tiers
+    from kvstore.service.settings.engine_options import (
+        OWN_OPTIONS,
+        engine_arguments,
+        engine_command,
+        naming_flags,
+        with_tiers,
+    )
 
     given = told(engine_command(name), argv, environment)
     if given is None:
@@ -95,6 +101,14 @@ def _run_engine(
     if asks_for_config:
         print(as_toml(settings.values()))
         return EXIT_OK
+    with naming_flags(settings):
+        return _with_engine(name, arguments, options, environment, engine_factory)
+
+
+def _with_engine(
+    name: str, arguments: dict[str, Any], options: Any, environment: Mapping[str, str],
+    engine_factory: Callable[..., object] | None,
+) -> int:  # fmt: skip
     model = arguments.pop("model", None)
     if name == "serve" and options.replicas is not None:
         from kvstore.service.replicas.run import run_replicas
@@ -105,10 +119,10 @@ def _run_engine(
             _be_rank(arguments, options.engine_timeout_s, environment)
         from kvstore.service.server import run_serve
 
-        return run_serve(model, arguments, options, engine_factory)  # type: ignore[arg-type]
+        return run_serve(model, arguments, options, engine_factory)
     from kvstore.service.command.terminal import run_chat
 
-    return run_chat(model, arguments, options, engine_factory)  # type: ignore[arg-type]
+    return run_chat(model, arguments, options, engine_factory)
 
 
 def _be_rank(arguments: Mapping[str, Any], silence_s: float, environment: Mapping[str, str]) -> None:

@@ -3,13 +3,15 @@
 Loads no engine.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import Field, fields, replace
 from typing import Any
 
 from kvstore.config import CODEC_NAMES, ROLES, CacheTiers
 from kvstore.engine.config import EngineConfig
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, ModelError
 from kvstore.service.settings.chat_options import ChatOptions
 from kvstore.service.settings.options import (
     DEFAULT,
@@ -33,6 +35,7 @@ from kvstore.service.settings.options import (
 )
 from kvstore.service.settings.serve_options import ServeOptions
 
+_NAME = re.compile(r"(?<![\w/.'-])([a-z]+(?:_[a-z]+)*)\b(=?)")  # as a word, not in a path or a quoted value
 DEFAULT_DISK, DEFAULT_CPU = "8GiB", "1GiB"
 # Flags with another name than the engine's field: vLLM's --policy has long been --scheduling-policy.
 FLAGS = {"policy": "--scheduling-policy", "eviction": "--policy", "model": "MODEL"}
@@ -128,14 +131,33 @@ def with_tiers(settings: Mapping[str, OptionValue], keeps: bool) -> dict[str, Op
 
 
 def engine_arguments(settings: Mapping[str, OptionValue]) -> dict[str, object]:
-    """Arguments for `Engine(**arguments)`. Raises ConfigError as the engine would, but names the flag or variable."""
+    """Arguments for `Engine(**arguments)`. Raises ConfigError as the engine would, but names flags."""
     found = {one.field: settings[one.key].value for one in ENGINE_OPTIONS}
-    try:
-        EngineConfig(**found)  # type: ignore[arg-type]
-    except ConfigError as error:
-        name, _, rest = str(error).partition(" ")
-        where = next(settings[one.key].where for one in ENGINE_OPTIONS if one.field == name)
-        raise ConfigError(f"{where} {rest}") from error
     tiers: dict[str, Any] = {one.field: settings[one.key].value for one in tier_options(True) if one.key in settings}
-    found["cache_tiers"] = CacheTiers(**tiers)
+    with naming_flags(settings):
+        EngineConfig(**found)  # type: ignore[arg-type]
+        found["cache_tiers"] = CacheTiers(**tiers)
     return {name: value for name, value in found.items() if value is not None}
+
+
+@contextmanager
+def naming_flags(settings: Mapping[str, OptionValue]) -> Iterator[None]:
+    """Let refusals name flags where they name arguments of the engine (see `ConfigError`), and the option that they are
+    about as it was given: a flag, a variable, or a key and its file.
+    """
+    given = {one.option.field: one for one in settings.values() if one.option.field}
+
+    def flag(match: re.Match[str]) -> str:
+        name, assigned = match.groups()
+        if name not in given or not (assigned or "_" in name):  # "disk" alone may be a word like others
+            return match[0]
+        flag = given[name].option.flag
+        return match[0] if flag in match.string else flag + " " * bool(assigned)  # it may name both
+
+    try:
+        yield
+    except (ConfigError, ModelError) as error:
+        first, space, rest = str(error).partition(" ")
+        if isinstance(error, ConfigError) and first in given:
+            first = given[first].where
+        raise type(error)(first + space + _NAME.sub(flag, rest)) from error

@@ -255,7 +255,10 @@ def plain_text(name: str, text: str) -> str:
 
 
 def directory(name: str, text: str) -> Path:
-    return _place(name, text, "the directory of the store")
+    place = _place(name, text, "the directory of the store")
+    if os.path.isfile(place):
+        raise ConfigError(f"{name} is {text!r}, which is a file; give the directory of the store")
+    return place
 
 
 def file(name: str, text: str) -> Path:

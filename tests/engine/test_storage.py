@@ -26,7 +26,7 @@ def test_the_weights_come_last(model, tmp_path):
     (tmp_path / "file").write_text("no directory")
     with pytest.raises(StoreError, match=r"is a file"):
         open_engine(model, tmp_path / "file")
-    with pytest.raises(StoreError, match=r"give at least 1.0 MiB"):
+    with pytest.raises(ConfigError, match=r"disk is 1000 B; give at least 1.0 MiB, or 0"):
         open_engine(model, store, disk=1000)
     with pytest.raises(ConfigError, match=r"cpu is .* one block of this model needs"):
         open_engine(model, store, cpu=LLAMA_BLOCK_BYTES)

@@ -166,9 +166,9 @@ def test_a_server_of_another_fleet_is_not_let_in(pair, tmp_path):
     [
         (["--role", "prefill"], "role is prefill, but remote is not set"),
         (["--role", "decode", "--prefill-url", "http://a:1"], "role is decode, but remote is not set"),
-        (["--role", "decode", "--remote", "redis://a"], "role is decode, but prefill_url is not set"),
-        (["--prefill-url", "http://a:1", "--remote", "redis://a"], "prefill_url is set, but role is not decode"),
-        (["--prefill-url", "a:1", "--role", "decode", "--remote", "redis://a"], "prefill_url is 'a:1'; give http://"),
+        (["--role", "decode", "--remote", "redis://a"], "role is decode, but --prefill-url is not set"),
+        (["--prefill-url", "http://a:1", "--remote", "redis://a"], "--prefill-url is set, but role is not decode"),
+        (["--prefill-url", "a:1", "--role", "decode", "--remote", "redis://a"], "--prefill-url is 'a:1'; give http://"),
         (["--role", "both"], "--role is 'both'; give one of prefill, decode"),
     ],
 )

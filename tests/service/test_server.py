@@ -21,6 +21,7 @@ from kvstore.service.api.sse import EventStream
 from kvstore.service.http.routes import Route
 from kvstore.service.server import Server, run_serve
 from kvstore.service.settings.serve_options import ServeOptions
+from tests.support.service.server_process import run_command
 from tests.support.service.serving import raw_request, read_answer, serving
 from tests.support.waiting import TIMEOUT_S, wait_in_loop
 
@@ -252,3 +253,15 @@ def test_a_second_signal_ends_it_at_once(process):
         line_with(process, "stopping")
         process.send_signal(signal.SIGTERM)
         assert process.wait(TIMEOUT_S) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("flags, line", [
+    (["--disk", "1KiB"], "--disk is 1.0 KiB; give at least 1.0 MiB"),
+    (["--disk", "0", "--tensor-parallel-size", "3"], "ranks; give another --tensor-parallel-size"),  # by its process
+    (["--disk", "0", "--hbm", "1KiB", "--engine-process", "off"], "--hbm is 1.0 KiB, but one block of this model"),
+    (["/no/such/model"], "/no/such/model is not a directory; give a model's directory"),
+])  # fmt: skip
+def test_what_cannot_be_served_is_refused_with_2_in_one_line(tmp_path, flags, line):
+    done = run_command("serve", "--port", "0", "--store", tmp_path / "store", *flags)
+    told = [one for one in done.stderr.splitlines() if " INFO " not in one]
+    assert done.returncode == 2 and len(told) == 1 and told[0].startswith("kvstore: ") and line in told[0], done

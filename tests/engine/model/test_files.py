@@ -64,7 +64,7 @@ def test_commands_find_it_before_anything_is_loaded(tmp_path, capsys, monkeypatc
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
     given = ["--disk", "0", *(["--port", "0"] if command == "serve" else [])]
     (tmp_path / "m").mkdir()
-    assert cli.main([command, str(folder(tmp_path / "m", {"a.gguf": "GGUF"})), *given]) == 1
+    assert cli.main([command, str(folder(tmp_path / "m", {"a.gguf": "GGUF"})), *given]) == 2
     *_, last = capsys.readouterr().err.strip().split("\n")
     assert last.startswith(f"kvstore: {tmp_path / 'm'} is in the GGUF format")
 
@@ -210,6 +210,7 @@ def test_a_model_of_the_hub_is_fetched_once_it_is_known_to_be_one(tmp_path, hub)
     handler.files = {"config.json": LLAMA.encode(), "pytorch_model.bin": b"x", "tokenizer.json": b"{}"}
     first, second = run(tmp_path, endpoint, "-c", FIND).stdout.splitlines()
     assert "some/model has weights as *.bin" in first and "no/model is no directory here, and no model of" in second
+    assert run(tmp_path, endpoint, "-m", "kvstore", "chat", "no/model").returncode == 2
     assert not any("/resolve/" in path for path in handler.asked)  # nothing was fetched for that
     handler.files = {"config.json": AWQ.encode(), "model.safetensors": b"x" * 100}
     assert "some/model is quantized (AWQ)" in run(tmp_path, endpoint, "-c", FIND).stdout

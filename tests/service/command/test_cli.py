@@ -279,9 +279,9 @@ def test_a_remote_tier_that_cannot_be_is_one_line_and_exit_2(run, monkeypatch, r
     assert words in err and "s3cret" not in err and err.startswith("kvstore: ") and err.count("\n") == 1
 
 
-def test_a_model_that_does_not_load_is_one_line_and_exit_1(run):
+def test_a_model_that_does_not_load_is_one_line_and_exit_2(run):
     code, _, err = run("chat", "missing")
-    assert code == 1
+    assert code == 2
     assert err.splitlines()[-1].startswith("kvstore: no model at 'missing'") and "Traceback" not in err
 
 
@@ -428,9 +428,9 @@ def end_of(argv: list[str], heavy: Iterable[str], home: Path) -> str:
     ("flags", "said"),
     [
         (["--session-store", "redis://a"], "no secret of the fleet"),
-        (["--session-store", "http://a"], "session_store is"),
-        (["--data-parallel-size", "2", "--cpu", "0"], "cpu is 0"),
-        (["--data-parallel-size", "2", "--kv-events", "tcp://*:5557"], "kv_events is set"),
+        (["--session-store", "http://a"], "--session-store is"),
+        (["--data-parallel-size", "2", "--cpu", "0"], "--cpu is 0"),
+        (["--data-parallel-size", "2", "--kv-events", "tcp://*:5557"], "--kv-events is set"),
     ],
 )
 def test_what_an_engine_would_refuse_is_told_before_torch_is_loaded(tmp_path, flags, said):
