@@ -53,13 +53,14 @@ class Front:
         self.facts = core.facts
         self.tokenizer = tokenizer
         template = ChatTemplate.of(tokenizer)
-        why_not = why_no_chat(core.facts.model_name, tokenizer is not None)
+        fault = None if template is None else template.fault()
+        why_not = why_no_chat(core.facts.model_name, tokenizer is not None, fault)
         self.sessions = shared or open_sessions(directory)
         opened.callback(self.sessions.close)
         self.answers = open_answers(directory)
         opened.callback(self.answers.close)
         opened.callback(core.close)  # first, so that turns it ends can still be stored
-        self.chats = Chats(core, Language(tokenizer, template, why_not), self.sessions)
+        self.chats = Chats(core, Language(tokenizer, None if fault else template, why_not), self.sessions)
         self.admin = Admin(self.chats, self.answers)
         with suppress(RemoteError, StoreLostError):  # later rounds retry
             self.admin.resume()

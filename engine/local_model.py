@@ -26,6 +26,7 @@ from kvstore.engine.ranks.on_ray import others_on_ray
 from kvstore.engine.ranks.ranks import Ranks
 from kvstore.engine.ranks.torchrun import RankPlace, num_processes_here, others_by_torchrun
 from kvstore.engine.text.chat_template import ChatTemplate
+from kvstore.errors import ConfigError
 from kvstore.kernels.cuda.triton_support import has_triton
 from kvstore.remote.names import fleet_secret
 
@@ -46,8 +47,9 @@ def open_model(config: EngineConfig, ranks: Ranks | None) -> OpenedModel:
 
     def check(network: Any, tokenizer: Any) -> None:
         check_room(config, network)
-        if config.chat_template is not None and (template := ChatTemplate.of(tokenizer)) is not None:
-            template.check()
+        template = None if config.chat_template is None else ChatTemplate.of(tokenizer)
+        if template is not None and (fault := template.fault()) is not None:
+            raise ConfigError(f"chat_template cannot be used: {fault}")
 
     device, part = own_device(config), None
     if ranks is not None:

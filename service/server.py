@@ -23,7 +23,7 @@ from kvstore.config import CacheTiers
 from kvstore.engine.async_engine import AsyncEngine
 from kvstore.engine.config import EngineConfig, default_topic
 from kvstore.engine.data_parallel.dividing import check_divisible
-from kvstore.engine.model.files import check_speaks, why_no_chat
+from kvstore.engine.model.files import check_speaks
 from kvstore.engine.outputs import describe_tiers
 from kvstore.engine.sessions.recall import Recall
 from kvstore.errors import KVStoreError
@@ -238,8 +238,9 @@ class Server:
         """Load the model in a thread. Requests are served once this returns."""
         engine = await in_thread(open_engine)
         self.context.open(AsyncEngine(engine, getattr(engine, "link", None)), Recall(engine))
-        if engine.tokenizer is not None and not engine.tokenizer.chat_template:
-            log(f"{why_no_chat(engine.facts.model_name, True)}: routes that chat answer 400", {}, logging.WARNING)
+        language = engine.chats.language
+        if language.tokenizer is not None and language.template is None:
+            log(f"{language.why_no_chat}: routes that chat answer 400", {}, logging.WARNING)
 
     @property
     def port(self) -> int:

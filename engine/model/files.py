@@ -27,9 +27,7 @@ _CONVERT = (
     "python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{0}').save_pretrained('{0}')\""
 )
 _NO_TOKENIZER = "{} has no tokenizer (tokenizer.json); give another model's with --tokenizer (in Python, tokenizer=)"
-_NO_TEMPLATE = (
-    "{} has no chat template; give a file with one as --chat-template (in Python, chat_template=), or use completions"
-)
+_NO_TEMPLATE = "{}; give a file with one as --chat-template (in Python, chat_template=), or use completions"
 
 
 def find_model(model: str | Path | None, revision: str | None = None, with_weights: bool = True) -> Path:
@@ -80,9 +78,12 @@ def check_speaks(model: str | Path | None, options: Mapping[str, Any], chats: bo
         raise ModelError(why_no_chat(name, has_tokenizer=True))
 
 
-def why_no_chat(name: str, has_tokenizer: bool) -> str:
-    """Why a model cannot chat, and what to do about it."""
-    return (_NO_TEMPLATE if has_tokenizer else _NO_TOKENIZER).format(name)
+def why_no_chat(name: str, has_tokenizer: bool, fault: str | None = None) -> str:
+    """Why a model cannot chat, and what to do about it. fault: of its chat template; None: it has none."""
+    if not has_tokenizer:
+        return _NO_TOKENIZER.format(name)
+    broken = f"the chat template of {name} is broken ({fault})"
+    return _NO_TEMPLATE.format(f"{name} has no chat template" if fault is None else broken)
 
 
 def template_text(given: str | Path) -> str:

@@ -21,7 +21,7 @@ from kvstore.sessions.store import SessionStore
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """Encodes texts. template: None if there is no tokenizer or it has none; why_no_chat is the reason."""
+    """Encodes texts. template: None if there is none that works; why_no_chat is the reason."""
 
     tokenizer: Any
     template: ChatTemplate | None

@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from kvstore.engine.text.encoder import TextEncoder
-from kvstore.errors import ConfigError, RequestError
+from kvstore.errors import RequestError
 
 Message = dict[str, str]
 
@@ -55,13 +55,13 @@ class ChatTemplate:
         """The template of a tokenizer; None without a tokenizer, or if it has no chat template."""
         return cls(tokenizer) if tokenizer is not None and tokenizer.chat_template else None
 
-    def check(self) -> None:
-        """Check a template that the user gave. Raises ConfigError if it cannot show a plain message."""
+    def fault(self) -> str | None:
+        """Why it cannot show a plain message, in one line: no chat would work. None: it can."""
         try:
             self.prompt_ids([{"role": "user", "content": "Hello"}])
         except RequestError as error:
-            why = str(error).strip().split("\n")[0][:300]
-            raise ConfigError(f"chat_template cannot be used: {why}") from error
+            return str(error.__cause__ or error).strip().split("\n")[0][:300]
+        return None
 
     def prompt_ids(self, messages: list[Message]) -> list[int]:
         """Ids of a whole conversation, ready for the assistant's answer. Raises RequestError if the template refuses.
@@ -237,7 +237,7 @@ class ChatTemplate:
     def _render(self, messages: list[Message], opens_answer: bool = True) -> str:
         try:
             return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens_answer)
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
+        except (TemplateError, ValueError, TypeError, LookupError, ArithmeticError) as error:
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
 
 

@@ -1,6 +1,6 @@
 """Routes around the answers: metrics, version, models, tokens of a text and texts of tokens."""
 
-from functools import lru_cache, partial
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -10,7 +10,8 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from kvstore import __version__
 from kvstore.engine.model.files import why_no_chat
-from kvstore.engine.text.chat_template import ChatTemplate, Message
+from kvstore.engine.sessions.chats import Language
+from kvstore.engine.text.chat_template import Message
 from kvstore.service.api.context import Context, context_of, tenant_of
 from kvstore.service.api.schema import Messages, TokenId, messages_of, num_chars_of, read_body
 from kvstore.service.http.errors import ApiError, bad_request
@@ -114,7 +115,7 @@ async def tokenize(request: web.Request) -> web.Response:
     if body.messages is not None:
         messages = messages_of(body.messages)
         num_chars = _checked_chars(num_chars_of(messages), "messages")
-        to_ids = partial(_chat_ids, tokenizer, messages)
+        to_ids = partial(_chat_ids, context.engine.engine.chats.language, messages)
     else:
         assert body.prompt is not None
         num_chars = _checked_chars(len(body.prompt), "prompt")
@@ -163,14 +164,10 @@ def _encode(tokenizer: Any, text: str, special: bool) -> list[int]:
     return list(tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
 
-_template = lru_cache(maxsize=4)(ChatTemplate.of)
-
-
-def _chat_ids(tokenizer: Any, messages: list[Message]) -> list[int]:
-    template = _template(tokenizer)
-    if template is None:
-        raise bad_request("messages", why_no_chat("the model", True), "no_chat_template")
-    return template.prompt_ids(messages)
+def _chat_ids(language: Language, messages: list[Message]) -> list[int]:
+    if language.template is None:
+        raise bad_request("messages", language.why_no_chat, "no_chat_template")
+    return language.template.prompt_ids(messages)
 
 
 ROUTES = (

@@ -60,7 +60,10 @@ def run_chat(
         window = engine.facts.max_model_len
         if options.max_tokens is not None and options.max_tokens >= window:
             raise ConfigError(f"--max-tokens is {options.max_tokens}; the window has {window} tokens")
-        conversation = TerminalChat(engine, options, params, Console(soft_wrap=True, highlight=False))
+        try:
+            conversation = TerminalChat(engine, options, params, Console(soft_wrap=True, highlight=False))
+        except RequestError as error:  # the model cannot chat, or not with this system prompt
+            raise ConfigError(str(error)) from error
         num_failed = conversation.run(sys.stdin.isatty())
     return 1 if num_failed and not sys.stdin.isatty() else 0
 

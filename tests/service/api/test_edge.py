@@ -157,13 +157,22 @@ def test_what_cannot_be_tokenized_is_named(server, path, body, param):
     assert (reply.status, reply.error["param"]) == (400, param)
 
 
-def test_a_model_without_a_template_completes_and_does_not_chat(tmp_path):
+@pytest.mark.parametrize("template, why", [
+    (None, "has no chat template"),
+    ("{% for m in messages %}", "is broken (Unexpected end of template."),
+    ("{{ 1 // 0 }}", "is broken (integer division or modulo by zero)"),
+])  # fmt: skip
+def test_a_model_without_a_sound_template_completes_and_does_not_chat(tmp_path, caplog, template, why):
     for file in MODEL_DIR.iterdir():
         if file.name != "chat_template.jinja":
             (tmp_path / file.name).symlink_to(file)
+    if template is not None:
+        (tmp_path / "chat_template.jinja").write_text(template)
     with serving(str(tmp_path)) as server:
         done = server.post("/v1/completions", {"prompt": "Hello", "max_tokens": 2})
         assert done.status == 200 and done.json()["usage"]["completion_tokens"] == 2
+        (warned,) = (one for one in caplog.messages if "routes that chat answer 400" in one)
+        assert why in warned
         messages = [{"role": "user", "content": "Hello"}]
         for path, body in (
             ("/chat", {"message": "Hello"}),
@@ -173,7 +182,8 @@ def test_a_model_without_a_template_completes_and_does_not_chat(tmp_path):
         ):
             refused = server.post(path, body)
             assert refused.status == 400, path
-            assert "has no chat template; give a file with one as --chat-template" in refused.error["message"]
+            assert why in refused.error["message"] and tmp_path.name in refused.error["message"]
+            assert "; give a file with one as --chat-template" in refused.error["message"]
         template = (MODEL_DIR / "chat_template.jinja").read_text()
     with serving(str(tmp_path), engine={"chat_template": template}) as server:
         assert server.post("/chat", {"message": "Hello", "max_tokens": 2}).status == 200

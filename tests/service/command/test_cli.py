@@ -15,6 +15,7 @@ from typing import ClassVar
 import pytest
 
 from kvstore.disk.directory import StoreDirectory
+from kvstore.engine.builtin import MODEL_DIR
 from kvstore.engine.outputs import CachedTokensDetails, Choice, Piece, RequestOutput, Usage
 from kvstore.errors import ContextLengthError, DegradedError, ModelError
 from kvstore.service.command import cli, terminal
@@ -113,6 +114,17 @@ def test_python_that_strips_docstrings_is_one_line():
     done = run_command("chat", "--disk", "0", input="", PYTHONOPTIMIZE="2")
     _, error = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (2, "") and "PYTHONOPTIMIZE=2 (-OO)" in error
+
+
+def test_a_model_with_a_broken_template_does_not_chat(tmp_path):
+    for file in MODEL_DIR.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.jinja").write_text("{{ nothing.at.all }}")
+    done = run_command("chat", tmp_path, input="Hello\n")
+    _, error = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert error.startswith(f"kvstore: the chat template of {tmp_path.name} is broken ('nothing' is undefined); give")
 
 
 class Closed(io.StringIO):
