@@ -10,5 +10,6 @@ Starts without torch; each command imports what it needs.
 - `store`: `kvstore stats`, `evict`, `verify`, `compact`, `sessions`
 - `store_tables`: what the other commands on a store print for a person
 - `terminal`: `kvstore chat`: streams answers, shows what each turn cost
+- `variables`: variables `KVSTORE_...` that nothing reads, because they are misspelt
 - `vllm_config`: `kvstore vllm-config`: the flags under which vLLM keeps its KV in our store
 """

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvstore import __version__
 from kvstore.errors import ConfigError, HubError, KVStoreError, ModelError, StoreLockedError
+from kvstore.service.command.variables import tell_misspelt
 from kvstore.service.settings.options import COMMANDS, EPILOG, UsageError, filled, suggestion
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_IN_USE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
@@ -58,6 +59,7 @@ def _run(argv: list[str], environment: Mapping[str, str], engine_factory: Callab
         kind = "flag" if argv[0].startswith("-") else "command"
         known = ("--help", "--version") if kind == "flag" else COMMANDS
         raise UsageError(f"unknown {kind} {argv[0]!r}{suggestion(argv[0], known)}")
+    tell_misspelt(environment)
     if argv[0] in ("serve", "chat"):
         return _run_engine(argv[0], argv[1:], environment, engine_factory)
     if argv[0] == "plan":

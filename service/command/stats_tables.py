@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.config import format_size
-from kvstore.service.command.store_tables import NONE, num_blocks
+from kvstore.service.command.store_tables import NONE, num_blocks, num_turns
 from kvstore.service.command.terminal import printable
 
 Stats = Mapping[str, Any]
@@ -125,7 +125,7 @@ def _facts(stats: Stats) -> list[tuple[str, str]]:
         num_up = sum(one["process"]["state"] == "running" for one in replicas)
         open_ones = " and ".join(str(one["process"]["requests"]) for one in replicas)
         facts.append(("engines", f"{num_up} of {len(replicas)} answer; open requests: {open_ones}"))
-    facts.append(("sessions", f"{sessions.get('sessions', 0):,}, with {sessions.get('turns', 0):,} turns"))
+    facts.append(("sessions", f"{sessions.get('sessions', 0):,}, with {num_turns(sessions.get('turns', 0))}"))
     for name, amount in _part(_part(stats, "disk"), "models").items():
         shown = f"{num_blocks(amount['blocks'])}, {format_size(amount['bytes'])}"
         facts.append((f"model {printable(name) or 'not named'}", shown))
@@ -157,7 +157,8 @@ def _policy(policy: Stats) -> str:
         each = ", ".join(f"{name} on {tier}" for tier, name in in_force.items())
         shown = f"auto, now {names.pop() if len(names) == 1 else each}"
     returns, conversations = policy["num_returns_learned"], policy["num_conversations"]
-    return f"{shown}; {returns:,} return{'s' * (returns != 1)} learned, {conversations:,} conversations"
+    plural = ["s" * (number != 1) for number in (returns, conversations)]
+    return f"{shown}; {returns:,} return{plural[0]} learned, {conversations:,} conversation{plural[1]}"
 
 
 def _rates(stats: Stats) -> str:

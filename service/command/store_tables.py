@@ -28,6 +28,10 @@ def num_blocks(number: int) -> str:
     return f"{number:,} block{'s' * (number != 1)}"
 
 
+def num_turns(number: int) -> str:
+    return f"{number:,} turn{'s' * (number != 1)}"
+
+
 def show_evicted(result: Mapping[str, Any], out: Console) -> None:
     verb = "would be evicted" if result["dry_run"] else "evicted"
     for tier, amount in result["tiers"].items():
@@ -61,9 +65,8 @@ def show_verified(delete: bool, report: Mapping[str, Any], out: Console) -> None
     sessions = report.get("sessions")
     if sessions is not None:
         num_problems = len(sessions["problems"])
-        out.print(
-            f"sessions: {sessions['num_sessions']:,}, with {sessions['num_turns']:,} turns; {num_problems:,} problems"
-        )
+        what = f"{num_turns(sessions['num_turns'])}; {num_problems:,} problem{'s' * (num_problems != 1)}"
+        out.print(f"sessions: {sessions['num_sessions']:,}, with {what}")
         for problem in sessions["problems"]:
             out.print(Text("  " + printable(problem)))
     out.print("all is well" if is_sound(report) else "damage was found")
@@ -115,7 +118,7 @@ def show_transcript(_: str, result: Mapping[str, Any], out: Console) -> None:
     """What was said, as `kvstore chat` shows it, below a line about the session; at the end what was set aside."""
     session, now_s = result["session"], time.time()
     facts = [
-        f"{session['turns']:,} turn{'s' * (session['turns'] != 1)}",
+        num_turns(session["turns"]),
         f"{session['tokens']:,} tokens",
         f"last used {short_time(now_s - session['updated_s'])} ago",
     ]
@@ -142,7 +145,7 @@ def show_repaired(name: str, result: Mapping[str, Any], out: Console) -> None:
         return
     kept, aside = result["turns"], result["aside"]
     out.print(
-        f"session {name} has its first {kept} turn{'s' * (kept != 1)}; {aside} more {'is' if aside == 1 else 'are'} "
+        f"session {name} has its first {num_turns(kept)}; {aside} more {'is' if aside == 1 else 'are'} "
         f"set aside, and shown by `kvstore sessions show {name}`", soft_wrap=True,
     )  # fmt: skip
 

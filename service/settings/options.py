@@ -31,6 +31,7 @@ COMMANDS = {
     "vllm-config": "write the flags under which vLLM keeps its KV in a store",
 }
 HELP_COLUMN = 30
+MOST_SHOWN = 10  # names that a message lists
 DEFAULT = "default"  # the origin of a value that was not given
 DEFAULT_PATH, OLD_PATH = "~/.local/share/kvstore", "~/.cache/kvstore"
 EPILOG = """Every flag has a mirror in the environment: KVSTORE_MAX_MODEL_LEN=1024 is --max-model-len 1024.
@@ -361,7 +362,17 @@ def parse_arguments(command: Command, argv: list[str]) -> dict[str, Any] | None:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
+    """The rest of a message about a word that is not known: the one that was probably meant, or what there is."""
     known = list(known)
-    begun = [one for one in known if one.startswith(word) and len(word.strip("-")) > 1]
-    close = begun or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+    if (close := nearest(word, known)) is not None:
+        return f"; did you mean {close!r}?"
+    return f"; known: {', '.join(known)}" if len(known) <= MOST_SHOWN else "; --help lists all"
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known word that this one begins, or is probably a misspelling of; dashes before them say nothing."""
+    bare = {one.lstrip("-"): one for one in known}
+    wanted = word.lstrip("-")
+    begun = [one for one in bare if one.startswith(wanted) and len(wanted) > 1]
+    close = begun or difflib.get_close_matches(wanted, bare, n=1, cutoff=cutoff)
+    return bare[close[0]] if close else None

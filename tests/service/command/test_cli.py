@@ -178,6 +178,7 @@ def test_the_page_of_all_flags_is_current():
 @pytest.mark.parametrize(("argv", "words"), [
     (["chta"], "'chta'; did you mean 'chat'?"),
     (["serve", "--hlep"], "did you mean '--help'?"),
+    (["serve", "--bogus"], "unknown flag '--bogus'; --help lists all"),
     (["serve", "--port", "99999"], "--port is '99999'"),
     (["serve", "--scheduling-policy", "lru"], "--scheduling-policy is 'lru'; give one of fcfs, priority"),
     (["chat", "--policy", "fcfs"], "--policy is 'fcfs'; give one of auto, fifo, lru, return"),

@@ -75,6 +75,8 @@ def test_columns_without_a_number_are_left_out(capsys):
     out = shown({"disk": {"blocks": 0, "bytes": 0, "reads": 0, "writes": 0}, "sessions": {}}, capsys, 120)
     assert re.search(r"tier +blocks +used / limit *\n", out) and re.search(r"disk +0 +0 B / – *\n", out)
     assert "0, with 0 turns" in out
+    one = STATS | {"sessions": {"sessions": 1, "turns": 1}}
+    assert re.search(r"sessions +1, with 1 turn *\n", shown(one, capsys))
 
 
 @pytest.mark.parametrize("stats", [{}, {"hbm": {}, "disk": {"blocks": None}, "tokens": None, "policy": None}])

@@ -1,0 +1,29 @@
+"""A misspelt variable is told; those that something reads, or that others set, are not."""
+
+from kvstore.service.command import cli
+from kvstore.service.command.flags_page import commands
+from kvstore.service.command.variables import tell_misspelt
+from kvstore.service.settings.options import variable_of
+
+READ = ["KVSTORE_CONFIG", "KVSTORE_FLEET_SECRET", "KVSTORE_REDIS_PASSWORD", "KVSTORE_PATH"]  # the last by an older name
+OF_KUBERNETES = ["KVSTORE_SERVICE_HOST", "KVSTORE_PORT_8000_TCP"]
+
+
+def told(capsys, *names):
+    tell_misspelt(dict.fromkeys(names, "1"))
+    return capsys.readouterr().err
+
+
+def test_a_misspelt_variable_is_told(capsys):
+    flags = [variable_of(one.flag) for command in commands() for one in command.options if one.mirrored]
+    assert told(capsys, *flags, *READ, *OF_KUBERNETES, "OTHER") == ""
+    assert told(capsys, "KVSTORE_MAX_MODL_LEN", "KVSTORE_PREFIL_RATE") == (
+        "kvstore: nothing reads KVSTORE_MAX_MODL_LEN; did you mean KVSTORE_MAX_MODEL_LEN?\n"
+        "kvstore: nothing reads KVSTORE_PREFIL_RATE; did you mean KVSTORE_PREFILL_RATE?\n"
+    )
+
+
+def test_commands_tell_it(capsys, no_settings, monkeypatch):
+    monkeypatch.setenv("KVSTORE_STOR", "x")
+    assert cli.main(["chat", "--print-config"]) == 0
+    assert capsys.readouterr().err == "kvstore: nothing reads KVSTORE_STOR; did you mean KVSTORE_STORE?\n"
