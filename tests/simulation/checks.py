@@ -82,7 +82,7 @@ def check_always(sim: Simulation) -> None:
     """Counts, contents, closure and bounds, whatever is going on."""
     sim.scheduler.roster.check_integrity()
     sim.store.check_integrity(idle=False)
-    sim.pool.check_content()
+    sim.pool.check_content(sim.transfers.failed_blocks)
     for arena_block in sim.cpu.pool.cached_blocks():
         if sim.cpu.state(arena_block) is ArenaBlockState.READY:
             sim.cpu.check_content(arena_block)

@@ -270,8 +270,9 @@ class WatchedPool(BlockPool):
             self.contents[block] = bytearray(GARBAGE * (self.book.block_bytes // TOKEN_BYTES))
         self.fresh.clear()
 
-    def check_content(self) -> None:
-        for block in self.cached_blocks():
+    def check_content(self, failed: set[int]) -> None:
+        """failed: blocks of a step in flight whose loads have failed, which is not known to the scheduler yet."""
+        for block in set(self.cached_blocks()) - failed:
             block_id = self.block_id(block)
             assert block_id is not None
             assert self.contents[block] == self.book.blocks[block_id], f"HBM block {block} is not what its id says"
