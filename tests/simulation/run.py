@@ -412,6 +412,7 @@ class Simulation:
         self.connector.step_failed()
         self.steps.drop()
         self.scheduler.roster.reset("abort")
+        self.transfers.failed_blocks = set()  # their ids are gone, too
         self.runner = self.steps._runner = Runner(self)
         self.people.all_ended(ended)
 
