@@ -164,7 +164,7 @@ def test_models_that_cannot_be_loaded(tmp_path):
     with pytest.raises(ModelError, match="not a directory"):
         Engine("./does-not-exist")
     if not torch.cuda.is_available():
-        with pytest.raises(ModelError, match="no CUDA"):
+        with pytest.raises(ConfigError, match="no CUDA"):
             Engine(device="cuda")
 
 
