@@ -13,7 +13,7 @@ CUTOFF = 0.7  # what Kubernetes sets for a service of this name is further from 
 def tell_misspelt(environment: Mapping[str, str]) -> None:
     """One line on stderr for each variable that is nearly the name of one that some command reads."""
     given = {name.removeprefix("KVSTORE_") for name in environment if name.startswith("KVSTORE_")} - OTHERS
-    if not given - {key.upper() for keys in known_keys().values() for key in keys}:
+    if not given or not given - {key.upper() for keys in known_keys().values() for key in keys}:
         return
     from kvstore.service.command.flags_page import commands  # loads every command, hence only now
 
