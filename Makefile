@@ -7,6 +7,10 @@ TESTS := $(VENV)/.installed-tests
 MODEL ?=
 # Three files at a time: a test uses one processor and waits often.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+# The registry's torch asks for CUDA packages on Linux; PyTorch's own index has builds for the CPU that do without.
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+ANSWERS := timeout 5 $(BIN)/python -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1])' $(CPU_INDEX)/torch/
 
 .DEFAULT_GOAL := help
 .PHONY: help demo chat serve test check bench gpu clean
@@ -23,12 +27,14 @@ help:
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "installing the pinned dependencies into $(VENV) (once)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
+	@if [ "$$(uname)" != Linux ]; then $(PIP) -e .; \
+	elif ! nvidia-smi >/dev/null 2>&1 && $(ANSWERS) 2>/dev/null; then $(PIP) --extra-index-url $(CPU_INDEX) -e .; \
+	else echo "fetching torch with its CUDA packages, some 3 GB, unless pip knows of a build for the CPU"; $(PIP) -e .; fi
 	@touch $@
 
 $(TESTS): $(STAMP)
 	@echo "installing what the tests need (once)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@$(PIP) -e '.[test]'
 	@touch $@
 
 demo: $(STAMP)
