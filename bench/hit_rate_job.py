@@ -253,7 +253,7 @@ def _check_flags(parsed: argparse.Namespace, has_tiers: bool) -> None:
     if parsed.plot is not None and parsed.plot.suffix not in (".png", ".svg"):
         raise ConfigError(f"--plot {parsed.plot} is neither .png nor .svg")
     if parsed.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'kvstore[bench]'")
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib")
 
 
 def _flag(name: str) -> str:

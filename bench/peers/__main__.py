@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 
+import kvstore
 from bench.common import EXIT_USAGE, LlamaShape, Report, Row, arguments, random_llama, random_qwen, run, say
 from bench.peers.embedded import Embedded
 from bench.peers.load import Goals, Match, PeerError, Side, Sizes, start_all
@@ -136,7 +137,7 @@ def measure(parsed: argparse.Namespace, report: Report) -> None:
 
 
 def _our_versions() -> dict[str, str]:
-    return {name: metadata.version(name) for name in ("kvstore", "torch", "transformers")}
+    return {"kvstore": kvstore.__version__} | {name: metadata.version(name) for name in ("torch", "transformers")}
 
 
 def _versions(found: dict[str, str]) -> str:

@@ -79,7 +79,7 @@ def _connected() -> Iterator[Any]:
         import ray.util
     except ImportError:
         raise ConfigError(
-            "distributed_executor is ray, which is not installed; pip install 'kvstore[ray]' on each machine"
+            "distributed_executor is ray, which is not installed; pip install ray on each machine"
         ) from None
     is_own = not ray.is_initialized()  # else by the program
     if is_own:

@@ -56,7 +56,7 @@ def parse_object_url(url: str, name: str = "remote") -> ObjectAddress:
     if not is_known or is_directory == bool(parts.netloc) or (is_directory and not is_absolute):
         raise ConfigError(f"{name} is {shown(url)}; give {FORMS}")
     if find_spec("obstore") is None:
-        raise ConfigError(f"{name} is {parts.scheme}://, which needs obstore; pip install 'kvstore[object]'")
+        raise ConfigError(f"{name} is {parts.scheme}://, which needs obstore; pip install obstore")
     settings = _settings(Path(asked["credentials_file"]), name) if asked else {}
     return ObjectAddress(parts.scheme, parts.netloc, path if is_directory else path.strip("/"), settings)
 

@@ -54,7 +54,7 @@ def check(most: int, arguments: Mapping[str, Any]) -> None:
     try:
         import ray.serve  # noqa: F401
     except ImportError:
-        raise ConfigError("--replicas needs Ray Serve, which is not installed; pip install 'kvstore[ray]'") from None
+        raise ConfigError("--replicas needs Ray Serve, which is not installed; pip install 'ray[serve]'") from None
 
 
 def application(

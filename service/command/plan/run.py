@@ -91,7 +91,7 @@ def _picture(name: str, text: str) -> Path:
     if not path.parent.is_dir():
         raise ConfigError(f"{name} is {text!r}, but there is no directory {path.parent}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(f"{name} needs matplotlib: pip install kvstore[bench]")
+        raise ConfigError(f"{name} needs matplotlib: pip install matplotlib")
     return path
 
 

@@ -213,5 +213,5 @@ def test_a_cluster_that_answers_too_late_is_left_and_what_fails_later_is_told_in
 
 def test_without_ray_its_installation_is_told(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"pip install 'kvstore\[ray\]'"):
+    with pytest.raises(ConfigError, match="pip install ray on each machine"):
         open_engine(model, **ON_RAY, **SIZES["tensor"])

@@ -69,5 +69,5 @@ def test_a_bad_file_of_credentials_is_named_and_not_shown(tmp_path, content):
 
 def test_without_obstore_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(ConfigError, match=r"s3://, which needs obstore; pip install 'kvstore\[object\]'"):
+    with pytest.raises(ConfigError, match=r"s3://, which needs obstore; pip install obstore"):
         parse_object_url("s3://bucket")

@@ -35,7 +35,7 @@ def test_without_ray_replicas_are_refused_in_one_line(tmp_path):
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "__init__.py").write_text("raise ImportError\n")  # stands before an installed one
     said = refused("--store", tmp_path / "store", "--replicas", "2", *SESSIONS, PYTHONPATH=f"{tmp_path}:{ROOT}")
-    assert "pip install 'kvstore[ray]'" in said
+    assert "pip install 'ray[serve]'" in said
     assert not (tmp_path / "store").exists()
 
 

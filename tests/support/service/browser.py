@@ -49,7 +49,7 @@ class Tabs:
 @contextmanager
 def chromium() -> Iterator[Any]:
     """The browser. Skips the test where none is installed."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install -e '.[dev]')")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install playwright)")
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip(f"needs one of {', '.join(NAMES)} on the PATH")

@@ -19,7 +19,7 @@ from tests.support.shared_sessions import DURABLE
 ACTOR = "ray::ServeReplica:kvstore:Replica"
 END_S = 120.0
 
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray Serve: kvstore[ray]")
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray Serve")
 
 
 class RayFleet:
