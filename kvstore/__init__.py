@@ -53,10 +53,11 @@ _HOMES = {
     "SamplingParams": "kvstore.engine.sampling_params",
 }
 
+if not TYPE_CHECKING:  # to a type checker a name that is not above is an error
 
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'kvstore' has no attribute {name!r}")
-    import importlib
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'kvstore' has no attribute {name!r}")
+        import importlib
 
-    return getattr(importlib.import_module(_HOMES[name]), name)
+        return getattr(importlib.import_module(_HOMES[name]), name)

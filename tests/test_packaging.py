@@ -1,55 +1,100 @@
-"""What is shipped: every package with its data, and the marker by which type checkers read our annotations; and that
-what it needs can be installed."""
+"""What is shipped: every package with its data, and annotations that type checkers read; and that what it needs can be
+installed."""
 
 import itertools
 import os
+import re
 import subprocess
 import sys
-import tomllib
+import sysconfig
+import tarfile
 import urllib.request
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
-from setuptools import find_packages
 
 import kvstore
 
 ROOT = Path(__file__).parent.parent
-SETUP = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 FOLDERS = [ROOT / "kvstore", *(ROOT / "kvstore" / name for name in ("engine", "kernels", "rope", "service"))]
+USERS_FILE = """from kvstore import CacheTiers, Engine, Motor  # fault
+from kvstore import StorageEngine  # fault
+
+tiers = CacheTiers(hbm="64MiB", disk=1.5)  # fault
+with Engine(cache_tiers=tiers) as engine:
+    chat = engine.chat("ada")
+    reply = chat.send(17)  # fault
+    cached: str = reply.usage.cached_tokens  # fault
+    print(reply.text, reply.answer)  # fault
+"""
 REGISTRY = "https://pypi.org/simple/"
 PLATFORMS = ("x86_64-manylinux_2_34", "aarch64-manylinux_2_34", "aarch64-apple-darwin")  # libcachesim needs 2.34
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
 
-def test_every_package_is_shipped():
-    """Under one name: a folder of code without an `__init__` would be left out."""
-    found = set(find_packages(str(ROOT), include=SETUP["packages"]["find"]["include"]))
-    there = {file.parent.relative_to(ROOT) for top in FOLDERS for file in top.rglob("*.py")}
-    assert found == {".".join(folder.parts) for folder in there}
-    assert {name.split(".")[0] for name in found} == {"kvstore"}
+def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> str:
+    done = subprocess.run(
+        [*map(str, command)], cwd=cwd, env=os.environ | variables, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
-def test_annotations_are_shipped():
-    assert "py.typed" in SETUP["package-data"]["kvstore"]
-    assert (ROOT / "kvstore" / "py.typed").read_bytes() == b""
+def build(folder: Path, kind: str, target: Path) -> Path:
+    run(sys.executable, "-m", "hatchling", "build", "--target", kind, "--directory", target, cwd=folder)
+    return next(target.glob("*.whl" if kind == "wheel" else "*.tar.gz"))
 
 
-def test_every_file_beside_the_code_is_shipped():
-    """A folder more, such as one of vendored scripts, needs a pattern of its own."""
-    shipped = set()
-    for package, patterns in SETUP["package-data"].items():
-        folder = ROOT / package.replace(".", "/")
-        shipped |= {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
+def install(folder: Path, *what: str | Path) -> Path:
+    """The interpreter of a new environment with nothing but this; the back end is that of the tests' environment."""
+    uv = [sys.executable, "-m", "uv", "--no-config", "--offline"]
+    run(*uv, "venv", folder)
+    pip = [*uv, "pip", "install", "--python", folder, "--no-deps", "--no-build-isolation"]
+    run(*pip, *what, PYTHONPATH=sysconfig.get_path("purelib"))
+    return folder / "bin" / "python"
+
+
+def packed(wheel: Path) -> set[str]:
+    names = ZipFile(wheel).namelist()
+    return {name for name in names if ".dist-info/" not in name and not Path(name).name.startswith(".")}
+
+
+def test_every_file_is_shipped_under_one_name(tmp_path):
+    """The builtin model, the C kernels, the page and the dashboard too; from a checkout, and from what is published."""
     there = {
-        file
-        for top in FOLDERS
-        for file in top.rglob("*")
-        if file.is_file() and file.suffix not in (".py", ".pyc") and not file.name.startswith(".")
+        path.relative_to(ROOT).as_posix()
+        for folder in FOLDERS
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix != ".pyc" and not path.name.startswith(".")
     }
-    assert there - shipped == set()
+    assert {"kvstore/py.typed", "kvstore/engine/builtin/model/model.safetensors"} <= there
+    wheel = build(ROOT, "wheel", tmp_path / "wheel")
+    assert packed(wheel) == there
+    with tarfile.open(build(ROOT, "sdist", tmp_path / "sdist")) as sdist:
+        sdist.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / f"kvstore_llm-{kvstore.__version__}"
+    assert packed(build(unpacked, "wheel", tmp_path / "again")) == there
+
+    python = install(tmp_path / "venv", wheel)
+    assert run(python.with_name("kvstore"), "--version", cwd=tmp_path) == f"kvstore {kvstore.__version__}\n"
+
+
+def test_an_editable_installation_puts_one_name_on_the_path_where_type_checkers_see_it(tmp_path):
+    """The checkout's other folders have names that a user's own may have."""
+    python = install(tmp_path / "venv", "--editable", ROOT)
+    code = "from importlib.util import find_spec; print([n for n in %r if find_spec(n)])"
+    names = ["kvstore", "engine", "kernels", "rope", "service", "bench", "tests"]
+    assert run(python, "-c", code % names, cwd=tmp_path) == "['kvstore']\n"
+
+    (tmp_path / "program.py").write_text(USERS_FILE)
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--cache-dir", tmp_path / "cache"]
+    command = [*map(str, mypy), "--python-executable", str(python), "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    found = {int(number) for number in re.findall(r"^program.py:(\d+): error", done.stdout, re.M)}
+    assert found == {at for at, line in enumerate(USERS_FILE.split("\n"), 1) if "# fault" in line}, done.stdout
 
 
 def test_every_public_name_is_there():
@@ -60,8 +105,7 @@ def test_every_public_name_is_there():
 
 
 def test_the_package_runs_as_the_command():
-    done = subprocess.run([sys.executable, "-m", "kvstore", "--version"], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == f"kvstore {kvstore.__version__}\n", done.stderr
+    assert run(sys.executable, "-m", "kvstore", "--version") == f"kvstore {kvstore.__version__}\n"
 
 
 @pytest.fixture

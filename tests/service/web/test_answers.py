@@ -1,10 +1,8 @@
 """Answers in the chat page: imported histories, Markdown as it should look, and Markdown that means harm."""
 
 import json
-import tomllib
 from collections.abc import Iterator
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -233,11 +231,3 @@ def test_libraries_are_those_of_the_manifest_with_their_licences() -> None:
         assert f"{one['version']}".encode() in content[:400]
         licence = (VENDOR / one["licence_file"]).read_text()
         assert {"MIT": "Permission is hereby granted", "Apache-2.0": "Apache License"}[one["licence"]] in licence
-
-
-def test_every_file_of_the_page_is_in_the_package() -> None:
-    root = WEB.parent
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
-    patterns = project["tool"]["setuptools"]["package-data"]["kvstore.service"]
-    packed = {path for pattern in patterns for path in root.glob(pattern)}
-    assert {path for path in Path(WEB).rglob("*") if path.is_file()} <= packed
