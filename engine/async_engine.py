@@ -371,10 +371,9 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """Close the engine; running requests end as aborted."""
+        await asyncio.to_thread(self.engine.close)  # the loop reads on: a thread that is awaited may want an answer
         if self._read is not None:
             self._loop.remove_reader(self._read.fileno())
-        await asyncio.to_thread(self.engine.close)
-        if self._read is not None:
             self._read.receive()  # which notifies of their ends
 
     async def __aenter__(self) -> AsyncEngine:

@@ -181,12 +181,16 @@ class CoreProcess:
         if self._selector is None:
             return
         if self._channel.ended or self._retired:
-            self._selector.unregister(self._channel)
-            self._selector = None
+            self._unwatch()
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._channel.num_unsent else 0)
         if self._selector.get_key(self._channel).events != events:
             self._selector.modify(self._channel, events)
+
+    def _unwatch(self) -> None:
+        if self._selector is not None:
+            self._selector.unregister(self._channel)
+            self._selector = None
 
     def receive(self) -> list[wire.Updates]:
         """Messages since the last call, in order; never waits. Sends what is unsent as far as there is room."""
@@ -224,6 +228,8 @@ class CoreProcess:
     def end(self) -> None:
         """Ask it to close, wait for that, and kill it if it takes too long."""
         deadline = time.monotonic() + self._shutdown_s
+        with self._sending:
+            self._unwatch()  # what still comes is read here
         with suppress(EngineDiedError, EngineOverloadedError):
             self.send(wire.encode(wire.Close()))
             while self._process.poll() is None and time.monotonic() < deadline:

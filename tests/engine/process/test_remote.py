@@ -28,10 +28,12 @@ from kvstore.errors import (
     RequestError,
     SessionNotFoundError,
 )
+from kvstore.sessions.record import SessionKey
 from tests.support.by_hand import held
 from tests.support.engines import save_model
-from tests.support.faults import before_each_step, fail
-from tests.support.waiting import wait_in_loop, wait_until
+from tests.support.faults import before_each, before_each_step, fail
+from tests.support.redis_server import RedisServer
+from tests.support.waiting import TIMEOUT_S, wait_in_loop, wait_until
 
 MODEL = {"tokenizer": True}
 TIERS = {"hbm": "2MiB", "cpu": "2MiB", "disk": "32MiB"}
@@ -146,6 +148,31 @@ def test_the_loop_takes_in_by_itself_what_the_process_says(saved_model, here, mo
     outs, said, again = asyncio.run(scenario())
     assert [out.token_ids for out in outs] == [out.token_ids for out in again] == known
     assert (said.text, said.token_ids) == (text.text, text.token_ids)
+
+
+def test_a_close_ends_while_a_round_waits_for_the_process(model, tmp_path, monkeypatch):
+    """It carries out a deletion, and the loop that is being closed is the one that reads the answer."""
+    monkeypatch.setenv("KVSTORE_FLEET_SECRET", "the secret of this fleet, 32 characters")
+    redis, asks = RedisServer(tmp_path), threading.Event()
+
+    async def scenario():
+        engine = RemoteEngine(
+            model, {"hbm": "2MiB"}, device="cpu", session_store=redis.url, session_durability="unchecked"
+        )
+        front = AsyncEngine(engine, engine.link)
+        await front.call(engine.chat("deleted").send, "Hello", TEN)
+        os.kill(engine.pid, signal.SIGSTOP)
+        with before_each(engine.core, "forget", asks.set):
+            await front.call(engine.sessions.delete(SessionKey("", "deleted")).wait)  # as another server does it
+            await front.call(wait_until, asks.is_set, "the next round")
+            closing = asyncio.create_task(front.close())
+            await front.call(wait_until, lambda: engine.closed, "it begins to close")
+            os.kill(engine.pid, signal.SIGCONT)
+            await asyncio.wait_for(closing, TIMEOUT_S)
+        assert engine.state == "closed"
+
+    asyncio.run(scenario())
+    redis.kill()
 
 
 def test_requests_wait_for_a_process_that_does_not_read(engine, here):
