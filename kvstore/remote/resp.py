@@ -1,6 +1,6 @@
 """RESP2 over one socket: commands in pipelines, and values straight from and into the caller's memory.
 
-For one thread at a time. Knows no keys, and no commands but AUTH and SELECT. Never retries. Protocol:
+For one thread at a time. Knows no keys, and no commands but those that begin a connection. Never retries. Protocol:
 https://redis.io/docs/latest/develop/reference/protocol-spec
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from kvstore.errors import RemoteError
 from kvstore.forks import leave_to_parent
-from kvstore.remote.address import RedisAddress
+from kvstore.remote.address import PASSWORD_VARIABLE, RedisAddress
 from kvstore.remote.resp_replies import ErrorReply, Replies, Reply
 
 CONNECT_S = 2.0
@@ -26,8 +26,8 @@ class RespClient:
     """A connection. It is made when it is first needed, and again after it was lost.
 
     timeout_s: for a whole call, unless the call has its own. Raises RemoteError if the server cannot be reached,
-    refuses user, password or database, does not answer in time, or does not speak the protocol. It is then unknown how
-    much of the call was done. In a pipeline, an error in an answer raises nothing.
+    refuses user, password or database, is one of a cluster, does not answer in time, or does not speak the protocol. It
+    is then unknown how much of the call was done. In a pipeline, an error in an answer raises nothing.
     """
 
     def __init__(self, address: RedisAddress, timeout_s: float = 5.0) -> None:
@@ -122,12 +122,17 @@ class RespClient:
         greeting: dict[str, Sequence[Arg]] = {}
         if at.password is not None:
             greeting["AUTH"] = ("AUTH", *([at.user] if at.user else []), at.password)
+        greeting["INFO"] = ("INFO", "cluster")
         if at.database:
             greeting["SELECT"] = ("SELECT", at.database)
         self._send(encode(list(greeting.values())))
         for name, reply in zip(greeting, self._replies.to([None] * len(greeting), False), strict=True):
-            if isinstance(reply, ErrorReply):
+            if isinstance(reply, ErrorReply) and reply.code == "NOAUTH":
+                raise ValueError(f"it wants a password (NOAUTH); set ${PASSWORD_VARIABLE}, or give ?password_file=FILE")
+            if isinstance(reply, ErrorReply) and name != "INFO":  # a user may lack the right to that
                 raise ValueError(f"{name} was refused: {reply.message}")
+            if isinstance(reply, bytes) and b"cluster_enabled:1" in reply:
+                raise ValueError("it is part of a Redis Cluster, which is not followed; give one with cluster-enabled no")
 
     # -- sending -----------------------------------------------------------------------------------------------------
     def _send(self, buffers: list[memoryview]) -> None:

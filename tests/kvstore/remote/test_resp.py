@@ -153,12 +153,30 @@ def test_wrong_and_right_passwords(tmp_path):
         with pytest.raises(RemoteError, match="AUTH was refused: WRONGPASS") as refused:
             server.client(password="s3cret-but-wrong").call("PING")
         assert "s3cret" not in str(refused.value)
-        with server.client() as client, pytest.raises(RemoteError, match="NOAUTH"):
+        with server.client(database=5) as client, pytest.raises(RemoteError, match=r"set \$KVSTORE_REDIS_PASSWORD, or"):
             client.call("PING")
         with pytest.raises(RemoteError, match="SELECT was refused"):
             server.client(password="s3cret", database=99).call("PING")
     finally:
         server.kill()
+
+
+def test_who_may_not_ask_about_a_cluster_is_not_asked_for_more(tmp_path):
+    (tmp_path / "acl").write_text("user default on nopass ~* +get\n")
+    server = RedisServer(tmp_path, "--aclfile", str(tmp_path / "acl"))
+    with server.client() as client:
+        assert client.call("GET", "k") is None
+    server.kill()
+
+
+@pytest.mark.parametrize("database", [0, 5])
+def test_one_of_a_cluster_is_refused_with_the_way_out(tmp_path, database):
+    server = RedisServer(tmp_path, "--cluster-enabled", "yes")
+    with server.client(database=database) as client:
+        for _ in range(2):
+            with pytest.raises(RemoteError, match="part of a Redis Cluster, which is not followed; give one with clus"):
+                client.call("PING")
+    server.kill()
 
 
 @pytest.mark.parametrize("cut", [1, 3, 5, 500, 70_000])
@@ -174,7 +192,7 @@ def test_an_answer_that_is_cut(redis, cut):
         client.close()
 
 
-@pytest.mark.parametrize("lost", [0, 1, 7, 8, 5000])
+@pytest.mark.parametrize("lost", [0, 7, 37, 38, 44, 45, 5000])  # the greeting's answer has 37 bytes
 def test_an_answer_that_lacks_a_byte_is_no_value(redis, lost):
     redis.ask("SET", "k", bytes(range(256)) * 100)
     with Proxy(redis.port) as proxy:
