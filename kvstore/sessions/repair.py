@@ -161,6 +161,13 @@ def repair(view: View, key: SessionKey, now_s: float) -> Repaired | None:
     return Repaired(head, len(_aside(view, head.number)) - num_before, tombstone)
 
 
+def is_whole(view: View, number: int) -> bool:
+    """Whether there is nothing to repair in the session of this number."""
+    key = _key_of(view, number)
+    found = None if key is None else remains(view, key)
+    return found is not None and found.number == number and _sound_head(view, key, found) is not None
+
+
 def _sound_head(view: View, key: SessionKey, found: Remains) -> SessionHead | None:
     """The session's head if all its records can be read and all entries lead to it, else None."""
     try:

@@ -23,6 +23,7 @@ from kvstore.sessions.transactions import SessionTransactions
 SHOWN = {  # among the counts, by table
     "sessions": tables.HEADS, "turns": tables.TURNS, "refs": tables.REFS, "pending_deletions": tables.TOMBSTONES,
 }  # fmt: skip
+MAX_LOOKED_AT = 10  # of damaged sessions, each time they are counted: whether one is whole by now takes reading it
 
 
 class SessionUpkeep:
@@ -117,5 +118,8 @@ class SessionUpkeep:
 
     def _count(self, view: View) -> dict[str, int]:
         self._note_missing(view)
-        damaged = sum(tables.is_there(view, number) for number in self._transactions.damaged)
+        some = sorted(self._transactions.damaged)[:MAX_LOOKED_AT]
+        gone = [n for n in some if not tables.is_there(view, n) or repair.is_whole(view, n)]
+        self._transactions.damaged -= frozenset(gone)
+        damaged = len(self._transactions.damaged)
         return {name: view.count(table) for name, table in SHOWN.items()} | {"damaged": damaged}

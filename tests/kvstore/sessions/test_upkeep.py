@@ -9,7 +9,7 @@ from kvstore.errors import StoreError
 from kvstore.sessions.marker import MARKER_NAME
 from kvstore.sessions.record import SessionKey
 from kvstore.sessions.store import SessionStore, open_sessions
-from kvstore.sessions.tables import TURNS
+from kvstore.sessions.tables import HEADS, REQUESTS, TURNS
 from tests.children.session_child import TENANT, Clock, content, create, expected, talk
 from tests.support.redis_server import RedisServer
 from tests.support.session_tables import tables_of
@@ -85,6 +85,20 @@ def test_a_damaged_session_is_counted_until_it_is_gone(store):
     assert [turn.number for turn in store.upkeep.aside(KEY)]
     store.delete(KEY).wait()
     assert counts(store, "damaged") == (0,)
+
+
+def test_a_damaged_session_whose_records_come_back_is_not_counted_any_more(store):
+    talk(store, KEY, 2)
+    for table in (HEADS, TURNS, REQUESTS):
+        with tables_of(store) as view:
+            [(key, value), *_] = view.scan(table)
+            view.put(table, key, b"nonsense")
+        with pytest.raises(StoreError):
+            store.turn_of_request(KEY, "request 1")
+        assert counts(store, "damaged") == counts(store, "damaged") == (1,), table
+        with tables_of(store) as view:
+            view.put(table, key, value)
+        assert counts(store, "damaged") == (0,), table
 
 
 def test_a_server_that_shares_nothing_renews_nothing():
