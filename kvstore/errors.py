@@ -65,7 +65,11 @@ class ContextLengthError(RequestError):
 
 
 class SessionBusyError(RequestError):
-    """A session has one turn at a time."""
+    """A session has one turn at a time. retry_after_s: when it may be free; None if nobody knows."""
+
+    def __init__(self, message: str, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message, param)
+        self.retry_after_s = retry_after_s
 
 
 class SessionNotFoundError(RequestError):

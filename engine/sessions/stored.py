@@ -16,7 +16,6 @@ from kvstore.errors import (
     RequestError,
     SessionBusyError,
     SessionExistsError,
-    SessionNotFoundError,
     StoreError,
 )
 from kvstore.sessions.record import SessionHead, SessionKey, SessionState, TurnRecord
@@ -78,7 +77,8 @@ class StoredSession:
         if head is None or self.is_at(head):
             return None
         if idempotency_key is not None and self._sessions.turn_of_request(self.key, idempotency_key) is not None:
-            raise SessionBusyError(f"session {self.key.session_id} has just answered this request; ask again")
+            answered = f"session {self.key.session_id} has just answered this request; ask again"
+            raise SessionBusyError(answered, retry_after_s=0)
         state = self._sessions.load(self.key)
         if state is not None:
             self._adopt(state)
@@ -124,10 +124,5 @@ class StoredSession:
         new_key = SessionKey(self.key.tenant, session_id)
         if self._sessions.exists(new_key):
             raise SessionExistsError(f"there is a session {session_id!r} already", param="session_id")
-        try:
-            self._sessions.fork(self.key, turn, new_key).wait()
-        except StoreError as error:
-            if self._sessions.exists(self.key):
-                raise
-            raise SessionNotFoundError(f"there is no session {self.key.session_id!r}", param="session_id") from error
+        self._sessions.fork(self.key, turn, new_key).wait()
         return new_key

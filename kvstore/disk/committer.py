@@ -8,9 +8,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any, Generic, TypeVar
 
-from kvstore.errors import StoreError
+from kvstore.errors import KVStoreError, StoreError
 
 T = TypeVar("T")
 
@@ -22,7 +23,7 @@ class Ticket(Generic[T]):
         self.change = change
         self._done = threading.Event()
         self._result: T | None = None
-        self._error: StoreError | None = None
+        self._error: KVStoreError | None = None
 
     @property
     def done(self) -> bool:
@@ -31,18 +32,18 @@ class Ticket(Generic[T]):
     def wait(self, timeout: float | None = None) -> T:
         """Wait until it is durable.
 
-        Raises StoreError when it was refused, DegradedError when the disk failed. After a failure or a timeout
+        Raises what it was refused with, DegradedError when the disk failed. After a failure or a timeout
         (seconds) it may be stored or not: load the session to find out.
         """
         if not self._done.wait(timeout):
             raise StoreError(f"not durable after {timeout} s: the disk is slow; it may still become so")
         if self._error is not None:
             # Each wait raises its own exception: two threads that raise the same one mix their tracebacks.
-            raise type(self._error)(str(self._error)) from self._error
+            raise copy(self._error) from self._error
         return self._result  # type: ignore[return-value]
 
-    def finish(self, outcome: T | StoreError) -> None:
-        if isinstance(outcome, StoreError):
+    def finish(self, outcome: T | KVStoreError) -> None:
+        if isinstance(outcome, KVStoreError):
             self._error = outcome
         else:
             self._result = outcome

@@ -1,7 +1,7 @@
 """The tables of sessions, and what one transaction does with them: create, append, fork, delete and list.
 
 Knows no file and no thread: a `View` is a transaction on sorted tables. A function checks everything before it writes,
-so one that raises StoreError has changed nothing, and the transaction can go on.
+so one that raises has changed nothing, and the transaction can go on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from kvstore.blocks.ids import BLOCK_ID_BYTES, BlockId
 from kvstore.disk.records import label, pack, seal
-from kvstore.errors import RequestError, StoreError
+from kvstore.errors import RequestError, SessionNotFoundError, StoreError
 from kvstore.sessions.record import (
     Message,
     Parent,
@@ -296,7 +296,7 @@ def fork(view: View, source: SessionKey, turn: int | None, new_key: SessionKey, 
     assert source.tenant == new_key.tenant, "a fork of another tenant's session"
     head = read_head(view, source)
     if head is None:
-        raise StoreError(f"there is no session {source.session_id} to fork")
+        raise SessionNotFoundError(f"there is no session {source.session_id!r}", param="session_id")
     last = head.num_turns if turn is None else turn
     if not 0 <= last <= head.num_turns:
         raise StoreError(f"session {source.session_id} has {head.num_turns} turns: it cannot be forked at turn {last}")
@@ -316,7 +316,7 @@ def fork(view: View, source: SessionKey, turn: int | None, new_key: SessionKey, 
 def set_ttl(view: View, key: SessionKey, ttl_s: float | None) -> SessionHead:
     head = read_head(view, key)
     if head is None:
-        raise StoreError(f"there is no session {key.session_id} whose time to live could be set")
+        raise SessionNotFoundError(f"there is no session {key.session_id!r}", param="session_id")
     after = replace(head, ttl_s=ttl_s)
     encode(after, f"session {key.session_id}")
     _put_head(view, after, before=head)

@@ -16,7 +16,7 @@ import lmdb
 
 from kvstore.disk.committer import Committer, Ticket
 from kvstore.disk.env import LostFileError
-from kvstore.errors import DegradedError, RemoteError, SessionDamagedError, StoreError, StoreLostError
+from kvstore.errors import DegradedError, KVStoreError, RemoteError, SessionDamagedError, StoreError, StoreLostError
 from kvstore.forks import leave_to_parent
 from kvstore.sessions import repair
 from kvstore.sessions.record import SessionKey
@@ -115,7 +115,7 @@ class SessionTransactions:
                 ticket.finish(outcome)
 
     def _outcomes(self, group: Sequence[Ticket[Any]]) -> Sequence[object]:
-        """The outcome of each ticket: a durable result, or a StoreError."""
+        """The outcome of each ticket: a durable result, or a KVStoreError."""
         self._counts["largest_group"] = max(self._counts["largest_group"], len(group))
         try:
             outcomes = self._transact(group)
@@ -131,7 +131,7 @@ class SessionTransactions:
                 return [self._outcomes([ticket])[0] for ticket in group]
             self._note_failure(error, 1)
             return [DegradedError(f"not stored, the session store's disk failed ({error}): free space and try again")]
-        num_refused = sum(isinstance(outcome, StoreError) for outcome in outcomes)
+        num_refused = sum(isinstance(outcome, KVStoreError) for outcome in outcomes)
         self._counts["commits"] += 1
         self._counts["refused"] += num_refused
         self._counts["committed"] += len(outcomes) - num_refused
@@ -175,5 +175,5 @@ def _outcome(view: View, ticket: Ticket[Any]) -> object:
         return ticket.change(view)
     except RemoteError:
         raise
-    except StoreError as error:
+    except KVStoreError as error:
         return error  # it has written nothing: the others of the group go on

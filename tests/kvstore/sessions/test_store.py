@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvstore.errors import RequestError, StoreError
+from kvstore.errors import RequestError, SessionNotFoundError, StoreError
 from kvstore.sessions.record import Parent, SessionKey, TurnRecord
 from kvstore.sessions.store import SessionStore
 from tests.children.session_child import TENANT, Clock, block_id, content, create, disk_store, expected, make_turn, talk
@@ -41,7 +41,7 @@ def test_what_is_not_there_is_none(store):
     assert (store.load(KEY), store.head(KEY), store.exists(KEY), store.turn(KEY, 1)) == (None, None, False, None)
     assert (store.turn_of_request(KEY, "x"), store.delete(KEY).wait()) == (None, None)
     assert store.list(TENANT) == []
-    with pytest.raises(StoreError, match="no session red"):
+    with pytest.raises(SessionNotFoundError, match="no session 'red'"):
         store.set_ttl(KEY, 1).wait()
     with pytest.raises(StoreError, match="has 0 turns, so turn 2"):
         store.commit_turn(KEY, make_turn("red", 2)).wait()
@@ -103,12 +103,14 @@ def test_forks_that_cannot_be(store):
     talk(store, KEY, 2)
     new = SessionKey(TENANT, "new")
     cases = [
-        (SessionKey(TENANT, "none"), None, new, "no session none"), (KEY, 3, new, "cannot be forked at turn 3"),
-        (KEY, -1, new, "cannot be forked"), (KEY, 1, KEY, "exists already"),
+        (KEY, 3, new, "cannot be forked at turn 3"), (KEY, -1, new, "cannot be forked"), (KEY, 1, KEY, "exists already"),
     ]  # fmt: skip
     for source, turn, target, words in cases:
         with pytest.raises(StoreError, match=words):
             store.fork(source, turn, target).wait()
+    with pytest.raises(SessionNotFoundError, match="no session 'none'") as unknown:
+        store.fork(SessionKey(TENANT, "none"), None, new).wait()
+    assert unknown.value.param == "session_id"
     assert store.stats()["sessions"] == 1
 
 
@@ -211,7 +213,7 @@ class Machine(RuleBasedStateMachine):
             ticket.wait()
             self.turns[new] = list(self.turns[name][:turn])
         else:
-            with pytest.raises(StoreError):
+            with pytest.raises((StoreError, SessionNotFoundError)):
                 ticket.wait()
 
     @rule(name=ids)
