@@ -222,6 +222,7 @@ class ChatSession:
                 before = self.window
                 after = before.last(num_turns, core, self.tenant, self.truncation_reuse)
                 if after is None:
+                    self.means.sessions.confirm()
                     return None
                 record = record_of_truncation(self.num_turns + 1, before, after, self.means.template)
                 try:

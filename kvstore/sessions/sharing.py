@@ -53,6 +53,9 @@ class Sharing(Protocol):
     def finish(self, view: Any, number: int) -> None:
         """Called when this server has carried out the deletion of this number."""
 
+    def confirm(self, view: Any) -> None:
+        """Let this transaction end only when all that was stored before is as safe as itself."""
+
     def has_missed_deletions(self) -> bool:
         """Whether this server was away for so long that deletions were no longer kept for it; all its KV must go
         then.
@@ -93,6 +96,9 @@ class Alone(Sharing):
 
     def finish(self, view: View, number: int) -> None:
         view.delete(tables.TOMBSTONES, tables.be64(number))
+
+    def confirm(self, view: View) -> None:
+        return
 
     def has_missed_deletions(self) -> bool:
         return False

@@ -123,8 +123,18 @@ class SessionStore:
         return self.transactions.read(lambda view: tables.read_turn(view, key, number), key)
 
     def turn_of_request(self, key: SessionKey, idempotency_key: str) -> TurnRecord | None:
-        """The turn that answered the request of this key, if there is one."""
-        return self.transactions.read(lambda view: tables.turn_of_request(view, key, idempotency_key), key)
+        """The turn that answered the request of this key, if there is one; as safe as when it was stored in order."""
+        turn = self.transactions.read(lambda view: tables.turn_of_request(view, key, idempotency_key), key)
+        if turn is not None:
+            self.confirm()
+        return turn
+
+    def confirm(self) -> None:
+        """Call this before what another call has stored is acknowledged: that one may have failed for lack of replicas.
+        Raises StoreError.
+        """
+        if self.sharing.is_shared:
+            self.transactions.submit(self.sharing.confirm).wait()
 
     def list(self, tenant: str, limit: int = 100, after: str | None = None) -> Sequence[SessionHead]:
         """The most recently updated first. after: the `cursor` of the last head of the page before.

@@ -10,6 +10,9 @@ from kvstore.sessions.shared.membership import Membership
 from kvstore.sessions.shared.storage import SharedTables
 from kvstore.sessions.shared.view import SharedView
 from kvstore.sessions.sharing import Claim, Read, Sharing
+from kvstore.sessions.tables import COUNTERS
+
+CONFIRMED = b"confirmed"  # a key of COUNTERS
 
 
 class Fleet(Sharing):
@@ -42,6 +45,10 @@ class Fleet(Sharing):
 
     def finish(self, view: SharedView, number: int) -> None:
         self._membership.finish(view, number)
+
+    def confirm(self, view: SharedView) -> None:
+        if self._server.durability.num_replicas:  # what is written now is on a replica behind all that was before
+            view.put(COUNTERS, CONFIRMED, b"")
 
     def has_missed_deletions(self) -> bool:
         return self._membership.has_missed_deletions()

@@ -88,10 +88,9 @@ class Leases:
             self._give_back_later(lease)  # Redis may have got it, and answered too late
             raise
         if left_ms != -1:
-            raise SessionBusyError(
-                f"session {key.session_id} is busy with another turn, on this server or on another one",
-                param="session_id",
-            )
+            assert isinstance(left_ms, int)
+            busy = f"session {key.session_id} is busy with another turn, on this server or on another one"
+            raise SessionBusyError(busy, param="session_id", retry_after_s=left_ms / 1000)
         with self._changed:
             self._held[lease.token] = lease
             self._changed.notify_all()

@@ -127,7 +127,7 @@ class SharedTables:
     def _said_lost(self) -> str:
         return (
             f"the sessions that this server shared are not in {self.server.address}: it was emptied, or is another "
-            "one; bring its data back, or give them up by `kvstore sessions accept-loss`"
+            "one; bring its data back, or give them up by `kvstore sessions accept-loss --store` of a server that runs"
         )
 
     # -- transactions ------------------------------------------------------------------------------------------------
@@ -158,6 +158,8 @@ class SharedTables:
             (last,) = self.server.ask(("GET", self._place))
             if last != number:
                 raise StaleViewError from None
+            if self.server.durability.num_replicas:  # they are asked about what a connection has written itself
+                self._eval(SharedView(self.server.ask), number)
 
     def _view(self) -> SharedView:
         is_named = False

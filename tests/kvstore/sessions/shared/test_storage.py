@@ -295,6 +295,38 @@ def test_a_turn_is_acknowledged_once_replicas_have_it(own_redis, tmp_path):
         replica.kill()
 
 
+def test_nothing_is_acknowledged_without_replicas_again_or_after_a_cut(own_redis, tmp_path):
+    """A stored turn that answers its request again, and a commit that is looked up, wait for the replicas, too."""
+    replica = RedisServer(make_folder(tmp_path / "replica"), "--replicaof", "127.0.0.1", str(own_redis.port))
+    try:
+        wait_until(lambda: b"state=online" in own_redis.ask("INFO", "replication"), "no replica")
+        with Proxy(own_redis.port) as proxy, constants(session_server, ANSWER_S=TIMEOUT_S):
+            store = shared_store(proxy.port, num_replicas=1)
+            talk(store, KEY, 1)
+            replica.pause()
+            with constants(session_storage, WAIT_MS=100), pytest.raises(RemoteError, match="0 of 1 replicas"):
+                store.commit_turn(KEY, make_turn("red", 2)).wait()
+            with constants(session_storage, WAIT_MS=round(1000 * TIMEOUT_S)):
+                ticket = store.commit_turn(KEY, make_turn("red", 3))
+                wait_until(lambda: own_redis.ask("HLEN", "kvstore:sessions:turns") == 3, "Redis has it")
+            with constants(session_storage, WAIT_MS=100):
+                proxy.cut()
+                with pytest.raises(RemoteError, match="0 of 1 replicas"):
+                    ticket.wait(TIMEOUT_S)
+                for number in (2, 3):
+                    with pytest.raises(RemoteError, match="0 of 1 replicas"):
+                        store.turn_of_request(KEY, f"request {number}")
+                assert store.head(KEY).num_turns == 3, "it may be stored all the same"
+            replica.resume()
+            with constants(session_storage, WAIT_MS=round(1000 * TIMEOUT_S)):
+                assert store.turn_of_request(KEY, "request 3") == make_turn("red", 3)
+            assert replica.ask("HLEN", "kvstore:sessions:turns") == 3
+            store.close()
+    finally:
+        replica.resume()
+        replica.kill()
+
+
 # -- what is refused at the start ------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("level", "settings", "words"),
@@ -331,6 +363,15 @@ def test_one_that_does_not_tell_its_settings_is_taken_only_unchecked(tmp_path):
         server.kill()
 
 
+def test_a_cluster_is_refused(tmp_path):
+    server = RedisServer(make_folder(tmp_path / "redis"), *DURABLE, "--cluster-enabled", "yes")
+    try:
+        with pytest.raises(RemoteError, match="part of a Redis Cluster"):
+            shared_store(server)
+    finally:
+        server.kill()
+
+
 def test_settings_that_get_worse_are_found_at_the_next_connection(own_redis):
     store = shared_store(own_redis, level="always")
     talk(store, KEY, 1)
@@ -346,8 +387,8 @@ def test_a_wrong_password_and_another_fleet_are_refused(own_redis):
     with pytest.raises(StoreError, match="another fleet secret"):
         shared_store(own_redis, secret=b"t" * 32)
     own_redis.ask("CONFIG", "SET", "requirepass", "right")
-    with pytest.raises(RemoteError, match="NOAUTH"):
-        shared_store(own_redis)
+    with pytest.raises(RemoteError, match=r"it wants a password \(NOAUTH\); set \$KVSTORE_REDIS_PASSWORD"):
+        shared_store(own_redis, level="always")
     wrong = RedisAddress("127.0.0.1", own_redis.port, password="wr0ng")
     with pytest.raises(RemoteError, match="WRONGPASS") as refused:
         open_shared(wrong, Durability("unchecked"), SECRET, None)
