@@ -127,7 +127,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         raise asyncio.CancelledError from None  # as for every client that went away
     except Exception as error:
         told = api_error(error)
-        if told.code == "internal_error":
+        if told.code in ("internal_error", "store_error"):  # the client is not told why
             log("a handler failed", {"request_id": exchange.request_id}, logging.ERROR, error)
         _let_go(error)
         if told.status in (401, 403, 413, 429, 503) and told.code is not None:  # refused before any work
@@ -193,8 +193,8 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 def _check_state(context: Context) -> None:
     if context.state == "starting":
-        raise unavailable("the model is being loaded; try again", "starting", 5)
+        raise unavailable("the model is being loaded; try again", "starting")
     if context.state == "stopping":
-        raise unavailable("the server is shutting down", "stopping", 5)
+        raise unavailable("the server is shutting down", "stopping")
     if context.has_failed:
-        raise ApiError(503, "the engine has failed", type="server_error", code="engine_failed")
+        raise unavailable("the engine has failed", "engine_failed")

@@ -21,12 +21,14 @@ from kvstore.sessions.store import SessionStore
 def ask_shared(url: str, command: str, arguments: dict[str, Any]) -> Mapping[str, Any]:
     """As `OfflineStore.handle`, for what is about sessions. Raises ConfigError and StoreError."""
     request = read_arguments(command, arguments)
+    if command == "sessions.accept_loss":
+        raise ConfigError(
+            "session_store does not tell which sessions were lost: give --store of a server that runs and shared them"
+        )
     shared = open_shared(parse_redis_url(url, "--session-store"), Durability("unchecked"), None, None)
     with closing(SessionStore(None, shared=shared)) as sessions:
         if command == "sessions":
             return {"sessions": [session_info(head) for head in sessions.list(request.tenant, request.limit)]}
-        if command == "sessions.accept_loss":
-            raise ConfigError("only a server that shares the sessions knows whether they are lost; give its --store")
         return _of_one(sessions, command, request.session.key)
 
 

@@ -14,14 +14,17 @@ from kvstore.engine.sessions.chats import Language
 from kvstore.engine.text.chat_template import Message
 from kvstore.service.api.context import Context, context_of, tenant_of
 from kvstore.service.api.schema import Messages, TokenId, messages_of, num_chars_of, read_body
-from kvstore.service.http.errors import ApiError, bad_request
+from kvstore.service.http.errors import RETRY_AFTER_S, ApiError, bad_request
 from kvstore.service.http.routes import Route
 
 MAX_TOKENIZED_CHARS = 2**20
 
 
 def json_response(body: Any, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else None
+    return web.Response(
+        body=msgspec.json.encode(body), status=status, content_type="application/json", headers=headers
+    )
 
 
 async def metrics(request: web.Request) -> web.Response:

@@ -3,6 +3,7 @@
 Knows no route. The text of an unexpected exception never reaches a client.
 """
 
+import math
 from collections.abc import Mapping
 
 import msgspec
@@ -11,6 +12,7 @@ from aiohttp import web
 from kvstore import errors as kv
 
 NO_RETRY = {"x-should-retry": "false"}  # the OpenAI SDK would else send a 409 or a 5xx again
+RETRY_AFTER_S = 5  # of a 503, where nothing else is known
 
 
 class ErrorInfo(msgspec.Struct):
@@ -84,24 +86,26 @@ def api_error(error: Exception) -> ApiError:
     for kind, status, code in _REFUSED:
         if isinstance(error, kind):
             type_ = "server_error" if code == "session_damaged" else "invalid_request_error"
-            headers = NO_RETRY if status == 409 else None
+            headers: Mapping[str, str] = NO_RETRY if status == 409 else {}
+            if (retry_after_s := getattr(error, "retry_after_s", None)) is not None:
+                headers = {"Retry-After": str(math.ceil(retry_after_s) or 1)}
             return ApiError(
                 status, str(error), type=type_, param=getattr(error, "param", None), code=code, headers=headers
             )
     if isinstance(error, kv.EngineClosedError):
         return unavailable("the server is shutting down or its engine has failed", "engine_closed")
     if isinstance(error, kv.EngineDiedError):
-        return unavailable("the engine has ended and may be started again; try again", "engine_died", 5)
+        return unavailable("the engine has ended and may be started again; try again", "engine_died")
     if isinstance(error, kv.EngineOverloadedError):
         return unavailable("the engine takes no more at the moment; try again", "server_overloaded", 1)
     if isinstance(error, kv.StoreLostError):
-        lost = "not kept: files of the store were removed or replaced while it was open; the server's log names them"
+        lost = "not kept: what the store held was removed or replaced while it was open; the server's log says more"
         return unavailable(lost, "store_lost", is_final=True)
     if isinstance(error, kv.DegradedError):
         return unavailable("the disk tier cannot write at the moment: what was to be kept is not", "store_degraded")
     if isinstance(error, kv.RemoteError):
         away = "the store of sessions does not answer at the moment, or cannot store: what was to be kept is not"
-        return unavailable(away, "session_store_unavailable", 5)
+        return unavailable(away, "session_store_unavailable")
     if isinstance(error, kv.StoreError):
         return unavailable("the store could not carry this out", "store_error")
     if isinstance(error, web.HTTPException):
@@ -109,10 +113,9 @@ def api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal error", type="server_error", code="internal_error")
 
 
-def unavailable(message: str, code: str, retry_after_s: int | None = None, is_final: bool = False) -> ApiError:
-    """A 503. is_final: a retry will not help."""
-    headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
-    headers |= NO_RETRY if is_final else {}
+def unavailable(message: str, code: str, retry_after_s: int = RETRY_AFTER_S, is_final: bool = False) -> ApiError:
+    """A 503. is_final: a retry will not help before somebody has done something."""
+    headers = {"Retry-After": str(retry_after_s), **(NO_RETRY if is_final else {})}
     return ApiError(503, message, type="server_error", code=code, headers=headers)
 
 

@@ -21,7 +21,7 @@ def concerns_everyone(path: str) -> bool:
 def joined(path: str, answers: Sequence[Whole]) -> Answer:
     """One answer of all. What is no 200 of some replica is the answer, but for a 503 of /health and /ready."""
     if not answers:
-        return refusal(unavailable("no replica is ready", "starting", 5))
+        return refusal(unavailable("no replica is ready", "starting"))
     answers = sorted(answers, key=lambda one: one.name)
     told = (200, 503) if path in _STATES else (200,)
     other = next((one for one in answers if one.head.status not in told), None)

@@ -27,7 +27,7 @@ from kvstore.service.settings.serve_options import ServeOptions
 EVENT_END = b"\n\n"
 LOOK_S, ACT_S = 10.0, 120.0  # for all replicas to say how they are, and to do what an administrator asks for
 LOST = unavailable("the replica that answered was lost; try again", "replica_lost", 1)
-SILENT = unavailable("a replica does not answer in time", "replica_silent", 5)
+SILENT = unavailable("a replica does not answer in time", "replica_silent")
 
 
 class Ingress:

@@ -106,7 +106,7 @@ class Replica:
     async def answer(self, call: PassedRequest) -> AsyncIterator[Head | bytes]:
         """The head of the answer, then its body as it comes. To end the iteration early is to abort the request."""
         if self._closing is not None:
-            head, body = refusal(unavailable("the server is shutting down", "stopping", 5))
+            head, body = refusal(unavailable("the server is shutting down", "stopping"))
             yield head
             yield body
             return

@@ -236,6 +236,8 @@ def test_nothing_of_a_bug_is_told(server, counted):
     (kv.RequestError("x", param="p"), 400, "invalid_value"),
     (kv.ContextLengthError("x", 2, 1), 400, "context_length_exceeded"),
     (kv.SessionBusyError("x"), 409, "session_busy"),
+    (kv.SessionBusyError("x", retry_after_s=0), 409, "session_busy"),
+    (kv.StoreLostError("/a/path"), 503, "store_lost"),
     (kv.SessionExistsError("x"), 409, "session_exists"),
     (kv.SessionNotFoundError("x"), 404, "session_not_found"),
     (kv.ConfigError("x"), 400, "invalid_value"),
@@ -251,7 +253,10 @@ def test_exceptions_and_what_clients_are_told(error, status, code):
     assert (told.status, told.code) == (status, code)
     assert "/a/path" not in told.message
     assert (told.type == "server_error") == (status >= 500)
-    assert (told.headers.get("x-should-retry") == "false") == (status == 409)
+    is_free_soon = getattr(error, "retry_after_s", None) is not None
+    is_final = code == "store_lost" or (status == 409 and not is_free_soon)
+    assert (told.headers.get("x-should-retry") == "false") == is_final
+    assert int(told.headers.get("Retry-After", 0)) >= int(status == 503 or is_free_soon)
 
 
 # -- request ids, the log, counts ------------------------------------------------------------------------------------
@@ -311,6 +316,7 @@ def test_only_public_routes_answer_while_nothing_can_be_served(server, monkeypat
             assert reply.status == 503
         elif route.access != "public":
             assert (reply.status, reply.error["code"]) == (503, code)
+        assert reply.status != 503 or int(reply.headers["retry-after"]) > 0
     assert server.get("/health").json()["status"] == state
     assert server.get("/ready").json() == {"ready": False}
     assert server.get("/who", Authorization="Bearer wrong-wrong").status == 401

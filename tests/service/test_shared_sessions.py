@@ -89,6 +89,7 @@ def test_of_two_turns_at_once_one_is_busy(fleet):
     stream.next()
     reply = other.post("/chat", {"message": "Me first.", "session_id": session_id, **SHORT})
     assert refused(reply) == (409, "session_busy")
+    assert 0 < int(reply.headers["retry-after"]) <= 10 and "x-should-retry" not in reply.headers
     assert stream.rest()[-2]["finish_reason"] == "length"
     assert chat(other, "And now?", session_id)["turn"] == 3
 

@@ -58,7 +58,7 @@ def test_what_is_whole_needs_no_repair(url):
 
 
 def test_what_only_a_server_can_do_is_refused(url):
-    with pytest.raises(ConfigError, match="give its --store"):
+    with pytest.raises(ConfigError, match="give --store of a server"):
         ask_shared(url, "sessions.accept_loss", {})
     with pytest.raises(ConfigError, match="unknown command"):
         ask_shared(url, "sessions.sing", {})

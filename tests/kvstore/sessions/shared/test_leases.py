@@ -78,8 +78,9 @@ def test_a_session_has_one_writer_until_it_is_given_back(redis):
     one, other = (shared_store(redis, lease_s=3600.0) for _ in range(2))
     claim = one.sharing.begin_turn(KEY)
     for store in (one, other):
-        with pytest.raises(SessionBusyError, match="busy with another turn"):
+        with pytest.raises(SessionBusyError, match="busy with another turn") as busy:
             store.sharing.begin_turn(KEY)
+        assert 0 < busy.value.retry_after_s <= 3600, "what is left of the lease"
     assert is_free_of(other, SessionKey("another tenant", "red"))
     one.commit_turn(KEY, make_turn("red", 1), lease=claim).wait()
     one.sharing.end_turn(claim)
