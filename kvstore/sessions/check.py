@@ -53,8 +53,7 @@ class _Check:
         needed += [(tables.REQUESTS, tables.request_key(number, request)) for request in requests]
         needed += [(tables.REFS, block_id + be64(number)) for block_id in {b for t in turns for b in t.chain}]
         self.places.update(table for table, _ in needed)
-        for table in self.places:
-            self.view.expect(table, [place for one, place in needed if one == table])
+        self.view.expect(needed)
         missing = Counter(table for table, place in needed if self.view.get(table, place) is None)
         self.problems += [f"{name} lacks {count} of its entries in {table!r}" for table, count in missing.items()]
 

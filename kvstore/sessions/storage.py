@@ -19,7 +19,7 @@ from kvstore.disk.env import StoreEnvironment
 from kvstore.disk.live import LiveTables, discard_copy
 from kvstore.errors import DegradedError
 from kvstore.sessions.sharing import Alone, Sharing
-from kvstore.sessions.tables import TABLES, View
+from kvstore.sessions.tables import TABLES, Place, View
 
 FIRST_MAP_BYTES = 64 << 20
 
@@ -82,7 +82,7 @@ class _LmdbView:
     def keys_below(self, table: str, prefixes: Sequence[bytes], limit: int) -> list[list[bytes]]:
         return [[key for key, _ in islice(self.scan(table, prefix), limit)] for prefix in prefixes]
 
-    def expect(self, table: str, keys: Sequence[bytes]) -> None:
+    def expect(self, places: Sequence[Place]) -> None:
         return
 
 
@@ -236,7 +236,7 @@ class MemoryTables:
     def keys_below(self, table: str, prefixes: Sequence[bytes], limit: int) -> list[list[bytes]]:
         return [[key for key, _ in islice(self.scan(table, prefix), limit)] for prefix in prefixes]
 
-    def expect(self, table: str, keys: Sequence[bytes]) -> None:
+    def expect(self, places: Sequence[Place]) -> None:
         return
 
     def compact(self) -> None:

@@ -75,6 +75,8 @@ class SessionStore:
         draft = tables.draft_head(key, self._clock(), turn.system, fingerprint, model)
 
         def append(view: View) -> SessionHead:
+            if session_number is not None:
+                tables.expect_append(view, key, session_number, turn)
             if lease is not None:
                 lease.check(view)
             return tables.append(view, draft, turn, payload, session_number)
@@ -121,6 +123,10 @@ class SessionStore:
 
     def turn(self, key: SessionKey, number: int) -> TurnRecord | None:
         return self.transactions.read(lambda view: tables.read_turn(view, key, number), key)
+
+    def turns(self, key: SessionKey, after: int, limit: int) -> Sequence[TurnRecord] | None:
+        """At most so many turns after turn `after`; None if there is no such session."""
+        return self.transactions.read(lambda view: tables.read_page(view, key, after, limit), key)
 
     def turn_of_request(self, key: SessionKey, idempotency_key: str) -> TurnRecord | None:
         """The turn that answered the request of this key, if there is one; as safe as when it was stored in order."""

@@ -49,6 +49,9 @@ KEYS_ONLY = frozenset({ORDER, EXPIRY, REFS})
 SESSION, DELETION = "session", "deletion"  # what is counted
 
 
+Place = tuple[str, bytes]  # a table, and a key in it
+
+
 class StaleViewError(Exception):
     """Another process has changed what this transaction read. Nothing was written; run it again."""
 
@@ -74,8 +77,8 @@ class View(Protocol):
     def keys_below(self, table: str, prefixes: Sequence[bytes], limit: int) -> list[list[bytes]]:
         """For each prefix, the first keys that start with it."""
 
-    def expect(self, table: str, keys: Sequence[bytes]) -> None:
-        """Say which keys `get` will ask for, so that remote tables can fetch them together."""
+    def expect(self, places: Sequence[Place]) -> None:
+        """Say what `get` will ask for, so that remote tables can fetch it together."""
 
 
 def be64(number: int) -> bytes:
@@ -157,16 +160,28 @@ def load(view: View, key: SessionKey, turn: int | None = None) -> SessionState |
     return state
 
 
-def read_turn(view: View, key: SessionKey, number: int) -> TurnRecord | None:
+def read_page(view: View, key: SessionKey, after: int, limit: int) -> list[TurnRecord] | None:
+    """At most so many turns after turn `after`; None if there is no such session."""
     head = read_head(view, key)
-    if head is None or not 1 <= number <= head.num_turns:
+    if head is None:
         return None
-    what, place = f"session {key.session_id}", turn_key(head.number, number)
+    numbers = range(after + 1, min(after + limit, head.num_turns) + 1)
+    view.expect([(TURNS, turn_key(head.number, number)) for number in numbers])
+    return [_turn_at(view, head, number) for number in numbers]
+
+
+def _turn_at(view: View, head: SessionHead, number: int) -> TurnRecord:
+    what, place = f"session {head.key.session_id}", turn_key(head.number, number)
     value = view.get(TURNS, place)
     turn = None if value is None else unseal(TurnRecord, TURNS, place, value, what)
     if turn is None or turn.number != number:
         raise damaged(what, f"turn {number} is missing")
     return turn
+
+
+def read_turn(view: View, key: SessionKey, number: int) -> TurnRecord | None:
+    found = read_page(view, key, number - 1, 1) if number > 0 else None
+    return found[0] if found else None
 
 
 def turn_of_request(view: View, key: SessionKey, idempotency_key: str) -> TurnRecord | None:
@@ -229,11 +244,15 @@ def _delete_places(view: View, head: SessionHead) -> None:
         view.delete(EXPIRY, expiry)
 
 
+def refs_of(number: int, turn: TurnRecord) -> list[bytes]:
+    return [block_id + be64(number) for block_id in turn.chain]
+
+
 def put_turn(view: View, number: int, turn: TurnRecord, payload: bytes) -> None:
     key = turn_key(number, turn.number)
     view.put(TURNS, key, seal(TURNS, key, payload))
-    refs = [block_id + be64(number) for block_id in turn.chain]
-    view.expect(REFS, refs)
+    refs = refs_of(number, turn)
+    view.expect([(REFS, place) for place in refs])
     for place in refs:
         # A rebase lists most blocks again; writing them again would copy a page each for nothing.
         if view.get(REFS, place) is None:
@@ -258,6 +277,14 @@ def create(view: View, draft: SessionHead) -> SessionHead:
     view.put(NAMES, place, seal(NAMES, place, pack(head.number)))
     _put_head(view, head)
     return head
+
+
+def expect_append(view: View, key: SessionKey, number: int, turn: TurnRecord) -> None:
+    """Say what `append` will read where the session has this number."""
+    places = [(NAMES, name_key(key)), (HEADS, be64(number)), *((REFS, place) for place in refs_of(number, turn))]
+    if turn.idempotency_key is not None:
+        places.append((REQUESTS, request_key(number, turn.idempotency_key)))
+    view.expect(places)
 
 
 def append(view: View, draft: SessionHead, turn: TurnRecord, payload: bytes, expected: int | None) -> SessionHead:
@@ -308,6 +335,7 @@ def fork(view: View, source: SessionKey, turn: int | None, new_key: SessionKey, 
     )  # fmt: skip
     payloads = [encode_turn(one, new_key) for one in turns]
     new = create(view, draft)
+    view.expect([(REFS, place) for one in turns for place in refs_of(new.number, one)])
     for one, payload in zip(turns, payloads, strict=True):
         put_turn(view, new.number, one, payload)
     return new
@@ -432,7 +460,7 @@ def list_heads(view: View, tenant: str, limit: int, after: str | None) -> tuple[
 def _expecting_heads(view: View, entries: Iterator[tuple[bytes, bytes]], size: int) -> Iterator[bytes]:
     """The keys of these entries, which end with session numbers; the heads of so many are fetched together."""
     while places := [place for place, _ in islice(entries, max(1, size))]:
-        view.expect(HEADS, [place[-8:] for place in places])
+        view.expect([(HEADS, place[-8:]) for place in places])
         yield from places
 
 

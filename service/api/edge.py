@@ -22,9 +22,7 @@ MAX_TOKENIZED_CHARS = 2**20
 
 def json_response(body: Any, status: int = 200) -> web.Response:
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else None
-    return web.Response(
-        body=msgspec.json.encode(body), status=status, content_type="application/json", headers=headers
-    )
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json", headers=headers)
 
 
 async def metrics(request: web.Request) -> web.Response:

@@ -171,15 +171,17 @@ class SharedTables:
             name, *replies = self.server.ask(("HGET", values_of_table(COUNTERS), NAME), *commands)
             self._check_name(name)
             is_named = True
+            view.note(COUNTERS, NAME, name if isinstance(name, bytes) else None)
             return replies
 
-        return SharedView(ask)
+        view = SharedView(ask)
+        return view
 
     def _commit(self, view: SharedView, number: bytes) -> None:
         if not view.has_changes:
             self._check_still_so(view)
             return
-        view.get(COUNTERS, NAME)  # so that it is compared
+        view.get(COUNTERS, NAME)  # so that it is compared, also where nothing was read
         self._eval(view, number)
 
     def _check_still_so(self, view: SharedView) -> None:

@@ -18,7 +18,7 @@ from kvstore.remote.resp import Arg
 from kvstore.remote.resp_replies import Reply
 from kvstore.sessions.record import SessionKey
 from kvstore.sessions.shared.server import Command
-from kvstore.sessions.tables import KEYS_ONLY, name_key
+from kvstore.sessions.tables import KEYS_ONLY, Place, name_key
 
 Ask = Callable[..., list[Reply]]
 Entry = tuple[bytes, bytes | None]
@@ -88,14 +88,18 @@ class SharedView:
     def get(self, table: str, key: bytes) -> bytes | None:
         if key in self._written[table]:
             return self._written[table][key]
-        self.expect(table, [key])
+        self.expect([(table, key)])
         return self._read[table, key]
 
-    def expect(self, table: str, keys: Sequence[bytes]) -> None:
-        unknown = [key for key in keys if (table, key) not in self._read]
-        for some in _batches(unknown, KEYS_AT_ONCE if table in KEYS_ONLY else VALUES_AT_ONCE):
-            places = [(table, key) for key in some]
-            self._read |= zip(places, self._fetched(places), strict=True)
+    def expect(self, places: Sequence[Place]) -> None:
+        unknown = [place for place in places if place not in self._read]
+        num_values = sum(table not in KEYS_ONLY for table, _ in unknown)
+        for some in _batches(unknown, KEYS_AT_ONCE if num_values <= VALUES_AT_ONCE else VALUES_AT_ONCE):
+            self._read |= zip(some, self._fetched(some), strict=True)
+
+    def note(self, table: str, key: bytes, value: bytes | None) -> None:
+        """What `ask` has read beside what it was asked for."""
+        self._read[table, key] = value
 
     def lease_of(self, key: SessionKey) -> bytes | None:
         """The token of the server that may write to this session."""
@@ -156,7 +160,7 @@ class SharedView:
         assert isinstance(reply, list)
         return [value if isinstance(value, bytes) else None for value in reply]
 
-    def _fetched(self, places: Sequence[tuple[str, bytes]]) -> list[bytes | None]:
+    def _fetched(self, places: Sequence[Place]) -> list[bytes | None]:
         commands: list[Command] = []
         for table, key in places:
             if table == LEASES:
@@ -214,7 +218,7 @@ class SharedView:
         return arguments
 
 
-def _batches(items: Sequence[bytes] | Sequence[tuple[str, bytes]], size: int) -> Iterator[list]:
+def _batches(items: Sequence[bytes] | Sequence[Place], size: int) -> Iterator[list]:
     rest = iter(items)
     while some := list(islice(rest, size)):
         yield some

@@ -86,12 +86,9 @@ def _info(context: Context, head: SessionHead, is_running: bool) -> SessionInfo:
 def _read(context: Context, key: SessionKey, after: int, limit: int) -> tuple[SessionHead, Sequence[TurnRecord]]:
     engine = context.engine.engine
     head = turns.find_session(engine, key)
-    records = []
-    for number in range(after + 1, min(after + limit, head.num_turns) + 1):
-        record = engine.sessions.turn(key, number)
-        if record is None:
-            raise turns.unknown_session(key.session_id)  # deleted meanwhile
-        records.append(record)
+    records = engine.sessions.turns(key, after, min(limit, head.num_turns - after))
+    if records is None:
+        raise turns.unknown_session(key.session_id)  # deleted meanwhile
     return head, records
 
 

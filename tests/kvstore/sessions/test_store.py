@@ -103,8 +103,10 @@ def test_forks_that_cannot_be(store):
     talk(store, KEY, 2)
     new = SessionKey(TENANT, "new")
     cases = [
-        (KEY, 3, new, "cannot be forked at turn 3"), (KEY, -1, new, "cannot be forked"), (KEY, 1, KEY, "exists already"),
-    ]  # fmt: skip
+        (KEY, 3, new, "be forked at turn 3"),
+        (KEY, -1, new, "be forked at turn -1"),
+        (KEY, 1, KEY, "exists already"),
+    ]
     for source, turn, target, words in cases:
         with pytest.raises(StoreError, match=words):
             store.fork(source, turn, target).wait()

@@ -11,6 +11,7 @@ import pytest
 
 from kvstore.errors import RemoteError, StoreError, StoreLostError
 from kvstore.remote.address import RedisAddress
+from kvstore.remote.resp import RespClient
 from kvstore.sessions import transactions
 from kvstore.sessions.record import SessionKey
 from kvstore.sessions.shared import server as session_server
@@ -19,7 +20,7 @@ from kvstore.sessions.shared.opening import open_shared
 from kvstore.sessions.shared.server import Durability
 from kvstore.sessions.store import SessionStore
 from tests.children.session_child import TENANT, content, create, expected, make_turn, talk
-from tests.support.faults import constants
+from tests.support.faults import before_each, constants
 from tests.support.redis_server import RedisServer, no_answer_after
 from tests.support.shared_sessions import DURABLE, SECRET, shared_store
 from tests.support.tcp_proxy import Proxy
@@ -68,6 +69,26 @@ def test_what_one_server_stores_another_one_reads(servers):
     assert other.load(SessionKey("another tenant", "red")) is None
     other.delete(KEY).wait()
     assert one.head(KEY) is None
+
+
+def test_replies_are_not_waited_for_one_after_the_other(servers):
+    """However many turns there are: Redis may be far away."""
+    one, other = servers
+    talk(one, KEY, 20)
+    head = other.head(KEY)
+
+    def num_round_trips(work: Callable[[], object]) -> int:
+        asked: list[None] = []
+        with before_each(RespClient, "pipeline", lambda: asked.append(None)):
+            work()
+        return len(asked)
+
+    new = SessionKey(TENANT, "new")
+    assert num_round_trips(lambda: other.turns(KEY, 0, 100)) == 4  # name, head, turns, and whether all is still so
+    assert [turn.number for turn in other.turns(KEY, 15, 3)] == [16, 17, 18]
+    assert num_round_trips(lambda: other.fork(KEY, None, new).wait()) <= 9
+    turn = make_turn("red", 21)
+    assert num_round_trips(lambda: other.commit_turn(KEY, turn, session_number=head.number).wait()) == 2
 
 
 def test_of_two_servers_one_appends_a_turn(servers):

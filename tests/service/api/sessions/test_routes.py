@@ -280,7 +280,10 @@ def test_a_fork_of_what_another_server_deletes_meanwhile_is_unknown(tmp_path, mo
     monkeypatch.setenv("KVSTORE_FLEET_SECRET", "the secret of this fleet, 32 characters")
     redis = RedisServer(tmp_path)
     with serving(engine={"session_store": redis.url, "session_durability": "unchecked"}) as server:
-        for path, body in (("/sessions/{}/fork", {}), ("/v1/responses", {"previous_response_id": "resp_{}_1", "input": "x"})):
+        for path, body in (
+            ("/sessions/{}/fork", {}),
+            ("/v1/responses", {"previous_response_id": "resp_{}_1", "input": "x"}),
+        ):
             session_id = talk(server, "One.", "Two.")
             deleted = {"session": {"session_id": session_id}}
             body = {name: value.format(session_id) for name, value in body.items()}
