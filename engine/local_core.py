@@ -174,7 +174,7 @@ class LocalCore:
                 chain=list(chain),
             )
             first.children = [first.sibling(index) for index in range(1, params.n)]
-            handle = new_handle(first.request_id, token_ids, params, listener or Bell())
+            handle = new_handle(first.request_id, token_ids, params, most, listener or Bell())
             added.append((handle, [first, *first.children]))
         self.loop.inbox.put(self.loop.add, added)
         return [handle for handle, _ in added]

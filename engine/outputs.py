@@ -30,11 +30,14 @@ class CachedTokensDetails:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request. cached_tokens is a subset of prompt_tokens."""
+    """Token counts of one request. cached_tokens is a subset of prompt_tokens. capped_max_tokens: what the window had
+    left for an answer, if `max_tokens` was more.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens_details: CachedTokensDetails
+    capped_max_tokens: int | None = None
 
     @property
     def cached_tokens(self) -> int:

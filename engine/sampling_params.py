@@ -36,7 +36,7 @@ def _sequence(name: str, value: object, longest: int) -> tuple[Any, ...]:
 class SamplingParams:
     """Sampling of one request; names and meanings are those of vLLM and of the OpenAI API.
 
-    max_tokens: None means the rest of the context window.
+    max_tokens: an upper bound; None, or more than that, means the rest of the context window.
     temperature: 0 is greedy (argmax; ties go to the lowest id).
     top_k: 0 is off. top_p: 1 is off. min_p: keep tokens with at least min_p times the best one's probability; 0 is off.
     repetition_penalty: over prompt and answer, 1 is off. presence_penalty, frequency_penalty: over the answer only.

@@ -74,10 +74,13 @@ class Totals:
         return {**counts, "cached_tokens": self._cached.total, "cached_by_tier": asdict(self._cached)}
 
 
-def new_handle(request_id: str, prompt_token_ids: list[int], params: SamplingParams, listener: Listener) -> Handle:
-    """A handle with `params.n` empty choices."""
+def new_handle(
+    request_id: str, prompt_token_ids: list[int], params: SamplingParams, max_output_tokens: int, listener: Listener
+) -> Handle:
+    """A handle with `params.n` empty choices. max_output_tokens: of each, what `max_tokens` comes to."""
     choices = [Choice(logprobs=None if params.logprobs is None else []) for _ in range(params.n)]
-    usage = Usage(len(prompt_token_ids), 0, CachedTokensDetails())
+    capped = None if params.max_tokens in (None, max_output_tokens) else max_output_tokens
+    usage = Usage(len(prompt_token_ids), 0, CachedTokensDetails(), capped)
     return Handle(request_id, RequestOutput(request_id, prompt_token_ids, choices, usage, ttft_s=None), listener)
 
 
@@ -165,7 +168,7 @@ class OutputProcessor:
             handle.output.timings = _timings(request, handle.output.ttft_s)
             details = request.cached.details or details
         num_completion = usage.completion_tokens + len(choice.token_ids)
-        handle.output.usage = Usage(request.num_prompt_tokens, num_completion, details)
+        handle.output.usage = replace(usage, completion_tokens=num_completion, cached_tokens_details=details)
         self._open[handle.request_id] -= 1
         if self._open[handle.request_id] == 0:
             del self._open[handle.request_id]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvstore.engine.core.output_processor import Handle, Listener, new_handle, with_decode
-from kvstore.engine.outputs import Piece, Timings, Usage
+from kvstore.engine.outputs import Piece, Timings
 from kvstore.engine.process.wire import Ended, Said, Update, error_of
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.detokenizer import ChoiceText
@@ -47,11 +47,12 @@ class RemoteOutputs:
         request_id: str,
         token_ids: list[int],
         params: SamplingParams,
+        max_output_tokens: int,
         tokenizer: Tokenizer | None,
         block_size: int,
         listener: Listener,
     ) -> Handle:
-        handle = new_handle(request_id, token_ids, params, listener)
+        handle = new_handle(request_id, token_ids, params, max_output_tokens, listener)
         texts = [ChoiceText(handle.output, index, params, tokenizer) for index in range(params.n)]
         self._running[request_id] = _Running(handle, texts, time.monotonic(), block_size)
         return handle
@@ -102,7 +103,7 @@ class RemoteOutputs:
         handle, output = running.handle, running.handle.output
         self._end_choices(running)
         num_prompt, spoken = len(output.prompt_token_ids), [len(choice.token_ids) for choice in output.choices]
-        output.usage = Usage(num_prompt, sum(spoken), ended.cached)
+        output.usage = replace(output.usage, completion_tokens=sum(spoken), cached_tokens_details=ended.cached)
         # The engine may have computed blocks beyond a stop string; they are built on those that are named.
         handle.chain = tuple(ended.chain[: (num_prompt + spoken[0]) // running.block_size])
         handle.lineage = ended.lineage

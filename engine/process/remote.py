@@ -75,12 +75,11 @@ class RemoteCore:
         """Raises EngineOverloadedError at max_requests, EngineDiedError without a process."""
         check_owner(tenant, cache_salt, priority)
         link, facts, handles = self._link, self.facts, list[Handle]()
-        for token_ids, params in prompts:
-            checked_request(token_ids, params, facts)
+        longest = [checked_request(token_ids, params, facts) for token_ids, params in prompts]
         tenant_bytes, salt = owner_to_wire(tenant), owner_to_wire(cache_salt)
         beginning = None if spliced is None else (list(spliced[0]), spliced[1])
         try:
-            for token_ids, params in prompts:
+            for (token_ids, params), most in zip(prompts, longest, strict=True):
                 request_id, wire = f"request-{next(self._counter)}", params_to_wire(params)
                 message = encode(Submit(request_id, token_ids, wire, tenant_bytes, salt, priority, beginning))
                 with link.changed:
@@ -89,7 +88,7 @@ class RemoteCore:
                         raise EngineOverloadedError(f"{self._max_requests} requests run or wait; try again")
                     link.read()
                     handle = link.outputs.add(
-                        request_id, token_ids, params, self._backend, facts.block_size, listener or Bell()
+                        request_id, token_ids, params, most, self._backend, facts.block_size, listener or Bell()
                     )
                     try:
                         life.send(message)

@@ -100,7 +100,7 @@ class ChatSession:
     def send(self, text: str, params: SamplingParams | None = None) -> RequestOutput:
         """One turn: the user's message in, the answer out, both added to the conversation; durable on return.
 
-        When prompt and answer would exceed the window, the oldest turns go, down to half the window; the system prompt
+        When prompt and `max_tokens` exceed the window, the oldest turns go, down to half the window; the system prompt
         stays. Raises RequestError while another turn runs or if the session was deleted, ContextLengthError when the
         message alone is too long (or anything is, with truncation "disabled"), and StoreError when the turn could not
         be stored; it is then not part of the conversation.

@@ -36,7 +36,7 @@ class Facts:
 
 def checked_request(token_ids: list[int], params: SamplingParams, facts: Facts) -> int:
     """Check a request. Returns the number of tokens that its answer may have. Raises RequestError, and
-    ContextLengthError if it cannot fit.
+    ContextLengthError if the prompt leaves no room for an answer.
     """
     check_params(params)
     check_ids(token_ids, facts.vocab_size)

@@ -160,7 +160,9 @@ class TurnLock:
 def _usage(output: RequestOutput) -> dict[str, int]:
     """Counts of tokens, and known times in microseconds."""
     usage, times = output.usage, asdict(output.timings)
+    capped = {} if usage.capped_max_tokens is None else {"capped_max_tokens": usage.capped_max_tokens}
     return {
+        **capped,
         **{f"{name[:-2]}_us": round(seconds * 1e6) for name, seconds in times.items() if seconds is not None},
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

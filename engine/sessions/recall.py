@@ -11,7 +11,6 @@ from typing import Protocol
 
 from kvstore.blocks.ids import BlockId, Lineage, extend_chain
 from kvstore.engine.outputs import RequestOutput
-from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chats import Chats
 from kvstore.engine.sessions.recall_ids import Digests, Keys, answer_ids
 from kvstore.engine.sessions.recall_lines import KnownConversation, Lines, Names
@@ -46,9 +45,7 @@ class Recall:
         tokens = {} if tokenizer is None else tokenizer.added_tokens_decoder
         self._silent = frozenset(token_id for token_id, token in tokens.items() if token.special)
 
-    def next_turn(
-        self, tenant: str, cache_salt: str, messages: list[Message], params: SamplingParams, reuse: str = "exact"
-    ) -> NextTurn:
+    def next_turn(self, tenant: str, cache_salt: str, messages: list[Message], reuse: str = "exact") -> NextTurn:
         """The prompt of a history, with the ids of the answers in it that are known.
 
         reuse "reencode": if a client drops its oldest turns, the rest is spliced, in this request and in later ones.
@@ -68,7 +65,7 @@ class Recall:
         known = self._lines.find_first(digests.histories[index] for index in reversed(answered))
         may_splice = reuse == "reencode" and not cache_salt
         if may_splice and answered and (known is None or len(known.messages) <= answered[-1]):
-            shorter = self._shortened(template, tenant, keys, digests, messages, answered[-1], params)
+            shorter = self._shortened(template, tenant, keys, digests, messages, answered[-1])
             if shorter is not None:
                 return shorter
         return self._continued(template, keys, digests, messages, known, may_splice)
@@ -160,7 +157,6 @@ class Recall:
         digests: Digests,
         messages: list[Message],
         last: int,
-        params: SamplingParams,
     ) -> NextTurn | None:
         """The prompt of a history without the oldest turns of a known conversation; None if it is no such history.
 
@@ -181,7 +177,7 @@ class Recall:
         kept = [head, *(start - (cut - head) for _, start in source.turns if start > cut)]
         following = self._starts(template, messages, prompt, recalled.ends, kept)
         exact = NextTurn(prompt, (), keys.lineage, 0, following)
-        if len(prompt) + max(params.max_tokens or 0, 1) > self._core.facts.max_request_tokens:
+        if len(prompt) >= self._core.facts.max_request_tokens:
             return exact  # it will be refused
         size = self._core.facts.block_size
         chain = list(source.chain)

@@ -13,10 +13,8 @@ from kvstore.blocks.ids import BlockId, Lineage, extend_chain
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.core import Core
 from kvstore.engine.text.chat_template import ChatTemplate, Message
-from kvstore.errors import ContextLengthError
 
-NEEDED = "system prompt, message and answer need"
-ANSWER_SHARE = 8  # without max_tokens, a turn keeps a window's 1/8 free for its answer
+ANSWER_SHARE = 8  # without a max_tokens that a truncation makes room for, a turn keeps 1/8 of the window for its answer
 
 
 def spliced_blocks(chain: Sequence[BlockId], lineage: Lineage, *kept: Lineage) -> Sequence[BlockId]:
@@ -90,7 +88,7 @@ class Window:
         truncation: str,
         reuse: str,
     ) -> NextTurn:
-        """The next prompt, truncated if it does not fit. Raises ContextLengthError if it may not be truncated."""
+        """The next prompt, truncated where that makes room for its answer. It may still be too long."""
         user: Message = {"role": "user", "content": text}
         prompt = template.next_ids(self.token_ids, self.shown, text) if self.token_ids else None
         if prompt is not None:
@@ -98,17 +96,13 @@ class Window:
             turn = NextTurn(prompt, self.chain, self.lineage, self.num_dropped, starts)
         else:
             turn = self._rendered(template, self.num_dropped, user)
-        window, answer = core.facts.max_request_tokens, params.max_tokens or 0
-        needed = len(turn.prompt) + max(answer, 1)
+        window, answer = core.facts.max_request_tokens, params.max_tokens
+        if answer is None or answer > window // 2:  # who asks for that much must not lose the conversation for it
+            answer = max(1, window // ANSWER_SHARE)
         is_first = len(self.messages) == len(self.system)  # nothing can be dropped
-        if truncation == "disabled" or is_first:
-            if needed > window:
-                who = "prompt and answer need" if truncation == "disabled" else NEEDED
-                raise self._too_long(core, needed, who)
+        if truncation == "disabled" or is_first or len(turn.prompt) + answer <= window:
             return turn
-        if len(turn.prompt) + (answer or max(1, window // ANSWER_SHARE)) <= window:
-            return turn
-        return self._truncated(core, template, user, len(turn.prompt), max(answer, 1), tenant, reuse)
+        return self._truncated(core, template, user, len(turn.prompt), tenant, reuse)
 
     def _rendered(self, template: ChatTemplate, num_dropped: int, user: Message) -> NextTurn:
         """Render the whole prompt; turn starts are known only for a first turn."""
@@ -150,25 +144,20 @@ class Window:
         return Window(self.system, self.messages, num_dropped, kept, chain, lineage, starts)
 
     def _truncated(
-        self, core: Core, template: ChatTemplate, user: Message, num_tokens: int, answer: int, tenant: str, reuse: str
+        self, core: Core, template: ChatTemplate, user: Message, num_tokens: int, tenant: str, reuse: str
     ) -> NextTurn:
-        """Drop whole turns, the oldest first, until at most half the window is left and the answer fits."""
-        window = core.facts.max_request_tokens
+        """Drop whole turns, the oldest first, until at most half the window is left, or only the new message."""
         total = len(self.messages) - len(self.system)
         drops = range(min(self.num_dropped + 2, total), total + 1, 2)
-        longest = min(window // 2, window - answer)  # of a prompt; prompts get shorter one by one
 
         def is_short(num_dropped: int) -> bool:
-            return len(self._without(template, num_dropped, user).prompt) <= longest
+            return len(self._without(template, num_dropped, user).prompt) <= core.facts.max_request_tokens // 2
 
         num_dropped = drops[bisect_left(drops, True, hi=len(drops) - 1, key=is_short)]
         turn = self._without(template, num_dropped, user)
-        prompt = turn.prompt
-        if len(prompt) > longest and not (num_dropped == total and len(prompt) + answer <= window):
-            raise self._too_long(core, len(prompt) + answer, NEEDED)
         if reuse == "reencode" and turn.turn_starts and num_dropped < total:
             turn = self._spliced(core, turn, tenant)
-        return replace(turn, truncated_tokens=num_tokens - len(prompt), rebase=True)
+        return replace(turn, truncated_tokens=num_tokens - len(turn.prompt), rebase=True)
 
     def _without(self, template: ChatTemplate, num_dropped: int, user: Message) -> NextTurn:
         """The next prompt without the oldest turns: the same ids, or rendered again if turn starts are unknown."""
@@ -188,8 +177,3 @@ class Window:
         spans = [(0, turn.turn_starts[0]), (self.turn_starts[1 - len(turn.turn_starts)], len(self.token_ids))]
         spliced = core.splice(self.chain, self.token_ids, self.lineage, spans, tenant)
         return turn if spliced is None else replace(turn, chain=spliced[0], lineage=spliced[1])
-
-    def _too_long(self, core: Core, needed: int, what: str) -> ContextLengthError:
-        window = core.facts.max_request_tokens
-        where = "context window" if window == core.facts.max_model_len else "HBM pool"
-        return ContextLengthError(f"{what} {needed} tokens, but the {where} has {window}", needed, window)

@@ -168,8 +168,9 @@ def _is_integer(value: object) -> bool:
 
 
 def check_fits(num_prompt_tokens: int, params: SamplingParams, max_model_len: int, pool_tokens: int) -> int:
-    """The number of tokens that the answer may have. Raises ContextLengthError, with both numbers, if the request
-    cannot fit.
+    """The number of tokens that the answer may have: `max_tokens`, or what the prompt leaves if that is less.
+
+    Raises ContextLengthError, with both numbers, if the prompt leaves nothing.
     """
     limit = min(max_model_len, pool_tokens)
     where = f"the context window has {limit}" if limit == max_model_len else f"the HBM pool holds {limit}"
@@ -179,17 +180,8 @@ def check_fits(num_prompt_tokens: int, params: SamplingParams, max_model_len: in
             num_prompt_tokens,
             limit,
         )
-    if params.max_tokens is None:
-        return limit - num_prompt_tokens
-    total = num_prompt_tokens + params.max_tokens
-    if total > limit:
-        raise ContextLengthError(
-            f"the prompt has {num_prompt_tokens} tokens and max_tokens is {params.max_tokens}, {total} together, "
-            f"but {where}",
-            total,
-            limit,
-        )
-    return params.max_tokens
+    left = limit - num_prompt_tokens
+    return left if params.max_tokens is None else min(left, params.max_tokens)
 
 
 def check_truncation(truncation: str, truncation_reuse: str) -> None:

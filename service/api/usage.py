@@ -22,11 +22,16 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens_details: CachedTokens
 
 
-class UsageObject(msgspec.Struct):
+class UsageObject(msgspec.Struct, omit_defaults=True):
+    """capped_max_tokens: only where the request's max_tokens was more than the window had left, which is this; of
+    several prompts that of the longest.
+    """
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    capped_max_tokens: int | None = None
 
 
 class TimingsObject(msgspec.Struct):
@@ -48,7 +53,8 @@ def sum_usage(usages: list[Usage]) -> UsageObject:
     prompt = sum(usage.prompt_tokens for usage in usages)
     completion = sum(usage.completion_tokens for usage in usages)
     by_tier = CachedTokens(details.hbm, details.cpu, details.disk, details.remote, details.reencoded)
-    return UsageObject(prompt, completion, prompt + completion, PromptTokensDetails(details.total, by_tier))
+    capped = min((usage.capped_max_tokens for usage in usages if usage.capped_max_tokens is not None), default=None)
+    return UsageObject(prompt, completion, prompt + completion, PromptTokensDetails(details.total, by_tier), capped)
 
 
 def timings_object(timings: Timings) -> TimingsObject:

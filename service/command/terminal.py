@@ -57,9 +57,6 @@ def run_chat(
             engine_factory = Engine
         engine = engine_factory(model, **engine_arguments)
     with engine:
-        window = engine.facts.max_model_len
-        if options.max_tokens is not None and options.max_tokens >= window:
-            raise ConfigError(f"--max-tokens is {options.max_tokens}; the window has {window} tokens")
         try:
             conversation = TerminalChat(engine, options, params, Console(soft_wrap=True, highlight=False))
         except RequestError as error:  # the model cannot chat, or not with this system prompt

@@ -118,10 +118,19 @@ def test_logprobs_are_those_of_the_model(engine):
 def test_over_length_is_refused_with_both_numbers(engine):
     with pytest.raises(ContextLengthError, match=r"256 tokens.*256"):
         engine.generate([[1] * 256], GREEDY)
-    with pytest.raises(ContextLengthError, match=r"250 tokens.*max_tokens is 12, 262 together.*256"):
-        engine.generate([[1] * 250], GREEDY)
     (out,) = engine.generate([[1] * 255], SamplingParams(temperature=0))
     assert len(out.token_ids) == 1 and out.finish_reason == "length"
+
+
+@pytest.mark.parametrize("max_tokens", [12, 2**31])
+def test_max_tokens_is_an_upper_bound_and_the_output_says_what_it_came_to(engine, max_tokens):
+    fits, capped = engine.generate(
+        [[1] * 244, [1] * 250], SamplingParams(temperature=0, max_tokens=max_tokens, n=2, ignore_eos=True)
+    )
+    for out, num_left in ((fits, 12), (capped, 6)):
+        assert [(len(one.token_ids), one.finish_reason) for one in out.choices] == [(num_left, "length")] * 2
+    assert fits.usage.capped_max_tokens == (None if max_tokens == 12 else 12)
+    assert (capped.usage.capped_max_tokens, capped.usage.completion_tokens) == (6, 12)
 
 
 def test_a_pool_smaller_than_the_window_warns_and_refuses_only_what_cannot_fit(model, greedy):
@@ -129,7 +138,7 @@ def test_a_pool_smaller_than_the_window_warns_and_refuses_only_what_cannot_fit(m
         engine = Engine(model, cache_tiers={"hbm": 4 * BLOCK_BYTES})
     with engine:
         with pytest.raises(ContextLengthError, match="HBM pool holds 64"):
-            engine.generate([PROMPT], GREEDY)
+            engine.generate([PROMPT * 2], GREEDY)
         assert engine.generate([PROMPT[:50]], GREEDY)[0].token_ids == greedy(PROMPT[:50], 12)
 
 

@@ -5,7 +5,7 @@ from unittest import mock
 from kvstore import Engine
 from kvstore.blocks.ids import extend_chain
 from kvstore.engine.sessions.chat import ChatSession
-from kvstore.errors import ContextLengthError, StoreError
+from kvstore.errors import StoreError
 from tests.support.engines import check_closed, greedy
 
 PARAMS = greedy(10)
@@ -30,9 +30,8 @@ def fill(chat: ChatSession) -> None:
     """Turns until LONG does not fit any more."""
     chat.truncation = "disabled"
     while True:
-        try:
-            chat.window.next_turn(chat.means.core, chat.means.template, LONG, PARAMS, "", "disabled", "reencode")
-        except ContextLengthError:
+        asked = (chat.means.core, chat.means.template, LONG, PARAMS, "", "disabled", "reencode")
+        if len(chat.window.next_turn(*asked).prompt) + PARAMS.max_tokens > chat.means.core.facts.max_request_tokens:
             break
         chat.send(f"This is message number {chat.num_turns} of a talk.", PARAMS)
     chat.truncation = "auto"

@@ -81,12 +81,15 @@ class OutputTokensDetails(msgspec.Struct):
     reasoning_tokens: int = 0
 
 
-class ResponseUsage(msgspec.Struct):
+class ResponseUsage(msgspec.Struct, omit_defaults=True):
+    """capped_max_tokens: see `UsageObject`."""
+
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
+    capped_max_tokens: int | None = None
 
 
 class IncompleteDetails(msgspec.Struct):
@@ -136,8 +139,9 @@ def usage_of(result: TurnResult) -> ResponseUsage:
     cached = usage.prompt_tokens_details
     details = InputTokensDetails(cached.cached_tokens, cached.cached_tokens_details)
     return ResponseUsage(
-        usage.prompt_tokens, details, usage.completion_tokens, OutputTokensDetails(), usage.total_tokens
-    )
+        usage.prompt_tokens, details, usage.completion_tokens, OutputTokensDetails(), usage.total_tokens,
+        usage.capped_max_tokens,
+    )  # fmt: skip
 
 
 _ENDS = {"length": "max_output_tokens", "abort": "stopped"}  # what makes a response incomplete

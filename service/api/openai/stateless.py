@@ -80,7 +80,7 @@ async def open_stateless(context: Context, history: StatelessRequest) -> AsyncIt
     async with context.limits.admit(history.tenant, params.n):
         turn = await engine.call_with_text(
             num_chars_of(history.messages), context.recall.next_turn, history.tenant, history.salt, history.messages,
-            params, history.reuse,
+            history.reuse,
         )  # fmt: skip
         spliced = (turn.chain, turn.lineage) if turn.lineage.splice_index is not None else None
         starting = engine.start(turn.prompt, params, history.tenant, history.salt, history.priority, spliced)

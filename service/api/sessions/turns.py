@@ -81,7 +81,8 @@ class TurnResult:
 def result_of(session_id: str, turn: TurnRecord) -> TurnResult:
     counts = turn.usage
     details = CachedTokensDetails(*(counts.get(tier, 0) for tier in ("hbm", "cpu", "disk", "remote", "reencoded")))
-    usage = Usage(counts.get("prompt_tokens", 0), counts.get("completion_tokens", 0), details)
+    num_prompt, num_completion = counts.get("prompt_tokens", 0), counts.get("completion_tokens", 0)
+    usage = Usage(num_prompt, num_completion, details, counts.get("capped_max_tokens"))
     times = [counts.get(f"{name}_us") for name in ("queue", "load", "prefill", "ttft", "decode")]
     timings = Timings(*(None if us is None else us / 1e6 for us in times))
     text = turn.messages[-1]["content"] if turn.messages else ""

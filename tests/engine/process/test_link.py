@@ -55,7 +55,7 @@ def test_all_requests_are_told_of_the_end_though_the_reader_is_busy(is_closed):
 
     names = ["first", *(f"request {number}" for number in range(MANY))]
     for name in names:
-        link.outputs.add(name, [3, 4], SamplingParams(), None, 16, hear)
+        link.outputs.add(name, [3, 4], SamplingParams(), 8, None, 16, hear)
     with link.changed:
         link.read()
     link.readiness.wake()

@@ -69,7 +69,7 @@ class Client:
     def send(self, text: str, params: SamplingParams | None = None, choice: int = 0):
         params = params or greedy(10)
         self.messages.append(user(text))
-        self.turn = self.recall.next_turn(self.tenant, self.salt, self.messages, params, self.reuse)
+        self.turn = self.recall.next_turn(self.tenant, self.salt, self.messages, self.reuse)
         spliced = None if self.turn.lineage.splice_index is None else (self.turn.chain, self.turn.lineage)
         handle = self.engine.submit(self.turn.prompt, params, self.tenant, self.salt, spliced=spliced)
         list(self.engine.stream(handle))
@@ -106,7 +106,7 @@ def test_the_ids_of_a_session_that_had_the_same_conversation(builtin, system):
         for _ in range(5):
             text, params = random_.choice(TEXTS), params_of(random_, "")
             messages.append(user(text))
-            turns = [one.next_turn(tenant, "", messages, params) for one in (recall, Recall(builtin))]
+            turns = [one.next_turn(tenant, "", messages) for one in (recall, Recall(builtin))]
             known = chat.token_ids
             out = chat.send(text, params)
             num_odd += out.prompt_token_ids != template.prompt_ids(messages)
@@ -128,7 +128,7 @@ def test_every_choice_is_known_and_a_client_may_go_back_to_another(builtin):
         messages = [user("Say something"), assistant(choice.text), user("And then?")]
         said = choice.token_ids[:-1] if choice.finish_reason == "stop" else choice.token_ids
         for one in (recall, Recall(builtin)):
-            turn = one.next_turn("choices", "", messages, greedy(4))
+            turn = one.next_turn("choices", "", messages)
             assert turn.prompt[: len(out.prompt_token_ids) + len(said)] == out.prompt_token_ids + said
 
 
@@ -141,7 +141,7 @@ def test_an_answer_is_known_by_its_text_when_what_was_before_it_changed(builtin)
         kept = [*client.messages[3:], user("x")]
         edited = [*client.messages[:1], user("Something else"), assistant("Never said."), *kept]
         for messages in (edited, kept):
-            prompt = recall.next_turn("edited", "", messages, greedy(4)).prompt
+            prompt = recall.next_turn("edited", "", messages).prompt
             for out in outs[1:]:
                 said = "".join(chr(i) for i in out.token_ids)
                 assert said in "".join(chr(i) for i in prompt)
@@ -154,14 +154,14 @@ def test_an_answer_is_known_by_its_text_when_what_was_before_it_changed(builtin)
 def test_what_an_answers_text_does_not_show_stays_in_its_conversation(builtin):
     end = builtin.tokenizer.eos_token_id
     client = Client(builtin, Recall(builtin), tenant="silent")
-    out, params = client.send("Hello", greedy(6)), greedy(4)
+    out = client.send("Hello", greedy(6))
     out.choices[0].token_ids[2:2] = [end]
     client.recall.note("seen", "", [user("Hello")], out)
     for one in (client.recall, Recall(builtin)):
-        known = one.next_turn("seen", "", [*client.messages, user("x")], params).prompt
+        known = one.next_turn("seen", "", [*client.messages, user("x")]).prompt
         assert known[: len(out.prompt_token_ids) + 7] == out.prompt_token_ids + out.token_ids
         messages = [user("Something else"), client.messages[1], user("x")]
-        assert one.next_turn("seen", "", messages, params).prompt == rendered(builtin, messages)
+        assert one.next_turn("seen", "", messages).prompt == rendered(builtin, messages)
 
 
 def test_a_history_that_nobody_knows_is_what_the_template_makes_of_it(builtin):
@@ -171,17 +171,17 @@ def test_a_history_that_nobody_knows_is_what_the_template_makes_of_it(builtin):
         [{"role": "system", "content": "s"}], [{"role": "tool", "content": "42"}, user("q")],
         [assistant("b"), user("c")],
     ):  # fmt: skip
-        turn = recall.next_turn("nobody", "", messages, greedy(4))
+        turn = recall.next_turn("nobody", "", messages)
         assert turn.prompt == rendered(builtin, messages)
     with pytest.raises(RequestError, match="messages is empty"):
-        recall.next_turn("nobody", "", [], greedy(4))
+        recall.next_turn("nobody", "", [])
     with pytest.raises(RequestError, match="truncation_reuse"):
-        recall.next_turn("nobody", "", [user("hi")], greedy(4), "other")
+        recall.next_turn("nobody", "", [user("hi")], "other")
 
 
 def test_a_model_without_a_template_says_so(tmp_path):
     with Engine(save_model(tmp_path / "bare")) as engine, pytest.raises(RequestError, match="has no tokenizer"):
-        Recall(engine).next_turn("", "", [user("hi")], greedy(4))
+        Recall(engine).next_turn("", "", [user("hi")])
 
 
 def test_a_sessions_turns_are_known_until_it_is_deleted(builtin):
@@ -191,11 +191,11 @@ def test_a_sessions_turns_are_known_until_it_is_deleted(builtin):
     messages = [*chat.messages, user("More")]
     known = out.prompt_token_ids + out.token_ids
     for one in (recall, Recall(builtin)):
-        assert one.next_turn("own", "", messages, greedy(4)).prompt[: len(known)] == known
+        assert one.next_turn("own", "", messages).prompt[: len(known)] == known
     assert recall.forget_session("other", "noted")
-    assert recall.next_turn("own", "", messages, greedy(4)).prompt[: len(known)] == known
+    assert recall.next_turn("own", "", messages).prompt[: len(known)] == known
     assert recall.forget_session("own", "noted")
-    assert recall.next_turn("own", "", messages, greedy(4)).prompt == rendered(builtin, messages)
+    assert recall.next_turn("own", "", messages).prompt == rendered(builtin, messages)
 
 
 def test_an_answer_that_ends_with_a_space_keeps_its_ids_in_a_session_too(builtin):
@@ -334,19 +334,20 @@ def test_only_whole_turns_of_an_own_conversation_are_spliced(stored):
         ("one message changed", "", [*system, user("?"), *kept[1:]]),
         ("another tenant", "other", [*system, *kept]),
     ):
-        turn = client.recall.next_turn(tenant, "", [*messages, user("So?")], greedy(4), "reencode")
+        turn = client.recall.next_turn(tenant, "", [*messages, user("So?")], "reencode")
         assert turn.lineage == Lineage(stored.root(tenant)), name
     messages = [*system, *kept, user("So?")]
-    assert client.recall.next_turn("", "", messages, greedy(4)).lineage.splice_index is None
-    assert client.recall.next_turn("", "salt", messages, greedy(4), "reencode").lineage.splice_index is None
-    assert client.recall.next_turn("", "", messages, greedy(2000), "reencode").lineage.splice_index is None
-    assert client.recall.next_turn("", "", messages, greedy(4), "reencode").lineage.splice_index is not None
+    assert client.recall.next_turn("", "", messages).lineage.splice_index is None
+    assert client.recall.next_turn("", "salt", messages, "reencode").lineage.splice_index is None
+    too_long = [*messages[:-1], user("So? " * stored.facts.max_request_tokens)]
+    assert client.recall.next_turn("", "", too_long, "reencode").lineage.splice_index is None
+    assert client.recall.next_turn("", "", messages, "reencode").lineage.splice_index is not None
     # Another conversation began with the first of the kept turns: what is longer is still the better source.
     said = Choice(kept[1]["content"], stored.chats.language.template.encode_answer(kept[1]["content"]), "length")
     prompt = rendered(stored, [*system, kept[0]])
     usage = Usage(len(prompt), len(said.token_ids), CachedTokensDetails())
     client.recall.note("", "", [*system, kept[0]], RequestOutput("other", prompt, [said], usage, None))
-    assert client.recall.next_turn("", "", messages, greedy(4), "reencode").lineage.splice_index is not None
+    assert client.recall.next_turn("", "", messages, "reencode").lineage.splice_index is not None
 
 
 def test_whatever_a_client_does_the_model_reads_what_the_template_says(stored):

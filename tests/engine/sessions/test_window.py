@@ -168,11 +168,36 @@ def test_a_first_turn_may_fill_the_window_to_its_last_token(engine, system, trun
             out = again("Hi", greedy(4))
             first = engine.chats.language.template.prompt_ids([*chat.window.system, {"role": "user", "content": "Hi"}])
             assert out.prompt_token_ids == first and chat.window.num_dropped == 2
-    for number, (size, max_tokens) in enumerate([(window, None), (window + 30, None), (window - 9, 10), (20, window)]):
-        chat = engine.chat(f"does-not-{number}", system=system, truncation=truncation)
-        with pytest.raises(ContextLengthError, match=f"need {size + (max_tokens or 1)} tokens.* has {window}"):
-            chat.send(of_length(engine, system, size), greedy(max_tokens))
+    for size in (window, window + 30):
+        chat = engine.chat(f"does-not-{size}", system=system, truncation=truncation)
+        with pytest.raises(ContextLengthError, match=f"has {size} tokens.* has {window}"):
+            chat.send(of_length(engine, system, size), PARAMS)
         assert chat.num_turns == 0 and chat.send("Hi", PARAMS).usage.prompt_tokens < 60
+
+
+def test_who_asks_for_a_huge_answer_does_not_lose_the_conversation_for_it(engine):
+    """max_tokens beyond what a truncation leaves room for counts as none: an eighth of the window is kept free."""
+    window, chats = engine.facts.max_request_tokens, [engine.chat(name) for name in ("none", "more", "huge", "half")]
+    for max_tokens, chat in zip((None, window // 2 + 1, 2**31, window // 2), chats, strict=True):
+        chat.send(of_length(engine, None, window // 2), greedy(1))
+        before = len(chat.token_ids)
+        out = chat.send("Hi", greedy(max_tokens))
+        if max_tokens == window // 2:  # which a truncation makes room for
+            assert chat.truncated_tokens > 0 and len(out.token_ids) == window // 2
+            continue
+        assert chat.truncated_tokens == 0 and out.usage.prompt_tokens > before
+        assert len(out.token_ids) == window - out.usage.prompt_tokens and out.finish_reason == "length"
+        assert out.usage.capped_max_tokens == (None if max_tokens is None else len(out.token_ids))
+        assert engine.sessions.turn(chat.key, 2).usage.get("capped_max_tokens") == out.usage.capped_max_tokens
+        chat.send("Hi again", greedy(4 if max_tokens is None else max_tokens))
+        assert chat.truncated_tokens > 0
+
+
+def test_a_message_of_more_than_half_the_window_is_answered_with_what_is_left(engine):
+    window, chat = engine.facts.max_request_tokens, engine.chat("long")
+    talk(chat, 2)
+    out = chat.send(of_length(engine, None, window - 9), PARAMS)
+    assert (out.usage.prompt_tokens, len(out.token_ids), out.usage.capped_max_tokens) == (window - 9, 9, 9)
 
 
 @pytest.mark.parametrize("end", ["not stored", "step fails", "no token"])

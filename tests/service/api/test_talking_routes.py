@@ -76,6 +76,32 @@ def test_a_prompt_as_long_as_the_window_and_one_token_less(server, spare, status
         assert reply.json()["usage"]["completion_tokens"] == 1
 
 
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("stream", [True, False])
+def test_max_tokens_is_capped_and_the_answer_says_so(path, stream):
+    """Claude Code and opencode ask for 32,000; 2**31 is the most that is accepted."""
+    with serving(engine={"max_model_len": 128}) as server:
+        for max_tokens in (32_000, 2**31):
+            told = {"max_tokens": max_tokens, "max_output_tokens": max_tokens, "ignore_eos": True}
+            streamed = {"stream": stream, "stream_options": {"include_usage": True}}
+            reply = server.post(path, {**talking_body(path, "Hello"), **told, **streamed})
+            assert reply.status == 200, reply.body
+            last = [event for event in reply.events() if event != "[DONE]"][-1] if stream else reply.json()
+            usage = last.get("response", last)["usage"]
+            num_said = usage["output_tokens" if "output_tokens" in usage else "completion_tokens"]
+            assert (usage["capped_max_tokens"], usage["total_tokens"]) == (num_said, 128)
+        fits = server.post(path, {**talking_body(path, "Hello"), "max_tokens": 4}).json()["usage"]
+        assert "capped_max_tokens" not in fits
+
+
+def test_of_several_prompts_the_least_that_was_left_is_told(server):
+    body = {"prompt": [[7] * 1000, [7] * 1010, [7]], "n": 2, "max_tokens": 20, "ignore_eos": True}
+    answer = server.post(COMPLETIONS, body).json()
+    assert answer["usage"]["capped_max_tokens"] == 14
+    assert answer["usage"]["completion_tokens"] == 2 * (20 + 14 + 20)
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 6
+
+
 @pytest.mark.parametrize("path", [*ROUTES[:2], "/v1/completions, of two prompts", *ROUTES[3:]])
 def test_a_stream_whose_step_fails_ends_in_an_error(server, path):
     runner, steps = server.engine.loop.runner, []
@@ -105,8 +131,7 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_a_stream_that_cannot_begin_has_a_status(server, path):
-    body = {**talking_body(path, "Hello"), "stream": True, "max_tokens": 5000, "max_output_tokens": 5000}
-    reply = server.post(path, body)
+    reply = server.post(path, {**talking_body(path, "word " * 5000), "stream": True})
     assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
 
 

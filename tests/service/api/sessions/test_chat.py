@@ -95,7 +95,7 @@ BAD = [
     ({"message": "a", "ttl": 1e12}, "ttl", "invalid_value"),
     ({"message": "a", "n": 2}, "n", "invalid_value"),
     ({"message": "a", "cache_salt": "x"}, "cache_salt", "unsupported"),
-    ({"message": "a", "max_tokens": 2**31}, "messages", "context_length_exceeded"),
+    ({"message": "a", "max_tokens": 2**31 + 1}, "max_tokens", "invalid_value"),
     ({"message": "word " * 5000, "truncation": "disabled"}, "messages", "context_length_exceeded"),
     (
         {"system": "x", "messages": [{"role": "system", "content": "y"}, {"role": "user", "content": "a"}]},
@@ -321,7 +321,7 @@ def test_a_full_window_drops_the_oldest_turns_and_says_so():
         shown = server.get(f"/sessions/{session_id}").json()
         assert sum(turn["truncated_tokens"] for turn in shown["turns_data"]) == dropped
         assert len(shown["messages"]) == 12
-        body = {"session_id": session_id, "message": "More.", "max_tokens": 60, "truncation": "disabled"}
+        body = {"session_id": session_id, "message": "More. " * 40, "max_tokens": 6, "truncation": "disabled"}
         reply = server.post("/chat", body)
         assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
         assert num_turns(server, session_id) == 6
