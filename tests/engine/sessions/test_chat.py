@@ -173,10 +173,10 @@ def test_a_template_may_be_given(tmp_path):
 
 def test_truncation_makes_room_for_the_answer_that_is_asked_for(engine):
     chat = engine.chat("twelve", system="Be kind.")
-    for turn in range(3):
+    for turn in range(6):
         chat.send(f"Short message {turn}", PARAMS)
-    out = chat.send("Now a long one", SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
-    assert len(out.token_ids) == 200 and chat.truncated_tokens > 0
+    out = chat.send("Now a long one", SamplingParams(temperature=0, max_tokens=128, ignore_eos=True))
+    assert len(out.token_ids) == 128 and chat.truncated_tokens > 0
 
 
 def test_a_pool_smaller_than_the_window_is_what_a_conversation_is_truncated_to(model):
