@@ -12,9 +12,17 @@ import msgspec
 
 from kvstore.service.http.errors import bad_request
 
-CONSTRAINTS = {
-    "allowed_token_ids", "bad_words", "include_stop_str_in_output", "logits_processors", "lora_request",
-    "structural_tag", "structured_outputs", "truncate_prompt_tokens", "use_beam_search",
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+# Fields that would change the answer, with the values that leave it as it is. A body that has one reads it itself.
+CONSTRAINTS = dict.fromkeys((
+    "allowed_token_ids", "audio", "bad_words", "chat_template", "chat_template_kwargs", "continue_final_message",
+    "functions", "include_stop_str_in_output", "logits_processors", "logprobs", "lora_request", "structural_tag",
+    "structured_outputs", "tools", "top_logprobs", "truncate_prompt_tokens", "use_beam_search",
+), _NOTHING) | {
+    "add_generation_prompt": (None, True),
+    "modalities": (None, [], ["text"]),
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "none", "auto"),
 }  # fmt: skip
 GUIDED = "guided_"  # and what follows it: json, regex, choice, grammar
 # Fields of other servers that are close to a name of ours but mean something else.
@@ -26,24 +34,24 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 def check_fields(raw: bytes | bytearray, type_: type[Any]) -> None:
     """Raises ApiError 400 that names the field. raw: an object that could be read as a `type_`.
 
-    REFUSED of the type: further fields that are refused, with what to do. A constraint of null, false or nothing is
-    none.
+    REFUSED of the type: further fields that are refused, with what to do.
     """
     known = getattr(type_, "__struct_encode_fields__", ())
     refused = getattr(type_, "REFUSED", {})
-    found = _FIELDS.decode(raw)
-    for name in islice((name for name in found if name not in known), MAX_EXAMINED):
-        if name in refused and _says_something(found[name]):
+    found = {name: value for name, value in _FIELDS.decode(raw).items() if name not in known}
+    for name, value in found.items():
+        if name in refused and _says_something(value):
             raise bad_request(name, f"{name}: {refused[name]}", "unsupported_parameter")
-        if (name in CONSTRAINTS or name.startswith(GUIDED)) and _says_something(found[name]):
-            raise bad_request(name[:64], f"{name[:64]} is not supported", "unsupported_parameter")
-        meant = None if name in NO_MISSES else near_miss(name, known)
+        if (name in CONSTRAINTS or name.startswith(GUIDED)) and _says_something(value, CONSTRAINTS.get(name, _NOTHING)):
+            raise bad_request(name[:64], f"{name[:64]} is not supported here", "unsupported_parameter")
+    for name in islice((name for name in found if name not in CONSTRAINTS), MAX_EXAMINED):
+        meant = None if name in NO_MISSES else near_miss(name, (*known, *CONSTRAINTS))
         if meant is not None:
             raise bad_request(name[:64], f"{name[:64]}: did you mean {meant}?", "unknown_field")
 
 
-def _says_something(value: msgspec.Raw) -> bool:
-    return bool(msgspec.json.decode(value))
+def _says_something(value: msgspec.Raw, nothing: tuple[Any, ...] = _NOTHING) -> bool:
+    return msgspec.json.decode(value) not in nothing
 
 
 def near_miss(name: str, known: Iterable[str]) -> str | None:

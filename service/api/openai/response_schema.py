@@ -49,7 +49,6 @@ class ResponseBody(Sampling, kw_only=True):
     text: TextConfig | None = None
     conversation: Any = None
     background: bool | None = None
-    tools: list[Any] | None = None
 
 
 class OutputText(msgspec.Struct, kw_only=True):
@@ -195,7 +194,6 @@ def check_supported(body: ResponseBody) -> None:
     asked: dict[str, Any] = {
         "conversation": body.conversation is not None,
         "background": body.background,
-        "tools": body.tools,
         "text.format": kind != "text",
         "cache_salt": body.cache_salt is not None,
     }

@@ -1,13 +1,13 @@
 """Bodies and answers of OpenAI's chat completions and completions. Fields that are not listed are ignored."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from kvstore.service.api.schema import Count, Messages, Sampling, TokenId, TopLogprobs
 from kvstore.service.api.usage import UsageObject
-from kvstore.service.http.errors import ApiError, bad_request
+from kvstore.service.http.errors import bad_request
 
 MAX_PROMPTS = 256
 TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=2**20)]
@@ -25,41 +25,11 @@ class ChatCompletionBody(Sampling, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     truncation_reuse: str | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template: Any = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    functions: list[Any] | None = None
-    response_format: Any = None
-    modalities: list[str] | None = None
-    audio: Any = None
 
     def check(self) -> None:
-        """Raises ApiError 400 for what would change the answer and is not supported."""
-        for name in ("tools", "functions", "audio", "chat_template", "chat_template_kwargs"):
-            if getattr(self, name):
-                raise unsupported(name)
-        if self.tool_choice not in (None, "none", "auto"):
-            raise unsupported("tool_choice")
-        if self.response_format is not None and _type_of(self.response_format) != "text":
-            raise unsupported("response_format", 'only {"type": "text"} is')
-        if self.modalities not in (None, ["text"]):
-            raise unsupported("modalities", 'only ["text"] is')
-        if self.add_generation_prompt is False or self.continue_final_message:
-            raise unsupported("continue_final_message")
+        """Raises ApiError 400 for fields that do not go together."""
         if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs", "top_logprobs needs logprobs to be true")
-
-
-def _type_of(value: Any) -> object:
-    return value.get("type") if isinstance(value, dict) else None
-
-
-def unsupported(param: str, but: str = "") -> ApiError:
-    message = f"{param} is not supported{'; ' + but if but else ''}"
-    return bad_request(param, message, "unsupported_parameter")
 
 
 class TopLogprob(msgspec.Struct):
@@ -156,9 +126,9 @@ class CompletionBody(Sampling, kw_only=True):
     def check(self) -> None:
         """Raises ApiError 400 for what would change the answer and is not supported."""
         if self.suffix:
-            raise unsupported("suffix")
+            raise bad_request("suffix", "suffix is not supported", "unsupported_parameter")
         if self.best_of not in (None, self.n or 1):
-            raise unsupported("best_of", "other than n is not")
+            raise bad_request("best_of", "best_of other than n is not supported", "unsupported_parameter")
 
 
 class CompletionLogprobs(msgspec.Struct):

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.by_hand import crawling
 from tests.support.service.serving import raw_request, serving
-from tests.support.service.talking import talking_body
+from tests.support.service.talking import Stream, talking_body
 
 ROUTES = ("/chat", "/v1/chat/completions", "/v1/completions", "/v1/responses")
 CHAT, COMPLETIONS = ROUTES[1:3]
@@ -51,6 +51,29 @@ def test_a_client_that_leaves_ends_its_request_in_every_phase(server, path, stre
     assert server.get("/sessions?limit=1000").json() == sessions
     if kind == "a later turn":
         assert server.post(path, {**body, "max_tokens": 2, "stream": False}).json()["turn"] == 2
+
+
+def text_of(event) -> str:
+    """What this event of any route says."""
+    if event.get("type") == "response.output_text.delta":
+        return event["delta"]
+    [choice] = event.get("choices", [event])
+    return choice.get("text") or choice.get("delta", {}).get("content", "")
+
+
+@pytest.mark.parametrize("path", [*ROUTES, "/v1/completions, of two prompts", "/v1/responses, not stored"])
+def test_the_log_says_how_many_tokens_were_made_for_a_client_that_left(server, lines, path):
+    path, _, kind = path.partition(", ")
+    more = {"of two prompts": {"prompt": ["Hello", "Goodbye"]}, "not stored": {"store": False}}.get(kind, {})
+    with crawling(server.engine):
+        stream = Stream(server, path, {**talking_body(path, "Hello"), **LONG, **more})
+        num_said = 0
+        while num_said < 6:
+            num_said += bool(text_of(stream.next()))
+        stream.leave()
+        server.wait_until(lambda: lines["json"], "the request has ended")
+    line = json.loads(lines["json"][0])
+    assert line["status"] == 499 and line["completion_tokens"] >= num_said and line["prompt_tokens"] > 0
 
 
 def test_what_was_computed_for_a_client_that_left_stays(server):
@@ -136,12 +159,6 @@ def test_a_stream_that_cannot_begin_has_a_status(server, path):
 
 
 @pytest.mark.parametrize(("path", "more", "param"), [
-    (CHAT, {"tools": [{"type": "function"}]}, "tools"), (CHAT, {"tool_choice": "required"}, "tool_choice"),
-    (CHAT, {"functions": [{"name": "x"}]}, "functions"), (CHAT, {"audio": {"voice": "x"}}, "audio"),
-    (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
-    (CHAT, {"modalities": ["audio"]}, "modalities"), (CHAT, {"chat_template": "{{x}}"}, "chat_template"),
-    (CHAT, {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
-    (CHAT, {"add_generation_prompt": False}, "continue_final_message"),
     (CHAT, {"top_logprobs": 2}, "top_logprobs"), (CHAT, {"truncation_reuse": "maybe"}, "truncation_reuse"),
     (CHAT, {"messages": IMAGE}, "messages[0].content[0]"), (CHAT, {"logit_bias": {"1000000": 1}}, "logit_bias"),
     (CHAT, {"stop_token_ids": [1000000]}, "stop_token_ids"), (COMPLETIONS, {"suffix": "x"}, "suffix"),

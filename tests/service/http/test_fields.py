@@ -21,18 +21,37 @@ BODIES = {
     "/v1/responses": {"input": "Hello", "max_output_tokens": 2},
 }
 CONSTRAINTS = {
-    "structured_outputs": {"regex": "a+"}, "guided_json": {"type": "object"},
-    "guided_regex": "a+", "guided_choice": ["a"],
-    "bad_words": ["a"], "include_stop_str_in_output": True, "use_beam_search": True,
-    "lora_request": {"lora_name": "a"}, "truncate_prompt_tokens": 8, "allowed_token_ids": [5],
+    "structured_outputs": {"regex": "a+"},
+    "guided_json": {"type": "object"},
+    "guided_regex": "a+",
+    "guided_choice": ["a"],
+    "bad_words": ["a"],
+    "include_stop_str_in_output": True,
+    "use_beam_search": True,
+    "lora_request": {"lora_name": "a"},
+    "truncate_prompt_tokens": 8,
+    "allowed_token_ids": [5],
+    "response_format": {"type": "json_object"},
+    "tools": [{"type": "function"}],
+    "tool_choice": "required",
+    "functions": [{"name": "x"}],
+    "chat_template": "{{x}}",
+    "chat_template_kwargs": {"enable_thinking": False},
+    "audio": {"voice": "x"},
+    "modalities": ["audio"],
+    "add_generation_prompt": False,
+    "continue_final_message": True,
+}
+NEUTRAL = {
+    "tool_choice": "auto", "response_format": {"type": "text"}, "modalities": ["text"], "add_generation_prompt": True
 }  # fmt: skip
 
 # What clients send: the openai package, vLLM's benchmarks, guidellm, aiperf, and settings of other servers.
 SENT = """
-message_id     audio background best_of cache_prompt context_management conversation documents dry_base echo extra_body
-    format frequency_penalty function_call functions id include include_reasoning input instructions
+message_id     background best_of cache_prompt context_management conversation documents dry_base echo extra_body
+    format frequency_penalty function_call id include include_reasoning input instructions
     kv_transfer_params length_penalty lora_path max_completion_tokens max_new_tokens max_output_tokens
-    max_prompt_tokens max_tool_calls max_tokens metadata min_length min_new_tokens mirostat modalities models
+    max_prompt_tokens max_tool_calls max_tokens metadata min_length min_new_tokens mirostat models
     moderation name num_ctx nvext parallel_tool_calls plugins prediction prefix prompt_cache_key
     prompt_cache_retention prompt_logprobs provider random_seed reasoning reasoning_effort repeat_penalty
     request_id return_token_ids return_tokens_as_token_ids route safe_prompt safety_identifier seed
@@ -61,12 +80,29 @@ def test_constraints_that_are_not_kept_are_refused_by_name(server, path):
 def test_constraints_that_say_nothing_are_none(server, path):
     nothing = [None, False, [], {}, ""]
     body = {name: nothing[i % len(nothing)] for i, name in enumerate(CONSTRAINTS)}
-    assert server.post(path, {**BODIES[path], **body}).status == 200
+    for said in (body | NEUTRAL, dict.fromkeys(CONSTRAINTS)):
+        reply = server.post(path, {**BODIES[path], **said})
+        assert reply.status == 200, reply.body
+
+
+@pytest.mark.parametrize("path", ["/chat", "/v1/responses"])
+@pytest.mark.parametrize("name", ["logprobs", "top_logprobs"])
+def test_log_probabilities_that_a_route_does_not_give_are_refused(server, path, name):
+    reply = server.post(path, {**BODIES[path], name: 1})
+    assert (reply.status, reply.error["param"], reply.error["code"]) == (400, name, "unsupported_parameter")
+    assert server.post(path, {**BODIES[path], name: None}).status == 200
 
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize(
-    ("name", "meant"), [("temprature", "temperature"), ("topk", "top_k"), ("Stop", "stop"), ("strem", "stream")]
+    ("name", "meant"),
+    [
+        ("temprature", "temperature"),
+        ("topk", "top_k"),
+        ("Stop", "stop"),
+        ("strem", "stream"),
+        ("tool_choise", "tool_choice"),
+    ],
 )
 def test_a_near_miss_is_told_what_it_was_meant_to_be(server, path, name, meant):
     reply = server.post(path, {**BODIES[path], name: 1})
@@ -113,8 +149,9 @@ def test_a_fork_is_not_given_an_id(server):
 def test_many_unknown_fields_cost_little():
     body = {"turn": 1, **{f"trun{i:x}": i for i in range(MAX_EXAMINED)}, "trun": 2}
     assert parse(json.dumps(body).encode(), ForkBody).turn == 1  # the last was not looked at
-    with pytest.raises(ApiError):
-        parse(json.dumps({"turn": 1, "trun": 2}).encode(), ForkBody)
+    for wrong in ({"trun": 2}, {f"x{i}": i for i in range(MAX_EXAMINED + 1)} | {"tools": [1]}):
+        with pytest.raises(ApiError):
+            parse(json.dumps({"turn": 1, **wrong}).encode(), ForkBody)
     with pytest.raises(ApiError) as caught:
         parse(json.dumps({"turn": 1, "turn" + "_" * 10**6: 2}).encode(), ForkBody)
     assert len(caught.value.message) < 200

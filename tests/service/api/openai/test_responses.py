@@ -259,7 +259,7 @@ BAD = [
     ({"input": "a", "metadata": {"k": 5}}, None, "invalid_value"),
     ({"input": "a", "conversation": "conv_1"}, "conversation", "unsupported"),
     ({"input": "a", "background": True}, "background", "unsupported"),
-    ({"input": "a", "tools": [{"type": "web_search"}]}, "tools", "unsupported"),
+    ({"input": "a", "tools": [{"type": "web_search"}]}, "tools", "unsupported_parameter"),
     ({"input": "a", "text": {"format": {"type": "json_object"}}}, "text.format", "unsupported"),
     ({"input": "word " * 5000}, "messages", "context_length_exceeded"),
     ({"input": "word " * 5000, "store": False}, "messages", "context_length_exceeded"),
