@@ -6,7 +6,7 @@ Knows no handler. Keys are stored and compared as digests, and always all of the
 import hmac
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -23,7 +23,7 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 MAX_KEY_FILE_BYTES = 2**20
 PREFLIGHT = {
     "Access-Control-Allow-Methods": "GET, POST, DELETE",
-    "Access-Control-Allow-Headers": "Authorization, Content-Type, Idempotency-Key, X-Request-Id",
+    "Access-Control-Allow-Headers": "Authorization, Content-Type, Idempotency-Key, X-Api-Key, X-Request-Id",
     "Access-Control-Max-Age": "600",
 }
 SDK_HEADER = re.compile(r"(x-stainless|openai)-[a-z-]{1,40}")  # which OpenAI's client adds to its requests
@@ -69,23 +69,23 @@ class Access:
 
     def check(self, request: web.Request, route: Route) -> str:
         """Check a request and return its tenant. Raises ApiError 401 or 403."""
-        header = request.headers.get("Authorization", "")
+        given = _given_key(request.headers)
         if route.access == "fleet":  # no browser knows that key
-            self._check_fleet(header)
+            self._check_fleet(given)
             return ""
         self._check_browser(request)
         if route.access == "public":
             return ""
-        key = self._known_key(header)
+        key = self._known_key(given)
         if route.access == "admin":
             self._check_admin(key)
         if key is None and (self.needs_key or route.access == "admin"):
-            raise _unknown_key("Authorization" in request.headers)
+            raise _unknown_key(bool(given))
         return "" if key is None else key.tenant
 
-    def tenant_of(self, authorization: str) -> str:
-        """Of whoever sends this header; "" also for nobody's, which `check` refuses where keys are needed."""
-        key = self._known_key(authorization)
+    def tenant_of(self, headers: Mapping[str, str]) -> str:
+        """Of whoever sends these headers, by names in lower case; "" also for nobody's, which `check` may refuse."""
+        key = self._known_key(_given_key(headers))
         return "" if key is None else key.tenant
 
     def _check_admin(self, key: Key | None) -> None:
@@ -94,12 +94,12 @@ class Access:
         if key is not None and not key.is_admin:
             raise _forbidden("this needs the administrator's key", "admin_only")
 
-    def _check_fleet(self, header: str) -> None:
-        if self._fleet_digest is None or not hmac.compare_digest(self._fleet_digest, _digest_of(header)):
-            raise _unknown_key(bool(header))
+    def _check_fleet(self, given: str) -> None:
+        if self._fleet_digest is None or not hmac.compare_digest(self._fleet_digest, _digest(given)):
+            raise _unknown_key(bool(given))
 
-    def _known_key(self, header: str) -> Key | None:
-        digest = _digest_of(header)
+    def _known_key(self, given: str) -> Key | None:
+        digest = _digest(given)
         found = None
         for key in self._keys:  # compare all, whichever matches
             if hmac.compare_digest(key.digest, digest):
@@ -143,7 +143,7 @@ class Access:
 
 
 def _unknown_key(was_given: bool) -> ApiError:
-    message = "the key is not known" if was_given else "a key is needed: send Authorization: Bearer KEY"
+    message = "the key is not known" if was_given else "a key is needed: send Authorization: Bearer KEY, or x-api-key"
     headers = {"WWW-Authenticate": "Bearer"}
     return ApiError(401, message, type="authentication_error", code="invalid_api_key", headers=headers)
 
@@ -152,9 +152,10 @@ def _forbidden(message: str, code: str) -> ApiError:
     return ApiError(403, message, type="permission_error", code=code)
 
 
-def _digest_of(header: str) -> bytes:
-    scheme, _, text = header.partition(" ")
-    return _digest(text.strip() if scheme.lower() == "bearer" else "")
+def _given_key(headers: Mapping[str, str]) -> str:
+    """What a request brings as OpenAI's clients do, or else as Anthropic's do; "" for none."""
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    return (bearer.strip() if scheme.lower() == "bearer" else "") or headers.get("x-api-key", "").strip()
 
 
 def _digest(key: str) -> bytes:

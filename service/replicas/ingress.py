@@ -50,7 +50,7 @@ class Ingress:
         if concerns_everyone(path):
             return await self._everyone(path, call)
         headers = dict(reversed(call.headers))  # of those that came twice the first one, as for a server
-        tenant = self._access.tenant_of(headers.get("authorization", ""))
+        tenant = self._access.tenant_of(headers)
         found = affinity_of(call.method, path, headers, call.body, tenant, self._naming_key)
         if found.new_session is not None:
             call = replace(call, headers=(*call.headers, (NEW_SESSION.lower(), found.new_session)))

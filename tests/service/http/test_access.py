@@ -60,6 +60,17 @@ def test_the_key_comes_as_a_bearer(keys, header):
     assert check(access_of(api_key_file=keys), Authorization=f"bearer  {KEY_A} ") == "anna"
 
 
+def test_the_key_may_come_as_anthropic_s_clients_send_it(keys):
+    access = access_of(api_key_file=keys, admin_key=BOSS)
+    assert check(access, **{"x-api-key": KEY_A}) == "anna" == check(access, **{"X-Api-Key": f" {KEY_A} "})
+    assert check(access, Authorization="Basic of-a-proxy", **{"x-api-key": KEY_A}) == "anna"
+    assert check(access, key=KEY_B, **{"x-api-key": KEY_A}) == "bert.b_2-x"
+    assert check(access, ADMIN, **{"x-api-key": BOSS}) == ""
+    for wrong in ("", "key-of-ann", f"Bearer {KEY_A}"):
+        assert check(access, **{"x-api-key": wrong}) == (401, "invalid_api_key")
+    assert access.tenant_of({"x-api-key": KEY_A}) == "anna" and access.tenant_of({}) == ""
+
+
 def test_without_keys_everybody_is_the_one_tenant():
     access = access_of()
     assert not access.needs_key
