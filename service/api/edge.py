@@ -28,7 +28,8 @@ def json_response(body: Any, status: int = 200) -> web.Response:
 async def metrics(request: web.Request) -> web.Response:
     context = context_of(request)
     stats = await context.stats.get()
-    page = context.metrics.render({} if "error" in stats or context.is_silent else stats)
+    vllm_model = context.model_name if context.options.vllm_metrics else None
+    page = context.metrics.render({} if "error" in stats or context.is_silent else stats, vllm_model)
     return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
 

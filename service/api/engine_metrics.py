@@ -11,6 +11,14 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 PREFIX = "kvstore:"
+VLLM_PREFIX = "vllm:"
+VLLM_NAMES = frozenset({  # of what means the same there
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions", "prompt_tokens",
+    "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "external_prefix_cache_queries",
+    "external_prefix_cache_hits", "request_success", "time_to_first_token_seconds", "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_prefill_time_seconds",
+    "request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens",
+})  # fmt: skip
 TIERS = ("hbm", "cpu", "disk", "remote")
 POLICIES = ("fifo", "lru", "return")
 READ_FAILURES = ("corrupt", "mismatch", "missing", "failed")  # shown from the start, so that the first one is a rise
@@ -44,6 +52,18 @@ def histogram(name: str, text: str, found: Mapping[Any, Stats], labels: Sequence
         bounds = [*map(str, map(float, one["bounds"])), "+Inf"]
         family.add_metric(values, list(zip(bounds, accumulate(one["counts"]), strict=True)), one["sum"])
     return family
+
+
+def as_vllm_shows(families: Sequence[Metric], model_name: str) -> Iterator[Metric]:
+    """Those that vLLM has, too, under its names and with its label `model_name` beside ours."""
+    for family in families:
+        name = family.name.removeprefix(PREFIX)
+        if name in VLLM_NAMES:
+            shown = Metric(VLLM_PREFIX + name, family.documentation, family.type)
+            for sample in family.samples:
+                labels = {"model_name": model_name, **sample.labels}
+                shown.add_sample(VLLM_PREFIX + sample.name.removeprefix(PREFIX), labels, sample.value)
+            yield shown
 
 
 # -- what an engine shows --------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector, generate_latest
 
 from kvstore.engine.outputs import RequestOutput
-from kvstore.service.api.engine_metrics import Stats, counter, engine_families, histogram
+from kvstore.service.api.engine_metrics import Stats, as_vllm_shows, counter, engine_families, histogram
 from kvstore.stats import Histogram
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -83,9 +83,14 @@ class Metrics:
         for seconds in itl_s or ():
             self._itl_s[labels].observe(seconds)
 
-    def render(self, stats: Stats) -> bytes:
-        """Return the page. stats: `Engine.stats()`, empty when no engine answers."""
-        families = [*self._families(), *engine_families(stats), *self._process.collect()]
+    def render(self, stats: Stats, vllm_model: str | None = None) -> bytes:
+        """Return the page. stats: `Engine.stats()`, empty when no engine answers. vllm_model: the model's name, where
+        vLLM's names are shown, too.
+        """
+        families = [*self._families(), *engine_families(stats)]
+        if vllm_model is not None:
+            families += as_vllm_shows(families, vllm_model)
+        families += self._process.collect()
         return generate_latest(SimpleNamespace(collect=lambda: families))
 
     def _families(self) -> Iterator[Metric]:

@@ -169,8 +169,9 @@ class ServeOptions:
     log_level: str = flag(
         "info",
         choice(*LOG_LEVELS),
-        "debug, info, warning or error; debug shows polls of /health, /ready and /metrics, too",
+        "debug, info, warning or error; debug shows polls of /health, /metrics and the like, too",
     )
+    vllm_metrics: bool = flag(False, switch, "show /metrics under vLLM's names, too, for what scrapes vllm:*")
     log_format: str = flag("text", choice(*LOG_FORMATS), "text or json, one line a request")
     replicas: tuple[int, int] | None = flag(
         None,

@@ -7,6 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.engine.outputs import CachedTokensDetails, Choice, RequestOutput, Timings, Usage
+from kvstore.service.api.engine_metrics import VLLM_NAMES
 from kvstore.service.api.metrics import TTFT_BOUNDS_S, Metrics
 from tests.support.engines import ask, evict_cpu, open_engine, save_model, settle, tokens
 
@@ -201,6 +202,20 @@ def test_without_an_engine_the_service_still_shows_its_own():
     page = Page(metrics.render({}))
     assert page("engine_up") == 0 and page("http_requests_total", route="/chat", method="POST", status="503") == 1
     assert page("sessions") is None
+
+
+def test_vllm_s_names_have_the_same_numbers_and_name_the_model(stats):
+    metrics = Metrics()
+    metrics.answer_ended(output(), "/chat", [0.1])
+    page = Page(metrics.render(stats, "our/model"))
+    named = {family.name.removeprefix("vllm:") for family in page.families if family.name.startswith("vllm:")}
+    assert named == VLLM_NAMES
+    for family in page.families:
+        for sample in family.samples if family.name.startswith("vllm:") else ():
+            labels = {name: value for name, value in sample.labels.items() if name != "model_name"}
+            assert sample.labels["model_name"] == "our/model"
+            assert sample.value == page(sample.name.removeprefix("vllm:"), **labels)
+    assert metrics.render(stats).count(b"vllm:") == 0
 
 
 def test_no_label_names_a_user_and_every_metric_is_named_once(stats):
