@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -87,13 +88,15 @@ class _Port:
 class StreamedAnswer:
     """One request's answer as it comes: an asynchronous iterator of pieces, and a context manager that ends it.
 
-    output: complete once the iteration has ended. turn: the stored turn of a session, durable before the last piece is
-    handed out. Only one task may use it. Iterating raises the error that ended the request, and StoreError if a turn
-    could not be stored.
+    output: complete once the iteration has ended. gaps_s: seconds between its tokens as they were read. turn: the
+    stored turn of a session, durable before the last piece is handed out. Only one task may use it. Iterating raises
+    the error that ended the request, and StoreError if a turn could not be stored.
     """
 
     def __init__(self, engine: AsyncEngine, handle: Handle, port: _Port, chat: ChatSession | None = None) -> None:
         self.turn: TurnRecord | None = None
+        self.gaps_s: list[float] = []
+        self._last_s: float | None = None
         self._engine = engine
         self._handle = handle
         self._port = port
@@ -128,6 +131,10 @@ class StreamedAnswer:
         if piece is None:
             self._handle.raise_error()
             raise StopAsyncIteration
+        if piece.token_ids:
+            before_s, self._last_s = self._last_s, time.perf_counter()
+            if before_s is not None:
+                self.gaps_s.append(self._last_s - before_s)
         return piece
 
     async def _finish(self, keep: bool = True) -> None:

@@ -26,8 +26,10 @@ ROUTES: tuple[Route, ...] = (
     *responses.ROUTES, *admin.ROUTES, *openapi.ROUTES, *page.ROUTES,
 )  # fmt: skip
 
-POLLED = frozenset({"/health", "/ready", "/metrics"})  # by machines, every few seconds
+POLLED = frozenset({"/metrics", *(route.path for route in health.ROUTES)})  # by machines, every few seconds
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+# W3C Trace Context: version, trace, span, flags. A later version may have more, which is left out.
+TRACE = re.compile(r"(?!ff|00.{54})([0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2})(?:-.*)?")
 CLEAN_UP_S = 1.0  # for a handler after the end of its request's time
 CLIENT_GONE = 499  # nginx's number for a client that did not wait; it is never sent
 
@@ -93,6 +95,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
 def _tell(request: web.Request, exchange: Exchange, status: int, seconds: float) -> None:
     route = route_of(request)
     path = "unknown" if route is None else route.template
+    trace = TRACE.fullmatch(request.headers.get("traceparent", ""))
     context_of(request).metrics.request_ended(path, request.method, status, seconds)
     fields = {
         "request_id": exchange.request_id,
@@ -100,6 +103,7 @@ def _tell(request: web.Request, exchange: Exchange, status: int, seconds: float)
         "route": path,
         "status": status,
         "seconds": seconds,
+        "traceparent": trace and trace[1],
         "tenant": exchange.tenant or None,
         "code": exchange.error_code,
         **_answered(exchange),

@@ -1,13 +1,14 @@
 """What every handler can reach: the engine, the options and the service's own parts. Knows no route."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal
 
 from aiohttp import web
 
-from kvstore.engine.async_engine import AsyncEngine
+from kvstore.engine.async_engine import AsyncEngine, StreamedAnswer
 from kvstore.engine.outputs import CachedTokensDetails, RequestOutput, Usage
 from kvstore.engine.sessions.recall import Recall
 from kvstore.service.api.metrics import Metrics
@@ -56,12 +57,21 @@ class Context:
         limit_s = min(SILENT_S, self.options.engine_timeout_s / 2)
         return self.state == "running" and getattr(self.engine.engine, "silent_s", 0.0) >= limit_s
 
-    def answer_ended(self, output: RequestOutput, route: str, itl_s: Sequence[float] | None = None) -> None:
-        """Count an answer that has ended, for /metrics and for its request's line in the log."""
-        self.metrics.answer_ended(output, route, itl_s)
-        exchange = ANSWERED.get()
-        if exchange is not None:
-            exchange.add(output)
+    @asynccontextmanager
+    async def counted(self, answer: StreamedAnswer, route: str, has_gaps: bool = True) -> AsyncIterator[StreamedAnswer]:
+        """End this answer on exit, and then count it, for /metrics and for its request's line in the log.
+
+        Only then it is known how much was said to a client that has gone. has_gaps: it is read as it comes, so the
+        times between its tokens mean something.
+        """
+        try:
+            async with answer:
+                yield answer
+        finally:
+            self.metrics.answer_ended(answer.output, route, answer.gaps_s if has_gaps else None)
+            exchange = ANSWERED.get()
+            if exchange is not None:
+                exchange.add(answer.output)
 
     @property
     def model_name(self) -> str:

@@ -1,4 +1,4 @@
-"""Whether the server works: /health and /ready, and a line in the log whenever a reason of /health comes or goes."""
+"""Whether the server works: /health and its like, /ready, and a log line when a reason of /health comes or goes."""
 
 import asyncio
 import logging
@@ -29,6 +29,12 @@ class Ready(msgspec.Struct):
 async def health(request: web.Request) -> web.Response:
     status, reasons = await _look(context_of(request))
     return json_response(Health(status, list(reasons)), 200 if status in ("ok", "degraded") else 503)
+
+
+async def live(request: web.Request) -> web.Response:
+    """Like `health`, but 200 while it starts, stops or begins again: who ends it then makes it worse."""
+    status, reasons = await _look(context_of(request))
+    return json_response(Health(status, list(reasons)), 503 if status == "failed" else 200)
 
 
 async def ready(request: web.Request) -> web.Response:
@@ -97,5 +103,8 @@ def health_reasons(stats: dict[str, Any], sessions_fail: bool) -> dict[str, Any]
 
 ROUTES = (
     Route("GET", "/health", health, "public", "Whether the server works.", None, Health, "server"),
+    Route("GET", "/healthz", health, "public", "The same, under Kubernetes' name.", None, Health, "server"),
+    Route("GET", "/ping", health, "public", "The same, under SageMaker's name.", None, Health, "server"),
+    Route("GET", "/livez", live, "public", "Whether only a restart helps: then 503.", None, Health, "server"),
     Route("GET", "/ready", ready, "public", "Whether the model is loaded.", None, Ready, "server"),
 )

@@ -52,11 +52,11 @@ async def prefill(request: web.Request) -> web.Response:
         return json_response(PrefillAnswer(0))
     lineage = Lineage(bytes.fromhex(body.root))
     async with context.limits.admit(body.tenant):
-        async with await engine.start(body.token_ids, PARAMS, body.tenant, spliced=((), lineage)) as answer:
+        starting = engine.start(body.token_ids, PARAMS, body.tenant, spliced=((), lineage))
+        async with context.counted(await starting, PATH) as answer:
             async for _ in answer:
                 pass
         check_ended(answer.output)
-        context.answer_ended(answer.output, PATH)
         chain = answer.chain
         num_blocks = await engine.call(engine.engine.core.flush, chain, SHARE_S) if chain else 0
     return json_response(PrefillAnswer(num_blocks))

@@ -10,7 +10,8 @@ from kvstore.service.http.errors import unavailable
 from kvstore.service.replicas.replica import Head, Whole, refusal
 
 Answer = tuple[Head, bytes]
-_STATES = ("/health", "/ready")  # a 503 of these has the body of a 200
+_HEALTH = ("/health", "/healthz", "/livez", "/ping")
+_STATES = (*_HEALTH, "/ready")  # a 503 of these has the body of a 200
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?( .*)")
 
 
@@ -19,7 +20,7 @@ def concerns_everyone(path: str) -> bool:
 
 
 def joined(path: str, answers: Sequence[Whole]) -> Answer:
-    """One answer of all. What is no 200 of some replica is the answer, but for a 503 of /health and /ready."""
+    """One answer of all. What is no 200 of some replica is the answer, but for a 503 of `_STATES`."""
     if not answers:
         return refusal(unavailable("no replica is ready", "starting"))
     answers = sorted(answers, key=lambda one: one.name)
@@ -68,4 +69,6 @@ def _json(like: Whole, status: int, body: Any) -> Answer:
     return Head(status, like.head.headers), msgspec.json.encode(body)
 
 
-_JOINED: dict[str, Callable[[Sequence[Whole]], Answer]] = {"/health": _health, "/ready": _ready, "/metrics": _metrics}
+_JOINED: dict[str, Callable[[Sequence[Whole]], Answer]] = {
+    **dict.fromkeys(_HEALTH, _health), "/ready": _ready, "/metrics": _metrics,
+}  # fmt: skip

@@ -21,7 +21,8 @@ from kvstore.service.http.routes import Route
 from tests.support.service.serving import ADMIN_KEY, KEY, raw_request, read_to_end, serving
 from tests.support.waiting import wait_until
 
-OPEN_TO_ALL = {"/health", "/ready", *(route.path for route in page.ROUTES)}
+HEALTHY = ("/health", "/healthz", "/livez", "/ping", "/ready")
+OPEN_TO_ALL = {*HEALTHY, *(route.path for route in page.ROUTES)}
 logged: list[dict] = []
 
 
@@ -149,7 +150,7 @@ def test_a_browser_that_asks_first_is_told_what_an_allowed_page_may_send(shared,
     assert cors(reply) == {
         "access-control-allow-origin": APP,
         "access-control-allow-methods": "GET, POST, DELETE",
-        "access-control-allow-headers": "Authorization, Content-Type, Idempotency-Key, X-Request-Id, "
+        "access-control-allow-headers": "Authorization, Content-Type, Idempotency-Key, X-Api-Key, X-Request-Id, "
         "x-stainless-retry-count, openai-beta",
         "access-control-expose-headers": "Retry-After, X-Request-Id, X-Should-Retry",
         "access-control-max-age": "600",
@@ -288,6 +289,30 @@ def test_every_request_is_counted_and_logged_once_by_its_pattern(server, counted
     }  # fmt: skip
 
 
+TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        (TRACE, TRACE),
+        ("01" + TRACE[2:], "01" + TRACE[2:]),
+        ("cc" + TRACE[2:] + "-what-comes-later", "cc" + TRACE[2:]),
+        (TRACE + "-x", None),
+        ("ff" + TRACE[2:], None),
+        (TRACE.upper(), None),
+        (TRACE[:-1], None),
+        (TRACE.replace("4bf92f3577b34da6a3ce929d0e0e4736", "0" * 32), None),
+        (TRACE.replace("00f067aa0ba902b7", "0" * 16), None),
+        ("<script>", None),
+    ],
+)
+def test_a_trace_goes_on_in_the_log(server, logs, sent, told):
+    server.get("/who", traceparent=sent)
+    server.wait_until(lambda: logged)
+    assert logged[0]["traceparent"] == told
+
+
 def test_a_client_that_goes_away_is_counted_and_leaves_nothing(server, counted):
     with server.connect() as raw:
         raw.sendall(raw_request("GET", "/waits", Authorization=f"Bearer {KEY}"))
@@ -312,8 +337,8 @@ def test_only_public_routes_answer_while_nothing_can_be_served(server, monkeypat
     for route in ROUTES:
         key = ADMIN_KEY if route.access == "admin" else KEY
         reply = anonymous(server, route, Authorization=f"Bearer {key}")
-        if route.path in ("/health", "/ready"):
-            assert reply.status == 503
+        if route.path in HEALTHY:
+            assert reply.status == (200 if route.path == "/livez" and state != "failed" else 503)
         elif route.access != "public":
             assert (reply.status, reply.error["code"]) == (503, code)
         assert reply.status != 503 or int(reply.headers["retry-after"]) > 0

@@ -17,7 +17,7 @@ from kvstore.engine.text.prompts import check_fits
 from kvstore.errors import ContextLengthError
 from kvstore.service.api.context import Context, context_of, tenant_of
 from kvstore.service.api.edge import check_model, json_response
-from kvstore.service.api.openai.generation import Stopwatch, check_ended, fingerprint, token_text
+from kvstore.service.api.openai.generation import check_ended, fingerprint, token_text
 from kvstore.service.api.openai.schema import Completion, CompletionBody, CompletionChoice, CompletionLogprobs
 from kvstore.service.api.schema import check_chars_of, read_body, sampling_params
 from kvstore.service.api.sse import EventStream
@@ -51,14 +51,15 @@ class CompletionExchange:
                     check_fits(len(prompt), self.params, engine.facts.max_model_len, engine.facts.max_request_tokens)
 
     async def start(self, stack: AsyncExitStack) -> list[StreamedAnswer]:
-        """Queue all prompts, or none: leaving the stack ends what runs."""
+        """Queue all prompts, or none: leaving the stack ends and counts them."""
         answers = []
         for prompt in self.prompts:
             with _named():
                 answer = await self.context.engine.start(
                     prompt, self.params, self.tenant, self.body.cache_salt or "", self.body.priority or 0
                 )
-            answers.append(await stack.enter_async_context(answer))
+            has_gaps = bool(self.body.stream) or len(self.prompts) == 1  # else one is read after the other
+            answers.append(await stack.enter_async_context(self.context.counted(answer, PATH, has_gaps)))
         return answers
 
     def completion(self, choices: list[CompletionChoice], usage: UsageObject | None) -> Completion:
@@ -106,7 +107,7 @@ async def _whole(one: CompletionExchange) -> web.Response:
     async with AsyncExitStack() as stack:
         answers = await one.start(stack)
         for answer in answers:
-            async for _ in _pieces(one, answer, as_they_come=len(answers) == 1):
+            async for _ in _pieces(answer):
                 pass
     choices: list[CompletionChoice] = []
     for answer, prompt in zip(answers, one.prompts, strict=True):
@@ -119,10 +120,10 @@ async def _whole(one: CompletionExchange) -> web.Response:
 
 
 async def _stream(request: web.Request, one: CompletionExchange) -> web.StreamResponse:
-    async with AsyncExitStack() as stack, EventStream(request) as events:
+    async with EventStream(request) as events, AsyncExitStack() as stack:
         answers = await one.start(stack)
         offsets: dict[int, int] = {}
-        async with aclosing(_together(one, answers)) as pieces:
+        async with aclosing(_together(answers)) as pieces:
             async for number, piece in pieces:
                 await events.send(await _chunk(one, answers[number], number, piece, offsets))
         options = one.body.stream_options
@@ -134,14 +135,14 @@ async def _stream(request: web.Request, one: CompletionExchange) -> web.StreamRe
 Item = tuple[int, Piece | Exception | None]  # None: that answer has ended
 
 
-async def _together(one: CompletionExchange, answers: Sequence[StreamedAnswer]) -> AsyncGenerator[tuple[int, Piece]]:
+async def _together(answers: Sequence[StreamedAnswer]) -> AsyncGenerator[tuple[int, Piece]]:
     """Yield the pieces of all answers as they come, each with its answer's number."""
     if len(answers) == 1:  # without a task and a queue in between
-        async for piece in _pieces(one, answers[0]):
+        async for piece in _pieces(answers[0]):
             yield 0, piece
         return
     items: asyncio.Queue[Item] = asyncio.Queue(len(answers) * 4)
-    readers = [asyncio.create_task(_read(one, answer, number, items)) for number, answer in enumerate(answers)]
+    readers = [asyncio.create_task(_read(answer, number, items)) for number, answer in enumerate(answers)]
     try:
         num_open = len(answers)
         while num_open:
@@ -158,9 +159,9 @@ async def _together(one: CompletionExchange, answers: Sequence[StreamedAnswer]) 
         await asyncio.gather(*readers, return_exceptions=True)
 
 
-async def _read(one: CompletionExchange, answer: StreamedAnswer, number: int, items: asyncio.Queue[Item]) -> None:
+async def _read(answer: StreamedAnswer, number: int, items: asyncio.Queue[Item]) -> None:
     try:
-        async for piece in _pieces(one, answer):
+        async for piece in _pieces(answer):
             await items.put((number, piece))
     except Exception as error:
         await items.put((number, error))
@@ -168,19 +169,12 @@ async def _read(one: CompletionExchange, answer: StreamedAnswer, number: int, it
         await items.put((number, None))
 
 
-async def _pieces(one: CompletionExchange, answer: StreamedAnswer, as_they_come: bool = True) -> AsyncIterator[Piece]:
-    """Yield the pieces of one answer, and count it once it has ended.
-
-    Raises ApiError 503 when the server broke it off. as_they_come: no other answer is read in between, so the times
-    between pieces mean something.
-    """
-    watch = Stopwatch()
+async def _pieces(answer: StreamedAnswer) -> AsyncIterator[Piece]:
+    """Yield the pieces of one answer. Raises ApiError 503 when the server broke it off."""
     async for piece in answer:
-        watch.saw(piece)
         if piece.finish_reason != "abort":  # which is told as an error
             yield piece
     check_ended(answer.output)
-    one.context.answer_ended(answer.output, PATH, watch.gaps_s if as_they_come else None)
 
 
 async def _chunk(

@@ -1,28 +1,12 @@
-"""Turns the engine's answers into what clients get: pieces with times, log probabilities, ends. Knows no route."""
+"""Turns the engine's answers into what clients get: log probabilities, ends. Knows no route."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore.engine.outputs import Piece, RequestOutput, TokenLogprob
+from kvstore.engine.outputs import RequestOutput, TokenLogprob
 from kvstore.service.api.context import Context
 from kvstore.service.api.openai.schema import ChatLogprobs, TokenLogprobObject, TopLogprob
 from kvstore.service.http.errors import unavailable
-
-
-class Stopwatch:
-    """Measures seconds between the tokens of one answer; several choices count as one."""
-
-    def __init__(self) -> None:
-        self.gaps_s: list[float] = []
-        self._last_s: float | None = None
-
-    def saw(self, piece: Piece) -> None:
-        now_s = time.perf_counter()
-        if piece.token_ids:
-            if self._last_s is not None:
-                self.gaps_s.append(now_s - self._last_s)
-            self._last_s = now_s
 
 
 def check_ended(output: RequestOutput) -> None:

@@ -16,7 +16,7 @@ from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.window import NextTurn
 from kvstore.engine.text.chat_template import Message
 from kvstore.service.api.context import Context
-from kvstore.service.api.openai.generation import Stopwatch, check_ended
+from kvstore.service.api.openai.generation import check_ended
 from kvstore.service.api.schema import check_chars_of, num_chars_of
 from kvstore.service.api.sessions.turns import ID_BYTES, TurnResult
 
@@ -44,7 +44,6 @@ class StatelessTurn:
 
     def __init__(self, context: Context, history: StatelessRequest, turn: NextTurn, answer: StreamedAnswer) -> None:
         self.session_id = secrets.token_hex(ID_BYTES)
-        self.watch = Stopwatch()
         self._context = context
         self._history = history
         self._turn = turn
@@ -56,7 +55,6 @@ class StatelessTurn:
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         async for piece in self._answer:
-            self.watch.saw(piece)
             yield piece
 
     async def finish(self) -> TurnResult:
@@ -84,9 +82,5 @@ async def open_stateless(context: Context, history: StatelessRequest) -> AsyncIt
         )  # fmt: skip
         spliced = (turn.chain, turn.lineage) if turn.lineage.splice_index is not None else None
         starting = engine.start(turn.prompt, params, history.tenant, history.salt, history.priority, spliced)
-        async with await starting as answer:
-            live = StatelessTurn(context, history, turn, answer)
-            try:
-                yield live
-            finally:
-                context.answer_ended(answer.output, history.route, live.watch.gaps_s)
+        async with context.counted(await starting, history.route) as answer:
+            yield StatelessTurn(context, history, turn, answer)

@@ -24,7 +24,6 @@ from kvstore.engine.sessions.chat import ChatSession
 from kvstore.engine.text.chat_template import Message
 from kvstore.errors import SessionBusyError, SessionExistsError, SessionNotFoundError, StoreError
 from kvstore.service.api.context import Context
-from kvstore.service.api.openai.generation import Stopwatch
 from kvstore.service.api.schema import check_chars_of
 from kvstore.service.api.sessions.running import Running
 from kvstore.service.http.errors import ApiError, bad_request, unavailable
@@ -117,7 +116,6 @@ class LiveTurn:
     ) -> None:
         self.session_id = wanted.session_id
         self.number = chat.num_turns + 1
-        self.watch = Stopwatch()
         self._context = context
         self._wanted = wanted
         self._chat = chat
@@ -127,7 +125,6 @@ class LiveTurn:
     async def __aiter__(self) -> AsyncIterator[Piece]:
         try:
             async for piece in self._answer:
-                self.watch.saw(piece)
                 yield piece
         except StoreError:
             if self._chat.stored.is_deleted:
@@ -220,18 +217,16 @@ async def _live(context: Context, wanted: TurnRequest, running: Running) -> Asyn
             if starting.exception() is None:
                 await starting.result().aclose()
             raise
-        async with starting.result() as answer:
+        async with context.counted(starting.result(), wanted.route) as answer:
             running.answer = answer
             if wanted.after_turn not in (None, chat.num_turns):  # by another server, since it was looked at
                 raise SessionBusyError(f"session {wanted.session_id} has gone on since turn {wanted.after_turn}")
             if running.stopped:
                 await answer.stop()
-            turn = LiveTurn(context, wanted, chat, answer, running)
             try:
-                yield turn
+                yield LiveTurn(context, wanted, chat, answer, running)
             finally:
                 running.leaving = True
-                context.answer_ended(answer.output, wanted.route, turn.watch.gaps_s)
     finally:
         if wanted.fork_of is not None and (chat is None or chat.num_turns == num_before):
             with suppress(SessionNotFoundError):

@@ -1,6 +1,7 @@
 """Health, version, models, tokens, the page's files and the administrator's routes, on a running server."""
 
 import threading
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -29,6 +30,8 @@ def server(tmp_path_factory):
 def test_a_server_that_works_is_healthy_and_ready(server):
     assert server.get("/health").json() == {"status": "ok", "reasons": []}
     assert server.get("/ready").json() == {"ready": True}
+    for path in ("/healthz", "/livez", "/ping"):
+        assert server.request("GET", path, None, {"Authorization": None}).json() == {"status": "ok", "reasons": []}
     assert server.request("HEAD", "/health").status == 200
 
 
@@ -44,6 +47,26 @@ def test_a_server_that_works_is_healthy_and_ready(server):
 def test_what_does_not_work_is_named(stats, reasons):
     assert list(health_reasons(stats, False)) == reasons
     assert list(health_reasons(stats, True)) == [*reasons, "sessions_failing"]
+
+
+@pytest.mark.parametrize("state", ["starting", "stopping", "failed"])
+def test_only_a_server_that_must_be_started_again_is_not_alive(server, state):
+    with mock.patch.object(server.context, "state", state):
+        assert [server.get(path).status for path in ("/health", "/healthz", "/ping")] == [503] * 3
+        assert server.get("/livez").status == (503 if state == "failed" else 200)
+        assert server.get("/livez").json()["status"] == state
+
+
+def test_vllm_s_names_stand_on_metrics_where_they_are_asked_for(server):
+    assert b"\nvllm:" not in server.get("/metrics").body
+    with mock.patch.object(server.context, "options", replace(server.context.options, vllm_metrics=True)):
+        page = server.get("/metrics").body.decode()
+    for line in (
+        'vllm:num_requests_running{model_name="our/model"} 0.0',
+        'vllm:request_success_total{finished_reason="stop",model_name="our/model"} ',
+        "# TYPE vllm:time_to_first_token_seconds histogram",
+    ):
+        assert f"\n{line}" in page
 
 
 def engine_that(server, **methods):

@@ -29,8 +29,9 @@ def health(name, status, *reasons):
         (["stopping", "stopping"], (503, "stopping")),
     ],
 )
-def test_a_fleet_works_while_one_replica_does(states, expected):
-    head, body = joined("/health", [health(f"replica-{i}", state, f"r{i}") for i, state in enumerate(states)])
+@pytest.mark.parametrize("path", ["/health", "/healthz", "/livez", "/ping"])
+def test_a_fleet_works_while_one_replica_does(path, states, expected):
+    head, body = joined(path, [health(f"replica-{i}", state, f"r{i}") for i, state in enumerate(states)])
     told = json.loads(body)
     assert (head.status, told["status"], told["reasons"]) == (*expected, ["r0", "r1"])
     assert told["replicas"]["replica-1"] == {"status": states[1], "reasons": ["r1"]}
