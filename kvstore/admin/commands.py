@@ -88,6 +88,8 @@ COMMANDS: dict[str, type[Nothing]] = {
     "sessions.show": OneSession, "sessions.delete": OneSession, "sessions.repair": OneSession,
     "sessions.accept_loss": Nothing,
 }  # fmt: skip
+for kind in COMMANDS.values():
+    msgspec.json.Decoder(kind)  # `convert` is safe in any thread from now on (see `kvstore.disk.records`)
 
 
 def read_arguments(command: str, arguments: Mapping[str, Any]) -> Any:

@@ -243,9 +243,12 @@ class _Request(msgspec.Struct, frozen=True):
     arguments: dict[str, Any] = {}
 
 
+_requests = msgspec.json.Decoder(_Request)
+
+
 def _parse(line: bytes) -> _Request:
     try:
-        request = msgspec.json.decode(line, type=_Request)
+        request = _requests.decode(line)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if request.version != VERSION:

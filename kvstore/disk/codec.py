@@ -45,6 +45,7 @@ class Codec(IntEnum):
 CODECS = dict(zip(CODEC_NAMES, Codec, strict=True))
 
 
+@disk_records.stored
 class Header(Record, frozen=True):
     """A value's description of itself."""
 

@@ -17,7 +17,7 @@ from kvstore.blocks.ids import BLOCK_ID_BYTES, BlockId
 from kvstore.blocks.records import BlockRecord, Count, Id, Record, Seconds
 from kvstore.disk.env import LostFileError, StoreEnvironment, keys_after
 from kvstore.disk.index import IndexEntry
-from kvstore.disk.records import pack, unpack
+from kvstore.disk.records import pack, stored, unpack
 
 FORMAT_KEY, FORMAT = b"format", b"kvstore blocks 2"
 COUNTER_KEY = b"counter"
@@ -87,6 +87,7 @@ def footprint(value_bytes: int, page_bytes: int) -> int:
 
 
 # -- index records ---------------------------------------------------------------------------------------------------
+@stored
 class IndexRecord(Record, frozen=True):
     """The index entry of a block, under its id."""
 

@@ -3,7 +3,6 @@
 Knows no file. Bytes may come from anywhere: what is no record of the wanted kind raises ValueError.
 """
 
-from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,14 +15,20 @@ MAX_LABEL_CHARS = 1024
 pack = msgspec.msgpack.Encoder().encode  # raises ValueError for half a surrogate pair, and checks nothing else
 
 
-@cache
-def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kind)
+_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {kind: msgspec.msgpack.Decoder(kind) for kind in (int, bytes)}
+
+
+def stored(kind: type[T]) -> type[T]:
+    """Decorates what can be unpacked. Its decoder is made at import: msgspec looks into a type at its first use, and
+    two threads that do so at once end the process.
+    """
+    _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    return kind
 
 
 def unpack(kind: type[T], packed: bytes | memoryview) -> T:
     """Raises ValueError."""
-    found: T = _decoder(kind).decode(packed)  # type: ignore[arg-type]
+    found: T = _decoders[kind].decode(packed)
     return found
 
 

@@ -43,6 +43,9 @@ class _Cache(msgspec.Struct):
     files: list[tuple[_FileState, Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]]]
 
 
+_caches = msgspec.json.Decoder(_Cache)
+
+
 def weights_digest(directory: str | Path, cache: Path | None = None) -> str:
     """SHA-256, 64 hex digits, over names, sizes and contents of a model's safetensors files.
 
@@ -87,7 +90,7 @@ def _hash_file(file: Path) -> str:
 def _read_cache(cache: Path | None) -> dict[_FileState, str]:
     """Digests by file state; empty without a cache in this version's form."""
     try:
-        return {} if cache is None else dict(msgspec.json.decode(cache.read_bytes(), type=_Cache).files)
+        return {} if cache is None else dict(_caches.decode(cache.read_bytes()).files)
     except (OSError, msgspec.MsgspecError, RecursionError):
         return {}
 

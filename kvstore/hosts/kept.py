@@ -22,9 +22,9 @@ T = TypeVar("T")
 
 
 class KeptFile(Generic[T]):
-    """kind: the type of the value, for msgspec. `found` is what an earlier process has left, or None."""
+    """decoder: of the value. `found` is what an earlier process has left, or None."""
 
-    def __init__(self, path: Path, kind: type[T], every_s: float = EVERY_S) -> None:
+    def __init__(self, path: Path, decoder: msgspec.json.Decoder[T], every_s: float = EVERY_S) -> None:
         self._path = path
         self._every_s = every_s
         self._ready = threading.Condition()
@@ -32,14 +32,14 @@ class KeptFile(Generic[T]):
         self._is_closing = False
         self._due_s = 0.0
         self._thread = threading.Thread(target=self._write_loop, name="kvstore-kept", daemon=True)
-        self.found: T | None = self._read(kind)
+        self.found: T | None = self._read(decoder)
         self._thread.start()
 
-    def _read(self, kind: type[T]) -> T | None:
+    def _read(self, decoder: msgspec.json.Decoder[T]) -> T | None:
         try:
             if self._path.stat().st_size > MAX_BYTES:
                 raise ValueError("it is too large")
-            return msgspec.json.decode(self._path.read_bytes(), type=kind)
+            return decoder.decode(self._path.read_bytes())
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as error:

@@ -11,12 +11,15 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
+
 from kvstore.block_store import BlockStore
 from kvstore.hosts.kept import KeptFile
 
 FILE_NAME = "sessions-read-ahead.json"
 MAX_SESSIONS = 4096
-Sessions = dict[str, list[list[bytes]]]  # by a digest of the session's name: some keys of each chain
+# By a digest of the session's name: some keys of each chain.
+_sessions = msgspec.json.Decoder(dict[str, list[list[bytes]]])
 
 
 class ReadAhead:
@@ -28,7 +31,7 @@ class ReadAhead:
     def __init__(self, store: BlockStore, folder: Path, most: int = MAX_SESSIONS) -> None:
         self._most = most
         self._store = store
-        self._file = KeptFile(folder / FILE_NAME, Sessions)
+        self._file = KeptFile(folder / FILE_NAME, _sessions)
         self._sessions = OrderedDict(list((self._file.found or {}).items())[-most:])  # in order of use
 
     def arrives(self, session: str) -> None:

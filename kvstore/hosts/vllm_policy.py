@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
+import msgspec
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
@@ -23,6 +24,7 @@ from kvstore.policy.steering import Steering
 
 TIER = "cpu"
 FILE_NAME = "vllm-policy.json"
+_learned = msgspec.json.Decoder(dict[str, Any])
 
 
 class KVStorePolicy(CachePolicy):
@@ -34,7 +36,7 @@ class KVStorePolicy(CachePolicy):
     def __init__(self, cache_capacity: int, clock: Callable[[], float] = time.time) -> None:
         super().__init__(cache_capacity)
         folder = store_folder(host_config())
-        self._file = None if folder is None else KeptFile(folder / FILE_NAME, dict[str, Any])
+        self._file = None if folder is None else KeptFile(folder / FILE_NAME, _learned)
         self._steering = Steering("return", clock, {TIER: cache_capacity}, self._file and self._file.found)
         self._tree = EvictionTree[OffloadKey](self._steering.order(TIER), self._is_free)
         self._chunks: dict[OffloadKey, ChunkStatus] = {}

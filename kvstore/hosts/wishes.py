@@ -29,6 +29,7 @@ class Wishes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 NONE = Wishes()
+msgspec.json.Decoder(Wishes)  # `convert` is safe in any thread from now on (see `kvstore.disk.records`)
 
 
 def read_wishes(params: Any, hints: Any) -> tuple[Wishes, str | None]:

@@ -74,6 +74,9 @@ class _Counted(msgspec.Struct, forbid_unknown_fields=True):
     passes: _Counts
 
 
+msgspec.json.Decoder(dict[str, _Counted])  # `convert` is safe in any thread from now on (see `kvstore.disk.records`)
+
+
 class ReturnModel:
     """Per category a life table of the time away: of those away at a bucket's start, how many returned within it.
 

@@ -24,7 +24,7 @@ from kvstore.disk.committer import Committer, Ticket
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.env import StoreEnvironment, open_environment
 from kvstore.disk.live import LiveTables
-from kvstore.disk.records import pack, seal, unseal
+from kvstore.disk.records import pack, seal, stored, unseal
 from kvstore.errors import StoreError
 
 MAP_BYTES = 64 << 20
@@ -43,6 +43,7 @@ _NUMBER = struct.Struct(">Q")
 _Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 
 
+@stored
 class StoredAnswer(Record, frozen=True):
     """An answer as it is stored. keys: all digests that lead to it. token_ids: little-endian u32. owner: see
     `owner_tag`.

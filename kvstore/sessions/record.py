@@ -44,6 +44,7 @@ class Parent(Record, frozen=True):
     turn: U32
 
 
+@disk_records.stored
 class SessionHead(Record, frozen=True):
     """A session without its turns.
 
@@ -75,6 +76,7 @@ class SessionHead(Record, frozen=True):
         return f"{micros(self.updated_s):016x}{self.number:016x}"
 
 
+@disk_records.stored
 class TurnRecord(Record, frozen=True):
     """One turn, as it is stored. Sequences are copied into tuples.
 
@@ -133,6 +135,7 @@ class SessionState:
     truncated_tokens: int = 0  # by all turns up to this one
 
 
+@disk_records.stored
 class Tombstone(Record, frozen=True):
     """A deletion that is not finished yet: the blocks that no session referred to any more when it happened.
 

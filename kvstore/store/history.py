@@ -39,6 +39,9 @@ class Line(msgspec.Struct, omit_defaults=True):
     after: str = ""
 
 
+_lines = msgspec.json.Decoder(Line)
+
+
 def short_id(block_id: BlockId | None) -> str:
     """Enough of a block id to link lines by."""
     return "" if block_id is None else block_id[:8].hex()
@@ -139,6 +142,6 @@ def joined(lines: Iterable[str]) -> Iterator[str]:
 def _line(text: str) -> Line | None:
     """The line; None if a reader of traces would refuse it."""
     try:
-        return msgspec.json.decode(text, type=Line)
+        return _lines.decode(text)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 from aiohttp import web
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -27,6 +28,10 @@ class Route:
     answer: type | None = None
     tag: str = ""
     status: int = 200
+
+    def __post_init__(self) -> None:
+        if self.body is not None:
+            msgspec.json.Decoder(self.body)  # any thread may decode it from now on (see `kvstore.disk.records`)
 
     @property
     def template(self) -> str:

@@ -100,6 +100,30 @@ class House:
         return found & set(self.files)
 
 
+def decoders_made_late(house: House) -> set[str]:
+    """Types that a function of the product decodes as, and that its module has made no decoder of at import.
+
+    msgspec looks into a type at its first use, and two threads that do so at once end the process.
+    """
+    late = set()
+    for name, nodes in house.nodes.items():
+        functions = [node for node in nodes if isinstance(node, Function)]
+        inside = {call for function in functions for call in ast.walk(function) if isinstance(call, ast.Call)}
+        calls = [node for node in nodes if isinstance(node, ast.Call)]
+        made = {ast.unparse(call.args[0]) for call in calls if call not in inside and _decodes(call) == "Decoder"}
+        for call in inside if name.startswith("kvstore.") else ():
+            types = [word.value for word in call.keywords if word.arg == "type"]
+            types += {"convert": call.args[1:2], "Decoder": call.args[:1]}.get(_decodes(call), [])
+            late |= {f"{name}: {kind}" for kind in map(ast.unparse, types) if _decodes(call) and kind not in made}
+    return late
+
+
+def _decodes(call: ast.Call) -> str:
+    """The function of msgspec that is called, if it takes a type."""
+    module, _, name = ast.unparse(call.func).rpartition(".")
+    return name if module.startswith("msgspec") and name in ("convert", "decode", "Decoder") else ""
+
+
 def is_type_checking(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 

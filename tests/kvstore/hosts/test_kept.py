@@ -2,24 +2,25 @@
 
 import logging
 
+import msgspec
 import pytest
 
 from kvstore.hosts.kept import KeptFile
 from tests.support.waiting import wait_until
 
-Kind = dict[str, list[bytes]]
+KIND = msgspec.json.Decoder(dict[str, list[bytes]])
 
 
 def test_what_was_kept_is_found_and_written_now_and_then(tmp_path):
     path = tmp_path / "kept.json"
-    first = KeptFile(path, Kind, every_s=3600)
+    first = KeptFile(path, KIND, every_s=3600)
     assert first.found is None and first.is_due
     first.keep({"a": [b"\x00\xff"]})
     assert not first.is_due
     wait_until(path.exists)
     first.keep({"b": []})
     first.close()
-    assert KeptFile(path, Kind).found == {"b": []}
+    assert KeptFile(path, KIND).found == {"b": []}
 
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b'{"a": ["not base64"]}', b"[" * 100_000])
@@ -27,15 +28,15 @@ def test_a_file_that_is_wrong_is_told_and_not_used(tmp_path, content, caplog):
     path = tmp_path / "kept.json"
     path.write_bytes(content)
     with caplog.at_level(logging.WARNING):
-        kept = KeptFile(path, Kind)
+        kept = KeptFile(path, KIND)
     assert kept.found is None and "kept.json is not used" in caplog.text
     kept.keep({"a": []})
     kept.close()
-    assert KeptFile(path, Kind).found == {"a": []}
+    assert KeptFile(path, KIND).found == {"a": []}
 
 
 def test_what_cannot_be_written_is_told(tmp_path, caplog):
-    kept = KeptFile(tmp_path / "nowhere" / "kept.json", Kind)
+    kept = KeptFile(tmp_path / "nowhere" / "kept.json", KIND)
     with caplog.at_level(logging.WARNING):
         kept.keep({})
         kept.close()
