@@ -203,10 +203,9 @@ def without_docstring(house: House) -> set[str]:
 
 RESOLVED_ELSEWHERE = {  # types in tables, of all of which decoders are made at import
     "kvstore.admin.commands: COMMANDS[command]",
-    "kvstore.disk.records: kind",  # by a decorator
     "kvstore.engine.process.wire: tuple[tuple(types.values())]",  # of every verb
     "kvstore.engine.process.wire: types.pop('return')",
-    "kvstore.service.api.schema: type_",  # by the routes, which the next one is
+    "kvstore.service.api.schema: type_",  # by the routes
     "kvstore.service.http.routes: self.body",
 }
 KNOWN = {  # rule: what breaks it today
