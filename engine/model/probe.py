@@ -30,6 +30,7 @@ from kvstore.kernels.paged_batch import PagedBatch, Scoring
 from kvstore.rope.rotary import Rotation, Style, TableLayout, match_rotation
 
 _NUM_TOKENS = 40
+_GROUPED_BYTES = 16  # torch's grouped products, which compute experts by default, take only rows of whole ones
 _CHUNKS = (17, 22, 1)
 _TOLERANCE = {torch.float32: 1e-3}  # relative error of the logits; 16-bit models get the coarser one below
 _TOLERANCE_16_BIT = 0.15
@@ -85,6 +86,9 @@ def _intercept(network: Any, taps: list[RotaryTap], max_model_len: int, pack: bo
     token_ids = torch.randint(vocab_size, (num_tokens,), generator=generator).to(network.device)
     positions = torch.arange(num_tokens, device=network.device)
     pipeline = None if part.pipe is None else Pipeline(network, part.pipe)
+    experts = (weight for weight in network.parameters() if weight.dim() == 3)  # [num_experts, width, width]
+    if any(width * weight.itemsize % _GROUPED_BYTES for weight in experts for width in weight.shape[1:]):
+        network.set_experts_implementation("eager")
     if pipeline is not None:
         expected = pipeline.first(token_ids, positions)
     else:

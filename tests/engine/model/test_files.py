@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from kvstore.engine.builtin import MODEL_DIR
 from kvstore.engine.model.files import check_speaks, find_model, template_text
@@ -57,6 +58,14 @@ def test_what_cannot_be_served_is_one_line_with_the_remedy(tmp_path, files, mess
         find_model(folder(tmp_path, files))
     assert "\n" not in str(caught.value) and tmp_path.name in str(caught.value)
     assert isinstance(caught.value, UnsupportedModelError) == ("mamba" in message)
+
+
+@pytest.mark.parametrize("family", ["DeepseekV2", "DeepseekV3", "Glm4MoeLite", "MiniCPM3", "Youtu"])
+def test_latent_attention_is_refused_in_words(tmp_path, family):
+    getattr(transformers, f"{family}Config")().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_text("x")
+    with pytest.raises(UnsupportedModelError, match="multi-head latent attention is not served here; under vLLM or"):
+        find_model(tmp_path)
 
 
 @pytest.mark.parametrize("command", ["chat", "serve"])

@@ -56,6 +56,19 @@ def test_logits_equal_the_unmodified_model(name, way, monkeypatch):
         torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("name", "widths"), [("Qwen3Moe", {"moe_intermediate_size": 35}), ("GptOss", {"intermediate_size": 50})]
+)
+@torch.inference_mode()
+def test_experts_may_have_any_width(name, widths):
+    """torch's grouped products refuse a row that is no multiple of 16 bytes."""
+    network, token_ids = make_model(name, **widths), prompt()
+    network.set_experts_implementation("eager")
+    expected = network(input_ids=token_ids[None], use_cache=False).logits[0]
+    logits = Sequence(intercept(make_model(name, **widths), MAX_LEN, pack=True)).feed(token_ids)
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-3)
+
+
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Gemma3", "Cohere", "Glm4", "GptOss", "GPTNeoX"])
 @torch.inference_mode()
 def test_bf16_logits_are_as_close_as_bf16_allows(name):
