@@ -164,8 +164,9 @@ def repair(view: View, key: SessionKey, now_s: float) -> Repaired | None:
 def is_whole(view: View, number: int) -> bool:
     """Whether there is nothing to repair in the session of this number."""
     key = _key_of(view, number)
-    found = None if key is None else remains(view, key)
-    return found is not None and found.number == number and _sound_head(view, key, found) is not None
+    if key is None or (found := remains(view, key)) is None:
+        return False
+    return found.number == number and _sound_head(view, key, found) is not None
 
 
 def _sound_head(view: View, key: SessionKey, found: Remains) -> SessionHead | None:
