@@ -31,6 +31,14 @@ async def health(request: web.Request) -> web.Response:
     return json_response(Health(status, list(reasons)), 200 if status in ("ok", "degraded") else 503)
 
 
+async def healthz(request: web.Request) -> web.Response:
+    return await health(request)
+
+
+async def ping(request: web.Request) -> web.Response:
+    return await health(request)
+
+
 async def live(request: web.Request) -> web.Response:
     """Like `health`, but 200 while it starts, stops or begins again: who ends it then makes it worse."""
     status, reasons = await _look(context_of(request))
@@ -103,8 +111,8 @@ def health_reasons(stats: dict[str, Any], sessions_fail: bool) -> dict[str, Any]
 
 ROUTES = (
     Route("GET", "/health", health, "public", "Whether the server works.", None, Health, "server"),
-    Route("GET", "/healthz", health, "public", "The same, under Kubernetes' name.", None, Health, "server"),
-    Route("GET", "/ping", health, "public", "The same, under SageMaker's name.", None, Health, "server"),
+    Route("GET", "/healthz", healthz, "public", "The same, under Kubernetes' name.", None, Health, "server"),
+    Route("GET", "/ping", ping, "public", "The same, under SageMaker's name.", None, Health, "server"),
     Route("GET", "/livez", live, "public", "Whether only a restart helps: then 503.", None, Health, "server"),
     Route("GET", "/ready", ready, "public", "Whether the model is loaded.", None, Ready, "server"),
 )

@@ -1,7 +1,6 @@
 """Health, version, models, tokens, the page's files and the administrator's routes, on a running server."""
 
 import threading
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -21,7 +20,7 @@ from tests.support.waiting import TIMEOUT_S, wait_until
 def server(tmp_path_factory):
     path = tmp_path_factory.mktemp("store") / "kv"
     tiers = {"hbm": "4MiB", "cpu": "4MiB", "disk": "64MiB", "path": path}
-    options = {"api_key": KEY, "admin_key": ADMIN_KEY, "served_model_name": "our/model"}
+    options = {"api_key": KEY, "admin_key": ADMIN_KEY, "served_model_name": "our/model", "vllm_metrics": True}
     with serving(engine={"cache_tiers": tiers}, **options) as found:
         yield found
 
@@ -49,18 +48,8 @@ def test_what_does_not_work_is_named(stats, reasons):
     assert list(health_reasons(stats, True)) == [*reasons, "sessions_failing"]
 
 
-@pytest.mark.parametrize("state", ["starting", "stopping", "failed"])
-def test_only_a_server_that_must_be_started_again_is_not_alive(server, state):
-    with mock.patch.object(server.context, "state", state):
-        assert [server.get(path).status for path in ("/health", "/healthz", "/ping")] == [503] * 3
-        assert server.get("/livez").status == (503 if state == "failed" else 200)
-        assert server.get("/livez").json()["status"] == state
-
-
 def test_vllm_s_names_stand_on_metrics_where_they_are_asked_for(server):
-    assert b"\nvllm:" not in server.get("/metrics").body
-    with mock.patch.object(server.context, "options", replace(server.context.options, vllm_metrics=True)):
-        page = server.get("/metrics").body.decode()
+    page = server.get("/metrics").body.decode()
     for line in (
         'vllm:num_requests_running{model_name="our/model"} 0.0',
         'vllm:request_success_total{finished_reason="stop",model_name="our/model"} ',
