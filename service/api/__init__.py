@@ -28,7 +28,7 @@ clients of other servers expect. Sampling values that a request does not give co
 
 The web page's files need no key: they hold no data, and a browser cannot send a key before it has the page. /health,
 its like and /ready need none either. Everything else does; a test tries every route. The page renders an answer's
-Markdown but not its HTML: tags show as text, pictures become links, and a sanitiser behind the parser allows only a short list of
-elements and http, https and mailto links. While an answer streams, finished blocks stay as they are, and the last one
-is drawn at most once a frame.
+Markdown but not its HTML: tags show as text, pictures become links, and a sanitiser behind the parser allows only a
+short list of elements and http, https and mailto links. While an answer streams, finished blocks stay as they are, and
+the last one is drawn at most once a frame.
 """
