@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import asdict
+from functools import partial
 
 from aiohttp import HttpVersion10, HttpVersion11, web
 
@@ -189,7 +190,10 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     if (preflight := context.access.preflight(request)) is not None:
         return preflight
     if route is not None:
-        request[EXCHANGE].tenant = context.access.check(request, route)
+        exchange = request[EXCHANGE]
+        exchange.tenant = context.access.check(request, route)
+        if exchange.deadline is not None:
+            exchange.deadline.check_key = partial(context.access.check, request, route)
         if route.access != "public":
             _check_state(context)
     return await handler(request)

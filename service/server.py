@@ -26,7 +26,7 @@ from kvstore.engine.data_parallel.dividing import check_divisible
 from kvstore.engine.model.files import check_speaks
 from kvstore.engine.outputs import describe_tiers
 from kvstore.engine.sessions.recall import Recall
-from kvstore.errors import KVStoreError
+from kvstore.errors import ConfigError, KVStoreError
 from kvstore.remote.address import parse_redis_url
 from kvstore.remote.names import PREFILL_KEY, fleet_secret
 from kvstore.service.api import prefill
@@ -58,7 +58,8 @@ def run_serve(
 ) -> int:
     """Serve until a signal comes: 0 after SIGTERM, 130 after SIGINT. EXIT_ENGINE_FAILED when the engine stays down.
 
-    Raises ConfigError before anything is opened, and KVStoreError when the port or the model cannot be.
+    SIGHUP reads the file of keys again; where there is none, it is as SIGTERM. Raises ConfigError before anything is
+    opened, and KVStoreError when the port or the model cannot be.
     """
     check_engine(model, engine_arguments, options)
     server = Server(options, fleet_key=fleet_key_of(engine_arguments))
@@ -131,7 +132,7 @@ def _local_engine(*given: Any, **named: Any) -> Any:
 
 
 async def _serve(server: "Server", store: str | None, open_engine: OpenEngine) -> int:
-    ended = _signals()
+    ended = _signals(server)
     await server.listen()
     log("loading the model", {"address": server.address})
     loading: asyncio.Future[Any] = asyncio.ensure_future(server.load(open_engine))
@@ -158,10 +159,10 @@ async def _serve(server: "Server", store: str | None, open_engine: OpenEngine) -
 
 def _code(number: int) -> int:
     """A signal to end is no failure."""
-    return 0 if number == signal.SIGTERM else 128 + number
+    return 0 if number in (signal.SIGTERM, signal.SIGHUP) else 128 + number
 
 
-def _signals() -> asyncio.Future[int]:
+def _signals(server: "Server") -> asyncio.Future[int]:
     """A future that gets the first signal's number. The second signal ends the process at once."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[int] = loop.create_future()
@@ -171,8 +172,16 @@ def _signals() -> asyncio.Future[int]:
             _exit_now(128 + number)
         ended.set_result(number)
 
+    def hung_up() -> None:
+        if not ended.done():  # a closed terminal sends it twice: by the kernel, and by the shell
+            ended.set_result(signal.SIGHUP)
+
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, received, number)
+    if server.options.api_key_file is not None:
+        loop.add_signal_handler(signal.SIGHUP, server.read_keys)
+    elif signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+        loop.add_signal_handler(signal.SIGHUP, hung_up)
     return ended
 
 
@@ -265,6 +274,18 @@ class Server:
             "tiers": describe_tiers(engine.stats()),
             "keys": "required" if self.context.access.needs_key else "none",
         }
+
+    def read_keys(self) -> None:
+        """Take the keys as their file has them now; requests of keys that are gone end with an error."""
+        access, limits = self.context.access, self.context.limits
+        try:
+            access.read_keys()
+        except ConfigError as error:
+            log(f"{error}; the keys of before stay", {}, logging.ERROR)
+            return
+        limits.is_shared = len(access.tenants) > 1
+        limits.end_refused()
+        log("keys read again", {"tenants": len(access.tenants)})
 
     async def drain(self) -> None:
         """Take no more requests, wait a while for those that run, then end them."""

@@ -55,7 +55,8 @@ def spawned(
     path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, **(settings or {})}
     spin_briefly(environment)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: Ctrl-C is for the front
+    for_front = {signal.SIGINT, signal.SIGHUP}  # of the terminal; what is blocked is inherited
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, for_front)
     try:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", module],

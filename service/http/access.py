@@ -47,15 +47,21 @@ class Access:
 
     def __init__(self, options: ServeOptions, fleet_key: bytes | None = None) -> None:
         self._fleet_digest = None if fleet_key is None else _digest(fleet_key.hex())
-        self._keys = tuple(_keys(options))
-        if len({key.digest for key in self._keys}) < len(self._keys):
-            raise ConfigError("a key is given twice; every tenant needs a key of its own, and so does --admin-key")
+        self._options = options
+        self.read_keys()
         self._origins = frozenset(options.allowed_origins)
         self._hosts: frozenset[str] | None = None  # any
         if options.is_loopback or options.allowed_hosts:
             own_name = f"[{options.host}]" if ":" in options.host else options.host
             own = {*LOOPBACK_NAMES, own_name.lower(), *options.allowed_hosts}
             self._hosts = frozenset(own | {_without_port(_host_of(origin)) for origin in self._origins})
+
+    def read_keys(self) -> None:
+        """Take the keys as their file has them now. Raises ConfigError, and keeps those of before."""
+        keys = tuple(_keys(self._options))
+        if len({key.digest for key in keys}) < len(keys):
+            raise ConfigError("a key is given twice; every tenant needs a key of its own, and so does --admin-key")
+        self._keys = keys
 
     @property
     def needs_key(self) -> bool:

@@ -5,7 +5,7 @@ The limits count sequences: each choice of each prompt is one, so that a request
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -42,9 +42,12 @@ class _Tenant:
 
 
 class Deadline:
-    """The time that one request has. error: what its client is told when the time is over before the answer."""
+    """The time that one request has. error: what its client is told when the time is over before the answer.
+    check_key: raises ApiError once the request's key is no longer taken.
+    """
 
     def __init__(self, timeout: asyncio.Timeout) -> None:
+        self.check_key: Callable[[], object] = lambda: None
         self._timeout = timeout
         self._ending: ApiError | None = None
 
@@ -64,11 +67,11 @@ class Deadline:
 
 
 class Limits:
-    """Counts one server's requests. Used in its event loop only. is_shared: several tenants use it."""
+    """Counts one server's requests. Used in its event loop only. is_shared: several tenants may use it."""
 
     def __init__(self, options: ServeOptions, is_shared: bool = False) -> None:
         self._options = options
-        self._is_shared = is_shared
+        self.is_shared = is_shared
         self._max_sequences = SEQUENCES_PER_REQUEST * options.max_queue
         self._tenants: dict[str, _Tenant] = {}
         self._deadlines: set[Deadline] = set()
@@ -111,7 +114,7 @@ class Limits:
         """Where there are several tenants, each has at most half of what the others leave free, so a newcomer finds
         room.
         """
-        max_requests, share = self._options.max_queue, 2 if self._is_shared else 1
+        max_requests, share = self._options.max_queue, 2 if self.is_shared else 1
         largest = min(self._max_sequences // share, self._options.max_concurrent_per_key or self._max_sequences)
         if num_sequences > largest:
             raise ApiError(
@@ -203,6 +206,14 @@ class Limits:
             raise deadline.error from None
         finally:
             self._deadlines.discard(deadline)
+
+    def end_refused(self) -> None:
+        """End the requests whose key is no longer taken."""
+        for deadline in list(self._deadlines):
+            try:
+                deadline.check_key()
+            except ApiError as error:
+                deadline.end(error)
 
     def end_all(self, error: ApiError) -> None:
         for deadline in list(self._deadlines):

@@ -4,7 +4,10 @@ A client that is told the end of a turn has it for ever, whoever is killed right
 is there whole or not at all; nothing is there twice. `--long` makes it many rounds.
 """
 
+import os
+import pty
 import signal
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -115,8 +118,14 @@ def test_an_engine_s_process_that_is_killed_is_started_again_until_the_server_gi
     assert clients.num_acknowledged > 10
 
 
-def end_while_it_streams(server: ServerProcess) -> tuple[str, list[str]]:
-    """SIGTERM. The conversation that is left: its id, and what was said and answered in it."""
+def terminate(server: ServerProcess) -> None:
+    server.process.send_signal(signal.SIGTERM)
+
+
+def end_while_it_streams(
+    server: ServerProcess, end: Callable[[ServerProcess], None] = terminate
+) -> tuple[str, list[str]]:
+    """In order. The conversation that is left: its id, and what was said and answered in it."""
     kept = chat(server, "Hello, my name is Anna.")
     session_id = kept["session_id"]
     body = {"session_id": session_id, "message": "Count.", **LONG, "max_tokens": 900}
@@ -126,7 +135,7 @@ def end_while_it_streams(server: ServerProcess) -> tuple[str, list[str]]:
     for stream in streams:
         assert isinstance(stream.next(), dict)
     core = server.core
-    server.process.send_signal(signal.SIGTERM)
+    end(server)
     for stream in streams:
         *_, error, done = stream.rest()
         assert (error["error"]["code"], done) == ("stopping", "[DONE]")
@@ -135,10 +144,29 @@ def end_while_it_streams(server: ServerProcess) -> tuple[str, list[str]]:
     return session_id, ["Hello, my name is Anna.", kept["message"]["content"]]
 
 
-def test_a_server_that_is_ended_says_so_to_its_streams(store):
+def hang_up_twice(server: ServerProcess) -> None:
+    """As a shell does that passes on what the kernel has sent already."""
+    server.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: '"stopping"' in server.log.read_text(), "it ends")
+    server.process.send_signal(signal.SIGHUP)
+
+
+@pytest.mark.parametrize("end", [terminate, hang_up_twice])
+def test_a_server_that_is_ended_says_so_to_its_streams(store, end):
     """One with two processes. The test of kills ends one that has one."""
     with launched(store, *SOON, engine_process=True) as server:
-        session_id, said = end_while_it_streams(server)
+        session_id, said = end_while_it_streams(server, end)
+    verify(store)
+    assert stored_turns(store) == {session_id: said}
+
+
+def test_a_terminal_that_is_closed_ends_it_in_order(store):
+    """The kernel tells all its processes."""
+    ours, theirs = pty.openpty()
+    within = ("sh", "-c", 'exec "$@" <"$0"', os.ttyname(theirs))  # what it opens first becomes its terminal
+    with launched(store, *SOON, engine_process=True, within=within) as server:
+        os.close(theirs)
+        session_id, said = end_while_it_streams(server, lambda _: os.close(ours))
     verify(store)
     assert stored_turns(store) == {session_id: said}
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.request import urlopen
@@ -21,9 +22,10 @@ from kvstore.service.api.sse import EventStream
 from kvstore.service.http.routes import Route
 from kvstore.service.server import Server, run_serve
 from kvstore.service.settings.serve_options import ServeOptions
-from tests.support.service.server_process import run_command
+from tests.support.service.server_process import launched, run_command
 from tests.support.service.serving import raw_request, read_answer, serving
-from tests.support.waiting import TIMEOUT_S, wait_in_loop
+from tests.support.service.talking import LONG, Stream
+from tests.support.waiting import TIMEOUT_S, wait_in_loop, wait_until
 
 ROOT = Path(__file__).parents[2]
 begun, release = threading.Event(), threading.Event()
@@ -253,6 +255,42 @@ def test_a_second_signal_ends_it_at_once(process):
         line_with(process, "stopping")
         process.send_signal(signal.SIGTERM)
         assert process.wait(TIMEOUT_S) == 128 + signal.SIGTERM
+
+
+def test_under_nohup_a_closed_terminal_is_no_signal(tmp_path):
+    with launched(tmp_path / "store", within=("nohup",)) as server:
+        server.process.send_signal(signal.SIGHUP)
+        assert server.get("/health").status == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(TIMEOUT_S) == 0
+
+
+def test_keys_come_and_go_while_streams_run(tmp_path):
+    keys = tmp_path / "keys"
+    keys.touch(0o600)
+
+    def change(text: str, told: str) -> None:
+        keys.write_text(text)
+        server.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: told in server.log.read_text(), told)
+
+    keys.write_text("anna:key-of-anna\nbert:key-of-bert\n")
+    with launched(tmp_path / "store", "--api-key-file", str(keys)) as server:
+        of_anna, of_bert, of_clara = (replace(server, key=f"key-of-{name}") for name in ("anna", "bert", "clara"))
+        answers = [Stream(one, "/chat", {"message": "Count.", **LONG}) for one in (of_anna, of_bert)]
+        assert all(isinstance(answer.next(), dict) for answer in answers)
+        assert of_clara.get("/sessions").status == 401
+        change("bert:key-of-bert\nclara:key-of-clara\n", '"keys read again"')
+        *_, error, done = answers[0].rest()
+        assert (error["error"]["code"], done) == ("invalid_api_key", "[DONE]")
+        *events, done = answers[1].rest()
+        assert done == "[DONE]" and not any("error" in event for event in events)
+        assert [one.get("/sessions").status for one in (of_anna, of_bert, of_clara)] == [401, 200, 200]
+        change("bert:short\n", "printable ASCII characters without spaces; the keys of before stay")
+        keys.unlink()
+        server.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: "No such file or directory; the keys of before stay" in server.log.read_text())
+        assert [one.get("/sessions").status for one in (server, of_anna, of_bert)] == [200, 401, 200]
 
 
 @pytest.mark.parametrize("flags, line", [

@@ -14,10 +14,12 @@ from kvstore.service.settings.options import (
     Option,
     count,
     flags_of,
+    key_of,
     parse_arguments,
     plain_text,
     size,
     switch,
+    variable_of,
 )
 from kvstore.service.settings.serve_options import ServeOptions
 
@@ -60,6 +62,31 @@ def test_the_order_is_flag_environment_section_file_default(home):
     assert values(file, {"KVSTORE_SEED": "5"})["seed"] == 5
     assert values({**file, "seed": "6"}, {"KVSTORE_SEED": "5"})["seed"] == 6
     assert values(file, {"KVSTORE_SEED": ""})["seed"] == 3  # an empty variable is as good as none
+
+
+PLACES = (
+    "MODEL", "--tokenizer", "--chat-template", "--kv-events", "--session-store", "--store", "--remote", "--prefill-url",
+    "--fleet-secret-file", "--api-key-file", "--config",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", PLACES)
+def test_a_place_whose_variable_was_not_set_is_not_taken_for_none(home, monkeypatch, capsys, flag):
+    """Such as `--session-store "$SESSIONS"`, or a line `KVSTORE_SESSION_STORE=` of a unit's environment."""
+    given = [""] if flag == "MODEL" else [flag, ""]
+    assert refused(capsys, *given) == flag
+    if flag != "--config":
+        assert refused(capsys, "--config", write(home / "empty.toml", f'{key_of(flag)} = ""\n')) == key_of(flag)
+    monkeypatch.setenv(variable_of(flag), "")
+    assert refused(capsys) == variable_of(flag)
+
+
+def refused(capsys, *flags):
+    """The first word of the one line that says why."""
+    assert cli.main(["serve", *flags, "--print-config"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and " is ''" in err
+    return err.removeprefix("kvstore: ").split()[0]
 
 
 def test_which_file_it_is(home):
