@@ -4,6 +4,7 @@ Opens no file but the one with the password.
 """
 
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from kvstore.errors import ConfigError
 
 PASSWORD_VARIABLE = "KVSTORE_REDIS_PASSWORD"
 FORMS = "redis://[user@]host[:6379][/database], or rediss:// for TLS, with ?password_file=FILE and ?ca_file=FILE"
+MAX_PRIVATE_BYTES = 2**20
 PREFILL_FORMS = "http://host:8000, or https://"
 _FILES = ("password_file", "ca_file", "cert_file", "key_file")
 
@@ -109,13 +111,22 @@ def parse_prefill_url(url: str, name: str = "prefill_url") -> PrefillAddress:
     return PrefillAddress(parts.hostname, port or (443 if tls else 80), tls, parts.path.rstrip("/"))
 
 
-def read_secret(path: Path, name: str) -> str:
-    """The first line of a file. Raises ConfigError, which names the file and not its content."""
+def read_private(path: Path, name: str) -> str:
+    """The text of a file with what signs in. Raises ConfigError, which names the file and not its content."""
     try:
-        text = path.expanduser().read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{name} {path} cannot be read: {getattr(error, 'strerror', None) or 'not text'}") from None
-    line = text.partition("\n")[0].strip()
+        status = path.expanduser().stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_PRIVATE_BYTES:
+            raise ConfigError(f"{name} {path} is no file of at most {MAX_PRIVATE_BYTES} bytes")
+        if status.st_mode & (stat.S_IROTH | stat.S_IWOTH):
+            raise ConfigError(f"{name} {path} can be read or written by everybody; chmod 600 it")
+        return path.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} {path} cannot be read: {getattr(error, 'strerror', 'not UTF-8')}") from None
+
+
+def read_secret(path: Path, name: str) -> str:
+    """The first line of a private file. Raises ConfigError as `read_private`."""
+    line = read_private(path, name).partition("\n")[0].strip()
     if not line:
         raise ConfigError(f"{name} {path} is empty; write the secret into its first line")
     return line

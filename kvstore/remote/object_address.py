@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvstore.errors import ConfigError
-from kvstore.remote.address import RedisAddress, parse_redis_url, shown
+from kvstore.remote.address import RedisAddress, parse_redis_url, read_private, shown
 
 SCHEMES = ("s3", "gs", "az", "file")
 FORMS = (
@@ -63,11 +63,7 @@ def parse_object_url(url: str, name: str = "remote") -> ObjectAddress:
 
 def _settings(path: Path, name: str) -> dict[str, str]:
     """What lines such as AWS_ACCESS_KEY_ID=... say; empty ones and those after a # are nothing."""
-    try:
-        lines = path.expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or "not text"
-        raise ConfigError(f"credentials file of {name} {path} cannot be read: {why}") from None
+    lines = read_private(path, f"credentials file of {name}").splitlines()
     pairs = [line.partition("=") for line in map(str.strip, lines) if line and not line.startswith("#")]
     if not pairs or not all(key.strip() and equals for key, equals, _ in pairs):
         raise ConfigError(f"credentials file of {name} {path} has other lines than NAME=VALUE")

@@ -5,7 +5,6 @@ Knows no handler. Keys are stored and compared as digests, and always all of the
 
 import hmac
 import re
-import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -14,13 +13,13 @@ from pathlib import Path
 from aiohttp import web
 
 from kvstore.errors import ConfigError
+from kvstore.remote.address import read_private
 from kvstore.service.http.errors import ApiError
 from kvstore.service.http.routes import Route
 from kvstore.service.settings.serve_options import ServeOptions, check_key
 
 TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
-MAX_KEY_FILE_BYTES = 2**20
 PREFLIGHT = {
     "Access-Control-Allow-Methods": "GET, POST, DELETE",
     "Access-Control-Allow-Headers": "Authorization, Content-Type, Idempotency-Key, X-Api-Key, X-Request-Id",
@@ -187,8 +186,10 @@ def _keys(options: ServeOptions) -> Iterator[Key]:
 
 
 def _keys_of_file(path: Path) -> Iterator[Key]:
-    for number, line in enumerate(_read(path).splitlines(), 1):
-        line = line.strip()
+    lines = [line.strip() for line in read_private(path, "--api-key-file").splitlines()]
+    if not any(line and not line.startswith("#") for line in lines):
+        raise ConfigError(f"--api-key-file {path} holds no key; give one tenant:key a line")
+    for number, line in enumerate(lines, 1):
         if not line or line.startswith("#"):
             continue
         where = f"--api-key-file {path}, line {number}"
@@ -197,19 +198,3 @@ def _keys_of_file(path: Path) -> Iterator[Key]:
             raise ConfigError(f"{where}: give tenant:key; a tenant has 1 to 64 letters, digits, '_', '.' or '-'")
         check_key(key, where)
         yield Key(_digest(key), tenant)
-
-
-def _read(path: Path) -> str:
-    try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_KEY_FILE_BYTES:
-            raise ConfigError(f"--api-key-file {path} is no file of at most {MAX_KEY_FILE_BYTES} bytes")
-        if found.st_mode & (stat.S_IROTH | stat.S_IWOTH):
-            raise ConfigError(f"--api-key-file {path} can be read or written by everybody; chmod 600 it")
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise ConfigError(f"--api-key-file {path} cannot be read: {reason}") from error
-    if not any(line.strip() and not line.strip().startswith("#") for line in text.splitlines()):
-        raise ConfigError(f"--api-key-file {path} holds no key; give one tenant:key a line")
-    return text

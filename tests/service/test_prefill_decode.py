@@ -25,6 +25,7 @@ class Pair:
 
     def __init__(self, folder: Path) -> None:
         (folder / "redis").mkdir()
+        (folder / "secret").touch(0o600)
         (folder / "secret").write_text(SECRET)
         self.folder, self.port, self.redis = folder, free_port(), RedisServer(folder / "redis")
         self.shared = ("--remote", self.redis.url, "--fleet-secret-file", str(folder / "secret"))
@@ -149,6 +150,7 @@ def test_a_shared_tier_that_is_gone_costs_time_alone(pair):
 
 
 def test_a_server_of_another_fleet_is_not_let_in(pair, tmp_path):
+    (tmp_path / "secret").touch(0o600)
     (tmp_path / "secret").write_text(SECRET[::-1].strip())
     flags = ("--remote", pair.redis.url, "--fleet-secret-file", str(tmp_path / "secret"), "--role", "decode")
     stranger = launch(tmp_path / "store", *flags, "--prefill-url", pair.url)

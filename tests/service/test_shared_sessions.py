@@ -32,6 +32,7 @@ class Fleet:
 
     def __init__(self, folder: Path) -> None:
         (folder / "redis").mkdir()
+        (folder / "secret").touch(0o600)
         (folder / "secret").write_text("of a fleet of tests, long enough\n")
         self.redis, self.kv = RedisServer(folder / "redis", *DURABLE), RedisServer(folder)
         self.flags = ("--session-store", self.redis.url, "--fleet-secret-file", str(folder / "secret"),

@@ -17,6 +17,7 @@ def test_parts_of_a_url():
 
 def test_who_signs_in_is_in_no_text(tmp_path):
     file = tmp_path / "password"
+    file.touch(0o600)
     file.write_text("s3cret-one\nmore\n")
     found = parse_redis_url(f"redis://ann%40b@cache?password_file={file}", environment={})
     assert (found.user, found.password) == ("ann@b", "s3cret-one")
@@ -53,10 +54,16 @@ def test_nor_is_one_that_is_where_none_is_expected(parse, url):
 
 
 def test_a_password_that_is_missing(tmp_path):
+    files = {"none": "No such file", "empty": "is empty", "binary": "not UTF-8", "public": "by everybody; chmod 600 it"}
+    for file in ("empty", "binary"):
+        (tmp_path / file).touch(0o600)
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    for file in ("none", "empty", "binary"):
-        with pytest.raises(ConfigError, match=f"password file of remote .*{file}"):
+    (tmp_path / "public").write_text("s3cret-one\n")
+    (tmp_path / "public").chmod(0o604)
+    for file, why in files.items():
+        with pytest.raises(ConfigError, match=f"password file of remote .*{file}.* {why}") as refused:
             parse_redis_url(f"redis://cache?password_file={tmp_path / file}", environment={})
+        assert "s3cret" not in str(refused.value)
     with pytest.raises(ConfigError, match="no password"):
         parse_redis_url("redis://ann@cache", environment={})

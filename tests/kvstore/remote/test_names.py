@@ -10,6 +10,7 @@ TEXT = "0123456789abcdef0123456789abcdef"
 
 def test_a_secret_from_a_file_or_the_environment(tmp_path):
     file = tmp_path / "fleet"
+    file.touch(0o600)
     file.write_text(TEXT + "\n")
     environment = {"KVSTORE_FLEET_SECRET": TEXT}
     assert fleet_secret(file, {}).root == fleet_secret(None, environment).root == FleetSecret(TEXT).root
@@ -27,6 +28,16 @@ def test_none_and_short_ones_are_refused(tmp_path):
     assert "short" not in str(refused.value)
     with pytest.raises(ConfigError, match=r"fleet secret file .*none cannot be read"):
         fleet_secret(tmp_path / "none", {})
+
+
+def test_a_file_that_everybody_can_read_is_refused(tmp_path):
+    file = tmp_path / "fleet"
+    file.write_text(TEXT + "\n")
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match=r"fleet secret file .*fleet can be read .* by everybody; chmod 600 it"):
+        fleet_secret(file, {})
+    file.chmod(0o640)  # of a group, as for the key file
+    assert fleet_secret(file, {}).root == FleetSecret(TEXT).root
 
 
 def test_names_differ_by_secret_model_and_block():

@@ -37,6 +37,7 @@ def test_what_remote_takes():
 
 
 def test_who_signs_in_comes_from_a_file_and_is_in_no_text(tmp_path):
+    (tmp_path / "keys").touch(0o600)
     (tmp_path / "keys").write_text(SECRETS)
     found = parse_object_url(f"s3://bucket/a?credentials_file={tmp_path / 'keys'}")
     assert found.settings == {"aws_access_key_id": "AKIAEXAMPLE", "aws_secret_access_key": "s3cret=/+"}
@@ -61,6 +62,7 @@ def test_credentials_in_a_url_are_refused_and_not_shown():
 @pytest.mark.parametrize("content", [None, b"", b"\xff\xfe", b"s3cret\n", b"=s3cret\n", b"A=1\ns3cret\n"])
 def test_a_bad_file_of_credentials_is_named_and_not_shown(tmp_path, content):
     if content is not None:
+        (tmp_path / "keys").touch(0o600)
         (tmp_path / "keys").write_bytes(content)
     with pytest.raises(ConfigError, match=r"credentials file of remote .*keys") as refused:
         parse_object_url(f"s3://bucket?credentials_file={tmp_path / 'keys'}")

@@ -162,6 +162,7 @@ def test_wrong_credentials_are_refused_and_not_shown(monkeypatch, tmp_path):
     with s3_server(monkeypatch, keys=True) as server:
         right = client_of(server.url)
         right.write("x", b"abc", TIMEOUT_S)
+        (tmp_path / "keys").touch(0o600)
         (tmp_path / "keys").write_text(f"AWS_ACCESS_KEY_ID={server.key}\nAWS_SECRET_ACCESS_KEY=wr0ngwr0ng\n")
         wrong = client_of(f"{server.url}?credentials_file={tmp_path / 'keys'}")
         for ask in (
@@ -182,6 +183,7 @@ def test_what_cannot_be_opened_is_refused_at_once(tmp_path, monkeypatch):
         client_of(f"file://{tmp_path / 'none'}")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name, raising=False)
+    (tmp_path / "keys").touch(0o600)
     (tmp_path / "keys").write_text("AWS_ACCESS_KEY_ID=AKIAEXAMPLE\n")
     with pytest.raises(ConfigError, match="Missing SecretAccessKey"):
         client_of(f"s3://bucket?credentials_file={tmp_path / 'keys'}")
@@ -193,6 +195,7 @@ def test_what_cannot_be_opened_is_refused_at_once(tmp_path, monkeypatch):
 
 def test_a_wrong_key_of_azure_is_refused_and_not_shown(monkeypatch, tmp_path):
     with azure_server(monkeypatch) as server:
+        (tmp_path / "keys").touch(0o600)
         (tmp_path / "keys").write_text("AZURE_STORAGE_ACCOUNT_KEY=d3Iwbmc=\n")
         client = client_of(f"{server.url}?credentials_file={tmp_path / 'keys'}")
         for ask in (lambda: client.infos(["x"], TIMEOUT_S), lambda: client.write("x", b"", TIMEOUT_S)):
@@ -205,6 +208,7 @@ def test_a_wrong_key_of_azure_is_refused_and_not_shown(monkeypatch, tmp_path):
 def test_azure_is_asked_over_the_network_only(tmp_path):
     """What a person's settings say is passed on; nobody listens there."""
     account = f"http://127.0.0.1:{free_port()}/account"
+    (tmp_path / "keys").touch(0o600)
     (tmp_path / "keys").write_text(
         f"AZURE_STORAGE_ACCOUNT_NAME=account\nAZURE_STORAGE_ACCOUNT_KEY=c2VjcmV0\nAZURE_STORAGE_ENDPOINT={account}\n"
     )

@@ -23,6 +23,7 @@ def told(server: ServerProcess) -> list[tuple[str, ...]]:
 
 def test_redis_goes_and_comes_back(tmp_path):
     secret = tmp_path / "secret"
+    secret.touch(0o600)
     secret.write_text("the secret of this fleet, 32 characters")
     redis = RedisServer(tmp_path)
     try:

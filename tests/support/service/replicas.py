@@ -27,6 +27,7 @@ class RayFleet:
 
     def __init__(self, folder: Path) -> None:
         (folder / "redis").mkdir()
+        (folder / "secret").touch(0o600)
         (folder / "secret").write_text("of a fleet of tests, long enough\n")
         (folder / "secret").chmod(0o600)
         self.store = folder / "store"
