@@ -21,6 +21,7 @@ export class Composer {
     });
     byId("stop").addEventListener("click", () => this.conversation.stop());
     this.box.addEventListener("keydown", (event) => this.onKey(event));
+    document.addEventListener("keydown", (event) => this.onEscape(event));
     this.box.addEventListener("input", () => this.onInput());
     window.addEventListener("resize", () => this.fit());
   }
@@ -73,6 +74,12 @@ export class Composer {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing || event.keyCode === 229) return;
     event.preventDefault();
     this.submit(this.box.value);
+  }
+
+  // Stops the answer, where its button is seen and Escape closes nothing else.
+  onEscape(event) {
+    if (event.key !== "Escape" || event.repeat || event.isComposing) return;
+    if (byId("stop").offsetParent && !document.querySelector("dialog[open], body.drawer")) this.conversation.stop();
   }
 
   onInput() {

@@ -3,7 +3,7 @@
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -165,7 +165,8 @@ def test_the_view_follows_the_answer_until_the_person_scrolls_up(server: Serving
     page.locator("#to-end").wait_for(state="hidden")
 
 
-def test_stopping_keeps_what_was_said(server: Serving, tabs: Tabs) -> None:
+@pytest.mark.parametrize("stop", [lambda page: page.click("#stop"), lambda page: page.keyboard.press("Escape")])
+def test_stopping_keeps_what_was_said(server: Serving, tabs: Tabs, stop: Callable[[Any], None]) -> None:
     stop_asked = threading.Event()
 
     def until_stop() -> None:
@@ -181,7 +182,7 @@ def test_stopping_keeps_what_was_said(server: Serving, tabs: Tabs) -> None:
         page.press("#message", "Enter")
         page.locator(".answer .text", has_text=re.compile(r"\S")).wait_for()
         page.on("request", lambda request: request.url.endswith("/stop") and stop_asked.set())
-        page.click("#stop")
+        stop(page)
         page.locator(".ending", has_text="You stopped this answer.").wait_for()
     said = page.locator(".answer .text").inner_text()
     assert said.strip()
