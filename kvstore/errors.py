@@ -16,6 +16,7 @@ KVStoreError
 │   ├── SessionTakenError       another server writes to the session now: a turn that was computed is not stored
 │   ├── RemoteError             a server that stores share cannot be reached, or refuses
 │   └── DegradedError           the disk tier cannot write at the moment: what was to be made durable is not
+│       ├── DiskFullError           its file system is full; the message has both sizes
 │       └── StoreLostError          its files were removed or replaced while it was open: nothing more is kept
 ├── EngineClosedError      the engine was closed, or its thread died
 ├── EngineDiedError        the engine's own process has ended; it is started again, once
@@ -106,6 +107,10 @@ class RemoteError(StoreError):
 
 class DegradedError(StoreError):
     """The disk tier cannot write (full, read-only, failing): serving goes on, durability does not."""
+
+
+class DiskFullError(DegradedError):
+    """The file system of the store is full; the message says of which size, and names no path."""
 
 
 class StoreLostError(DegradedError):

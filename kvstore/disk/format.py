@@ -141,6 +141,7 @@ def scan_index(txn: Any, tables: Tables, after: BlockId | None) -> tuple[list[In
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
+FULL_BELOW_BYTES = 1 << 20  # of free space
 _BY_ERRNO = {
     errno.ENOSPC: WriteError.NO_SPACE, errno.EDQUOT: WriteError.NO_SPACE, errno.EFBIG: WriteError.NO_SPACE,
     errno.EROFS: WriteError.READ_ONLY, errno.EACCES: WriteError.READ_ONLY, errno.EPERM: WriteError.READ_ONLY,
@@ -157,7 +158,7 @@ def write_error(error: Exception, free_bytes: int) -> WriteError:
     if isinstance(error, lmdb.MapFullError):
         return WriteError.MAP_FULL
     code = error.errno if isinstance(error, OSError) else getattr(error, "code", None)
-    if code == errno.EIO and free_bytes < 1 << 20:
+    if code == errno.EIO and free_bytes < FULL_BELOW_BYTES:
         return WriteError.NO_SPACE
     return _BY_ERRNO.get(code or 0, WriteError.IO)
 

@@ -14,10 +14,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
+import lmdb
+
+from kvstore.config import format_size
 from kvstore.disk.check import DATA_FILE
 from kvstore.disk.env import StoreEnvironment
+from kvstore.disk.format import FULL_BELOW_BYTES, WriteError, free_bytes, write_error
 from kvstore.disk.live import LiveTables, discard_copy
-from kvstore.errors import DegradedError
+from kvstore.errors import DegradedError, DiskFullError
 from kvstore.sessions.sharing import Alone, Sharing
 from kvstore.sessions.tables import TABLES, Place, View
 
@@ -143,8 +147,15 @@ class DiskTables:
     @contextmanager
     def write(self) -> Iterator[View]:
         with self._opened() as opened:
-            with opened.env.begin(write=True) as txn:
-                yield _LmdbView(txn, opened.handles)
+            try:
+                with opened.env.begin(write=True) as txn:
+                    yield _LmdbView(txn, opened.handles)
+            except (lmdb.Error, OSError) as error:
+                free, size = free_bytes(self._path)
+                if free < FULL_BELOW_BYTES and write_error(error, free) is WriteError.NO_SPACE:
+                    used = f"{format_size(size - free)} of {format_size(size)}"
+                    raise DiskFullError(f"the disk is full ({used})") from error
+                raise
             opened.env.check_in_place()  # again: what is acknowledged now has to be found again
 
     def is_lost(self) -> bool:

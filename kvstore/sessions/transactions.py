@@ -16,7 +16,15 @@ import lmdb
 
 from kvstore.disk.committer import Committer, Ticket
 from kvstore.disk.env import LostFileError
-from kvstore.errors import DegradedError, KVStoreError, RemoteError, SessionDamagedError, StoreError, StoreLostError
+from kvstore.errors import (
+    DegradedError,
+    DiskFullError,
+    KVStoreError,
+    RemoteError,
+    SessionDamagedError,
+    StoreError,
+    StoreLostError,
+)
 from kvstore.forks import leave_to_parent
 from kvstore.sessions import repair
 from kvstore.sessions.record import SessionKey
@@ -130,6 +138,8 @@ class SessionTransactions:
                 # One may be what the others failed for: too large for the disk, or on a damaged page.
                 return [self._outcomes([ticket])[0] for ticket in group]
             self._note_failure(error, 1)
+            if isinstance(error, DiskFullError):
+                return [DiskFullError(f"this was not stored: {error}; free some space and try again")]
             return [DegradedError(f"not stored, the session store's disk failed ({error}): free space and try again")]
         num_refused = sum(isinstance(outcome, KVStoreError) for outcome in outcomes)
         self._counts["commits"] += 1

@@ -101,6 +101,8 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, kv.StoreLostError):
         lost = "not kept: what the store held was removed or replaced while it was open; the server's log says more"
         return unavailable(lost, "store_lost", is_final=True)
+    if isinstance(error, kv.DiskFullError):
+        return unavailable(str(error), "store_degraded")
     if isinstance(error, kv.DegradedError):
         return unavailable("the disk tier cannot write at the moment: what was to be kept is not", "store_degraded")
     if isinstance(error, kv.RemoteError):

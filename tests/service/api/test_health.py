@@ -45,7 +45,9 @@ def test_the_disk_is_full_and_has_space_again(tmp_path):
     if subprocess.run([*within, "true"], capture_output=True).returncode != 0:
         pytest.skip("no tmpfs can be mounted here")
     with launched(tmp_path / "store", within=within) as server:
-        assert f'"store": "{tmp_path / "store"}"' in server.log.read_text()
+        log = server.log.read_text()
+        assert f'"store": "{tmp_path / "store"}"' in log
+        assert f"disk is 64.0 MiB, but the whole file system of {tmp_path}/store/blocks has 16.0 MiB" in log
         filler = Path(f"/proc/{server.process.pid}/root{tmp_path}/filler")
         with suppress(OSError), filler.open("wb", buffering=0) as file:
             while file.write(bytes(4096)):
@@ -59,7 +61,12 @@ def test_the_disk_is_full_and_has_space_again(tmp_path):
         wait_until(is_told, "it is told")
         assert ("WARNING", "disk_degraded", "degraded", "no space") in told(server)
         head, cause = next((line[:3], line[3]) for line in told(server) if line[1] == "sessions_failing")
-        assert head == ("WARNING", "sessions_failing", "degraded") and "No space left on device" in cause
+        assert (
+            head == ("WARNING", "sessions_failing", "degraded") and cause == "the disk is full (16.0 MiB of 16.0 MiB)"
+        )
+        reply = server.post("/chat", said)
+        why = "this was not stored: the disk is full (16.0 MiB of 16.0 MiB); free some space and try again"
+        assert (reply.status, reply.error["code"], reply.error["message"]) == (503, "store_degraded", why)
         filler.unlink()
         wait_until(lambda: ("INFO", "disk_degraded") in [line[:2] for line in told(server)], "it is told, too")
         assert server.post("/chat", said).status == 200
