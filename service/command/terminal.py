@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 HELP = """/help  this text
 /new   start a new conversation
 /quit  leave (so does Ctrl-D)
-Ctrl-C stops an answer; at the prompt it leaves."""
+Ctrl-C stops an answer; at the prompt it clears the line, and leaves when that is empty."""
 YOU, MODEL = "you> ", "model> "
 TIER_NAMES = {"hbm": "hbm", "cpu": "cpu", "disk": "disk", "remote": "remote", "reencoded": "re-encoded"}
 SESSION_CHARS = 128
@@ -224,9 +224,12 @@ class TerminalChat:
 
 
 def _typed_lines() -> Iterator[str]:
-    """Lines typed at a prompt, with editing and history. Ctrl-D ends them."""
+    """Lines typed at a prompt, with editing and history. Ctrl-D ends them, and so does Ctrl-C on an empty line."""
+    typed: Callable[[], str] = str
     with suppress(ImportError):  # not every Python has it; importing it gives input() line editing
-        import readline  # noqa: F401
+        import readline
+
+        typed = readline.get_line_buffer
     while True:
         try:
             yield input(YOU)
@@ -235,7 +238,8 @@ def _typed_lines() -> Iterator[str]:
             return
         except KeyboardInterrupt:
             print()
-            raise
+            if not typed():
+                raise
 
 
 def _piped_lines() -> Iterator[str]:
