@@ -93,6 +93,7 @@ class SharedSessions:
 
 
 MOST_TTL_S = 10 * 366 * 86400
+LEAST_DISK_BYTES = 1 << 20
 LEAST_BLOCKS = {"hbm": 1, "cpu": 2, "disk": 4}  # with fewer a tier cannot work
 
 
@@ -174,6 +175,12 @@ class CacheTiers:
             names = ", ".join(sorted(map(str, unknown)))
             raise ConfigError(f"cache_tiers has unknown names: {names}; known are {', '.join(known)}")
         return cls(**value)  # type: ignore[arg-type]
+
+    def check_disk(self) -> None:
+        """Raises ConfigError for a size that no disk tier can have, whatever the model."""
+        if 0 < int(self.disk) < LEAST_DISK_BYTES:
+            given, least = format_size(int(self.disk)), format_size(LEAST_DISK_BYTES)
+            raise ConfigError(f"disk is {given}; give at least {least}, or 0 to keep nothing there")
 
     def check_room(self, block_bytes: int) -> None:
         """Raises ConfigError when a tier has no room for blocks of this size."""

@@ -16,9 +16,8 @@ from kvstore.blocks.ends import Order
 from kvstore.blocks.holdings import Holdings
 from kvstore.blocks.ids import BlockId, Lineage, lineage_root
 from kvstore.blocks.records import SaveFence, TransferPlan
-from kvstore.config import CacheTiers, format_size
+from kvstore.config import CacheTiers
 from kvstore.disk.directory import StoreDirectory
-from kvstore.errors import ConfigError
 from kvstore.memory.layout import KVLayout
 from kvstore.policy.conversation import Answer, Conversation
 from kvstore.policy.lookahead import LookAhead
@@ -224,14 +223,8 @@ def hold_store(tiers: CacheTiers) -> StoreDirectory | None:
 
     Raises ConfigError for a size that no disk tier can have, StoreError or StoreLockedError.
     """
-    if not tiers.disk or tiers.path is None:
-        return None
-    from kvstore.disk.env import MIN_MAP_BYTES  # loads lmdb
-
-    if int(tiers.disk) < MIN_MAP_BYTES:
-        least = format_size(MIN_MAP_BYTES)
-        raise ConfigError(f"disk is {format_size(int(tiers.disk))}; give at least {least}, or 0 to keep nothing there")
-    return StoreDirectory.open(tiers.path)
+    tiers.check_disk()
+    return StoreDirectory.open(tiers.path) if tiers.disk and tiers.path is not None else None
 
 
 def open_connector(

@@ -1,6 +1,7 @@
 """`kvstore serve`: opens the port, loads the model beside it, serves, and ends in order. Owns the process' signals."""
 
 import asyncio
+import ctypes
 import errno
 import gc
 import logging
@@ -14,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -23,7 +25,7 @@ from kvstore.config import CacheTiers
 from kvstore.engine.async_engine import AsyncEngine
 from kvstore.engine.config import EngineConfig, default_topic
 from kvstore.engine.data_parallel.dividing import check_divisible
-from kvstore.engine.model.files import check_speaks
+from kvstore.engine.model.files import check_speaks, local_path
 from kvstore.engine.outputs import describe_tiers
 from kvstore.engine.sessions.recall import Recall
 from kvstore.errors import ConfigError, KVStoreError
@@ -58,8 +60,8 @@ def run_serve(
 ) -> int:
     """Serve until a signal comes: 0 after SIGTERM, 130 after SIGINT. EXIT_ENGINE_FAILED when the engine stays down.
 
-    SIGHUP reads the file of keys again; where there is none, it is as SIGTERM. Raises ConfigError before anything is
-    opened, and KVStoreError when the port or the model cannot be.
+    SIGHUP reads the file of keys again; where there is none, it is as SIGTERM. Raises ConfigError and ModelError before
+    anything is opened, and KVStoreError when the port or the model cannot be.
     """
     check_engine(model, engine_arguments, options)
     server = Server(options, fleet_key=fleet_key_of(engine_arguments))
@@ -71,13 +73,30 @@ def run_serve(
 
 
 def check_engine(model: str | None, engine_arguments: Mapping[str, Any], options: ServeOptions) -> None:
-    """Tell what the engine would refuse before torch is loaded, which takes seconds. Raises ConfigError."""
+    """Tell what the engine would refuse before torch is loaded, which takes seconds; of a model of the hub, what needs
+    no network. Raises ConfigError and ModelError.
+    """
     given = {"cache_tiers": None, "model": model, "data_parallel_size": options.data_parallel_size}
     config = EngineConfig.of({**given, **engine_arguments})
     check_divisible(config)
     if config.session_store is not None:
         parse_redis_url(config.session_store, "session_store")
     config.fleet_root()
+    config.tiers.check_disk()
+    if config.device.startswith("cuda") and not has_driver():
+        remedy = "give cpu or auto"
+        raise ConfigError(f"device is {config.device}, but this machine has no driver for CUDA devices; {remedy}")
+    if model is None or local_path(model) is not None:
+        check_speaks(model, engine_arguments, chats=False)
+
+
+def has_driver() -> bool:
+    """Whether there is NVIDIA's driver, which torch will load."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def fleet_key_of(engine_arguments: Mapping[str, Any]) -> bytes | None:
@@ -143,6 +162,7 @@ async def _serve(server: "Server", store: str | None, open_engine: OpenEngine) -
         await loading
         gc.collect()
         gc.freeze()  # a full collection would spend a third of a second on what was loaded and stays
+        notify("READY=1")
         log("ready", {**await server.context.engine.call(server.description), "store": store})
         is_down = _until(lambda: server.context.has_failed, math.inf, FAILURE_POLL_S)
         failing: asyncio.Future[Any] = asyncio.ensure_future(is_down)
@@ -151,10 +171,20 @@ async def _serve(server: "Server", store: str | None, open_engine: OpenEngine) -
         failing.cancel()
         watching.cancel()
         code = _code(ended.result()) if ended.done() else EXIT_ENGINE_FAILED
+        notify("STOPPING=1")
         log("stopping", {"running": server.context.limits.num_admitted, "exit_code": code})
     finally:
         await server.close()
     return code
+
+
+def notify(state: str) -> None:
+    """Tell systemd, if it has started this process with Type=notify (sd_notify(3))."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as messages:
+        messages.sendto(state.encode(), "\0" + address[1:] if address[0] == "@" else address)
 
 
 def _code(number: int) -> int:

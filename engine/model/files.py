@@ -63,11 +63,12 @@ def find_tokenizer(source: str) -> Path:
 
 def check_speaks(model: str | Path | None, options: Mapping[str, Any], chats: bool) -> None:
     """Raises ModelError as `find_model` does, and if the model has no tokenizer; with chats also if it has no chat
-    template.
+    template. Raises ConfigError for a window that the model has not.
 
     For use before torch is loaded. options: those of the engine.
     """
     path, name = find_model(model, options.get("revision"), with_weights=False), str(model)
+    _check_window(_read_json(path / "config.json", name), options.get("max_model_len"))
     if (tokenizer := options.get("tokenizer")) is not None:
         path, name = find_tokenizer(tokenizer), tokenizer
     if not has_tokenizer(path):
@@ -76,6 +77,19 @@ def check_speaks(model: str | Path | None, options: Mapping[str, Any], chats: bo
         template_text(given)
     elif chats and not _has_template(path):
         raise ModelError(why_no_chat(name, has_tokenizer=True))
+
+
+def _check_window(config: Mapping[str, Any], asked: int | None) -> None:
+    """As far as the file says it. What stretches a window is only known once transformers has read it."""
+    text = config.get("text_config") or config
+    longest = text.get("max_position_embeddings")
+    is_stretched = "factor" in json.dumps([text.get("rope_scaling"), text.get("rope_parameters")])
+    if asked is not None and isinstance(longest, int) and asked > longest and not is_stretched:
+        raise window_error(asked, longest)
+
+
+def window_error(asked: int, longest: int) -> ConfigError:
+    return ConfigError(f"max_model_len is {asked}, but the model was made for {longest} tokens; give at most that")
 
 
 def why_no_chat(name: str, has_tokenizer: bool, fault: str | None = None) -> str:

@@ -16,7 +16,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
-from kvstore.engine.model.files import find_model, find_tokenizer, has_tokenizer, template_text
+from kvstore.engine.model.files import find_model, find_tokenizer, has_tokenizer, template_text, window_error
 from kvstore.engine.model.parallel.cutting import check_divides, load_part
 from kvstore.engine.model.parallel.group import Part
 from kvstore.engine.sampling_params import SamplingParams
@@ -173,7 +173,7 @@ def _window(config: Any, asked: int | None) -> int:
     stretch = max((r.get("factor") or 1.0 for r in kinds if r.get("rope_type") in ("dynamic", "linear")), default=1.0)
     longest = int(own * max(stretch, 1.0))
     if asked is not None and asked > longest:
-        raise ConfigError(f"max_model_len is {asked}, but the model was made for {longest} tokens; give at most that")
+        raise window_error(asked, longest)
     return asked or own
 
 

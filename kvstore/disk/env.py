@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import lmdb
 
-from kvstore.config import format_size
+from kvstore.config import LEAST_DISK_BYTES, format_size
 from kvstore.disk import check as disk_check
 from kvstore.disk.check import DATA_FILE, LOCK_FILE
 from kvstore.disk.directory import StoreDirectory, held_directory
@@ -26,7 +26,6 @@ from kvstore.forks import leave_to_parent
 
 LOGGER = logging.getLogger("kvstore.store")
 VERIFY_BELOW_BYTES = 4 << 30
-MIN_MAP_BYTES = 1 << 20
 MAX_READERS = 126
 LOOK_S = 0.5
 
@@ -217,8 +216,8 @@ def open_environment(
     survives a power loss at once, not only with the next one. on_loss: added to the log message when the file is
     removed or replaced. Raises StoreError when nothing can be opened.
     """
-    if map_bytes < MIN_MAP_BYTES:
-        raise StoreError(f"{path} may take {map_bytes} bytes; give at least {format_size(MIN_MAP_BYTES)}")
+    if map_bytes < LEAST_DISK_BYTES:
+        raise StoreError(f"{path} may take {map_bytes} bytes; give at least {format_size(LEAST_DISK_BYTES)}")
     if os.path.realpath(path) in _open_environments:
         raise StoreError(f"{path} is already open in this process; close it first")
     try:

@@ -20,9 +20,9 @@ from kvstore.engine.sessions.chats import Language
 from kvstore.errors import ConfigError, KVStoreError, ModelError
 from kvstore.service.api.sse import EventStream
 from kvstore.service.http.routes import Route
-from kvstore.service.server import Server, run_serve
+from kvstore.service.server import Server, has_driver, run_serve
 from kvstore.service.settings.serve_options import ServeOptions
-from tests.support.service.server_process import launched, run_command
+from tests.support.service.server_process import launch, launched, run_command
 from tests.support.service.serving import raw_request, read_answer, serving
 from tests.support.service.talking import LONG, Stream
 from tests.support.waiting import TIMEOUT_S, wait_in_loop, wait_until
@@ -187,6 +187,12 @@ def test_options_are_checked_before_anything_is_opened(tmp_path):
         run_serve(None, {}, ServeOptions(api_key_file=tmp_path / "none"), never)
 
 
+@pytest.mark.skipif(has_driver(), reason="there may be such a device")
+def test_a_device_that_is_not_there_is_told_before_anything_is_opened():
+    with pytest.raises(ConfigError, match="device is cuda:1, but this machine has no driver for CUDA devices"):
+        run_serve(None, {"device": "cuda:1"}, ServeOptions())
+
+
 def test_tiers_in_words():
     stats = {
         "hbm": {"blocks": 2**10, "block_bytes": 2**20}, "cpu": {"blocks": 0, "block_bytes": 2**20},
@@ -257,6 +263,20 @@ def test_a_second_signal_ends_it_at_once(process):
         assert process.wait(TIMEOUT_S) == 128 + signal.SIGTERM
 
 
+def test_systemd_is_told_when_it_is_ready_and_when_it_stops(tmp_path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(TIMEOUT_S)
+        server = launch(tmp_path / "store", environment={"NOTIFY_SOCKET": str(tmp_path / "notify")})
+        try:
+            assert manager.recv(100) == b"READY=1"
+            server.process.send_signal(signal.SIGTERM)
+            assert manager.recv(100) == b"STOPPING=1"
+            assert server.process.wait(TIMEOUT_S) == 0
+        finally:
+            server.kill()
+
+
 def test_under_nohup_a_closed_terminal_is_no_signal(tmp_path):
     with launched(tmp_path / "store", within=("nohup",)) as server:
         server.process.send_signal(signal.SIGHUP)
@@ -294,10 +314,8 @@ def test_keys_come_and_go_while_streams_run(tmp_path):
 
 
 @pytest.mark.parametrize("flags, line", [
-    (["--disk", "1KiB"], "--disk is 1.0 KiB; give at least 1.0 MiB"),
     (["--disk", "0", "--tensor-parallel-size", "3"], "ranks; give another --tensor-parallel-size"),  # by its process
     (["--disk", "0", "--hbm", "1KiB", "--engine-process", "off"], "--hbm is 1.0 KiB, but one block of this model"),
-    (["/no/such/model"], "/no/such/model is not a directory; give a model's directory"),
 ])  # fmt: skip
 def test_what_cannot_be_served_is_refused_with_2_in_one_line(tmp_path, flags, line):
     done = run_command("serve", "--port", "0", "--store", tmp_path / "store", *flags)

@@ -240,3 +240,15 @@ def test_no_network_is_one_line(tmp_path):
     loading, error = done.stderr.splitlines()
     assert done.returncode == 1 and loading == "kvstore: loading Qwen/Qwen3-0.6B"
     assert error.startswith("kvstore: Qwen/Qwen3-0.6B is no directory here") and "cannot be reached" in error
+
+
+def test_a_window_is_refused_where_the_file_alone_says_that_it_is_too_large(tmp_path):
+    shutil.copytree(MODEL_DIR, tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    config = json.loads(file.read_text()) | {"max_position_embeddings": 512}
+    file.write_text(json.dumps(config))
+    check_speaks(tmp_path / "model", {"max_model_len": 512}, chats=False)
+    with pytest.raises(ConfigError, match="max_model_len is 513, but the model was made for 512 tokens"):
+        check_speaks(tmp_path / "model", {"max_model_len": 513}, chats=False)
+    file.write_text(json.dumps(config | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}))
+    check_speaks(tmp_path / "model", {"max_model_len": 1024}, chats=False)

@@ -444,6 +444,9 @@ def end_of(argv: list[str], heavy: Iterable[str], home: Path) -> str:
         (["--session-store", "http://a"], "--session-store is"),
         (["--data-parallel-size", "2", "--cpu", "0"], "--cpu is 0"),
         (["--data-parallel-size", "2", "--kv-events", "tcp://*:5557"], "--kv-events is set"),
+        (["--disk", "1KiB"], "--disk is 1.0 KiB; give at least 1.0 MiB"),
+        (["--max-model-len", "1000000"], "--max-model-len is 1000000, but the model was made for"),
+        (["/no/such/model"], "/no/such/model is not a directory"),
     ],
 )
 def test_what_an_engine_would_refuse_is_told_before_torch_is_loaded(tmp_path, flags, said):
