@@ -29,6 +29,7 @@ from kvstore.service.settings.options import (
     default_store,
     directory,
     duration_s,
+    location,
     plain_text,
     session_id,
     size,
@@ -59,7 +60,7 @@ def _limit(name: str, text: str) -> int:
 
 
 SESSION_STORE = Option(
-    "--session-store", plain_text, None, "Redis in which servers share sessions, redis://host:6379/0",
+    "--session-store", location, None, "Redis in which servers share sessions, redis://host:6379/0",
     "those of --store",
 )  # fmt: skip
 TENANT = Option("--tenant", plain_text, "", "whose session", shown="the one without a name")

@@ -84,7 +84,7 @@ def _setting(
         return OptionValue(option, option.parse(option.flag, text), text, f"flag {option.flag}")
     if option.mirrored:
         for variable in map(variable_of, (option.flag, *option.aliases)):
-            if text := environment.get(variable):
+            if (text := environment.get(variable)) or (text is not None and not option.may_be_empty):
                 return OptionValue(option, option.parse(variable, text), text, f"environment {variable}")
         found = None if config is None else config.lookup(command, option)
         if found is not None:
@@ -115,7 +115,7 @@ def _parse(option: Option, where: str, written: object) -> object:
 # -- reading ---------------------------------------------------------------------------------------------------------
 def _config_file(given: str | None, environment: Mapping[str, str]) -> ConfigFile | None:
     """The named file, which must exist, or the default file if there is one."""
-    for name, text in ((CONFIG.flag, given), ("KVSTORE_CONFIG", environment.get("KVSTORE_CONFIG") or None)):
+    for name, text in ((CONFIG.flag, given), ("KVSTORE_CONFIG", environment.get("KVSTORE_CONFIG"))):
         if text is not None:
             return read_config(CONFIG.parse(name, text))  # type: ignore[arg-type]
     base = environment.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")

@@ -27,7 +27,7 @@ from kvstore.service.settings.options import (
     duration_s,
     file,
     flags_of,
-    plain_text,
+    location,
     size,
     size_or_auto,
     switch,
@@ -55,7 +55,7 @@ CHAT_EXAMPLES = """examples:
 
 def _engine_option(one: "Field[Any]") -> Option:
     about = one.metadata
-    parse: Parse = plain_text
+    parse: Parse = location
     if "among" in about:
         parse = choice(*about["among"])
     elif "low" in about:
@@ -88,11 +88,11 @@ def tier_options(keeps: bool) -> tuple[Option, ...]:
         Option("--disk", size, None, about["disk"] + ("; 0 keeps nothing" if keeps else ""), disk, field="disk"),
         replace(STORE, help=about["path"] + ("" if keeps else "; keeps conversations"), shown=store, field="path"),
         Option("--codec", choice(*CODEC_NAMES), "raw", about["codec"], field="codec"),
-        Option("--remote", plain_text, None, about["remote"], field="remote"),
+        Option("--remote", location, None, about["remote"], field="remote"),
         Option("--fleet-secret-file", file, None, about["fleet_secret_file"], field="fleet_secret_file"),
         Option("--remote-ttl", duration_s, 7 * 86400.0, about["remote_ttl_s"], "7d", field="remote_ttl_s"),
         Option("--role", choice(*ROLES), None, about["role"], "both", field="role"),
-        Option("--prefill-url", plain_text, None, about["prefill_url"], field="prefill_url"),
+        Option("--prefill-url", location, None, about["prefill_url"], field="prefill_url"),
         Option("--disk-per-key", size, None, about["disk_per_tenant"], "no limit", field="disk_per_tenant"),
     )
     return options if keeps else options[:-3]  # tenants need keys, and only a server has those and a role

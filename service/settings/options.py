@@ -92,6 +92,11 @@ class Option:
         return self.parse is switch
 
     @property
+    def may_be_empty(self) -> bool:
+        """Whether an empty variable is as good as none. Where it was to name a place, it is one that nobody has set."""
+        return self.default is not None or self.parse not in (location, directory, file)
+
+    @property
     def shown_default(self) -> str:
         if self.shown or self.default is None or self.default is False or self.default == ():
             return self.shown
@@ -252,6 +257,13 @@ def plain_text(name: str, text: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise ConfigError(f"{name} is not valid text in this terminal's encoding") from None
+    return text
+
+
+def location(name: str, text: str) -> str:
+    """The text of an address, or of a directory or hub id."""
+    if not plain_text(name, text).strip():
+        raise ConfigError(f"{name} is {text!r}; give a text, or leave it out")
     return text
 
 
