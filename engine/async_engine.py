@@ -340,15 +340,18 @@ class AsyncEngine:
         cache_salt: str = "",
         priority: int = 0,
         spliced: tuple[Sequence[BlockId], Lineage] | None = None,
+        turn_starts: Sequence[int] = (),
     ) -> StreamedAnswer:
-        """Queue a prompt; texts are tokenized elsewhere. Raises as `Engine.generate`. spliced: see `Engine.submit`."""
+        """Queue a prompt; texts are tokenized elsewhere. Raises as `Engine.generate`. spliced, turn_starts: see
+        `Engine.submit`.
+        """
         port = self._port()
         chosen = params or SamplingParams()
 
         def submit() -> StreamedAnswer:
             engine, facts = self.engine, self.engine.facts
             token_ids = prompt_ids(prompt, engine.tokenizer, facts.vocab_size, facts.max_request_tokens)
-            handle = engine.submit(token_ids, chosen, tenant, cache_salt, priority, spliced, port)
+            handle = engine.submit(token_ids, chosen, tenant, cache_salt, priority, spliced, port, turn_starts)
             return StreamedAnswer(self, handle, port)
 
         if isinstance(prompt, list) and len(prompt) <= MAX_IDS_AT_ONCE:

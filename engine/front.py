@@ -170,14 +170,17 @@ class Front:
         priority: int = 0,
         spliced: tuple[Sequence[BlockId], Lineage] | None = None,
         listener: Listener | None = None,
+        turn_starts: Sequence[int] = (),
     ) -> Handle:
         """Queue one prompt of token ids; never waits. Raises as `generate`.
 
         spliced: the chain of its first blocks, if these hold reused KV, and that chain's lineage. listener: is notified
-        of its pieces; without one, `stream` yields them. Raises EngineOverloadedError if the engine's process has too
+        of its pieces; without one, `stream` yields them. turn_starts: where in the prompt each turn begins, as far as
+        known: others may go on from there in another way. Raises EngineOverloadedError if the engine's process has too
         many requests, EngineDiedError if it has ended.
         """
-        return self.core.submit_all([(token_ids, params)], tenant, cache_salt, priority, spliced, listener)[0]
+        prompts = [(token_ids, params)]
+        return self.core.submit_all(prompts, tenant, cache_salt, priority, spliced, listener, turn_starts)[0]
 
     def stream(self, handle: Handle) -> Iterator[Piece]:
         """Pieces of a submitted request as they come; leaving the loop early aborts it."""

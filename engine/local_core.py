@@ -151,6 +151,7 @@ class LocalCore:
         priority: int = 0,
         spliced: tuple[Sequence[BlockId], Lineage] | None = None,
         listener: Listener | None = None,
+        turn_starts: Sequence[int] = (),
     ) -> list[Handle]:
         self.check_open()
         check_owner(tenant, cache_salt, priority)
@@ -172,6 +173,7 @@ class LocalCore:
                 arrival_s=time.monotonic(),
                 tenant=tenant,
                 chain=list(chain),
+                turn_starts=turn_starts,
             )
             first.children = [first.sibling(index) for index in range(1, params.n)]
             handle = new_handle(first.request_id, token_ids, params, most, listener or Bell())

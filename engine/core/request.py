@@ -1,5 +1,6 @@
 """One request's state inside the engine, from arrival to its last token. Plain data, no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -37,6 +38,7 @@ class Request:
     priority: int = 0
     arrival_s: float = 0.0
     tenant: str = ""
+    turn_starts: Sequence[int] = ()  # in the prompt, as far as known
     pending_s: float | None = None  # when it could have started, had its blocks not been on their way
     scheduled_s: float | None = None  # when its first step began
     index: int = 0  # of the choice

@@ -198,6 +198,7 @@ class DataParallelCore:
         priority: int = 0,
         spliced: tuple[Sequence[BlockId], Lineage] | None = None,
         listener: Listener | None = None,
+        turn_starts: Sequence[int] = (),
     ) -> list[Handle]:
         check_owner(tenant, cache_salt, priority)
         for token_ids, params in prompts:
@@ -205,7 +206,7 @@ class DataParallelCore:
         handles: list[Handle] = []
         try:
             for token_ids, params in prompts:
-                asked = [(token_ids, params)], tenant, cache_salt, priority, spliced, listener
+                asked = [(token_ids, params)], tenant, cache_salt, priority, spliced, listener, turn_starts
                 order = self._routing.order(token_ids, tenant, cache_salt)
                 one, [handle] = self._first_of(order, lambda core: core.submit_all(*asked))  # noqa: B023
                 handles.append(handle)

@@ -88,7 +88,7 @@ class CoreServer:
             params = wire.params_of(message.params)
             with self._lock:  # no update may be sent before its ids are known
                 [handle] = self._core.submit_all(
-                    [(ids, params)], tenant, salt, message.priority, message.spliced, self._publish
+                    [(ids, params)], tenant, salt, message.priority, message.spliced, self._publish, message.turn_starts
                 )
                 self._running[message.request_id] = handle
                 self._ids[handle.request_id] = message.request_id

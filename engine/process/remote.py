@@ -71,6 +71,7 @@ class RemoteCore:
         priority: int = 0,
         spliced: tuple[Sequence[BlockId], Lineage] | None = None,
         listener: Listener | None = None,
+        turn_starts: Sequence[int] = (),
     ) -> list[Handle]:
         """Raises EngineOverloadedError at max_requests, EngineDiedError without a process."""
         check_owner(tenant, cache_salt, priority)
@@ -81,7 +82,9 @@ class RemoteCore:
         try:
             for (token_ids, params), most in zip(prompts, longest, strict=True):
                 request_id, wire = f"request-{next(self._counter)}", params_to_wire(params)
-                message = encode(Submit(request_id, token_ids, wire, tenant_bytes, salt, priority, beginning))
+                message = encode(
+                    Submit(request_id, token_ids, wire, tenant_bytes, salt, priority, beginning, turn_starts)
+                )
                 with link.changed:
                     life = link.check_open()
                     if len(link.outputs) >= self._max_requests:

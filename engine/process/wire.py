@@ -113,6 +113,7 @@ class Submit(msgspec.Struct, tag=True, array_like=True):
     cache_salt: bytes
     priority: int
     spliced: tuple[list[BlockId], Lineage] | None
+    turn_starts: Sequence[int] = ()
 
 
 class End(msgspec.Struct, tag=True, array_like=True):

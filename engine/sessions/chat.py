@@ -54,8 +54,7 @@ class ChatSession:
         self.session_id, self.tenant = key.session_id, key.tenant
         self.last: RequestOutput | None = None
         self.truncation, self.truncation_reuse = "auto", "reencode"
-        self.means = means
-        self.life = means.core.life
+        self.means, self.life = means, means.core.life
         self.stored = StoredSession(means.sessions, means.core, key, state)
         self.lock = TurnLock(key, means.core, means.sessions.sharing)
         if state is not None:
@@ -159,8 +158,9 @@ class ChatSession:
             core, self.means.template, text, params, self.tenant, self.truncation, self.truncation_reuse
         )
         try:
-            spliced = (following.chain, following.lineage)
-            [handle] = core.submit_all([(following.prompt, params)], self.tenant, spliced=spliced, listener=listener)
+            starts = following.turn_starts or self.means.template.first_start(before.system, following.prompt)
+            asked, spliced = [(following.prompt, params)], (following.chain, following.lineage)
+            [handle] = core.submit_all(asked, self.tenant, spliced=spliced, listener=listener, turn_starts=starts)
         except Exception:
             _forget(core, following.spliced_blocks(before.lineage))
             raise

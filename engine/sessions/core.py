@@ -73,6 +73,7 @@ class Core(Protocol):
         priority: int = 0,
         spliced: tuple[Sequence[BlockId], Lineage] | None = None,
         listener: Listener | None = None,
+        turn_starts: Sequence[int] = (),
     ) -> list[Handle]:
         """See `Engine.submit`, for prompts that share a step if there is room. None is queued when one is wrong."""
 

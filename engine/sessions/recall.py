@@ -192,16 +192,16 @@ class Recall:
     def _starts(
         template: ChatTemplate, messages: list[Message], prompt: list[int], ends: Mapping[int, int], known: list[int]
     ) -> list[int]:
-        """Where each turn begins, given the first turns' starts; empty unless all are known."""
+        """Where each turn begins, given the first turns' starts, as far as known."""
         turns = _turn_messages(messages)
         end = template.end_ids(turns[0] > 0)
         if not known or end is None:
-            return []
+            return known
         starts = list(known)
         for message in turns[len(known) :]:
             at = ends.get(message - 1)
             if at is None or prompt[at : at + len(end)] != end:
-                return []
+                break
             starts.append(at + len(end))
         return starts
 

@@ -2,12 +2,14 @@
 
 A group is named by its last block, whose id says all that came before, and reaches over no multiple of `group_blocks`
 of its chain: so who knows the chain knows the names. It is the values of its blocks one after the other, all of one
-size, and so its own size says where it begins. A group never changes; turns that are shorter make smaller groups.
+size, and so its own size says where it begins. A group never changes, and ends where a system prompt or a turn does:
+else a conversation that goes on from there in another way would not know its name.
 """
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -126,7 +128,7 @@ class ObjectSession:
             if num_new < len(ends):
                 break
         in_parts = [end for end in whole[:num_whole] if found[end].start > end - most]  # stored turn by turn
-        ends = [one for end in in_parts for one in range(end - most + 1, end)]
+        ends = [one for end in in_parts for one in range(end - most + 1, found[end].start + 1)]
         ends += range(most * num_whole + 1, min(most * (num_whole + 1), len(chain.ids) + 1))
         found |= self._look(chain, ends, deadline_s)
         groups = list[BlockGroup]()
@@ -208,7 +210,12 @@ class ObjectSession:
         results = [PutResult(put.record.block_id) for put in puts if there[put.index]]
         missing = enumerate(put for put in puts if not there[put.index])
         most = self._shared.group_blocks
-        for _, run in groupby(missing, lambda pair: (pair[1].index - pair[0], pair[1].index // most)):
+
+        def group(missing: tuple[int, Put]) -> tuple[int, ...]:
+            number, index = missing[0], missing[1].index
+            return index - number, index // most, bisect_right(chain.ends, index)
+
+        for _, run in groupby(missing, group):
             results += self._put_run([put for _, put in run])
         self._renew(groups)
         return results

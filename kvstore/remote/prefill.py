@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -34,12 +34,15 @@ WRONG_PROMPT = frozenset({400, 413})  # statuses that say nothing about other pr
 
 @dataclass(frozen=True, slots=True)
 class PrefillJob:
-    """token_ids: as bytes of whole blocks (`blocks.ids.token_bytes`). seconds: that the answer may take."""
+    """token_ids: as bytes of whole blocks (`blocks.ids.token_bytes`). seconds: that the answer may take. turn_starts:
+    as in `kvstore.store.seam.NewRequest`.
+    """
 
     token_ids: bytes
     root: BlockId
     tenant: str
     seconds: float
+    turn_starts: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +197,7 @@ class PrefillServer:
         """How many of its blocks are in the shared tier. Raises what prevents that."""
         said = {
             "token_ids": ids_of(prompt.token_ids), "root": prompt.root.hex(), "fingerprint": self._fingerprint,
-            "tenant": prompt.tenant,
+            "tenant": prompt.tenant, "turn_starts": list(prompt.turn_starts),
         }  # fmt: skip
         answer = self._post(json.dumps(said).encode(), until_s)
         return int(answer["num_blocks"])

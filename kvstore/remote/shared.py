@@ -22,10 +22,13 @@ def batch_blocks(block_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SharedChain:
-    """A chain from its first block on, and the root that it is built on."""
+    """A chain from its first block on, and the root that it is built on. ends: numbers of its first blocks that other
+    chains may have in common with it, ascending, as far as known.
+    """
 
     root: BlockId
     ids: tuple[BlockId, ...]
+    ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

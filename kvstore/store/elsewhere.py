@@ -43,7 +43,8 @@ class Elsewhere:
         name = request.chain[num_blocks - 1]
         if name not in self._waiting:
             tokens = bytes(request.tokens[: num_blocks * self._block_size * TOKEN_BYTES])
-            if not self.server.ask(name, PrefillJob(tokens, request.lineage.root, request.tenant, seconds)):
+            root, starts = request.lineage.root, request.turn_starts
+            if not self.server.ask(name, PrefillJob(tokens, root, request.tenant, seconds, starts)):
                 return
             self._waiting[name] = []
         self._waiting[name].append(request)

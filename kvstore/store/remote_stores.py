@@ -65,14 +65,16 @@ class RemoteStores:
 
     def offer(self, request: Tracked, is_known: Callable[[BlockId], bool]) -> None:
         """Offer a request's chain, from the first block on that is not known to be there."""
-        end = min(len(request.chain), len(request.tokens) // (4 * self._stored.block_size))
+        size = self._stored.block_size
+        end = min(len(request.chain), len(request.tokens) // (4 * size))
         first = next((i for i, one in enumerate(request.chain[:end]) if not is_known(one)), end)
         if first == end:
             return
         if len(self._offers) >= MOST_OFFERS:
             self.num_dropped += end - first
             return
-        chain = SharedChain(request.lineage.root, tuple(request.chain[:end]))
+        ends = tuple(start // size for start in request.turn_starts)
+        chain = SharedChain(request.lineage.root, tuple(request.chain[:end]), ends)
         self._offers.append(Offer(request, chain, first, end, self._clock() + OFFER_S))
 
     def pump(self) -> None:

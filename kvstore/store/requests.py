@@ -52,6 +52,7 @@ class Tracked(ChainContent):
     key: QueueKey | None = None
     conversation: Conversation | None = None
     may_load: bool = True
+    turn_starts: Sequence[int] = ()  # in tokens
     was_elsewhere: bool = False  # another server was asked to compute it
     num_hbm_blocks: int = 0  # when it arrived
     arrival: list[str] = field(default_factory=list)  # the tier of each block after those, as far as they are stored
@@ -95,8 +96,9 @@ def tracked(new: NewRequest, conversation: Conversation) -> Tracked:
     """A request that was just queued."""
     tokens = bytearray(token_bytes(new.token_ids))
     return Tracked(
-        list(new.chain), tokens, new.lineage, new.tenant, new.request_id, new.key, conversation, new.may_load
-    )
+        list(new.chain), tokens, new.lineage, new.tenant, new.request_id, new.key, conversation, new.may_load,
+        new.turn_starts,
+    )  # fmt: skip
 
 
 class Requests:

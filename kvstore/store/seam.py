@@ -44,7 +44,8 @@ class NewRequest:
 
     chain, token_ids: all that is known now; `StepSpan` brings later ones. num_hbm_tokens: the first of them that HBM
     has. key: its place in the queue. conversation: from the `Arrival` of the same request before, or of another choice
-    of its prompt. may_load False: a load for it failed, so it is computed.
+    of its prompt. may_load False: a load for it failed, so it is computed. turn_starts: in tokens, as far as known; the
+    first is where a system prompt ends.
     """
 
     request_id: str
@@ -56,6 +57,7 @@ class NewRequest:
     key: QueueKey
     conversation: Conversation | None = None
     may_load: bool = True
+    turn_starts: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,13 +27,15 @@ Hex = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 class PrefillBody(msgspec.Struct, kw_only=True):
     """token_ids: of whole blocks; none asks whether this server takes prompts of that model. root: of their chain.
 
-    fingerprint: of the model. tenant: whose share of this server it takes.
+    fingerprint: of the model. tenant: whose share of this server it takes. turn_starts: where in the prompt each turn
+    begins, as far as known.
     """
 
     token_ids: Annotated[list[TokenId], Meta(max_length=2**20)]
     root: Hex
     fingerprint: Hex
     tenant: Annotated[str, Meta(max_length=64)] = ""
+    turn_starts: Annotated[list[TokenId], Meta(max_length=2**20)] = []
 
 
 class PrefillAnswer(msgspec.Struct):
@@ -52,7 +54,9 @@ async def prefill(request: web.Request) -> web.Response:
         return json_response(PrefillAnswer(0))
     lineage = Lineage(bytes.fromhex(body.root))
     async with context.limits.admit(body.tenant):
-        starting = engine.start(body.token_ids, PARAMS, body.tenant, spliced=((), lineage))
+        starting = engine.start(
+            body.token_ids, PARAMS, body.tenant, spliced=((), lineage), turn_starts=body.turn_starts
+        )
         async with context.counted(await starting, PATH) as answer:
             async for _ in answer:
                 pass

@@ -7,13 +7,16 @@ import pytest
 
 from kvstore import CacheTiers, Engine
 from kvstore.blocks.records import Evict
+from kvstore.engine.remote_engine import RemoteEngine
 from kvstore.errors import ConfigError
 from tests.support.buckets import Directory, s3_server
-from tests.support.engines import ask, tokens
+from tests.support.engines import ask, greedy, tokens
 from tests.support.waiting import wait_until
 
 pytest.importorskip("obstore")
+MODEL = {"tokenizer": True}
 PROMPT = tokens(1, 200)
+SYSTEM = "You know all that can be known of the sea, of ships, and of those who live by it. " * 3
 
 
 @pytest.fixture(autouse=True)
@@ -26,9 +29,9 @@ def bucket(tmp_path):
     return Directory(tmp_path / "objects")
 
 
-def replica(model, url, path=None, cpu="2MiB", **options):
+def replica(model, url, path=None, cpu="2MiB", kind=Engine, **options):
     disk = {"disk": "32MiB", "path": path} if path is not None else {}
-    return Engine(model, CacheTiers("2MiB", cpu, remote=url, **disk), device="cpu", load="always", **options)
+    return kind(model, CacheTiers("2MiB", cpu, remote=url, **disk), device="cpu", load="always", **options)
 
 
 def share(engine) -> None:
@@ -79,6 +82,18 @@ def test_another_replica_hits_in_a_bucket_of_a_server(model, plain, monkeypatch)
 
         wait_until(is_stored)  # a server on a busy machine answers later than a request waits
         wait_until(is_hit)
+
+
+@pytest.mark.parametrize("kind", [Engine, RemoteEngine])
+def test_a_conversation_hits_the_system_prompt_that_another_one_has_stored(model, bucket, kind):
+    with replica(model, bucket.url, kind=kind) as first, replica(model, bucket.url) as second:
+        chat = first.chat("a", system=SYSTEM)
+        for text in ("My dog is called Biscuit.", "What is my dog called?"):
+            chat.send(text, greedy(30))
+        first.flush()
+        head = second.chats.language.chat_template().head_ids([{"role": "system", "content": SYSTEM}])
+        assert len(head) >= 48
+        assert hit(second.chat("b", system=SYSTEM).send("What is a ship?", greedy(4))) == len(head) // 16 * 16
 
 
 def test_another_tenant_salt_or_secret_never_hits(model, bucket, monkeypatch):

@@ -1,10 +1,11 @@
-"""Two servers that share KV through a Redis, over HTTP: a tenant's is hit on the other one, and by nobody else."""
+"""Two servers that share KV, over HTTP: a tenant's is hit on the other one, and by nobody else; system prompts are."""
 
 import pytest
 
-from tests.service.test_isolation import TIERS, ask, text_of
+from tests.service.test_isolation import TIERS, WORDS, ask, text_of
+from tests.support.buckets import Directory, need_obstore
 from tests.support.redis_server import RedisServer, wait_for_answers
-from tests.support.service.talking import tenants
+from tests.support.service.talking import SHORT, tenants
 
 
 @pytest.fixture
@@ -16,9 +17,9 @@ def redis(tmp_path, monkeypatch):
     server.kill()
 
 
-def options(folder, redis):
+def options(folder, shared):
     folder.mkdir()
-    tiers = {**TIERS, "path": folder / "store", "remote": redis.url}
+    tiers = {**TIERS, "path": folder / "store", "remote": shared.url}
     return folder, {"engine": {"cache_tiers": tiers, "load": "always", "max_model_len": 768}}
 
 
@@ -38,4 +39,28 @@ def test_tenants_stay_apart_on_another_server_both_ways(redis, tmp_path):
         found = ask(bob, route, mine)
         assert found["remote"] == found["all"] == found["whole"] >= 32, found
         for server in (alice, alice_there):
+            server.wait_until_idle()
+
+
+@pytest.mark.parametrize("route", ["/chat", "/v1/chat/completions"])
+def test_another_conversation_hits_the_system_prompt_in_a_directory(tmp_path, monkeypatch, route):
+    need_obstore()
+    monkeypatch.setenv("KVSTORE_FLEET_SECRET", "the secret of this fleet, 32 characters")
+    shared = Directory(tmp_path / "objects")
+    one, other = options(tmp_path / "one", shared), options(tmp_path / "other", shared)
+    system = {"role": "system", "content": " ".join(WORDS * 4)}
+
+    def body(*said: str) -> dict:
+        roles = ["user", "assistant"] * len(said)
+        return {"messages": [system, *({"role": r, "content": s} for r, s in zip(roles, said, strict=False))], **SHORT}
+
+    with tenants(one[0], **one[1]) as (here, _), tenants(other[0], **other[1]) as (there, _):
+        begun = "My dog is called Biscuit, and he likes the sea.", "What a good name for a dog who likes it."
+        assert here.post(route, body(*begun, "What does my dog like?")).status == 200
+        here.engine.flush()
+        num_system = len(there.engine.chats.language.chat_template().head_ids([system])) // 16 * 16
+        assert num_system >= 64
+        found = there.post(route, body("Who likes to walk by the sea?")).json()["usage"]["prompt_tokens_details"]
+        assert found["cached_tokens_details"]["remote"] == found["cached_tokens"] == num_system
+        for server in (here, there):
             server.wait_until_idle()

@@ -81,6 +81,8 @@ async def open_stateless(context: Context, history: StatelessRequest) -> AsyncIt
             history.reuse,
         )  # fmt: skip
         spliced = (turn.chain, turn.lineage) if turn.lineage.splice_index is not None else None
-        starting = engine.start(turn.prompt, params, history.tenant, history.salt, history.priority, spliced)
+        starting = engine.start(
+            turn.prompt, params, history.tenant, history.salt, history.priority, spliced, turn.turn_starts
+        )
         async with context.counted(await starting, history.route) as answer:
             yield StatelessTurn(context, history, turn, answer)

@@ -66,7 +66,8 @@ def test_all_parameters_cross_but_those_of_text():
         presence_penalty=0.5, frequency_penalty=-0.5, seed=11, logit_bias={5: 1.5, 6: -100.0}, stop="never",
         stop_token_ids=[3, 4], ignore_eos=True, logprobs=3,
     )  # fmt: skip
-    submit = Submit("request-1", [1, 2], params_to_wire(params), b"t", b"s", -1, ([b"b" * 32], Lineage(b"r" * 32, 0)))
+    spliced = [b"b" * 32], Lineage(b"r" * 32, 0)
+    submit = Submit("request-1", [1, 2], params_to_wire(params), b"t", b"s", -1, spliced, [1])
     again = decode_inbound(encode(submit))
     assert encode(again) == encode(submit)
     there = params_of(again.params)

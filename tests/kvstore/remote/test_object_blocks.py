@@ -1,6 +1,7 @@
 """Tests of kvstore.remote.object_blocks, in a directory and on an S3 server."""
 
 import time
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -130,6 +131,19 @@ def test_conversations_share_groups_as_far_as_they_are_one(bucket):
         first.session.delete(one.chain.ids[70:])
         assert (second.count(one), second.count(two)) == (70, 100)
         assert set(second.read(two)) == {ReadResult.OK}
+
+
+def test_a_group_ends_where_another_conversation_may_go_on(bucket):
+    """A system prompt of 70 blocks, and a turn of 5; the conversation that follows them has both in one prompt."""
+    made, ends = make_chain(100), (0, 70, 75)
+    chain = replace(made.chain, ends=ends)
+    with Server(bucket) as first, Server(bucket) as second:
+        first.session.put(chain, made.puts())
+        for shared in (64, 70, 75, 100):
+            assert second.count(make_chain(shared)) == shared
+        assert second.count(make_chain(80)) == 75
+        assert set(second.read(made, 0, 75)) == {ReadResult.OK}
+    assert len(bucket.names()) == 4, "and nowhere else, but after 64"
 
 
 def test_what_is_gone_when_it_is_fetched_is_not_reported_as_stored(bucket):

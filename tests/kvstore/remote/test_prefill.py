@@ -81,7 +81,7 @@ def asked(other):
 
 
 def ask(server, name=b"one", seconds=TIMEOUT_S):
-    return server.ask(name, PrefillJob(token_bytes(TOKENS), ROOT, "ada", seconds))
+    return server.ask(name, PrefillJob(token_bytes(TOKENS), ROOT, "ada", seconds, [5]))
 
 
 def answer(server):
@@ -100,7 +100,7 @@ def error(status, code):
 
 def test_a_prompt_is_computed_there(other, asked):
     assert ask(asked) and answer(asked) == [PrefillDone(b"one", 2)]
-    said = {"token_ids": TOKENS, "root": ROOT.hex(), "fingerprint": FINGERPRINT, "tenant": "ada"}
+    said = {"token_ids": TOKENS, "root": ROOT.hex(), "fingerprint": FINGERPRINT, "tenant": "ada", "turn_starts": [5]}
     assert other.said == [said]
     assert {key: asked.as_dict()[key] for key in ("computed", "blocks", "failures")} == {
         "computed": 1, "blocks": 2, "failures": {},
