@@ -174,6 +174,20 @@ def test_what_cannot_be_shared_is_refused_in_one_line(tmp_path, flags, words):
     assert words in found.stderr.splitlines()[-1]
 
 
+def test_a_redis_that_cannot_keep_these_sessions_is_bad_input(fleet, tmp_path):
+    """Another fleet's secret, and a policy that drops sessions: no supervisor needs to try again."""
+    secret = "another one, of other people, 32 characters"
+    flags = ("serve", "--store", tmp_path / "store", "--port", "0", *fleet.flags[:2])
+    found = run_command(*flags, KVSTORE_FLEET_SECRET=secret)
+    assert (found.returncode, "another fleet secret" in found.stderr.splitlines()[-1]) == (2, True), found
+    unfit = RedisServer(tmp_path, *DURABLE, "--maxmemory-policy", "allkeys-lru")
+    try:
+        found = run_command(*flags[:-1], unfit.url, KVSTORE_FLEET_SECRET=secret)
+    finally:
+        unfit.kill()
+    assert (found.returncode, "allkeys-lru" in found.stderr.splitlines()[-1]) == (2, True), found
+
+
 # -- kills -----------------------------------------------------------------------------------------------------------
 class Talker:
     """One conversation after the other, each turn asked for until it is acknowledged, wherever that is."""

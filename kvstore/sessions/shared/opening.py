@@ -7,13 +7,13 @@ from pathlib import Path
 
 from kvstore.config import SharedSessions
 from kvstore.disk.directory import StoreDirectory
-from kvstore.errors import StoreError
+from kvstore.errors import ConfigError, StoreError
 from kvstore.remote.address import RedisAddress, parse_redis_url
 from kvstore.remote.names import fleet_secret
 from kvstore.sessions.shared.fleet import Fleet
 from kvstore.sessions.shared.leases import LEASE_S
 from kvstore.sessions.shared.membership import MemberIdentity
-from kvstore.sessions.shared.server import Durability, SessionServer
+from kvstore.sessions.shared.server import Durability, SessionServer, UnfitError
 from kvstore.sessions.shared.storage import SharedTables
 from kvstore.sessions.store import SessionStore
 
@@ -38,12 +38,16 @@ def open_shared(
 ) -> SharedTables:
     """directory: of the server's own store. fleet_secret: None for a command, which creates nothing.
 
-    Raises StoreError where Redis cannot be reached, is not fit for sessions, or holds those of another fleet.
+    Raises ConfigError where Redis is not fit for sessions, or holds those of another fleet; StoreError where it cannot be
+    reached.
     """
     with ExitStack() as opened:
         storage = SharedTables(SessionServer(address, durability), MemberIdentity.of(directory), fleet_secret)
         opened.callback(storage.close)
-        storage.join()
+        try:
+            storage.join()
+        except UnfitError as error:
+            raise ConfigError(str(error)) from None
         if storage.identity.name is None:
             raise StoreError(f"there are no shared sessions in {address}; a server with --session-store begins them")
         Fleet(storage, lease_s)

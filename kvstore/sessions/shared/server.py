@@ -37,6 +37,10 @@ class RefusedError(RemoteError):
     """Redis answered that it has not done what was asked; because it is out of memory, for example."""
 
 
+class UnfitError(RefusedError):
+    """It is set up in a way in which it cannot keep these sessions. Asking again changes nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Durability:
     """When a turn counts as stored. level: of `PERSISTENCE`; num_replicas: of Redis, that must have it, too."""
@@ -115,13 +119,14 @@ class SessionServer:
         client.close()
 
     def _connect(self, client: RespClient) -> None:
-        """A connection to a Redis that is fit for sessions. Raises RemoteError."""
+        """A connection to a Redis that is fit for sessions. Raises RemoteError: UnfitError where it is not."""
         asked = [("CONFIG", "GET", name) for name in PERSISTENCE[self.durability.level]]
         about, *settings = client.pipeline([("INFO",), *asked])
         wrong = self._why_not(about, settings)
         if wrong is not None:
             client.close()
-            raise RefusedError(wrong)
+            is_replica = facts_of(about).get("role") == "slave"  # perhaps only until a failover has ended
+            raise (RefusedError if is_replica else UnfitError)(wrong)
 
     def _why_not(self, about: Reply, settings: Sequence[Reply]) -> str | None:
         """Why this Redis is unfit for sessions, and the remedy; None if it is fit."""

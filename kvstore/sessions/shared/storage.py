@@ -18,7 +18,7 @@ from kvstore.errors import RemoteError, StoreError, StoreLostError
 from kvstore.remote.resp_replies import Reply
 from kvstore.sessions import tables
 from kvstore.sessions.shared.membership import NAME_BYTES, MemberIdentity
-from kvstore.sessions.shared.server import Command, RefusedError, SessionServer
+from kvstore.sessions.shared.server import Command, RefusedError, SessionServer, UnfitError
 from kvstore.sessions.shared.view import COMMIT, PREFIX, SharedView, keys_of_table, values_of_table
 from kvstore.sessions.sharing import Alone, Sharing
 from kvstore.sessions.tables import COUNTERS, KEYS_ONLY, TABLES, StaleViewError
@@ -51,13 +51,13 @@ class SharedTables:
 
     # -- which sessions these are ------------------------------------------------------------------------------------
     def join(self) -> None:
-        """Raises StoreError where these sessions are another fleet's, RemoteError where Redis is not fit for them.
+        """Raises UnfitError where these sessions are another fleet's, or Redis is not fit for them; RemoteError.
 
         Where they are not those that this server knew, every transaction raises StoreLostError until `accept_loss`.
         """
         name, is_fleet = self._transact(self._claimed)
         if not is_fleet:
-            raise StoreError(
+            raise UnfitError(
                 f"the sessions in {self.server.address} are of servers with another fleet secret; give that secret, or "
                 "another database of this Redis"
             )

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from kvstore.errors import RemoteError, StoreError, StoreLostError
+from kvstore.errors import ConfigError, RemoteError, StoreError, StoreLostError
 from kvstore.remote.address import RedisAddress
 from kvstore.remote.resp import RespClient
 from kvstore.sessions import transactions
@@ -363,7 +363,7 @@ def test_nothing_is_acknowledged_without_replicas_again_or_after_a_cut(own_redis
 def test_one_that_may_lose_turns_is_refused_by_name(own_redis, level, settings, words):
     for name, value in settings.items():
         own_redis.ask("CONFIG", "SET", name, value)
-    with pytest.raises(RemoteError, match=words):
+    with pytest.raises(ConfigError, match=words):
         shared_store(own_redis, level=level)
 
 
@@ -377,7 +377,7 @@ def test_weaker_promises_are_taken_where_they_are_asked_for(own_redis):
 def test_one_that_does_not_tell_its_settings_is_taken_only_unchecked(tmp_path):
     server = RedisServer(make_folder(tmp_path / "redis"), *DURABLE, "--rename-command", "CONFIG", "")
     try:
-        with pytest.raises(RemoteError, match=r"does not tell its appendonly.*unchecked"):
+        with pytest.raises(ConfigError, match=r"does not tell its appendonly.*unchecked"):
             shared_store(server, level="always")
         shared_store(server, level="unchecked").close()
     finally:
@@ -405,7 +405,7 @@ def test_settings_that_get_worse_are_found_at_the_next_connection(own_redis):
 
 def test_a_wrong_password_and_another_fleet_are_refused(own_redis):
     shared_store(own_redis).close()
-    with pytest.raises(StoreError, match="another fleet secret"):
+    with pytest.raises(ConfigError, match="another fleet secret"):
         shared_store(own_redis, secret=b"t" * 32)
     own_redis.ask("CONFIG", "SET", "requirepass", "right")
     with pytest.raises(RemoteError, match=r"it wants a password \(NOAUTH\); set \$KVSTORE_REDIS_PASSWORD"):
