@@ -35,7 +35,7 @@ def serve(start: Start, heart: Heart) -> int:
         if start.store is not None:
             path, *descriptors = start.store
             directory = StoreDirectory.inherited(path, (descriptors[0], descriptors[1]))
-        core = LocalCore(EngineConfig.of(start.arguments), directory, start.silence_s)
+        core = LocalCore(EngineConfig.of(start.arguments), directory, heart, start.silence_s)
     except Exception as error:
         channel.send_all(encode(NotStarted(failure_of(error))))
         return 1
@@ -45,7 +45,6 @@ def serve(start: Start, heart: Heart) -> int:
     signal.signal(signal.SIGALRM, server.stop)
     gc.collect()
     gc.freeze()  # a full collection would spend a quarter of a second on the loaded objects, which stay
-    core.loop.watch = heart
     channel.send_all(encode(Hello(core.facts)))
     server.run()
     loss = core.loss  # before the ranks end in order

@@ -11,7 +11,8 @@ from kvstore.connector import KVConnector, hold_store
 from kvstore.engine.config import EngineConfig
 from kvstore.engine.core.step_loop import StepLoop
 from kvstore.engine.front import Front
-from kvstore.engine.local_core import LocalCore
+from kvstore.engine.local_core import SILENCE_S, LocalCore
+from kvstore.engine.process.pulse import SLOW_FACTOR, Heart
 from kvstore.sessions.shared.opening import open_shared_sessions
 
 
@@ -88,7 +89,9 @@ class Engine(Front):
             sessions = open_shared_sessions(config.shared_sessions(), directory)
             if sessions is not None:
                 opened.callback(sessions.close)
-            core = LocalCore(config, None if directory is None else directory.share())
+            heart = Heart(None, SLOW_FACTOR * SILENCE_S)
+            opened.callback(heart.close)
+            core = LocalCore(config, None if directory is None else directory.share(), heart)
             opened.callback(core.close)
             super().__init__(core, core.tokenizer, directory, opened, sessions)
 

@@ -38,7 +38,8 @@ from kvstore.engine.model.loading import Loaded
 from kvstore.engine.model.step.graphs import CudaCapturer
 from kvstore.engine.model.step.runner import ModelRunner
 from kvstore.engine.model.step.waiting import WAITING
-from kvstore.engine.ranks.ranks import Ranks
+from kvstore.engine.process.pulse import Heart
+from kvstore.engine.ranks.ranks import Ranks, end_hung
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.core import Bell, Facts, checked_request
 from kvstore.engine.text.detokenizer import ChoiceText
@@ -61,28 +62,34 @@ class LocalCore:
 
     life = 0
 
-    def __init__(self, config: EngineConfig, directory: StoreDirectory | None, silence_s: float | None = None) -> None:
-        """silence_s: another rank is killed after so long without a sign of life."""
+    def __init__(
+        self, config: EngineConfig, directory: StoreDirectory | None, heart: Heart, silence_s: float = SILENCE_S
+    ) -> None:
+        """heart: of this process; the other ranks end when it stops. silence_s: another rank is killed after so long
+        without a sign of life.
+        """
         self._config = config
         self._ranks: Ranks | None = None
         self._random = random.Random(config.seed)
         self._counter = itertools.count()
         with ExitStack() as opened:
             with WAITING.allowed():
-                self._build(config, directory, opened, SILENCE_S if silence_s is None else silence_s)
+                self._build(config, directory, opened, heart, silence_s)
             opened.callback(self.loop.stop)
             let_helpers_go()  # from now on, the loop's thread computes
             self.loop.start()
+            self.loop.watch = heart
             self._closing = Closing(opened.pop_all())
 
     def _build(
-        self, config: EngineConfig, directory: StoreDirectory | None, opened: ExitStack, silence_s: float
+        self, config: EngineConfig, directory: StoreDirectory | None, opened: ExitStack, heart: Heart, silence_s: float
     ) -> None:
         with ExitStack() as held:  # until the tiers own it; they keep it while a write is stuck
             if directory is not None:
                 held.callback(directory.close)
             if config.num_ranks > 1:
                 self._ranks = opened.enter_context(open_ranks(config, silence_s))
+                heart.stuck = partial(end_hung, self._ranks.others)
             found = open_model(config, self._ranks)
             loaded, model, limits, num_blocks = found.loaded, found.model, found.limits, found.num_blocks
             self.tokenizer = loaded.tokenizer

@@ -24,7 +24,7 @@ import msgspec
 
 from kvstore.engine.process import wire
 from kvstore.engine.process.channel import Channel
-from kvstore.engine.process.pulse import Pulse
+from kvstore.engine.process.pulse import SHOW, SHOW_S, Pulse
 from kvstore.errors import EngineDiedError, EngineOverloadedError, RequestError
 
 SEND_LIMIT = 1 << 16  # unsent messages; a front's limit on requests keeps it far below
@@ -136,6 +136,8 @@ class CoreProcess:
 
     def _end_hung(self) -> None:
         self._is_hung = True
+        self._process.send_signal(SHOW)
+        time.sleep(SHOW_S)
         self.stop()
 
     def _how(self) -> str:

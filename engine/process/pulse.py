@@ -8,9 +8,9 @@ from __future__ import annotations
 import faulthandler
 import os
 import select
+import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -18,17 +18,24 @@ from kvstore.engine.core.step_loop import Watch
 
 BEAT_S = 0.5
 SLOW_FACTOR = 10  # loading, and one step, may take this many times the allowed silence without a sign
+SHOW = signal.SIGUSR2  # at which a process shows where its threads are, also if one holds the interpreter
+SHOW_S = 1.0  # that it has for that before it is killed
 
 
 class Heart(Watch):
-    """Beats in a thread of the engine's process, unless one round of its loop takes longer than limit_s.
+    """Beats in a thread of the engine's process, unless one round of its loop takes longer than limit_s. Then it shows
+    where the threads are, and calls `stuck` with what has happened.
 
     The thread needs the interpreter's lock, so code that holds the lock too long is noticed as well. Time in which the
-    thread did not run does not count.
+    thread did not run does not count. descriptor: where it beats; None: nobody listens, as in a program's own process.
     """
 
-    def __init__(self, descriptor: int, limit_s: float, beat_s: float = BEAT_S) -> None:
-        os.set_inheritable(descriptor, False)
+    def __init__(self, descriptor: int | None, limit_s: float, beat_s: float = BEAT_S) -> None:
+        if descriptor is not None:
+            os.set_inheritable(descriptor, False)
+            faulthandler.register(SHOW)
+        self.stuck: Callable[[str], object] = lambda why: None
+        self._closed = threading.Event()
         self._descriptor = descriptor
         self._limit_s, self._beat_s = limit_s, beat_s
         self._round = 0
@@ -48,15 +55,24 @@ class Heart(Watch):
         last, busy_s = 0, 0.0
         with suppress(OSError):  # the other end is gone
             while busy_s < self._limit_s:
-                os.write(self._descriptor, b".")
-                time.sleep(self._beat_s)
+                if self._descriptor is not None:
+                    os.write(self._descriptor, b".")
+                if self._closed.wait(self._beat_s):
+                    return
                 is_same = self._round == last and not self._rests
                 last, busy_s = self._round, busy_s + self._beat_s if is_same else 0.0
+            why = f"a step of the engine has taken {busy_s:g} s"
+            remedy = "" if self._descriptor is None else "a longer --engine-timeout or "
             print(
-                f"kvstore: a step of the engine has taken {busy_s:g} s; if that is usual here, give a longer "
-                "--engine-timeout or a smaller --max-num-batched-tokens", file=sys.stderr, flush=True,
+                f"kvstore: {why}; if that is usual here, give {remedy}a smaller --max-num-batched-tokens",
+                file=sys.stderr, flush=True,
             )  # fmt: skip
-            faulthandler.dump_traceback()  # show where its threads are, before it is killed
+            faulthandler.dump_traceback(2)  # not sys.stderr, which may be a notebook's
+            self.stuck(why)
+
+    def close(self) -> None:
+        """Stop it, if nobody listens who could end."""
+        self._closed.set()
 
 
 class Pulse:

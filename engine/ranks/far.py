@@ -37,8 +37,7 @@ class FarRank:
         self._ended()
 
     def _end_hung(self) -> None:
-        self._end(f"no sign of life for {self.pulse.silent_s:g} s")
-        self.kill()
+        self.kill(f"no sign of life for {self.pulse.silent_s:g} s")
 
     def when_ended(self, call: Callable[[], object]) -> None:
         """Call this, in any thread, when the rank has ended. Its process may be there still, with its connections to
@@ -48,8 +47,13 @@ class FarRank:
         if self._has_ended.is_set():
             call()
 
-    def kill(self) -> None:
+    def show(self) -> None:
+        """A signal does not reach it."""
+
+    def kill(self, why: str = "") -> None:
         """End the connections, at which the process ends."""
+        if why:
+            self._end(why)
         for connection in self._connections.values():
             with suppress(OSError):  # they have ended already
                 connection.shutdown(socket.SHUT_RDWR)

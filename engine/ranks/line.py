@@ -27,16 +27,17 @@ class RankLine:
         self._channel.send(message)
         while self._channel.num_unsent and self.how is None:
             self._channel.poll(int(ROOM_S * 1000))
-            self._read()  # it may itself wait for room
+            self.look()  # it may itself wait for room
 
     def receive(self) -> list[FromRank]:
         """The messages that have come; never waits. Keeps the reason of a failure in `failure`."""
-        self._read()
+        self.look()
         with self._reading:
             messages, self._received = self._received, []
         return messages
 
-    def _read(self) -> None:
+    def look(self) -> None:
+        """Take in what has come, for `receive`; never waits."""
         with self._reading:
             messages = [decode_from_rank(message) for message in self._channel.receive()]
             self._received += messages

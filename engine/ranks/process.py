@@ -6,12 +6,13 @@ import os
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 from kvstore.engine.process.channel import Channel
 from kvstore.engine.process.life import spawned
-from kvstore.engine.process.pulse import Pulse
+from kvstore.engine.process.pulse import SHOW, SHOW_S, Pulse
 from kvstore.engine.ranks.line import RankLine
 from kvstore.engine.ranks.wire import StartHere, StartRank, encode_start
 
@@ -25,7 +26,7 @@ class RankProcess:
 
     def __init__(self, start: StartRank, settings: Mapping[str, str]) -> None:
         self.rank = start.rank
-        self._is_hung = False
+        self._why = ""  # it was killed
         self._ended: Callable[[], object] = lambda: None
         self._process: subprocess.Popen[bytes]
         ours, theirs = socket.socketpair()
@@ -55,8 +56,8 @@ class RankProcess:
         started.set_result(None)
         code = self._process.wait()
         self.pulse.end()
-        if self._is_hung:
-            self.line.how = f"killed: no sign of life for {self.pulse.silent_s:g} s"
+        if self._why:
+            self.line.how = f"killed: {self._why}"
         else:
             self.line.how = f"signal {-code}" if code < 0 else f"exit code {code}"
         self._ended()
@@ -72,11 +73,17 @@ class RankProcess:
             call()
 
     def _end_hung(self) -> None:
-        self._is_hung = True
-        self.kill()
+        self.show()
+        time.sleep(SHOW_S)
+        self.kill(f"no sign of life for {self.pulse.silent_s:g} s")
 
-    def kill(self) -> None:
+    def show(self) -> None:
+        """Let it show where its threads are."""
+        self._process.send_signal(SHOW)
+
+    def kill(self, why: str = "") -> None:
         """Kill the process without waiting; `line.how` is set a little later."""
+        self._why = self._why or why
         self._process.kill()
 
     def close(self) -> None:

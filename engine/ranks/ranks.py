@@ -12,6 +12,7 @@ import numpy as np
 
 from kvstore.blocks.records import Load, Save, TransferPlan, Transferred
 from kvstore.engine.core.input_batch import StepInputs
+from kvstore.engine.process.pulse import SHOW_S
 from kvstore.engine.process.wire import Failure, error_of
 from kvstore.engine.ranks.far import FarRank
 from kvstore.engine.ranks.launch import Launch
@@ -99,17 +100,14 @@ class Ranks:
             yield
         except Exception as error:
             deadline = time.monotonic() + BLAME_S
-            while time.monotonic() < deadline:
-                for other in self.others:
-                    other.line.receive()
-                    if other.line.failure is not None:
-                        raise _error_of(_name(other, self.size), other.line.failure) from error
-                    if other.line.how is not None:
-                        raise EngineDiedError(f"{_name(other, self.size)} ended ({other.line.how})") from error
-                if not isinstance(error, EngineDiedError):
-                    break
+            while True:
+                lost = _lost(self.others)
+                is_over = not isinstance(error, EngineDiedError) or time.monotonic() > deadline
+                if lost and (is_over or not _has_followed(lost[0])):
+                    raise _end_of(lost[0], self.size) from error
+                if is_over:
+                    raise
                 self._poll(LOOK_MS)
-            raise
 
     def _poll(self, timeout_ms: int) -> None:
         poller = select.poll()
@@ -120,8 +118,8 @@ class Ranks:
     @property
     def loss(self) -> str | None:
         """Which rank has ended, and how. No step can be computed after that."""
-        ended = (other for other in self.others if other.line.how is not None)
-        return next((f"{_name(other, self.size)} ended ({other.line.how})" for other in ended), None)
+        lost = next((other for other in _lost(self.others) if other.line.how is not None), None)
+        return None if lost is None else str(_end_of(lost, self.size))
 
     def check(self) -> None:
         """Raises EngineDiedError if a rank has ended."""
@@ -189,6 +187,34 @@ class Ranks:
     def wait(self, timeout_s: float) -> None:
         self._poll(int(timeout_s * 1000))
         self.check()
+
+
+def end_hung(others: Sequence[RankProcess | FarRank], why: str) -> None:
+    """In any thread: end ranks each of which may wait for another one for ever."""
+    for other in others:
+        other.show()
+    time.sleep(SHOW_S)
+    for other in others:
+        other.kill(why)
+
+
+def _lost(others: Sequence[RankProcess | FarRank]) -> list[RankProcess | FarRank]:
+    """Those that have ended, or could not start; first those that have not ended because another one had."""
+    found = [other for other in others if other.line.how is not None or other.pulse.is_loading]
+    for other in found:
+        other.line.look()
+    found = [other for other in found if other.line.how is not None or other.line.failure is not None]
+    return sorted(found, key=_has_followed)
+
+
+def _has_followed(other: RankProcess | FarRank) -> bool:
+    return other.line.failure is not None and other.line.failure.kind == EngineDiedError.__name__
+
+
+def _end_of(other: RankProcess | FarRank, size: int) -> Exception:
+    if other.line.failure is not None and other.pulse.is_loading:
+        return _error_of(_name(other, size), other.line.failure)
+    return EngineDiedError(f"{_name(other, size)} ended ({other.line.how})")
 
 
 def _name(other: RankProcess | FarRank, size: int) -> str:

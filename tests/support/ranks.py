@@ -129,13 +129,15 @@ def rank_of(pid: int) -> int:
     return found
 
 
-def end_while_it_answers(engine: Engine, pid: int, number: signal.Signals) -> None:
-    """Send this process of the engine a signal that ends or hangs it, which ends what is being answered."""
+def end_while_it_answers(engine: Engine, pid: int, number: signal.Signals, match: str = "") -> None:
+    """Send this process of the engine a signal that ends or hangs it, which ends what is being answered. match: what
+    the first error says.
+    """
     long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     handle = engine.submit([*range(40)], long)
     wait_until(lambda: handle.pieces)
     os.kill(pid, number)
-    with pytest.raises(EngineDiedError):
+    with pytest.raises(EngineDiedError, match=match):
         for _ in engine.stream(handle):
             pass
         engine.generate([[*range(40)]], long)  # if the first answer had come to its end before the signal

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +21,10 @@ class Others(Protocol):
     def check(self) -> None:
         """Raises EngineDiedError if one has ended. A device does not notice that, and goes on with wrong sums."""
         return
+
+    def blamed(self) -> AbstractContextManager[None]:
+        """If another rank has caused an error in this context, raise that rank's error instead."""
+        return nullcontext()
 
     def begin_step(self, inputs: StepInputs, block_table: np.ndarray, copies: Sequence[tuple[int, int]]) -> None:
         """Let them compute this step, too. block_table: of all rows of the batch; copies: HBM blocks to copy first."""

@@ -7,8 +7,8 @@ the device.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -67,9 +67,11 @@ class ModelRunner:
         self._flight.others.check()
         self.times.num_graphs = 0 if self.graphs is None else self.graphs.num_graphs
 
-    def working(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def working(self) -> Iterator[None]:
         """A step may run in this context. Trials that refuse to wait for the device run alone."""
-        return WAITING.allowed()
+        with WAITING.allowed(), self._flight.others.blamed():
+            yield
 
     def rest(self) -> None:
         """No step is expected for a while."""

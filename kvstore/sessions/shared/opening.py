@@ -38,8 +38,8 @@ def open_shared(
 ) -> SharedTables:
     """directory: of the server's own store. fleet_secret: None for a command, which creates nothing.
 
-    Raises ConfigError where Redis is not fit for sessions, or holds those of another fleet; StoreError where it cannot be
-    reached.
+    Raises ConfigError where Redis is not fit for sessions, or holds those of another fleet; StoreError where it cannot
+    be reached.
     """
     with ExitStack() as opened:
         storage = SharedTables(SessionServer(address, durability), MemberIdentity.of(directory), fleet_secret)

@@ -10,18 +10,21 @@ from functools import partial
 import pytest
 
 from kvstore import SamplingParams
+from kvstore.engine import engine as engine_module
+from kvstore.engine.local_core import SILENCE_S
+from kvstore.engine.ranks.line import RankLine
 from kvstore.engine.remote_engine import RemoteEngine
 from kvstore.errors import EngineDiedError
 from tests.support.by_hand import held
 from tests.support.engines import ask, cached, greedy, open_engine, settle, tokens
-from tests.support.faults import before_each
+from tests.support.faults import before_each, constants
 from tests.support.ranks import SIZES, children, end_while_it_answers, is_gone, rank_of, ranks_of
 from tests.support.waiting import wait_until
 
 MODEL = {"tokenizer": True}
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
 PROMPTS = [tokens(seed, 30 + 9 * seed) for seed in range(6)]
-SILENCE_S = 10.0  # a busy machine lets no process wait so long
+PATIENCE_S = 10.0  # a busy machine lets no process wait so long
 START_S = 300.0  # importing torch beside other tests
 ENDS = [(0, signal.SIGKILL), (1, signal.SIGSTOP)]
 ALL_ENDS = [*ENDS, (1, signal.SIGKILL), (0, signal.SIGSTOP)]
@@ -64,7 +67,7 @@ def test_an_engine_whose_rank_ends_says_so_and_leaves_nothing(model, plain, tmp_
         ask(engine, PROMPTS[0])
         settle(engine)
         rank = rank_of(os.getpid())
-        end_while_it_answers(engine, rank, signal.SIGKILL)
+        end_while_it_answers(engine, rank, signal.SIGKILL, "rank 1 of 2 ended .signal 9")
         wait_until(lambda: engine.closed)
         with pytest.raises(EngineDiedError, match="rank 1 of 2 ended"):
             ask(engine, PROMPTS[1])
@@ -74,13 +77,34 @@ def test_an_engine_whose_rank_ends_says_so_and_leaves_nothing(model, plain, tmp_
         assert out.token_ids == plain(PROMPTS[0], 4) and cached(out)[2] > 0
 
 
+def test_the_first_error_names_the_rank_that_was_lost_and_none_that_ended_with_it(model):
+    """Rank 3 has stage and pipe in common with one other each, so the first rank hears of it from these."""
+    with open_engine(model, tensor_parallel_size=2, pipeline_parallel_size=2) as engine:
+        end_while_it_answers(engine, ranks_of(os.getpid())[2], signal.SIGKILL, "rank 3 of 4 ended .signal 9")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_that_wait_for_what_never_comes_show_where_and_end(model, size, capfd):
+    """A message of a step is lost on its way, so nobody goes on, and each process is alive."""
+    with constants(engine_module, SLOW_FACTOR=5.0 / SILENCE_S), open_engine(model, **SIZES[size]) as engine:
+        ask(engine, PROMPTS[0])
+        with (
+            constants(RankLine, send=lambda line, message: None),
+            pytest.raises(EngineDiedError, match=r"rank 1 of 2 ended .killed: a step of the engine has taken 5"),
+        ):
+            ask(engine, PROMPTS[1])
+    said = capfd.readouterr().err
+    assert "follower.py" in said and "step_loop.py" in said, "where both of them were"
+    assert not ranks_of(os.getpid())
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_all_ranks_are_started_again(model, size, request):
     """The first one is killed, then the other one hangs. With `--long` each does both, of both sizes."""
     is_long = request.config.getoption("--long")
     if size != "pipeline" and not is_long:
         pytest.skip("needs --long")
-    with RemoteEngine(model, {"hbm": "2MiB"}, device="cpu", silence_s=SILENCE_S, **SIZES[size]) as engine:
+    with RemoteEngine(model, {"hbm": "2MiB"}, device="cpu", silence_s=PATIENCE_S, **SIZES[size]) as engine:
         expected = engine.generate([PROMPTS[1]], greedy(8))[0].token_ids
         for rank, sign in ALL_ENDS if is_long else ENDS:
             before = engine.pid, rank_of(engine.pid)
