@@ -19,7 +19,7 @@ from kvstore.disk import check as disk_check
 from kvstore.disk import format as disk_format
 from kvstore.disk.check import DATA_FILE
 from kvstore.disk.directory import StoreDirectory
-from kvstore.disk.env import LOGGER, STRUCTURAL_ERRORS, LostFileError, is_damage, open_environment
+from kvstore.disk.env import STRUCTURAL_ERRORS, LostFileError, is_damage, open_environment
 from kvstore.disk.format import Tables
 from kvstore.disk.live import LiveTables, discard_copy
 from kvstore.errors import DegradedError, StoreError
@@ -67,7 +67,6 @@ class BlocksFile:
         self._is_new = False  # a damaged file was set aside, and the owner does not know yet
         discard_copy(self.path)
         self._live: LiveTables[Tables] = LiveTables(self._open)
-        self._warn_of_size()
 
     def __enter__(self) -> Tables | None:
         tables = self._live.__enter__()
@@ -191,12 +190,6 @@ class BlocksFile:
             if tables is not None:
                 with tables.env.begin(write=True) as txn:
                     txn.put(disk_format.COUNTER_KEY, str(txn.id()).encode(), db=tables.meta)
-
-    def _warn_of_size(self) -> None:
-        _, size = disk_format.free_bytes(self.path)
-        if self.capacity_bytes > size:
-            asked, has = format_size(self.capacity_bytes), format_size(size)
-            LOGGER.warning("disk is %s, but the whole file system of %s has %s", asked, self.path, has)
 
     # -- space -------------------------------------------------------------------------------------------------------
     def note_space(self, tables: Tables, used_bytes: int) -> None:

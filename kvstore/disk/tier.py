@@ -23,6 +23,7 @@ from kvstore.disk import codec
 from kvstore.disk import format as disk_format
 from kvstore.disk.blocks_file import WORLD_ERRORS, BlocksFile, CompactReport
 from kvstore.disk.directory import StoreDirectory
+from kvstore.disk.env import LOGGER
 from kvstore.disk.format import Tables, WriteError
 from kvstore.disk.index import DiskIndex, IndexEntry
 from kvstore.disk.verify import VerifyReport, verify
@@ -108,6 +109,9 @@ class DiskTier:
         self._counts = DiskCounts()
         if self.file.is_too_large:
             _shrink(self)
+        if capacity_bytes > (size := disk_format.free_bytes(self.file.path)[1]):
+            asked, has = format_size(capacity_bytes), format_size(size)
+            LOGGER.warning("disk is %s, but the whole file system of %s has %s", asked, self.file.path, has)
         leave_to_parent(self, str(self.file.path))
 
     def close(self) -> None:
