@@ -30,6 +30,9 @@ engine.
 
 from typing import TYPE_CHECKING
 
+from kvstore import errors
+from kvstore.errors import *  # noqa: F403
+
 if TYPE_CHECKING:
     from kvstore.block_store import BlockStore
     from kvstore.config import CacheTiers
@@ -42,6 +45,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AsyncChat", "AsyncEngine", "BlockStore", "CacheTiers", "ChatSession", "Engine", "SamplingParams", "__version__"
 ]  # fmt: skip
+__all__ += errors.__all__
 
 _HOMES = {
     "AsyncChat": "kvstore.engine.async_engine",
@@ -61,3 +65,7 @@ if not TYPE_CHECKING:  # to a type checker a name that is not above is an error
         import importlib
 
         return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

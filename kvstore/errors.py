@@ -23,6 +23,13 @@ KVStoreError
 └── EngineOverloadedError  more requests or calls than the engine's own process takes at once
 """
 
+__all__ = [
+    "ConfigError", "ContextLengthError", "DegradedError", "EngineClosedError", "EngineDiedError",
+    "EngineOverloadedError", "HubError", "KVStoreError", "ModelError", "RemoteError", "RequestError",
+    "SessionBusyError", "SessionDamagedError", "SessionExistsError", "SessionNotFoundError", "SessionTakenError",
+    "StoreError", "StoreLockedError", "StoreLostError", "UnsupportedModelError"
+]  # fmt: skip
+
 
 class KVStoreError(Exception):
     """Root of the tree."""

@@ -100,6 +100,8 @@ def test_every_public_name_is_there():
         name: name for name in kvstore.__all__ if name != "__version__"
     }
     assert not hasattr(kvstore, "Motor")
+    assert dir(kvstore) == sorted(kvstore.__all__)
+    assert {name for name, value in vars(kvstore.errors).items() if isinstance(value, type)} <= set(kvstore.__all__)
 
 
 def test_the_package_runs_as_the_command():
