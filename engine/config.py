@@ -106,6 +106,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value.strip()):
                 raise ConfigError(f"{name} is {value!r}; give a text, or leave it out")
+        if self.policy in EVICTIONS:
+            raise ConfigError(f"policy is {self.policy!r}, an order of eviction: give eviction={self.policy} for that")
         check_settings(self)
         if self.kv_events is not None:
             parse_endpoint(self.kv_events, "kv_events")

@@ -60,6 +60,11 @@ def test_an_unknown_policy_is_refused(model, eviction):
         Engine(model, device="cpu", eviction=eviction)
 
 
+def test_an_order_of_eviction_as_policy_is_refused_with_the_right_argument():
+    with pytest.raises(ConfigError, match="policy is 'lru', an order of eviction: give eviction=lru"):
+        Engine(policy="lru")
+
+
 def test_the_tail_of_a_conversation_goes_before_its_head(hbm_only):
     engine = hbm_only(eviction="lru")
     for seed in range(4):
