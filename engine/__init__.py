@@ -19,6 +19,7 @@ Knows the store by its seam (`kvstore.connector`), and nothing of HTTP or the co
 - `local_core`: the core in this process: assembles loop, model and tiers
 - `local_model`: its model, whole or the first rank's part: loads and intercepts it
 - `lifetime`: how an engine ends: it is closed or dropped, or the interpreter exits
+- `progress`: what an engine says while it starts
 - `rank_process`: the program of another rank's process
 - `outputs`: what a caller gets back: choices, usage, pieces of a stream
 - `remote_engine`: `RemoteEngine`: an engine whose core runs in a process of its own

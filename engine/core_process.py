@@ -21,7 +21,8 @@ from kvstore.engine.process.core import CoreServer
 from kvstore.engine.process.lines import tell_in_lines
 from kvstore.engine.process.parent import TERM_GRACE_S, die_with_parent, watch_parent
 from kvstore.engine.process.pulse import SLOW_FACTOR, Heart
-from kvstore.engine.process.wire import Hello, NotStarted, Start, decode_start, encode, failure_of
+from kvstore.engine.process.wire import Hello, NotStarted, Start, Starting, decode_start, encode, failure_of
+from kvstore.engine.progress import told_to
 
 
 def serve(start: Start, heart: Heart) -> int:
@@ -35,7 +36,8 @@ def serve(start: Start, heart: Heart) -> int:
         if start.store is not None:
             path, *descriptors = start.store
             directory = StoreDirectory.inherited(path, (descriptors[0], descriptors[1]))
-        core = LocalCore(EngineConfig.of(start.arguments), directory, heart, start.silence_s)
+        with told_to(lambda stage: channel.send_all(encode(Starting(stage)))):
+            core = LocalCore(EngineConfig.of(start.arguments), directory, heart, start.silence_s)
     except Exception as error:
         channel.send_all(encode(NotStarted(failure_of(error))))
         return 1

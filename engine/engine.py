@@ -13,6 +13,7 @@ from kvstore.engine.core.step_loop import StepLoop
 from kvstore.engine.front import Front
 from kvstore.engine.local_core import SILENCE_S, LocalCore
 from kvstore.engine.process.pulse import SLOW_FACTOR, Heart
+from kvstore.engine.progress import shown
 from kvstore.sessions.shared.opening import open_shared_sessions
 
 
@@ -44,6 +45,8 @@ class Engine(Front):
         own hbm. When one ends, EngineDiedError is raised until another Engine is opened. distributed_executor: "here"
         starts them, "ray" has them started by the cluster of this machine, and "torchrun" has started them, this one as
         rank 0; see docs/parallel.md.
+    progress: True shows on stderr what takes long while the engine starts. The logger "kvstore.engine" gets a record of
+        each stage either way.
 
     Raises ConfigError, ModelError, UnsupportedModelError, StoreError or StoreLockedError. A context manager.
     """
@@ -74,6 +77,7 @@ class Engine(Front):
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         distributed_executor: str = "here",
+        progress: bool = False,
     ) -> None:
         tiers = CacheTiers.of(cache_tiers)
         config = EngineConfig(
@@ -82,7 +86,7 @@ class Engine(Front):
             session_store, session_durability, session_replicas, tensor_parallel_size, pipeline_parallel_size,
             distributed_executor,
         )  # fmt: skip
-        with ExitStack() as opened:
+        with ExitStack() as opened, shown(progress):
             directory = hold_store(tiers)  # first, so that a store in use is noticed before weights are read
             if directory is not None:
                 opened.callback(directory.close)

@@ -39,6 +39,7 @@ from kvstore.engine.model.step.graphs import CudaCapturer
 from kvstore.engine.model.step.runner import ModelRunner
 from kvstore.engine.model.step.waiting import WAITING
 from kvstore.engine.process.pulse import Heart
+from kvstore.engine.progress import KERNELS, begin
 from kvstore.engine.ranks.ranks import Ranks, end_hung
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.core import Bell, Facts, checked_request
@@ -97,6 +98,7 @@ class LocalCore:
             self._call_token_ids = loaded.call_token_ids
             self._events = open_events(config, loaded.name)
             held.pop_all()
+        begin(KERNELS)
         if self._events is not None:
             opened.callback(self._events.close)
         with torch.cuda.device_of(next(loaded.model.parameters())):  # the arena is pinned in the context of this device

@@ -20,6 +20,7 @@ from kvstore.engine.model.memory import num_hbm_blocks
 from kvstore.engine.model.parallel.group import Part
 from kvstore.engine.model.parallel.nccl import part_of_process
 from kvstore.engine.model.probe import intercept
+from kvstore.engine.progress import PROBE, WEIGHTS, begin
 from kvstore.engine.ranks.door import PURPOSE
 from kvstore.engine.ranks.launch import started_here
 from kvstore.engine.ranks.on_ray import others_on_ray
@@ -54,6 +55,7 @@ def open_model(config: EngineConfig, ranks: Ranks | None) -> OpenedModel:
     device, part = own_device(config), None
     if ranks is not None:
         part = part_of_process(0, config.tensor_parallel_size, config.pipeline_parallel_size, device)
+    begin(WEIGHTS)
     loaded = load(
         config.model, device, config.dtype, config.max_model_len, config.tokenizer, config.revision,
         config.chat_template, check, part,
@@ -67,6 +69,7 @@ def open_model(config: EngineConfig, ranks: Ranks | None) -> OpenedModel:
             _join(part, ranks)
             for other in ranks.others:
                 other.when_ended(part.cut)
+        begin(PROBE)
         model = intercept(loaded.model, loaded.max_model_len, True, part)
         num_processes = num_processes_here(config, os.environ)
         num_blocks = num_hbm_blocks(model, limits, config.tiers.hbm, has_graphs, has_store, num_processes)

@@ -23,6 +23,7 @@ from kvstore.engine.model.files import find_model
 from kvstore.engine.process.life import CoreProcess
 from kvstore.engine.process.link import Link, State
 from kvstore.engine.process.remote import RemoteCore
+from kvstore.engine.progress import shown
 from kvstore.engine.sessions.core import Core
 from kvstore.errors import ConfigError
 from kvstore.owned_disk import OwnedDisk
@@ -55,6 +56,7 @@ class RemoteEngine(Front):
         shutdown_s: float = 10.0,
         silence_s: float = 30.0,
         max_restarts: int = 6,
+        progress: bool = False,
         **options: Any,
     ) -> None:
         config = EngineConfig(model, CacheTiers.of(cache_tiers), **options)
@@ -62,7 +64,7 @@ class RemoteEngine(Front):
         find_model(config.model, config.revision, with_weights=False)  # so that no process is started in vain
         if not silence_s >= MIN_SILENCE_S:
             raise ConfigError(f"silence_s is {silence_s!r}; give seconds from {MIN_SILENCE_S:g}")
-        with ExitStack() as opened:
+        with ExitStack() as opened, shown(progress):
             directory = open_waiting_for_lock(lambda: hold_store(config.tiers))
             store = None
             if directory is not None:

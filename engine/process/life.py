@@ -25,6 +25,7 @@ import msgspec
 from kvstore.engine.process import wire
 from kvstore.engine.process.channel import Channel
 from kvstore.engine.process.pulse import SHOW, SHOW_S, Pulse
+from kvstore.engine.progress import begin
 from kvstore.errors import EngineDiedError, EngineOverloadedError, RequestError
 
 SEND_LIMIT = 1 << 16  # unsent messages; a front's limit on requests keeps it far below
@@ -115,19 +116,20 @@ class CoreProcess:
 
     def greeted(self, is_wanted: Callable[[], bool]) -> wire.Hello:
         """Wait until the engine is ready. Raises what prevented that, or EngineDiedError."""
-        messages: list[bytes] = []
-        while not messages:
+        while True:
             if not is_wanted():
                 raise EngineDiedError("the engine was closed while it was loading")
             has_ended = self._process.poll() is not None  # asked first: its messages can still be received
             messages = self._receive(READY_POLL_MS)
             if has_ended and not messages:
                 raise EngineDiedError(f"the engine's process ended while it was loading ({self._how()})")
-        said = wire.decode_announcement(messages[0])
-        if isinstance(said, wire.Hello):
-            self.pulse.is_loading = False
-            return said
-        raise wire.error_of(said.failure)
+            for said in map(wire.decode_announcement, messages):
+                if isinstance(said, wire.Hello):
+                    self.pulse.is_loading = False
+                    return said
+                if isinstance(said, wire.NotStarted):
+                    raise wire.error_of(said.failure)
+                begin(said.stage)
 
     def wait(self) -> str:
         """Wait for its end, and return how it ended."""

@@ -60,6 +60,12 @@ class Start(msgspec.Struct):
     arguments: dict[str, Any]  # of `Engine`
 
 
+class Starting(msgspec.Struct, tag=True):
+    """The engine begins a stage of its start."""
+
+    stage: str
+
+
 class Hello(msgspec.Struct, tag=True):
     """The engine is ready."""
 
@@ -204,7 +210,7 @@ CALLS = "root splice prefetch pin expire forget evict verify compact flush stats
 SIGNATURES = {verb: Signature(verb) for verb in CALLS}
 
 Outbound = Updates | Answered
-Announcement = Hello | NotStarted
+Announcement = Starting | Hello | NotStarted
 
 encode = msgspec.msgpack.Encoder().encode
 decode_inbound = msgspec.msgpack.Decoder(Inbound).decode
