@@ -17,7 +17,7 @@ from kvstore.engine.admin import Admin, weak_handler
 from kvstore.engine.core.output_processor import Handle, Listener
 from kvstore.engine.lifetime import Closing
 from kvstore.engine.model.files import why_no_chat
-from kvstore.engine.outputs import Piece, RequestOutput
+from kvstore.engine.outputs import Piece, RequestOutput, describe_tiers
 from kvstore.engine.rounds import Rounds
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession
@@ -52,6 +52,7 @@ class Front:
         self.core = core
         self.facts = core.facts
         self.tokenizer = tokenizer
+        self._tiers = describe_tiers(core.stats())  # asked now, since `repr` must not wait
         template = ChatTemplate.of(tokenizer)
         fault = None if template is None else template.fault()
         why_not = why_no_chat(core.facts.model_name, tokenizer is not None, fault)
@@ -94,8 +95,9 @@ class Front:
     ) -> list[RequestOutput]:
         """Answer each prompt, a text or token ids. All run together; one output per prompt, in order.
 
-        params: one for all, or one each. tenant, cache_salt: prompts of different tenants or salts share no KV. Raises
-        RequestError or ContextLengthError before anything runs, if one of them is wrong.
+        params: one for all, or one each; without `max_tokens` an answer may take all that is left of the window.
+        tenant, cache_salt: prompts of different tenants or salts share no KV. Raises RequestError or ContextLengthError
+        before anything runs, if one of them is wrong.
         """
         texts, each = checked_prompts(prompts, params)
         ids = [prompt_ids(prompt, self.tokenizer, self.facts.vocab_size) for prompt in texts]
@@ -153,6 +155,10 @@ class Front:
     def close(self) -> None:
         """End running requests as aborted and close the store. Does nothing in a forked child."""
         self._closing.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else self._tiers
+        return f"{type(self).__name__}({self.facts.model_name!r}, window {self.facts.max_model_len}, {state})"
 
     def __enter__(self) -> Self:
         return self

@@ -63,6 +63,9 @@ class ChatSession:
             first: list[Message] = [{"role": "system", "content": system}] if system else []
             self.window = Window(first, list(first), 0, [], [], Lineage(means.core.root(key.tenant)))
 
+    def __repr__(self) -> str:
+        return f"ChatSession({self.session_id!r}, {self.num_turns} turns)"
+
     def set_truncation(self, truncation: str | None, truncation_reuse: str | None) -> None:
         """See `Engine.chat`; None leaves a value as it is. Raises RequestError."""
         kept = self.truncation if truncation is None else truncation

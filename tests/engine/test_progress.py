@@ -1,4 +1,4 @@
-"""What an engine says while it starts."""
+"""What an engine says while it starts, and what it says of itself."""
 
 import logging
 
@@ -19,3 +19,11 @@ def test_the_start_is_shown_and_logged_stage_by_stage(kind, caplog, capsys):
     assert [record.message for record in caplog.records if record.message in STAGES] == list(STAGES)
     with kind(cache_tiers=TIERS):
         assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kind", [Engine, RemoteEngine])
+def test_an_engine_and_a_session_say_what_they_are(kind):
+    with kind(cache_tiers=TIERS) as engine:
+        assert repr(engine) == f"{kind.__name__}('kvstore-builtin', window 1024, hbm 4.0 MiB)"
+        assert repr(engine.chat("ada")) == "ChatSession('ada', 0 turns)"
+    assert repr(engine) == f"{kind.__name__}('kvstore-builtin', window 1024, closed)"
