@@ -24,6 +24,7 @@ Knows the store by its seam (`kvstore.connector`), and nothing of HTTP or the co
 - `outputs`: what a caller gets back: choices, usage, pieces of a stream
 - `remote_engine`: `RemoteEngine`: an engine whose core runs in a process of its own
 - `sampling_params`: how a request is sampled and when it stops
+- `stats`: the shape of `Engine.stats()`
 
 Decisions:
 

@@ -12,12 +12,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 from kvstore.admin.commands import EvictRequest, OneSession, read_arguments, repaired, session_info, transcript
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.engine.sessions.chats import Chats
+from kvstore.engine.stats import EngineStats
 from kvstore.errors import (
     EngineClosedError,
     EngineDiedError,
@@ -63,9 +64,10 @@ class Admin:
             self._carry_out(tombstone, (), left)
 
     # -- the store ---------------------------------------------------------------------------------------------------
-    def stats(self) -> dict[str, object]:
+    def stats(self) -> EngineStats:
         """See `Engine.stats`."""
-        return {"model": self._core.facts.model_name, **self._core.stats(), "sessions": self._sessions.stats()}
+        found = {"model": self._core.facts.model_name, **self._core.stats(), "sessions": self._sessions.stats()}
+        return cast(EngineStats, found)
 
     def evict(self, what: Evict) -> dict[str, Evicted]:
         """Evict matching KV from HBM, CPU, disk and the write queue, but not blocks in use. Returns counts per tier."""
@@ -227,7 +229,7 @@ class Admin:
 
 
 _COMMANDS: dict[str, Callable[[Admin, Any], dict[str, object]]] = {
-    "stats": lambda admin, _: admin.stats(),
+    "stats": lambda admin, _: {**admin.stats()},
     "evict": Admin._evict,
     "verify": lambda admin, wanted: admin.verify(wanted.delete),
     "compact": lambda admin, _: admin.compact(),

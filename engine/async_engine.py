@@ -21,6 +21,7 @@ from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession
 from kvstore.engine.sessions.one_turn import OneTurn
+from kvstore.engine.stats import EngineStats
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import prompt_ids
 from kvstore.errors import EngineClosedError, KVStoreError
@@ -328,7 +329,7 @@ class AsyncEngine:
         """Returns when every finished block is synced on disk. Raises DegradedError when the disk cannot write."""
         await self.call(self.engine.flush)
 
-    async def stats(self) -> dict[str, object]:
+    async def stats(self) -> EngineStats:
         """See `Engine.stats`."""
         return await self.call(self.engine.stats)
 

@@ -23,6 +23,7 @@ from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession
 from kvstore.engine.sessions.chats import Chats, Language
 from kvstore.engine.sessions.core import Bell, Core, stream
+from kvstore.engine.stats import EngineStats
 from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.engine.text.prompts import checked_prompts, prompt_ids
 from kvstore.errors import RemoteError, StoreLostError
@@ -148,13 +149,16 @@ class Front:
         """
         self.core.flush()
 
-    def stats(self) -> dict[str, object]:
+    def stats(self) -> EngineStats:
         """Counters and gauges as a plain dict; step times are running totals in seconds."""
         return self.admin.stats()
 
     def close(self) -> None:
         """End running requests as aborted and close the store. Does nothing in a forked child."""
         self._closing.close()
+
+    def __dir__(self) -> list[str]:
+        return "admin chat close closed facts flush generate prefetch stats tokenizer".split()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else self._tiers

@@ -40,10 +40,12 @@ if TYPE_CHECKING:
     from kvstore.engine.engine import Engine
     from kvstore.engine.sampling_params import SamplingParams
     from kvstore.engine.sessions.chat import ChatSession
+    from kvstore.engine.stats import EngineStats
 
 __version__ = "0.1.0"
 __all__ = [
-    "AsyncChat", "AsyncEngine", "BlockStore", "CacheTiers", "ChatSession", "Engine", "SamplingParams", "__version__"
+    "AsyncChat", "AsyncEngine", "BlockStore", "CacheTiers", "ChatSession", "Engine", "EngineStats", "SamplingParams",
+    "__version__"
 ]  # fmt: skip
 __all__ += errors.__all__
 
@@ -54,6 +56,7 @@ _HOMES = {
     "CacheTiers": "kvstore.config",
     "ChatSession": "kvstore.engine.sessions.chat",
     "Engine": "kvstore.engine.engine",
+    "EngineStats": "kvstore.engine.stats",
     "SamplingParams": "kvstore.engine.sampling_params",
 }
 

@@ -45,7 +45,7 @@ class RecentStats:
 
     async def _ask(self) -> None:
         try:
-            self._known = await self._engine.call(self._engine.engine.stats)
+            self._known = {**await self._engine.call(self._engine.engine.stats)}
         except Exception as error:  # whatever it is, it must not be /health that fails
             self._known = {"error": type(error).__name__}
             return
