@@ -63,6 +63,10 @@ class ChatSession:
             first: list[Message] = [{"role": "system", "content": system}] if system else []
             self.window = Window(first, list(first), 0, [], [], Lineage(means.core.root(key.tenant)))
 
+    def __dir__(self) -> list[str]:
+        public = "fork is_busy keep_last last messages num_turns send session_id set_truncation set_ttl stream tenant"
+        return [*public.split(), "token_ids", "truncated_tokens", "truncation", "truncation_reuse"]
+
     def __repr__(self) -> str:
         return f"ChatSession({self.session_id!r}, {self.num_turns} turns)"
 

@@ -25,5 +25,11 @@ def test_the_start_is_shown_and_logged_stage_by_stage(kind, caplog, capsys):
 def test_an_engine_and_a_session_say_what_they_are(kind):
     with kind(cache_tiers=TIERS) as engine:
         assert repr(engine) == f"{kind.__name__}('kvstore-builtin', window 1024, hbm 4.0 MiB)"
-        assert repr(engine.chat("ada")) == "ChatSession('ada', 0 turns)"
+        chat = engine.chat("ada")
+        assert repr(chat) == "ChatSession('ada', 0 turns)"
+        assert {"generate", "chat", "prefetch", "flush", "stats", "admin", "close"} <= set(dir(engine))
+        assert {"send", "stream", "fork", "keep_last", "set_ttl", "messages", "num_turns"} <= set(dir(chat))
+        for thing in (engine, chat):
+            assert [name for name in dir(thing) if name.startswith("_") or not hasattr(thing, name)] == []
+            assert set(dir(thing)).isdisjoint({"core", "chats", "means", "lock", "loop", "link"})
     assert repr(engine) == f"{kind.__name__}('kvstore-builtin', window 1024, closed)"
