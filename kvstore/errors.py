@@ -24,7 +24,7 @@ KVStoreError
 """
 
 __all__ = [
-    "ConfigError", "ContextLengthError", "DegradedError", "EngineClosedError", "EngineDiedError",
+    "ConfigError", "ContextLengthError", "DegradedError", "DiskFullError", "EngineClosedError", "EngineDiedError",
     "EngineOverloadedError", "HubError", "KVStoreError", "ModelError", "RemoteError", "RequestError",
     "SessionBusyError", "SessionDamagedError", "SessionExistsError", "SessionNotFoundError", "SessionTakenError",
     "StoreError", "StoreLockedError", "StoreLostError", "UnsupportedModelError"
