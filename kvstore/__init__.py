@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvstore.engine.sessions.chat import ChatSession
     from kvstore.engine.stats import EngineStats
 
-__version__ = "0.1.0"
+__version__ = "0.1.1"
 __all__ = [
     "AsyncChat", "AsyncEngine", "BlockStore", "CacheTiers", "ChatSession", "Engine", "EngineStats", "SamplingParams",
     "__version__"
