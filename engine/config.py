@@ -21,7 +21,7 @@ from kvstore.remote.names import fleet_secret
 MIN_SILENCE_S = 2.0  # of the engine's process before it counts as hung; a shorter silence may be chance
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POLICIES = ("fcfs", "priority")
-EXECUTORS = ("here", "ray", "torchrun")
+EXECUTORS = ("here", "ray")
 EVICTIONS = ("auto", "fifo", "lru", "return")
 
 
@@ -90,9 +90,8 @@ class EngineConfig:
     tensor_parallel_size: int = setting(1, "processes that share each layer's weights and KV heads", low=1, high=64)
     pipeline_parallel_size: int = setting(1, "processes, or groups of them, that share the layers", low=1, high=64)
     distributed_executor: str = setting(
-        "here", "who starts these processes: here, this one; ray or torchrun, on any number of machines",
-        among=EXECUTORS,
-    )  # fmt: skip
+        "here", "who starts these processes: here, this one; ray, on any number of machines", among=EXECUTORS
+    )
     # Of one of several engines behind one front, which `RemoteEngine` sets: no flags.
     data_parallel_size: int = field(default=1, metadata={"low": 1, "high": 64})
     data_parallel_rank: int = 0
@@ -113,9 +112,10 @@ class EngineConfig:
             parse_endpoint(self.kv_events, "kv_events")
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise ConfigError(f"device is {self.device!r}; give auto, cpu, cuda or cuda:N")
-        size = self.data_parallel_size * self.num_ranks
-        if size > 1 and self.device.startswith("cuda:"):
-            raise ConfigError(f"device is {self.device}, but each of {size} processes needs its own; give cuda")
+        if self.num_processes > 1 and self.device.startswith("cuda:"):
+            raise ConfigError(
+                f"device is {self.device}, but each of {self.num_processes} processes needs its own; give cuda"
+            )
         if not isinstance(self.enforce_eager, bool):
             raise ConfigError(f"enforce_eager is {self.enforce_eager!r}; give True or False")
 
@@ -123,6 +123,11 @@ class EngineConfig:
     def num_ranks(self) -> int:
         """Processes that compute the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of all engines behind one front. They share a machine's memory, unless Ray has other places."""
+        return self.num_ranks * self.data_parallel_size
 
     def shared_sessions(self) -> SharedSessions | None:
         """How sessions are shared; None if they are this server's own."""

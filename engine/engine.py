@@ -43,8 +43,7 @@ class Engine(Front):
     tensor_parallel_size: how many processes share each layer's weights and KV heads. pipeline_parallel_size: how many
         processes, or groups of tensor_parallel_size, share the layers. This process is one of them, and each has its
         own hbm. When one ends, EngineDiedError is raised until another Engine is opened. distributed_executor: "here"
-        starts them, "ray" has them started by the cluster of this machine, and "torchrun" has started them, this one as
-        rank 0; see docs/parallel.md.
+        starts them, and "ray" has them started by the cluster of this machine; see docs/parallel.md.
     progress: True shows on stderr what takes long while the engine starts. The logger "kvstore.engine" gets a record of
         each stage either way.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -21,15 +20,12 @@ from kvstore.engine.model.parallel.group import Part
 from kvstore.engine.model.parallel.nccl import part_of_process
 from kvstore.engine.model.probe import intercept
 from kvstore.engine.progress import PROBE, WEIGHTS, begin
-from kvstore.engine.ranks.door import PURPOSE
 from kvstore.engine.ranks.launch import started_here
 from kvstore.engine.ranks.on_ray import others_on_ray
 from kvstore.engine.ranks.ranks import Ranks
-from kvstore.engine.ranks.torchrun import RankPlace, num_processes_here, others_by_torchrun
 from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.errors import ConfigError
 from kvstore.kernels.cuda.triton_support import has_triton
-from kvstore.remote.names import fleet_secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +67,7 @@ def open_model(config: EngineConfig, ranks: Ranks | None) -> OpenedModel:
                 other.when_ended(part.cut)
         begin(PROBE)
         model = intercept(loaded.model, loaded.max_model_len, True, part)
-        num_processes = num_processes_here(config, os.environ)
-        num_blocks = num_hbm_blocks(model, limits, config.tiers.hbm, has_graphs, has_store, num_processes)
+        num_blocks = num_hbm_blocks(model, limits, config.tiers.hbm, has_graphs, has_store, config.num_processes)
         if part is not None:
             num_blocks = part.least(num_blocks)
     return OpenedModel(loaded, model, limits, num_blocks, has_graphs)
@@ -120,16 +115,13 @@ def check_room(config: EngineConfig, network: Any) -> None:
 
 @contextmanager
 def open_ranks(config: EngineConfig, silence_s: float) -> Iterator[Ranks]:
-    """Start the other ranks, or wait for them. Raises ConfigError, also if there are too few devices, and
+    """Start the other ranks. Raises ConfigError, also if there are too few devices, and
     EngineDiedError if one does not come. On one machine all ranks get the same number of threads.
     """
     own_device(config)  # there must be one, before anything is started
     size, device = config.num_ranks, config.device if config.distributed_executor == "here" else "cpu"
     arguments = [{**config.arguments(), "device": device}] * (size - 1)
-    if config.distributed_executor == "torchrun":
-        place, key = RankPlace.of(os.environ), fleet_secret(config.tiers.fleet_secret_file).derived(PURPOSE)
-        launching = others_by_torchrun(place, key, arguments, silence_s)
-    elif config.distributed_executor == "ray":
+    if config.distributed_executor == "ray":
         launching = others_on_ray(arguments, silence_s, torch.get_num_threads())
     else:
         torch.set_num_threads(max(1, torch.get_num_threads() // size))

@@ -81,8 +81,6 @@ class RemoteEngine(Front):
                     opened.callback(disk.close)
                 secret = config.fleet_root() or (os.urandom(32) if directory is None else directory.secret)
                 each = divided(config, secret, None if disk is None else disk.path)
-            if config.num_ranks > 1 and config.distributed_executor == "torchrun":
-                max_restarts = 0  # it starts all of them again
             settings, links = environment_of_each(size), list[Link]()
             for one in each:
                 start = partial(CoreProcess, one.arguments(), store, silence_s, shutdown_s, settings)

@@ -8,7 +8,7 @@ from kvstore.errors import ConfigError
 
 def own_device(config: EngineConfig, rank: int = 0) -> str:
     """The device of a rank, also of one of several engines: each has a CUDA device of its own. Raises ConfigError."""
-    size = config.data_parallel_size * config.num_ranks
+    size = config.num_processes
     if size == 1 or config.device == "cpu" or not torch.cuda.is_available():
         return config.device
     if config.num_ranks > 1 and config.distributed_executor != "here":

@@ -8,7 +8,7 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-TERM_GRACE_S = 10  # how long to wait for the parent, or the first rank, after SIGTERM before ending
+TERM_GRACE_S = 10  # how long to wait for the parent after SIGTERM before ending
 
 
 def die_with_parent(parent: int, name: bytes = b"kvstore-core") -> None:

@@ -16,7 +16,6 @@ from typing import Self
 
 from kvstore.errors import ConfigError, EngineDiedError
 
-PURPOSE = "ranks"  # of the key that is derived from the fleet's secret
 CHANNEL, PULSE = 0, 1  # what a connection is for
 KINDS = (CHANNEL, PULSE)
 NONCE_BYTES, PROOF_BYTES = 32, 32
@@ -70,8 +69,6 @@ class Door:
             connection.close()
             return
         rank, kind = claim
-        if (before := found[rank].get(kind)) is not None:  # it has been started again
-            before.close()
         found[rank][kind] = connection
 
     def _who_is_missing(self, missing: list[int], size: int, timeout_s: float) -> str:
@@ -79,7 +76,7 @@ class Door:
         refused = f"; {self._num_refused} connections did not know the secret" if self._num_refused else ""
         return (
             f"rank {names} of {size} has not come to {self.host} port {self.port} within {timeout_s:g} s{refused}: "
-            "start the same command on each machine"
+            "let the other machines reach this one's ports"
         )
 
     def __enter__(self) -> Self:

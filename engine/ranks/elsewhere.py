@@ -3,48 +3,18 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import NoReturn
 
 from kvstore.engine.config import EngineConfig
 from kvstore.engine.process.channel import Channel
-from kvstore.engine.process.parent import TERM_GRACE_S, die_with_parent
 from kvstore.engine.process.pulse import SLOW_FACTOR, Heart
 from kvstore.engine.ranks.door import CHANNEL, PULSE
-from kvstore.engine.ranks.torchrun import RankPlace, connected
 from kvstore.engine.ranks.wire import decode_start
-
-GUARD_S = 5.0  # for a rank to end by itself
-
-
-def run_by_torchrun(place: RankPlace, key: bytes, timeout_s: float) -> NoReturn:
-    """Be this rank. Raises as `connected`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank decides, which gets it, too
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(TERM_GRACE_S))
-    connections = connected(place, key, timeout_s)
-    _guard(connections[PULSE])
-    run(f"rank {place.rank} of {place.size}", connections)
-
-
-def _guard(pulse: socket.socket) -> None:
-    """Start a process that kills this one if the first rank has ended and this one does not: it is stopped, or hangs.
-    Then torchrun on this machine would wait for it for ever, and the first rank for the next one.
-    """
-    rank = os.getpid()
-    if os.fork() == 0:
-        die_with_parent(rank, b"kvstore-guard")
-        with suppress(OSError):
-            while pulse.recv(1):  # the first rank sends nothing here
-                pass
-        time.sleep(GUARD_S)
-        os.kill(rank, signal.SIGKILL)
-        os._exit(0)
 
 
 def run(name: str, connections: Mapping[int, socket.socket]) -> NoReturn:

@@ -26,7 +26,6 @@ from kvstore.engine.model.step.warm_up import run_all_forms
 from kvstore.engine.process.channel import Channel
 from kvstore.engine.process.pulse import Heart
 from kvstore.engine.process.wire import failure_of
-from kvstore.engine.ranks.torchrun import num_processes_here
 from kvstore.engine.ranks.wire import (
     EndForward,
     Failed,
@@ -90,8 +89,7 @@ class Follower:
         self._block_size = config.block_size
         limits = config.scheduler(loaded.max_model_len)
         has_store = bool(config.tiers.cpu or config.tiers.disk)
-        num_processes = num_processes_here(config, os.environ)
-        num_blocks = num_hbm_blocks(self._model, limits, config.tiers.hbm, False, has_store, num_processes)
+        num_blocks = num_hbm_blocks(self._model, limits, config.tiers.hbm, False, has_store, config.num_processes)
         num_blocks = part.least(num_blocks)
         self._caches = self._model.new_caches(num_blocks, config.block_size)
         self._transfer: RankTransfer | FarTransfer | None = None

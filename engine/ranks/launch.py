@@ -1,4 +1,4 @@
-"""Starts the other ranks of a model on this machine, or waits for those of other machines."""
+"""Starts the other ranks of a model on this machine, or waits for those that Ray starts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Ranks that Ray starts, on any number of machines: an actor for each, in a place that a placement group has reserved.
 
-Ray starts and ends them. Steps go through connections of our own, as with torchrun.
+Ray starts and ends them. Steps go through connections of our own.
 """
 
 from __future__ import annotations

@@ -104,42 +104,24 @@ def _run_engine(
         print(as_toml(settings.values()))
         return EXIT_OK
     with naming_flags(settings):
-        return _with_engine(name, arguments, options, environment, engine_factory)
+        return _with_engine(name, arguments, options, engine_factory)
 
 
 def _with_engine(
-    name: str, arguments: dict[str, Any], options: Any, environment: Mapping[str, str],
-    engine_factory: Callable[..., object] | None,
-) -> int:  # fmt: skip
+    name: str, arguments: dict[str, Any], options: Any, engine_factory: Callable[..., object] | None
+) -> int:
     model = arguments.pop("model", None)
     if name == "serve" and options.replicas is not None:
         from kvstore.service.replicas.run import run_replicas
 
         return run_replicas(model, arguments, options)
     if name == "serve":
-        if arguments.get("distributed_executor") == "torchrun":
-            _be_rank(arguments, options.engine_timeout_s, environment)
         from kvstore.service.server import run_serve
 
         return run_serve(model, arguments, options, engine_factory)
     from kvstore.service.command.terminal import run_chat
 
     return run_chat(model, arguments, options, engine_factory)
-
-
-def _be_rank(arguments: Mapping[str, Any], silence_s: float, environment: Mapping[str, str]) -> None:
-    """If torchrun says that this is another rank than the first, be that until it ends."""
-    from kvstore.engine.process.pulse import SLOW_FACTOR
-    from kvstore.engine.ranks.door import PURPOSE
-    from kvstore.engine.ranks.elsewhere import run_by_torchrun
-    from kvstore.engine.ranks.torchrun import RankPlace
-    from kvstore.remote.names import fleet_secret
-
-    place = RankPlace.of(environment)
-    place.check(arguments["tensor_parallel_size"] * arguments["pipeline_parallel_size"])
-    if place.rank:
-        key = fleet_secret(arguments["cache_tiers"].fleet_secret_file).derived(PURPOSE)
-        run_by_torchrun(place, key, SLOW_FACTOR * silence_s)
 
 
 if __name__ == "__main__":

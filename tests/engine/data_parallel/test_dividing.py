@@ -32,7 +32,7 @@ def test_what_cannot_be_shared_is_refused(tmp_path, monkeypatch):
         "remote and disk": EngineConfig(
             None, CacheTiers(cpu="1GiB", remote="redis://localhost", **disk), data_parallel_size=2
         ),
-        "distributed_executor": EngineConfig(None, distributed_executor="torchrun", data_parallel_size=2),
+        "distributed_executor": EngineConfig(None, distributed_executor="ray", data_parallel_size=2),
         "kv_events": EngineConfig(None, kv_events="tcp://*:5557", data_parallel_size=2),
     }
     for words, config in wrong.items():

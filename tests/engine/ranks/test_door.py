@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvstore.engine.ranks.door import CHANNEL, KINDS, PULSE, Door, entered
-from kvstore.engine.ranks.torchrun import RankPlace, connected
 from kvstore.errors import ConfigError, EngineDiedError
 
 KEY, OTHER = b"k" * 32, b"o" * 32
@@ -28,19 +27,6 @@ def test_each_rank_gets_its_place():
             assert ours[rank][kind].recv(2) == bytes([rank, kind])
             end.close()
             ours[rank][kind].close()
-
-
-def test_a_rank_that_comes_again_takes_its_place():
-    with Door("127.0.0.1", KEY) as door, ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(door.others, 2, ENOUGH_S)
-        first = come(door, 1, CHANNEL)
-        theirs = [come(door, 1, kind) for kind in KINDS]
-        ours = waiting.result()[1]
-        assert first.recv(1) == b""
-        theirs[CHANNEL].sendall(b"x")
-        assert ours[CHANNEL].recv(1) == b"x"
-        for end in (first, *theirs, *ours.values()):
-            end.close()
 
 
 def test_another_secret_is_told_to_both():
@@ -68,21 +54,3 @@ def test_who_listens_must_know_the_secret_too():
 def test_ranks_that_do_not_come_in_time_are_named():
     with Door("127.0.0.1", KEY) as door, pytest.raises(EngineDiedError, match="rank 1, 2, 3 of 4 has not come"):
         door.others(4, SHORT_S)
-
-
-def test_a_rank_without_a_first_one_says_so():
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))  # nobody listens there, and nobody else can
-        place = RankPlace(1, 2, "127.0.0.1", silent.getsockname()[1], has_host=True)
-        with pytest.raises(EngineDiedError, match=r"rank 1 of 2 did not find the first rank within 0\.2 s"):
-            connected(place, KEY, SHORT_S)
-
-
-def test_an_environment_that_is_not_torchruns_is_refused():
-    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
-    assert RankPlace.of(environment) == RankPlace(1, 2, "host", 29500, has_host=False)
-    with pytest.raises(ConfigError, match=r"WORLD_SIZE is 2, but .* is 4"):
-        RankPlace.of(environment).check(4)
-    for wrong in ({"RANK": ""}, {"RANK": "2"}, {"MASTER_PORT": "x"}):
-        with pytest.raises(ConfigError, match="torchrun"):
-            RankPlace.of({**environment, **wrong})

@@ -44,9 +44,9 @@ def test_several_replicas_that_do_not_share_sessions_are_refused(tmp_path):
     assert "--replicas 2 without --session-store: a session would be on one replica alone" in said
 
 
-def test_replicas_are_not_started_by_torchrun():
-    said = refused("--disk", "0", "--replicas", "2", *SESSIONS, "--distributed-executor", "torchrun")
-    assert "--distributed-executor is torchrun, which starts one server" in said
+def test_replicas_have_no_ranks_on_ray():
+    said = refused("--disk", "0", "--replicas", "2", *SESSIONS, "--distributed-executor", "ray")
+    assert "--distributed-executor is ray, which starts one server" in said
 
 
 def test_an_application_s_arguments_are_flags():
