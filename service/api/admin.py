@@ -39,11 +39,10 @@ class Flushed(msgspec.Struct):
 
 
 class TenantCounts(msgspec.Struct):
-    """running: its sequences in the engine, whether they compute or wait there; waiting: for the tenant's turn."""
+    """running: its sequences, whether they compute or wait."""
 
     tenant: str
     running: int
-    waiting: int
 
 
 class TenantList(msgspec.Struct):
@@ -71,7 +70,7 @@ async def tenants(request: web.Request) -> web.Response:
     context = context_of(request)
     counts = context.limits.counts()
     names = sorted({*context.access.tenants, *counts})
-    found = [TenantCounts(name, *counts.get(name, (0, 0))) for name in names]
+    found = [TenantCounts(name, counts.get(name, 0)) for name in names]
     return json_response(TenantList(found))
 
 

@@ -128,7 +128,7 @@ async def tokenize(request: web.Request) -> web.Response:
         shown = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
         return json_response(Tokenized(len(ids), engine.facts.max_model_len, ids, shown))
 
-    async with context.limits.admit(tenant_of(request)):
+    with context.limits.admit(tenant_of(request)):
         return await context.engine.call_with_text(num_chars, tokenized)
 
 
@@ -145,7 +145,7 @@ async def detokenize(request: web.Request) -> web.Response:
     tokenizer, size = _tokenizer(context), context.engine.engine.facts.vocab_size
     if body.tokens and max(body.tokens) >= size:
         raise bad_request("tokens", f"token ids go from 0 to {size - 1}")
-    async with context.limits.admit(tenant_of(request)):
+    with context.limits.admit(tenant_of(request)):
         return await context.engine.call_with_text(len(body.tokens), _detokenized, tokenizer, body.tokens)
 
 

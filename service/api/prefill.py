@@ -53,7 +53,7 @@ async def prefill(request: web.Request) -> web.Response:
     if not body.token_ids:
         return json_response(PrefillAnswer(0))
     lineage = Lineage(bytes.fromhex(body.root))
-    async with context.limits.admit(body.tenant):
+    with context.limits.admit(body.tenant):
         starting = engine.start(
             body.token_ids, PARAMS, body.tenant, spliced=((), lineage), turn_starts=body.turn_starts
         )

@@ -1,13 +1,12 @@
-"""Limits on what may wait and run, per tenant and in all, and on a request's time. Knows no route and no engine.
+"""Limits on what may wait and run, in all and of one tenant, and on a request's time. Knows no route and no engine.
 
 The limits count sequences: each choice of each prompt is one, so that a request counts by the work that it asks for.
 """
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
 from kvstore.service.http.errors import NO_RETRY, ApiError, unavailable
 from kvstore.service.settings.serve_options import ServeOptions
@@ -18,27 +17,12 @@ MAX_LARGE_BYTES = 2**28  # of large bodies that are read at once; a small one ne
 LARGE_BODY_BYTES = 2**20
 
 
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    turn: asyncio.Future[bool]
-    num_sequences: int
-
-
 @dataclass(slots=True)
 class _Tenant:
-    """num_requests, num_sequences: waiting or running; num_running: admitted sequences.
-
-    waiters: wait to be admitted, in order of arrival.
-    """
+    """What it has waiting or running."""
 
     num_requests: int = 0
     num_sequences: int = 0
-    num_running: int = 0
-    waiters: deque[_Waiter] = field(default_factory=deque)
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(waiter.num_sequences for waiter in self.waiters)
 
 
 class Deadline:
@@ -79,32 +63,28 @@ class Limits:
         self.num_admitted = 0  # requests that wait or run, of all tenants
         self.num_sequences = 0  # theirs
 
-    def counts(self) -> dict[str, tuple[int, int]]:
-        """For each active tenant: how many sequences run, and how many wait for their tenant's turn."""
-        return {name: (tenant.num_running, tenant.num_waiting) for name, tenant in self._tenants.items()}
+    def counts(self) -> dict[str, int]:
+        """How many sequences of each tenant wait or run."""
+        return {name: tenant.num_sequences for name, tenant in self._tenants.items()}
 
     @property
     def num_open(self) -> int:
         """The number of requests of any kind that are not answered yet."""
         return len(self._deadlines)
 
-    # -- turns -------------------------------------------------------------------------------------------------------
-    @asynccontextmanager
-    async def admit(self, name: str, num_sequences: int = 1) -> AsyncIterator[None]:
+    # -- room --------------------------------------------------------------------------------------------------------
+    @contextmanager
+    def admit(self, name: str, num_sequences: int = 1) -> Iterator[None]:
         """Admit a request that computes this number of sequences, and hold its place while the context lasts.
 
-        Waits for the tenant's turn. Raises ApiError 400 when it asks for more than fits, 503 when the server is full,
-        429 when the tenant has too many.
+        Raises ApiError 400 when it asks for more than ever fits, 503 when the server is full, 429 when the tenant has
+        as much of it as the others leave to it.
         """
         self._check_room(self._tenants.get(name, _Tenant()), num_sequences)
         tenant = self._tenants.setdefault(name, _Tenant())
         self._count(tenant, 1, num_sequences)
         try:
-            await self._enter(tenant, num_sequences)
-            try:
-                yield
-            finally:
-                self._give_back(tenant, num_sequences)
+            yield
         finally:
             self._count(tenant, -1, -num_sequences)
             if not tenant.num_requests:
@@ -115,7 +95,7 @@ class Limits:
         room.
         """
         max_requests, share = self._options.max_queue, 2 if self.is_shared else 1
-        largest = min(self._max_sequences // share, self._options.max_concurrent_per_key or self._max_sequences)
+        largest = self._max_sequences // share
         if num_sequences > largest:
             raise ApiError(
                 400,
@@ -128,8 +108,13 @@ class Limits:
         most = max(1, (max_requests - self.num_admitted + tenant.num_requests) // share)
         most_sequences = max(1, (self._max_sequences - self.num_sequences + tenant.num_sequences) // share)
         if tenant.num_requests + 1 > most or tenant.num_sequences + num_sequences > most_sequences:
-            raise _too_many(
-                f"this key has {tenant.num_requests} requests with {tenant.num_sequences} sequences waiting or running"
+            raise ApiError(
+                429,
+                f"this key has {tenant.num_requests} requests with {tenant.num_sequences} sequences waiting or "
+                "running, and other keys need the rest of the room; try again",
+                type="rate_limit_error",
+                code="rate_limit_exceeded",
+                headers={"Retry-After": str(RETRY_AFTER_S)},
             )
 
     def _count(self, tenant: _Tenant, num_requests: int, num_sequences: int) -> None:
@@ -137,47 +122,6 @@ class Limits:
         self.num_sequences += num_sequences
         tenant.num_requests += num_requests
         tenant.num_sequences += num_sequences
-
-    async def _enter(self, tenant: _Tenant, num_sequences: int) -> None:
-        limit = self._options.max_concurrent_per_key
-        is_full = limit and tenant.num_running + num_sequences > limit
-        if is_full or any(not waiter.turn.done() for waiter in tenant.waiters):
-            if tenant.num_waiting + num_sequences > self._options.max_queue_per_key:
-                raise _too_many(f"this key has {tenant.num_running} sequences running and {tenant.num_waiting} waiting")
-            await self._wait(tenant, num_sequences)
-        else:
-            tenant.num_running += num_sequences
-
-    async def _wait(self, tenant: _Tenant, num_sequences: int) -> None:
-        waiter = _Waiter(asyncio.get_running_loop().create_future(), num_sequences)
-        tenant.waiters.append(waiter)
-        was_let_in = False
-        try:
-            async with asyncio.timeout(self._options.queue_timeout_s):
-                was_let_in = await waiter.turn
-        except TimeoutError:
-            raise _too_many("the request has waited too long for others of this key") from None
-        finally:
-            if waiter in tenant.waiters:
-                tenant.waiters.remove(waiter)
-                self._let_in(tenant)  # a waiter behind a larger one may fit now
-            elif not was_let_in:
-                self._give_back(tenant, num_sequences)  # it was admitted just as it stopped waiting
-
-    def _give_back(self, tenant: _Tenant, num_sequences: int) -> None:
-        tenant.num_running -= num_sequences
-        self._let_in(tenant)
-
-    def _let_in(self, tenant: _Tenant) -> None:
-        """Admit the next waiters, as far as there is room."""
-        for waiter in list(tenant.waiters):
-            if waiter.turn.done():
-                continue  # it has just stopped waiting
-            if tenant.num_running + waiter.num_sequences > self._options.max_concurrent_per_key:
-                return
-            tenant.waiters.remove(waiter)
-            tenant.num_running += waiter.num_sequences
-            waiter.turn.set_result(True)
 
     @asynccontextmanager
     async def body(self, num_bytes: int | None) -> AsyncIterator[None]:
@@ -218,9 +162,3 @@ class Limits:
     def end_all(self, error: ApiError) -> None:
         for deadline in list(self._deadlines):
             deadline.end(error)
-
-
-def _too_many(message: str) -> ApiError:
-    return ApiError(
-        429, message, type="rate_limit_error", code="rate_limit_exceeded", headers={"Retry-After": str(RETRY_AFTER_S)}
-    )

@@ -15,6 +15,7 @@ from kvstore.errors import ConfigError
 from kvstore.service.settings.options import (
     CONFIG,
     DEFAULT,
+    REMOVED,
     Command,
     Option,
     OptionValue,
@@ -73,6 +74,9 @@ def effective(
     command: str, options: Iterable[Option], given: Mapping[str, Any], environment: Mapping[str, str]
 ) -> dict[str, OptionValue]:
     """The setting of each option by its key: flag, else environment, else file, else default."""
+    for key in REMOVED:
+        if environment.get(variable_of(key)):
+            raise ConfigError(f"{variable_of(key)} is unknown{suggestion(key, ())}")
     config = _config_file(given.get(CONFIG.key), environment)
     return {option.key: _setting(command, option, given.get(option.key), environment, config) for option in options}
 

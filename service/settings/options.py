@@ -19,6 +19,11 @@ from kvstore.errors import ConfigError
 
 T = TypeVar("T")
 
+REMOVED = {  # what has been an option, by its key, and what to use instead
+    "max_concurrent_per_key": "tenants share each step equally, and --max-queue bounds what waits or runs",
+    "max_queue_per_key": "one tenant has at most half of the --max-queue that others leave",
+    "queue_timeout": "--request-timeout bounds a request from its arrival on",
+}
 COMMANDS = {
     "serve": "answer over HTTP: sessions, the OpenAI API, a web page",
     "chat": "talk to a model in the terminal",
@@ -374,7 +379,11 @@ def parse_arguments(command: Command, argv: list[str]) -> dict[str, Any] | None:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """The rest of a message about a word that is not known: the one that was probably meant, or what there is."""
+    """The rest of a message about a word that is not known: what has taken its place, the one that was probably meant,
+    or what there is.
+    """
+    if (instead := REMOVED.get(key_of(word))) is not None:
+        return f", as it has been removed: {instead}"
     known = list(known)
     if (close := nearest(word, known)) is not None:
         return f"; did you mean {close!r}?"

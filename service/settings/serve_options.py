@@ -137,10 +137,6 @@ class ServeOptions:
     ttl_s: float | None = ttl_flag()
     max_connections: int = flag(1024, count, "open connections")
     max_queue: int = flag(512, count, "requests waiting or running before the next gets 503")
-    max_concurrent_per_key: int = flag(
-        0, count_or_none, "sequences (prompts times n) of one tenant at once; 0: no limit"
-    )
-    max_queue_per_key: int = flag(0, count_or_none, "sequences of one tenant that wait beyond those")
     engine_process: bool = flag(
         True, on_or_off, "on runs the engine in a process of its own, beside the one that answers", shown="on"
     )
@@ -162,7 +158,6 @@ class ServeOptions:
     request_timeout_s: float = flag(
         600.0, seconds, "seconds a request may take in all, from its arrival to the last byte of its answer"
     )
-    queue_timeout_s: float = flag(60.0, seconds, "seconds a request may wait for its tenant's turn")
     max_body_bytes: int = flag(32 * 2**20, body_size, "size of a request's body", shown="32MiB")
     body_timeout_s: float = flag(30.0, seconds, "seconds a request's body may take to arrive")
     shutdown_timeout_s: float = flag(5.0, seconds, "seconds running requests get when the server ends")

@@ -1,22 +1,26 @@
 """Two tenants on one server: a request of very many sequences beside a small one of somebody else, over HTTP."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
+from tests.support.by_hand import held
 from tests.support.service.serving import raw_request, serving
 from tests.support.service.talking import tenants
 
 
 def test_a_request_counts_by_its_prompts_and_choices():
-    with serving(max_concurrent_per_key=8) as server:
-        for path, body in (
-            ("/v1/completions", {"prompt": ["a", "b", "c"], "n": 3}),
-            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 9}),
-        ):
-            reply = server.post(path, body | {"max_tokens": 1})
-            assert (reply.status, reply.error["code"]) == (400, "too_many_sequences")
-            assert "9 sequences" in reply.error["message"] and "8" in reply.error["message"]
-            body["n"] = 2
-            assert server.post(path, body | {"max_tokens": 1}).status == 200
+    with serving(max_queue=1) as server, ThreadPoolExecutor(1) as client:
+        body = {"prompt": ["a"] * 11, "n": 3, "max_tokens": 1}
+        reply = server.post("/v1/completions", body)
+        assert (reply.status, reply.error["code"]) == (400, "too_many_sequences")
+        assert "33 sequences" in reply.error["message"] and "32" in reply.error["message"]
+        assert server.post("/v1/completions", body | {"n": 2}).status == 200
+        server.wait_until_idle()
+        body = {"messages": [{"role": "user", "content": "a"}], "n": 9, "max_tokens": 1}
+        with held(server.engine):
+            reply = client.submit(server.post, "/v1/chat/completions", body)
+            server.wait_until(lambda: server.context.limits.num_sequences == 9, "they are counted")
+        assert reply.result().status == 200
         server.wait_until_idle()
 
 

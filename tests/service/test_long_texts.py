@@ -6,7 +6,6 @@ import json
 import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -135,65 +134,54 @@ def test_a_tokenizer_whose_file_cuts_texts_does_not(model, tmp_path):
     assert len(ids) > 1000
 
 
-# -- with a single place, which is taken ------------------------------------------------------------------------------
+# -- where there is no place, or no step ------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def taken():
-    with serving(max_concurrent_per_key=1, max_queue_per_key=8) as found:
-        with crawling(found.engine):
-            stream = Stream(found, "/chat", {"message": "Hello", **LONG})
-            assert stream.status == 200
-            with held(found.engine):  # so that it does not end
-                yield found
-        stream.leave()
+def resting():
+    with serving() as found, held(found.engine):
+        yield found
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
-def test_who_tokenizes_waits_for_a_place(path):
+def test_who_tokenizes_takes_a_place(path):
     body = {"/tokenize": {"prompt": "Hello"}, "/detokenize": {"tokens": [300]}}[path]
-    with serving(max_concurrent_per_key=1) as server:
+    with serving(max_queue=1) as server:
         with crawling(server.engine):
             stream = Stream(server, "/chat", {"message": "Hello", **LONG})
             stream.next()
             with held(server.engine):
                 reply = server.post(path, body)
-        assert (reply.status, reply.error["code"]) == (429, "rate_limit_exceeded")
+        assert (reply.status, reply.error["code"]) == (503, "server_overloaded")
         stream.leave()
         server.wait_until_idle()
         assert server.post(path, body).status == 200
 
 
 @pytest.mark.parametrize("route", [route for route in ROUTES if "token" not in route])
-def test_what_cannot_fit_waits_for_no_place_and_is_not_tokenized(taken, route, monkeypatch):
+def test_what_cannot_fit_waits_for_nothing_and_is_not_tokenized(resting, route, monkeypatch):
     def encoded(*_):
         raise AssertionError("a text that cannot fit was tokenized")
 
     monkeypatch.setattr("kvstore.engine.text.encoder._ids", encoded)
-    reply = taken.post(route.partition(" ")[0].rstrip(","), ROUTES[route])
+    reply = resting.post(route.partition(" ")[0].rstrip(","), ROUTES[route])
     assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
 
 
-def test_ids_that_cannot_fit_wait_for_no_place(taken):
+def test_ids_that_cannot_fit_wait_for_nothing(resting):
     for prompt in ([300] * 1024, [[300], [300] * 1024]):
-        reply = taken.post("/v1/completions", {"prompt": prompt, "max_tokens": 1})
+        reply = resting.post("/v1/completions", {"prompt": prompt, "max_tokens": 1})
         assert (reply.status, reply.error["param"]) == (400, "prompt")
 
 
 def test_a_body_does_not_stay_while_its_request_waits():
-    with serving(max_concurrent_per_key=1, max_queue_per_key=8) as server, ExitStack() as crawls:
-        crawls.enter_context(crawling(server.engine))
-        stream = Stream(server, "/chat", {"message": "Hello", **LONG})
-        stream.next()
+    with serving() as server:
         limits = server.context.limits
         body = json.dumps({"prompt": "Hello", "max_tokens": 1, "note": "x" * 2**22}).encode()
         tracemalloc.start()
         try:
-            with ThreadPoolExecutor(6) as clients:
-                with held(server.engine):
-                    replies = [clients.submit(server.post, "/v1/completions", body) for _ in range(6)]
-                    server.wait_until(lambda: limits.counts()[""][1] == 6, "all wait")
-                    num_bytes, _ = tracemalloc.get_traced_memory()
-                crawls.close()
-                stream.leave()
+            with ThreadPoolExecutor(6) as clients, held(server.engine):
+                replies = [clients.submit(server.post, "/v1/completions", body) for _ in range(6)]
+                server.wait_until(lambda: limits.num_admitted == 6, "all wait")
+                num_bytes, _ = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
         assert {reply.result().status for reply in replies} == {200}
@@ -201,16 +189,16 @@ def test_a_body_does_not_stay_while_its_request_waits():
 
 
 @pytest.mark.parametrize("route", [route for route in ROUTES if "token" not in route])
-def test_a_text_that_was_refused_does_not_stay(taken, route):
+def test_a_text_that_was_refused_does_not_stay(resting, route):
     path, body = route.partition(" ")[0].rstrip(","), json.dumps(ROUTES[route]).replace(TEXT, "a" * 2**21).encode()
-    taken.post(path, body)
+    resting.post(path, body)
     gc.collect()
     gc.disable()
     tracemalloc.start()
     try:
         for _ in range(4):
-            assert taken.post(path, body).status == 400
-        taken.wait_until(lambda: taken.context.limits.num_open <= 1, "only the stream is left")
+            assert resting.post(path, body).status == 400
+        resting.wait_until(lambda: resting.context.limits.num_open == 0, "they are over")
         num_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

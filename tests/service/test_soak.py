@@ -247,7 +247,7 @@ def check_idle(servers: list[Serving], store: Path) -> None:
     assert server.get("/health").json() == {"status": "ok", "reasons": []}
     assert all(not one["running"] for each in servers for one in each.get("/sessions?limit=1000").json()["data"])
     tenants_now = server.request("GET", "/admin/tenants", None, ADMIN).json()["tenants"]
-    assert all((one["running"], one["waiting"]) == (0, 0) for one in tenants_now)
+    assert all(one["running"] == 0 for one in tenants_now)
     server.engine.flush()
     assert (store / "blocks" / "data.mdb").stat().st_size <= DISK_BYTES
 
@@ -261,7 +261,7 @@ def test_nothing_is_left_of_mixed_traffic(tmp_path, request, kind):
     seconds, store = LONG_SECONDS if is_long else SECONDS, tmp_path / "store"
     engine = {"cache_tiers": {**TIERS, "path": store}, "max_num_seqs": 8}
     factory = (lambda: RemoteEngine(device="cpu", **engine)) if is_remote else None
-    limits = {"max_concurrent_per_key": 12, "max_queue_per_key": 12, "write_timeout_s": 0.3, "admin_key": ADMIN_KEY}
+    limits = {"max_queue": 24, "write_timeout_s": 0.3, "admin_key": ADMIN_KEY}
     with tenants(tmp_path, engine=engine, engine_factory=factory, **limits) as servers:
         clients = [Client(servers[number % 2], number) for number in range(NUM_CLIENTS)]
         run_all(clients, seconds)

@@ -99,7 +99,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     )  # fmt: skip
     one = CompletionExchange(context, tenant_of(request), body, body.prompts(), params)
     one.check()
-    async with context.limits.admit(one.tenant, len(one.prompts) * params.n):
+    with context.limits.admit(one.tenant, len(one.prompts) * params.n):
         return await (_stream(request, one) if body.stream else _whole(one))
 
 

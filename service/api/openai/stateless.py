@@ -75,7 +75,7 @@ async def open_stateless(context: Context, history: StatelessRequest) -> AsyncIt
     """Begin an answer. Raises ApiError 429 or 503 where there is no room, and RequestError."""
     engine, params = context.engine, history.params
     check_chars_of(context, [message["content"] for message in history.messages])
-    async with context.limits.admit(history.tenant, params.n):
+    with context.limits.admit(history.tenant, params.n):
         turn = await engine.call_with_text(
             num_chars_of(history.messages), context.recall.next_turn, history.tenant, history.salt, history.messages,
             history.reuse,

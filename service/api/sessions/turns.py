@@ -188,7 +188,7 @@ async def _admitted(context: Context, wanted: TurnRequest) -> AsyncIterator[None
     """Like `Limits.admit`, but an unknown session is reported as unknown even where there is no room."""
     async with AsyncExitStack() as stack:
         try:
-            await stack.enter_async_context(context.limits.admit(wanted.tenant))
+            stack.enter_context(context.limits.admit(wanted.tenant))
         except ApiError:
             if not wanted.is_new and wanted.fork_of is None:
                 await check_exists(context, wanted.key)

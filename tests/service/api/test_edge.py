@@ -228,7 +228,7 @@ def test_counters(server):
 
 
 def test_tenants(server):
-    assert admin(server, "GET", "/admin/tenants").json() == {"tenants": [{"tenant": "", "running": 0, "waiting": 0}]}
+    assert admin(server, "GET", "/admin/tenants").json() == {"tenants": [{"tenant": "", "running": 0}]}
 
 
 def test_eviction_takes_the_fields_of_the_command(server):

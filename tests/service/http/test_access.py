@@ -173,7 +173,7 @@ def test_options_that_are_wrong_are_refused(wrong):
 
 @pytest.mark.parametrize(("flag", "text"), [
     ("--port", "http"), ("--port", "65536"), ("--port", "-1"), ("--request-timeout", "0"), ("--max-queue", "0"),
-    ("--request-timeout", "nan"), ("--max-body", "1"), ("--log-format", "xml"), ("--max-queue-per-key", "-1"),
+    ("--request-timeout", "nan"), ("--max-body", "1"), ("--log-format", "xml"), ("--engine-restarts", "-1"),
 ])  # fmt: skip
 def test_flags_refuse_what_is_out_of_bounds(flag, text):
     option = next(option for option in SERVE_OPTIONS if option.flag == flag)

@@ -9,6 +9,7 @@ from kvstore.service.command import cli
 from kvstore.service.settings.config_file import as_toml, effective, read_config
 from kvstore.service.settings.options import (
     JSON,
+    REMOVED,
     STORE,
     Command,
     Option,
@@ -229,6 +230,22 @@ def test_a_store_in_a_file_is_that_of_every_command(home, tmp_path, capsys):
     for argv in (["stats"], ["sessions"], ["evict", "--all"], ["verify"], ["compact"], ["plan"]):
         assert cli.main(argv) == 1
         assert f"there is no store at {tmp_path}/none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_what_has_been_removed_is_refused_wherever_it_stands_and_says_what_to_use(home, capsys, monkeypatch, key):
+    def refused(*argv: str) -> None:
+        assert cli.main(["serve", *argv]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith(f" is unknown, as it has been removed: {REMOVED[key]}")
+
+    flag, variable = f"--{key.replace('_', '-')}", variable_of(key)
+    assert cli.main(["serve", flag, "1"]) == 2
+    assert capsys.readouterr().err == f"kvstore: unknown flag {flag!r}, as it has been removed: {REMOVED[key]}\n"
+    refused("--config", write(home / "any.toml", f"{key} = 1\n"))
+    refused("--config", write(home / "any.toml", f"[serve]\n{key} = 1\n"))
+    monkeypatch.setenv(variable, "1")
+    refused()
 
 
 def test_a_wrong_file_is_one_line_and_exit_2(home, capsys):

@@ -11,7 +11,7 @@ MODEL = "kvstore-builtin"
 
 @pytest.fixture(scope="module")
 def server():
-    with serving(api_key=KEY, max_concurrent_per_key=8, max_queue_per_key=8) as one:
+    with serving(api_key=KEY) as one:
         yield one
 
 
