@@ -178,7 +178,7 @@ def measure_overhead(
         direct = [_direct_turn(engine, params, text) for text in _messages(vocabulary, repeats)][3:]
     found = {"over_http_s": median(over_http), "direct_s": median(direct)}
     report.add(
-        part="overhead", arm=_mode(common), num_requests=repeats, **found,
+        part="overhead", arm="process", num_requests=repeats, **found,
         overhead_s=found["over_http_s"] - found["direct_s"],
     )  # fmt: skip
 
@@ -218,7 +218,7 @@ def measure_streams(model: str | None, common: Sequence[str], report: Report, lo
         after = server.resident_bytes()
     good = [one for one in found["results"] if not one.error]
     report.add(
-        part="streams", arm=_mode(common), num_requests=len(found["results"]),
+        part="streams", arm="process", num_requests=len(found["results"]),
         num_failed=len(found["results"]) - len(good), **_percentiles("ttft_s", [one.ttft_s for one in good]),
         **_percentiles("itl_s", [gap for one in good for gap in one.gaps_s]),
         tokens_per_s=sum(one.usage["completion_tokens"] for one in good) / found["seconds"],
@@ -288,10 +288,6 @@ async def _ask_often(client: Client, load: Load, num_requests: int) -> None:
         await asyncio.sleep(rng.uniform(0.5, 1.5) * load.think_s)
 
 
-def _mode(common: Sequence[str]) -> str:
-    return "process" if common[1] == "on" else "in-process"
-
-
 # -- the command -----------------------------------------------------------------------------------------------------
 def _parser() -> argparse.ArgumentParser:
     parser = arguments("serving", __doc__ or "", uses_torch=False)
@@ -305,8 +301,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rate", type=float, default=4.0, help="conversations begun a second, of the open loop")
     parser.add_argument("--think", type=float, default=0.2, help="mean seconds before each further turn")
     parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--engine-process", default="on", choices=("on", "off", "both"))
-    parser.add_argument("--flags", default="", help='further flags of kvstore serve, such as --flags="--replicas 1"')
+    parser.add_argument(
+        "--flags", default="", help='further flags of kvstore serve, such as --flags="--data-parallel-size 2"'
+    )
     parser.add_argument("--hbm", default="auto", help="size of the first tier, such as 16MiB (default: by model)")
     return parser
 
@@ -338,7 +335,6 @@ def _load(parsed: argparse.Namespace, vocabulary: Sequence[str]) -> Load:
 
 
 def _measure(parsed: argparse.Namespace, report: Report) -> None:
-    both = ("on", "off") if parsed.engine_process == "both" else (parsed.engine_process,)
     names = parsed.arms.split(",")
     with _model(parsed.model) as (model, vocabulary):
         load = _load(parsed, vocabulary)
@@ -351,23 +347,22 @@ def _measure(parsed: argparse.Namespace, report: Report) -> None:
             "tiers": Arm("tiers", tiers),
             "restart": Arm("restart", tiers, restart=True),
         }
-        for mode in both:
-            common = ("--engine-process", mode, *shlex.split(parsed.flags))
-            if parsed.part in ("all", "turns"):
-                for name in names:
-                    say(f"{name}, engine {_mode(common)}, {load.loop} loop")
-                    measure_arm(model, load, arms[name], common, report)
-            if parsed.part in ("all", "overhead"):
-                measure_overhead(model, common, report, vocabulary, 10 if parsed.quick else 100)
-            if parsed.part in ("all", "streams"):
-                many = Load("closed", 16 if parsed.quick else parsed.streams, 1, parsed.streams, 1.0, 0.0, vocabulary,
-                            first_words=20, words=20, max_tokens=32)  # fmt: skip
-                measure_streams(model, common, report, many)
-            if parsed.part in ("all", "fairness"):
-                few = Load("closed", 1, 5 if parsed.quick else 40, 1, 1.0, 0.2, vocabulary,
-                           first_words=load.first_words, words=20, max_tokens=16)  # fmt: skip
-                hbm = parsed.hbm if parsed.hbm != "auto" else "512MiB" if model else "64MiB"
-                measure_fairness(model, (*common, *tiers[2:6], "--hbm", hbm), report, few)
+        common = shlex.split(parsed.flags)
+        if parsed.part in ("all", "turns"):
+            for name in names:
+                say(f"{name}, {load.loop} loop")
+                measure_arm(model, load, arms[name], common, report)
+        if parsed.part in ("all", "overhead"):
+            measure_overhead(model, common, report, vocabulary, 10 if parsed.quick else 100)
+        if parsed.part in ("all", "streams"):
+            many = Load("closed", 16 if parsed.quick else parsed.streams, 1, parsed.streams, 1.0, 0.0, vocabulary,
+                        first_words=20, words=20, max_tokens=32)  # fmt: skip
+            measure_streams(model, common, report, many)
+        if parsed.part in ("all", "fairness"):
+            few = Load("closed", 1, 5 if parsed.quick else 40, 1, 1.0, 0.2, vocabulary,
+                       first_words=load.first_words, words=20, max_tokens=16)  # fmt: skip
+            hbm = parsed.hbm if parsed.hbm != "auto" else "512MiB" if model else "64MiB"
+            measure_fairness(model, (*common, *tiers[2:6], "--hbm", hbm), report, few)
 
 
 def _display(row: Row) -> Row:

@@ -121,33 +121,19 @@ def open_engine(
     options: ServeOptions,
     engine_factory: Callable[..., Any] | None = None,
 ) -> Any:
-    """The engine that the service drives, in this process or in one of its own."""
+    """The engine that the service drives, in a process of its own."""
     if options.served_model_name and engine_arguments.get("kv_events"):  # routers know the name that clients give
         topic = engine_arguments.get("kv_events_topic") or default_topic(options.served_model_name)
         engine_arguments = {**engine_arguments, "kv_events_topic": topic}
     if engine_factory is None:
         check_speaks(model, engine_arguments, chats=False)
-        engine_factory = _local_engine
-        if options.engine_process:
-            from kvstore.engine.remote_engine import RemoteEngine
+        from kvstore.engine.remote_engine import RemoteEngine
 
-            restarts = options.engine_restarts
-            engine_factory = partial(
-                RemoteEngine, silence_s=options.engine_timeout_s, max_restarts=restarts,
-                data_parallel_size=options.data_parallel_size,
-            )  # fmt: skip
+        engine_factory = partial(
+            RemoteEngine, silence_s=options.engine_timeout_s, max_restarts=options.engine_restarts,
+            data_parallel_size=options.data_parallel_size,
+        )  # fmt: skip
     return engine_factory(model, **engine_arguments)
-
-
-def _local_engine(*given: Any, **named: Any) -> Any:
-    """Waits for an ending predecessor, which an engine in its own process does by itself."""
-    from kvstore.engine.process.life import spin_briefly
-
-    spin_briefly(os.environ)
-    from kvstore.engine.engine import Engine  # loads torch, hence here
-    from kvstore.engine.lifetime import open_waiting_for_lock
-
-    return open_waiting_for_lock(lambda: Engine(*given, **named))
 
 
 async def _serve(server: "Server", store: str | None, open_engine: OpenEngine) -> int:

@@ -20,6 +20,7 @@ from kvstore.errors import ConfigError
 T = TypeVar("T")
 
 REMOVED = {  # what has been an option, by its key, and what to use instead
+    "engine_process": "a server's engine has a process of its own, and in Python Engine has none",
     "max_concurrent_per_key": "tenants share each step equally, and --max-queue bounds what waits or runs",
     "max_queue_per_key": "one tenant has at most half of the --max-queue that others leave",
     "queue_timeout": "--request-timeout bounds a request from its arrival on",

@@ -82,13 +82,6 @@ def replica_counts(name: str, text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or match[1])
 
 
-def on_or_off(name: str, text: str) -> bool:
-    try:
-        return switch(name, text)
-    except ConfigError:
-        raise ConfigError(f"{name} is {text!r}; give one of on, off") from None
-
-
 def body_size(name: str, text: str) -> int:
     value = size(name, text)
     if not 1024 <= value <= 2**30:
@@ -137,9 +130,6 @@ class ServeOptions:
     ttl_s: float | None = ttl_flag()
     max_connections: int = flag(1024, count, "open connections")
     max_queue: int = flag(512, count, "requests waiting or running before the next gets 503")
-    engine_process: bool = flag(
-        True, on_or_off, "on runs the engine in a process of its own, beside the one that answers", shown="on"
-    )
     data_parallel_size: int = flag(
         1,
         engine_count,
@@ -185,11 +175,6 @@ class ServeOptions:
         for key, where in ((self.api_key, "--api-key"), (self.admin_key, "--admin-key")):
             if key is not None:
                 check_key(key, where)
-        if self.data_parallel_size > 1 and not self.engine_process:
-            raise ConfigError(
-                f"--data-parallel-size is {self.data_parallel_size}, and --engine-process is off; several engines are "
-                "processes of their own: leave it on"
-            )
         if self.data_parallel_size > 1 and self.replicas is not None:
             raise ConfigError(
                 f"--data-parallel-size is {self.data_parallel_size}, and --replicas starts whole servers; give one"

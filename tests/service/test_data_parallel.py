@@ -47,7 +47,7 @@ def hangs_and_is_replaced(server: ServerProcess) -> None:
 
 def test_one_of_two_engines_is_killed_while_both_answer_and_then_one_hangs(tmp_path):
     store, flags = tmp_path / "store", ("--data-parallel-size", "2", "--engine-timeout", "15")
-    with launched(store, *flags, engine_process=True) as server:
+    with launched(store, *flags) as server:
         assert len(pids(server)) == 2
         sessions = [say(server, HELLO.format(name))["session_id"] for name in ("Anna", "Bob")]
         server.flush()

@@ -48,21 +48,19 @@ def talk_and_kill(clients: Clients, server: ServerProcess, is_long: bool) -> Non
 
 
 def test_a_server_that_is_killed_keeps_what_was_acknowledged(store, request):
-    """Again and again on one store, with the engine in its own process and without."""
+    """Again and again on one store."""
     is_long = request.config.getoption("--long")
     clients = Clients(seed=1)
     for number in range(NUM_LONG_ROUNDS if is_long else NUM_ROUNDS):
-        server = launch(store, engine_process=number % 2 == 0)
+        server = launch(store)
         core = server.core
         try:
-            assert (core is not None) == (number % 2 == 0)
             clients.check(server)
             talk_and_kill(clients, server, is_long)
         finally:
             server.kill()
-        if core is not None and number % 4 == 0:  # else the next server waits for the store
+        if number % 2 == 0:  # else the next server waits for the store
             wait_until(partial(is_gone, core), "the engine's process ends with the server")
-        elif number % 3 == 2:
             verify(store)
     with launched(store, *SOON) as server:
         clients.check(server)
@@ -90,7 +88,7 @@ def is_running_again(server: ServerProcess) -> bool:
 
 def test_an_engine_s_process_that_is_killed_is_started_again_until_the_server_gives_up(store):
     clients = Clients(seed=2)
-    with launched(store, "--engine-restarts", "1", "--engine-timeout", "10", engine_process=True) as server:
+    with launched(store, "--engine-restarts", "1", "--engine-timeout", "10") as server:
         clients.check(server)
         clients.begin(server)
         clients.progress.wait(100)
@@ -140,22 +138,20 @@ def end_while_it_streams(
         *_, error, done = stream.rest()
         assert (error["error"]["code"], done) == ("stopping", "[DONE]")
     assert server.process.wait(60) == 0
-    assert core is None or is_gone(core)
+    assert is_gone(core)
     return session_id, ["Hello, my name is Anna.", kept["message"]["content"]]
 
 
-def hang_up_twice(server: ServerProcess) -> None:
-    """As a shell does that passes on what the kernel has sent already."""
-    server.process.send_signal(signal.SIGHUP)
-    wait_until(lambda: '"stopping"' in server.log.read_text(), "it ends")
-    server.process.send_signal(signal.SIGHUP)
+def test_a_server_that_is_hung_up_twice_says_so_to_its_streams(store):
+    """As a shell does that passes on what the kernel has sent already. The test of kills sends SIGTERM."""
 
+    def hang_up_twice(server: ServerProcess) -> None:
+        server.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: '"stopping"' in server.log.read_text(), "it ends")
+        server.process.send_signal(signal.SIGHUP)
 
-@pytest.mark.parametrize("end", [terminate, hang_up_twice])
-def test_a_server_that_is_ended_says_so_to_its_streams(store, end):
-    """One with two processes. The test of kills ends one that has one."""
-    with launched(store, *SOON, engine_process=True) as server:
-        session_id, said = end_while_it_streams(server, end)
+    with launched(store, *SOON) as server:
+        session_id, said = end_while_it_streams(server, hang_up_twice)
     verify(store)
     assert stored_turns(store) == {session_id: said}
 
@@ -164,7 +160,7 @@ def test_a_terminal_that_is_closed_ends_it_in_order(store):
     """The kernel tells all its processes."""
     ours, theirs = pty.openpty()
     within = ("sh", "-c", 'exec "$@" <"$0"', os.ttyname(theirs))  # what it opens first becomes its terminal
-    with launched(store, *SOON, engine_process=True, within=within) as server:
+    with launched(store, *SOON, within=within) as server:
         os.close(theirs)
         session_id, said = end_while_it_streams(server, lambda _: os.close(ours))
     verify(store)

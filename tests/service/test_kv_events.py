@@ -27,7 +27,7 @@ def is_ready(server) -> bool:
 def test_routers_know_what_a_server_holds_and_again_when_its_engine_was_killed(tmp_path):
     endpoint = free_endpoint()
     flags = ("--kv-events", endpoint, "--served-model-name", "our/model")
-    with Reader(endpoint) as reader, launched(tmp_path / "store", *flags, engine_process=True) as server:
+    with Reader(endpoint) as reader, launched(tmp_path / "store", *flags) as server:
         session_id = chat(server, "My name is Ada, and I have much to say about my dog Biscuit.")["session_id"]
         server.flush()
         picture, num_blocks = reader.pictures[TOPIC], server.admin("GET", "/admin/stats").json()["disk"]["blocks"]

@@ -43,6 +43,7 @@ def _node(address: str, number: int, num_cpus: int, folder: Path, log: Path) -> 
     own = ("--dashboard-agent-listen-port", "--metrics-export-port")
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", *where, "--block", "--num-cpus", str(num_cpus),
                "--ray-client-server-port", str(free_port()), "--object-store-memory", str(OBJECT_BYTES),
+               "--min-worker-port", "0", "--max-worker-port", "0",  # by default a range in which ours may be
                *(text for name in own for text in (name, str(free_port())))]  # fmt: skip
     with log.open("wb") as out:
         node = psutil.Popen(command, env={**os.environ, **QUIET}, stdout=out, stderr=out, cwd=folder)

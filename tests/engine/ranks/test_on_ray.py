@@ -111,7 +111,7 @@ def test_a_program_that_is_connected_stays_so_and_its_places_are_given_back(mode
 
 
 # -- what cannot start -------------------------------------------------------------------------------------------------
-SERVE = """
+CHAT = """
 import os, sys, types
 from kvstore.engine.ranks import on_ray
 from kvstore.service.command.cli import main
@@ -145,12 +145,13 @@ HERE, CLOSED, NOWHERE = "here", "closed", "nowhere"  # clusters
 def test_the_command_says_in_a_line_why_it_cannot_start(
     model, tmp_path, cluster, where, num_stages, change, code, told
 ):  # fmt: skip
-    command = ["serve", model, "--device", "cpu", "--distributed-executor", "ray", "--tensor-parallel-size", "2",
-               "--pipeline-parallel-size", str(num_stages), "--engine-process", "off", "--port", "0"]  # fmt: skip
+    command = ["chat", model, "--device", "cpu", "--distributed-executor", "ray", "--tensor-parallel-size", "2",
+               "--pipeline-parallel-size", str(num_stages)]  # fmt: skip
     address = {HERE: cluster[0], CLOSED: f"127.0.0.1:{free_port()}", NOWHERE: "nowhere"}[where]
     ended = subprocess.run(
-        [sys.executable, "-c", SERVE.replace("CHANGE", change), *command, "--store", str(tmp_path / "store")],
+        [sys.executable, "-c", CHAT.replace("CHANGE", change), *command, "--store", str(tmp_path / "store")],
         env={**ENVIRONMENT, "RAY_ADDRESS": address}, capture_output=True, text=True, timeout=START_S,
+        stdin=subprocess.DEVNULL,
     )  # fmt: skip
     lines = [line for line in ended.stderr.splitlines() if line.startswith("kvstore:")]
     assert len(lines) == 1 and re.search(told, lines[0]) and ended.returncode == code, ended.stderr[-3000:]

@@ -206,7 +206,6 @@ def test_the_page_of_all_flags_is_current():
     (["serve", "--data-parallel-size", "0"], "--data-parallel-size is '0'; give a whole number from 1"),
     (["serve", "--data-parallel-size", "two"], "--data-parallel-size is 'two'; give a whole number from 1"),
     (["serve", "--data-parallel-size", "65"], "--data-parallel-size is '65'; give a whole number from 1 to 64"),
-    (["serve", "--data-parallel-size", "2", "--engine-process", "off"], "--engine-process is off"),
     (["serve", "--data-parallel-size", "2", "--replicas", "2"], "--replicas starts whole servers"),
     (["chat", "--data-parallel-size", "2"], "--data-parallel-size"),
 ])  # fmt: skip

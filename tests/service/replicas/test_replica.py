@@ -58,7 +58,7 @@ async def has_failed(replica):
 
 
 async def story(store):
-    async with replica_at(store, engine_process=False, shutdown_timeout_s=120) as replica:
+    async with replica_at(store, shutdown_timeout_s=120) as replica:
         head, body = await answered(replica, "POST", "/chat", SHORT, **{"x-new-session": "chosen"})
         assert (head.status, json.loads(body)["session_id"]) == (200, "chosen")
         head, body = await answered(replica, "GET", "/sessions/chosen?limit=1")
@@ -112,7 +112,7 @@ def test_an_engine_that_has_failed_for_good_is_told_to_ray(tmp_path):
 
 def test_a_replica_with_as_many_requests_as_it_takes_is_healthy(tmp_path):
     async def look():
-        async with replica_at(tmp_path, engine_process=False, max_connections=1) as replica:
+        async with replica_at(tmp_path, max_connections=1) as replica:
             stream = replica.answer(passed("POST", "/chat", LONG))
             assert (await anext(stream)).status == 200
             await replica.check_health()

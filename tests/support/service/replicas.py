@@ -40,7 +40,7 @@ class RayFleet:
         self.environment = {"RAY_TMPDIR": self._ray, "HOME": str(folder), "RAY_memory_monitor_refresh_ms": "0"}
 
     def launch(self, *flags: str) -> ServerProcess:
-        return launch(self.store, *self.flags, *flags, engine_process=True, environment=self.environment)
+        return launch(self.store, *self.flags, *flags, environment=self.environment)
 
     def close(self) -> None:
         self.redis.kill()

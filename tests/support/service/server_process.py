@@ -54,18 +54,16 @@ class ServerProcess:
 
 
 def launch(
-    store: Path, *flags: str, engine_process: bool = False, environment: Mapping[str, str] | None = None,
-    within: Sequence[str] = (),
-) -> ServerProcess:  # fmt: skip
+    store: Path, *flags: str, environment: Mapping[str, str] | None = None, within: Sequence[str] = ()
+) -> ServerProcess:
     """A server on this store, ready. Its log is beside the store, one file for all. environment: beside ours. within: a
     command that becomes the server's.
     """
     log = store.with_suffix(".log")
     known = log.stat().st_size if log.exists() else 0
-    mode = ("--engine-process", "on" if engine_process else "off")
     with log.open("ab") as stderr:
         process = subprocess.Popen(
-            [*within, *COMMAND, "serve", "--store", str(store), *SIZES, *FLAGS, *mode, *flags], cwd=store.parent,
+            [*within, *COMMAND, "serve", "--store", str(store), *SIZES, *FLAGS, *flags], cwd=store.parent,
             env={**ENVIRONMENT, **(environment or {})}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             stderr=stderr, start_new_session=True,
         )  # fmt: skip
@@ -88,11 +86,9 @@ def launch(
 
 
 @contextmanager
-def launched(
-    store: Path, *flags: str, engine_process: bool = False, within: Sequence[str] = ()
-) -> Iterator[ServerProcess]:
+def launched(store: Path, *flags: str, within: Sequence[str] = ()) -> Iterator[ServerProcess]:
     """`launch`; killed at the end, if it still runs. A test that fails shows what the server said."""
-    server = launch(store, *flags, engine_process=engine_process, within=within)
+    server = launch(store, *flags, within=within)
     try:
         yield server
     except Exception:

@@ -168,7 +168,7 @@ def serving(
     engine: arguments of the engine; routes: instead of the service's own; fleet_key: of Server; options: of
     ServeOptions. Clients bring options["api_key"].
     """
-    known = {"engine_process": False, "shutdown_timeout_s": 0.0, **options, "port": 0}
+    known = {"shutdown_timeout_s": 0.0, **options, "port": 0}
     server = Server(ServeOptions(**known), routes, fleet_key)
     ready: list[Serving] = []
     up, over = threading.Event(), threading.Event()
