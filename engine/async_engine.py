@@ -114,11 +114,6 @@ class StreamedAnswer:
         """Ids of the first choice's full blocks, once it has ended."""
         return self._handle.chain
 
-    @property
-    def lineage(self) -> Lineage | None:
-        """What that chain is built on, once it has ended."""
-        return self._handle.lineage
-
     def __aiter__(self) -> StreamedAnswer:
         return self
 

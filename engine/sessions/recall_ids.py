@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from kvstore.blocks.ids import BlockId, Lineage
+from kvstore.blocks.ids import BlockId
 from kvstore.engine.outputs import Choice
 from kvstore.engine.text.chat_template import ChatTemplate, Message
 from kvstore.engine.text.detokenizer import Detokenizer
@@ -36,48 +35,29 @@ def answer_ids(
     return choice.token_ids[:count] + template.encode_answer(choice.text[len(known) :])
 
 
-@dataclass(frozen=True, slots=True)
-class Digests:
-    """Digests of a list of messages. messages: of each one. histories: of each one with all before it."""
-
-    messages: list[bytes]
-    histories: list[bytes]
-
-
 class Keys:
     """The digests of one owner: a tenant and a salt."""
 
     def __init__(self, root: BlockId, cache_salt: str) -> None:
         self._key = hmac.digest(root, b"answers" + cache_salt.encode("utf-8", "surrogatepass"), "sha256")
-        # A salted history has a lineage of its own, apart from the engine's root.
-        self.lineage = Lineage(self._digest(b"rt", b"") * 2 if cache_salt else root)
 
-    def of(self, messages: Sequence[Message]) -> Digests:
-        """Digests of these messages, in one pass over their contents."""
-        each = [self._message(message) for message in messages]
-        history, histories = b"", []
-        for digest in each:
-            history = self._digest(b"hi", history + digest)
-            histories.append(history)
-        return Digests(each, histories)
+    def histories(self, messages: Sequence[Message]) -> list[bytes]:
+        """The digest of each message with all before it."""
+        history, found = b"", []
+        for message in messages:
+            history = self.after(history, message)
+            found.append(history)
+        return found
 
-    def after(self, history: bytes, message: Message) -> tuple[bytes, bytes]:
-        """The message's digest, and that of the history with it."""
-        digest = self._message(message)
-        return digest, self._digest(b"hi", history + digest)
+    def after(self, history: bytes, message: Message) -> bytes:
+        """The digest of a history, given by its own, and a message: all fields of it, as a template may show any."""
+        parts = [text.encode("utf-8", "surrogatepass") for item in sorted(message.items()) for text in item]
+        said = self._digest(b"ms", b"".join(len(part).to_bytes(8, "little") + part for part in parts))
+        return self._digest(b"hi", history + said)
 
     def text(self, answer: str) -> bytes:
         """The digest of an answer's text, whatever came before it."""
         return self._digest(b"tx", answer.encode("utf-8", "surrogatepass"))
-
-    def end(self, system: Sequence[bytes], last: Sequence[bytes]) -> bytes:
-        """The digest of a conversation's system prompt and last messages."""
-        return self._digest(b"en", len(system).to_bytes(8, "little") + b"".join([*system, *last]))
-
-    def _message(self, message: Message) -> bytes:
-        """The digest of all its fields, as a template may show any of them."""
-        parts = [text.encode("utf-8", "surrogatepass") for item in sorted(message.items()) for text in item]
-        return self._digest(b"ms", b"".join(len(part).to_bytes(8, "little") + part for part in parts))
 
     def _digest(self, tag: bytes, value: bytes) -> bytes:
         return hmac.digest(self._key, tag + value, "sha256")[:DIGEST_BYTES]

@@ -32,14 +32,6 @@ class TurnDelta:
     after: str
 
 
-@dataclass(frozen=True, slots=True)
-class HistoryIds:
-    """A prompt made of known ids and encoded text. ends: where each known answer ends, by its message's index."""
-
-    token_ids: list[int]
-    ends: dict[int, int]
-
-
 class ChatTemplate:
     """The chat template of one tokenizer; made by `of`."""
 
@@ -107,7 +99,7 @@ class ChatTemplate:
         messages: list[Message],
         answers: Mapping[int, Sequence[int]],
         known: tuple[int, Sequence[int]] | None = None,
-    ) -> HistoryIds | None:
+    ) -> list[int] | None:
         """`prompt_ids` of a history in which some answers keep the ids that the model gave them.
 
         answers: ids without the end token, by the index of the assistant's message. known: all ids up to the end of the
@@ -128,16 +120,14 @@ class ChatTemplate:
             ids = list(known[1])
         else:
             ids = self.prompt_ids(messages[:first]) + list(kept[first])
-        ends = {first: len(ids)}
         after = [*contents][1:]
         for text, index in zip(texts[1:], [*after, None], strict=True):
             ids += self._text.encode_part(text)
             if index in kept:
                 ids += kept[index]
-                ends[index] = len(ids)
             elif index is not None:
                 ids += self._text.encode_plain(contents[index])
-        return HistoryIds(ids, ends)
+        return ids
 
     def _shown(
         self, messages: list[Message], kept: Mapping[int, Sequence[int]]

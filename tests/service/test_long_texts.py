@@ -42,7 +42,7 @@ ROUTES = {
 }
 TOKENIZING = (
     (edge, "_encode"), (edge, "_chat_ids"), (edge, "_detokenized"), (async_engine, "prompt_ids"),
-    (Recall, "next_turn"), (ChatSession, "check"), (ChatSession, "begin"), (ChatTemplate, "prompt_ids"),
+    (Recall, "prompt_ids"), (ChatSession, "check"), (ChatSession, "begin"), (ChatTemplate, "prompt_ids"),
 )  # fmt: skip
 
 

@@ -117,7 +117,7 @@ class Client:
         if len(self._history) > 8:
             del self._history[: self._rng.choice((2, 4, len(self._history)))]
         asked = [*self._history, {"role": "user", "content": text(self._rng)}]
-        body = {"messages": asked, "truncation_reuse": self._rng.choice(("exact", "reencode")), **sampled(self._rng)}
+        body = {"messages": asked, **sampled(self._rng)}
         reply = self._server.post("/v1/chat/completions", body)
         if self._expect("quote", reply, 200, 400):
             self._history = [*asked, reply.json()["choices"][0]["message"]]

@@ -40,9 +40,8 @@ class ChatExchange:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )  # fmt: skip
         return StatelessRequest(
-            tenant, messages_of(body.messages), params, PATH, body.cache_salt or "", body.truncation_reuse or "exact",
-            body.priority or 0,
-        )  # fmt: skip
+            tenant, messages_of(body.messages), params, PATH, body.cache_salt or "", body.priority or 0
+        )
 
     def chunk(self, choice: schema.ChunkChoice | None, usage: UsageObject | None = None) -> schema.ChatCompletionChunk:
         return schema.ChatCompletionChunk(

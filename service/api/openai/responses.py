@@ -23,6 +23,7 @@ from kvstore.errors import RequestError, SessionBusyError, SessionNotFoundError
 from kvstore.service.api.context import Context, context_of, tenant_of
 from kvstore.service.api.edge import check_model, json_response
 from kvstore.service.api.openai import response_schema as schema
+from kvstore.service.api.openai.schema import check_exact
 from kvstore.service.api.openai.stateless import StatelessRequest, StatelessTurn, open_stateless
 from kvstore.service.api.schema import read_body, sampling_params
 from kvstore.service.api.sessions import turns
@@ -109,6 +110,8 @@ async def _wanted(
     """The turn to run if nothing has continued the previous turn meanwhile."""
     truncation, reuse = body.truncation or "disabled", body.truncation_reuse or "reencode"
     check_truncation(truncation, reuse)
+    if body.store is False:
+        check_exact(body.truncation_reuse)
     system, said = schema.said_of(body)
     params = _params(context, body)
     tenant, request_key = tenant_of(request), request_key_of(request)

@@ -15,9 +15,7 @@ TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=2**20)]
 
 # -- chat completions ------------------------------------------------------------------------------------------------
 class ChatCompletionBody(Sampling, kw_only=True):
-    """truncation_reuse: with "reencode", a history that lost its oldest turns is recognised, and the KV of the others
-    reused.
-    """
+    """truncation_reuse: "exact", as every history that comes as text is; sessions have another."""
 
     model: str | None = None
     messages: Messages
@@ -28,8 +26,17 @@ class ChatCompletionBody(Sampling, kw_only=True):
 
     def check(self) -> None:
         """Raises ApiError 400 for fields that do not go together."""
+        check_exact(self.truncation_reuse)
         if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs", "top_logprobs needs logprobs to be true")
+
+
+def check_exact(truncation_reuse: str | None) -> None:
+    """Raises ApiError 400 for another reuse than that of a history which belongs to no session."""
+    if truncation_reuse not in (None, "exact"):
+        raise bad_request(
+            "truncation_reuse", f"truncation_reuse is {truncation_reuse!r}, and only sessions re-encode; leave it out"
+        )
 
 
 class TopLogprob(msgspec.Struct):

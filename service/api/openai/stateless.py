@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from kvstore.engine.async_engine import StreamedAnswer
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.sessions.window import NextTurn
 from kvstore.engine.text.chat_template import Message
 from kvstore.service.api.context import Context
 from kvstore.service.api.openai.generation import check_ended
@@ -23,14 +22,13 @@ from kvstore.service.api.sessions.turns import ID_BYTES, TurnResult
 
 @dataclass(frozen=True, slots=True)
 class StatelessRequest:
-    """What to answer. route: the label in the metrics; reuse: as `truncation_reuse` of a request."""
+    """What to answer. route: the label in the metrics."""
 
     tenant: str
     messages: list[Message]
     params: SamplingParams
     route: str
     salt: str = ""
-    reuse: str = "exact"
     priority: int = 0
 
 
@@ -42,11 +40,10 @@ class StatelessTurn:
 
     number = None
 
-    def __init__(self, context: Context, history: StatelessRequest, turn: NextTurn, answer: StreamedAnswer) -> None:
+    def __init__(self, context: Context, history: StatelessRequest, answer: StreamedAnswer) -> None:
         self.session_id = secrets.token_hex(ID_BYTES)
         self._context = context
         self._history = history
-        self._turn = turn
         self._answer = answer
 
     @property
@@ -62,9 +59,8 @@ class StatelessTurn:
         output, history = self.output, self._history
         check_ended(output)
         await self._context.engine.call(
-            self._context.recall.note, history.tenant, history.salt, history.messages, output, self._turn.chain,
-            self._answer.lineage, self._turn.turn_starts,
-        )  # fmt: skip
+            self._context.recall.note, history.tenant, history.salt, history.messages, output
+        )
         return TurnResult(
             self.session_id, None, output.text, output.finish_reason or "", output.usage, output.timings, 0, time.time()
         )
@@ -76,13 +72,11 @@ async def open_stateless(context: Context, history: StatelessRequest) -> AsyncIt
     engine, params = context.engine, history.params
     check_chars_of(context, [message["content"] for message in history.messages])
     with context.limits.admit(history.tenant, params.n):
-        turn = await engine.call_with_text(
-            num_chars_of(history.messages), context.recall.next_turn, history.tenant, history.salt, history.messages,
-            history.reuse,
-        )  # fmt: skip
-        spliced = (turn.chain, turn.lineage) if turn.lineage.splice_index is not None else None
+        prompt, turn_starts = await engine.call_with_text(
+            num_chars_of(history.messages), context.recall.prompt, history.tenant, history.salt, history.messages
+        )
         starting = engine.start(
-            turn.prompt, params, history.tenant, history.salt, history.priority, spliced, turn.turn_starts
+            prompt, params, history.tenant, history.salt, history.priority, turn_starts=turn_starts
         )
         async with context.counted(await starting, history.route) as answer:
-            yield StatelessTurn(context, history, turn, answer)
+            yield StatelessTurn(context, history, answer)

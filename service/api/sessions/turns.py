@@ -152,10 +152,7 @@ class LiveTurn:
         if not isinstance(self._wanted.ttl, UnsetType):
             chat.set_ttl(self._wanted.ttl)
         with suppress(StoreError):  # the note only saves work
-            self._context.recall.note(
-                chat.tenant, "", chat.window.shown[:-1], self._answer.output, chat.window.chain, chat.window.lineage,
-                chat.window.turn_starts, chat.session_id,
-            )  # fmt: skip
+            self._context.recall.note(chat.tenant, "", chat.window.shown[:-1], self._answer.output, chat.session_id)
             if chat.stored.is_deleted:  # its deletion may have come before the note
                 self._context.recall.forget_session(chat.tenant, chat.session_id)
 
