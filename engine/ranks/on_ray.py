@@ -45,7 +45,7 @@ def others_on_ray(arguments: Sequence[Mapping[str, Any]], silence_s: float, num_
 
     size, key = len(arguments) + 1, secrets.token_bytes(KEY_BYTES)
     with ExitStack() as opened:
-        ray = opened.enter_context(_connected())
+        ray = opened.enter_context(connected("distributed_executor is ray"))
         host = ray.util.get_node_ip_address()
         group = opened.enter_context(_places(ray, size, num_threads, host))
         store = tcp_store(host, 0, is_host=True)
@@ -72,22 +72,20 @@ def others_on_ray(arguments: Sequence[Mapping[str, Any]], silence_s: float, num_
 
 
 @contextmanager
-def _connected() -> Iterator[Any]:
-    """Ray, connected to the cluster that this machine belongs to. Raises ConfigError."""
+def connected(why: str) -> Iterator[Any]:
+    """Ray, connected to the cluster that this machine belongs to. why: what needs it. Raises ConfigError."""
     try:
         import ray
         import ray.util
     except ImportError:
-        raise ConfigError(
-            "distributed_executor is ray, which is not installed; pip install ray on each machine"
-        ) from None
+        raise ConfigError(f"{why}, but Ray is not installed; pip install ray on each machine") from None
     is_own = not ray.is_initialized()  # else by the program
     if is_own:
         try:
             _connect(ray)
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise ConfigError(
-                f"distributed_executor is ray, but this machine belongs to no cluster that answers ({_line(error)}); "
+                f"{why}, but this machine belongs to no cluster that answers ({_line(error)}); "
                 "ray start --head on one machine, ray start --address=HOST:6379 on the others"
             ) from error
     try:

@@ -157,7 +157,8 @@ class Replica:
         log("replica has ended", {"replica": self._place.name})
 
     async def __del__(self) -> None:
-        await self.close()
+        if hasattr(self, "_watching"):  # else it was loading, and has nothing to end
+            await self.close()
 
 
 def arguments_at(arguments: Mapping[str, Any], place: ReplicaPlace) -> dict[str, Any]:

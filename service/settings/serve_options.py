@@ -161,7 +161,8 @@ class ServeOptions:
     replicas: tuple[int, int] | None = flag(
         None,
         replica_counts,
-        "servers behind Ray Serve at one port: N, or MIN-MAX by load; each has a store of its own below --store",
+        "servers on this machine's Ray cluster, at one port: N, or MIN-MAX by load; each has a store of its own below "
+        "--store",
         shown="one server, without Ray",
     )
     takes_session_names: bool = False  # who sends the requests names new sessions

@@ -1,4 +1,4 @@
-"""Two replicas behind Ray Serve on this machine: where requests go, what is lost when one is killed, how they end."""
+"""Two replicas on a Ray cluster of one node: where requests go, what is lost when one is killed, how they end."""
 
 import http.client
 import json
@@ -13,13 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
-import psutil
 import pytest
 
 from kvstore.service.server import EXIT_ENGINE_FAILED
 from tests.support.redis_server import free_port
-from tests.support.service.replicas import RayFleet, Whose, end, needs_ray, ray_fleet, replicas_of
-from tests.support.service.server_process import ENVIRONMENT, ServerProcess, run_command
+from tests.support.service.replicas import FleetServer, RayFleet, Whose, end, needs_ray, ray_fleet, replicas_of
+from tests.support.service.server_process import ENVIRONMENT, run_command
 from tests.support.service.serving import Reply
 from tests.support.service.talking import LONG, SHORT, Stream, chat, num_turns
 from tests.support.shared_sessions import answers_without_a_store
@@ -30,9 +29,13 @@ TOLD = "I would like to tell you something about my garden, where there are appl
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ray_fleet(tmp_path_factory.mktemp("fleet"), "--replicas", "2") as (_, server):
-        yield server
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetServer]:
+    with ray_fleet(tmp_path_factory.mktemp("fleet")) as fleet:
+        server = fleet.launch("--replicas", "2")
+        try:
+            yield server
+        finally:
+            end(server)
 
 
 def details(answer: dict) -> dict[str, int]:
@@ -146,7 +149,7 @@ def test_a_client_that_goes_ends_its_answer(fleet):
     assert chat(fleet, "And now?", session_id)["turn"] == 2
 
 
-def are_both_there(server: ServerProcess) -> bool:
+def are_both_there(server: FleetServer) -> bool:
     return set(replicas_of(server)) == {"replica-0", "replica-1"} and len(server.get("/health").json()["replicas"]) == 2
 
 
@@ -190,7 +193,8 @@ def test_a_replica_is_killed_in_the_middle_of_a_turn(fleet):
 
 
 def test_at_the_end_answers_are_finished_and_all_is_kept(tmp_path):
-    with ray_fleet(tmp_path, "--replicas", "2", "--shutdown-timeout", "60") as (fleet, server):
+    with ray_fleet(tmp_path) as fleet:
+        server = fleet.launch("--replicas", "2", "--shutdown-timeout", "60")
         sessions = [chat(server, f"{TOLD} Number {number}.")["session_id"] for number in range(4)]
         streams = [Stream(server, "/chat", {"message": "Go on.", "session_id": one, **LONG}) for one in sessions]
         for stream in streams:
@@ -212,14 +216,47 @@ def test_at_the_end_answers_are_finished_and_all_is_kept(tmp_path):
         assert len(fleet.redis.ask("KEYS", "*")) > 0
 
 
-def test_when_ray_itself_dies_the_command_ends_to_be_started_again(tmp_path):
-    with ray_fleet(tmp_path, "--replicas", "1") as (_, server):
-        (raylet,) = (one for one in psutil.Process(server.process.pid).children() if one.name() == "raylet")
-        replica = replicas_of(server)["replica-0"]
-        raylet.kill()
+ON_CLUSTER = """
+import sys
+import ray
+from ray import serve
+
+@serve.deployment(ray_actor_options={"num_cpus": 0})
+class Other:
+    def __call__(self): ...
+
+ray.init(address="auto", logging_level="warning")
+if sys.argv[1] == "run":
+    serve.run(Other.bind(), name="other", route_prefix="/other")
+else:
+    serve.delete(sys.argv[2])
+"""
+
+
+def test_a_killed_command_leaves_its_replicas_and_what_others_do_is_seen(tmp_path):
+    with ray_fleet(tmp_path) as fleet:
+        server = fleet.launch("--replicas", "1")
+        session_id = chat(server, "Hello.")["session_id"]
+        before = replicas_of(server)
+        server.kill()
+        assert chat(server, "Still there?", session_id)["turn"] == 2
+
+        server = fleet.launch("--replicas", "1")  # takes its place, at another port
+        assert chat(server, "And now?", session_id)["turn"] == 3
+        assert not before["replica-0"].is_running() and set(replicas_of(server)) == {"replica-0"}
+
+        def on_cluster(*what: str) -> None:
+            command = [sys.executable, "-c", ON_CLUSTER, *what]
+            subprocess.run(command, env=ENVIRONMENT | fleet.environment, check=True, timeout=300)
+
+        on_cluster("run")
+        on_cluster("delete", "kvstore")
         assert server.process.wait(120) == EXIT_ENGINE_FAILED
-        assert "Ray has died on this machine" in server.log.read_text()
-        assert psutil.wait_procs([replica], 120)[1] == []
+        assert "others have ended the application" in server.log.read_text()
+        flags = (*fleet.flags, "--store", fleet.store, "--replicas", "1")
+        refused = run_command("serve", *flags, **fleet.environment)
+        assert (refused.returncode, refused.stderr.count("kvstore: ")) == (2, 1), refused
+        assert "--replicas is given, but Ray Serve has other on this cluster; deploy beside it" in refused.stderr
 
 
 CONFIG = """
@@ -248,19 +285,19 @@ applications:
 
 
 class Deployed:
-    """The application as Ray's own `serve run` deploys it."""
+    """The application as Ray's own `serve run` deploys it, until SIGINT."""
 
     def __init__(self, fleet: RayFleet, folder: Path) -> None:
         port, file, self.log = free_port(), folder / "kvstore.yaml", folder / "ray.log"
         _, sessions, _, remote, _, secret = fleet.flags
         file.write_text(CONFIG.format(port=port, store=fleet.store, sessions=sessions, remote=remote, secret=secret))
-        environment = {**ENVIRONMENT, **fleet.environment, "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+        environment = {**ENVIRONMENT, **fleet.environment, "RAY_DEDUP_LOGS": "0"}
         with self.log.open("wb") as log:
-            command = (sys.executable, "-m", "ray.serve.scripts", "run", "--address", "local", str(file))
+            command = (sys.executable, "-m", "ray.serve.scripts", "run", str(file))
             process = subprocess.Popen(
                 command, env=environment, cwd=folder, stdout=log, stderr=log, start_new_session=True
             )
-        self.server = ServerProcess(process, self.log, ("127.0.0.1", port), key=None)
+        self.server = FleetServer(process, self.log, ("127.0.0.1", port), key=None, node=fleet.node)
 
     def is_up(self) -> bool:
         assert self.server.process.poll() is None, self.log.read_text()[-3000:]
@@ -275,8 +312,17 @@ class Deployed:
 
 def test_ray_deploys_it_from_a_file_and_scales_it_under_load(tmp_path):
     """Two are needed for six requests at a time, and one for two: then one of them ends while both have a turn."""
-    fleet = RayFleet(tmp_path)
-    deployed = Deployed(fleet, tmp_path)
+    with ray_fleet(tmp_path) as fleet:
+        deployed = Deployed(fleet, tmp_path)
+        try:
+            check_that_it_scales(deployed)
+        finally:
+            end(deployed.server, signal.SIGINT)
+    for name in ("replica-0", "replica-1"):
+        assert run_command("verify", "--store", fleet.store / name).returncode == 0
+
+
+def check_that_it_scales(deployed: Deployed) -> None:
     server, is_over, is_scaled = deployed.server, threading.Event(), threading.Event()
 
     def load() -> None:
@@ -293,37 +339,31 @@ def test_ray_deploys_it_from_a_file_and_scales_it_under_load(tmp_path):
             turns.append(chat(server, f"Go on, {len(turns)}.", session_id, **LONG))
         return turns
 
-    try:
-        wait_until(deployed.is_up, "the application is there", 300)
-        assert set(replicas_of(server)) == {"replica-0"}
-        with ThreadPoolExecutor(8) as threads:
-            loads = [threads.submit(load) for _ in range(6)]
-            try:
-                wait_until(lambda: are_both_there(server) or any(one.done() for one in loads), "another one comes")
-                kept, talking = one_on_each(server), one_on_each(server)
-                talks = [threads.submit(talk, one) for one in talking.values()]
-                is_over.set()
-                wait_until(lambda: deployed.said('"replica has ended"') == 1, "one is not needed any more", 300)
-                wait_until(lambda: len(replicas_of(server)) == 1, "its process has ended")
-            finally:
-                is_over.set()
-                is_scaled.set()
-            assert [one.result() for one in loads] == [None] * 6  # none has failed
-            for session_id, turns in zip(talking.values(), (one.result() for one in talks), strict=True):
-                assert [turn["turn"] for turn in turns] == list(range(2, len(turns) + 2))
-                assert num_turns(server, session_id) == len(turns) + 1
-        (left,) = replicas_of(server)
-        (gone,) = kept.keys() - {left}
-        assert details(chat(server, "And now?", kept[gone]))["remote"] > 0
-        assert deployed.said("not all KV was kept") == 0
-    finally:
-        end(server, signal.SIGINT)
-        fleet.close()
-    for name in ("replica-0", "replica-1"):
-        assert run_command("verify", "--store", fleet.store / name).returncode == 0
+    wait_until(deployed.is_up, "the application is there", 300)
+    assert set(replicas_of(server)) == {"replica-0"}
+    with ThreadPoolExecutor(8) as threads:
+        loads = [threads.submit(load) for _ in range(6)]
+        try:
+            wait_until(lambda: are_both_there(server) or any(one.done() for one in loads), "another one comes")
+            kept, talking = one_on_each(server), one_on_each(server)
+            talks = [threads.submit(talk, one) for one in talking.values()]
+            is_over.set()
+            wait_until(lambda: deployed.said('"replica has ended"') == 1, "one is not needed any more", 300)
+            wait_until(lambda: len(replicas_of(server)) == 1, "its process has ended")
+        finally:
+            is_over.set()
+            is_scaled.set()
+        assert [one.result() for one in loads] == [None] * 6  # none has failed
+        for session_id, turns in zip(talking.values(), (one.result() for one in talks), strict=True):
+            assert [turn["turn"] for turn in turns] == list(range(2, len(turns) + 2))
+            assert num_turns(server, session_id) == len(turns) + 1
+    (left,) = replicas_of(server)
+    (gone,) = kept.keys() - {left}
+    assert details(chat(server, "And now?", kept[gone]))["remote"] > 0
+    assert deployed.said("not all KV was kept") == 0
 
 
-def one_on_each(server: ServerProcess) -> dict[str, str]:
+def one_on_each(server: FleetServer) -> dict[str, str]:
     """A session on each of two replicas, by their names."""
     found: dict[str, str] = {}
     while len(found) < 2:

@@ -1,20 +1,22 @@
-"""Servers behind Ray Serve, as processes of their own: a fleet with its Redis, ended so that nothing is left."""
+"""Servers behind Ray Serve, on a cluster of one node: a fleet with its Redis, ended so that nothing is left."""
 
 import importlib.util
+import os
 import re
-import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.support.redis_server import RedisServer
-from tests.support.service.server_process import ServerProcess, launch
+from tests.support.ray_cluster import ray_cluster
+from tests.support.redis_server import RedisServer, free_port
+from tests.support.service.server_process import ENVIRONMENT, ServerProcess, launch
 from tests.support.shared_sessions import DURABLE
+from tests.support.waiting import wait_until
 
 ACTOR = "ray::ServeReplica:kvstore:Replica"
 END_S = 120.0
@@ -22,65 +24,60 @@ END_S = 120.0
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray Serve")
 
 
+@dataclass
+class FleetServer(ServerProcess):
+    """What answers for all replicas. node: the process of Ray that theirs come from."""
+
+    node: psutil.Process = None  # type: ignore[assignment]
+
+
 class RayFleet:
     """Replicas over one Redis, which has sessions and KV. redis, store: also for others to look into."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, address: str, node: psutil.Process) -> None:
         (folder / "redis").mkdir()
         (folder / "secret").touch(0o600)
         (folder / "secret").write_text("of a fleet of tests, long enough\n")
         (folder / "secret").chmod(0o600)
-        self.store = folder / "store"
+        self.store, self.node = folder / "store", node
         self.redis = RedisServer(folder / "redis", *DURABLE)
         self.flags = (
             "--session-store", self.redis.url, "--remote", self.redis.url[:-1] + "1",
             "--fleet-secret-file", str(folder / "secret"),
         )  # fmt: skip
-        self._ray = tempfile.mkdtemp(prefix="ray")  # Ray has sockets there, and their names may not be long
-        self.environment = {"RAY_TMPDIR": self._ray, "HOME": str(folder), "RAY_memory_monitor_refresh_ms": "0"}
+        self.environment = {"RAY_ADDRESS": address, "HOME": str(folder)}
 
-    def launch(self, *flags: str) -> ServerProcess:
-        return launch(self.store, *self.flags, *flags, environment=self.environment)
-
-    def close(self) -> None:
-        self.redis.kill()
-        shutil.rmtree(self._ray)
+    def launch(self, *flags: str) -> FleetServer:
+        port = ("--port", str(free_port()))
+        server = launch(self.store, *self.flags, *port, *flags, environment=self.environment)
+        return FleetServer(**vars(server), node=self.node)
 
 
 @contextmanager
-def ray_fleet(folder: Path, *flags: str) -> Iterator[tuple[RayFleet, ServerProcess]]:
-    fleet = RayFleet(folder)
-    try:
-        server = fleet.launch(*flags)
+def ray_fleet(folder: Path) -> Iterator[RayFleet]:
+    with ray_cluster(1, max(2, os.cpu_count() or 1), folder, {**ENVIRONMENT, "HOME": str(folder)}) as (address, nodes):
+        fleet = RayFleet(folder, address, nodes[0])
         try:
-            yield fleet, server
+            yield fleet
         finally:
-            end(server)
-    finally:
-        fleet.close()
+            fleet.redis.kill()
 
 
-def end(server: ServerProcess, number: int = signal.SIGTERM) -> int:
-    """In order, by a signal; none of its processes is left. Returns its exit code."""
-    if server.process.poll() is not None:
-        return server.process.returncode
-    all_of_it = psutil.Process(server.process.pid).children(recursive=True)
-    server.process.send_signal(number)
+def end(server: FleetServer, number: int = signal.SIGTERM) -> int:
+    """In order, by a signal; no replica is left. Returns its exit code."""
     try:
+        server.process.send_signal(number)
         code = server.process.wait(END_S)
-        left = psutil.wait_procs(all_of_it, END_S)[1]
-        assert left == [], f"processes are left: {left}"
+        wait_until(lambda: not replicas_of(server), "all replicas have ended")
         return code
     finally:
         server.kill()
-        for one in psutil.wait_procs(all_of_it, 0)[1]:
-            one.kill()
 
 
-def replicas_of(server: ServerProcess) -> dict[str, psutil.Process]:
+def replicas_of(server: FleetServer) -> dict[str, psutil.Process]:
     """The processes of replicas that run, by their names."""
     found = {}
-    for process in psutil.Process(server.process.pid).children(recursive=True):
+    for process in server.node.children(recursive=True):
         try:
             if process.cmdline()[:1] == [ACTOR]:
                 places = [re.search(r"/(replica-\d+)\.lock$", file.path) for file in process.open_files()]
