@@ -1,15 +1,17 @@
-"""Fixtures of several files: a server as two tenants see it, a browser's pages, a command without settings."""
+"""Fixtures of several files: a server as two tenants see it, a browser's pages, commands without settings."""
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvstore.service.command import cli
 from kvstore.service.http.logs import LOGGER, JsonFormatter, TextFormatter
 from tests.support.service.browser import Tabs, chromium
+from tests.support.service.server_process import without_progress
 from tests.support.service.serving import Serving
 from tests.support.service.talking import tenants
 
@@ -69,3 +71,15 @@ def no_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("XDG_CONFIG_HOME", "XDG_DATA_HOME"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path / "home"
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], no_settings: Path) -> Callable[..., tuple[int, str, str]]:
+    """Runs a command in this process; gives (exit code, stdout, stderr)."""
+
+    def call(*argv: object, engine_factory: Callable[..., object] | None = None) -> tuple[int, str, str]:
+        code = cli.main(list(map(str, argv)), engine_factory)
+        captured = capsys.readouterr()
+        return code, captured.out, without_progress(captured.err)
+
+    return call

@@ -18,7 +18,7 @@ from kvstore.service.http.access import EXPOSED
 from kvstore.service.http.errors import ApiError, api_error
 from kvstore.service.http.logs import LOGGER
 from kvstore.service.http.routes import Route
-from tests.support.service.serving import ADMIN_KEY, KEY, raw_request, read_to_end, serving
+from tests.support.service.serving import ADMIN_KEY, KEY, raw_request, read_to_end, server_fixture, serving
 from tests.support.waiting import wait_until
 
 HEALTHY = ("/health", "/healthz", "/livez", "/ping", "/ready")
@@ -46,10 +46,7 @@ OWN = (
 )
 
 
-@pytest.fixture(scope="module")
-def server():
-    with serving(routes=(*ROUTES, *OWN), api_key=KEY, admin_key=ADMIN_KEY) as found:
-        yield found
+server = server_fixture(routes=(*ROUTES, *OWN), api_key=KEY, admin_key=ADMIN_KEY)
 
 
 def samples(server, name: str) -> Counter[tuple[str, ...]]:

@@ -12,17 +12,13 @@ from kvstore.service.api.health import health_reasons
 from kvstore.service.api.page import FILES
 from kvstore.service.api.recent_stats import RecentStats
 from tests.support.by_hand import held
-from tests.support.service.serving import ADMIN, ADMIN_KEY, KEY, serving
+from tests.support.service.serving import ADMIN, ADMIN_KEY, KEY, server_fixture, serving
 from tests.support.waiting import TIMEOUT_S, wait_until
 
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    path = tmp_path_factory.mktemp("store") / "kv"
-    tiers = {"hbm": "4MiB", "cpu": "4MiB", "disk": "64MiB", "path": path}
-    options = {"api_key": KEY, "admin_key": ADMIN_KEY, "served_model_name": "our/model", "vllm_metrics": True}
-    with serving(engine={"cache_tiers": tiers}, **options) as found:
-        yield found
+TIERS = {"hbm": "4MiB", "cpu": "4MiB", "disk": "64MiB"}
+server = server_fixture(
+    TIERS, api_key=KEY, admin_key=ADMIN_KEY, served_model_name="our/model", vllm_metrics=True
+)  # fmt: skip
 
 
 # -- health ----------------------------------------------------------------------------------------------------------

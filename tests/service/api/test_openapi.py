@@ -6,7 +6,6 @@ from typing import Any
 import hypothesis
 import jsonschema_rs
 import msgspec
-import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase
 from schemathesis.checks import not_a_server_error
@@ -22,7 +21,7 @@ from kvstore import SamplingParams
 from kvstore.service.api.openapi import describe
 from kvstore.service.app import ROUTES
 from kvstore.service.http.routes import Route
-from tests.support.service.serving import ADMIN_KEY, KEY, serving
+from tests.support.service.serving import ADMIN_KEY, KEY, server_fixture
 
 DOCUMENT = describe(ROUTES)
 OPERATIONS = [(path, method, found) for path, item in DOCUMENT["paths"].items() for method, found in item.items()]
@@ -107,12 +106,8 @@ def test_parameters_bodies_and_streams_are_told_from_the_table():
 
 
 # -- the service against it ------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    tiers = {"hbm": "8MiB", "cpu": "8MiB", "disk": "64MiB", "path": tmp_path_factory.mktemp("openapi") / "store"}
-    options = {"api_key": KEY, "admin_key": ADMIN_KEY, "served_model_name": MODEL}
-    with serving(engine={"cache_tiers": tiers}, **options) as server:
-        yield server
+TIERS = {"hbm": "8MiB", "cpu": "8MiB", "disk": "64MiB"}
+server = server_fixture(TIERS, api_key=KEY, admin_key=ADMIN_KEY, served_model_name=MODEL)
 
 
 def tame(value: Any, name: str = "") -> Any:

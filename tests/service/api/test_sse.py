@@ -13,7 +13,7 @@ from kvstore.errors import ContextLengthError
 from kvstore.service.api.sse import EventStream
 from kvstore.service.http.errors import ApiError
 from kvstore.service.http.routes import Route
-from tests.support.service.serving import raw_request, read_to_end, serving
+from tests.support.service.serving import raw_request, read_to_end, server_fixture, serving
 from tests.support.waiting import TIMEOUT_S
 
 BIG = "x" * 10_000
@@ -93,10 +93,7 @@ async def endless(events):
 ROUTES = (good, bare, early, late, bug, silent, stuck, endless)
 
 
-@pytest.fixture(scope="module")
-def server():
-    with serving(routes=ROUTES, request_timeout_s=TIMEOUT_S) as found:
-        yield found
+server = server_fixture(routes=ROUTES, request_timeout_s=TIMEOUT_S)
 
 
 @pytest.fixture(autouse=True)

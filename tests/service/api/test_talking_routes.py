@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from tests.support.by_hand import crawling
-from tests.support.service.serving import raw_request, serving
+from tests.support.service.serving import raw_request, server_fixture
 from tests.support.service.talking import Stream, talking_body
 
 ROUTES = ("/chat", "/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -14,10 +14,7 @@ CHAT, COMPLETIONS = ROUTES[1:3]
 LONG = {"max_tokens": 900, "max_output_tokens": 900, "ignore_eos": True, "temperature": 0}
 
 
-@pytest.fixture(scope="module")
-def server():
-    with serving() as found:
-        yield found
+server = server_fixture()
 
 
 # -- clients that go away --------------------------------------------------------------------------------------------
@@ -159,7 +156,8 @@ def test_a_stream_that_cannot_begin_has_a_status(server, path):
 
 
 @pytest.mark.parametrize(("path", "more", "param"), [
-    (CHAT, {"top_logprobs": 2}, "top_logprobs"), (CHAT, {"truncation_reuse": "maybe"}, "truncation_reuse"),
+    (CHAT, {"top_logprobs": 2}, "top_logprobs"), (CHAT, {"truncation_reuse": "reencode"}, "truncation_reuse"),
+    ("/v1/responses", {"store": False, "truncation_reuse": "reencode"}, "truncation_reuse"),
     (CHAT, {"messages": IMAGE}, "messages[0].content[0]"), (CHAT, {"logit_bias": {"1000000": 1}}, "logit_bias"),
     (CHAT, {"stop_token_ids": [1000000]}, "stop_token_ids"), (COMPLETIONS, {"suffix": "x"}, "suffix"),
     (COMPLETIONS, {"best_of": 2}, "best_of"), (COMPLETIONS, {"prompt": ["a", 5]}, "prompt"),

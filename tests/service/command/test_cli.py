@@ -96,16 +96,14 @@ class FakeEngine:
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, no_settings):
-    """Runs the command with the lines on stdin; gives (exit code, stdout, stderr)."""
+def run(run, monkeypatch):
+    """With the lines on stdin."""
     FakeEngine.made.clear()
     FakeEngine.stored = {}
 
     def call(*argv, lines=()):
         type_in(monkeypatch, *lines)
-        code = cli.main(list(argv), FakeEngine)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
+        return run(*argv, engine_factory=FakeEngine)
 
     return call
 

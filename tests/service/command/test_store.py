@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from kvstore.service.command import cli, store_tables
 from kvstore.service.command import store as store_commands
 from kvstore.service.settings.options import duration_s
 from tests.support.service.server_process import run_command, without_progress
-from tests.support.store.small_store import NUM_OWN, SmallStore, block_ids, damage, make_store
+from tests.support.store.small_store import NUM_OWN, block_ids, damage, make_store
 from tests.support.waiting import TIMEOUT_S
 
 ROOT = Path(__file__).parents[3]
@@ -51,17 +50,6 @@ with StoreDirectory.open(sys.argv[1]) as directory:
 """
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    return make_store(tmp_path_factory.mktemp("made") / "store")
-
-
-@pytest.fixture
-def store(made, tmp_path):
-    shutil.copytree(made.path, tmp_path / "store")
-    return SmallStore(tmp_path / "store", made.shared, made.anna, made.bert, made.lone)
-
-
 @pytest.fixture
 def silence_s():
     """How long an owner may be silent."""
@@ -69,16 +57,9 @@ def silence_s():
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, no_settings, silence_s):
-    """Runs the command in this process; gives (exit code, stdout, stderr)."""
+def run(run, monkeypatch, silence_s):
     monkeypatch.setattr(store_commands, "SILENCE_S", silence_s)
-
-    def call(*argv):
-        code = cli.main(list(map(str, argv)))
-        captured = capsys.readouterr()
-        return code, captured.out, without_progress(captured.err)
-
-    return call
+    return run
 
 
 @pytest.fixture

@@ -6,16 +6,13 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from tests.support.service.serving import KEY, raw_request, read_answer, read_to_end, serving
+from tests.support.service.serving import KEY, raw_request, read_answer, read_to_end, server_fixture, serving
 
 HASTY_S, PAUSE_S = 1.5, 2.0
 BODY = b'{"prompt": "hello"}'
 
 
-@pytest.fixture(scope="module")
-def server():
-    with serving(api_key=KEY, max_body_bytes=100_000, max_connections=8) as found:
-        yield found
+server = server_fixture(api_key=KEY, max_body_bytes=100_000, max_connections=8)
 
 
 @pytest.fixture(scope="module")

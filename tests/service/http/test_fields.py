@@ -11,7 +11,7 @@ from kvstore.service.api.schema import parse
 from kvstore.service.api.sessions.chat_schema import ChatBody, ForkBody
 from kvstore.service.http.errors import ApiError
 from kvstore.service.http.fields import MAX_EXAMINED, NO_MISSES, near_miss
-from tests.support.service.serving import serving
+from tests.support.service.serving import server_fixture
 
 SAID = [{"role": "user", "content": "Hello"}]
 BODIES = {
@@ -62,10 +62,7 @@ message_id     background best_of cache_prompt context_management conversation d
 KINDS = (ChatCompletionBody, CompletionBody, ResponseBody, ChatBody, TokenizeBody, DetokenizeBody)
 
 
-@pytest.fixture(scope="module")
-def server():
-    with serving() as found:
-        yield found
+server = server_fixture()
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from kvstore.service.app import ROUTES
 from kvstore.service.http.routes import Route
 from kvstore.service.server import Server
@@ -195,6 +197,18 @@ def serving(
             over.set()
             wait([running], TIMEOUT_S)
         running.result(0)
+
+
+def server_fixture(tiers: dict[str, str] | None = None, **options: Any) -> Any:
+    """A fixture of a module's tests: `serving` with these options. tiers: with these, and a store of its own."""
+
+    @pytest.fixture(scope="module")
+    def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+        engine = {} if tiers is None else {"cache_tiers": {**tiers, "path": tmp_path_factory.mktemp("kv") / "store"}}
+        with serving(engine=engine, **options) as found:
+            yield found
+
+    return server
 
 
 def _engine(model: str | None, arguments: dict[str, Any]) -> Any:

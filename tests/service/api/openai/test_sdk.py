@@ -4,15 +4,12 @@ import httpx
 import openai
 import pytest
 
-from tests.support.service.serving import KEY, serving
+from tests.support.service.serving import KEY, server_fixture
 
 MODEL = "kvstore-builtin"
 
 
-@pytest.fixture(scope="module")
-def server():
-    with serving(api_key=KEY) as one:
-        yield one
+server = server_fixture(api_key=KEY)
 
 
 @pytest.fixture

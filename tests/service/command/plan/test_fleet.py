@@ -1,29 +1,23 @@
 """`kvstore plan --servers` from end to end."""
 
 import json
+from functools import partial
 
 import pytest
-
-from kvstore.service.command import cli
 
 SIZES = ["--hbm", "1MB", "--cpu", "4MB", "--disk", "0", "--kv-bytes-per-token", "100"]
 
 
 @pytest.fixture
-def run(tmp_path, capsys, no_settings):
-    """Runs the command on a trace of forty sessions; gives (exit code, stdout, stderr)."""
+def run(run, tmp_path):
+    """On a trace of forty sessions."""
     lines = [
         {"session": f"s{one}", "timestamp": turn * 50.0 + one, "new_tokens": 300 + 10 * one, "output_length": 40}
         for turn in range(4) for one in range(40)
     ]  # fmt: skip
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    def call(*flags: str):
-        code = cli.main(["plan", "--trace", str(path), "--format", "sessions", *flags])
-        return code, *capsys.readouterr()
-
-    return call
+    return partial(run, "plan", "--trace", path, "--format", "sessions")
 
 
 def test_fleets_are_told_by_size_and_routing(run):

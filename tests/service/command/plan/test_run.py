@@ -4,9 +4,9 @@ import itertools
 import json
 import os
 import re
-import shutil
 import sys
 from contextlib import ExitStack
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -16,12 +16,10 @@ from kvstore.admin.control import ControlServer
 from kvstore.disk.directory import StoreDirectory
 from kvstore.planning.replay import replay
 from kvstore.planning.replay_config import ServiceModel
-from kvstore.service.command import cli
 from kvstore.service.command.plan import chart as plan_chart
 from kvstore.service.command.plan import tables as plan_tables
 from kvstore.store.history import FILE, OLDER_FILE
-from tests.support.service.server_process import without_progress
-from tests.support.store.small_store import BLOCK_SIZE, PAYLOAD_BYTES, make_store
+from tests.support.store.small_store import BLOCK_SIZE, PAYLOAD_BYTES
 
 KV_BYTES = 1000
 STATS = {  # of an owner that has measured some of its rates
@@ -61,26 +59,9 @@ def trace(tmp_path):
     return path
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    return make_store(tmp_path_factory.mktemp("made") / "store").path
-
-
 @pytest.fixture
-def store(made, tmp_path):
-    return shutil.copytree(made, tmp_path / "store")
-
-
-@pytest.fixture
-def run(monkeypatch, capsys, no_settings):
-    """Runs the command; gives (exit code, stdout, stderr)."""
-
-    def call(*argv):
-        code = cli.main(["plan", *map(str, argv)])
-        captured = capsys.readouterr()
-        return code, captured.out, without_progress(captured.err)
-
-    return call
+def run(run):
+    return partial(run, "plan")
 
 
 @pytest.fixture
@@ -179,16 +160,16 @@ def owned(tmp_path):
 
 # -- a store ---------------------------------------------------------------------------------------------------------
 def test_the_history_of_a_store(run, store):
-    (store / OLDER_FILE).write_text(history_lines())
-    (store / FILE).write_text(history_lines(start_s=1000.0) + '{"session": "cut of')
-    code, out, err = run("--store", store, "--hbm", "40MB", "--disk", "40MB", "--json")
+    (store.path / OLDER_FILE).write_text(history_lines())
+    (store.path / FILE).write_text(history_lines(start_s=1000.0) + '{"session": "cut of')
+    code, out, err = run("--store", store.path, "--hbm", "40MB", "--disk", "40MB", "--json")
     assert (code, err) == (0, "")
     found = json.loads(out)
     assert found["trace"]["requests"] == 60 and found["trace"]["block_size"] == 16
     assert found["assumptions"]["kv_bytes_per_token"] == PAYLOAD_BYTES / BLOCK_SIZE
     assert found["assumptions"]["disk_bytes_per_token"] > PAYLOAD_BYTES / BLOCK_SIZE  # headers, and whole pages
     assert found["ideal"]["token_hit_rate"] > 0.2
-    code, out, _ = run("--store", store, "--requests", "10", "--hbm", "40MB", "--json")
+    code, out, _ = run("--store", store.path, "--requests", "10", "--hbm", "40MB", "--json")
     assert json.loads(out)["trace"]["requests"] == 10
 
 
