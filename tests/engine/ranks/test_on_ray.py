@@ -154,7 +154,8 @@ def test_the_command_says_in_a_line_why_it_cannot_start(
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
     lines = [line for line in ended.stderr.splitlines() if line.startswith("kvstore:")]
-    assert len(lines) == 1 and re.search(told, lines[0]) and ended.returncode == code, ended.stderr[-3000:]
+    assert len(lines) == 2 and lines[0].startswith("kvstore: loading"), ended.stderr[-3000:]
+    assert re.search(told, lines[1]) and ended.returncode == code, ended.stderr[-3000:]
     wait_until(lambda: not ranks(cluster[1]), "nothing of it is left")
 
 
