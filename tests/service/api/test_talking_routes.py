@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from tests.support.by_hand import crawling
-from tests.support.service.serving import raw_request, server_fixture
+from tests.support.service.serving import raw_request, server_fixture, serving
 from tests.support.service.talking import Stream, talking_body
 
 ROUTES = ("/chat", "/v1/chat/completions", "/v1/completions", "/v1/responses")
