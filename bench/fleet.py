@@ -19,7 +19,7 @@ from bench.common import Report, Row, arguments, run
 from kvstore.planning.fleet import ROUTINGS, FleetConfig, PaperFleet
 from kvstore.planning.replay_config import ReplayConfig
 from kvstore.planning.sizing import nominal_arrivals
-from kvstore.planning.traces import CommonPrefix, Trace, Turn, TurnsToRequests
+from kvstore.planning.traces import CommonPrefix, Trace, TraceTurn, TurnsToRequests
 
 USERS, TURNS_A_DAY, TURNS, BACK_SHARE = 1000, 8, 8, 1 / 7  # of a server; of a user; of a conversation
 SYSTEM_TOKENS, MESSAGE_TOKENS, ANSWER_TOKENS = 1000, 60, 250  # medians of messages and answers
@@ -42,12 +42,12 @@ def service(hours: float, num_servers: int, seed: int = 0) -> Trace:
     return replace(whole, requests=whole.requests[:num_in_time])
 
 
-def _turn(rng: random.Random) -> Turn:
+def _turn(rng: random.Random) -> TraceTurn:
     gap_s = rng.lognormvariate(math.log(60), 1)
     if rng.random() < BACK_SHARE:
         gap_s = math.exp(rng.uniform(math.log(600), math.log(8 * 3600)))
     message, answer = (int(rng.lognormvariate(math.log(median), 0.8)) for median in (MESSAGE_TOKENS, ANSWER_TOKENS))
-    return Turn(message, answer, gap_s)
+    return TraceTurn(message, answer, gap_s)
 
 
 def measure(options: argparse.Namespace, report: Report) -> None:

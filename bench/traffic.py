@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from kvstore.errors import ConfigError
-from kvstore.planning.traces import DEFAULT_BLOCK_SIZE, MAX_TOKENS, Arrivals, CommonPrefix, Trace, Turn, TurnsToRequests
+from kvstore.planning.traces import (
+    DEFAULT_BLOCK_SIZE,
+    MAX_TOKENS,
+    Arrivals,
+    CommonPrefix,
+    Trace,
+    TraceTurn,
+    TurnsToRequests,
+)
 
 KINDS = ("people", "agents", "documents", "mixed")
 MADE_UP_ARRIVALS = Arrivals(rate_per_s=0.1)
@@ -89,13 +97,13 @@ class Answer:
 _ANSWERS = (Answer(0.3, 40.0, 0.6, 0.4), Answer(0.5, 250.0, 0.6, 0.2), Answer(0.2, 900.0, 0.5, 0.35))
 
 
-def _person(rng: random.Random, arrivals: Arrivals) -> Iterator[Turn]:
+def _person(rng: random.Random, arrivals: Arrivals) -> Iterator[TraceTurn]:
     """A person who reads at four tokens a second or skims, thinks and types; some pause, a few sleep on it."""
     pace, gap_s = _lognormal(rng, 1.0, 0.5), 0.0
     while True:
         answer = rng.choices(_ANSWERS, [one.share for one in _ANSWERS])[0]
         num_tokens = _tokens(rng, answer.median_tokens, answer.sigma)
-        yield Turn(_tokens(rng, 60.0, 1.2), num_tokens, gap_s, calls_tool=False)
+        yield TraceTurn(_tokens(rng, 60.0, 1.2), num_tokens, gap_s, calls_tool=False)
         if rng.random() < answer.leaving:
             return
         chance = rng.random()
@@ -108,19 +116,19 @@ def _person(rng: random.Random, arrivals: Arrivals) -> Iterator[Turn]:
 
 
 # -- agents ----------------------------------------------------------------------------------------------------------
-def _agent(rng: random.Random, arrivals: Arrivals) -> Iterator[Turn]:
+def _agent(rng: random.Random, arrivals: Arrivals) -> Iterator[TraceTurn]:
     """Tasks of a person, each a loop of calls and a last answer. Tools take a second, builds and tests longer."""
     gap_s = 0.0
     while True:
         new = _tokens(rng, 120.0, 1.0)
         while rng.random() > 0.12:
-            yield Turn(new, _tokens(rng, 80.0, 0.7), gap_s, calls_tool=True)
+            yield TraceTurn(new, _tokens(rng, 80.0, 0.7), gap_s, calls_tool=True)
             if rng.random() < 0.01:
                 return  # stopped or failed
             slow = rng.random()
             gap_s = _lognormal(rng, *((60.0, 1.0) if slow < 0.03 else (15.0, 1.0) if slow < 0.2 else (1.2, 0.7)))
             new = _tokens(rng, 350.0, 1.3)
-        yield Turn(new, _tokens(rng, 350.0, 0.7), gap_s, calls_tool=False)
+        yield TraceTurn(new, _tokens(rng, 350.0, 0.7), gap_s, calls_tool=False)
         if rng.random() < 0.4:
             return
         gap_s = _lognormal(rng, 1800.0, 1.2) if rng.random() < 0.15 else 2 * arrivals.think_s(rng)
@@ -152,11 +160,11 @@ class Library:
         return self._rng.choice(self._recent)
 
 
-def _reader(rng: random.Random, arrivals: Arrivals) -> Iterator[Turn]:
+def _reader(rng: random.Random, arrivals: Arrivals) -> Iterator[TraceTurn]:
     """A question about a document, and sometimes more."""
     gap_s = 0.0
     while True:
-        yield Turn(_tokens(rng, 40.0, 0.8), _tokens(rng, 150.0, 0.8), gap_s, calls_tool=False)
+        yield TraceTurn(_tokens(rng, 40.0, 0.8), _tokens(rng, 150.0, 0.8), gap_s, calls_tool=False)
         if rng.random() < 0.6:
             return
         gap_s = arrivals.think_s(rng)

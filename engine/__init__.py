@@ -25,6 +25,7 @@ Knows the store by its seam (`kvstore.connector`), and nothing of HTTP or the co
 - `remote_engine`: `RemoteEngine`: an engine whose core runs in a process of its own
 - `sampling_params`: how a request is sampled and when it stops
 - `stats`: the shape of `Engine.stats()`
+- `turns`: an answer in an event loop: a task that is told and never cancelled
 
 Decisions:
 

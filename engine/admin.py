@@ -113,8 +113,7 @@ class Admin:
         """
         self._core.check_open()
         key = SessionKey(tenant, session_id)
-        chat = self._chats.known.get(key)
-        if chat is not None and chat.is_busy:
+        if self._chats.claims.on(key) is not None:
             raise SessionBusyError(f"session {session_id} is busy with a turn", param="session_id")
         found = self._sessions.upkeep.repair(key).wait()
         if found is None:
@@ -128,9 +127,9 @@ class Admin:
         """Delete one session. Returns the number of its own blocks, None if there is no session to delete."""
         unstored: Sequence[BlockId] = ()
         chat = self._chats.known.get(key)
-        if only_expired and chat is not None and chat.is_busy:
+        if only_expired and self._chats.claims.on(key) is not None:
             return None
-        with nullcontext() if chat is None else chat.lock.ending():
+        with nullcontext() if chat is None else chat.ending():
             if only_expired and not self._is_over(key):
                 return None
             tombstone = self._sessions.delete(key, time.time() if only_expired else None).wait()

@@ -6,11 +6,8 @@ Only this module and `service` know asyncio.
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -24,10 +21,11 @@ from kvstore.engine.sessions.one_turn import OneTurn
 from kvstore.engine.stats import EngineStats
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import prompt_ids
-from kvstore.errors import EngineClosedError, KVStoreError
+from kvstore.engine.turns import Port, Turn, held
 from kvstore.sessions.record import TurnRecord
 
 P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
 MAX_IDS_AT_ONCE = 4096  # the event loop checks prompts up to this length itself, well under a millisecond
 MAX_CALLS = 32  # blocking calls that run at once: turns that wait for the disk, templates, administration
@@ -43,123 +41,6 @@ class Reading(Protocol):
     def read_here(self) -> None: ...
 
     def receive(self) -> None: ...
-
-
-class _Port:
-    """The listener to all requests of one event loop; only that loop waits for it."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, abort: Callable[[Handle], None]) -> None:
-        self.loop = loop
-        self.waiting: dict[str, asyncio.Future[None]] = {}  # by request
-        self._abort = abort
-        self._thread = threading.get_ident()
-
-    def __call__(self, handles: Sequence[Handle]) -> None:
-        named = [handle.request_id for handle in handles]
-        if threading.get_ident() == self._thread:  # the loop itself reads the engine's messages
-            self._wake(named)
-            return
-        try:
-            self.loop.call_soon_threadsafe(self._wake, named)
-        except RuntimeError:  # the loop was closed without cancelling its tasks, so nobody reads this
-            for handle in handles:
-                self._abort(handle)
-
-    def _wake(self, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
-            waiter = self.waiting.pop(request_id, None)
-            if waiter is not None and not waiter.done():
-                waiter.set_result(None)
-
-    async def next_piece(self, handle: Handle) -> Piece | None:
-        """The next piece, None at the end. A request has one reader at a time."""
-        while True:
-            done = handle.done  # read before the pieces, as none follow once it is set
-            if handle.pieces:
-                return handle.pieces.popleft()
-            if done:
-                return None
-            waiter = self.waiting[handle.request_id] = self.loop.create_future()
-            try:
-                await waiter
-            finally:
-                self.waiting.pop(handle.request_id, None)
-
-
-class StreamedAnswer:
-    """One request's answer as it comes: an asynchronous iterator of pieces, and a context manager that ends it.
-
-    output: complete once the iteration has ended. gaps_s: seconds between its tokens as they were read. turn: the
-    stored turn of a session, durable before the last piece is handed out. Only one task may use it. Iterating raises
-    the error that ended the request, and StoreError if a turn could not be stored.
-    """
-
-    def __init__(self, engine: AsyncEngine, handle: Handle, port: _Port, chat: ChatSession | None = None) -> None:
-        self.turn: TurnRecord | None = None
-        self.gaps_s: list[float] = []
-        self._last_s: float | None = None
-        self._engine = engine
-        self._handle = handle
-        self._port = port
-        self._chat = chat
-        self._running: OneTurn | None = None  # of the chat, until it has ended
-        self._ended = False
-
-    @property
-    def output(self) -> RequestOutput:
-        return self._handle.output
-
-    @property
-    def chain(self) -> Sequence[BlockId]:
-        """Ids of the first choice's full blocks, once it has ended."""
-        return self._handle.chain
-
-    def __aiter__(self) -> StreamedAnswer:
-        return self
-
-    async def __anext__(self) -> Piece:
-        if self._ended:
-            raise StopAsyncIteration
-        piece = await self._port.next_piece(self._handle)
-        self._ended = self._ended or piece is None
-        if self._running is not None and (piece is None or piece.finish_reason is not None):
-            await self._finish()  # a turn has one choice, so this is its last piece
-        if piece is None:
-            self._handle.raise_error()
-            raise StopAsyncIteration
-        if piece.token_ids:
-            before_s, self._last_s = self._last_s, time.perf_counter()
-            if before_s is not None:
-                self.gaps_s.append(self._last_s - before_s)
-        return piece
-
-    async def _finish(self, keep: bool = True) -> None:
-        """Store the turn, whatever happens to the task that waits for it."""
-        assert self._chat is not None and self._running is not None
-        running, self._running = self._running, None
-        self.turn = await _unbroken(self._engine.call(self._chat.end, running, keep))
-
-    async def stop(self) -> None:
-        """End the answer now and keep what was said: the iteration ends with a piece whose finish_reason is "abort"."""
-        await self._engine.call(self._engine.engine.abort, self._handle)
-
-    async def aclose(self) -> None:
-        """End the answer early: its blocks are released, and an unfinished turn is not stored. Does nothing after its
-        end.
-        """
-        self._ended = True
-        try:
-            if not self._handle.done:
-                await _unbroken(self._engine.call(self._engine.engine.abort, self._handle))
-        finally:  # also after a cancellation, else the session would stay busy
-            if self._running is not None:
-                await self._finish(keep=False)
-
-    async def __aenter__(self) -> StreamedAnswer:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
 
 
 class AsyncChat:
@@ -191,15 +72,11 @@ class AsyncChat:
         """The last turn's output."""
         return self.session.last
 
-    async def start(self, text: str, params: SamplingParams | None = None) -> StreamedAnswer:
-        """Queue a turn for a caller that may end it: `stop` keeps what was said, `aclose` does not."""
-        said = [{"role": "user", "content": text}]
-        starting = asyncio.ensure_future(self._engine.start_turn(self.session, said, params))
-        try:
-            return await asyncio.shield(starting)
-        except asyncio.CancelledError:  # raised once the session is free again
-            await _unbroken(_given_back(starting))
-            raise
+    async def start(self, text: str, params: SamplingParams | None = None) -> Turn[TurnRecord | None]:
+        """Queue a turn for a caller that may end it: `stop` keeps what was said, `aclose` does not. Its result is the
+        stored turn; None if nothing was said.
+        """
+        return await self._engine.start_turn(self.session, [{"role": "user", "content": text}], params)
 
     async def send(self, text: str, params: SamplingParams | None = None) -> RequestOutput:
         """Send one turn, which is durable on return. A cancelled turn is not stored. Raises as `ChatSession.send`."""
@@ -253,7 +130,8 @@ class AsyncEngine:
 
     def __init__(self, engine: Front, link: Reading | None = None) -> None:
         self.engine = engine
-        self._ports: dict[asyncio.AbstractEventLoop, _Port] = {}
+        self._ports: dict[asyncio.AbstractEventLoop, Port] = {}
+        self._turns: set[asyncio.Task[None]] = set()  # an event loop refers to its tasks only weakly
         self._workers = ThreadPoolExecutor(MAX_CALLS, "engine-call")
         self._long_texts = ThreadPoolExecutor(MAX_LONG_TEXTS, "engine-text")
         self._read = link
@@ -337,22 +215,18 @@ class AsyncEngine:
         priority: int = 0,
         spliced: tuple[Sequence[BlockId], Lineage] | None = None,
         turn_starts: Sequence[int] = (),
-    ) -> StreamedAnswer:
+    ) -> Turn[Handle]:
         """Queue a prompt; texts are tokenized elsewhere. Raises as `Engine.generate`. spliced, turn_starts: see
         `Engine.submit`.
         """
-        port = self._port()
-        chosen = params or SamplingParams()
 
-        def submit() -> StreamedAnswer:
-            engine, facts = self.engine, self.engine.facts
-            token_ids = prompt_ids(prompt, engine.tokenizer, facts.vocab_size, facts.max_request_tokens)
-            handle = engine.submit(token_ids, chosen, tenant, cache_salt, priority, spliced, port, turn_starts)
-            return StreamedAnswer(self, handle, port)
+        async def script(turn: Turn[Handle]) -> Handle:
+            handle = await self.submit(turn, prompt, params, tenant, cache_salt, priority, spliced, turn_starts)
+            await turn.computed(handle)
+            handle.raise_error()
+            return handle
 
-        if isinstance(prompt, list) and len(prompt) <= MAX_IDS_AT_ONCE:
-            return submit()  # never waits, and a thread would cost more than the call
-        return await self._begin(submit, len(prompt) if isinstance(prompt, str) else 0)
+        return await self.turn(script).begun()
 
     async def start_turn(
         self,
@@ -360,20 +234,63 @@ class AsyncEngine:
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         idempotency_key: str | None = None,
-    ) -> StreamedAnswer:
-        """Queue a turn of a session. Raises as `ChatSession.begin`."""
-        port = self._port()
+    ) -> Turn[TurnRecord | None]:
+        """Queue a turn of a session. Raises as `ChatSession.begin`. Its result is the stored turn, if any."""
+        port, chosen = self.port, params or SamplingParams()
 
-        def begin() -> StreamedAnswer:
-            checked = params or SamplingParams()
-            said = chat.check(messages, checked)
-            turn = chat.begin(said, checked, idempotency_key, port)
-            answer = StreamedAnswer(self, turn.handle, port, chat)
-            answer._running = turn
-            return answer
+        async def script(turn: Turn[TurnRecord | None]) -> TurnRecord | None:
+            async with held(self.engine.chats.claims, chat.key, idempotency_key, turn) as hold:
 
-        rendered = [*messages, *([] if chat.token_ids else chat.messages)]
-        return await self._begin(begin, sum(len(message["content"]) for message in rendered))
+                def begin() -> OneTurn:
+                    turn.check_wanted()
+                    return chat.begin(hold, chat.check(messages, chosen), chosen, port)
+
+                rendered = [*messages, *([] if chat.token_ids else chat.messages)]
+                num_chars = sum(len(message["content"]) for message in rendered)
+                begun = await self.call_with_text(num_chars, begin)
+                turn.session_id, turn.number = chat.session_id, chat.num_turns + 1
+                try:
+                    await turn.computed(begun.handle)
+                finally:
+                    record = await self.call(chat.end, hold, not turn.is_abandoned)
+                begun.handle.raise_error()
+                return record
+
+        return await self.turn(script).begun()
+
+    def turn(self, script: Callable[[Turn[R]], Coroutine[Any, Any, R]]) -> Turn[R]:
+        """Run this script as an answer of the running event loop."""
+        turn = Turn(self.port, self._abort, script)
+        self._turns.add(turn.task)
+        turn.task.add_done_callback(self._turns.discard)
+        return turn
+
+    async def _abort(self, handle: Handle) -> None:
+        await self.call(self.engine.abort, handle)
+
+    async def submit(
+        self,
+        turn: Turn[Any],
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        tenant: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        spliced: tuple[Sequence[BlockId], Lineage] | None = None,
+        turn_starts: Sequence[int] = (),
+    ) -> Handle:
+        """Queue a prompt for the script of this turn. See `start`."""
+        port, chosen = self.port, params or SamplingParams()
+
+        def submit() -> Handle:
+            turn.check_wanted()
+            engine, facts = self.engine, self.engine.facts
+            token_ids = prompt_ids(prompt, engine.tokenizer, facts.vocab_size, facts.max_request_tokens)
+            return engine.submit(token_ids, chosen, tenant, cache_salt, priority, spliced, port, turn_starts)
+
+        if isinstance(prompt, list) and len(prompt) <= MAX_IDS_AT_ONCE:
+            return submit()  # never waits, and a thread would cost more than the call
+        return await self.call_with_text(len(prompt) if isinstance(prompt, str) else 0, submit)
 
     async def close(self) -> None:
         """Close the engine; running requests end as aborted."""
@@ -381,6 +298,9 @@ class AsyncEngine:
         if self._read is not None:
             self._loop.remove_reader(self._read.fileno())
             self._read.receive()  # which notifies of their ends
+        mine = [task for task in self._turns if task.get_loop() is asyncio.get_running_loop()]
+        if mine:
+            await asyncio.wait(mine)
 
     async def __aenter__(self) -> AsyncEngine:
         return self
@@ -388,58 +308,13 @@ class AsyncEngine:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _port(self) -> _Port:
-        """The port of the running event loop."""
+    @property
+    def port(self) -> Port:
+        """The listener of the running event loop."""
         loop = asyncio.get_running_loop()
         port = self._ports.get(loop)
         if port is None:
-            port = _Port(loop, self.engine.abort)
+            port = Port(loop, self.engine.abort)
             others = {known: other for known, other in self._ports.items() if not known.is_closed()}
             self._ports = {**others, loop: port}
         return port
-
-    async def _begin(self, submit: Callable[[], StreamedAnswer], num_chars: int) -> StreamedAnswer:
-        is_wanted = True
-
-        def begin() -> StreamedAnswer:
-            if not is_wanted:  # its caller left while it waited for a thread
-                raise EngineClosedError("nobody waits for this request any more")
-            return submit()
-
-        submitting = asyncio.ensure_future(self.call_with_text(num_chars, begin))
-        try:
-            return await asyncio.shield(submitting)
-        except asyncio.CancelledError:  # the thread goes on, and its request has no reader
-            is_wanted = False
-            submitting.add_done_callback(_abandon)
-            raise
-
-
-async def _given_back(starting: asyncio.Future[StreamedAnswer]) -> None:
-    with suppress(KVStoreError):
-        await (await starting).aclose()
-
-
-def _abandon(submitting: asyncio.Future[StreamedAnswer]) -> None:
-    if not submitting.cancelled() and submitting.exception() is None:
-        task = submitting.get_loop().create_task(submitting.result().aclose())
-        _closing_tasks.add(task)
-        task.add_done_callback(_closing_tasks.discard)
-
-
-_closing_tasks: set[asyncio.Task[None]] = set()  # an event loop holds only weak references to its tasks
-
-
-async def _unbroken(awaitable: Coroutine[Any, Any, T]) -> T:
-    """Wait for a task's end, however often the waiting task is cancelled. Raise the cancellation afterwards."""
-    task = asyncio.ensure_future(awaitable)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        task.exception()  # retrieve it, as nobody else does
-        raise cancelled
-    return task.result()

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 
@@ -31,7 +31,6 @@ POLLED = frozenset({"/metrics", *(route.path for route in health.ROUTES)})  # by
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 # W3C Trace Context: version, trace, span, flags. A later version may have more, which is left out.
 TRACE = re.compile(r"(?!ff|00.{54})([0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2})(?:-.*)?")
-CLEAN_UP_S = 1.0  # for a handler after the end of its request's time
 CLIENT_GONE = 499  # nginx's number for a client that did not wait; it is never sent
 
 
@@ -127,7 +126,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     exchange = request[EXCHANGE]
     try:
         async with context_of(request).limits.deadline() as exchange.deadline:
-            return await _in_time(handler(request))
+            return await handler(request)
     except ReaderGone:
         raise asyncio.CancelledError from None  # as for every client that went away
     except Exception as error:
@@ -151,34 +150,6 @@ def _let_go(error: BaseException | None) -> None:
     while error is not None:
         error.__traceback__ = None
         error = error.__context__
-
-
-async def _in_time(handling: Awaitable[web.StreamResponse]) -> web.StreamResponse:
-    """Run a handler.
-
-    A cancelled one has CLEAN_UP_S to release what it holds. Then it goes on alone, so that an engine that does not
-    answer does not keep the client waiting, too.
-    """
-    task = asyncio.ensure_future(handling)
-    try:
-        await asyncio.wait([task])
-    except asyncio.CancelledError:
-        task.cancel()
-        _cleaning_up.add(task)
-        task.add_done_callback(_cleaned_up)
-        await asyncio.wait([task], timeout=CLEAN_UP_S)
-        raise
-    return task.result()
-
-
-_cleaning_up: set[asyncio.Future[web.StreamResponse]] = set()  # an event loop holds only weak references to its tasks
-
-
-def _cleaned_up(task: asyncio.Future[web.StreamResponse]) -> None:
-    _cleaning_up.discard(task)
-    error = None if task.cancelled() else task.exception()
-    if isinstance(error, Exception) and not isinstance(error, ReaderGone) and api_error(error).code == "internal_error":
-        log("a handler failed after its client had gone", {}, logging.ERROR, error)
 
 
 @web.middleware

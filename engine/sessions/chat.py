@@ -6,8 +6,9 @@ the rest is spliced (see `engine/sessions/window.py`). Knows no engine: a `Core`
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +16,21 @@ from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.engine.core.output_processor import Listener
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.sessions.claims import Claims, Hold
 from kvstore.engine.sessions.core import Core, stream
-from kvstore.engine.sessions.one_turn import OneTurn, TurnLock, record_of_truncation
+from kvstore.engine.sessions.one_turn import OneTurn, record_of_truncation
 from kvstore.engine.sessions.stored import StoredSession, window_of
 from kvstore.engine.sessions.window import Window, spliced_blocks
 from kvstore.engine.text.chat_template import ChatTemplate, Message
 from kvstore.engine.text.prompts import check_truncation, checked_turn
-from kvstore.errors import EngineClosedError, EngineDiedError, RequestError, SessionNotFoundError, StoreError
+from kvstore.errors import (
+    EngineClosedError,
+    EngineDiedError,
+    RequestError,
+    SessionBusyError,
+    SessionNotFoundError,
+    StoreError,
+)
 from kvstore.sessions.record import SessionKey, SessionState, TurnRecord
 from kvstore.sessions.store import SessionStore
 
@@ -38,6 +47,7 @@ class Means:
     tokenizer: Any
     template: ChatTemplate
     sessions: SessionStore
+    claims: Claims
     reopened: Callable[[SessionKey, str, str], ChatSession]
 
 
@@ -45,8 +55,8 @@ class ChatSession:
     """One conversation; made by `Engine.chat`. One turn at a time.
 
     last: the last turn's output. truncation, truncation_reuse: see `Engine.chat`. window: the transcript, and the part
-    of it that the model sees. stored: the session in the store. lock: held while a turn runs. life: the core's life
-    when this object was made; a later core knows nothing of it.
+    of it that the model sees. stored: the session in the store. storing: held while a turn begins, while it is stored,
+    and while the session is deleted. life: the core's life when this object was made; a later core knows nothing of it.
     """
 
     def __init__(self, means: Means, key: SessionKey, system: str | None, state: SessionState | None) -> None:
@@ -56,7 +66,7 @@ class ChatSession:
         self.truncation, self.truncation_reuse = "auto", "reencode"
         self.means, self.life = means, means.core.life
         self.stored = StoredSession(means.sessions, means.core, key, state)
-        self.lock = TurnLock(key, means.core, means.sessions.sharing)
+        self.storing = threading.Lock()
         if state is not None:
             self.window = window_of(state, means.core)
         else:
@@ -100,7 +110,7 @@ class ChatSession:
     @property
     def is_busy(self) -> bool:
         """Whether a turn runs."""
-        return self.lock.is_held
+        return self.means.claims.on(self.key) is not None
 
     # -- turns -------------------------------------------------------------------------------------------------------
     def send(self, text: str, params: SamplingParams | None = None) -> RequestOutput:
@@ -126,30 +136,34 @@ class ChatSession:
         return checked_turn(messages, params, self.means.tokenizer, self.means.core.facts.max_request_tokens)
 
     def begin(
-        self, messages: Sequence[Message], params: SamplingParams, idempotency_key: str | None = None,
-        listener: Listener | None = None,
+        self, hold: Hold, messages: Sequence[Message], params: SamplingParams, listener: Listener | None = None,
+        after_turn: int | None = None,
     ) -> OneTurn:  # fmt: skip
-        """Queue a turn. `check` has passed `messages` and `params`. The caller must call `end`, whatever happens.
+        """Queue a turn of the holder. `check` has passed `messages` and `params`. The caller must call `end`, whatever
+        happens.
 
-        idempotency_key: stored with the turn. listener: see `Engine.submit`. Raises SessionBusyError while another
-        turn runs, on this server or on one that shares the sessions, SessionNotFoundError when the session was deleted,
-        and as `send`.
+        listener: see `Engine.submit`. after_turn: the number of turns that the session must have. Raises
+        SessionBusyError if it has others, or while a turn runs on a server that shares the sessions,
+        SessionNotFoundError when the session was deleted, and as `send`.
         """
-        self.lock.acquire()
         with ExitStack() as undo:
-            undo.callback(self.lock.release)
-            self._catch_up(idempotency_key)
-            with self.lock.storing:
+            self._lease(hold, undo)
+            if after_turn not in (None, self.num_turns):
+                raise SessionBusyError(f"session {self.session_id} has gone on since turn {after_turn}")
+            with self.storing:
                 if self.stored.is_deleted:
                     why = f"there is no session {self.session_id!r}: it was deleted"
                     raise SessionNotFoundError(why, param="session_id")
-                turn = self.lock.running = self._submit(messages, params, idempotency_key, listener)
+                turn = hold.turn = self._submit(messages, params, hold.request_key, listener)
             undo.pop_all()
             return turn
 
-    def _catch_up(self, idempotency_key: str | None = None) -> None:
-        """Read what other servers have stored since the last turn here. Raises as `begin`."""
-        state = None if self.lock.lease is None else self.stored.catch_up(idempotency_key)
+    def _lease(self, hold: Hold, undo: ExitStack) -> None:
+        """Keep other servers from writing, and read what they have stored since the last turn. Raises as `begin`."""
+        claims = self.means.claims
+        claims.lease(hold)
+        undo.callback(claims.give_back, hold)
+        state = None if hold.lease is None else self.stored.catch_up(hold.request_key)
         if state is not None:
             self.window = window_of(state, self.means.core)
 
@@ -173,35 +187,38 @@ class ChatSession:
             raise
         return OneTurn(before, text, following, handle, idempotency_key)
 
-    def end(self, turn: OneTurn, keep: bool = True) -> TurnRecord | None:
-        """End the turn and store it, durable on return; delete reused KV that no turn refers to.
+    def end(self, hold: Hold, keep: bool = True) -> TurnRecord | None:
+        """End the holder's turn and store it, durable on return; delete reused KV that no turn refers to.
 
         A turn that failed, said nothing or is not to be kept is not stored. Raises as `send`.
         """
-        core, output, record = self.means.core, turn.handle.output, None
-        with self.lock.released_at_end():
+        core, turn, record = self.means.core, hold.turn, None
+        assert turn is not None
+        output = turn.handle.output
+        with ExitStack() as leased:
+            leased.callback(self.means.claims.give_back, hold)
             core.abort(turn.handle)
-            with self.lock.storing:  # a deletion that has ended the turn marks the session before it leaves this
+            with self.storing:  # a deletion that has ended the turn marks the session before it leaves this
                 pass
             try:
                 if turn.handle.error is None and keep:
                     self.last = output
-                    record = self._commit(turn) if output.token_ids else None
+                    record = self._commit(hold, turn) if output.token_ids else None
             finally:
                 is_stored = record is not None
                 is_deleted = not is_stored and self.stored.check_deleted()
                 _forget(core, turn.unneeded_blocks(is_stored, is_deleted, core.facts.block_size))
         return record
 
-    def _commit(self, turn: OneTurn) -> TurnRecord:
+    def _commit(self, hold: Hold, turn: OneTurn) -> TurnRecord:
         """Add the turn to the conversation. Waits for the disk."""
         means = self.means
-        with self.lock.storing:
+        with self.storing:
             if self.stored.is_deleted:
                 raise StoreError(f"session {self.session_id} was deleted meanwhile: the turn is not stored")
             after = turn.after(means.tokenizer, means.template, means.core.facts.block_size)
             record = turn.record(self.num_turns + 1, after)
-            self.stored.commit(record, after.chain, self.lock.lease)
+            self.stored.commit(record, after.chain, hold.lease)
             self.window = after
             return record
 
@@ -213,17 +230,20 @@ class ChatSession:
         """
         return self.means.reopened(self.stored.fork(session_id, turn), self.truncation, self.truncation_reuse)
 
-    def keep_last(self, num_turns: int) -> TurnRecord | None:
+    def keep_last(self, num_turns: int, hold: Hold | None = None) -> TurnRecord | None:
         """Remove all but the last turns from the window now; the transcript stays. Durable on return.
 
         It is stored as a turn without messages, which is returned; None when the window has no more turns than that.
-        Raises SessionBusyError while a turn runs, SessionNotFoundError when the session was deleted.
+        hold: the caller's, if it holds the session already. Raises SessionBusyError while a turn runs,
+        SessionNotFoundError when the session was deleted.
         """
         core = self.means.core
-        self.lock.acquire()
-        with self.lock.released_at_end():
-            self._catch_up()
-            with self.lock.storing:
+        with ExitStack() as leased:
+            if hold is None:
+                hold = self.means.claims.hold(self.key)
+                leased.callback(self.means.claims.release, hold)
+            self._lease(hold, leased)
+            with self.storing:
                 if self.stored.is_deleted or self.stored.number is None:
                     raise SessionNotFoundError(f"there is no session {self.session_id!r}", param="session_id")
                 before = self.window
@@ -233,7 +253,7 @@ class ChatSession:
                     return None
                 record = record_of_truncation(self.num_turns + 1, before, after, self.means.template)
                 try:
-                    self.stored.commit(record, after.chain, self.lock.lease)
+                    self.stored.commit(record, after.chain, hold.lease)
                 except Exception:
                     _forget(core, spliced_blocks(after.chain, after.lineage, before.lineage))
                     raise
@@ -244,25 +264,39 @@ class ChatSession:
         """Let the session expire this many seconds after its last turn; None keeps it. Needs a first turn."""
         self.stored.set_ttl(ttl_s, self.window.chain)
 
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """In this context the session can be deleted: its turn has ended, none begins, and none is stored."""
+        with self.storing:
+            hold = self.means.claims.on(self.key)
+            if hold is not None and hold.turn is not None:
+                self.means.core.abort(hold.turn.handle)
+            yield
+
     def mark_deleted(self) -> Sequence[BlockId]:
-        """Call this inside `lock.ending`. Returns the blocks of the turn that was running, which will not be stored."""
+        """Call this inside `ending`. Returns the blocks of the turn that was running, which will not be stored."""
         self.stored.is_deleted = True
-        turn, block_size = self.lock.running, self.means.core.facts.block_size
-        return () if turn is None else turn.unneeded_blocks(is_stored=False, is_deleted=True, block_size=block_size)
+        hold, block_size = self.means.claims.on(self.key), self.means.core.facts.block_size
+        if hold is None or hold.turn is None:
+            return ()
+        self.means.claims.drop(hold)
+        return hold.turn.unneeded_blocks(is_stored=False, is_deleted=True, block_size=block_size)
 
 
 def _pieces(chat: ChatSession, said: list[Message], params: SamplingParams) -> Iterator[Piece]:
     """One turn; its last piece is held back until the turn is durable."""
-    turn = chat.begin(said, params)
     final: Piece | None = None
-    try:
+    claims = chat.means.claims
+    hold = claims.hold(chat.key)
+    with ExitStack() as held:
+        held.callback(claims.release, hold)
+        turn = chat.begin(hold, said, params)
+        held.callback(chat.end, hold)
         for piece in stream(chat.means.core, turn.handle):
             if piece.finish_reason is None:
                 yield piece
             else:
                 final = piece
-    finally:
-        chat.end(turn)
     if final is not None:
         yield final
 

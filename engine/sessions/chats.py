@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
 from kvstore.engine.sessions.chat import ChatSession, Means
+from kvstore.engine.sessions.claims import Claims
 from kvstore.engine.sessions.core import Core
 from kvstore.engine.sessions.stored import lineage_of
 from kvstore.engine.text.chat_template import ChatTemplate
@@ -34,15 +36,24 @@ class Language:
         return self.template
 
 
+MAX_KEPT = 256
+MAX_KEPT_TOKENS = 2_000_000  # about 40 bytes each
+
+
 class Chats:
-    """The sessions of one engine. known: the objects in use. lock: held while one is made."""
+    """The sessions of one engine. claims: which turn has which. known: the objects in use. lock: held while one is
+    made.
+    """
 
     def __init__(self, core: Core, language: Language, sessions: SessionStore) -> None:
         self.core = core
         self.language = language
         self.sessions = sessions
+        self.claims = Claims(sessions.sharing)
         self.known: weakref.WeakValueDictionary[SessionKey, ChatSession] = weakref.WeakValueDictionary()
         self.lock = threading.RLock()
+        self._kept: OrderedDict[SessionKey, tuple[ChatSession, int]] = OrderedDict()  # with its tokens then
+        self._num_kept_tokens = 0
 
     def check(self, key: SessionKey, system: str | None) -> None:
         """Check the arguments for a session. Raises RequestError, and as `Core.check_open`."""
@@ -80,13 +91,30 @@ class Chats:
         chat = self.known.get(key)
         return chat if chat is not None and chat.life == self.core.life and not chat.stored.is_deleted else None
 
+    def keep(self, chat: ChatSession) -> None:
+        """Keep the object in memory for its next turn, as one of those used last."""
+        num_tokens = len(chat.token_ids)
+        with self.lock:
+            self._let_go(chat.key)
+            self._kept[chat.key] = (chat, num_tokens)
+            self._num_kept_tokens += num_tokens
+            while len(self._kept) > MAX_KEPT or (self._num_kept_tokens > MAX_KEPT_TOKENS and len(self._kept) > 1):
+                self._let_go(next(iter(self._kept)))
+
+    def _let_go(self, key: SessionKey) -> None:
+        _, num_tokens = self._kept.pop(key, (None, 0))
+        self._num_kept_tokens -= num_tokens
+
     def drop(self, key: SessionKey) -> None:
         """Forget the object: the next `open` makes a new one."""
-        self.known.pop(key, None)
+        with self.lock:
+            self.known.pop(key, None)
+            self._let_go(key)
 
     def _means(self) -> Means:
         language = self.language
-        return Means(self.core, language.tokenizer, language.chat_template(), self.sessions, self._reopened)
+        template = language.chat_template()
+        return Means(self.core, language.tokenizer, template, self.sessions, self.claims, self._reopened)
 
     def _reopened(self, key: SessionKey, truncation: str, truncation_reuse: str) -> ChatSession:
         self.drop(key)

@@ -1,27 +1,22 @@
-"""One turn of a session while it runs: who may run it, its prompt and request, and what it leaves behind.
+"""One turn of a session while it runs: its prompt and request, and what it leaves behind.
 
 Knows no store of sessions: what is to be stored is a record, and whoever ends the turn stores it.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvstore.blocks.ids import BlockId, Lineage, extend_chain
 from kvstore.engine.core.output_processor import Handle
 from kvstore.engine.outputs import RequestOutput
-from kvstore.engine.sessions.core import Core
 from kvstore.engine.sessions.recall_ids import answer_ids
 from kvstore.engine.sessions.window import NextTurn, Window
 from kvstore.engine.text.chat_template import ChatTemplate, Message
-from kvstore.errors import SessionBusyError
-from kvstore.sessions.record import SessionKey, TurnRecord
-from kvstore.sessions.sharing import Claim, Sharing
+from kvstore.sessions.record import TurnRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,55 +101,6 @@ def record_of_truncation(number: int, before: Window, after: Window, template: C
         truncated_tokens=max(0, len(before.token_ids) - after.num_tokens(template)),
         finish_reason="truncated", created_s=time.time(),
     )  # fmt: skip
-
-
-class TurnLock:
-    """Held by the one turn that runs, across all servers that share the session. A deletion ends that turn.
-
-    running: that turn, once it has begun. lease: the right to store it; None where no other server could write.
-    storing: held while a turn begins, while it is stored, and while the session is deleted.
-    """
-
-    def __init__(self, key: SessionKey, core: Core, sharing: Sharing) -> None:
-        self.running: OneTurn | None = None
-        self.lease: Claim | None = None
-        self.storing = threading.Lock()
-        self._key, self._core, self._sharing = key, core, sharing
-        self._busy = threading.Lock()
-
-    @property
-    def is_held(self) -> bool:
-        return self._busy.locked()
-
-    def acquire(self) -> None:
-        """Raises SessionBusyError while another turn runs, here or on another server, and RemoteError."""
-        if not self._busy.acquire(blocking=False):
-            raise SessionBusyError(f"session {self._key.session_id} is busy with another turn", param="session_id")
-        with ExitStack() as undo:
-            undo.callback(self._busy.release)
-            self.lease = self._sharing.begin_turn(self._key)
-            undo.pop_all()
-
-    def release(self) -> None:
-        self.running = None
-        lease, self.lease = self.lease, None
-        self._sharing.end_turn(lease)
-        self._busy.release()
-
-    @contextmanager
-    def released_at_end(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self.release()
-
-    @contextmanager
-    def ending(self) -> Iterator[None]:
-        """While this context lasts, the session can be deleted: its turn has ended, none begins, and none is stored."""
-        with self.storing:
-            if self.running is not None:
-                self._core.abort(self.running.handle)
-            yield
 
 
 def _usage(output: RequestOutput) -> dict[str, int]:

@@ -22,7 +22,7 @@ from kvstore.planning.traces import (
     Arrivals,
     Trace,
     TraceRequest,
-    Turn,
+    TraceTurn,
     TurnsToRequests,
     chain_names,
 )
@@ -278,7 +278,7 @@ def _read_turns(path: Path, block_size: int, arrivals: Arrivals, max_context: in
     collected = TurnsToRequests(block_size, max_context=max_context)
     start_s = 0.0
     for history_tokens, pairs in drawn:
-        turns = [Turn(new, answer, arrivals.think_s(rng) if i else 0.0) for i, (new, answer) in enumerate(pairs)]
+        turns = [TraceTurn(new, answer, arrivals.think_s(rng) if i else 0.0) for i, (new, answer) in enumerate(pairs)]
         collected.add(start_s, turns, history_tokens)
         start_s += rng.expovariate(arrivals.rate_per_s)
     return Trace(path.name, block_size, collected.requests())

@@ -63,7 +63,7 @@ def chain_names(number: int, num_blocks: int, num_shared: int = 0, prefix: int =
 
 # -- from conversations to requests ----------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TraceTurn:
     """A message of so many tokens and its answer. gap_s: seconds from the end of the previous answer to this message.
 
     calls_tool: the answer ends in a call of a tool.
@@ -136,8 +136,9 @@ class TurnsToRequests:
         return len(self._drafts)
 
     def add(
-        self, start_s: float, turns: Iterable[Turn], history_tokens: int = 0, prefix: CommonPrefix = CommonPrefix(0, 0)
-    ) -> None:
+        self, start_s: float, turns: Iterable[TraceTurn], history_tokens: int = 0,
+        prefix: CommonPrefix = CommonPrefix(0, 0),
+    ) -> None:  # fmt: skip
         """Add a conversation. `history_tokens` of its own come between the prefix and its first message."""
         room, num_shared = self._room(prefix), prefix.num_tokens // self._block_size
         history = deque([history_tokens] if history_tokens else ())
@@ -177,7 +178,7 @@ class TurnsToRequests:
         return [draft if draft.after < 0 else replace(draft, after=places[draft.after]) for draft in drafts]
 
 
-def _fit(history: deque[int], num_history: int, turn: Turn, room: float) -> tuple[int, int, int]:
+def _fit(history: deque[int], num_history: int, turn: TraceTurn, room: float) -> tuple[int, int, int]:
     """Tokens of the history that is kept, of the message and of the answer."""
     new, answer = max(turn.new_tokens, 1), turn.answer_tokens
     if room < math.inf:

@@ -1,25 +1,30 @@
 """What every handler can reach: the engine, the options and the service's own parts. Knows no route."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from aiohttp import web
 
-from kvstore.engine.async_engine import AsyncEngine, StreamedAnswer
+from kvstore.engine.async_engine import AsyncEngine
 from kvstore.engine.outputs import CachedTokensDetails, RequestOutput, Usage
+from kvstore.engine.sessions.claims import Claims
 from kvstore.engine.sessions.recall import Recall
+from kvstore.engine.turns import Turn
 from kvstore.service.api.metrics import Metrics
 from kvstore.service.api.recent_stats import RecentStats
-from kvstore.service.api.sessions.running import Turns
 from kvstore.service.http.access import Access
 from kvstore.service.http.errors import ApiError
 from kvstore.service.http.limits import Deadline, Limits
 from kvstore.service.settings.serve_options import ServeOptions
+from kvstore.sessions.record import SessionKey
 
+R = TypeVar("R")
 State = Literal["starting", "running", "stopping", "failed"]
+CLEAN_UP_S = 1.0  # for an answer whose reader has gone, unless its engine does not answer
 SILENT_S = 5.0  # without a sign of life; there should be two a second
 
 
@@ -36,7 +41,6 @@ class Context:
     metrics: Metrics
     started_s: int  # since the epoch
     state: State = "starting"
-    turns: Turns = field(default_factory=Turns)
     engine: AsyncEngine = field(init=False)
     recall: Recall = field(init=False)
     stats: RecentStats = field(init=False)
@@ -58,20 +62,32 @@ class Context:
         return self.state == "running" and getattr(self.engine.engine, "silent_s", 0.0) >= limit_s
 
     @asynccontextmanager
-    async def counted(self, answer: StreamedAnswer, route: str, has_gaps: bool = True) -> AsyncIterator[StreamedAnswer]:
-        """End this answer on exit, and then count it, for /metrics and for its request's line in the log.
+    async def reading(self, turn: Turn[R], route: str, has_gaps: bool = True) -> AsyncIterator[Turn[R]]:
+        """The turn once it has begun. Whoever leaves this context before its end abandons it.
 
-        Only then it is known how much was said to a client that has gone. has_gaps: it is read as it comes, so the
-        times between its tokens mean something.
+        Then it is counted, for /metrics and for its request's line in the log: only at its end it is known how much was
+        said to a client that has gone, so that is waited for a while. has_gaps: it is read as it comes, so the times
+        between its tokens mean something.
         """
         try:
-            async with answer:
-                yield answer
+            yield await turn.begun()
         finally:
-            self.metrics.answer_ended(answer.output, route, answer.gaps_s if has_gaps else None)
-            exchange = ANSWERED.get()
-            if exchange is not None:
-                exchange.add(answer.output)
+            turn.abandon()
+            if turn.is_computed:
+                await asyncio.wait([turn.task], timeout=CLEAN_UP_S)
+                self.metrics.answer_ended(turn.output, route, turn.gaps_s if has_gaps else None)
+                exchange = ANSWERED.get()
+                if exchange is not None:
+                    exchange.add(turn.output)
+
+    @property
+    def claims(self) -> Claims:
+        return self.engine.engine.chats.claims
+
+    def is_begun(self, key: SessionKey) -> bool:
+        """Whether a turn of this session runs, perhaps its first."""
+        hold = self.claims.on(key)
+        return hold is not None and hold.turn is not None
 
     @property
     def model_name(self) -> str:

@@ -57,12 +57,10 @@ async def prefill(request: web.Request) -> web.Response:
         starting = engine.start(
             body.token_ids, PARAMS, body.tenant, spliced=((), lineage), turn_starts=body.turn_starts
         )
-        async with context.counted(await starting, PATH) as answer:
-            async for _ in answer:
-                pass
-        check_ended(answer.output)
-        chain = answer.chain
-        num_blocks = await engine.call(engine.engine.core.flush, chain, SHARE_S) if chain else 0
+        async with context.reading(await starting, PATH) as turn:
+            handle = await turn.result()
+        check_ended(handle.output)
+        num_blocks = await engine.call(engine.engine.core.flush, handle.chain, SHARE_S) if handle.chain else 0
     return json_response(PrefillAnswer(num_blocks))
 
 

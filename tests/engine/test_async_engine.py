@@ -32,7 +32,7 @@ def run(model, scenario, **options):
             result = await scenario(engine)
             await wait_in_loop(lambda: not engine.engine.has_work)
             engine.engine.check_integrity()
-            assert not any(port.waiting for port in engine._ports.values())
+            assert not any(port.readers or port.tasks for port in engine._ports.values())
             return result
         finally:
             await engine.close()

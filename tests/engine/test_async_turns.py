@@ -27,7 +27,7 @@ def run(scenario):
             await scenario(engine)
             await wait_in_loop(lambda: not engine.engine.has_work)
             engine.engine.check_integrity()
-            assert not any(port.waiting for port in engine._ports.values())
+            assert not any(port.readers or port.tasks for port in engine._ports.values())
         finally:
             await engine.close()
 
@@ -46,7 +46,7 @@ def test_a_turn_is_stored_before_its_last_piece():
             async for piece in answer:
                 stored = engine.engine.sessions.turn_of_request(SessionKey("", "a"), "key-1")
                 assert (stored is None) == (piece.finish_reason is None)
-        assert answer.turn == stored and chat.num_turns == 1
+        assert await answer.result() == stored and chat.num_turns == 1
         assert stored.messages[-1] == {"role": "assistant", "content": answer.output.text}
 
     run(scenario)
@@ -60,13 +60,13 @@ def test_an_abandoned_turn_is_not_stored_and_a_stopped_one_is(num_pieces):
             async with await engine.start_turn(chat, said("Hello"), LONG) as answer:
                 for _ in range(num_pieces):
                     await anext(answer)
-            assert chat.num_turns == 0 and not chat.is_busy and answer.turn is None
+            assert chat.num_turns == 0 and not chat.is_busy and await answer.result() is None
 
             async with await engine.start_turn(chat, said("Hello"), LONG) as answer:
                 await anext(answer)
                 await answer.stop()
                 pieces = [piece async for piece in answer]
-            assert pieces[-1].finish_reason == "abort" and answer.turn.finish_reason == "abort"
+            assert pieces[-1].finish_reason == "abort" and (await answer.result()).finish_reason == "abort"
         assert chat.num_turns == 1 and 1 <= len(answer.output.token_ids) < 900
 
     run(scenario)
@@ -132,8 +132,9 @@ def test_times_of_a_request_add_up_and_are_stored_with_its_turn():
         times = answer.output.timings
         assert times.ttft_s == answer.output.ttft_s > 0 and times.decode_s > 0
         assert times.queue_s + times.load_s + times.prefill_s == pytest.approx(times.ttft_s)
-        assert answer.turn.usage["ttft_us"] == round(times.ttft_s * 1e6)
-        json.dumps(answer.turn.usage)
+        usage = (await answer.result()).usage
+        assert usage["ttft_us"] == round(times.ttft_s * 1e6)
+        json.dumps(usage)
 
     run(scenario)
 
@@ -154,7 +155,8 @@ def test_a_turn_that_is_cancelled_twice_leaves_its_session_free():
                     task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert not chat.is_busy and chat.num_turns == 1
+        await wait_in_loop(lambda: not chat.is_busy)
+        assert chat.num_turns == 1
 
     run(scenario)
 

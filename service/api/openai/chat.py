@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from kvstore.engine.outputs import Piece, TokenLogprob
+from kvstore.engine.outputs import TokenLogprob
 from kvstore.service.api.context import Context, context_of, tenant_of
 from kvstore.service.api.edge import check_model, json_response
 from kvstore.service.api.openai import schema
@@ -67,7 +67,6 @@ async def _whole(one: ChatExchange, history: StatelessRequest) -> web.Response:
     async with open_stateless(one.context, history) as turn:
         async for _ in turn:
             pass
-        await turn.finish()
     choices = []
     for index, choice in enumerate(turn.output.choices):
         message, logprobs = schema.AssistantMessage(choice.text), one.logprobs(choice.logprobs)
@@ -84,7 +83,6 @@ async def _stream(request: web.Request, one: ChatExchange, history: StatelessReq
     """Send the headers with the first token, so that an error before it still has its status."""
     async with EventStream(request) as events, open_stateless(one.context, history) as turn:
         begun: set[int] = set()
-        ends: dict[int, Piece] = {}
         async for piece in turn:
             if piece.index not in begun:
                 begun.add(piece.index)
@@ -93,12 +91,9 @@ async def _stream(request: web.Request, one: ChatExchange, history: StatelessReq
                 delta, logprobs = schema.ChunkDelta(content=piece.text), one.logprobs(piece.logprobs or None)
                 await events.send(one.chunk(schema.ChunkChoice(piece.index, delta, logprobs=logprobs)))
             if piece.finish_reason is not None:
-                ends[piece.index] = piece
-        await turn.finish()
-        for index, piece in ends.items():
-            reason = turn.output.choices[index].stop_reason
-            end = schema.ChunkChoice(index, schema.ChunkDelta(), piece.finish_reason, stop_reason=reason)
-            await events.send(one.chunk(end))
+                reason = turn.output.choices[piece.index].stop_reason
+                end = schema.ChunkChoice(piece.index, schema.ChunkDelta(), piece.finish_reason, stop_reason=reason)
+                await events.send(one.chunk(end))
         options = one.body.stream_options
         if options is not None and options.include_usage:
             await events.send(one.chunk(None, usage_object(turn.output.usage)))

@@ -10,10 +10,11 @@ from itertools import accumulate
 
 from aiohttp import web
 
-from kvstore.engine.async_engine import StreamedAnswer
+from kvstore.engine.core.output_processor import Handle
 from kvstore.engine.outputs import Piece, TokenLogprob
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.prompts import check_fits
+from kvstore.engine.turns import Turn
 from kvstore.errors import ContextLengthError
 from kvstore.service.api.context import Context, context_of, tenant_of
 from kvstore.service.api.edge import check_model, json_response
@@ -50,7 +51,7 @@ class CompletionExchange:
                 else:
                     check_fits(len(prompt), self.params, engine.facts.max_model_len, engine.facts.max_request_tokens)
 
-    async def start(self, stack: AsyncExitStack) -> list[StreamedAnswer]:
+    async def start(self, stack: AsyncExitStack) -> list[Turn[Handle]]:
         """Queue all prompts, or none: leaving the stack ends and counts them."""
         answers = []
         for prompt in self.prompts:
@@ -59,7 +60,7 @@ class CompletionExchange:
                     prompt, self.params, self.tenant, self.body.cache_salt or "", self.body.priority or 0
                 )
             has_gaps = bool(self.body.stream) or len(self.prompts) == 1  # else one is read after the other
-            answers.append(await stack.enter_async_context(self.context.counted(answer, PATH, has_gaps)))
+            answers.append(await stack.enter_async_context(self.context.reading(answer, PATH, has_gaps)))
         return answers
 
     def completion(self, choices: list[CompletionChoice], usage: UsageObject | None) -> Completion:
@@ -68,7 +69,7 @@ class CompletionExchange:
             system_fingerprint=fingerprint(self.context),
         )  # fmt: skip
 
-    async def prompt_text(self, answer: StreamedAnswer, prompt: str | list[int]) -> str:
+    async def prompt_text(self, answer: Turn[Handle], prompt: str | list[int]) -> str:
         """What `echo` puts in front of the answer."""
         if not self.body.echo:
             return ""
@@ -135,7 +136,7 @@ async def _stream(request: web.Request, one: CompletionExchange) -> web.StreamRe
 Item = tuple[int, Piece | Exception | None]  # None: that answer has ended
 
 
-async def _together(answers: Sequence[StreamedAnswer]) -> AsyncGenerator[tuple[int, Piece]]:
+async def _together(answers: Sequence[Turn[Handle]]) -> AsyncGenerator[tuple[int, Piece]]:
     """Yield the pieces of all answers as they come, each with its answer's number."""
     if len(answers) == 1:  # without a task and a queue in between
         async for piece in _pieces(answers[0]):
@@ -159,7 +160,7 @@ async def _together(answers: Sequence[StreamedAnswer]) -> AsyncGenerator[tuple[i
         await asyncio.gather(*readers, return_exceptions=True)
 
 
-async def _read(answer: StreamedAnswer, number: int, items: asyncio.Queue[Item]) -> None:
+async def _read(answer: Turn[Handle], number: int, items: asyncio.Queue[Item]) -> None:
     try:
         async for piece in _pieces(answer):
             await items.put((number, piece))
@@ -169,8 +170,8 @@ async def _read(answer: StreamedAnswer, number: int, items: asyncio.Queue[Item])
         await items.put((number, None))
 
 
-async def _pieces(answer: StreamedAnswer) -> AsyncIterator[Piece]:
-    """Yield the pieces of one answer. Raises ApiError 503 when the server broke it off."""
+async def _pieces(answer: Turn[Handle]) -> AsyncIterator[Piece]:
+    """Raises ApiError 503 when the server broke it off."""
     async for piece in answer:
         if piece.finish_reason != "abort":  # which is told as an error
             yield piece
@@ -178,7 +179,7 @@ async def _pieces(answer: StreamedAnswer) -> AsyncIterator[Piece]:
 
 
 async def _chunk(
-    one: CompletionExchange, answer: StreamedAnswer, number: int, piece: Piece, offsets: dict[int, int]
+    one: CompletionExchange, answer: Turn[Handle], number: int, piece: Piece, offsets: dict[int, int]
 ) -> Completion:
     index = number * one.params.n + piece.index
     text = piece.text

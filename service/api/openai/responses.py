@@ -19,17 +19,18 @@ from kvstore.engine.front import Front
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import check_truncation
+from kvstore.engine.turns import Turn
 from kvstore.errors import RequestError, SessionBusyError, SessionNotFoundError
 from kvstore.service.api.context import Context, context_of, tenant_of
 from kvstore.service.api.edge import check_model, json_response
 from kvstore.service.api.openai import response_schema as schema
 from kvstore.service.api.openai.schema import check_exact
-from kvstore.service.api.openai.stateless import StatelessRequest, StatelessTurn, open_stateless
+from kvstore.service.api.openai.stateless import StatelessRequest, open_stateless
 from kvstore.service.api.schema import read_body, sampling_params
 from kvstore.service.api.sessions import turns
 from kvstore.service.api.sessions.turns import (
-    OpenTurn,
     TurnRequest,
+    TurnResult,
     given_session_id,
     new_session_id,
     open_turn,
@@ -42,8 +43,6 @@ from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord
 
 ROUTE = "/v1/responses"
 RESPONSE_ID = re.compile(r"resp_([A-Za-z0-9_-]{1,128})_([1-9][0-9]{0,9})")
-
-AnyTurn = OpenTurn | StatelessTurn
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,7 @@ async def create(request: web.Request) -> web.StreamResponse:
         async for _ in turn:
             pass
         draft.id = response_id(turn.session_id, turn.number)
-        result = await turn.finish()
+        result = await turn.result()
     return json_response(schema.completed(draft, result))
 
 
@@ -156,7 +155,7 @@ def _before(engine: Front, tenant: str, place: tuple[str, int], name: str) -> Be
 
 def _opened(
     context: Context, body: schema.ResponseBody, wanted: TurnRequest, before: Before | None
-) -> AbstractAsyncContextManager[AnyTurn]:
+) -> AbstractAsyncContextManager[Turn[TurnResult]]:
     if body.store is False:
         messages = [*before.transcript, *wanted.messages] if before is not None else list(wanted.messages)
         system = before.system if before is not None else wanted.system
@@ -167,7 +166,7 @@ def _opened(
 
 
 @asynccontextmanager
-async def _going_on(context: Context, wanted: TurnRequest, after: Parent) -> AsyncIterator[OpenTurn]:
+async def _going_on(context: Context, wanted: TurnRequest, after: Parent) -> AsyncIterator[Turn[TurnResult]]:
     """The next turn of a session, or of a fork where the session has moved on."""
     direct = replace(wanted, session_id=after.session_id, after_turn=after.turn)
     fork = replace(wanted, fork_of=after)
@@ -186,13 +185,13 @@ async def _is_there(context: Context, wanted: TurnRequest) -> bool:
     """Whether its fork exists; only an Idempotency-Key leads to the same fork again."""
     if wanted.request_key is None:
         return False
-    running = context.turns.running_on(wanted.key)
-    return running is not None or await context.engine.call(context.engine.engine.sessions.exists, wanted.key)
+    is_held = context.claims.on(wanted.key) is not None
+    return is_held or await context.engine.call(context.engine.engine.sessions.exists, wanted.key)
 
 
 # -- as a stream -----------------------------------------------------------------------------------------------------
 async def _streamed(
-    request: web.Request, opened: AbstractAsyncContextManager[AnyTurn], draft: schema.ResponseObject
+    request: web.Request, opened: AbstractAsyncContextManager[Turn[TurnResult]], draft: schema.ResponseObject
 ) -> web.StreamResponse:
     async with EventStream(request, done=False) as stream, opened as turn:
         numbers = count()
@@ -210,7 +209,7 @@ async def _streamed(
         async for piece in turn:
             if piece.text:
                 await send("response.output_text.delta", **part, delta=piece.text, logprobs=[])
-        response = schema.completed(draft, await turn.finish())
+        response = schema.completed(draft, await turn.result())
         message = response.output[0]
         await send("response.output_text.done", **part, text=message.content[0].text, logprobs=[])
         await send("response.content_part.done", **part, part=message.content[0])

@@ -9,11 +9,11 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
-from kvstore.engine.async_engine import StreamedAnswer
-from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.chat_template import Message
+from kvstore.engine.turns import Turn
 from kvstore.service.api.context import Context
 from kvstore.service.api.openai.generation import check_ended
 from kvstore.service.api.schema import check_chars_of, num_chars_of
@@ -32,51 +32,33 @@ class StatelessRequest:
     priority: int = 0
 
 
-class StatelessTurn:
-    """Like `LiveTurn`, but nothing is stored: it has no number, and its session id names nothing.
-
-    output: complete once `finish` has returned.
-    """
-
-    number = None
-
-    def __init__(self, context: Context, history: StatelessRequest, answer: StreamedAnswer) -> None:
-        self.session_id = secrets.token_hex(ID_BYTES)
-        self._context = context
-        self._history = history
-        self._answer = answer
-
-    @property
-    def output(self) -> RequestOutput:
-        return self._answer.output
-
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        async for piece in self._answer:
-            yield piece
-
-    async def finish(self) -> TurnResult:
-        """Call this before the client learns that its answer has ended: its next request may follow at once."""
-        output, history = self.output, self._history
-        check_ended(output)
-        await self._context.engine.call(
-            self._context.recall.note, history.tenant, history.salt, history.messages, output
-        )
-        return TurnResult(
-            self.session_id, None, output.text, output.finish_reason or "", output.usage, output.timings, 0, time.time()
-        )
-
-
 @asynccontextmanager
-async def open_stateless(context: Context, history: StatelessRequest) -> AsyncIterator[StatelessTurn]:
-    """Begin an answer. Raises ApiError 429 or 503 where there is no room, and RequestError."""
-    engine, params = context.engine, history.params
+async def open_stateless(context: Context, history: StatelessRequest) -> AsyncIterator[Turn[TurnResult]]:
+    """Begin an answer. Nothing of it is stored: it has no number, and its session id names nothing.
+
+    Raises ApiError 429 or 503 where there is no room, and RequestError.
+    """
     check_chars_of(context, [message["content"] for message in history.messages])
+    async with context.reading(context.engine.turn(partial(_stateless, context, history)), history.route) as turn:
+        yield turn
+
+
+async def _stateless(context: Context, history: StatelessRequest, turn: Turn[TurnResult]) -> TurnResult:
+    engine, params, messages = context.engine, history.params, history.messages
     with context.limits.admit(history.tenant, params.n):
         prompt, turn_starts = await engine.call_with_text(
-            num_chars_of(history.messages), context.recall.prompt, history.tenant, history.salt, history.messages
+            num_chars_of(messages), context.recall.prompt, history.tenant, history.salt, messages
         )
-        starting = engine.start(
-            prompt, params, history.tenant, history.salt, history.priority, turn_starts=turn_starts
+        handle = await engine.submit(
+            turn, prompt, params, history.tenant, history.salt, history.priority, turn_starts=turn_starts
         )
-        async with context.counted(await starting, history.route) as answer:
-            yield StatelessTurn(context, history, answer)
+        turn.session_id = secrets.token_hex(ID_BYTES)
+        await turn.computed(handle)
+        handle.raise_error()
+        output = handle.output
+        check_ended(output)
+        # Before the client learns that its answer has ended: its next request may follow at once.
+        await engine.call(context.recall.note, history.tenant, history.salt, messages, output)
+    return TurnResult(
+        turn.session_id, None, output.text, output.finish_reason or "", output.usage, output.timings, 0, time.time()
+    )

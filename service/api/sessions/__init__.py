@@ -3,8 +3,7 @@
 - `chat`: POST /chat
 - `chat_schema`: bodies and answers of /chat and /sessions
 - `routes`: list, show, delete, fork, prefetch, pin, truncate, stop
-- `running`: the turns that run, one a session
-- `turns`: a turn of a session: its owner, whether it is a retry, the answer as it comes
+- `turns`: what a turn of a session does, from its admission to its stored answer
 
 Decisions:
 

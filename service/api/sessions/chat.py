@@ -33,7 +33,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     async with open_turn(context, wanted) as turn:
         async for _ in turn:
             pass
-        result = await turn.finish()
+        result = await turn.result()
     return json_response(chat_answer(result, wanted.is_new))
 
 
@@ -64,7 +64,7 @@ async def _streamed(request: web.Request, context: Context, wanted: TurnRequest)
         async for piece in turn:
             if piece.text:
                 await events.send({**event, "delta": {"content": piece.text}})
-        result = await turn.finish()
+        result = await turn.result()
         await events.send(chat_answer(result, wanted.is_new, LastEvent))
     return events.response
 

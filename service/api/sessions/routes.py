@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
+from kvstore.engine.sessions.claims import Hold
+from kvstore.engine.turns import held
 from kvstore.errors import SessionNotFoundError
 from kvstore.service.api.context import Context, context_of, tenant_of
 from kvstore.service.api.edge import json_response
@@ -60,7 +62,7 @@ async def list_sessions(request: web.Request) -> web.Response:
     listed = context.engine.engine.admin.list_sessions
     heads = await context.engine.call(listed, tenant, limit + 1, request.query.get("after") or None)
     shown = heads[:limit]
-    data = [_info(context, head, context.turns.running_on(head.key) is not None) for head in shown]
+    data = [_info(context, head, context.claims.on(head.key) is not None) for head in shown]
     return json_response(SessionList("list", data, len(heads) > limit, shown[-1].cursor if shown else None))
 
 
@@ -69,14 +71,13 @@ async def show(request: web.Request) -> web.Response:
     context, key = context_of(request), key_of(request)
     after = _query(request, "turns_after", 0, 0, 2**31)
     limit = _query(request, "limit", DEFAULT_LISTED, 1, MAX_LISTED)
-    running = context.turns.running_on(key)
     try:
         head, records = await context.engine.call(_read, context, key, after, limit)
     except SessionNotFoundError:
-        if running is None or running.answer is None:
+        if not context.is_begun(key):
             raise
         head, records = SessionHead(key, 0, time.time(), time.time(), model=context.model_name), []
-    return json_response(_shown(_info(context, head, running is not None), head, records))
+    return json_response(_shown(_info(context, head, context.claims.on(key) is not None), head, records))
 
 
 def _info(context: Context, head: SessionHead, is_running: bool) -> SessionInfo:
@@ -140,16 +141,16 @@ async def truncate(request: web.Request) -> web.Response:
     context, key = context_of(request), key_of(request)
     body = await read_body(request, TruncateBody)
     await context.engine.call(turns.find_session, context.engine.engine, key)
-    async with context.turns.claim(key):
-        record = await context.engine.call(_truncate, context, key, body.turns)
+    async with held(context.claims, key) as hold:
+        record = await context.engine.call(_truncate, context, key, body.turns, hold)
     number, num_tokens = (None, 0) if record is None else (record.number, record.truncated_tokens)
     return json_response(Truncated(key.session_id, number, num_tokens))
 
 
-def _truncate(context: Context, key: SessionKey, num_turns: int) -> TurnRecord | None:
+def _truncate(context: Context, key: SessionKey, num_turns: int, hold: Hold) -> TurnRecord | None:
     engine = context.engine.engine
     turns.find_session(engine, key)
-    return engine.chat(key.session_id, key.tenant).keep_last(num_turns)
+    return engine.chat(key.session_id, key.tenant).keep_last(num_turns, hold)
 
 
 async def stop(request: web.Request) -> web.Response:
@@ -157,10 +158,10 @@ async def stop(request: web.Request) -> web.Response:
     context, key = context_of(request), key_of(request)
     await read_optional_body(request, EmptyBody)
     await turns.check_exists(context, key)
-    running = context.turns.running_on(key)
-    if running is not None:
-        await running.stop()
-    return json_response(Stopped(key.session_id, running is not None))
+    hold = context.claims.on(key)
+    if hold is not None and hold.owner is not None:
+        await hold.owner.stop()
+    return json_response(Stopped(key.session_id, hold is not None))
 
 
 _TAG = "sessions"

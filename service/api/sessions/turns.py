@@ -3,7 +3,6 @@
 Knows no route, and none of the routes' bodies and events.
 """
 
-import asyncio
 import hmac
 import secrets
 import time
@@ -11,21 +10,22 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from kvstore.engine.async_engine import StreamedAnswer
+from kvstore.engine.async_engine import LONG_TEXT_CHARS
 from kvstore.engine.front import Front
-from kvstore.engine.outputs import CachedTokensDetails, Piece, Timings, Usage
+from kvstore.engine.outputs import CachedTokensDetails, Piece, RequestOutput, Timings, Usage
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession
+from kvstore.engine.sessions.claims import Hold
+from kvstore.engine.sessions.one_turn import OneTurn
 from kvstore.engine.text.chat_template import Message
+from kvstore.engine.turns import Turn, held
 from kvstore.errors import SessionBusyError, SessionExistsError, SessionNotFoundError, StoreError
 from kvstore.service.api.context import Context
-from kvstore.service.api.schema import check_chars_of
-from kvstore.service.api.sessions.running import Running
+from kvstore.service.api.schema import check_chars_of, num_chars_of
 from kvstore.service.http.errors import ApiError, bad_request, unavailable
 from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord
 
@@ -90,78 +90,8 @@ def result_of(session_id: str, turn: TurnRecord) -> TurnResult:
     )
 
 
-class StoredTurn:
-    """A turn that was answered before, with the interface of `LiveTurn`."""
-
-    def __init__(self, wanted: TurnRequest, record: TurnRecord) -> None:
-        self._result = result_of(wanted.session_id, record)
-        self.session_id = wanted.session_id
-        self.number = record.number
-
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        yield Piece(0, self._result.text, ())
-
-    async def finish(self) -> TurnResult:
-        return self._result
-
-
-class LiveTurn:
-    """A running turn: iterate over its pieces, then call `finish`, which returns once everything is durable.
-
-    number: the turn's number once it is stored. Raises what ended it.
-    """
-
-    def __init__(
-        self, context: Context, wanted: TurnRequest, chat: ChatSession, answer: StreamedAnswer, running: Running
-    ) -> None:
-        self.session_id = wanted.session_id
-        self.number = chat.num_turns + 1
-        self._context = context
-        self._wanted = wanted
-        self._chat = chat
-        self._answer = answer
-        self._running = running
-
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        try:
-            async for piece in self._answer:
-                yield piece
-        except StoreError:
-            if self._chat.stored.is_deleted:
-                raise unknown_session(self._wanted.session_id) from None
-            raise
-
-    async def finish(self) -> TurnResult:
-        record, output = self._answer.turn, self._answer.output
-        if record is None and self._chat.stored.is_deleted:
-            raise unknown_session(self._wanted.session_id)
-        if record is None and not self._running.stopped:
-            raise unavailable("the request was ended by the server", "aborted", 1)
-        if record is None:
-            return TurnResult(
-                self._wanted.session_id, None, output.text, "abort", output.usage, output.timings, 0, time.time()
-            )
-        await self._context.engine.call(self._settle)
-        if not self._chat.stored.is_deleted:
-            self._context.turns.keep(self._chat)
-        return result_of(self._wanted.session_id, record)
-
-    def _settle(self) -> None:
-        """Store the session's lifetime, and note the answer, so that stateless clients may quote it."""
-        chat = self._chat
-        if not isinstance(self._wanted.ttl, UnsetType):
-            chat.set_ttl(self._wanted.ttl)
-        with suppress(StoreError):  # the note only saves work
-            self._context.recall.note(chat.tenant, "", chat.window.shown[:-1], self._answer.output, chat.session_id)
-            if chat.stored.is_deleted:  # its deletion may have come before the note
-                self._context.recall.forget_session(chat.tenant, chat.session_id)
-
-
-OpenTurn = StoredTurn | LiveTurn
-
-
 @asynccontextmanager
-async def open_turn(context: Context, wanted: TurnRequest) -> AsyncIterator[OpenTurn]:
+async def open_turn(context: Context, wanted: TurnRequest) -> AsyncIterator[Turn[TurnResult]]:
     """Begin a turn, or find the stored one with the same Idempotency-Key.
 
     A turn that has not ended when the context exits is not stored. Raises ApiError 429 or 503 where there is no room,
@@ -169,15 +99,22 @@ async def open_turn(context: Context, wanted: TurnRequest) -> AsyncIterator[Open
     """
     for text in (wanted.system or "", *(message["content"] for message in wanted.messages)):
         check_chars_of(context, [text])
-    async with _admitted(context, wanted), AsyncExitStack() as stack:
+    async with context.reading(context.engine.turn(partial(_session_turn, context, wanted)), wanted.route) as turn:
+        yield turn
+
+
+async def _session_turn(context: Context, wanted: TurnRequest, turn: Turn[TurnResult]) -> TurnResult:
+    async with _admitted(context, wanted):
         record = await _answered(context, wanted)
         if record is None:
-            running = await stack.enter_async_context(context.turns.claim(wanted.key, wanted.request_key))
-            record = await _answered(context, wanted)  # while this request waited
-        if record is not None:
-            yield StoredTurn(wanted, record)
-        else:
-            yield await stack.enter_async_context(_live(context, wanted, running))
+            async with held(context.claims, wanted.key, wanted.request_key, turn) as hold:
+                record = await _answered(context, wanted)  # while this request waited
+                if record is None:
+                    return await _computed(context, wanted, turn, hold)
+        result = result_of(wanted.session_id, record)
+        turn.session_id, turn.number = result.session_id, result.number
+        turn.answered(Piece(0, result.text, ()))
+        return result
 
 
 @asynccontextmanager
@@ -193,54 +130,72 @@ async def _admitted(context: Context, wanted: TurnRequest) -> AsyncIterator[None
         yield
 
 
-@asynccontextmanager
-async def _live(context: Context, wanted: TurnRequest, running: Running) -> AsyncIterator[LiveTurn]:
+async def _computed(context: Context, wanted: TurnRequest, turn: Turn[TurnResult], hold: Hold) -> TurnResult:
+    engine, port, params = context.engine, context.engine.port, wanted.params
     chat: ChatSession | None = None
-    num_before = 0
-    try:
-        num_chars = len(wanted.system or "")
-        opening = asyncio.ensure_future(
-            context.engine.call_with_text(num_chars, _open_chat, context.engine.engine, wanted)
-        )
-        await _ended(opening, running)
-        chat = opening.result()
-        num_before = chat.num_turns
-        starting = asyncio.ensure_future(
-            context.engine.start_turn(chat, wanted.messages, wanted.params, wanted.request_key)
-        )
+    is_stored = False
+
+    def begin() -> OneTurn | int:
+        """The turn; or the number of characters that it has to encode, where they are many."""
+        nonlocal chat
+        turn.check_wanted()
+        is_opened = chat is not None
+        chat = chat or _open_chat(engine.engine, wanted)
+        num_chars = num_chars_of([*wanted.messages, *([] if chat.token_ids else chat.messages)])
+        if num_chars > LONG_TEXT_CHARS and not is_opened:
+            return num_chars
+        return chat.begin(hold, chat.check(wanted.messages, params), params, port, wanted.after_turn)
+
+    def end() -> TurnResult:
+        nonlocal is_stored
+        assert chat is not None and not isinstance(begun, int)
         try:
-            await _ended(starting, running)
-        except asyncio.CancelledError:
-            if starting.exception() is None:
-                await starting.result().aclose()
+            record = chat.end(hold, keep=not turn.is_abandoned)
+            begun.handle.raise_error()
+        except StoreError:
+            if chat.stored.is_deleted:
+                raise unknown_session(wanted.session_id) from None
             raise
-        async with context.counted(starting.result(), wanted.route) as answer:
-            running.answer = answer
-            if wanted.after_turn not in (None, chat.num_turns):  # by another server, since it was looked at
-                raise SessionBusyError(f"session {wanted.session_id} has gone on since turn {wanted.after_turn}")
-            if running.stopped:
-                await answer.stop()
-            try:
-                yield LiveTurn(context, wanted, chat, answer, running)
-            finally:
-                running.leaving = True
-    finally:
-        if wanted.fork_of is not None and (chat is None or chat.num_turns == num_before):
-            with suppress(SessionNotFoundError):
-                await context.engine.call(context.engine.engine.admin.delete_session, wanted.session_id, wanted.tenant)
+        is_stored = record is not None
+        return _settled(context, wanted, chat, record, begun.handle.output, turn.is_stopped)
 
-
-async def _ended(task: asyncio.Future[Any], running: Running) -> None:
-    """Wait for the task's end even when the request is cancelled, so that the session is released only then."""
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
+    try:
+        begun = await engine.call_with_text(len(wanted.system or ""), begin)
+        if isinstance(begun, int):
+            begun = await engine.call_with_text(begun, begin)
+        assert chat is not None and not isinstance(begun, int)
+        turn.session_id, turn.number = wanted.session_id, chat.num_turns + 1
         try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            running.leaving, cancelled = True, error
-    if cancelled is not None:
-        task.exception()  # retrieve it: nobody else will
-        raise cancelled
+            await turn.computed(begun.handle)
+        finally:
+            result = await engine.call(end)
+        return result
+    finally:
+        if wanted.fork_of is not None and not is_stored:
+            with suppress(SessionNotFoundError):
+                await engine.call(engine.engine.admin.delete_session, wanted.session_id, wanted.tenant)
+
+
+def _settled(
+    context: Context, wanted: TurnRequest, chat: ChatSession, record: TurnRecord | None, output: RequestOutput,
+    is_stopped: bool,
+) -> TurnResult:  # fmt: skip
+    """What came of a turn. Its session's lifetime is stored, and the answer noted, for stateless clients to quote."""
+    if record is None:
+        if chat.stored.is_deleted:
+            raise unknown_session(wanted.session_id)
+        if not is_stopped:
+            raise unavailable("the request was ended by the server", "aborted", 1)
+        return TurnResult(wanted.session_id, None, output.text, "abort", output.usage, output.timings, 0, time.time())
+    if not isinstance(wanted.ttl, UnsetType):
+        chat.set_ttl(wanted.ttl)
+    with suppress(StoreError):  # the note only saves work
+        context.recall.note(chat.tenant, "", chat.window.shown[:-1], output, chat.session_id)
+        if chat.stored.is_deleted:  # its deletion may have come before the note
+            context.recall.forget_session(chat.tenant, chat.session_id)
+    if not chat.stored.is_deleted:
+        context.engine.engine.chats.keep(chat)
+    return result_of(wanted.session_id, record)
 
 
 def _open_chat(engine: Front, wanted: TurnRequest) -> ChatSession:
@@ -266,7 +221,7 @@ def _open_chat(engine: Front, wanted: TurnRequest) -> ChatSession:
     if known is not None and known.stored.is_at(head):
         known.set_truncation(wanted.truncation, wanted.truncation_reuse)
         return known
-    if known is not None and not known.is_busy:
+    if known is not None:
         engine.chats.drop(key)  # another server has stored turns since
     chat = engine.chat(wanted.session_id, wanted.tenant, None, wanted.truncation, wanted.truncation_reuse)
     if chat.num_turns < head.num_turns:  # it was deleted just now
@@ -291,8 +246,7 @@ async def check_exists(context: Context, key: SessionKey) -> None:
     try:
         await context.engine.call(find_session, context.engine.engine, key)
     except SessionNotFoundError:
-        running = context.turns.running_on(key)
-        if running is None or running.answer is None:
+        if not context.is_begun(key):
             raise
 
 
@@ -313,7 +267,6 @@ async def delete(context: Context, key: SessionKey) -> int:
     blocks.
     """
     num_blocks = await context.engine.call(context.engine.engine.admin.delete_session, key.session_id, key.tenant)
-    context.turns.drop(key)
     await context.engine.call(context.recall.forget_session, key.tenant, key.session_id)
     return num_blocks
 

@@ -221,7 +221,7 @@ def test_who_streams_in_the_loop_hears_of_the_end_and_of_the_next_process(model,
         running = asyncio.create_task(front.generate(PROMPT, LONG))
         await wait_in_loop(lambda: engine.has_work)
         await front.close()
-        assert (await running).finish_reason == "abort" and not any(port.waiting for port in front._ports.values())
+        assert (await running).finish_reason == "abort" and not any(port.readers for port in front._ports.values())
         return engine
 
     engine = asyncio.run(asyncio.wait_for(scenario(), 300))

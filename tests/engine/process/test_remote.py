@@ -113,7 +113,7 @@ def test_stop_strings_end_an_answer_where_they_do_in_one_process(engine, here, f
 
 
 def is_unread(front: AsyncEngine) -> bool:
-    return not any(port.waiting for port in front._ports.values())
+    return not any(port.readers for port in front._ports.values())
 
 
 def test_the_loop_takes_in_by_itself_what_the_process_says(saved_model, here, monkeypatch):
@@ -272,13 +272,15 @@ def test_a_turn_is_stored_whole_while_the_process_takes_nothing_more(engine):
     chat = engine.chat("expiring")
     chat.send("Hello", TEN)
     chat.set_ttl(3600)
-    turn = chat.begin(chat.check([{"role": "user", "content": "More"}], TEN), TEN)
+    hold = engine.chats.claims.hold(chat.key)
+    turn = chat.begin(hold, chat.check([{"role": "user", "content": "More"}], TEN), TEN)
     for _ in stream(engine.core, turn.handle):
         pass
     os.kill(engine.pid, signal.SIGSTOP)
     try:
         fill(engine.link)
-        assert chat.end(turn).number == 2
+        assert chat.end(hold).number == 2
+        engine.chats.claims.release(hold)
     finally:
         os.kill(engine.pid, signal.SIGCONT)
     wait_until(lambda: takes_more(engine), "it goes on")

@@ -1,4 +1,4 @@
-"""One turn of a session, put together by hand: the window after it, its record, its blocks, and who may run it."""
+"""One turn of a session, put together by hand: the window after it, its record, its blocks."""
 
 from dataclasses import replace
 
@@ -7,14 +7,10 @@ import pytest
 from kvstore.blocks.ids import Lineage, extend_chain
 from kvstore.engine.core.output_processor import Handle
 from kvstore.engine.outputs import CachedTokensDetails, Choice, RequestOutput, Timings, Usage
-from kvstore.engine.sessions.one_turn import OneTurn, TurnLock, record_of_truncation
+from kvstore.engine.sessions.one_turn import OneTurn, record_of_truncation
 from kvstore.engine.sessions.window import NextTurn, Window
-from kvstore.errors import RemoteError, SessionBusyError
-from kvstore.sessions.record import SessionKey
-from kvstore.sessions.sharing import Alone
 
 SIZE = 4
-KEY = SessionKey("", "one")
 ROOT = Lineage(b"r" * 32)
 SPLICED = Lineage(b"r" * 32, 1, b"p" * 32, 2)
 SYSTEM = [{"role": "system", "content": "be brief"}]
@@ -158,77 +154,3 @@ def test_turns_that_are_removed_without_a_new_one_are_a_record_without_messages(
     unknown = Window(SYSTEM, BEFORE.messages, 2, [], [], ROOT)
     assert record_of_truncation(7, BEFORE, unknown, Template()).truncated_tokens == 7
     assert record_of_truncation(7, window([0, 1]), unknown, Template()).truncated_tokens == 0
-
-
-class Shared(Alone):
-    """Leases are numbers; `fault` is raised instead of the next one."""
-
-    def __init__(self):
-        self.given, self.ended, self.fault = 0, [], None
-
-    def begin_turn(self, key):
-        assert key == KEY
-        if self.fault is not None:
-            raise self.fault
-        self.given += 1
-        return self.given
-
-    def end_turn(self, lease):
-        self.ended.append(lease)
-
-
-class Aborts:
-    def __init__(self):
-        self.aborted = []
-
-    def abort(self, handle):
-        self.aborted.append(handle)
-
-
-@pytest.fixture
-def sharing():
-    return Shared()
-
-
-@pytest.fixture
-def core():
-    return Aborts()
-
-
-@pytest.fixture
-def lock(core, sharing):
-    return TurnLock(KEY, core, sharing)
-
-
-def test_one_turn_at_a_time_holds_the_lease(lock, sharing):
-    assert not lock.is_held
-    lock.acquire()
-    assert lock.is_held and lock.lease == 1
-    with pytest.raises(SessionBusyError, match="session one is busy"):
-        lock.acquire()
-    lock.running = "a turn"
-    lock.release()
-    assert (lock.is_held, lock.lease, lock.running, sharing.ended) == (False, None, None, [1])
-    with pytest.raises(ZeroDivisionError), lock.released_at_end():
-        lock.acquire()
-        raise ZeroDivisionError
-    assert not lock.is_held and sharing.ended == [1, 2]
-
-
-def test_who_gets_no_lease_holds_nothing(lock, sharing):
-    sharing.fault = RemoteError("away")
-    with pytest.raises(RemoteError):
-        lock.acquire()
-    assert not lock.is_held and lock.lease is None
-    sharing.fault = None
-    lock.acquire()
-    assert lock.is_held
-
-
-def test_a_deletion_aborts_the_turn_that_runs_and_lets_none_be_stored(lock, core):
-    with lock.ending():
-        assert lock.storing.locked() and core.aborted == []
-    lock.running = one = turn(BEFORE, NEXT, handle(range(13), []))
-    with lock.ending():
-        assert lock.storing.locked() and core.aborted == [one.handle]
-    assert not lock.storing.locked()

@@ -10,7 +10,7 @@ from kvstore.errors import ConfigError
 from kvstore.planning.fleet import FleetConfig, PaperFleet, sessions_of
 from kvstore.planning.replay_config import ReplayConfig, ServiceModel
 from kvstore.planning.sizing import nominal_arrivals
-from kvstore.planning.traces import ANSWER_TOKENS_PER_S, CommonPrefix, Trace, Turn, TurnsToRequests
+from kvstore.planning.traces import ANSWER_TOKENS_PER_S, CommonPrefix, Trace, TraceTurn, TurnsToRequests
 
 SIZE = 16
 ROOM = ReplayConfig(4000, 4000, 0, 1 << 20, policy="lru", service=ServiceModel(prefill_tokens_per_s=2000.0))
@@ -21,7 +21,8 @@ def talks(count: int, num_turns: int = 5, prefix_tokens: int = 0, gap_s: float =
     """Conversations, whose turns are far apart: nobody ever waits for another."""
     rng, made = random.Random(0), TurnsToRequests(SIZE)
     for number in range(count):
-        turns = [Turn(rng.randrange(30, 90), rng.randrange(30, 90), gap_s + rng.random()) for _ in range(num_turns)]
+        sizes = [(rng.randrange(30, 90), rng.randrange(30, 90), gap_s + rng.random()) for _ in range(num_turns)]
+        turns = [TraceTurn(*size) for size in sizes]
         made.add(number * every_s + rng.random(), turns, prefix=CommonPrefix(1, prefix_tokens))
     return Trace("talks", SIZE, made.requests())
 

@@ -20,7 +20,7 @@ from kvstore.planning.sizing import (
     sweep,
     without_reuse,
 )
-from kvstore.planning.traces import ANSWER_TOKENS_PER_S, Trace, TraceRequest, Turn, TurnsToRequests
+from kvstore.planning.traces import ANSWER_TOKENS_PER_S, Trace, TraceRequest, TraceTurn, TurnsToRequests
 
 GIB = 1 << 30
 
@@ -33,7 +33,7 @@ def points(*rates, capacities=None):
 
 def chat(*turns, start_s=0.0, block_size=10):
     collected = TurnsToRequests(block_size)
-    collected.add(start_s, [Turn(*turn) for turn in turns])
+    collected.add(start_s, [TraceTurn(*turn) for turn in turns])
     return Trace("chat", block_size, collected.requests())
 
 

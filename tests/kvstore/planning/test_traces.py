@@ -10,7 +10,7 @@ from kvstore.errors import ConfigError
 from kvstore.planning.replay import Replay
 from kvstore.planning.replay_config import ReplayConfig
 from kvstore.planning.trace_formats import read_trace
-from kvstore.planning.traces import CHAIN_STRIDE, Arrivals, CommonPrefix, Turn, TurnsToRequests, chain_names
+from kvstore.planning.traces import CHAIN_STRIDE, Arrivals, CommonPrefix, TraceTurn, TurnsToRequests, chain_names
 
 
 def written(tmp_path, *lines):
@@ -274,7 +274,7 @@ def test_chains_begin_with_what_their_prefix_shares():
 
 def test_over_the_context_the_oldest_turns_go_and_the_rest_is_new():
     collected = TurnsToRequests(block_size=10, max_context=100)
-    turns = [Turn(20, 10), Turn(10, 10, 1.0), Turn(25, 10, 1.0), Turn(500, 500, 1.0)]
+    turns = [TraceTurn(20, 10), TraceTurn(10, 10, 1.0), TraceTurn(25, 10, 1.0), TraceTurn(500, 500, 1.0)]
     collected.add(0.0, turns, prefix=CommonPrefix(0, 20))
     requests = collected.requests()
     assert [(r.num_tokens, r.num_output_tokens) for r in requests] == [(40, 10), (60, 10), (65, 10), (21, 79)]
@@ -286,8 +286,8 @@ def test_over_the_context_the_oldest_turns_go_and_the_rest_is_new():
 
 def test_the_nominal_order_is_that_of_a_server_that_is_never_busy():
     collected = TurnsToRequests(block_size=10)
-    collected.add(0.0, [Turn(10, 25), Turn(10, 25, 10.0)])  # answered at 1 s, the next at 11 s
-    collected.add(5.0, [Turn(11, 25), Turn(11, 25, 1.0)])  # the next at 7 s
+    collected.add(0.0, [TraceTurn(10, 25), TraceTurn(10, 25, 10.0)])  # answered at 1 s, the next at 11 s
+    collected.add(5.0, [TraceTurn(11, 25), TraceTurn(11, 25, 1.0)])  # the next at 7 s
     requests = collected.requests()
     assert [r.num_tokens for r in requests] == [10, 11, 47, 45]
     assert [(r.after, r.arrival_s) for r in requests] == [(-1, 0.0), (-1, 5.0), (1, 1.0), (0, 10.0)]

@@ -252,12 +252,12 @@ def test_stop_keeps_what_was_said(server):
 
 def test_a_stop_that_comes_before_the_turn_has_begun_counts(server):
     key = SessionKey("alice", chat(server, "Hello")["session_id"])
-    turns, may = server.context.turns, threading.Event()
+    claims, may = server.context.claims, threading.Event()
     with ThreadPoolExecutor(1) as pool, before_each(server.engine.core, "submit_all", lambda: may.wait(TIMEOUT_S)):
         answer = pool.submit(server.post, "/chat", {"session_id": key.session_id, "message": "Count.", **LONG})
-        server.wait_until(lambda: turns.running_on(key) is not None, "it has its session")
-        assert turns.running_on(key).answer is None
-        server.run(turns.running_on(key).stop())
+        server.wait_until(lambda: claims.on(key) is not None, "it has its session")
+        assert claims.on(key).turn is None
+        server.run(claims.on(key).owner.stop())
         may.set()
         result = answer.result().json()
     assert result["finish_reason"] == "abort" and result["usage"]["completion_tokens"] < LONG["max_tokens"]

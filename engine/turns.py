@@ -1,0 +1,250 @@
+"""An answer in an event loop is a task of its own: it is told that it shall end, and is never cancelled.
+
+So whatever it holds is given back in the order in which it was taken, and whoever reads its pieces may leave at any
+time. Knows no engine and no session: what the task does is a script of those who make it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from kvstore.engine.core.output_processor import Handle
+from kvstore.engine.outputs import Piece, RequestOutput
+from kvstore.engine.sessions.claims import Claims, Hold
+from kvstore.errors import EngineClosedError, KVStoreError
+from kvstore.sessions.record import SessionKey
+
+LOGGER = logging.getLogger("kvstore.engine")
+R = TypeVar("R")
+Abort = Callable[[Handle], Awaitable[None]]
+
+
+class Port:
+    """The listener to all requests of one event loop; only that loop waits for it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, abort: Callable[[Handle], None]) -> None:
+        self.loop = loop
+        self.readers: dict[str, asyncio.Future[None]] = {}  # by request: woken by a piece, and by the end
+        self.tasks: dict[str, asyncio.Future[None]] = {}  # by request: woken by the end alone
+        self._abort = abort
+        self._thread = threading.get_ident()
+
+    def __call__(self, handles: Sequence[Handle]) -> None:
+        if threading.get_ident() == self._thread:  # the loop itself reads the engine's messages
+            self._wake(handles)
+            return
+        try:
+            self.loop.call_soon_threadsafe(self._wake, handles)
+        except RuntimeError:  # the loop was closed, so nobody reads this
+            for handle in handles:
+                self._abort(handle)
+
+    def _wake(self, handles: Sequence[Handle]) -> None:
+        for handle in handles:
+            wake(self.readers, handle.request_id)
+            if handle.done:
+                wake(self.tasks, handle.request_id)
+
+    async def wait(self, waiting: dict[str, asyncio.Future[None]], handle: Handle) -> None:
+        """Until woken. A request has one reader at a time, and one task."""
+        waiter = waiting[handle.request_id] = self.loop.create_future()
+        try:
+            await waiter
+        finally:
+            waiting.pop(handle.request_id, None)
+
+    async def next_piece(self, handle: Handle) -> Piece | None:
+        """The next piece, None at the end."""
+        while True:
+            done = handle.done  # read before the pieces, as none follow once it is set
+            if handle.pieces:
+                return handle.pieces.popleft()
+            if done:
+                return None
+            await self.wait(self.readers, handle)
+
+
+def wake(waiting: dict[str, asyncio.Future[None]], request_id: str) -> None:
+    waiter = waiting.pop(request_id, None)
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)
+
+
+class Turn(Generic[R]):
+    """One answer: an asynchronous iterator of pieces, and a context manager that leaves it. One task may read it.
+
+    The last piece is handed out when the script has returned: what it stores is durable then, and what it held is free
+    again. Iterating and `result` raise what ended the answer.
+
+    script: what the task does; R is what it returns. session_id, number: of the session's turn, once it has begun.
+    gaps_s: seconds between pieces with tokens, as they were read. is_abandoned: nobody reads any more. is_stopped:
+    somebody asked for its end.
+    """
+
+    def __init__(self, port: Port, abort: Abort, script: Callable[[Turn[R]], Coroutine[Any, Any, R]]) -> None:
+        self.session_id = ""
+        self.number: int | None = None
+        self.gaps_s: list[float] = []
+        self.is_abandoned = self.is_stopped = False
+        self._port, self._abort = port, abort
+        self._handle: Handle | None = None
+        self._known: Piece | None = None
+        self._num_ended = 0  # choices whose last piece was read
+        self._is_read = False
+        self._read_s: float | None = None  # when a piece with tokens was
+        self._begun, self._over = asyncio.Event(), asyncio.Event()
+        self._value: R | None = None
+        self._error: Exception | None = EngineClosedError("the event loop ended before the answer")
+        self._trace: TracebackType | None = None
+        self.task = asyncio.create_task(self._run(script))
+
+    # -- who reads it --------------------------------------------------------------------------------------------------
+    async def begun(self) -> Self:
+        """Returns once its request is queued, or its answer known. Raises what prevented that. A caller that is
+        cancelled here has left.
+        """
+        try:
+            await self._begun.wait()
+        except asyncio.CancelledError:
+            self.abandon()
+            raise
+        if self._handle is None:
+            self._raise_error()
+        return self
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether it has a request, which may run still."""
+        return self._handle is not None
+
+    @property
+    def output(self) -> RequestOutput:
+        """Complete once the answer has ended."""
+        assert self._handle is not None, "it has not begun"
+        return self._handle.output
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Piece:
+        await self._begun.wait()
+        piece = await self._next()
+        if piece is None:
+            raise StopAsyncIteration
+        if piece.token_ids:
+            now_s = time.perf_counter()
+            if self._read_s is not None:
+                self.gaps_s.append(now_s - self._read_s)
+            self._read_s = now_s
+        return piece
+
+    async def _next(self) -> Piece | None:
+        """None at the end. The last piece, and one of an answer that was broken off, waits for the script's end."""
+        if self._handle is None:
+            piece, self._known = self._known, None
+        elif self._is_read:
+            piece = None
+        else:
+            piece = await self._port.next_piece(self._handle)
+            self._num_ended += piece is not None and piece.finish_reason is not None
+            self._is_read = piece is None or self._num_ended == len(self._handle.output.choices)
+            if self._is_read or (piece is not None and piece.finish_reason == "abort"):
+                await self._over.wait()
+                self._is_read = self._is_read or self._error is not None
+                self._raise_error()
+        return piece
+
+    async def result(self) -> R:
+        """What the script returned, once it has."""
+        await self._over.wait()
+        self._raise_error()
+        return self._value  # type: ignore[return-value]
+
+    def abandon(self) -> None:
+        """Nobody reads it any more: it ends, and is not stored. Returns at once."""
+        if not self._over.is_set():
+            self.is_abandoned = True
+            self._tell()
+
+    async def aclose(self) -> None:
+        """`abandon`, and wait until all that it held is free. Does nothing after its end."""
+        self.abandon()
+        await self._over.wait()
+
+    async def stop(self) -> None:
+        """End the answer now and keep what was said: the iteration ends with a piece whose finish_reason is "abort"."""
+        self.is_stopped = True
+        self._tell()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    # -- its script ----------------------------------------------------------------------------------------------------
+    def check_wanted(self) -> None:
+        """Raises EngineClosedError when whoever asked for it has left. Any thread may ask."""
+        if self.is_abandoned:
+            raise EngineClosedError("nobody waits for this request any more")
+
+    def answered(self, piece: Piece) -> None:
+        """Hand out an answer that was given before, in one piece."""
+        self._known = piece
+        self._begun.set()
+
+    async def computed(self, handle: Handle) -> None:
+        """Hand out the pieces of this request, and wait for its end; end it once that is asked for."""
+        self._handle = handle
+        self._begun.set()
+        is_ending = False
+        while not handle.done:
+            if is_ending or not (self.is_abandoned or self.is_stopped):
+                await self._port.wait(self._port.tasks, handle)
+            else:
+                is_ending = True
+                await self._abort(handle)
+
+    async def _run(self, script: Callable[[Turn[R]], Coroutine[Any, Any, R]]) -> None:
+        try:
+            self._value = await script(self)
+            self._error = None
+        except Exception as error:  # the reader gets it
+            self._error, self._trace = error, error.__traceback__
+            if self.is_abandoned and not isinstance(error, KVStoreError):
+                LOGGER.error("an answer failed after its reader had left", exc_info=error)
+        finally:
+            self._begun.set()
+            self._over.set()
+
+    def _tell(self) -> None:
+        if self._handle is not None:
+            wake(self._port.tasks, self._handle.request_id)
+
+    def _raise_error(self) -> None:
+        if self._over.is_set() and self._error is not None:
+            raise self._error.with_traceback(self._trace)
+
+
+@asynccontextmanager
+async def held(
+    claims: Claims, key: SessionKey, request_key: str | None = None, owner: Turn[Any] | None = None
+) -> AsyncIterator[Hold]:
+    """`Claims.hold` for as long as this context lasts.
+
+    Waits for a turn that ends anyway, and for an earlier attempt of the same request. Raises SessionBusyError.
+    """
+    while (other := claims.on(key)) is not None and other.is_worth_waiting(request_key):
+        await asyncio.wrap_future(other.released)
+    hold = claims.hold(key, request_key, owner)
+    try:
+        yield hold
+    finally:
+        claims.release(hold)
