@@ -13,7 +13,6 @@ LAYERS = ("service", "engine", "kvstore", "kernels", "rope")  # each may import 
 LINKED = ("engine", "kernels", "rope", "service")  # by links in kvstore/, so that one name is installed
 WAYS_BACK = {"kvstore", "kvstore.__main__"}  # the public names, looked up when they are asked for; the command
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 70, 500
-MAX_CLASS_LINES, MAX_METHODS, MAX_ATTRIBUTES = 200, 20, 12
 DOCUMENTED = {
     "_exit",
     "_replace",
@@ -38,7 +37,6 @@ class House:
         }
         self.trees = {name: ast.parse(path.read_text(), str(path)) for name, path in self.files.items()}
         self.nodes = {name: list(ast.walk(tree)) for name, tree in self.trees.items()}
-        self.structs = self._structs()
         self._imported = {
             (name, ever): [target for node in statements(tree.body, ever) for target in self.imports_of(name, node)]
             for name, tree in self.trees.items()
@@ -49,15 +47,6 @@ class House:
         parts = path.relative_to(self.root).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         return f"kvstore.{name}" if parts[0] in LINKED else name
-
-    def _structs(self) -> set[str]:
-        """Names of the classes that build on msgspec's."""
-        found, before = {"msgspec.Struct"}, 0
-        nodes = [node for nodes in self.nodes.values() for node in nodes if isinstance(node, ast.ClassDef)]
-        while len(found) > before:
-            before = len(found)
-            found |= {node.name for node in nodes if {ast.unparse(base) for base in node.bases} & found}
-        return found
 
     @property
     def product(self) -> list[str]:
@@ -159,34 +148,6 @@ def long_functions(house: House) -> set[str]:
         for node in nodes
         if isinstance(node, Function) and length(node) > MAX_FUNCTION_LINES
     }
-
-
-def large_classes(house: House) -> set[str]:
-    """Classes and what they have too much of: lines, methods or attributes."""
-    found = set()
-    for name, nodes in house.nodes.items():
-        for node in nodes:
-            if isinstance(node, ast.ClassDef):
-                methods = [part for part in node.body if isinstance(part, Function)]
-                is_large = {
-                    "lines": length(node) > MAX_CLASS_LINES,
-                    "methods": len(methods) > MAX_METHODS,
-                    "attributes": len(attributes(node)) > MAX_ATTRIBUTES and not is_record(house, node),
-                }
-                found |= {f"{name}.{node.name} {what}" for what, too_much in is_large.items() if too_much}
-    return found
-
-
-def attributes(node: ast.ClassDef) -> set[str]:
-    """Declared fields, and what methods set of `self`."""
-    fields = {ast.unparse(part.target) for part in node.body if isinstance(part, ast.AnnAssign)}
-    inside = [part for method in node.body if isinstance(method, Function) for part in ast.walk(method)]
-    return fields | {part.attr for part in inside if is_own(part) and isinstance(part.ctx, ast.Store)}
-
-
-def is_record(house: House, node: ast.ClassDef) -> bool:
-    """Frozen, or a msgspec struct: as many fields as the interface has that it stands for."""
-    return any("frozen=True" in ast.unparse(part) for part in node.decorator_list) or node.name in house.structs
 
 
 def is_own(node: ast.AST) -> bool:
