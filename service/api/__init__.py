@@ -3,6 +3,7 @@
 - `sessions/`: `/chat` and `/sessions`
 - `openai/`: OpenAI's routes
 - `admin`: the administrator's routes
+- `answering`: one way to answer on every route that talks, and what a route's dialect is
 - `context`: what every handler can reach, and what is known of one request
 - `edge`: /metrics, version, models, tokens
 - `engine_metrics`: what /metrics shows of the engine: tiers, failures, sessions

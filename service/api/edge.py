@@ -1,7 +1,7 @@
 """Routes around the answers: metrics, version, models, tokens of a text and texts of tokens."""
 
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -17,6 +17,7 @@ from kvstore.service.api.schema import Messages, TokenId, messages_of, num_chars
 from kvstore.service.http.errors import RETRY_AFTER_S, ApiError, bad_request
 from kvstore.service.http.routes import Route
 
+T = TypeVar("T")
 MAX_TOKENIZED_CHARS = 2**20
 
 
@@ -70,6 +71,13 @@ async def show_model(request: web.Request) -> web.Response:
     return json_response(_model(context))
 
 
+async def accept(request: web.Request, type_: type[T]) -> tuple[Context, T]:
+    """The body of a request for this server's model, which it may name. Raises as `read_body` and `check_model`."""
+    context, body = context_of(request), await read_body(request, type_)
+    check_model(context, getattr(body, "model", None))
+    return context, body
+
+
 def check_model(context: Context, name: str | None) -> None:
     """Raises ApiError 404 unless it is this server's model, or none is named."""
     if name is not None and name not in (context.model_name, context.engine.engine.facts.model_name):
@@ -109,8 +117,7 @@ class Prompt(msgspec.Struct):
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    context, body = context_of(request), await read_body(request, TokenizeBody)
-    check_model(context, body.model)
+    context, body = await accept(request, TokenizeBody)
     engine, tokenizer = context.engine.engine, _tokenizer(context)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("prompt", "give either prompt or messages", "missing")
@@ -140,8 +147,7 @@ def _checked_chars(num_chars: int, param: str) -> int:
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    context, body = context_of(request), await read_body(request, DetokenizeBody)
-    check_model(context, body.model)
+    context, body = await accept(request, DetokenizeBody)
     tokenizer, size = _tokenizer(context), context.engine.engine.facts.vocab_size
     if body.tokens and max(body.tokens) >= size:
         raise bad_request("tokens", f"token ids go from 0 to {size - 1}")

@@ -2,7 +2,7 @@
 
 - `chat`: /v1/chat/completions
 - `completions`: /v1/completions
-- `generation`: turns the engine's answers into what clients get
+- `generation`: what answers have in common: log probabilities, ends
 - `response_schema`: bodies and answers of /v1/responses
 - `responses`: /v1/responses, on the same sessions as /chat
 - `schema`: bodies and answers of the other two

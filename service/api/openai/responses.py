@@ -6,9 +6,9 @@ continues an earlier turn, or comes while another runs, begins a fork.
 
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -16,17 +16,19 @@ from aiohttp import web
 from msgspec import UNSET
 
 from kvstore.engine.front import Front
+from kvstore.engine.outputs import Piece
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.chat_template import Message
 from kvstore.engine.text.prompts import check_truncation
 from kvstore.engine.turns import Turn
 from kvstore.errors import RequestError, SessionBusyError, SessionNotFoundError
+from kvstore.service.api.answering import Event, answer
 from kvstore.service.api.context import Context, context_of, tenant_of
-from kvstore.service.api.edge import check_model, json_response
+from kvstore.service.api.edge import accept, json_response
 from kvstore.service.api.openai import response_schema as schema
 from kvstore.service.api.openai.schema import check_exact
 from kvstore.service.api.openai.stateless import StatelessRequest, open_stateless
-from kvstore.service.api.schema import read_body, sampling_params
+from kvstore.service.api.schema import sampling_params
 from kvstore.service.api.sessions import turns
 from kvstore.service.api.sessions.turns import (
     TurnRequest,
@@ -36,12 +38,12 @@ from kvstore.service.api.sessions.turns import (
     open_turn,
     request_key_of,
 )
-from kvstore.service.api.sse import EventStream
 from kvstore.service.http.errors import ApiError
 from kvstore.service.http.routes import Route
 from kvstore.sessions.record import Parent, SessionHead, SessionKey, TurnRecord
 
 ROUTE = "/v1/responses"
+Turns = Sequence[Turn[TurnResult]]
 RESPONSE_ID = re.compile(r"resp_([A-Za-z0-9_-]{1,128})_([1-9][0-9]{0,9})")
 
 
@@ -72,12 +74,58 @@ def _place(name: str, param: str) -> tuple[str, int]:
 
 
 # -- making one ------------------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class ResponsesDialect:
+    """A turn of a session, or of none, in OpenAI's events of a response, which are numbered."""
+
+    turn: AbstractAsyncContextManager[Turn[TurnResult]]
+    draft: schema.ResponseObject
+    is_streamed: bool
+    has_done: bool = False
+    numbers: Iterator[int] = field(default_factory=count)
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[Turns]:
+        async with self.turn as turn:
+            self.draft.id = response_id(turn.session_id, turn.number)
+            yield [turn]
+
+    def first(self, turns: Turns) -> Iterable[Event]:
+        item = schema.message_item(self.draft.id, None, "in_progress")
+        yield self._event("response.created", response=self.draft)
+        yield self._event("response.in_progress", response=self.draft)
+        yield self._event("response.output_item.added", output_index=0, item=item)
+        yield self._event("response.content_part.added", **self._part, part=schema.OutputText(text=""))
+
+    def piece(self, turns: Turns, number: int, piece: Piece) -> Iterable[Event]:
+        if piece.text:
+            yield self._event("response.output_text.delta", **self._part, delta=piece.text, logprobs=[])
+
+    def last(self, turns: Turns, results: Sequence[TurnResult]) -> Iterable[Event]:
+        response = self.whole(turns, results)
+        (message,) = response.output
+        text = message.content[0]
+        yield self._event("response.output_text.done", **self._part, text=text.text, logprobs=[])
+        yield self._event("response.content_part.done", **self._part, part=text)
+        yield self._event("response.output_item.done", output_index=0, item=message)
+        yield self._event(f"response.{response.status}", response=response)
+
+    def whole(self, turns: Turns, results: Sequence[TurnResult]) -> schema.ResponseObject:
+        return schema.completed(self.draft, results[0])
+
+    @property
+    def _part(self) -> dict[str, Any]:
+        item = schema.message_item(self.draft.id, None, "in_progress")
+        return {"item_id": item.id, "output_index": 0, "content_index": 0}
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return kind, {"type": kind, "sequence_number": next(self.numbers), **fields}
+
+
 async def create(request: web.Request) -> web.StreamResponse:
-    context, body = context_of(request), await read_body(request, schema.ResponseBody)
-    check_model(context, body.model)
+    context, body = await accept(request, schema.ResponseBody)
     schema.check_supported(body)
     wanted, before = await _wanted(context, request, body)
-    opened = _opened(context, body, wanted, before)
     draft = schema.ResponseObject(
         id="",
         created_at=int(time.time()),
@@ -93,14 +141,8 @@ async def create(request: web.Request) -> web.StreamResponse:
         truncation=wanted.truncation,
         user=body.user,
     )
-    if body.stream:
-        return await _streamed(request, opened, draft)
-    async with opened as turn:
-        async for _ in turn:
-            pass
-        draft.id = response_id(turn.session_id, turn.number)
-        result = await turn.result()
-    return json_response(schema.completed(draft, result))
+    opened = _opened(context, body, wanted, before)
+    return await answer(request, ResponsesDialect(opened, draft, bool(body.stream)))
 
 
 async def _wanted(
@@ -187,35 +229,6 @@ async def _is_there(context: Context, wanted: TurnRequest) -> bool:
         return False
     is_held = context.claims.on(wanted.key) is not None
     return is_held or await context.engine.call(context.engine.engine.sessions.exists, wanted.key)
-
-
-# -- as a stream -----------------------------------------------------------------------------------------------------
-async def _streamed(
-    request: web.Request, opened: AbstractAsyncContextManager[Turn[TurnResult]], draft: schema.ResponseObject
-) -> web.StreamResponse:
-    async with EventStream(request, done=False) as stream, opened as turn:
-        numbers = count()
-
-        async def send(kind: str, **fields: Any) -> None:
-            await stream.send({"type": kind, "sequence_number": next(numbers), **fields}, kind)
-
-        draft.id = response_id(turn.session_id, turn.number)
-        await send("response.created", response=draft)
-        await send("response.in_progress", response=draft)
-        item = schema.message_item(draft.id, None, "in_progress")
-        part = {"item_id": item.id, "output_index": 0, "content_index": 0}
-        await send("response.output_item.added", output_index=0, item=item)
-        await send("response.content_part.added", **part, part=schema.OutputText(text=""))
-        async for piece in turn:
-            if piece.text:
-                await send("response.output_text.delta", **part, delta=piece.text, logprobs=[])
-        response = schema.completed(draft, await turn.result())
-        message = response.output[0]
-        await send("response.output_text.done", **part, text=message.content[0].text, logprobs=[])
-        await send("response.content_part.done", **part, part=message.content[0])
-        await send("response.output_item.done", output_index=0, item=message)
-        await send(f"response.{response.status}", response=response)
-    return stream.response
 
 
 # -- one that is stored ----------------------------------------------------------------------------------------------
