@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 CHATS = """
 import signal, sys
 from kvstore.service.command import cli
-from tests.service.command.test_cli import FakeEngine
+from tests.support.service.fake_engine import FakeEngine
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it may have been started with it ignored
 sys.exit(cli.main(["chat", "--config", "/dev/null"], FakeEngine))
 """
