@@ -220,7 +220,7 @@ def test_long_prompts_are_replayed_in_larger_blocks(run, owned):
 
 
 def test_a_store_without_history_says_how_it_comes_about(run, store):
-    code, out, err = run("--store", store)
+    code, out, err = run("--store", store.path)
     assert (code, out) == (1, "") and err.count("\n") == 1
     assert "has no history yet; it records one while an engine serves with a disk tier" in err
 
