@@ -24,6 +24,7 @@ from tests.support.waiting import wait_until
 
 NUM_ROUNDS, NUM_LONG_ROUNDS = 2, 60
 SOON = ("--shutdown-timeout", "0.1")
+WITH_SIGHUP = ("env", "--default-signal=HUP")  # also where the tests were started with it ignored
 
 
 @pytest.fixture
@@ -150,7 +151,7 @@ def test_a_server_that_is_hung_up_twice_says_so_to_its_streams(store):
         wait_until(lambda: '"stopping"' in server.log.read_text(), "it ends")
         server.process.send_signal(signal.SIGHUP)
 
-    with launched(store, *SOON) as server:
+    with launched(store, *SOON, within=WITH_SIGHUP) as server:
         session_id, said = end_while_it_streams(server, hang_up_twice)
     verify(store)
     assert stored_turns(store) == {session_id: said}
@@ -159,7 +160,7 @@ def test_a_server_that_is_hung_up_twice_says_so_to_its_streams(store):
 def test_a_terminal_that_is_closed_ends_it_in_order(store):
     """The kernel tells all its processes."""
     ours, theirs = pty.openpty()
-    within = ("sh", "-c", 'exec "$@" <"$0"', os.ttyname(theirs))  # what it opens first becomes its terminal
+    within = (*WITH_SIGHUP, "sh", "-c", 'exec "$@" <"$0"', os.ttyname(theirs))  # what it opens first becomes its terminal
     with launched(store, *SOON, within=within) as server:
         os.close(theirs)
         session_id, said = end_while_it_streams(server, lambda _: os.close(ours))
