@@ -18,7 +18,7 @@ import lmdb
 
 from kvstore.config import format_size
 from kvstore.disk.check import DATA_FILE
-from kvstore.disk.env import StoreEnvironment
+from kvstore.disk.env import LostFileError, StoreEnvironment
 from kvstore.disk.format import FULL_BELOW_BYTES, WriteError, free_bytes, write_error
 from kvstore.disk.live import LiveTables, discard_copy
 from kvstore.errors import DegradedError, DiskFullError
@@ -150,6 +150,8 @@ class DiskTables:
             try:
                 with opened.env.begin(write=True) as txn:
                     yield _LmdbView(txn, opened.handles)
+            except LostFileError:
+                raise
             except (lmdb.Error, OSError) as error:
                 free, size = free_bytes(self._path)
                 if free < FULL_BELOW_BYTES and write_error(error, free) is WriteError.NO_SPACE:

@@ -51,6 +51,6 @@ def test_under_a_salt_nothing_is_ever_found(server):
 
 
 def test_what_fails_is_reported_and_ends_its_conversation(server):
-    results, _ = run(server, load(max_tokens=2000))
+    results, _ = run(server, load(first_words=2000))
     assert [one.turn for one in results] == [1] * 4
     assert all(one.error.startswith("400") for one in results)

@@ -129,7 +129,7 @@ def rank_of(pid: int) -> int:
     return found
 
 
-def end_while_it_answers(engine: Engine, pid: int, number: signal.Signals, match: str = "") -> None:
+def end_while_it_answers(engine: Engine, pid: int, number: signal.Signals, match: str | None = None) -> None:
     """Send this process of the engine a signal that ends or hangs it, which ends what is being answered. match: what
     the first error says.
     """

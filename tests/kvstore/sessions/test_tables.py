@@ -6,7 +6,7 @@ from kvstore.disk.records import pack, seal
 from kvstore.errors import StoreError
 from kvstore.sessions import record as session_record
 from kvstore.sessions import tables
-from kvstore.sessions.record import SessionKey
+from kvstore.sessions.record import SessionHead, SessionKey, TurnRecord
 from kvstore.sessions.store import SessionStore
 from tests.children.session_child import TENANT, Clock, content, create, disk_store, expected, make_turn, talk
 from tests.support.session_tables import tables_of
@@ -101,11 +101,12 @@ def test_a_false_place_in_the_list_shows_nothing(store):
 
 
 def test_a_seal_holds_for_one_place():
-    value = seal("turns", b"key", pack("payload"))
-    assert session_record.unseal(str, "turns", b"key", value, "it") == "payload"
+    turn = make_turn("a", 1)
+    value = seal("turns", b"key", pack(turn))
+    assert session_record.unseal(TurnRecord, "turns", b"key", value, "it") == turn
     wrong = [("heads", b"key", value), ("turns", b"kez", value), ("turns", b"key", b""), ("turn", b"skey", value)]
     for table, key, sealed in wrong:
         with pytest.raises(StoreError, match="it is damaged"):
-            session_record.unseal(str, table, key, sealed, "it")
+            session_record.unseal(TurnRecord, table, key, sealed, "it")
     with pytest.raises(StoreError, match="it is damaged"):
-        session_record.unseal(int, "turns", b"key", value, "it")
+        session_record.unseal(SessionHead, "turns", b"key", value, "it")
