@@ -160,8 +160,8 @@ def test_a_server_that_is_hung_up_twice_says_so_to_its_streams(store):
 def test_a_terminal_that_is_closed_ends_it_in_order(store):
     """The kernel tells all its processes."""
     ours, theirs = pty.openpty()
-    within = (*WITH_SIGHUP, "sh", "-c", 'exec "$@" <"$0"', os.ttyname(theirs))  # what it opens first becomes its terminal
-    with launched(store, *SOON, within=within) as server:
+    in_terminal = ("sh", "-c", 'exec "$@" <"$0"', os.ttyname(theirs))  # what it opens first becomes its terminal
+    with launched(store, *SOON, within=(*WITH_SIGHUP, *in_terminal)) as server:
         os.close(theirs)
         session_id, said = end_while_it_streams(server, lambda _: os.close(ours))
     verify(store)
