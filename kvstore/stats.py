@@ -3,7 +3,10 @@
 What is in `StoreStats` is written by the control plane's thread only.
 """
 
+import threading
 from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 LATENCY_BOUNDS_S = (
@@ -26,6 +29,37 @@ class Histogram:
     def as_dict(self) -> dict[str, object]:
         """For each bound how many were at most that, and above the one before; a last count of what is above all."""
         return {"bounds": list(self._bounds), "counts": list(self._counts), "sum": self._sum}
+
+
+class Counts:
+    """Numbers, times and rates, by the names of their entries, and failures by their cause. Any thread may count."""
+
+    def __init__(self, numbers: Sequence[str], times: Sequence[str], rates: Sequence[str] = ()) -> None:
+        self._lock = threading.Lock()
+        self._numbers: dict[str, float] = dict.fromkeys(numbers, 0)
+        self._times = {name: Histogram() for name in times}
+        self.rates: dict[str, float | None] = dict.fromkeys(rates)  # running means
+        self._failures: Counter[str] = Counter()
+
+    def add(self, **entries: float) -> None:
+        with self._lock:
+            for name, value in entries.items():
+                if name in self._times:
+                    self._times[name].observe(value)
+                elif name in self.rates:
+                    known = self.rates[name]
+                    self.rates[name] = value if known is None else 0.8 * known + 0.2 * value
+                else:
+                    self._numbers[name] += value
+
+    def failed(self, cause: str) -> None:
+        with self._lock:
+            self._failures[cause] += 1
+
+    def as_dict(self) -> dict[str, object]:
+        with self._lock:
+            times = {name: seconds.as_dict() for name, seconds in self._times.items()}
+            return {**self._numbers, **times, **self.rates, "failures": dict(self._failures)}
 
 
 @dataclass(slots=True)

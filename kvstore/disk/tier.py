@@ -5,10 +5,8 @@ Does not decide what stays. One thread writes, any number read; neither raises f
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +27,7 @@ from kvstore.disk.index import DiskIndex, IndexEntry
 from kvstore.disk.verify import VerifyReport, verify
 from kvstore.errors import DegradedError, StoreError
 from kvstore.forks import leave_to_parent
-from kvstore.stats import Histogram
+from kvstore.stats import Counts
 
 RATE_MIN_BYTES = 1 << 20
 DELETE_BATCH = 4096
@@ -43,51 +41,6 @@ class WriteOutcome:
 
     stored_bytes: tuple[int, ...] = ()
     error: WriteError | None = None
-
-
-class DiskCounts:
-    """Counts reads and writes, their times and failures. From any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_reads = self._num_writes = 0
-        self._read_seconds, self._write_seconds = Histogram(), Histogram()  # of a block, of a transaction
-        self._rates: dict[str, float] = {}  # bytes/s, a running mean
-        self._failures: Counter[str] = Counter()
-
-    def read(self, num_bytes: int, seconds: float) -> None:
-        with self._lock:
-            self._num_reads += 1
-            self._read_seconds.observe(seconds)
-            self._measure("read", num_bytes, seconds)
-
-    def wrote(self, num_blocks: int, num_bytes: int, seconds: float) -> None:
-        with self._lock:
-            self._num_writes += num_blocks
-            self._write_seconds.observe(seconds)
-            if num_bytes >= RATE_MIN_BYTES:  # smaller ones say nothing
-                self._measure("write", num_bytes, seconds)
-
-    def _measure(self, what: str, num_bytes: int, seconds: float) -> None:
-        rate = num_bytes / max(seconds, 1e-9)
-        known = self._rates.get(what)
-        self._rates[what] = rate if known is None else 0.9 * known + 0.1 * rate
-
-    def failed(self, cause: str) -> None:
-        with self._lock:
-            self._failures[cause] += 1
-
-    def as_dict(self) -> dict[str, object]:
-        with self._lock:
-            return {
-                "reads": self._num_reads,
-                "writes": self._num_writes,
-                "failures": dict(self._failures),
-                "read_seconds": self._read_seconds.as_dict(),
-                "write_seconds": self._write_seconds.as_dict(),
-                "read_bytes_per_s": self._rates.get("read"),
-                "write_bytes_per_s": self._rates.get("write"),
-            }
 
 
 class DiskTier:
@@ -106,7 +59,9 @@ class DiskTier:
         self.file = BlocksFile(directory, capacity_bytes)
         self._clock = clock
         self._itemsize = itemsize
-        self._counts = DiskCounts()
+        self._counts = Counts(
+            ("reads", "writes"), ("read_seconds", "write_seconds"), ("read_bytes_per_s", "write_bytes_per_s")
+        )
         if self.file.is_too_large:
             _shrink(self)
         if capacity_bytes > (size := disk_format.free_bytes(self.file.path)[1]):
@@ -158,7 +113,10 @@ class DiskTier:
                 self.file.note(error)
                 return WriteOutcome(error=WriteError.BROKEN if self.file.broken else self._name(error))
             else:
-                self._counts.wrote(len(puts), sum(stored), time.perf_counter() - started)
+                seconds = max(time.perf_counter() - started, 1e-9)
+                self._counts.add(writes=len(puts), write_seconds=seconds)
+                if sum(stored) >= RATE_MIN_BYTES:  # fewer say nothing
+                    self._counts.add(write_bytes_per_s=sum(stored) / seconds)
                 return WriteOutcome(stored)
         self.file.recover()
         return WriteOutcome(error=WriteError.IO)
@@ -210,7 +168,8 @@ class DiskTier:
             finally:
                 self.file.write_lock.release()
         if result is ReadResult.OK:
-            self._counts.read(into.nbytes, time.perf_counter() - started)
+            seconds = max(time.perf_counter() - started, 1e-9)
+            self._counts.add(reads=1, read_seconds=seconds, read_bytes_per_s=into.nbytes / seconds)
         elif result is not ReadResult.MISSING:
             self._counts.failed(f"read: {result.value}")
         return result

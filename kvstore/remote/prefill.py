@@ -12,7 +12,7 @@ import json
 import socket
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from kvstore.forks import leave_to_parent
 from kvstore.remote.address import PrefillAddress
 from kvstore.remote.breaker import Breaker
 from kvstore.remote.lanes import Lane
-from kvstore.stats import Histogram
+from kvstore.stats import Counts
 
 PATH = "/prefill"
 NUM_LANES = 16  # prompts that are computed there at once
@@ -67,34 +67,6 @@ class _Refused(Exception):
         self.status, self.code = status, code
 
 
-class PrefillCounts:
-    """What was asked for, and what has failed. From any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._failures: Counter[str] = Counter()
-        self._seconds = Histogram()
-
-    def computed(self, num_blocks: int, seconds: float) -> None:
-        with self._lock:
-            self._counts.update(computed=1, blocks=num_blocks)
-            self._seconds.observe(seconds)
-
-    def failed(self, cause: str) -> None:
-        with self._lock:
-            self._failures[cause] += 1
-
-    def as_dict(self) -> dict[str, object]:
-        with self._lock:
-            return {
-                "computed": self._counts["computed"],
-                "blocks": self._counts["blocks"],
-                "failures": dict(self._failures),
-                "seconds": self._seconds.as_dict(),
-            }
-
-
 class PrefillServer:
     """key: signs this server in there. fingerprint: of the model, in hex, which has to be the same there.
 
@@ -102,7 +74,7 @@ class PrefillServer:
     """
 
     def __init__(self, address: PrefillAddress, key: bytes, fingerprint: str, on_progress: Callable[[], None]) -> None:
-        self.address, self.breaker, self.counts = address, Breaker(), PrefillCounts()
+        self.address, self.breaker, self.counts = address, Breaker(), Counts(("computed", "blocks"), ("seconds",))
         self._key, self._fingerprint, self._on_progress = key.hex(), fingerprint, on_progress
         self._local = threading.local()
         self._connections: list[http.client.HTTPConnection] = []  # of all threads
@@ -160,7 +132,7 @@ class PrefillServer:
         started, num_blocks = time.perf_counter(), 0
         try:
             num_blocks = self._prefill(prompt, until_s)
-            self.counts.computed(num_blocks, time.perf_counter() - started)
+            self.counts.add(computed=1, blocks=num_blocks, seconds=time.perf_counter() - started)
         except Exception as error:  # the border of a thread
             why = self._counted(error)
             if not isinstance(error, _Refused) or error.status not in WRONG_PROMPT:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,13 +19,14 @@ from kvstore.forks import leave_to_parent
 from kvstore.remote.breaker import Breaker
 from kvstore.remote.lanes import Lane, ReadLanes
 from kvstore.remote.shared import FULL, Put, PutResult, Session, Shared, SharedChain
-from kvstore.stats import Histogram
+from kvstore.stats import Counts
 
 NUM_READERS = 2
 MOST_ASKS = 256  # may wait; others are not asked for
 MOST_JOBS = 4  # puts and deletes may wait; their owner keeps the others
 LEAST_READ_BYTES = 256 << 10  # in a batch
 BATCH_S = 0.1  # a batch of reads may take, so that nobody waits long for it
+NUMBERS = ("asks", "reads", "read_bytes", "stored", "stored_bytes", "deleted")
 FULL_S = 10.0  # without another put after the store said that it is full
 
 
@@ -74,55 +75,14 @@ class _Delete:
     block_ids: tuple[BlockId, ...]
 
 
-class RemoteCounts:
-    """Counts what was asked, read and stored, and what failed. Any thread may count."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._failures: Counter[str] = Counter()
-        self._ask_seconds, self._read_seconds = Histogram(), Histogram()  # of one ask, of one batch of reads
-        self.read_bytes_per_s: float | None = None  # a running mean of one thread
-
-    def add(self, **counts: int) -> None:
-        with self._lock:
-            self._counts.update(counts)
-
-    def failed(self, cause: str, num: int = 1) -> None:
-        with self._lock:
-            self._failures[cause] += num
-
-    def asked(self, seconds: float) -> None:
-        with self._lock:
-            self._counts["asks"] += 1
-            self._ask_seconds.observe(seconds)
-
-    def read(self, num_blocks: int, num_bytes: int, seconds: float) -> None:
-        with self._lock:
-            self._counts.update(reads=num_blocks, read_bytes=num_bytes)
-            self._read_seconds.observe(seconds)
-            rate, known = num_bytes / max(seconds, 1e-6), self.read_bytes_per_s
-            self.read_bytes_per_s = rate if known is None else 0.8 * known + 0.2 * rate
-
-    def as_dict(self) -> dict[str, object]:
-        with self._lock:
-            names = ("asks", "reads", "read_bytes", "stored", "stored_bytes", "deleted")
-            return {
-                **{name: self._counts[name] for name in names},
-                "failures": dict(self._failures),
-                "ask_seconds": self._ask_seconds.as_dict(),
-                "read_seconds": self._read_seconds.as_dict(),
-                "read_bytes_per_s": self.read_bytes_per_s,
-            }
-
-
 class RemoteTier:
     """on_progress: called in a worker thread after something has ended; it may only wake another thread."""
 
     def __init__(
         self, shared: Shared, on_progress: Callable[[], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.shared, self.breaker, self.counts = shared, Breaker(clock), RemoteCounts()
+        self.shared, self.breaker = shared, Breaker(clock)
+        self.counts = Counts(NUMBERS, ("ask_seconds", "read_seconds"), ("read_bytes_per_s",))
         self._on_progress, self._clock = on_progress, clock
         self._local = threading.local()
         self._sessions: list[Session] = []  # of all threads
@@ -229,12 +189,12 @@ class RemoteTier:
                 self._failed("ask", error)
         seconds = time.perf_counter() - started
         if there is not None:
-            self.counts.asked(seconds)
+            self.counts.add(asks=1, ask_seconds=seconds)
         self._end(Asked(job.number, job.chain, there, seconds))
 
     def _batch_bytes(self) -> int:
-        rate = self.counts.read_bytes_per_s
-        return int(min(max(LEAST_READ_BYTES, BATCH_S * (rate or 0)), self.shared.most_read_bytes))
+        rate = self.counts.rates["read_bytes_per_s"] or 0
+        return int(min(max(LEAST_READ_BYTES, BATCH_S * rate), self.shared.most_read_bytes))
 
     def _read(self, batch: list[Read]) -> None:
         started, results = time.perf_counter(), [ReadResult.FAILED] * len(batch)
@@ -246,7 +206,9 @@ class RemoteTier:
         seconds = time.perf_counter() - started
         num_ok = sum(result is ReadResult.OK for result in results)
         if num_ok:
-            self.counts.read(num_ok, num_ok * batch[0].view.nbytes, seconds)
+            num_bytes = num_ok * batch[0].view.nbytes
+            rate = num_bytes / max(seconds, 1e-6)
+            self.counts.add(reads=num_ok, read_bytes=num_bytes, read_seconds=seconds, read_bytes_per_s=rate)
         active = max(1, self.reads.num_active)
         for read, result in zip(batch, results, strict=True):
             self._done.append(ReadDone(read, result, seconds / len(batch), active))

@@ -1,6 +1,6 @@
 """Counters of a store: the histogram, and that each thing that happens is counted where it happens."""
 
-from kvstore.stats import Histogram, StoreStats
+from kvstore.stats import Counts, Histogram, StoreStats
 from tests.support.engines import ask, counters, evict_cpu, open_engine, settle, tokens
 from tests.support.waiting import TIMEOUT_S
 
@@ -18,6 +18,16 @@ def test_what_was_shown_does_not_change_later():
     stats.read_failures["corrupt"] = 1
     histogram.observe(0.5)
     assert shown["read_failures"] == {} and buckets["counts"] == [0, 0]
+
+
+def test_an_entry_is_added_observed_or_averaged_by_its_kind():
+    counts = Counts(["reads"], ["read_seconds"], ["read_bytes_per_s", "write_bytes_per_s"])
+    for rate in (100.0, 200.0):
+        counts.add(reads=2, read_seconds=0.5, read_bytes_per_s=rate)
+    counts.failed("corrupt")
+    shown = counts.as_dict()
+    assert (shown["reads"], shown["read_seconds"]["sum"], shown["failures"]) == (4, 1.0, {"corrupt": 1})
+    assert (shown["read_bytes_per_s"], shown["write_bytes_per_s"]) == (120.0, None)
 
 
 def test_loads_take_time_and_removals_are_no_evictions(model, tmp_path):
