@@ -1,19 +1,26 @@
 """The engine's options: built once, checked here. No torch: device and dtype stay names until the model is loaded."""
 
-import re
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 from kvstore.config import (
+    PLACE,
+    REDIS,
     SESSION_DURABILITIES,
+    SWITCH,
     CacheTiers,
     SharedSessions,
+    ValueForm,
     check_settings,
+    checked,
+    matching,
+    one_of,
     parse_endpoint,
     setting,
+    whole,
 )
 from kvstore.errors import ConfigError
 from kvstore.remote.names import fleet_secret
@@ -23,6 +30,11 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 POLICIES = ("fcfs", "priority")
 EXECUTORS = ("here", "ray")
 EVICTIONS = ("auto", "fifo", "lru", "return")
+ENGINES = whole(1, 64)  # of one front
+MODEL = replace(PLACE, accepts="a directory or a hub id, or leave it out for the built-in model", types=(str, Path))
+
+
+DEVICES = "auto, cpu, cuda or cuda:N"
 
 
 def default_topic(model: str) -> str:
@@ -46,78 +58,75 @@ class SchedulerConfig:
 class EngineConfig:
     """The arguments of `Engine(...)`, and the command's flags for them."""
 
-    model: str | Path | None = setting(None, "a local directory or a hub id", shown="the built-in model")
+    model: str | Path | None = setting(
+        None, MODEL, "a local directory or a hub id", flag="MODEL", shown="the built-in model"
+    )
     tiers: CacheTiers = field(default_factory=CacheTiers)
-    device: str = setting("auto", "auto, cpu, cuda or cuda:N")
-    dtype: str = setting("auto", "auto, float32, bfloat16 or float16", among=DTYPES, shown="auto, the model's")
-    block_size: int = setting(16, "tokens per KV block", low=1, high=256)
-    max_model_len: int | None = setting(None, "context window in tokens", low=2, high=2**24, shown="the model's")
-    max_num_seqs: int = setting(64, "requests running at once", low=1, high=4096)
-    max_num_batched_tokens: int = setting(2048, "tokens computed in one step", low=1, high=2**20)
+    device: str = setting("auto", ValueForm(parse=matching("auto|cpu|cuda(:[0-9]+)?"), accepts=DEVICES), DEVICES)
+    dtype: str = setting("auto", one_of(*DTYPES), "auto, float32, bfloat16 or float16", shown="auto, the model's")
+    block_size: int = setting(16, whole(1, 256), "tokens per KV block")
+    max_model_len: int | None = setting(None, whole(2, 2**24), "context window in tokens", shown="the model's")
+    max_num_seqs: int = setting(64, whole(1, 4096), "requests running at once")
+    max_num_batched_tokens: int = setting(2048, whole(1, 2**20), "tokens computed in one step")
     load: str = setting(
-        "auto", "stored KV: auto computes it anew where that is clearly faster, always loads it",
-        among=("auto", "always"),
+        "auto", one_of("auto", "always"),
+        "stored KV: auto computes it anew where that is clearly faster, always loads it",
     )  # fmt: skip
-    seed: int = setting(0, "seed of the engine's sampling", low=1 - 2**63, high=2**63 - 1)
+    seed: int = setting(0, whole(1 - 2**63, 2**63 - 1), "seed of the engine's sampling")
     policy: str = setting(
-        "fcfs", "which request of a tenant goes first: fcfs, or priority, lower numbers first", among=POLICIES
-    )
+        "fcfs", one_of(*POLICIES), "which request of a tenant goes first: fcfs, or priority, lower numbers first",
+        flag="--scheduling-policy",  # vLLM's name
+    )  # fmt: skip
     eviction: str = setting(
-        "auto", "whose KV goes first: auto, fifo, lru or return, the least likely to come back", among=EVICTIONS
-    )
-    tokenizer: str | None = setting(None, "directory or hub id of another tokenizer", shown="the model's")
+        "auto", one_of(*EVICTIONS), "whose KV goes first: auto, fifo, lru or return, the least likely to come back",
+        flag="--policy", aliases=("--eviction",),
+    )  # fmt: skip
+    tokenizer: str | None = setting(None, PLACE, "directory or hub id of another tokenizer", shown="the model's")
     revision: str | None = setting(
-        None, "branch, tag or commit of a model of the hub, and of its tokenizer", shown="its main branch"
+        None, PLACE, "branch, tag or commit of a model of the hub, and of its tokenizer", shown="its main branch"
     )
-    enforce_eager: bool = setting(False, "no CUDA graphs; for debugging, or to save their memory")
-    chat_template: str | None = setting(None, "file with a Jinja chat template, or its text", shown="the model's")
+    enforce_eager: bool = setting(False, SWITCH, "no CUDA graphs; for debugging, or to save their memory")
+    chat_template: str | None = setting(
+        None, PLACE, "file with a Jinja chat template, or its text", shown="the model's"
+    )
     kv_events: str | None = setting(
-        None, "endpoint, such as tcp://*:5557, where routers are told which KV is held; the next port repeats what "
+        None, checked(parse_endpoint),
+        "endpoint, such as tcp://*:5557, where routers are told which KV is held; the next port repeats what "
         "they missed. Token ids are text: whoever can connect can read all conversations",
     )  # fmt: skip
-    kv_events_topic: str | None = setting(None, "topic of these messages, as routers expect it", shown="kv@HOST@MODEL")
+    kv_events_topic: str | None = setting(
+        None, PLACE, "topic of these messages, as routers expect it", shown="kv@HOST@MODEL"
+    )
     session_store: str | None = setting(
-        None, "Redis in which several servers share sessions: redis://host:6379/0; needs the fleet's secret",
+        None, REDIS,
+        "Redis in which several servers share sessions: redis://host:6379/0; needs the fleet's secret",
         shown="this server's own",
     )  # fmt: skip
     session_durability: str = setting(
-        "always", "what that Redis must promise of a stored turn: always, everysec (a second may be lost) or unchecked",
-        among=SESSION_DURABILITIES,
+        "always", one_of(*SESSION_DURABILITIES),
+        "what that Redis must promise of a stored turn: always, everysec (a second may be lost) or unchecked",
     )  # fmt: skip
     session_replicas: int = setting(
-        0, "replicas of that Redis that must have a turn before it is acknowledged", low=0, high=16
+        0, whole(0, 16), "replicas of that Redis that must have a turn before it is acknowledged"
     )
-    tensor_parallel_size: int = setting(1, "processes that share each layer's weights and KV heads", low=1, high=64)
-    pipeline_parallel_size: int = setting(1, "processes, or groups of them, that share the layers", low=1, high=64)
+    tensor_parallel_size: int = setting(1, whole(1, 64), "processes that share each layer's weights and KV heads")
+    pipeline_parallel_size: int = setting(1, whole(1, 64), "processes, or groups of them, that share the layers")
     distributed_executor: str = setting(
-        "here", "who starts these processes: here, this one; ray, on any number of machines", among=EXECUTORS
+        "here", one_of(*EXECUTORS), "who starts these processes: here, this one; ray, on any number of machines"
     )
     # Of one of several engines behind one front, which `RemoteEngine` sets: no flags.
-    data_parallel_size: int = field(default=1, metadata={"low": 1, "high": 64})
+    data_parallel_size: int = setting(1, ENGINES)
     data_parallel_rank: int = 0
     root_secret: str | None = field(default=None, repr=False)  # hexadecimal: what their lineage roots are made with
     disk_owner: str | None = None  # the socket of the process that owns their disk; None: there is no such disk
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str | Path | None):
-            raise ConfigError(f"model is {self.model!r}; give a directory, a hub id, or None for the built-in model")
-        for name in ("tokenizer", "revision", "chat_template", "kv_events_topic", "session_store"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value.strip()):
-                raise ConfigError(f"{name} is {value!r}; give a text, or leave it out")
         if self.policy in EVICTIONS:
-            raise ConfigError(f"policy is {self.policy!r}, an order of eviction: give eviction={self.policy} for that")
+            raise ConfigError("policy", f"{self.policy!r}, an order of eviction", {"eviction": self.policy})
         check_settings(self)
-        if self.kv_events is not None:
-            parse_endpoint(self.kv_events, "kv_events")
-        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
-            raise ConfigError(f"device is {self.device!r}; give auto, cpu, cuda or cuda:N")
         if self.num_processes > 1 and self.device.startswith("cuda:"):
-            raise ConfigError(
-                f"device is {self.device}, but each of {self.num_processes} processes needs its own; give cuda"
-            )
-        if not isinstance(self.enforce_eager, bool):
-            raise ConfigError(f"enforce_eager is {self.enforce_eager!r}; give True or False")
+            value = f"{self.device}, but each of {self.num_processes} processes needs its own"
+            raise ConfigError("device", value, "give cuda")
 
     @property
     def num_ranks(self) -> int:

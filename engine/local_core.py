@@ -288,5 +288,5 @@ def open_events(config: EngineConfig, model: str) -> KVEvents | None:
     try:
         from kvstore.remote.kv_events import KVEvents
     except ImportError:
-        raise ConfigError("kv_events need pyzmq, which is not installed; pip install pyzmq") from None
+        raise ConfigError("kv_events", "set, but needs pyzmq, which is not installed", "pip install pyzmq") from None
     return KVEvents(config.kv_events, config.kv_events_topic or default_topic(model))

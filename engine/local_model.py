@@ -46,7 +46,7 @@ def open_model(config: EngineConfig, ranks: Ranks | None) -> OpenedModel:
         check_room(config, network)
         template = None if config.chat_template is None else ChatTemplate.of(tokenizer)
         if template is not None and (fault := template.fault()) is not None:
-            raise ConfigError(f"chat_template cannot be used: {fault}")
+            raise ConfigError("chat_template", f"one that cannot be used: {fault}", "give another one")
 
     device, part = own_device(config), None
     if ranks is not None:

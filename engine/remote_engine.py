@@ -63,7 +63,7 @@ class RemoteEngine(Front):
         check_divisible(config)
         find_model(config.model, config.revision, with_weights=False)  # so that no process is started in vain
         if not silence_s >= MIN_SILENCE_S:
-            raise ConfigError(f"silence_s is {silence_s!r}; give seconds from {MIN_SILENCE_S:g}")
+            raise ConfigError("silence_s", repr(silence_s), f"give seconds from {MIN_SILENCE_S:g}")
         with ExitStack() as opened, shown(progress):
             directory = open_waiting_for_lock(lambda: hold_store(config.tiers))
             store = None

@@ -213,16 +213,13 @@ class BlockStore:
 def _checked(namespace: bytes, capacity: int | str, policy: str) -> int:
     """The capacity in bytes. Raises ConfigError."""
     if not isinstance(namespace, bytes) or not namespace:
-        raise ConfigError(
-            f"namespace is {namespace!r}; give bytes that name the weights, dtype and layout of the blocks"
-        )
+        raise ConfigError("namespace", repr(namespace), "give bytes that name weights, dtype and layout of the blocks")
     if policy not in POLICIES:
-        raise ConfigError(f"policy is {policy!r}; give one of {', '.join(POLICIES)}")
+        raise ConfigError("policy", repr(policy), f"give one of {', '.join(POLICIES)}")
     capacity_bytes = parse_size(capacity, "capacity")
     if capacity_bytes < LEAST_CAPACITY_BYTES:
-        raise ConfigError(
-            f"capacity is {format_size(capacity_bytes)}; give {format_size(LEAST_CAPACITY_BYTES)} or more"
-        )
+        given, least = format_size(capacity_bytes), format_size(LEAST_CAPACITY_BYTES)
+        raise ConfigError("capacity", given, f"give {least} or more")
     return capacity_bytes
 
 
@@ -241,7 +238,7 @@ def _check_block(key: bytes, parent: bytes | None, position: int) -> None:
     if key == parent:
         raise ConfigError(f"block {key[:40]!r} is its own parent; give the key before it, or None for the first")
     if not 0 <= position <= MAX_POSITION:
-        raise ConfigError(f"position is {position}; give that of the block's first token")
+        raise ConfigError("position", str(position), "give that of the block's first token")
 
 
 def _bytes_of(memory: memoryview, writable: bool = False) -> memoryview:

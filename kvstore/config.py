@@ -1,13 +1,15 @@
-"""Sizes and the tiers' configuration. Built once, checked here; a part receives its own piece."""
+"""Settings and the forms of their values; the tiers' configuration. Built once, checked here; a part receives its own
+piece.
+"""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from kvstore.errors import ConfigError
-from kvstore.remote.address import parse_prefill_url
+from kvstore.remote.address import parse_prefill_url, parse_redis_url
 from kvstore.remote.names import fleet_secret
 from kvstore.remote.object_address import parse_remote_url
 
@@ -28,10 +30,10 @@ def parse_size(value: int | float | str, name: str = "size") -> int:
     match = _SIZE.fullmatch(str(value)) if not isinstance(value, bool) else None
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise ConfigError(f"{name} is {value!r}; give {SIZE_FORMS}")
+        raise ConfigError(name, repr(value), f"give {SIZE_FORMS}")
     size_bytes = int(float(match[1]) * unit)
     if size_bytes > 2**62:
-        raise ConfigError(f"{name} is {value!r}, more than any memory; give {SIZE_FORMS}")
+        raise ConfigError(name, f"{value!r}, more than any memory", f"give {SIZE_FORMS}")
     return size_bytes
 
 
@@ -50,38 +52,185 @@ ROLES = ("prefill", "decode")
 SESSION_DURABILITIES = ("always", "everysec", "unchecked")  # `kvstore.sessions.shared.server` says what they ask for
 
 
-def setting(default: Any, help: str, **about: Any) -> Any:
-    """A field of a configuration, with its description for people.
+# -- the forms of values ---------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class ValueForm:
+    """The values that a setting takes, and how they are written.
 
-    about: `low` and `high` of a whole number, or `among` of a text, which `check_settings` checks; `shown`: the default
-    in words, where the value does not say it.
+    name: what stands for a value in the help; by default the last word of the flag. parse: the value of a text; raises
+    ValueError, or a ConfigError that says more. accepts: what to give, in words. low, high: the bounds of a number.
+    among: all texts there are. types: of what a program gives; without any, it may give all that `parse` takes.
+    is_place: it names something elsewhere, so an empty text comes from a variable that nobody has set.
     """
-    return field(default=default, metadata={"help": help, **about})
+
+    name: str = ""
+    parse: Callable[[str], Any] = str
+    accepts: str = "a text"
+    low: float | None = None
+    high: float | None = None
+    among: tuple[str, ...] = ()
+    types: tuple[type, ...] = (str,)
+    is_place: bool = False
+
+    def read(self, field: str, text: str) -> Any:
+        """The value of a text. Raises ConfigError."""
+        try:
+            value = self.parse(text)
+        except ConfigError as error:
+            raise ConfigError(field, error.value, error.remedy) if error.value else error from None
+        except ValueError:
+            raise self._refusal(field, text) from None
+        if not self._fits(value):
+            raise self._refusal(field, text)
+        return value
+
+    def check(self, field: str, value: Any) -> Any:
+        """What is kept of a value that a program gives. Raises ConfigError."""
+        if not self.types:
+            return self.read(field, value)
+        if not isinstance(value, self.types) or isinstance(value, bool) > (bool in self.types) or not self._fits(value):
+            raise self._refusal(field, value)
+        if self.types == (str,):
+            self.read(field, str(value))
+        return value
+
+    def _fits(self, value: Any) -> bool:
+        if self.among:
+            return value in self.among
+        is_high = self.low is None or value >= self.low
+        return is_high and (self.high is None or value <= self.high)
+
+    def _refusal(self, field: str, value: object) -> ConfigError:
+        return ConfigError(field, repr(value), f"give {self.accepts}")
+
+
+def matching(pattern: str | re.Pattern[str], make: Callable[[str], Any] = str) -> Callable[[str], Any]:
+    """A function for `ValueForm.parse`: makes a value of a text that has this pattern."""
+
+    def parse(text: str) -> Any:
+        if not re.fullmatch(pattern, text):
+            raise ValueError
+        return make(text)
+
+    return parse
+
+
+def whole(low: int, high: int | None = None, name: str = "N") -> ValueForm:
+    accepts = f"a whole number from {low}" + (f" to {high}" if high is not None else "")
+    return ValueForm(name, matching("-?[0-9]{1,19}", int), accepts, low, high, types=(int,))
+
+
+def one_of(*known: str) -> ValueForm:
+    return ValueForm(accepts=f"one of {', '.join(known)}", among=known)
+
+
+def checked(parse: Callable[[str], object]) -> ValueForm:
+    """A text, such as an address, that `parse` can read. It raises ConfigError."""
+
+    def read(text: str) -> str:
+        parse(_place(text))
+        return text
+
+    return replace(PLACE, parse=read)
+
+
+def several(form: ValueForm, name: str = "") -> ValueForm:
+    """Values of a form, separated by commas."""
+
+    def parse(text: str) -> tuple[Any, ...]:
+        try:
+            return tuple(dict.fromkeys(form.read("", part.strip()) for part in text.split(",")))
+        except ConfigError as error:
+            raise ConfigError("", error.value, f"{error.remedy}; several are separated by commas") from None
+
+    return ValueForm(name, parse)
+
+
+def _plain(text: str) -> str:
+    text.encode()  # raises UnicodeEncodeError, which is a ValueError
+    return text
+
+
+def _place(text: str) -> str:
+    if not _plain(text).strip():
+        raise ValueError
+    return text
+
+
+def _size_or_auto(text: str) -> int | str:
+    try:
+        return "auto" if text == "auto" else parse_size(text)
+    except ConfigError as error:
+        raise ConfigError("", error.value, f'{error.remedy}, or "auto"') from None
+
+
+def _path(text: str) -> Path:
+    if not text or "\0" in text:
+        raise ValueError
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ConfigError("", f"{text!r}, but there is no such user's home", "give the whole path") from None
+
+
+def _directory(text: str) -> Path:
+    if (place := _path(text)).is_file():
+        raise ConfigError("", f"{text!r}, which is a file", "give the directory of the store")
+    return place
+
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+MOST_TTL_S = 10 * 366 * 86400
+COUNT = whole(1)
+_SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+NUMBER = ValueForm(parse=float, accepts="a number", types=(int, float))
+SIZE = ValueForm("SIZE", parse_size, types=())
+_duration_s = matching(r"[0-9]{1,9}(\.[0-9]{1,9})?[smhdw]", lambda text: float(text[:-1]) * _UNITS_S[text[-1]])
+DURATION = ValueForm("TIME", _duration_s, "a number with a unit, such as 90s, 15m, 2h, 7d or 2w", types=(int, float))
+SWITCH = ValueForm(
+    parse=matching(f"(?i:{'|'.join(_SWITCH)})", lambda text: _SWITCH[text.lower()]),
+    accepts="true or false",
+    types=(bool,),
+)
+TEXT = ValueForm(parse=_plain, accepts="text in this terminal's encoding")
+PLACE = ValueForm(parse=_place, accepts="a text, or leave it out", is_place=True)
+FILE = ValueForm(parse=_path, accepts="a file", types=(str, Path), is_place=True)
+REDIS = checked(parse_redis_url)
+DIRECTORY = ValueForm("DIR", _directory, "the directory of the store", types=(str, Path), is_place=True)
+
+
+def setting(default: Any, reads: ValueForm, help: str = "", **about: Any) -> Any:
+    """A field of a configuration: its default, the form of its values, and its description for people, without which no
+    flag sets it.
+
+    about: what else the command is to know of its flag, as the fields of `kvstore.service.settings.options.Option`.
+    """
+    return field(default=default, metadata={"reads": reads, "help": help, **about})
 
 
 def check_settings(config: Any) -> None:
-    """Raises ConfigError for a field outside the bounds of its `setting`; None is allowed where it is the default."""
+    """Check what each `setting` was given, and keep sizes as numbers. None is allowed where it is the default.
+
+    Raises ConfigError.
+    """
     for one in fields(config):
-        value, about = getattr(config, one.name), one.metadata
-        if value is None and one.default is None:
-            continue
-        if "among" in about and value not in about["among"]:
-            raise ConfigError(f"{one.name} is {value!r}; give one of {', '.join(about['among'])}")
-        if "low" in about and (type(value) is not int or not about["low"] <= value <= about["high"]):
-            raise ConfigError(f"{one.name} is {value!r}; give a whole number from {about['low']} to {about['high']}")
+        value = getattr(config, one.name)
+        if "reads" in one.metadata and (value is not None or one.default is not None):
+            object.__setattr__(config, one.name, one.metadata["reads"].check(one.name, value))
 
 
 _ENDPOINT = re.compile(r"(tcp://(?:\*|[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])):([0-9]{1,5})")
 
 
-def parse_endpoint(value: str, name: str) -> tuple[str, int]:
+def parse_endpoint(text: str) -> tuple[str, int]:
     """Split tcp://ADDRESS:PORT into address and port, where PORT + 1 must be a port, too. Raises ConfigError."""
-    match = _ENDPOINT.fullmatch(value) if isinstance(value, str) else None
+    match = _ENDPOINT.fullmatch(text)
     if match is None or not 1 <= int(match[2]) < 2**16 - 1:
-        raise ConfigError(f"{name} is {value!r}; give tcp://ADDRESS:PORT with a port below 65535, as in tcp://*:5557")
+        raise ConfigError("", repr(text), "give tcp://ADDRESS:PORT with a port below 65535, as in tcp://*:5557")
     return match[1], int(match[2])
 
 
+# -- configurations --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class SharedSessions:
     """Sessions that several servers share. url: of their Redis. durability, num_replicas: what it must promise."""
@@ -92,7 +241,6 @@ class SharedSessions:
     fleet_secret_file: str | Path | None = None
 
 
-MOST_TTL_S = 10 * 366 * 86400
 LEAST_DISK_BYTES = 1 << 20
 LEAST_BLOCKS = {"hbm": 1, "cpu": 2, "disk": 4}  # with fewer a tier cannot work
 
@@ -102,63 +250,57 @@ class CacheTiers:
     """Capacity of each tier, in bytes or as a text (see `parse_size`); 0 switches a tier below HBM off."""
 
     hbm: int | str = setting(
-        "auto", "size of the KV block pool, such as 1.5GiB; auto: what a GPU has left, or 1/4 of free RAM"
-    )
-    cpu: int | str = setting(0, "size of the CPU tier")
-    disk: int | str = setting(0, "size of the disk tier")
-    path: str | Path | None = setting(None, "directory of the store")
+        "auto", ValueForm("SIZE", _size_or_auto, types=()),
+        "size of the KV block pool, such as 1.5GiB; auto: what a GPU has left, or 1/4 of free RAM",
+    )  # fmt: skip
+    cpu: int | str = setting(0, SIZE, "size of the CPU tier")
+    disk: int | str = setting(0, SIZE, "size of the disk tier; 0 keeps nothing")
+    path: str | Path | None = setting(None, DIRECTORY, "directory of the store", flag="--store", aliases=("--path",))
     codec: str = setting(
-        "raw", "how KV lies on disk: raw, zstd or split-zstd, which takes 0.7 of the space for bf16", among=CODEC_NAMES
+        "raw", one_of(*CODEC_NAMES),
+        "how KV lies on disk: raw, zstd or split-zstd, which takes 0.7 of the space for bf16",
+    )  # fmt: skip
+    disk_per_tenant: int | str | None = setting(
+        None, SIZE, "size of one tenant's KV on disk; more is not written", flag="--disk-per-key", shown="no limit"
     )
-    disk_per_tenant: int | str | None = setting(None, "size of one tenant's KV on disk; more is not written")
     remote: str | None = setting(
-        None, "KV that servers share behind their disks: redis://host:6379/0, s3://bucket, gs://, az:// or file:///dir"
-    )
-    remote_ttl_s: float = setting(7 * 86400.0, "how long KV stays in --remote after it was last of use")
+        None, checked(parse_remote_url),
+        "KV that servers share behind their disks: redis://host:6379/0, s3://bucket, gs://, az:// or file:///dir",
+    )  # fmt: skip
+    remote_ttl_s: float = setting(
+        7 * 86400.0,
+        replace(DURATION, accepts="a time of 1s to 3660d, such as 7d (in Python, seconds)", low=1, high=MOST_TTL_S),
+        "how long KV stays in --remote after it was last of use", shown="7d",
+    )  # fmt: skip
     fleet_secret_file: str | Path | None = setting(
-        None, "file with the secret that all servers share, instead of $KVSTORE_FLEET_SECRET"
+        None, FILE, "file with the secret that all servers share, instead of $KVSTORE_FLEET_SECRET"
     )
     role: str | None = setting(
-        None, "prefill computes prompts for other servers; decode lets --prefill-url compute its own", among=ROLES
+        None, one_of(*ROLES), "prefill computes prompts for other servers; decode lets --prefill-url compute its own",
+        shown="both",
+    )  # fmt: skip
+    prefill_url: str | None = setting(
+        None, checked(parse_prefill_url), "server with --role prefill: http://host:8000, or https://"
     )
-    prefill_url: str | None = setting(None, "server with --role prefill: http://host:8000, or https://")
 
     def __post_init__(self) -> None:
-        for name in ("hbm", "cpu", "disk"):
-            value = getattr(self, name)
-            if name == "hbm" and value == "auto":
-                continue
-            object.__setattr__(self, name, parse_size(value, name))
-        if self.disk_per_tenant is not None:
-            object.__setattr__(self, "disk_per_tenant", parse_size(self.disk_per_tenant, "disk_per_tenant"))
-        if not isinstance(self.path, str | Path | None):
-            raise ConfigError(f"path is {self.path!r}; give a directory")
-        if not isinstance(self.fleet_secret_file, str | Path | None):
-            raise ConfigError(f"fleet_secret_file is {self.fleet_secret_file!r}; give a file")
         check_settings(self)
         if self.hbm == 0:
-            raise ConfigError('hbm is 0, but the engine computes in it; give "auto" or a size')
+            raise ConfigError("hbm", "0, but the engine computes in it", 'give "auto" or a size')
         if self.remote is not None:
-            parse_remote_url(self.remote)
             fleet_secret(self.fleet_secret_file)
-        if self.remote is not None and not (self.cpu or self.disk):
-            raise ConfigError("remote is set, but cpu and disk are 0; blocks come to it from there: give one a size")
-        self._check_role()
-        if not 1 <= self.remote_ttl_s <= MOST_TTL_S:
-            raise ConfigError(f"remote_ttl_s is {self.remote_ttl_s!r}; give 1 to {MOST_TTL_S} seconds")
-        if self.disk and self.path is None:
-            raise ConfigError("disk is set but path is not; give the directory of the disk tier")
-
-    def _check_role(self) -> None:
+            if not (self.cpu or self.disk):
+                value = "set, but cpu and disk are 0, from which blocks come to it"
+                raise ConfigError("remote", value, "give one of them a size")
         if self.role is not None and self.remote is None:
-            what = "give remote=URL, by which KV goes from one server to the other"
-            raise ConfigError(f"role is {self.role}, but remote is not set; {what}")
+            value = f"not set, but KV goes over it from or to a server whose role is {self.role}"
+            raise ConfigError("remote", value, "give its URL")
         if self.role == "decode" and self.prefill_url is None:
-            raise ConfigError("role is decode, but prefill_url is not set; give the address of a server that prefills")
-        if self.prefill_url is not None:
-            parse_prefill_url(self.prefill_url)
-            if self.role != "decode":
-                raise ConfigError("prefill_url is set, but role is not decode; give role=decode")
+            raise ConfigError("prefill_url", "not set, but role is decode", "give the server that prefills")
+        if self.prefill_url is not None and self.role != "decode":
+            raise ConfigError("prefill_url", "set, but role is not decode", {"role": "decode"})
+        if self.disk and self.path is None:
+            raise ConfigError("path", "not set, but disk is", "give the directory of the disk tier")
 
     @classmethod
     def of(cls, value: "CacheTiers | Mapping[str, object] | None") -> "CacheTiers":
@@ -168,7 +310,7 @@ class CacheTiers:
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
-            raise ConfigError(f"cache_tiers is {value!r}; give CacheTiers(...) or a dict of its names")
+            raise ConfigError("cache_tiers", repr(value), "give CacheTiers(...) or a dict of its names")
         known = [one.name for one in fields(cls)]
         unknown = set(value) - set(known)
         if unknown:
@@ -180,7 +322,7 @@ class CacheTiers:
         """Raises ConfigError for a size that no disk tier can have, whatever the model."""
         if 0 < int(self.disk) < LEAST_DISK_BYTES:
             given, least = format_size(int(self.disk)), format_size(LEAST_DISK_BYTES)
-            raise ConfigError(f"disk is {given}; give at least {least}, or 0 to keep nothing there")
+            raise ConfigError("disk", given, f"give at least {least}, or 0 to keep nothing there")
 
     def check_room(self, block_bytes: int) -> None:
         """Raises ConfigError when a tier has no room for blocks of this size."""
@@ -188,7 +330,5 @@ class CacheTiers:
             size = getattr(self, name)
             if size not in (0, "auto") and size < least * block_bytes:
                 off = "" if name == "hbm" else ", or 0 to switch the tier off"
-                raise ConfigError(
-                    f"{name} is {format_size(size)}, but one block of this model needs {format_size(block_bytes)}; "
-                    f"give {format_size(least * block_bytes)} or more{off}"
-                )
+                value = f"{format_size(size)}, but one block of this model needs {format_size(block_bytes)}"
+                raise ConfigError(name, value, f"give {format_size(least * block_bytes)} or more{off}")

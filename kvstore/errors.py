@@ -23,12 +23,24 @@ KVStoreError
 └── EngineOverloadedError  more requests or calls than the engine's own process takes at once
 """
 
+from collections.abc import Callable, Mapping
+
 __all__ = [
     "ConfigError", "ContextLengthError", "DegradedError", "DiskFullError", "EngineClosedError", "EngineDiedError",
     "EngineOverloadedError", "HubError", "KVStoreError", "ModelError", "RemoteError", "RequestError",
     "SessionBusyError", "SessionDamagedError", "SessionExistsError", "SessionNotFoundError", "SessionTakenError",
     "StoreError", "StoreLockedError", "StoreLostError", "UnsupportedModelError"
 ]  # fmt: skip
+Settings = Mapping[str, str | int]  # to be given, by their names in Python
+
+
+def in_python(field: str, value: str | int | None) -> str:
+    """A setting, and where it is to be given its value, as a program writes it."""
+    return field if value is None else f"{field}={value}"
+
+
+def _remedy(remedy: str | Settings, write: Callable[[str, str | int | None], str]) -> str:
+    return remedy if isinstance(remedy, str) else "give " + " and ".join(write(*one) for one in remedy.items())
 
 
 class KVStoreError(Exception):
@@ -36,15 +48,39 @@ class KVStoreError(Exception):
 
 
 class ConfigError(KVStoreError, ValueError):
-    """An option is wrong; the message says which forms are accepted.
+    """An option, or a file that describes the set-up, is wrong.
 
-    It begins with the option's name, if it is about one, and writes others with an underscore in them or as NAME=VALUE:
-    the command shows its flags there.
+    field: the option, by its name in Python. value: what it is, in words. remedy: what to do, in words, or what else to
+    give. Of an error about something else, field is the whole text.
     """
+
+    def __init__(self, field: str, value: str = "", remedy: str | Settings = "") -> None:
+        super().__init__(field, value, remedy)
+        self.field, self.value, self.remedy = field, value, remedy
+
+    def told(self, write: Callable[[str, str | int | None], str]) -> str:
+        """The message with its options as `write` shows them; a value comes with those to be given."""
+        if not self.value:
+            return self.field
+        return f"{write(self.field, None)} is {self.value}; {_remedy(self.remedy, write)}"
+
+    def __str__(self) -> str:
+        return self.told(in_python)
 
 
 class ModelError(KVStoreError):
-    """The model directory or hub id cannot be loaded."""
+    """The model directory or hub id cannot be loaded. remedy: with which options it could be."""
+
+    def __init__(self, text: str, remedy: Settings | None = None) -> None:
+        super().__init__(text, remedy)
+        self.text, self.remedy = text, remedy
+
+    def told(self, write: Callable[[str, str | int | None], str]) -> str:
+        """As `ConfigError.told`."""
+        return self.text if self.remedy is None else f"{self.text}; {_remedy(self.remedy, write)}"
+
+    def __str__(self) -> str:
+        return self.told(in_python)
 
 
 class HubError(ModelError):

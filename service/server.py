@@ -29,7 +29,6 @@ from kvstore.engine.model.files import check_speaks, local_path
 from kvstore.engine.outputs import describe_tiers
 from kvstore.engine.sessions.recall import Recall
 from kvstore.errors import ConfigError, KVStoreError
-from kvstore.remote.address import parse_redis_url
 from kvstore.remote.names import PREFILL_KEY, fleet_secret
 from kvstore.service.api import prefill
 from kvstore.service.api.context import Context
@@ -79,13 +78,11 @@ def check_engine(model: str | None, engine_arguments: Mapping[str, Any], options
     given = {"cache_tiers": None, "model": model, "data_parallel_size": options.data_parallel_size}
     config = EngineConfig.of({**given, **engine_arguments})
     check_divisible(config)
-    if config.session_store is not None:
-        parse_redis_url(config.session_store, "session_store")
     config.fleet_root()
     config.tiers.check_disk()
     if config.device.startswith("cuda") and not has_driver():
-        remedy = "give cpu or auto"
-        raise ConfigError(f"device is {config.device}, but this machine has no driver for CUDA devices; {remedy}")
+        value = f"{config.device}, but this machine has no driver for CUDA devices"
+        raise ConfigError("device", value, "give cpu or auto")
     if model is None or local_path(model) is not None:
         check_speaks(model, engine_arguments, chats=False)
 

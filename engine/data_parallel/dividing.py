@@ -18,20 +18,16 @@ def check_divisible(config: EngineConfig) -> None:
     if size == 1:
         return
     if config.kv_events is not None:
-        raise ConfigError(f"kv_events is set, but routers follow one engine, and data_parallel_size is {size}; give 1")
+        raise ConfigError("kv_events", "set, but routers follow one engine", {"data_parallel_size": 1})
     if config.distributed_executor != "here":
-        raise ConfigError(
-            f"distributed_executor is {config.distributed_executor}, which starts one engine, and data_parallel_size "
-            f"is {size}; give 1"
-        )
+        value = f"{config.distributed_executor}, which starts one engine, not {size}"
+        raise ConfigError("distributed_executor", value, {"data_parallel_size": 1})
     if tiers.disk and not tiers.cpu:
-        raise ConfigError(
-            f"cpu is 0, but {size} engines that share a disk read from it into the CPU tier; give cpu a size"
-        )
+        value = f"0, but {size} engines that share a disk read from it into the CPU tier"
+        raise ConfigError("cpu", value, "give it a size")
     if tiers.disk and tiers.remote is not None:
-        raise ConfigError(
-            f"remote and disk are set, but {size} engines share one of them; give disk 0, or one server to each disk"
-        )
+        value = f"set, but so is a disk, and {size} engines share one of them"
+        raise ConfigError("remote", value, "give disk 0, or one server to each disk")
 
 
 def divided(config: EngineConfig, root_secret: bytes, disk_owner: str | None) -> list[EngineConfig]:

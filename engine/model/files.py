@@ -89,7 +89,7 @@ def _check_window(config: Mapping[str, Any], asked: int | None) -> None:
 
 
 def window_error(asked: int, longest: int) -> ConfigError:
-    return ConfigError(f"max_model_len is {asked}, but the model was made for {longest} tokens; give at most that")
+    return ConfigError("max_model_len", f"{asked}, but the model was made for {longest} tokens", "give at most that")
 
 
 def why_no_chat(name: str, has_tokenizer: bool, fault: str | None = None) -> str:
@@ -109,7 +109,8 @@ def template_text(given: str | Path) -> str:
         return Path(text).expanduser().read_text(encoding="utf-8")
     except (OSError, RuntimeError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"the chat template {text} cannot be read: {why}; give a file, or the template") from None
+        value = f"{text}, which cannot be read: {why}"
+        raise ConfigError("chat_template", value, "give a file, or the template") from None
 
 
 def local_path(name: str) -> Path | None:
@@ -135,7 +136,7 @@ def local_path(name: str) -> Path | None:
 
 def _without_revision(path: Path, revision: str | None) -> Path:
     if revision is not None:
-        raise ConfigError(f"revision is {revision!r}, which is for a hub id; {path} is a directory")
+        raise ConfigError("revision", f"{revision!r}, which is for a hub id", f"{path} is a directory")
     return path
 
 

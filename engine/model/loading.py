@@ -166,7 +166,7 @@ def _window(config: Any, asked: int | None) -> int:
     own = getattr(text, "max_position_embeddings", None)
     if own is None:
         if asked is None:
-            raise ConfigError("the model does not say how long its window is; give max_model_len")
+            raise ConfigError("max_model_len", "not set", "give it, as the model does not say how long its window is")
         return asked
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = [rope] if "rope_type" in rope else [r for r in rope.values() if isinstance(r, dict)]
@@ -181,17 +181,17 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device is {name}, but torch sees no CUDA device; give cpu or auto")
+        raise ConfigError("device", f"{name}, but torch sees no CUDA device", "give cpu or auto")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device is {name!r}; give auto, cpu, cuda or cuda:N") from error
+        raise ConfigError("device", repr(name), "give auto, cpu, cuda or cuda:N") from error
     if device.type != "cuda":
         return device
     if device.index is None:  # the current device of this thread; other threads may have another
         return torch.device("cuda", torch.cuda.current_device())
     if device.index >= torch.cuda.device_count():
-        raise ConfigError(f"device is {name}, but torch sees {torch.cuda.device_count()} CUDA devices; give auto")
+        raise ConfigError("device", f"{name}, but torch sees {torch.cuda.device_count()} CUDA devices", "give auto")
     return device
 
 
@@ -209,7 +209,7 @@ def _tokenizer_for(directory: Path, tokenizer_of: str | None, chat_template: str
     if given is None:
         return tokenizer
     if tokenizer is None:
-        raise ConfigError("chat_template is given, but the model has no tokenizer; give one, too")
+        raise ConfigError("tokenizer", "not set, and the model has none for this chat template", "give one, too")
     tokenizer.chat_template = given
     return tokenizer
 

@@ -41,9 +41,8 @@ def num_hbm_blocks(
         LOGGER.info("hbm auto takes %s of memory on %s", format_size(size_bytes), model.device)
     count = size_bytes // block_bytes
     if count < 1:
-        raise ConfigError(
-            f"hbm is {format_size(size_bytes)}, but one block of this model needs {format_size(block_bytes)}; give more"
-        )
+        needed = f"but one block of this model needs {format_size(block_bytes)}"
+        raise ConfigError("hbm", f"{format_size(size_bytes)}, {needed}", "give more")
     if count * config.block_size < config.max_model_len:
         warnings.warn(
             f"the HBM pool holds {count * config.block_size} tokens, fewer than max_model_len {config.max_model_len}: "

@@ -15,7 +15,7 @@ from kvstore.blocks.ids import BlockId, Lineage
 from kvstore.engine.outputs import CachedTokensDetails, Timings, TokenLogprob
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.core import Core, Facts
-from kvstore.errors import ContextLengthError, KVStoreError, RequestError, StoreLockedError
+from kvstore.errors import ConfigError, ContextLengthError, KVStoreError, ModelError, RequestError, StoreLockedError
 
 MAX_MESSAGE_CHARS = 2000
 
@@ -26,7 +26,7 @@ class Failure(msgspec.Struct, array_like=True):
 
     kind: str  # name of its class
     message: str
-    more: tuple[str | int | None, ...] = ()  # its arguments after the message
+    more: tuple[str | int | dict[str, str | int] | None, ...] = ()  # its arguments after the message
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -35,6 +35,9 @@ def failure_of(error: BaseException) -> Failure:
     if not isinstance(error, KVStoreError):
         return Failure("KVStoreError", f"the engine failed: {type(error).__name__}: {message}")
     kind = next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == errors.__name__)
+    if isinstance(error, ConfigError | ModelError):
+        first, *more = (part[:MAX_MESSAGE_CHARS] if isinstance(part, str) else part for part in error.args)
+        return Failure(kind, first, tuple(more))
     if isinstance(error, ContextLengthError):
         return Failure(kind, message, (error.requested_tokens, error.limit_tokens))
     if isinstance(error, StoreLockedError):

@@ -45,7 +45,7 @@ def others_on_ray(arguments: Sequence[Mapping[str, Any]], silence_s: float, num_
 
     size, key = len(arguments) + 1, secrets.token_bytes(KEY_BYTES)
     with ExitStack() as opened:
-        ray = opened.enter_context(connected("distributed_executor is ray"))
+        ray = opened.enter_context(connected("distributed_executor", "ray"))
         host = ray.util.get_node_ip_address()
         group = opened.enter_context(_places(ray, size, num_threads, host))
         store = tcp_store(host, 0, is_host=True)
@@ -72,22 +72,25 @@ def others_on_ray(arguments: Sequence[Mapping[str, Any]], silence_s: float, num_
 
 
 @contextmanager
-def connected(why: str) -> Iterator[Any]:
-    """Ray, connected to the cluster that this machine belongs to. why: what needs it. Raises ConfigError."""
+def connected(field: str, value: str) -> Iterator[Any]:
+    """Ray, connected to the cluster that this machine belongs to. field, value: the option that needs it.
+
+    Raises ConfigError.
+    """
     try:
         import ray
         import ray.util
     except ImportError:
-        raise ConfigError(f"{why}, but Ray is not installed; pip install ray on each machine") from None
+        raise ConfigError(field, f"{value}, but Ray is not installed", "pip install ray on each machine") from None
     is_own = not ray.is_initialized()  # else by the program
     if is_own:
         try:
             _connect(ray)
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise ConfigError(
-                f"{why}, but this machine belongs to no cluster that answers ({_line(error)}); "
-                "ray start --head on one machine, ray start --address=HOST:6379 on the others"
-            ) from error
+                field, f"{value}, but this machine belongs to no cluster that answers ({_line(error)})",
+                "ray start --head on one machine, ray start --address=HOST:6379 on the others",
+            ) from error  # fmt: skip
     try:
         yield ray
     except ray.exceptions.RayError as error:

@@ -37,7 +37,8 @@ class Arena:
         try:
             self._memory = _private(size_bytes) if descriptor is None else _shared(size_bytes, descriptor)
         except (OSError, ValueError, OverflowError) as error:
-            raise ConfigError(f"cpu is {format_size(size_bytes)}, which this machine does not give: {error}") from error
+            value = f"{format_size(size_bytes)}, which this machine does not give: {error}"
+            raise ConfigError("cpu", value, "give less") from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         with torch.inference_mode(False):  # whatever mode the caller is in: threads outside of it write here, too

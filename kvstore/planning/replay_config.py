@@ -31,7 +31,7 @@ class ServiceModel:
         for one in fields(self):
             value = getattr(self, one.name)
             if not value > 0:
-                raise ConfigError(f"{one.name} is {value}; give a number above 0")
+                raise ConfigError(one.name, str(value), "give a number above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class ReplayConfig:
         least = {"hbm_blocks": 1, "cpu_blocks": 0, "disk_blocks": 0, "block_bytes": 1, "warm_up": 0}
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
-                raise ConfigError(f"{name} is {getattr(self, name)}; give {smallest} or more")
+                raise ConfigError(name, str(getattr(self, name)), f"give {smallest} or more")
         if self.ttl_s is not None and not self.ttl_s > 0:
-            raise ConfigError(f"ttl_s is {self.ttl_s}; give seconds above 0, or None to keep conversations")
+            raise ConfigError("ttl_s", str(self.ttl_s), "give seconds above 0, or None to keep conversations")
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,22 +58,23 @@ def parse_redis_url(url: str, name: str = "remote", environment: Mapping[str, st
         port, host = parts.port, parts.hostname
         asked = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
     except ValueError:
-        raise ConfigError(f"{name} is no URL; give {FORMS}") from None
+        raise ConfigError(name, "no URL", f"give {FORMS}") from None
     if parts.password is not None:
-        hidden = f"{parts.scheme}://...@{host}"
-        raise ConfigError(f"{name} {hidden} has a password in it; give it in ${PASSWORD_VARIABLE} or ?password_file=")
+        hidden = f"{parts.scheme}://...@{host}, which has a password in it"
+        raise ConfigError(name, hidden, f"give it in ${PASSWORD_VARIABLE} or ?password_file=")
     database = parts.path.removeprefix("/") or "0"
     is_known = parts.scheme in ("redis", "rediss") and set(asked) <= set(_FILES) and not parts.fragment
     if not is_known or not host or not database.isascii() or not database.isdigit() or port == 0:
-        raise ConfigError(f"{name} is {shown(url)}; give {FORMS}")
+        raise ConfigError(name, shown(url), f"give {FORMS}")
     files = {key: asked.get(key) or None for key in _FILES}
     password_file = files.pop("password_file")
     password = environment.get(PASSWORD_VARIABLE) or None
     if password_file is not None:
-        password = read_secret(Path(password_file), f"password file of {name}")
+        password = read_secret(Path(password_file), "password file")
     user = None if parts.username is None else unquote(parts.username)
     if user and password is None:
-        raise ConfigError(f"{name} names a user but there is no password; set ${PASSWORD_VARIABLE} or ?password_file=")
+        value = "an address with a user, but there is no password"
+        raise ConfigError(name, value, f"set ${PASSWORD_VARIABLE} or ?password_file=")
     return RedisAddress(host, port or 6379, int(database), parts.scheme == "rediss", user or None, password, **files)
 
 
@@ -102,11 +103,12 @@ def parse_prefill_url(url: str, name: str = "prefill_url") -> PrefillAddress:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        raise ConfigError(f"{name} is no URL; give {PREFILL_FORMS}") from None
+        raise ConfigError(name, "no URL", f"give {PREFILL_FORMS}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or parts.query or parts.fragment:
-        raise ConfigError(f"{name} is {shown(url)}; give {PREFILL_FORMS}")
+        raise ConfigError(name, shown(url), f"give {PREFILL_FORMS}")
     if parts.username is not None or parts.password is not None:
-        raise ConfigError(f"{name} has a user in it; servers sign in with the fleet's secret: give {PREFILL_FORMS}")
+        value = "an address with a user in it, while servers sign in with the fleet's secret"
+        raise ConfigError(name, value, f"give {PREFILL_FORMS}")
     tls = parts.scheme == "https"
     return PrefillAddress(parts.hostname, port or (443 if tls else 80), tls, parts.path.rstrip("/"))
 

@@ -160,7 +160,7 @@ class KVEvents:
         self, endpoint: str, topic: str, clock: Callable[[], float] = time.time, past: PastBatches | None = None,
         picture_every_s: float = PICTURE_EVERY_S,
     ) -> None:  # fmt: skip
-        address, port = parse_endpoint(endpoint, "kv_events")
+        address, port = parse_endpoint(endpoint)
         self._lacking: set[bytes] = set()  # prefixes of topics of which somebody lacks the whole picture
         self._picture_every_s, self._picture_s = picture_every_s, -math.inf
         self._stopping = threading.Event()
@@ -248,7 +248,8 @@ def _bound(socket: zmq.Socket[bytes], endpoint: str) -> zmq.Socket[bytes]:
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
-        raise ConfigError(f"kv_events: {endpoint} cannot be listened at: {error.strerror}") from None
+        value = f"{endpoint}, which cannot be listened at: {error.strerror}"
+        raise ConfigError("kv_events", value, "give another port") from None
     return socket
 
 

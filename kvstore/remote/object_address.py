@@ -36,7 +36,7 @@ def parse_remote_url(url: str) -> RedisAddress | ObjectAddress:
     """Of `--remote`. Raises ConfigError."""
     scheme = url.partition("://")[0]
     if scheme not in ("redis", "rediss", *SCHEMES):
-        raise ConfigError(f"remote is {shown(url)}; give redis://host:6379/0, {FORMS}")
+        raise ConfigError("remote", shown(url), f"give redis://host:6379/0, {FORMS}")
     return parse_object_url(url) if scheme in SCHEMES else parse_redis_url(url)
 
 
@@ -46,25 +46,25 @@ def parse_object_url(url: str, name: str = "remote") -> ObjectAddress:
         parts = urlsplit(url)
         asked = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
     except ValueError:
-        raise ConfigError(f"{name} is no URL; give {FORMS}") from None
+        raise ConfigError(name, "no URL", f"give {FORMS}") from None
     if "@" in parts.netloc:
-        hidden = f"{parts.scheme}://...@{parts.hostname}"
-        raise ConfigError(f"{name} {hidden} has credentials in it; give them by environment or ?credentials_file=FILE")
+        hidden = f"{parts.scheme}://...@{parts.hostname}, which has credentials in it"
+        raise ConfigError(name, hidden, "give them by environment or ?credentials_file=FILE")
     is_directory, path = parts.scheme == "file", unquote(parts.path)
     is_known = parts.scheme in SCHEMES and set(asked) <= {"credentials_file"} and not parts.fragment
     is_absolute = path.startswith("/") and path.strip("/") and not asked
     if not is_known or is_directory == bool(parts.netloc) or (is_directory and not is_absolute):
-        raise ConfigError(f"{name} is {shown(url)}; give {FORMS}")
+        raise ConfigError(name, shown(url), f"give {FORMS}")
     if find_spec("obstore") is None:
-        raise ConfigError(f"{name} is {parts.scheme}://, which needs obstore; pip install obstore")
-    settings = _settings(Path(asked["credentials_file"]), name) if asked else {}
+        raise ConfigError(name, f"{parts.scheme}://, which needs obstore", "pip install obstore")
+    settings = _settings(Path(asked["credentials_file"])) if asked else {}
     return ObjectAddress(parts.scheme, parts.netloc, path if is_directory else path.strip("/"), settings)
 
 
-def _settings(path: Path, name: str) -> dict[str, str]:
+def _settings(path: Path) -> dict[str, str]:
     """What lines such as AWS_ACCESS_KEY_ID=... say; empty ones and those after a # are nothing."""
-    lines = read_private(path, f"credentials file of {name}").splitlines()
+    lines = read_private(path, "credentials file").splitlines()
     pairs = [line.partition("=") for line in map(str.strip, lines) if line and not line.startswith("#")]
     if not pairs or not all(key.strip() and equals for key, equals, _ in pairs):
-        raise ConfigError(f"credentials file of {name} {path} has other lines than NAME=VALUE")
+        raise ConfigError(f"credentials file {path} has other lines than NAME=VALUE")
     return {key.strip().lower(): value.strip() for key, _, value in pairs}

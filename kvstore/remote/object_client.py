@@ -65,7 +65,8 @@ def open_store(address: ObjectAddress) -> Any:
             client_options={**client, "allow_http": True}, retry_config=retries,
         )  # fmt: skip
     except (BaseError, OSError, ValueError) as error:
-        raise ConfigError(f"remote {address} cannot be opened: {_words(error)}") from None
+        value = f"{address}, which cannot be opened: {_words(error)}"
+        raise ConfigError("remote", value, "look at the address and what signs in there") from None
 
 
 def _words(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from kvstore import __version__
 from kvstore.errors import ConfigError, HubError, KVStoreError, ModelError, StoreLockedError
 from kvstore.service.command.variables import tell_misspelt
-from kvstore.service.settings.options import COMMANDS, EPILOG, UsageError, filled, suggestion
+from kvstore.service.settings.options import COMMANDS, EPILOG, UsageError, suggestion
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_IN_USE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -85,21 +85,14 @@ def _run_engine(
     name: str, argv: list[str], environment: Mapping[str, str], engine_factory: Callable[..., object] | None
 ) -> int:
     from kvstore.service.settings.config_file import as_toml, told
-    from kvstore.service.settings.engine_options import (
-        OWN_OPTIONS,
-        engine_arguments,
-        engine_command,
-        naming_flags,
-        with_tiers,
-    )
+    from kvstore.service.settings.engine_options import arguments_of, engine_command, naming_flags, with_tiers
 
     given = told(engine_command(name), argv, environment)
     if given is None:
         return EXIT_OK
     settings = with_tiers(given.settings, keeps=name == "serve")
     asks_for_config = settings.pop("print_config").value
-    arguments = engine_arguments(settings)
-    options: Any = filled(OWN_OPTIONS[name], {key: setting.value for key, setting in settings.items()})
+    arguments, options = arguments_of(name, settings)
     if asks_for_config:
         print(as_toml(settings.values()))
         return EXIT_OK

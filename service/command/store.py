@@ -14,28 +14,14 @@ import msgspec
 
 from kvstore.admin.commands import MAX_SESSIONS, EvictRequest, SessionName
 from kvstore.admin.control import NoOwner, ask
+from kvstore.config import DURATION, PLACE, SIZE, SWITCH, TEXT, whole
 from kvstore.engine.process.lines import tell_in_lines
-from kvstore.errors import ConfigError
 from kvstore.service.command.progress import progress
 from kvstore.service.command.terminal import tolerate_any_text
+from kvstore.service.settings.chat_options import ID
 from kvstore.service.settings.config_file import told
-from kvstore.service.settings.options import (
-    JSON,
-    STORE,
-    Command,
-    Option,
-    UsageError,
-    count,
-    default_store,
-    directory,
-    duration_s,
-    location,
-    plain_text,
-    session_id,
-    size,
-    suggestion,
-    switch,
-)
+from kvstore.service.settings.options import JSON, STORE, Command, Option, UsageError, default_store, suggestion
+from kvstore.service.settings.serve_options import seconds
 from kvstore.sessions.record import SessionKey
 
 Run = Callable[[Mapping[str, Any], Sequence[str]], int]  # with the flags' values and arguments; returns the exit code
@@ -43,41 +29,25 @@ EXIT_OK, EXIT_DAMAGED = 0, 4
 SILENCE_S = 10.0  # an owner that works sends a sign of life every second
 
 
-def _interval_s(name: str, text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.1 <= seconds <= 3600:
-        raise ConfigError(f"{name} is {text!r}; give seconds from 0.1 to 3600")
-    return seconds
-
-
-def _limit(name: str, text: str) -> int:
-    if count(name, text) > MAX_SESSIONS:
-        raise ConfigError(f"{name} is {text}; give a whole number from 1 to {MAX_SESSIONS:,}")
-    return int(text)
-
-
 SESSION_STORE = Option(
-    "--session-store", location, None, "Redis in which servers share sessions, redis://host:6379/0",
+    "--session-store", PLACE, None, "Redis in which servers share sessions, redis://host:6379/0",
     "those of --store",
 )  # fmt: skip
-TENANT = Option("--tenant", plain_text, "", "whose session", shown="the one without a name")
+TENANT = Option("--tenant", TEXT, "", "whose session", shown="the one without a name")
 CONDITIONS = (
-    Option("--all", switch, False, "everything", mirrored=False),
-    Option("--unused-for", duration_s, None, "not used for so long: 90s, 15m, 2h, 7d", mirrored=False),
-    Option("--session", session_id, None, "only what this session alone refers to", mirrored=False),
-    Option("--model", plain_text, None, "computed by this model", mirrored=False),
-    Option("--to-size", size, None, "least recently used first, down to so much a tier: 2GiB", mirrored=False),
+    Option("--all", SWITCH, False, "everything", mirrored=False),
+    Option("--unused-for", DURATION, None, "not used for so long: 90s, 15m, 2h, 7d", mirrored=False),
+    Option("--session", ID, None, "only what this session alone refers to", mirrored=False),
+    Option("--model", TEXT, None, "computed by this model", mirrored=False),
+    Option("--to-size", SIZE, None, "least recently used first, down to so much a tier: 2GiB", mirrored=False),
 )
-DRY_RUN = Option("--dry-run", switch, False, "only say how much it would be", mirrored=False)
+DRY_RUN = Option("--dry-run", SWITCH, False, "only say how much it would be", mirrored=False)
 WATCH = Option(
-    "--watch", _interval_s, None, "show it again every so many seconds (2, if not given) until Ctrl-C", mirrored=False,
-    bare="2",
+    "--watch", seconds(0.1, 3600), None, "show it again every so many seconds (2, if not given) until Ctrl-C",
+    mirrored=False, bare="2",
 )  # fmt: skip
-DELETE = Option("--delete", switch, False, "take out damaged blocks, and those computed after them", mirrored=False)
-LIMIT = Option("--limit", _limit, 100, "how many to list, the last used first")
+DELETE = Option("--delete", SWITCH, False, "take out damaged blocks, and those computed after them", mirrored=False)
+LIMIT = Option("--limit", whole(1, MAX_SESSIONS), 100, "how many to list, the last used first")
 
 
 def run_store_command(name: str, argv: list[str], environment: Mapping[str, str]) -> int:
@@ -87,7 +57,7 @@ def run_store_command(name: str, argv: list[str], environment: Mapping[str, str]
     if given is None:
         return EXIT_OK
     values = given.values
-    values["store"] = values["store"] or directory(STORE.flag, default_store())
+    values["store"] = values["store"] or STORE.reads.read(STORE.flag, default_store())
     tolerate_any_text()
     tell_in_lines()
     return run(values, given.arguments)
@@ -158,7 +128,7 @@ def _sessions(values: Mapping[str, Any], arguments: Sequence[str]) -> int:
         raise UsageError(f"sessions {verb} takes {'one ID' if takes_id else 'no ID'}, not {len(ids)}")
     request: dict[str, Any] = {"tenant": values["tenant"], "limit": values["limit"]} if verb == "list" else {}
     if takes_id:
-        key = SessionKey(values["tenant"], session_id("ID", ids[0]))
+        key = SessionKey(values["tenant"], ID.read("ID", ids[0]))
         request = {"session": msgspec.to_builtins(SessionName.of(key))}
     _answer(values, command, request, note, show, ids[0] if ids else values["tenant"])
     return EXIT_OK

@@ -21,5 +21,5 @@ def tell_misspelt(environment: Mapping[str, str]) -> None:
     options = [one for command in commands() for one in command.options if one.mirrored]
     known = OTHERS | {key_of(flag).upper() for one in options for flag in (one.flag, *one.aliases)}
     for name in sorted(given - known):
-        if (meant := nearest(name, known, CUTOFF)) is not None:
+        for meant in nearest(name, known, CUTOFF):
             print(f"kvstore: nothing reads KVSTORE_{name}; did you mean KVSTORE_{meant}?", file=sys.stderr)

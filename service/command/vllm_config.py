@@ -8,27 +8,19 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from kvstore.config import parse_size
-from kvstore.errors import ConfigError
+from kvstore.config import SWITCH, ValueForm, parse_size
 from kvstore.service.settings.config_file import told
-from kvstore.service.settings.options import STORE, Command, Option, default_store, directory, switch
+from kvstore.service.settings.options import STORE, Command, Option, default_store
 
-
-def _bytes(name: str, text: str) -> int:
-    size = parse_size(text, name)
-    if not size:
-        raise ConfigError(f"{name} is {text!r}; give a size above 0, such as 8GiB")
-    return size
-
-
+CAPACITY = ValueForm("SIZE", parse_size, "a size above 0, such as 8GiB", low=1)
 COMMAND = Command(
     "vllm-config",
     {
         "flags": (
             STORE,
-            Option("--cpu", _bytes, 8 << 30, "memory that vLLM keeps KV in before the disk", shown="8GiB"),
-            Option("--disk", _bytes, 64 << 30, "what the store's file may take", shown="64GiB"),
-            Option("--on-cpu", switch, False, "the model itself runs on a CPU, too"),
+            Option("--cpu", CAPACITY, 8 << 30, "memory that vLLM keeps KV in before the disk", shown="8GiB"),
+            Option("--disk", CAPACITY, 64 << 30, "what the store's file may take", shown="64GiB"),
+            Option("--on-cpu", SWITCH, False, "the model itself runs on a CPU, too"),
         )
     },
     "The store must not be one that `kvstore serve` has open, and each vLLM needs one of its own.\n\nexamples:\n"
@@ -73,7 +65,7 @@ def run_vllm_config(argv: list[str], environment: Mapping[str, str]) -> int:
     if given is None:
         return 0
     values = given.values
-    store = values["store"] or directory(STORE.flag, default_store())
+    store = values["store"] or STORE.reads.read(STORE.flag, default_store())
     transfer = transfer_config(str(store), values["cpu"], values["disk"], values["on_cpu"])
     for name, reason in REASONS.items():
         print(f"# {name}: {reason}")

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from kvstore.service.http.errors import bad_request
+from kvstore.service.settings.options import nearest
 
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 # Fields that would change the answer, with the values that leave it as it is. A body that has one reads it itself.
@@ -45,8 +46,7 @@ def check_fields(raw: bytes | bytearray, type_: type[Any]) -> None:
         if (name in CONSTRAINTS or name.startswith(GUIDED)) and _says_something(value, CONSTRAINTS.get(name, _NOTHING)):
             raise bad_request(name[:64], f"{name[:64]} is not supported here", "unsupported_parameter")
     for name in islice((name for name in found if name not in CONSTRAINTS), MAX_EXAMINED):
-        meant = None if name in NO_MISSES else near_miss(name, (*known, *CONSTRAINTS))
-        if meant is not None:
+        for meant in near_misses(name, (*known, *CONSTRAINTS)):
             raise bad_request(name[:64], f"{name[:64]}: did you mean {meant}?", "unknown_field")
 
 
@@ -54,31 +54,8 @@ def _says_something(value: msgspec.Raw, nothing: tuple[Any, ...] = _NOTHING) -> 
     return msgspec.json.decode(value) not in nothing
 
 
-def near_miss(name: str, known: Iterable[str]) -> str | None:
-    """The known name that was probably meant: one typing error in a short name, two in a long one.
-
-    Capitals and underscores do not count: maxTokens means max_tokens.
-    """
-    plain = _plain(name)
-    num_slips = 1 if len(plain) < 8 else 2
-    alike = [one for one in known if len(one) > 3 and abs(len(_plain(one)) - len(plain)) <= num_slips]
-    slips, meant = min(((_distance(plain, _plain(one)), one) for one in alike), default=(num_slips + 1, ""))
-    return meant if slips <= num_slips else None
-
-
-def _plain(name: str) -> str:
-    return name.replace("_", "").replace("-", "").lower()
-
-
-def _distance(one: str, other: str) -> int:
-    """The number of letters added, left out, replaced, or swapped with a neighbour (optimal string alignment)."""
-    before, last = [0] * (len(other) + 1), list(range(len(other) + 1))
-    for i, letter in enumerate(one, 1):
-        row = [i]
-        for j, against in enumerate(other, 1):
-            cost = min(last[j] + 1, row[-1] + 1, last[j - 1] + (letter != against))
-            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == against:
-                cost = min(cost, before[j - 2] + 1)
-            row.append(cost)
-        before, last = last, row
-    return last[-1]
+def near_misses(name: str, known: Iterable[str]) -> list[str]:
+    """The known name that was probably meant, if any: one typing error in a short name, two in a long one."""
+    if name in NO_MISSES:
+        return []
+    return nearest(name[:64], (one for one in known if len(one) > 3), 0.75 if len(name) < 6 else 0.86)

@@ -6,8 +6,8 @@ from typing import Any
 
 from kvstore.errors import ConfigError
 from kvstore.service.settings.config_file import effective
-from kvstore.service.settings.engine_options import engine_arguments, engine_command, with_tiers
-from kvstore.service.settings.options import filled, key_of, suggestion
+from kvstore.service.settings.engine_options import arguments_of, engine_command, with_tiers
+from kvstore.service.settings.options import key_of, suggestion
 from kvstore.service.settings.serve_options import ServeOptions
 
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
@@ -29,8 +29,7 @@ def app(args: Mapping[str, Any]) -> Any:
             raise ConfigError(f"{name!r} is no flag of kvstore serve{suggestion(key_of(name), known)}")
     given = {key_of(name): _text(value) for name, value in own.items()}
     settings = with_tiers(effective("serve", command.options, given, os.environ), keeps=True)
-    arguments = engine_arguments(settings)
-    options = filled(ServeOptions, {key: setting.value for key, setting in settings.items()})
+    arguments, options = arguments_of("serve", settings)
     return application(arguments.pop("model", None), arguments, options, {n: args[n] for n in OF_RAY if n in args})
 
 

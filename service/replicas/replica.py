@@ -168,7 +168,7 @@ def arguments_at(arguments: Mapping[str, Any], place: ReplicaPlace) -> dict[str,
     if tiers.path is not None:
         found["cache_tiers"] = replace(tiers, path=place.path)
     if found.get("kv_events") is not None:
-        address, port = parse_endpoint(found["kv_events"], "kv_events")
+        address, port = parse_endpoint(found["kv_events"])
         found["kv_events"] = f"{address}:{port + 2 * place.number}"  # each takes two
     return found
 

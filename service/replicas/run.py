@@ -36,7 +36,7 @@ def run_replicas(model: Any, arguments: Mapping[str, Any], options: ServeOptions
     if most > 1 and arguments["cache_tiers"].remote is None:
         told = "no --remote: a conversation that comes to another replica is computed there again"
         log(told, {}, logging.WARNING)
-    with connected("--replicas is given") as ray:
+    with connected("replicas", "given") as ray:
         from ray import serve
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)

@@ -2,21 +2,24 @@
 
 from dataclasses import dataclass
 
-from kvstore.service.settings.options import choice, count, flag, number, plain_text, session_id, ttl_flag
+from kvstore.config import COUNT, NUMBER, SESSION_ID, TEXT, ValueForm, matching, one_of, setting
+from kvstore.service.settings.options import LIFETIME, TTL
+
+ID = ValueForm("ID", matching(SESSION_ID), "1 to 128 letters, digits, '-' or '_'")
 
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
     """The flags of `kvstore chat` about the conversation; the engine's own options travel apart."""
 
-    temperature: float = flag(0.0, number, "0 is greedy")
-    max_tokens: int | None = flag(None, count, "tokens of one answer at most", shown="what remains of the window")
-    system: str | None = flag(None, plain_text, "system prompt")
-    session: str = flag("terminal", session_id, "id of the conversation")
-    truncation: str = flag("auto", choice("auto", "disabled"), "auto drops the oldest turns when the window is full")
-    truncation_reuse: str = flag(
+    temperature: float = setting(0.0, NUMBER, "0 is greedy")
+    max_tokens: int | None = setting(None, COUNT, "tokens of one answer at most", shown="what remains of the window")
+    system: str | None = setting(None, TEXT, "system prompt")
+    session: str = setting("terminal", ID, "id of the conversation")
+    truncation: str = setting("auto", one_of("auto", "disabled"), "auto drops the oldest turns when the window is full")
+    truncation_reuse: str = setting(
         "reencode",
-        choice("reencode", "exact"),
+        one_of("reencode", "exact"),
         "after a truncation, reencode keeps the KV of what stays, exact computes it again",
     )
-    ttl_s: float | None = ttl_flag()
+    ttl_s: float | None = setting(None, LIFETIME, TTL, shown="none")

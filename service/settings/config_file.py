@@ -85,11 +85,11 @@ def _setting(
     command: str, option: Option, text: str | None, environment: Mapping[str, str], config: ConfigFile | None
 ) -> OptionValue:
     if text is not None:
-        return OptionValue(option, option.parse(option.flag, text), text, f"flag {option.flag}")
+        return OptionValue(option, option.reads.read(option.flag, text), text, f"flag {option.flag}")
     if option.mirrored:
         for variable in map(variable_of, (option.flag, *option.aliases)):
             if (text := environment.get(variable)) or (text is not None and not option.may_be_empty):
-                return OptionValue(option, option.parse(variable, text), text, f"environment {variable}")
+                return OptionValue(option, option.reads.read(variable, text), text, f"environment {variable}")
         found = None if config is None else config.lookup(command, option)
         if found is not None:
             where, written = found
@@ -106,13 +106,13 @@ def _parse(option: Option, where: str, written: object) -> object:
     elif isinstance(written, str | int | float):
         text = str(written)
     else:
-        raise ConfigError(f"{where} is {written!r}; give one value, a text or a number")
-    value = option.parse(where, text)
+        raise ConfigError(where, repr(written), "give one value, a text or a number")
+    value = option.reads.read(where, text)
     is_switch, is_number = isinstance(value, bool), isinstance(value, int | float)
     fits = isinstance(written, str) or (is_switch if isinstance(written, bool) else is_number and not is_switch)
     if not fits:
         kind = "true or false" if is_switch else "a number" if is_number else "a text in quotes"
-        raise ConfigError(f"{where} is {str(written).lower()}; give {kind}")
+        raise ConfigError(where, str(written).lower(), f"give {kind}")
     return value
 
 
@@ -121,7 +121,7 @@ def _config_file(given: str | None, environment: Mapping[str, str]) -> ConfigFil
     """The named file, which must exist, or the default file if there is one."""
     for name, text in ((CONFIG.flag, given), ("KVSTORE_CONFIG", environment.get("KVSTORE_CONFIG"))):
         if text is not None:
-            return read_config(CONFIG.parse(name, text))  # type: ignore[arg-type]
+            return read_config(CONFIG.reads.read(name, text))
     base = environment.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     default = Path(base) / "kvstore" / "config.toml"
     return read_config(default) if default.is_file() else None

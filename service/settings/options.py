@@ -1,6 +1,6 @@
-"""Flags of the `kvstore` command and the forms of values they accept; does not know where values come from.
+"""Flags of the `kvstore` command; does not know where values come from.
 
-A flag is written once: as a field of the dataclass that it fills (`flag`), or as an Option where there is none.
+A flag is written once: as the `setting` of a dataclass that it fills, or as an Option where there is none.
 """
 
 import argparse
@@ -9,15 +9,13 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
-from kvstore.config import SESSION_ID, parse_size
+from kvstore.config import DURATION, FILE, SWITCH, CacheTiers, ValueForm
 from kvstore.errors import ConfigError
-
-T = TypeVar("T")
 
 REMOVED = {  # what has been an option, by its key, and what to use instead
     "engine_process": "a server's engine has a process of its own, and in Python Engine has none",
@@ -43,7 +41,6 @@ DEFAULT_PATH, OLD_PATH = "~/.local/share/kvstore", "~/.cache/kvstore"
 EPILOG = """Every flag has a mirror in the environment: KVSTORE_MAX_MODEL_LEN=1024 is --max-model-len 1024.
 Order: flag, environment, file (--config), default. In the file, max_model_len = 1024 is for every command, and below
 [serve] or [chat] for that one. What a command deletes is taken from flags only."""
-_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def default_store() -> str:
@@ -64,9 +61,6 @@ class UsageError(Exception):
     """The command line is wrong; the message is the one line that is shown."""
 
 
-Parse = Callable[[str, str], object]  # from (name, text); raises ConfigError with the accepted forms
-
-
 @dataclass(frozen=True, slots=True)
 class Option:
     """One flag. A name without dashes, such as MODEL, is the command's argument.
@@ -77,7 +71,7 @@ class Option:
     """
 
     flag: str
-    parse: Parse
+    reads: ValueForm
     default: object
     help: str
     shown: str = ""
@@ -95,12 +89,12 @@ class Option:
     @property
     def is_switch(self) -> bool:
         """Whether it takes no value on the command line, where it means 1."""
-        return self.parse is switch
+        return self.reads is SWITCH
 
     @property
     def may_be_empty(self) -> bool:
         """Whether an empty variable is as good as none. Where it was to name a place, it is one that nobody has set."""
-        return self.default is not None or self.parse not in (location, directory, file)
+        return self.default is not None or not self.reads.is_place
 
     @property
     def shown_default(self) -> str:
@@ -113,27 +107,14 @@ class Option:
         return f"{self.help} (default: {self.shown_default})" if self.shown_default else self.help
 
 
-def flag(default: Any, parse: Parse, help: str, name: str = "", **more: Any) -> Any:
-    """A field of a dataclass that a flag fills. name: the flag's key, where it is not the field's without its unit.
-
-    more: as the fields of Option.
-    """
-    return field(default=default, metadata={"flag": (name, parse, help, more)})
-
-
 def flags_of(kind: type) -> tuple[Option, ...]:
+    """The flags of a dataclass. One is named after its field, without a unit, unless its `setting` says otherwise."""
     found = []
     for one in fields(kind):
-        if "flag" in one.metadata:
-            name, parse, help, more = one.metadata["flag"]
-            key = name or re.sub(r"_(s|bytes)\Z", "", one.name)
-            found.append(Option("--" + key.replace("_", "-"), parse, one.default, help, field=one.name, **more))
+        if one.metadata.get("help"):
+            name = re.sub(r"_(s|bytes)\Z", "", one.name).replace("_", "-")
+            found.append(Option(**{"flag": "--" + name, **one.metadata}, default=one.default, field=one.name))
     return tuple(found)
-
-
-def filled(kind: type[T], values: Mapping[str, Any]) -> T:
-    """A dataclass from the values of its flags by their keys; other keys are left alone."""
-    return kind(**{option.field: values[option.key] for option in flags_of(kind)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,131 +164,18 @@ def variable_of(flag: str) -> str:
     return "KVSTORE_" + key_of(flag).upper()
 
 
-def count(name: str, text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,12}", text) or int(text) < 1:
-        raise ConfigError(f"{name} is {text!r}; give a whole number from 1")
-    return int(text)
-
-
-def whole(name: str, text: str) -> int:
-    if not re.fullmatch(r"-?[0-9]{1,18}", text):
-        raise ConfigError(f"{name} is {text!r}; give a whole number")
-    return int(text)
-
-
-def number(name: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"{name} is {text!r}; give a number") from None
-
-
-def bandwidth(name: str, text: str) -> float:
-    rate = parse_size(text, name)
-    if not rate:
-        raise ConfigError(f"{name} is {text!r}; give bytes a second, such as 3GB")
-    return float(rate)
-
-
-def size(name: str, text: str) -> int:
-    return parse_size(text, name)
-
-
-def size_or_auto(name: str, text: str) -> int | str:
-    try:
-        return "auto" if text == "auto" else parse_size(text, name)
-    except ConfigError as error:
-        raise ConfigError(f'{error}, or "auto"') from None
-
-
-def duration_s(name: str, text: str) -> float:
-    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", text)
-    if match is None:
-        raise ConfigError(f"{name} is {text!r}; give a number with a unit, such as 90s, 15m, 2h, 7d or 2w")
-    return float(match[1]) * _UNITS_S[match[2]]
-
-
-def lifetime_s(name: str, text: str) -> float | None:
-    try:
-        seconds = None if text == "none" else duration_s(name, text)
-    except ConfigError as error:
-        raise ConfigError(f'{error}, or "none"') from None
+def _lifetime_s(text: str) -> float | None:
+    seconds = None if text == "none" else DURATION.parse(text)
     if seconds == 0:
-        raise ConfigError(f'{name} is {text!r}; give a time above 0, or "none"')
+        raise ConfigError("", repr(text), 'give a time above 0, or "none"')
     return seconds
 
 
-def choice(*known: str) -> Callable[[str, str], str]:
-    def parse(name: str, text: str) -> str:
-        if text not in known:
-            raise ConfigError(f"{name} is {text!r}; give one of {', '.join(known)}")
-        return text
-
-    return parse
-
-
-def switch(name: str, text: str) -> bool:
-    if text.lower() not in ("1", "true", "yes", "on", "0", "false", "no", "off"):
-        raise ConfigError(f"{name} is {text!r}; give 1 or 0")
-    return text.lower() in ("1", "true", "yes", "on")
-
-
-def session_id(name: str, text: str) -> str:
-    if not SESSION_ID.fullmatch(text):
-        raise ConfigError(f"{name} is {text!r}; give 1 to 128 letters, digits, '-' or '_'")
-    return text
-
-
-def plain_text(name: str, text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"{name} is not valid text in this terminal's encoding") from None
-    return text
-
-
-def location(name: str, text: str) -> str:
-    """The text of an address, or of a directory or hub id."""
-    if not plain_text(name, text).strip():
-        raise ConfigError(f"{name} is {text!r}; give a text, or leave it out")
-    return text
-
-
-def directory(name: str, text: str) -> Path:
-    place = _place(name, text, "the directory of the store")
-    if os.path.isfile(place):
-        raise ConfigError(f"{name} is {text!r}, which is a file; give the directory of the store")
-    return place
-
-
-def file(name: str, text: str) -> Path:
-    return _place(name, text, "a file")
-
-
-def _place(name: str, text: str, what: str) -> Path:
-    if not text or "\0" in text:
-        raise ConfigError(f"{name} is {text!r}; give {what}")
-    try:
-        return Path(text).expanduser()
-    except RuntimeError:
-        raise ConfigError(f"{name} is {text!r}, but there is no such user's home; give the whole path") from None
-
-
-STORE = Option("--store", directory, None, "directory of the store", shown=DEFAULT_PATH, aliases=("--path",))
-JSON = Option("--json", switch, False, "print one JSON object")
-CONFIG = Option("--config", file, None, "TOML file of settings", shown="~/.config/kvstore/config.toml, if it exists")
-
-
-def ttl_flag() -> Any:
-    return flag(None, lifetime_s, "new sessions end so long after their last turn: 12h, 7d", shown="none")
-
-
-_READ_BY = {  # the placeholder in the help, and the function that reads the value
-    "N": "count count_or_none whole _limit replica_counts", "SIZE": "size size_or_auto body_size", "SIZES": "_sizes",
-    "SECONDS": "seconds engine_timeout _interval_s", "TIME": "duration_s lifetime_s", "DIR": "directory",
-    "ID": "session_id",
-}  # fmt: skip
-_SHOWN_AS = {reader: shown for shown, readers in _READ_BY.items() for reader in readers.split()}
+LIFETIME = ValueForm("TIME", _lifetime_s, DURATION.accepts + ', or "none"')
+TTL = "new sessions end so long after their last turn: 12h, 7d"
+STORE = next(replace(one, shown=DEFAULT_PATH) for one in flags_of(CacheTiers) if one.field == "path")
+JSON = Option("--json", SWITCH, False, "print one JSON object")
+CONFIG = Option("--config", FILE, None, "TOML file of settings", shown="~/.config/kvstore/config.toml, if it exists")
 
 
 class Parser(argparse.ArgumentParser):
@@ -355,7 +223,7 @@ def _add(parser: "argparse._ArgumentGroup", option: Option) -> None:
 
 
 def value_of(option: Option) -> str:
-    return _SHOWN_AS.get(getattr(option.parse, "__name__", ""), option.key.split("_")[-1].upper())
+    return option.reads.name or option.key.split("_")[-1].upper()
 
 
 def parse_arguments(command: Command, argv: list[str]) -> dict[str, Any] | None:
@@ -386,15 +254,17 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     if (instead := REMOVED.get(key_of(word))) is not None:
         return f", as it has been removed: {instead}"
     known = list(known)
-    if (close := nearest(word, known)) is not None:
-        return f"; did you mean {close!r}?"
+    begun = [one for one in known if one.lstrip("-").startswith(word.lstrip("-")) and len(word.lstrip("-")) > 1]
+    if close := begun or nearest(word, known, 0.6):
+        return f"; did you mean {close[0]!r}?"
     return f"; known: {', '.join(known)}" if len(known) <= MOST_SHOWN else "; --help lists all"
 
 
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known word that this one begins, or is probably a misspelling of; dashes before them say nothing."""
-    bare = {one.lstrip("-"): one for one in known}
-    wanted = word.lstrip("-")
-    begun = [one for one in bare if one.startswith(wanted) and len(wanted) > 1]
-    close = begun or difflib.get_close_matches(wanted, bare, n=1, cutoff=cutoff)
-    return bare[close[0]] if close else None
+def nearest(word: str, known: Iterable[str], cutoff: float) -> list[str]:
+    """The known word that this one is probably a misspelling of, if any. Capitals, dashes and underscores do not count.
+
+    cutoff: how alike they must be, from 0 to 1.
+    """
+    bare = {re.sub("[-_]", "", one).lower(): one for one in known}
+    close = difflib.get_close_matches(re.sub("[-_]", "", word).lower(), bare, n=1, cutoff=cutoff)
+    return [bare[one] for one in close]

@@ -5,14 +5,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.engine.config import MIN_SILENCE_S
+from kvstore.config import COUNT, FILE, SWITCH, TEXT, ValueForm, matching, one_of, parse_size, setting, several, whole
+from kvstore.engine.config import ENGINES, MIN_SILENCE_S
 from kvstore.errors import ConfigError
-from kvstore.service.settings.options import choice, count, file, flag, number, plain_text, size, switch, ttl_flag
+from kvstore.service.settings.options import LIFETIME, TTL
 
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?|\[[0-9a-f:.]+\]")
-MOST_ENGINES = 64
+HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?|\[[0-9a-f:.]+\]", re.IGNORECASE)
 DEFAULT_PORTS = {"http": "80", "https": "443"}
 
 
@@ -22,71 +22,36 @@ def check_key(key: str, where: str) -> None:
         raise ConfigError(f"{where}: a key has 8 to 512 printable ASCII characters without spaces")
 
 
-def port_number(name: str, text: str) -> int:
-    if not text.isascii() or not text.isdigit() or len(text) > 5 or int(text) >= 2**16:
-        raise ConfigError(f"{name} is {text!r}; give 0 to 65535")
-    return int(text)
+def seconds(low: float, high: float = 86400) -> ValueForm:
+    return ValueForm(
+        "SECONDS", lambda text: float(text.removesuffix("s")), f"seconds from {low:g} to {high:g}", low, high
+    )
 
 
-def count_or_none(name: str, text: str) -> int:
-    return 0 if text == "0" else count(name, text)
+def _origin(text: str) -> str:
+    scheme, _, rest = text.lower().partition("://")
+    host, _, port = rest.rpartition(":") if re.search(r":[0-9]{1,5}\Z", rest) else (rest, "", "")
+    if scheme not in DEFAULT_PORTS or not HOST_NAME.fullmatch(host):
+        raise ValueError
+    if port == DEFAULT_PORTS[scheme]:
+        raise ConfigError("", repr(text), f"a browser leaves out port {port}: give {scheme}://{host}")
+    return text.lower()
 
 
-def seconds(name: str, text: str) -> float:
-    value = number(name, text.removesuffix("s"))
-    if not 0 < value <= 86400:
-        raise ConfigError(f"{name} is {text!r}; give seconds above 0, to 86400")
-    return value
-
-
-def host_names(name: str, text: str) -> tuple[str, ...]:
-    """Host names in lower case, as in a Host header but without a port."""
-    found = tuple(one.strip().lower() for one in text.split(","))
-    for one in found:
-        if not HOST_NAME.fullmatch(one):
-            raise ConfigError(f"{name} is {one!r}; give a host name without scheme and port, such as chat.example.org")
-    return found
-
-
-def origins(name: str, text: str) -> tuple[str, ...]:
-    """Origins in lower case, as in a browser's Origin header."""
-    found = tuple(one.strip().lower() for one in text.split(","))
-    for one in found:
-        scheme, _, rest = one.partition("://")
-        host, _, port = rest.rpartition(":") if re.search(r":[0-9]{1,5}\Z", rest) else (rest, "", "")
-        if scheme not in DEFAULT_PORTS or not HOST_NAME.fullmatch(host):
-            raise ConfigError(f"{name} is {one!r}; give scheme, host and port, such as https://chat.example.org")
-        if port == DEFAULT_PORTS[scheme]:
-            raise ConfigError(f"{name} is {one!r}; a browser leaves out port {port}: give {scheme}://{host}")
-    return found
-
-
-def engine_timeout(name: str, text: str) -> float:
-    value = seconds(name, text)
-    if value < MIN_SILENCE_S:
-        raise ConfigError(f"{name} is {text!r}; give seconds from {MIN_SILENCE_S:g} to 86400")
-    return value
-
-
-def engine_count(name: str, text: str) -> int:
-    value = count(name, text)
-    if value > MOST_ENGINES:
-        raise ConfigError(f"{name} is {text!r}; give a whole number from 1 to {MOST_ENGINES}")
-    return value
-
-
-def replica_counts(name: str, text: str) -> tuple[int, int]:
+def _replica_counts(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([1-9][0-9]{0,3})(?:-([1-9][0-9]{0,3}))?", text)
     if match is None or int(match[2] or match[1]) < int(match[1]):
-        raise ConfigError(f"{name} is {text!r}; give a number such as 2, or the least and the most, such as 1-4")
+        raise ValueError
     return int(match[1]), int(match[2] or match[1])
 
 
-def body_size(name: str, text: str) -> int:
-    value = size(name, text)
-    if not 1024 <= value <= 2**30:
-        raise ConfigError(f"{name} is {text!r}; give 1KiB to 1GiB")
-    return value
+REPLICAS = ValueForm("N", _replica_counts, "a number such as 2, or the least and the most, such as 1-4")
+BODY_SIZE = ValueForm("SIZE", parse_size, "1KiB to 1GiB", 1024, 2**30)
+SECONDS = seconds(0.001)
+HOST = ValueForm(
+    parse=matching(HOST_NAME, str.lower), accepts="a host name without scheme and port, such as chat.example.org"
+)
+ORIGIN = ValueForm(parse=_origin, accepts="scheme, host and port, such as https://chat.example.org")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,75 +61,59 @@ class ServeOptions:
     The limits count sequences (see `kvstore.service.http.limits`). Raises ConfigError.
     """
 
-    host: str = flag("127.0.0.1", plain_text, "address to listen on")
-    port: int = flag(8000, port_number, "port to listen on; 0 takes any free one")
-    api_key: str | None = flag(
-        None,
-        plain_text,
-        "key that requests must bring (tenant: none); in the list of processes, unlike KVSTORE_API_KEY",
+    host: str = setting("127.0.0.1", TEXT, "address to listen on")
+    port: int = setting(8000, whole(0, 2**16 - 1, "PORT"), "port to listen on; 0 takes any free one")
+    api_key: str | None = setting(
+        None, TEXT, "key that requests must bring (tenant: none); in the list of processes, unlike KVSTORE_API_KEY",
         secret=True,
+    )  # fmt: skip
+    api_key_file: Path | None = setting(None, FILE, "file with one tenant:key a line; not readable by others")
+    admin_key: str | None = setting(
+        None, TEXT, "key of the routes below /admin; without one they are closed, and it locks no others", secret=True
     )
-    api_key_file: Path | None = flag(None, file, "file with one tenant:key a line; not readable by others")
-    admin_key: str | None = flag(
-        None,
-        plain_text,
-        "key of the routes below /admin; without one they are closed, and it locks no others",
-        secret=True,
-    )
-    allow_no_key: bool = flag(False, switch, "listen on a public address without a key for users")
-    allowed_hosts: tuple[str, ...] = flag(
-        (),
-        host_names,
-        "host name that a proxy sends, beside localhost and --host; may be given again",
-        "allowed_host",
-        repeats=True,
-    )
-    allowed_origins: tuple[str, ...] = flag(
-        (),
-        origins,
-        "origin whose pages may call, such as https://chat.example.org; may be given again",
-        "allowed_origin",
-        repeats=True,
-    )
-    served_model_name: str | None = flag(None, plain_text, "name of the model in answers", shown="the model's")
-    ttl_s: float | None = ttl_flag()
-    max_connections: int = flag(1024, count, "open connections")
-    max_queue: int = flag(512, count, "requests waiting or running before the next gets 503")
-    data_parallel_size: int = flag(
-        1,
-        engine_count,
+    allow_no_key: bool = setting(False, SWITCH, "listen on a public address without a key for users")
+    allowed_hosts: tuple[str, ...] = setting(
+        (), several(HOST), "host name that a proxy sends, beside localhost and --host; may be given again",
+        flag="--allowed-host", repeats=True,
+    )  # fmt: skip
+    allowed_origins: tuple[str, ...] = setting(
+        (), several(ORIGIN), "origin whose pages may call, such as https://chat.example.org; may be given again",
+        flag="--allowed-origin", repeats=True,
+    )  # fmt: skip
+    served_model_name: str | None = setting(None, TEXT, "name of the model in answers", shown="the model's")
+    ttl_s: float | None = setting(None, LIFETIME, TTL, shown="none")
+    max_connections: int = setting(1024, COUNT, "open connections")
+    max_queue: int = setting(512, COUNT, "requests waiting or running before the next gets 503")
+    data_parallel_size: int = setting(
+        1, ENGINES,
         "engines behind this port, each with the whole model in a process of its own; they share the disk and divide "
         "--cpu, and --hbm and the limits of a batch are of each",
-    )
-    engine_timeout_s: float = flag(
-        30.0,
-        engine_timeout,
+    )  # fmt: skip
+    engine_timeout_s: float = setting(
+        30.0, seconds(MIN_SILENCE_S),
         "seconds without a sign of life until the engine's process is killed and started again; one step may take ten "
         "times as long",
+    )  # fmt: skip
+    engine_restarts: int = setting(
+        6, whole(0), "how often an hour it is started again before the server ends with exit code 5"
     )
-    engine_restarts: int = flag(
-        6, count_or_none, "how often an hour it is started again before the server ends with exit code 5"
+    request_timeout_s: float = setting(
+        600.0, SECONDS, "seconds a request may take in all, from its arrival to the last byte of its answer"
     )
-    request_timeout_s: float = flag(
-        600.0, seconds, "seconds a request may take in all, from its arrival to the last byte of its answer"
-    )
-    max_body_bytes: int = flag(32 * 2**20, body_size, "size of a request's body", shown="32MiB")
-    body_timeout_s: float = flag(30.0, seconds, "seconds a request's body may take to arrive")
-    shutdown_timeout_s: float = flag(5.0, seconds, "seconds running requests get when the server ends")
-    log_level: str = flag(
-        "info",
-        choice(*LOG_LEVELS),
+    max_body_bytes: int = setting(32 * 2**20, BODY_SIZE, "size of a request's body", shown="32MiB")
+    body_timeout_s: float = setting(30.0, SECONDS, "seconds a request's body may take to arrive")
+    shutdown_timeout_s: float = setting(5.0, SECONDS, "seconds running requests get when the server ends")
+    log_level: str = setting(
+        "info", one_of(*LOG_LEVELS),
         "debug, info, warning or error; debug shows polls of /health, /metrics and the like, too",
-    )
-    vllm_metrics: bool = flag(False, switch, "show /metrics under vLLM's names, too, for what scrapes vllm:*")
-    log_format: str = flag("text", choice(*LOG_FORMATS), "text or json, one line a request")
-    replicas: tuple[int, int] | None = flag(
-        None,
-        replica_counts,
+    )  # fmt: skip
+    vllm_metrics: bool = setting(False, SWITCH, "show /metrics under vLLM's names, too, for what scrapes vllm:*")
+    log_format: str = setting("text", one_of(*LOG_FORMATS), "text or json, one line a request")
+    replicas: tuple[int, int] | None = setting(
+        None, REPLICAS,
         "servers on this machine's Ray cluster, at one port: N, or MIN-MAX by load; each has a store of its own below "
-        "--store",
-        shown="one server, without Ray",
-    )
+        "--store", shown="one server, without Ray",
+    )  # fmt: skip
     takes_session_names: bool = False  # who sends the requests names new sessions
     header_timeout_s: float = 10.0
     write_timeout_s: float = 30.0
@@ -172,20 +121,18 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         if not self.host or any(c.isspace() for c in self.host):
-            raise ConfigError(f"--host is {self.host!r}; give an address or a name, such as 127.0.0.1 or 0.0.0.0")
+            raise ConfigError("host", repr(self.host), "give an address or a name, such as 127.0.0.1 or 0.0.0.0")
         for key, where in ((self.api_key, "--api-key"), (self.admin_key, "--admin-key")):
             if key is not None:
                 check_key(key, where)
         if self.data_parallel_size > 1 and self.replicas is not None:
-            raise ConfigError(
-                f"--data-parallel-size is {self.data_parallel_size}, and --replicas starts whole servers; give one"
-            )
+            value = f"{self.data_parallel_size}, and --replicas starts whole servers"
+            raise ConfigError("data_parallel_size", value, "give one of them")
         has_key = self.api_key is not None or self.api_key_file is not None
         if not self.is_loopback and not self.allow_no_key and not has_key:
-            raise ConfigError(
-                f"--host is {self.host}, which others can reach, and there is no key for users; give --api-key or "
-                "--api-key-file, or --allow-no-key when everybody may use it"
-            )
+            value = f"{self.host}, which others can reach, and there is no key for users"
+            remedy = "give --api-key or --api-key-file, or --allow-no-key when everybody may use it"
+            raise ConfigError("host", value, remedy)
 
     @property
     def is_loopback(self) -> bool:

@@ -83,7 +83,7 @@ def test_tiers_have_defaults_and_hbm_may_be_auto():
         ({"cpu": "auto"}, "cpu is 'auto'"),
         ({"cpu": "much"}, "cpu is 'much'"),
         ({"disk": -5, "path": "p"}, "disk is -5"),
-        ({"disk": "1GiB"}, "disk is set but path is not"),
+        ({"disk": "1GiB"}, "path is not set, but disk is"),
         ({"disk_per_tenant": -1}, "disk_per_tenant is -1"),
         ({"codec": "gzip"}, "codec is 'gzip'; give one of raw, zstd, split-zstd"),
     ],

@@ -314,7 +314,7 @@ def test_keys_come_and_go_while_streams_run(tmp_path):
 
 
 @pytest.mark.parametrize("flags, line", [
-    (["--disk", "0", "--tensor-parallel-size", "3"], "ranks; give another --tensor-parallel-size"),  # by its process
+    (["--disk", "0", "--tensor-parallel-size", "3"], "3 ranks; give --tensor-parallel-size 2"),  # by its process
     (["--disk", "0", "--hbm", "1KiB"], "--hbm is 1.0 KiB, but one block of this model"),
 ])  # fmt: skip
 def test_what_cannot_be_served_is_refused_with_2_in_one_line(tmp_path, flags, line):

@@ -20,8 +20,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from kvstore.engine.model.parallel.group import Group, Part
 from kvstore.engine.model.parallel.linears import GatheredLinear, SummedEmbedding, SummedLinear, sum_outputs
-from kvstore.engine.model.parallel.plan import Cut, Division, cut_of, part_of, read_plan, style_of
-from kvstore.engine.model.parallel.stages import NoEmbedding, keep_stage, own_layers
+from kvstore.engine.model.parallel.plan import WHOLE_LAYERS, Cut, Division, cut_of, part_of, read_plan, style_of
+from kvstore.engine.model.parallel.stages import ONE_STAGE, NoEmbedding, keep_stage, own_layers
 from kvstore.errors import UnsupportedModelError
 
 _MERGES = {"MergeModulelist", "Concatenate"}  # of experts' weights, each of which can be cut before it is merged
@@ -35,7 +35,7 @@ def check_divides(config: Any, part: Part) -> None:
     """
     if getattr(config, "quantization_config", None) is not None:
         why = "quantized weights cannot be divided"
-        raise UnsupportedModelError(f"{why}; give tensor_parallel_size=1 and pipeline_parallel_size=1")
+        raise UnsupportedModelError(why, WHOLE_LAYERS | ONE_STAGE)
     text = config.get_text_config()
     if part.pipe is not None:
         own_layers(text.num_hidden_layers, part.pipe)
@@ -159,7 +159,7 @@ def _cut_of_source(cut: Cut, name: str, pattern: str, converters: Iterable[Weigh
     kinds = {type(operation).__name__ for operation in merge.operations}
     if not kinds <= _MERGES or len(merge.target_patterns) != 1:
         why = f"the files have {name} in another form ({', '.join(sorted(kinds))}), which cannot be divided here"
-        raise UnsupportedModelError(f"{why}; give tensor_parallel_size=1")
+        raise UnsupportedModelError(why, WHOLE_LAYERS)
     return Cut.OUTPUTS if cut is Cut.PACKED and len(merge.source_patterns) == 2 else cut
 
 
@@ -184,4 +184,4 @@ def _make_whole(network: Any, plan: Mapping[str, Division], group: Group) -> Non
             sum_outputs(module, group)
         elif style.cut is not None and not isinstance(module, nn.Linear):
             kind = type(module).__name__
-            raise UnsupportedModelError(f"the plan divides {name}, a {kind}; give tensor_parallel_size=1")
+            raise UnsupportedModelError(f"the plan divides {name}, a {kind}", WHOLE_LAYERS)

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvstore.errors import UnsupportedModelError
 
+WHOLE_LAYERS = {"tensor_parallel_size": 1}  # with which any model works
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
@@ -50,11 +51,11 @@ def read_plan(network: Any) -> dict[str, Division]:
     """The divisions by pattern, in which `*` stands for a number. Raises UnsupportedModelError."""
     name, plan = type(network).__name__, getattr(network, "tp_plan", None) or {}
     if not any(pattern.startswith(f"{network.base_model_prefix}.") for pattern in plan):
-        raise UnsupportedModelError(f"{name} has no plan of tensor parallelism; give tensor_parallel_size=1")
+        raise UnsupportedModelError(f"{name} has no plan of tensor parallelism", WHOLE_LAYERS)
     for pattern, style in plan.items():
         if style not in STYLES or pattern.endswith("bias"):
             why = f"the plan of {name} divides {pattern} as {style}, which is not known here"
-            raise UnsupportedModelError(f"{why}; give tensor_parallel_size=1")
+            raise UnsupportedModelError(why, WHOLE_LAYERS)
     return {pattern: STYLES[style] for pattern, style in plan.items()}
 
 
@@ -79,5 +80,5 @@ def part_of(count: int, rank: int, size: int, what: str) -> slice:
     """This rank's share of `count` things. Raises UnsupportedModelError if they cannot be divided equally."""
     if count % size:
         why = f"{count} {what} cannot be divided among {size} ranks"
-        raise UnsupportedModelError(f"{why}; give another tensor_parallel_size")
+        raise UnsupportedModelError(why, {"tensor_parallel_size": max(n for n in range(1, size) if count % n == 0)})
     return slice(count // size * rank, count // size * (rank + 1))

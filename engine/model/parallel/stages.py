@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from kvstore.engine.model.parallel.group import Pipe
 from kvstore.errors import ConfigError, UnsupportedModelError
 
+ONE_STAGE = {"pipeline_parallel_size": 1}  # with which any model works
+
 
 class Entry(nn.Module):
     """Stands in for the layers before this stage, and returns the hidden states that have come from them."""
@@ -44,7 +46,7 @@ def own_layers(num_layers: int, pipe: Pipe) -> range:
     Raises ConfigError.
     """
     if num_layers < pipe.size:
-        raise ConfigError(f"pipeline_parallel_size is {pipe.size}, but the model has {num_layers} layers; give less")
+        raise ConfigError("pipeline_parallel_size", f"{pipe.size}, but the model has {num_layers} layers", "give less")
     return range(num_layers * pipe.rank // pipe.size, num_layers * (pipe.rank + 1) // pipe.size)
 
 
@@ -53,7 +55,7 @@ def _names(network: Any) -> tuple[str, str]:
     plan = list(getattr(network.config.get_text_config(), "base_model_pp_plan", None) or ())
     if len(plan) < 2 or not isinstance(getattr(network.base_model, plan[-2], None), nn.ModuleList):
         why = f"{type(network).__name__} has no plan of pipeline parallelism"
-        raise UnsupportedModelError(f"{why}; give pipeline_parallel_size=1")
+        raise UnsupportedModelError(why, ONE_STAGE)
     return plan[-2], plan[-1]
 
 
@@ -62,7 +64,7 @@ def keep_stage(network: Any, pipe: Pipe) -> None:
     (list_name, norm_name), base = _names(network), network.base_model
     layers: nn.ModuleList = getattr(base, list_name)
     if any(type(module).__name__.endswith("RotaryEmbedding") for module in layers.modules()):
-        raise UnsupportedModelError("its layers make their own rotation; give pipeline_parallel_size=1")
+        raise UnsupportedModelError("its layers make their own rotation", ONE_STAGE)
     own = own_layers(len(layers), pipe)
     del layers[own.stop :]
     if pipe.rank == 0:
@@ -173,10 +175,10 @@ class Pipeline:
         seen = [self._seen(ids, positions) for ids in (token_ids, token_ids.flip(0))]
         for (hidden, beside, out), (_, others, _) in zip(*seen, strict=True):
             if any(not isinstance(t, Tensor) or t.shape != shape or t.dtype != self._dtype for t in (hidden, out)):
-                raise UnsupportedModelError("its layers hand on more than hidden states; give pipeline_parallel_size=1")
+                raise UnsupportedModelError("its layers hand on more than hidden states", ONE_STAGE)
             if not _is_same(beside, others):
                 why = "its layers are given more than hidden states and positions"
-                raise UnsupportedModelError(f"{why}; give pipeline_parallel_size=1")
+                raise UnsupportedModelError(why, ONE_STAGE)
 
     def _seen(self, token_ids: Tensor, positions: Tensor) -> list[tuple[Any, tuple[Any, ...], Any]]:
         """Run this stage. Returns each layer's first argument, its other arguments, and its output."""

@@ -11,38 +11,34 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvstore.errors import ConfigError
+from kvstore.config import SIZE, ValueForm, one_of, parse_size, several, whole
 from kvstore.planning.fleet import FLEET_TIERS, ROUTINGS, SAMPLE, FleetConfig, PaperFleet
 from kvstore.planning.replay_config import ReplayConfig
 from kvstore.planning.traces import Trace
 from kvstore.service.command.plan.chart import short_size
 from kvstore.service.command.progress import progress
 from kvstore.service.command.store_tables import NONE, console
-from kvstore.service.settings.options import Option, bandwidth, choice, count, size
+from kvstore.service.settings.options import Option
 
 MOST_SERVERS = 1000
 CLOSE = 0.8  # of its bandwidth: transfers wait
 
 
-def _servers(name: str, text: str) -> list[int]:
-    found = [count(name, one) for one in text.split(",")]
-    if max(found) > MOST_SERVERS:
-        raise ConfigError(f"{name} is {text!r}; give numbers of servers up to {MOST_SERVERS:,}")
-    return found
-
-
-def _routings(name: str, text: str) -> list[str]:
-    return [str(choice(*ROUTINGS)(name, one)) for one in text.split(",")]
-
-
+BANDWIDTH = ValueForm(parse=lambda text: float(parse_size(text)), accepts="bytes a second, such as 3GB", low=1)
 FLEET_OPTIONS = (
-    Option("--servers", _servers, None, "replay over fleets of so many servers, such as 1,10,100,1000", mirrored=False),
-    Option("--routing", _routings, list(ROUTINGS), f"of turns: {', '.join(ROUTINGS)}", "all", mirrored=False),
-    Option("--remote", size, 0, "size of a tier that all servers share", "none", mirrored=False),
-    Option("--network", bandwidth, 3e9, "of each server to that tier in a second", "3GB", mirrored=False),
-    Option("--remote-bandwidth", bandwidth, 12e9, "of that tier in all, in a second", "12GB", mirrored=False),
     Option(
-        "--restart", choice("with-disks", "without-disks"), None,
+        "--servers", several(whole(1, MOST_SERVERS)), None,
+        "replay over fleets of so many servers, such as 1,10,100,1000", mirrored=False,
+    ),
+    Option(
+        "--routing", several(one_of(*ROUTINGS)), list(ROUTINGS), f"of turns: {', '.join(ROUTINGS)}", "all",
+        mirrored=False,
+    ),
+    Option("--remote", SIZE, 0, "size of a tier that all servers share", "none", mirrored=False),
+    Option("--network", BANDWIDTH, 3e9, "of each server to that tier in a second", "3GB", mirrored=False),
+    Option("--remote-bandwidth", BANDWIDTH, 12e9, "of that tier in all, in a second", "12GB", mirrored=False),
+    Option(
+        "--restart", one_of("with-disks", "without-disks"), None,
         "a tenth of the servers restarts half-way, and keeps its disks or not", mirrored=False,
     ),
 )  # fmt: skip

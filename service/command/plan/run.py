@@ -8,13 +8,13 @@ import importlib.util
 import itertools
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Set
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvstore.config import format_size, parse_size
+from kvstore.config import COUNT, FILE, SIZE, ValueForm, format_size, matching, one_of, parse_size, several
 from kvstore.engine.process.lines import tell_in_lines
 from kvstore.errors import ConfigError
 from kvstore.planning.replay_config import ReplayConfig, ReplayResult, ServiceModel
@@ -34,95 +34,71 @@ from kvstore.planning.sizing import (
 )
 from kvstore.planning.trace_formats import FORMATS
 from kvstore.policy.policies import POLICIES
-from kvstore.service.command.plan.fleet import FLEET_OPTIONS, run_fleet
+from kvstore.service.command.plan.fleet import BANDWIDTH, FLEET_OPTIONS, run_fleet
 from kvstore.service.command.plan.source import Source, from_file, from_store, needed_kv_bytes
 from kvstore.service.command.progress import progress
 from kvstore.service.command.store import carry_out
 from kvstore.service.command.terminal import tolerate_any_text
 from kvstore.service.settings.config_file import told
-from kvstore.service.settings.options import (
-    JSON,
-    STORE,
-    Command,
-    Option,
-    UsageError,
-    bandwidth,
-    choice,
-    count,
-    default_store,
-    directory,
-    file,
-)
+from kvstore.service.settings.options import JSON, STORE, Command, Option, UsageError, default_store
 
 MAX_POINTS = 100
 PICTURES = (".png", ".svg")
 
 
 # -- flags -----------------------------------------------------------------------------------------------------------
-def _sizes(name: str, text: str) -> list[int]:
-    try:
-        return list(dict.fromkeys(parse_size(part, name) for part in text.split(",")))
-    except ConfigError as error:
-        raise ConfigError(f"{error}; several are separated by commas") from None
+def _kv_bytes(text: str) -> int:
+    with suppress(ConfigError):
+        return KV_BYTES_PER_TOKEN.get(text.lower()) or parse_size(text)
+    return 0
 
 
-def _kv_bytes(name: str, text: str) -> int:
-    if text.lower() in KV_BYTES_PER_TOKEN:
-        return KV_BYTES_PER_TOKEN[text.lower()]
-    try:
-        size = parse_size(text, name)
-    except ConfigError:
-        size = 0
-    if not size:
-        raise ConfigError(f"{name} is {text!r}; give a size such as 128KiB, or one of {', '.join(KV_BYTES_PER_TOKEN)}")
-    return size
-
-
-def _rate(name: str, text: str) -> float:
-    if not re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,9})?", text) or not float(text):
-        raise ConfigError(f"{name} is {text!r}; give tokens a second, a number above 0")
-    return float(text)
-
-
-def _picture(name: str, text: str) -> Path:
-    path = file(name, text)
+def _picture(text: str) -> Path:
+    path: Path = FILE.parse(text)
     if path.suffix.lower() not in PICTURES:
-        raise ConfigError(f"{name} is {text!r}; give a file that ends in {' or '.join(PICTURES)}")
+        raise ValueError
     if not path.parent.is_dir():
-        raise ConfigError(f"{name} is {text!r}, but there is no directory {path.parent}")
+        raise ConfigError("", f"{text!r}, but there is no directory {path.parent}", "give one that is there")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(f"{name} needs matplotlib: pip install matplotlib")
+        raise ConfigError("", f"{text!r}, which needs matplotlib", "pip install matplotlib")
     return path
 
 
+MODELS = ", ".join(KV_BYTES_PER_TOKEN)
+KV_BYTES = ValueForm(parse=_kv_bytes, accepts=f"a size such as 128KiB, or one of {MODELS}", low=1)
+RATE = ValueForm(
+    parse=matching(r"[0-9]{1,12}(\.[0-9]{1,9})?", float), accepts="tokens a second, a number above 0", low=1e-9
+)
+PICTURE = ValueForm(parse=_picture, accepts=f"a file that ends in {' or '.join(PICTURES)}")
+SIZES = several(SIZE, "SIZES")
 SERVICE_OPTIONS = {  # the names of a service model's parts
-    "prefill_tokens_per_s": Option("--prefill-rate", _rate, None, "prompt tokens that are computed in a second"),
-    "decode_tokens_per_s": Option("--decode-rate", _rate, None, "tokens of one answer in a second"),
-    "max_batch": Option("--batch", count, None, "requests running at once"),
-    "load_bytes_per_s": Option("--load-bandwidth", bandwidth, None, "from CPU to HBM in a second, such as 25GB"),
-    "read_bytes_per_s": Option("--read-bandwidth", bandwidth, None, "from disk in a second"),
-    "write_bytes_per_s": Option("--write-bandwidth", bandwidth, None, "to disk in a second"),
+    "prefill_tokens_per_s": Option("--prefill-rate", RATE, None, "prompt tokens that are computed in a second"),
+    "decode_tokens_per_s": Option("--decode-rate", RATE, None, "tokens of one answer in a second"),
+    "max_batch": Option("--batch", COUNT, None, "requests running at once"),
+    "load_bytes_per_s": Option("--load-bandwidth", BANDWIDTH, None, "from CPU to HBM in a second, such as 25GB"),
+    "read_bytes_per_s": Option("--read-bandwidth", BANDWIDTH, None, "from disk in a second"),
+    "write_bytes_per_s": Option("--write-bandwidth", BANDWIDTH, None, "to disk in a second"),
 }
 PLAN_OPTIONS = (
     replace(STORE, help="replay what this store recorded while it served"),
-    Option("--trace", file, None, "replay this file instead"),
-    Option("--format", choice(*FORMATS), None, f"of the trace: {', '.join(FORMATS)}"),
-    Option("--requests", count, None, "only the last so many requests"),
-    Option("--hbm", _sizes, None, "one or several sizes, such as 16GiB,32GiB", mirrored=False),
-    Option("--cpu", _sizes, None, "one or several sizes; 0 is no such tier", mirrored=False),
-    Option("--disk", _sizes, None, "one or several sizes; 0 is no such tier", mirrored=False),
+    Option("--trace", FILE, None, "replay this file instead"),
+    Option("--format", one_of(*FORMATS), None, f"of the trace: {', '.join(FORMATS)}"),
+    Option("--requests", COUNT, None, "only the last so many requests"),
+    Option("--hbm", SIZES, None, "one or several sizes, such as 16GiB,32GiB", mirrored=False),
+    Option("--cpu", SIZES, None, "one or several sizes; 0 is no such tier", mirrored=False),
+    Option("--disk", SIZES, None, "one or several sizes; 0 is no such tier", mirrored=False),
     Option(
-        "--kv-bytes-per-token", _kv_bytes, None, f"a size, or a model: {', '.join(KV_BYTES_PER_TOKEN)}",
+        "--kv-bytes-per-token", KV_BYTES, None, f"a size, or a model: {MODELS}",
         "the store's own",
     ),
-    Option("--block-size", count, None, "tokens per block of the replay", "what fits", mirrored=False),
+    Option("--block-size", COUNT, None, "tokens per block of the replay", "what fits", mirrored=False),
     Option(
-        "--policy", choice(*POLICIES), "auto", f"what is evicted first: {', '.join(POLICIES)}",
+        "--policy", one_of(*POLICIES), "auto", f"what is evicted first: {', '.join(POLICIES)}",
         aliases=("--eviction",),
     ),
     *SERVICE_OPTIONS.values(),
     *FLEET_OPTIONS,
-    Option("--plot", _picture, None, "draw hit rate and TTFT into a file, .png or .svg"),
+    Option("--plot", PICTURE, None, "draw hit rate and TTFT into a file, .png or .svg"),
     JSON,
 )  # fmt: skip
 FLEET_FLAGS = {option.key for option in FLEET_OPTIONS} - {"servers"}
@@ -324,13 +300,13 @@ def _check(given: Set[str], values: dict[str, Any]) -> None:
     if values["trace"] is None:
         if "format" in given:
             raise UsageError("--format is that of a file; give --trace FILE too")
-        values["store"] = values["store"] or directory(STORE.flag, default_store())
+        values["store"] = values["store"] or STORE.reads.read(STORE.flag, default_store())
     elif "store" in given:
         raise UsageError("--trace and --store are two traffics; give one of them")
     elif values["format"] is None:
         raise UsageError(f"--trace needs --format, one of {', '.join(FORMATS)}")
     elif values["kv_bytes_per_token"] is None:
-        forms = f"a size or one of {', '.join(KV_BYTES_PER_TOKEN)}"
+        forms = f"a size or one of {MODELS}"
         raise UsageError(f"--trace needs --kv-bytes-per-token, {forms}: a trace does not say how large KV is")
     if values["servers"] is None:
         if stray := given & FLEET_FLAGS:

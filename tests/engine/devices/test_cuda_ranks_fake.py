@@ -162,7 +162,7 @@ def test_tokens_that_the_last_stage_sent_are_read_behind_their_copy(tmp_path, mo
 def test_too_few_devices_are_refused_before_anything_is_started(tmp_path, monkeypatch):
     before, model = children(os.getpid()), save_model(tmp_path / "model", **MODEL)
     opened = partial(engine_on_cuda, model, tmp_path / "store")
-    too_few = "tensor_parallel_size is 2 and pipeline_parallel_size is 2, but this machine has 3 CUDA"
+    too_few = "tensor_parallel_size is 2, but this machine has 3 CUDA devices for 2 x 2"
     with devices(monkeypatch, count=3), pytest.raises(ConfigError, match=too_few):
         opened(tensor_parallel_size=2, pipeline_parallel_size=2)
     assert children(os.getpid()) <= before

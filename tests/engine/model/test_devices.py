@@ -30,11 +30,11 @@ def test_one_process_may_have_any_device_and_several_the_cpu(monkeypatch):
 
 def test_what_cannot_be_is_refused(monkeypatch):
     with fake_cuda.device(monkeypatch, count=3):
-        with pytest.raises(ConfigError, match=r"pipeline_parallel_size is 2, .* 3 CUDA devices for 4 processes"):
+        with pytest.raises(ConfigError, match=r"tensor_parallel_size is 2, .* 3 CUDA devices for 2 x 2 processes"):
             own_device(EngineConfig(**FOUR))
         with pytest.raises(ConfigError, match="data_parallel_size is 4, but this machine has 3"):
             own_device(EngineConfig(data_parallel_size=4))
-        with pytest.raises(ConfigError, match=r"distributed_executor is ray, .* device=cpu"):
+        with pytest.raises(ConfigError, match=r"distributed_executor is ray, .* cpu as the device"):
             own_device(EngineConfig(tensor_parallel_size=2, distributed_executor="ray"))
     with pytest.raises(ConfigError, match="device is cuda:1, but each of 4 processes needs its own"):
         EngineConfig(device="cuda:1", **FOUR)

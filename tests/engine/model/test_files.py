@@ -142,7 +142,7 @@ def test_a_template_is_a_text_or_a_file(tmp_path):
     assert template_text("{{ messages }}") == "{{ messages }}"
     (tmp_path / "a.jinja").write_text("{% for m in messages %}{% endfor %}")
     assert template_text(str(tmp_path / "a.jinja")).startswith("{% for")
-    with pytest.raises(ConfigError, match=r"chat template .*b\.jinja cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"chat_template is .*b\.jinja, which cannot be read: No such file"):
         template_text(str(tmp_path / "b.jinja"))
 
 

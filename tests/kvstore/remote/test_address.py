@@ -62,7 +62,7 @@ def test_a_password_that_is_missing(tmp_path):
     (tmp_path / "public").write_text("s3cret-one\n")
     (tmp_path / "public").chmod(0o604)
     for file, why in files.items():
-        with pytest.raises(ConfigError, match=f"password file of remote .*{file}.* {why}") as refused:
+        with pytest.raises(ConfigError, match=f"password file .*{file}.* {why}") as refused:
             parse_redis_url(f"redis://cache?password_file={tmp_path / file}", environment={})
         assert "s3cret" not in str(refused.value)
     with pytest.raises(ConfigError, match="no password"):

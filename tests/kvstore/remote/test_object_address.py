@@ -64,7 +64,7 @@ def test_a_bad_file_of_credentials_is_named_and_not_shown(tmp_path, content):
     if content is not None:
         (tmp_path / "keys").touch(0o600)
         (tmp_path / "keys").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"credentials file of remote .*keys") as refused:
+    with pytest.raises(ConfigError, match=r"credentials file .*keys") as refused:
         parse_object_url(f"s3://bucket?credentials_file={tmp_path / 'keys'}")
     assert "s3cret" not in str(refused.value)
 

@@ -179,7 +179,7 @@ def test_wrong_credentials_are_refused_and_not_shown(monkeypatch, tmp_path):
 
 
 def test_what_cannot_be_opened_is_refused_at_once(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"remote file:///.*none cannot be opened: "):
+    with pytest.raises(ConfigError, match=r"remote is file:///.*none, which cannot be opened: "):
         client_of(f"file://{tmp_path / 'none'}")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name, raising=False)

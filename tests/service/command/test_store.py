@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from kvstore.config import DURATION
 from kvstore.disk.directory import StoreDirectory
 from kvstore.errors import StoreLockedError
 from kvstore.service.command import cli, store_tables
 from kvstore.service.command import store as store_commands
-from kvstore.service.settings.options import duration_s
 from tests.support.service.server_process import run_command, without_progress
 from tests.support.store.small_store import NUM_OWN, block_ids, damage, make_store
 from tests.support.waiting import TIMEOUT_S
@@ -246,7 +246,7 @@ def test_an_empty_store_has_zeros(run, tmp_path):
     (["stats", "--store", ""], "--store is ''; give the directory"),
     (["stats", "--store", "~nobody-has-this-name/x"], "no such user's home"),
     (["sessions", "--limit", "0"], "--limit is '0'"),
-    (["sessions", "--limit", "99999"], "--limit is 99999; give a whole number from 1 to 10,000"),
+    (["sessions", "--limit", "99999"], "--limit is '99999'; give a whole number from 1 to 10000"),
     (["sessions", "delte", "x"], "unknown argument 'delte'; did you mean 'delete'?"),
     (["sessions", "delete"], "sessions delete takes one ID, not 0"),
     (["sessions", "delete", "a", "b"], "takes one ID, not 2"),
@@ -262,7 +262,7 @@ def test_wrong_usage_is_one_line_and_exit_2(run, argv, words):
 
 def test_durations():
     texts = ("90s", "15m", "2h", "7d", "1.5w", "0s")
-    assert [duration_s("x", text) for text in texts] == [90, 900, 7200, 604_800, 907_200, 0]
+    assert [DURATION.read("x", text) for text in texts] == [90, 900, 7200, 604_800, 907_200, 0]
 
 
 def test_flags_are_mirrored_but_not_what_is_deleted(run, store, monkeypatch):
@@ -283,7 +283,7 @@ def test_flags_are_mirrored_but_not_what_is_deleted(run, store, monkeypatch):
     }
     monkeypatch.setenv("KVSTORE_JSON", "maybe")
     code, out, err = run("stats")
-    assert (code, out) == (2, "") and "KVSTORE_JSON is 'maybe'; give 1 or 0" in err
+    assert (code, out) == (2, "") and "KVSTORE_JSON is 'maybe'; give true or false" in err
 
 
 # -- beside an owner -------------------------------------------------------------------------------------------------

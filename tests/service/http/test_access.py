@@ -178,7 +178,7 @@ def test_options_that_are_wrong_are_refused(wrong):
 def test_flags_refuse_what_is_out_of_bounds(flag, text):
     option = next(option for option in SERVE_OPTIONS if option.flag == flag)
     with pytest.raises(ConfigError, match=flag):
-        option.parse(flag, text)
+        option.reads.read(flag, text)
 
 
 # -- browsers --------------------------------------------------------------------------------------------------------
@@ -243,11 +243,11 @@ def test_an_allowed_origin_is_that_one_alone(origin):
 def test_what_is_no_host_or_origin_is_refused(flag, text):
     option = next(option for option in SERVE_OPTIONS if option.flag == flag)
     with pytest.raises(ConfigError, match=f"{flag} is"):
-        option.parse(flag, text)
+        option.reads.read(flag, text)
 
 
 def test_hosts_and_origins_are_taken_as_browsers_write_them():
-    parsed = {option.flag: option.parse for option in SERVE_OPTIONS}
-    assert parsed["--allowed-host"]("", "Chat.example, [::1]") == ("chat.example", "[::1]")
+    parsed = {option.flag: option.reads.parse for option in SERVE_OPTIONS}
+    assert parsed["--allowed-host"]("Chat.example, [::1]") == ("chat.example", "[::1]")
     given = "HTTPS://Chat.example,http://[::1]:8080,http://localhost:3000"
-    assert parsed["--allowed-origin"]("", given) == tuple(given.lower().split(","))
+    assert parsed["--allowed-origin"](given) == tuple(given.lower().split(","))

@@ -5,8 +5,8 @@ import pytest
 from kvstore.errors import ConfigError
 from kvstore.service.replicas.app import app, resources
 from kvstore.service.settings.config_file import effective
-from kvstore.service.settings.engine_options import engine_arguments, engine_command, with_tiers
-from kvstore.service.settings.serve_options import replica_counts
+from kvstore.service.settings.engine_options import arguments_of, engine_command, with_tiers
+from kvstore.service.settings.serve_options import REPLICAS
 from tests.support.service.server_process import ROOT, run_command
 from tests.support.service.serving import serving
 from tests.support.service.talking import SHORT
@@ -16,13 +16,13 @@ SESSIONS = ("--session-store", "redis://127.0.0.1:1/0")
 
 @pytest.mark.parametrize(("text", "counts"), [("1", (1, 1)), ("16", (16, 16)), ("1-4", (1, 4)), ("3-3", (3, 3))])
 def test_a_number_of_replicas_or_the_least_and_the_most(text, counts):
-    assert replica_counts("--replicas", text) == counts
+    assert REPLICAS.read("--replicas", text) == counts
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "2-1", "1-", "1-2-3", "99999", " 2", ""])
 def test_other_numbers_of_replicas_are_refused(text):
     with pytest.raises(ConfigError, match=r"--replicas is .*; give a number such as 2"):
-        replica_counts("--replicas", text)
+        REPLICAS.read("--replicas", text)
 
 
 def refused(*flags, **environment):
@@ -61,7 +61,7 @@ def test_an_application_s_arguments_are_flags():
 def test_a_replica_has_a_gpu_for_each_process_that_computes():
     given = {"tensor_parallel_size": "2", "pipeline_parallel_size": "3"}
     settings = with_tiers(effective("serve", engine_command("serve").options, given, {}), keeps=True)
-    assert resources(1, True, engine_arguments(settings)) == {"num_cpus": 1, "num_gpus": 6}
+    assert resources(1, True, arguments_of("serve", settings)[0]) == {"num_cpus": 1, "num_gpus": 6}
 
 
 @pytest.mark.parametrize(("path", "body"), [("/chat", {"message": "Hi."}), ("/v1/responses", {"input": "Hi."})])

@@ -4,6 +4,7 @@ import tomllib
 
 import pytest
 
+from kvstore.config import COUNT, SIZE, SWITCH, TEXT
 from kvstore.errors import ConfigError
 from kvstore.service.command import cli
 from kvstore.service.settings.config_file import as_toml, effective, read_config
@@ -13,22 +14,18 @@ from kvstore.service.settings.options import (
     STORE,
     Command,
     Option,
-    count,
     flags_of,
     key_of,
     parse_arguments,
-    plain_text,
-    size,
-    switch,
     variable_of,
 )
 from kvstore.service.settings.serve_options import ServeOptions
 
-SEED = Option("--seed", count, 1, "a number")
-POLICY = Option("--policy", plain_text, "auto", "a text", aliases=("--eviction",))
-KEY = Option("--api-key", plain_text, None, "a secret", secret=True)
-SIZE = Option("--hbm", size, None, "a size")
-OPTIONS = (SEED, POLICY, KEY, SIZE, STORE)
+SEED = Option("--seed", COUNT, 1, "a number")
+POLICY = Option("--policy", TEXT, "auto", "a text", aliases=("--eviction",))
+KEY = Option("--api-key", TEXT, None, "a secret", secret=True)
+HBM = Option("--hbm", SIZE, None, "a size")
+OPTIONS = (SEED, POLICY, KEY, HBM, STORE)
 
 
 @pytest.fixture
@@ -163,7 +160,7 @@ def test_what_is_wrong_in_a_file_is_said_with_its_place(home, text, words):
 
 
 def test_a_switch_in_a_file_is_a_bool(home):
-    flag = Option("--allow-no-key", switch, False, "a switch")
+    flag = Option("--allow-no-key", SWITCH, False, "a switch")
     for text, expected in (("true", True), ("false", False), ("'yes'", True)):
         given = {"config": write(home / "any.toml", f"allow_no_key = {text}\n")}
         assert option_values("serve", (flag,), given, {}) == {"allow_no_key": expected}

@@ -9,13 +9,14 @@ from kvstore.service.settings.engine_options import engine_command, naming_flags
 
 
 @pytest.mark.parametrize("refusal, line", [
-    (ConfigError("cpu is 1.0 KiB; give more"), "--cpu is 1.0 KiB; give more"),
-    (ConfigError("max_num_seqs is 2; give more"), "KVSTORE_MAX_NUM_SEQS is 2; give more"),
-    (ConfigError("dtype is float16; give device=cpu"), "dtype in FILE is float16; give --device cpu"),
-    (ConfigError("eviction is 'x' in /a/max_model_len, not disk, 'seed=3' or one=two"),
-     "--policy is 'x' in /a/max_model_len, not disk, 'seed=3' or one=two"),
-    (UnsupportedModelError("4 heads cannot be divided; give another tensor_parallel_size"),
-     "4 heads cannot be divided; give another --tensor-parallel-size"),
+    (ConfigError("cpu", "1.0 KiB", "give more"), "--cpu is 1.0 KiB; give more"),
+    (ConfigError("max_num_seqs", "2", "give more"), "KVSTORE_MAX_NUM_SEQS is 2; give more"),
+    (ConfigError("dtype", "float16", {"device": "cpu"}), "dtype in FILE is float16; give --device cpu"),
+    (ConfigError("eviction", "'x' in /a/max_model_len, not disk or seed=3", "give one=two"),
+     "--policy is 'x' in /a/max_model_len, not disk or seed=3; give one=two"),
+    (ConfigError("cpu is no model"), "cpu is no model"),
+    (UnsupportedModelError("cpu has 4 heads", {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}),
+     "cpu has 4 heads; give --tensor-parallel-size 1 and --pipeline-parallel-size 2"),
     (ModelError("cpu has no tokenizer; give --tokenizer (in Python, tokenizer=)"),  # a model of this name
      "cpu has no tokenizer; give --tokenizer (in Python, tokenizer=)"),
 ])  # fmt: skip

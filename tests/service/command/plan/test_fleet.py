@@ -43,7 +43,7 @@ def test_people_get_a_table_and_advice(run):
     ("flags", "said"),
     [
         (["--servers", "0"], "--servers"),
-        (["--servers", "1001"], "up to 1,000"),
+        (["--servers", "1001"], "from 1 to 1000"),
         (["--servers", "2", "--routing", "round"], "--routing"),
         (["--servers", "2"], "one size each"),
         ([*SIZES, "--remote", "1GB"], "--remote is of a fleet"),

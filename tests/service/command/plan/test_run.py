@@ -317,7 +317,7 @@ def test_a_picture_without_matplotlib_says_what_to_install(replay_trace, monkeyp
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as the import system notes a package that is not there
     code, out, err = replay_trace("--plot", tmp_path / "plan.png")
     assert (code, out) == (2, "")
-    assert err == "kvstore: --plot needs matplotlib: pip install matplotlib\n"
+    assert err == f"kvstore: --plot is '{tmp_path}/plan.png', which needs matplotlib; pip install matplotlib\n"
 
 
 # -- the chart and the advice, on made-up plans ----------------------------------------------------------------------
