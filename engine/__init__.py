@@ -6,23 +6,20 @@ Knows the store by its seam (`kvstore.connector`), and nothing of HTTP or the co
 - `model/`: the model and what runs a step on it
 - `text/`: templates, prompts, answers' text
 - `sessions/`: conversations as token ids
-- `process/`: the loop in a process of its own
-- `data_parallel/`: several such processes behind one front
+- `client/`: the one client of the core, and the core here, in a process of its own, or several times
+- `process/`: what processes of ours have in common: start, channel, signs of life, restarts
 - `ranks/`: other processes, each with a part of the model
 - `builtin/`: the built-in model's files
 - `admin`: eviction, deletion of sessions, and the requests of other processes
 - `async_engine`: `AsyncEngine`: an engine for asyncio, and its sessions as `AsyncChat`
 - `config`: the engine's options, built once and checked
 - `core_process`: the program of the engine's own process
-- `engine`: `Engine`: front and core in one process
-- `front`: what a program sees of an engine, whichever process computes
-- `local_core`: the core in this process: assembles loop, model and tiers
-- `local_model`: its model, whole or the first rank's part: loads and intercepts it
+- `engine`: `Engine`: prompts, conversations and administration, whichever process computes
+- `local_model`: the model of a core in this process, whole or the first rank's part: loads and intercepts it
 - `lifetime`: how an engine ends: it is closed or dropped, or the interpreter exits
 - `progress`: what an engine says while it starts
 - `rank_process`: the program of another rank's process
 - `outputs`: what a caller gets back: choices, usage, pieces of a stream
-- `remote_engine`: `RemoteEngine`: an engine whose core runs in a process of its own
 - `sampling_params`: how a request is sampled and when it stops
 - `stats`: the shape of `Engine.stats()`
 - `turns`: an answer in an event loop: a task that is told and never cancelled
@@ -30,7 +27,7 @@ Knows the store by its seam (`kvstore.connector`), and nothing of HTTP or the co
 Decisions:
 
 An engine has two halves. The front owns texts, sessions, answers and their files; the core owns token ids, KV, the
-model and the tiers. They meet in the protocol `Core` of `sessions/core`, in one process or in two. The front opens and
+model and the tiers. They meet in the protocol `Core` of `client/core`, in one process or in two. The front opens and
 locks the store's directory and answers the owner's socket; the core gets a share of the lock. So the store stays locked
 until both have ended, even while the core restarts. Conversations do not depend on the core's process: they can be read
 during a restart, and the front makes a turn durable.

@@ -17,6 +17,7 @@ from typing import Any, cast
 from kvstore.admin.commands import EvictRequest, OneSession, read_arguments, repaired, session_info, transcript
 from kvstore.blocks.ids import BlockId
 from kvstore.blocks.records import Evict, Evicted
+from kvstore.engine.client.messages import CompactBlocks, EvictBlocks, Forget, Pin, ReadStats, VerifyBlocks
 from kvstore.engine.sessions.chats import Chats
 from kvstore.engine.stats import EngineStats
 from kvstore.errors import (
@@ -43,7 +44,7 @@ class Admin:
 
     def __init__(self, chats: Chats, answers: AnswerStore) -> None:
         self._chats = chats
-        self._core = chats.core
+        self._client = chats.client
         self._sessions = chats.sessions
         self._answers = answers
         self._last_expiry_s = -math.inf
@@ -55,7 +56,7 @@ class Admin:
         resume those of other servers, too.
         """
         if self._sessions.sharing.has_missed_deletions():
-            self._core.evict(Evict(everything=True))
+            self._client.call(EvictBlocks(Evict(everything=True)))
         self._sessions.upkeep.renew()
         deadline = time.monotonic() + RETRY_S
         for tombstone in self._sessions.upkeep.pending_deletions():
@@ -66,30 +67,30 @@ class Admin:
     # -- the store ---------------------------------------------------------------------------------------------------
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""
-        found = {"model": self._core.facts.model_name, **self._core.stats(), "sessions": self._sessions.stats()}
+        counters = self._client.call(ReadStats())
+        found = {"model": self._client.facts.model_name, **counters, "sessions": self._sessions.stats()}
         return cast(EngineStats, found)
 
     def evict(self, what: Evict) -> dict[str, Evicted]:
         """Evict matching KV from HBM, CPU, disk and the write queue, but not blocks in use. Returns counts per tier."""
-        self._core.check_open()
-        return self._core.evict(what)
+        return self._client.call(EvictBlocks(what))
 
     def verify(self, delete: bool = False) -> dict[str, object]:
         """Check every stored block and every session's records."""
-        return {**self._core.verify(delete), "sessions": asdict(self._sessions.upkeep.check())}
+        return {**self._client.call(VerifyBlocks(delete)), "sessions": asdict(self._sessions.upkeep.check())}
 
     def compact(self) -> dict[str, object]:
         """Rewrite the store's files without deleted data."""
         # First, because it restores a removed file, for which the blocks may leave no room.
         self._sessions.upkeep.compact()
-        return self._core.compact()
+        return self._client.call(CompactBlocks())
 
     # -- sessions ----------------------------------------------------------------------------------------------------
     def list_sessions(self, tenant: str = "", limit: int = 100, after: str | None = None) -> Sequence[SessionHead]:
         """Sessions, most recently used first. after: the `cursor` of the previous page's last session. Works while the
         core restarts.
         """
-        if self._core.closed:
+        if self._client.closed:
             raise EngineClosedError("the engine is closed")
         self.expire()
         return self._sessions.list(tenant, limit, after)
@@ -100,7 +101,7 @@ class Admin:
         A running turn ends first and is not stored. A session without a turn has nothing stored, but its
         object can be deleted. Raises RequestError if there is no such session, and StoreError if it cannot be deleted.
         """
-        self._core.check_open()
+        self._client.check_open()
         num_blocks = self._delete_one(SessionKey(tenant, session_id), DELETE_TIMEOUT_S)
         if num_blocks is None:
             raise SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
@@ -111,7 +112,7 @@ class Admin:
 
         Raises RequestError if there is no such session, or if a turn of it runs, and StoreError.
         """
-        self._core.check_open()
+        self._client.check_open()
         key = SessionKey(tenant, session_id)
         if self._chats.claims.on(key) is not None:
             raise SessionBusyError(f"session {session_id} is busy with a turn", param="session_id")
@@ -143,7 +144,7 @@ class Admin:
             self._carry_out(tombstone, unstored, timeout_s)
             return len(tombstone.block_ids)
         if unstored:
-            self._core.forget(unstored, RETRY_S)
+            self._client.call(Forget(unstored, RETRY_S))
         return None if chat is None else 0
 
     def _is_over(self, key: SessionKey) -> bool:
@@ -152,7 +153,7 @@ class Admin:
 
     def _carry_out(self, tombstone: Tombstone, unstored: Sequence[BlockId], timeout_s: float) -> None:
         self._answers.forget_owner(owner_tag(tombstone.key.tenant, tombstone.key.session_id))
-        if self._core.forget([*tombstone.block_ids, *unstored], timeout_s):
+        if self._client.call(Forget([*tombstone.block_ids, *unstored], timeout_s)):
             self._sessions.upkeep.finish_deletion(tombstone.number).wait()
 
     def pin(self, session_id: str, seconds: float, tenant: str = "") -> None:
@@ -162,24 +163,24 @@ class Admin:
         evicted when nothing else is left. It does not outlive the process. Raises RequestError for an unknown session
         and for more than MAX_PIN_S.
         """
-        self._core.check_open()
+        self._client.check_open()
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= MAX_PIN_S:
             raise RequestError(f"seconds is {seconds!r}; give 0 to {MAX_PIN_S:,} seconds", param="seconds")
         state = self._sessions.load(SessionKey(tenant, session_id))
         if state is None:
             raise SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
-        if state.head.fingerprint == self._core.facts.fingerprint:
-            self._core.pin(state.chain, seconds)
+        if state.head.fingerprint == self._client.facts.fingerprint:
+            self._client.call(Pin(state.chain, seconds))
             with self._chats.lock:
                 self._pins.pop(state.head.key, None)
-                self._pins[state.head.key] = (time.time() + seconds, self._core.life)
+                self._pins[state.head.key] = (time.time() + seconds, self._client.life)
                 if len(self._pins) > MAX_PINS:
                     self._pins.pop(next(iter(self._pins)))
 
     def pinned_until(self, key: SessionKey) -> float | None:
         """When this session's pin ends, in seconds since the epoch; None without a pin. A restart ends pins."""
         until_s, life = self._pins.get(key, (0.0, None))
-        return until_s if until_s > time.time() and life == self._core.life else None
+        return until_s if until_s > time.time() and life == self._client.life else None
 
     def expire(self, key: SessionKey | None = None) -> None:
         """Delete this session if it has expired, and, at most once in EXPIRY_ROUND_S seconds, all that have.

@@ -9,11 +9,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from kvstore.blocks.ids import BlockId, Lineage
-from kvstore.engine.core.output_processor import Handle
-from kvstore.engine.front import Front
+from kvstore.engine.client.messages import Spliced
+from kvstore.engine.client.requests import Handle
+from kvstore.engine.engine import Engine
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession
@@ -31,16 +31,6 @@ MAX_IDS_AT_ONCE = 4096  # the event loop checks prompts up to this length itself
 MAX_CALLS = 32  # blocking calls that run at once: turns that wait for the disk, templates, administration
 MAX_LONG_TEXTS = 2  # tokenized at once; each takes two hundred times its size in memory, and a processor
 LONG_TEXT_CHARS = 2**16
-
-
-class Reading(Protocol):
-    """A source of updates that an event loop can watch without a thread: `RemoteEngine.link`."""
-
-    def fileno(self) -> int: ...
-
-    def read_here(self) -> None: ...
-
-    def receive(self) -> None: ...
 
 
 class AsyncChat:
@@ -124,21 +114,20 @@ class AsyncEngine:
     conversations. A cancelled or abandoned `stream` aborts its request. This is an asynchronous context manager, which
     also closes the engine.
 
-    link: that of a RemoteEngine, if the running event loop is to read from its process without a thread in between.
-    Then no call in that loop may wait for the engine, and the loop must run until `close` has returned.
+    reads: the running event loop reads what the core's own process says, without a thread in between. Then no call in
+    that loop may wait for the engine, and the loop must run until `close` has returned.
     """
 
-    def __init__(self, engine: Front, link: Reading | None = None) -> None:
+    def __init__(self, engine: Engine, reads: bool = False) -> None:
         self.engine = engine
         self._ports: dict[asyncio.AbstractEventLoop, Port] = {}
         self._turns: set[asyncio.Task[None]] = set()  # an event loop refers to its tasks only weakly
         self._workers = ThreadPoolExecutor(MAX_CALLS, "engine-call")
         self._long_texts = ThreadPoolExecutor(MAX_LONG_TEXTS, "engine-text")
-        self._read = link
-        if link is not None:
-            link.read_here()
+        self._reads = reads and engine.core.read_here()
+        if self._reads:
             self._loop = asyncio.get_running_loop()
-            self._loop.add_reader(link.fileno(), link.receive)
+            self._loop.add_reader(engine.core.fileno(), engine.client.receive)
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run something that blocks off the event loop: tokenizing, templates, sessions, administration.
@@ -213,7 +202,7 @@ class AsyncEngine:
         tenant: str = "",
         cache_salt: str = "",
         priority: int = 0,
-        spliced: tuple[Sequence[BlockId], Lineage] | None = None,
+        spliced: Spliced | None = None,
         turn_starts: Sequence[int] = (),
     ) -> Turn[Handle]:
         """Queue a prompt; texts are tokenized elsewhere. Raises as `Engine.generate`. spliced, turn_starts: see
@@ -260,13 +249,10 @@ class AsyncEngine:
 
     def turn(self, script: Callable[[Turn[R]], Coroutine[Any, Any, R]]) -> Turn[R]:
         """Run this script as an answer of the running event loop."""
-        turn = Turn(self.port, self._abort, script)
+        turn = Turn(self.port, script)
         self._turns.add(turn.task)
         turn.task.add_done_callback(self._turns.discard)
         return turn
-
-    async def _abort(self, handle: Handle) -> None:
-        await self.call(self.engine.abort, handle)
 
     async def submit(
         self,
@@ -276,7 +262,7 @@ class AsyncEngine:
         tenant: str = "",
         cache_salt: str = "",
         priority: int = 0,
-        spliced: tuple[Sequence[BlockId], Lineage] | None = None,
+        spliced: Spliced | None = None,
         turn_starts: Sequence[int] = (),
     ) -> Handle:
         """Queue a prompt for the script of this turn. See `start`."""
@@ -295,9 +281,9 @@ class AsyncEngine:
     async def close(self) -> None:
         """Close the engine; running requests end as aborted."""
         await asyncio.to_thread(self.engine.close)  # the loop reads on: a thread that is awaited may want an answer
-        if self._read is not None:
-            self._loop.remove_reader(self._read.fileno())
-            self._read.receive()  # which notifies of their ends
+        if self._reads:
+            self._loop.remove_reader(self.engine.core.fileno())
+            self.engine.client.receive()  # which notifies of their ends
         mine = [task for task in self._turns if task.get_loop() is asyncio.get_running_loop()]
         if mine:
             await asyncio.wait(mine)
@@ -314,7 +300,7 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         port = self._ports.get(loop)
         if port is None:
-            port = Port(loop, self.engine.abort)
+            port = Port(loop, self.engine.client.end)
             others = {known: other for known, other in self._ports.items() if not known.is_closed()}
             self._ports = {**others, loop: port}
         return port

@@ -114,7 +114,7 @@ class EngineConfig:
     distributed_executor: str = setting(
         "here", one_of(*EXECUTORS), "who starts these processes: here, this one; ray, on any number of machines"
     )
-    # Of one of several engines behind one front, which `RemoteEngine` sets: no flags.
+    # Of one of several engines behind one front, which `client.opening` sets: no flags.
     data_parallel_size: int = setting(1, ENGINES)
     data_parallel_rank: int = 0
     root_secret: str | None = field(default=None, repr=False)  # hexadecimal: what their lineage roots are made with

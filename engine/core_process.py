@@ -1,7 +1,7 @@
 """The program of the engine's own process: the core, without text and sessions. Run as `python -m
 kvstore.engine.core_process`.
 
-Started by `kvstore.engine.process.life`, and ends with it. It shares the store's lock with the front, so nobody else
+Started by `kvstore.engine.client.life`, and ends with it. It shares the store's lock with the front, so nobody else
 can open the store before both have ended.
 """
 
@@ -15,19 +15,19 @@ import sys
 import threading
 
 from kvstore.disk.directory import StoreDirectory
+from kvstore.engine.client.messages import Hello, NotStarted, Start, Starting, decode_start, encode
+from kvstore.engine.client.server import CoreServer
 from kvstore.engine.config import EngineConfig
 from kvstore.engine.process.channel import Channel
-from kvstore.engine.process.core import CoreServer
 from kvstore.engine.process.lines import tell_in_lines
 from kvstore.engine.process.parent import TERM_GRACE_S, die_with_parent, watch_parent
 from kvstore.engine.process.pulse import SLOW_FACTOR, Heart
-from kvstore.engine.process.wire import Hello, NotStarted, Start, Starting, decode_start, encode, failure_of
 from kvstore.engine.progress import told_to
 
 
 def serve(start: Start, heart: Heart) -> int:
     """Load the model, report to the front, and serve until closed."""
-    from kvstore.engine.local_core import LocalCore  # loads torch
+    from kvstore.engine.client.local import LocalCore  # loads torch
 
     os.set_inheritable(start.channel, False)
     channel = Channel(socket.socket(fileno=start.channel))
@@ -39,9 +39,9 @@ def serve(start: Start, heart: Heart) -> int:
         with told_to(lambda stage: channel.send_all(encode(Starting(stage)))):
             core = LocalCore(EngineConfig.of(start.arguments), directory, heart, start.silence_s)
     except Exception as error:
-        channel.send_all(encode(NotStarted(failure_of(error))))
+        channel.send_all(encode(NotStarted(error)))
         return 1
-    server = CoreServer(core, core.loop, channel, heart)
+    server = CoreServer(core, channel, heart)
     # A supervisor signals the whole group. The front then lets running requests finish, and closes this process.
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(TERM_GRACE_S))
     signal.signal(signal.SIGALRM, server.stop)

@@ -1,23 +1,50 @@
-"""The engine in the program's own process: prompts in, tokens out."""
+"""`Engine`: prompts, conversations and administration, over a core that computes in this process or in its own.
+
+Loads no torch before a core is opened. Sessions and answers are here, whichever process the core is in.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any, Self
 
+from kvstore.admin.control import ControlServer
+from kvstore.blocks.ids import BlockId
 from kvstore.config import CacheTiers
 from kvstore.connector import KVConnector, hold_store
+from kvstore.disk.directory import StoreDirectory
+from kvstore.engine.admin import Admin, weak_handler
+from kvstore.engine.client.core import Core, State
+from kvstore.engine.client.messages import Flush, ReadStats, Spliced
+from kvstore.engine.client.opening import check_process, open_here, open_own
+from kvstore.engine.client.requests import Bell, CoreClient, Handle, Listener
 from kvstore.engine.config import EngineConfig
 from kvstore.engine.core.step_loop import StepLoop
-from kvstore.engine.front import Front
-from kvstore.engine.local_core import SILENCE_S, LocalCore
-from kvstore.engine.process.pulse import SLOW_FACTOR, Heart
+from kvstore.engine.lifetime import Closing, open_waiting_for_lock
+from kvstore.engine.model.files import why_no_chat
+from kvstore.engine.outputs import Piece, RequestOutput, describe_tiers
 from kvstore.engine.progress import shown
+from kvstore.engine.sampling_params import SamplingParams
+from kvstore.engine.sessions.chat import ChatSession
+from kvstore.engine.sessions.chats import Chats, Language
+from kvstore.engine.stats import EngineStats
+from kvstore.engine.text.chat_template import ChatTemplate
+from kvstore.engine.text.prompts import checked_prompts, prompt_ids
+from kvstore.errors import KVStoreError, RemoteError, StoreLostError
+from kvstore.sessions.answers import open_answers
+from kvstore.sessions.record import SessionKey
 from kvstore.sessions.shared.opening import open_shared_sessions
+from kvstore.sessions.store import SessionStore, open_sessions
+
+ROUND_S = 5.0
 
 
-class Engine(Front):
+class Engine:
     """A language model with a paged, prefix-cached KV pool.
 
     model: None for the built-in chat model, a local Hugging Face directory, or a hub id.
@@ -46,6 +73,18 @@ class Engine(Front):
         starts them, and "ray" has them started by the cluster of this machine; see docs/parallel.md.
     progress: True shows on stderr what takes long while the engine starts. The logger "kvstore.engine" gets a record of
         each stage either way.
+
+    process: "here" computes in this process; "own" in a process of its own, as the server does. When that ends, running
+        requests end with EngineDiedError, and another one is started, max_restarts times within an hour. Sessions are
+        not in it: they go on after a restart, and can be read during it. If another process holds the store, it waits
+        a while, because that may be about to end. shutdown_s: how long `close` waits for the process before it kills
+        it. silence_s: how long it, or another rank, may give no sign of life, at least 2 s; loading and a single step
+        may take ten times as long.
+    data_parallel_size: with "own", how many engines compute, each with the whole model. They share the disk tier and
+        divide the CPU tier; hbm, and what concerns a batch, is of each. When one ends, the others go on.
+
+    facts: about the core. tokenizer: None if the model has none. chats, sessions: conversations. answers: answers that
+    are recognised in a history. admin: evicts, verifies, compacts, lists and deletes sessions. client: of the core.
 
     Raises ConfigError, ModelError, UnsupportedModelError, StoreError or StoreLockedError. A context manager.
     """
@@ -77,30 +116,214 @@ class Engine(Front):
         pipeline_parallel_size: int = 1,
         distributed_executor: str = "here",
         progress: bool = False,
+        data_parallel_size: int = 1,
+        process: str = "here",
+        *,
+        shutdown_s: float = 10.0,
+        silence_s: float = 30.0,
+        max_restarts: int = 6,
     ) -> None:
         tiers = CacheTiers.of(cache_tiers)
         config = EngineConfig(
             model, tiers, device, dtype, block_size, max_model_len, max_num_seqs, max_num_batched_tokens, load, seed,
             policy, eviction, tokenizer, revision, enforce_eager, chat_template, kv_events, kv_events_topic,
             session_store, session_durability, session_replicas, tensor_parallel_size, pipeline_parallel_size,
-            distributed_executor,
+            distributed_executor, data_parallel_size,
         )  # fmt: skip
+        check_process(config, process, silence_s)
         with ExitStack() as opened, shown(progress):
-            directory = hold_store(tiers)  # first, so that a store in use is noticed before weights are read
+            # First, so that a store in use is noticed before weights are read.
+            hold = partial(hold_store, tiers)
+            directory = hold() if process == "here" else open_waiting_for_lock(hold)
             if directory is not None:
                 opened.callback(directory.close)
-            sessions = open_shared_sessions(config.shared_sessions(), directory)
-            if sessions is not None:
-                opened.callback(sessions.close)
-            heart = Heart(None, SLOW_FACTOR * SILENCE_S)
-            opened.callback(heart.close)
-            core = LocalCore(config, None if directory is None else directory.share(), heart)
-            opened.callback(core.close)
-            super().__init__(core, core.tokenizer, directory, opened, sessions)
+            shared = open_shared_sessions(config.shared_sessions(), directory)
+            if shared is not None:
+                opened.callback(shared.close)
+            self.core: Core
+            if process == "here":
+                self.core, self.tokenizer = open_here(config, directory, silence_s, opened)
+            else:
+                self.core, self.tokenizer = open_own(config, directory, silence_s, shutdown_s, max_restarts, opened)
+            self._open_front(directory, shared, opened)
+
+    def _open_front(self, directory: StoreDirectory | None, shared: SessionStore | None, opened: ExitStack) -> None:
+        """Conversations, over the core. opened: closed with this object. shared: sessions that several servers share,
+        instead of those in the directory.
+        """
+        tokenizer, self.facts = self.tokenizer, self.core.facts
+        self.client = CoreClient(self.core, None if tokenizer is None else tokenizer.backend_tokenizer)
+        self._tiers = describe_tiers(self.client.call(ReadStats()))  # asked now, since `repr` must not wait
+        template = ChatTemplate.of(tokenizer)
+        fault = None if template is None else template.fault()
+        why_not = why_no_chat(self.facts.model_name, tokenizer is not None, fault)
+        self.sessions = shared or open_sessions(directory)
+        opened.callback(self.sessions.close)
+        self.answers = open_answers(directory)
+        opened.callback(self.answers.close)
+        opened.callback(self.core.close)  # first, so that turns it ends can still be stored
+        self.chats = Chats(self.client, Language(tokenizer, None if fault else template, why_not), self.sessions)
+        self.admin = Admin(self.chats, self.answers)
+        with suppress(RemoteError, StoreLostError):  # later rounds retry
+            self.admin.resume()
+        if self.sessions.sharing.is_shared:
+            opened.callback(_carry_out_deletions(self.admin))
+        if directory is not None:
+            opened.callback(ControlServer(directory, weak_handler(self.admin)).close)
+        self._closing = Closing(opened.pop_all())
+        # Also closes when it is dropped or the interpreter exits. A session keeps its engine alive.
+        self._finalizer = weakref.finalize(self.chats, self._closing.close_dropped)
+
+    # -- what is known of the core -----------------------------------------------------------------------------------
+    @property
+    def has_work(self) -> bool:
+        """Whether a request runs or waits."""
+        return self.client.has_work
 
     @property
+    def closed(self) -> bool:
+        """Whether the engine accepts no more requests."""
+        return self._closing.closed or self.client.closed
+
+    @property
+    def state(self) -> State:
+        """ "running"; "restarting"; "failed" if the core's process has ended more than max_restarts times within an
+        hour, failed restarts included; "closed". With several engines that of the one that is best off.
+        """
+        return self.core.state
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the core's own process gave its last sign of life, due every half second; 0 without one."""
+        return self.core.silent_s
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the core's own process; None while there is none, or if there are several."""
+        return self.core.pid
+
+    # -- the library's interface -------------------------------------------------------------------------------------
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]] | str,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        tenant: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> list[RequestOutput]:
+        """Answer each prompt, a text or token ids. All run together; one output per prompt, in order.
+
+        params: one for all, or one each; without `max_tokens` an answer may take all that is left of the window.
+        tenant, cache_salt: prompts of different tenants or salts share no KV. Raises RequestError or ContextLengthError
+        before anything runs, if one of them is wrong.
+        """
+        texts, each = checked_prompts(prompts, params)
+        ids = [prompt_ids(prompt, self.tokenizer, self.facts.vocab_size) for prompt in texts]
+        bell = Bell(only_ends=True)
+        asked = list(zip(ids, each, strict=True))
+        handles = self.client.submit(asked, tenant, cache_salt, priority, listener=bell)
+        try:
+            for handle in handles:
+                bell.wait(lambda: handle.done)  # noqa: B023 (it is asked here only)
+                handle.raise_error()
+        finally:
+            for handle in handles:
+                self.client.abort(handle)
+        return [handle.output for handle in handles]
+
+    def chat(
+        self,
+        session_id: str,
+        tenant: str = "",
+        system: str | None = None,
+        truncation: str | None = None,
+        truncation_reuse: str | None = None,
+        is_new: bool = False,
+    ) -> ChatSession:
+        """The session of this id, created when unknown, else resumed. system: its system prompt, for a new one only.
+
+        While anybody holds the object of a session, all callers get the same object. After a restart of the engine's
+        own process, ask for it again. truncation: "auto" drops the oldest turns when the window is full, "disabled"
+        raises ContextLengthError instead. truncation_reuse: "reencode" keeps the KV of what is kept, "exact" computes
+        it again. None leaves them unchanged; a new object has "auto" and "reencode". Neither is stored with the
+        session. is_new: nobody has used this id so far, so the store need not be searched. Raises RequestError for a
+        bad id or a model without a chat template, StoreError if the session cannot be read.
+        """
+        key = SessionKey(tenant, session_id)
+        self.chats.check(key, system)
+        if not is_new:
+            self.admin.expire(key)
+        return self.chats.open(key, system, truncation, truncation_reuse, is_new)
+
+    def prefetch(self, session_id: str, tenant: str = "") -> None:
+        """A hint that this session's person is typing. Raises RequestError when there is no such session."""
+        self.chats.prefetch(session_id, tenant)
+
+    def flush(self) -> None:
+        """Returns when every finished block is synced on disk; at once without a disk tier.
+
+        Raises DegradedError when the disk cannot write.
+        """
+        self.client.call(Flush())
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges as a plain dict; step times are running totals in seconds."""
+        return self.admin.stats()
+
+    def close(self) -> None:
+        """End running requests as aborted and close the store. Does nothing in a forked child."""
+        self._closing.close()
+
+    def __dir__(self) -> list[str]:
+        return "admin chat close closed facts flush generate prefetch stats tokenizer".split()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else self._tiers
+        return f"{type(self).__name__}({self.facts.model_name!r}, window {self.facts.max_model_len}, {state})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+    def submit(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        tenant: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        spliced: Spliced | None = None,
+        listener: Listener | None = None,
+        turn_starts: Sequence[int] = (),
+    ) -> Handle:
+        """Queue one prompt of token ids; never waits. Raises as `generate`.
+
+        spliced: the chain of its first blocks, if these hold reused KV, and that chain's lineage. listener: is notified
+        of its pieces; without one, `stream` yields them. turn_starts: where in the prompt each turn begins, as far as
+        known: others may go on from there in another way. Raises EngineOverloadedError if the engine's process has too
+        many requests, EngineDiedError if it has ended.
+        """
+        prompts = [(token_ids, params)]
+        return self.client.submit(prompts, tenant, cache_salt, priority, spliced, listener, turn_starts)[0]
+
+    def stream(self, handle: Handle) -> Iterator[Piece]:
+        """Pieces of a submitted request as they come; leaving the loop early aborts it."""
+        return self.client.stream(handle)
+
+    def abort(self, handle: Handle) -> None:
+        """End a request; its blocks are released on return. Does nothing if it is done or the engine is closed."""
+        self.client.abort(handle)
+
+    def root(self, tenant: str) -> BlockId:
+        """The lineage root of this tenant's chains."""
+        return self.client.facts.root(tenant)
+
+    # -- for tests and measurements, where the core is in this process ------------------------------------------------
+    @property
     def loop(self) -> StepLoop:
-        """For tests and measurements, like what follows."""
         return self._local.loop
 
     @property
@@ -108,10 +331,33 @@ class Engine(Front):
         return self._local.connector
 
     @property
-    def _local(self) -> LocalCore:
-        assert isinstance(self.core, LocalCore)
+    def _local(self) -> Any:
+        """A `LocalCore`, whose module loads torch."""
         return self.core
 
     def check_integrity(self) -> None:
         """Assert that all counts agree, and that nothing is held when nothing runs."""
         self.loop.call(self.loop.check_integrity)
+
+
+def _carry_out_deletions(admin: Admin) -> Callable[[], None]:
+    """Carry out the deletions of other servers that share the sessions, every few seconds, until the result is called.
+    Keeps no engine alive that its owner has dropped.
+    """
+    held, closed = weakref.ref(admin), threading.Event()
+    del admin
+
+    def run() -> None:
+        while not closed.wait(ROUND_S) and (found := held()) is not None:
+            with suppress(KVStoreError):  # the server is away, or the engine is closing; the next round retries
+                found.resume()
+            del found
+
+    def close() -> None:
+        closed.set()
+        if threading.current_thread() is not thread:  # this thread may be the one that dropped the engine
+            thread.join()
+
+    thread = threading.Thread(target=run, name="kvstore-rounds", daemon=True)
+    thread.start()
+    return close

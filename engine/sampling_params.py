@@ -1,6 +1,7 @@
 """How one request is sampled and when it stops. Plain data, checked once; no torch."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,8 +61,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int | None = None
     logit_bias: dict[int, float] = field(default_factory=dict)
-    stop: tuple[str, ...] | list[str] | str = ()
-    stop_token_ids: tuple[int, ...] | list[int] = ()
+    stop: Sequence[str] | str = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     detokenize: bool = True
@@ -86,6 +87,7 @@ class SamplingParams:
         if self.logprobs is not None:
             _number("logprobs", self.logprobs, 0, MAX_LOGPROBS, integer=True)
         object.__setattr__(self, "stop", self._checked_stop())
+        object.__setattr__(self, "ignore_eos", bool(self.ignore_eos))
         object.__setattr__(self, "stop_token_ids", _sequence("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS))
         if self.stop and not self.detokenize:
             raise RequestError("stop strings are looked for in the text; detokenize must be True", param="stop")

@@ -10,12 +10,12 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from kvstore.engine.core.output_processor import Handle
+from kvstore.engine.client.requests import Handle
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sessions.claims import Claims, Hold
 from kvstore.errors import EngineClosedError, KVStoreError
@@ -23,17 +23,18 @@ from kvstore.sessions.record import SessionKey
 
 LOGGER = logging.getLogger("kvstore.engine")
 R = TypeVar("R")
-Abort = Callable[[Handle], Awaitable[None]]
 
 
 class Port:
-    """The listener to all requests of one event loop; only that loop waits for it."""
+    """The listener to all requests of one event loop; only that loop waits for it. end: tells the core that a request
+    shall end; never waits.
+    """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, abort: Callable[[Handle], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, end: Callable[[Handle], None]) -> None:
         self.loop = loop
         self.readers: dict[str, asyncio.Future[None]] = {}  # by request: woken by a piece, and by the end
         self.tasks: dict[str, asyncio.Future[None]] = {}  # by request: woken by the end alone
-        self._abort = abort
+        self.end = end
         self._thread = threading.get_ident()
 
     def __call__(self, handles: Sequence[Handle]) -> None:
@@ -44,7 +45,7 @@ class Port:
             self.loop.call_soon_threadsafe(self._wake, handles)
         except RuntimeError:  # the loop was closed, so nobody reads this
             for handle in handles:
-                self._abort(handle)
+                self.end(handle)
 
     def _wake(self, handles: Sequence[Handle]) -> None:
         for handle in handles:
@@ -88,12 +89,12 @@ class Turn(Generic[R]):
     somebody asked for its end.
     """
 
-    def __init__(self, port: Port, abort: Abort, script: Callable[[Turn[R]], Coroutine[Any, Any, R]]) -> None:
+    def __init__(self, port: Port, script: Callable[[Turn[R]], Coroutine[Any, Any, R]]) -> None:
         self.session_id = ""
         self.number: int | None = None
         self.gaps_s: list[float] = []
         self.is_abandoned = self.is_stopped = False
-        self._port, self._abort = port, abort
+        self._port = port
         self._handle: Handle | None = None
         self._known: Piece | None = None
         self._num_ended = 0  # choices whose last piece was read
@@ -210,7 +211,7 @@ class Turn(Generic[R]):
                 await self._port.wait(self._port.tasks, handle)
             else:
                 is_ending = True
-                await self._abort(handle)
+                self._port.end(handle)
 
     async def _run(self, script: Callable[[Turn[R]], Coroutine[Any, Any, R]]) -> None:
         try:

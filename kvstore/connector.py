@@ -8,7 +8,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -38,7 +37,7 @@ class KVConnector(Protocol):
 
     fingerprint: bytes  # names the model and layout whose KV is stored; empty without a store
     hbm_order: Order  # of conversations in the engine's pool; its owner is the engine's thread
-    lineage_root: Callable[[str, str], BlockId]  # of the chains of a tenant with a cache salt; asked once per request
+    root_secret: bytes  # with the fingerprint it makes lineage roots
     upkeep: Upkeep
     holdings: Holdings | None  # where all tiers, HBM included, report what they hold; None when no events are wanted
 
@@ -176,13 +175,16 @@ class NullConnector(KVConnector):
         reports: bool = False,
     ) -> None:  # fmt: skip
         self.fingerprint = b""
-        self.lineage_root = partial(lineage_root, secrets.token_bytes(32), "")
-        self.holdings = Holdings(lambda tenant: self.lineage_root(tenant, "")) if reports else None
+        self.root_secret = secrets.token_bytes(32)
+        self.holdings = Holdings(self._root) if reports else None
         self._steering = Steering(policy, clock, {"hbm": num_hbm_blocks})
         self.upkeep = _NothingKept(self._steering)
         self._look_ahead = LookAhead(num_hbm_blocks, 0, self._steering.refresh)
         self._requests: dict[str, tuple[Conversation, list[BlockId]]] = {}
         self.hbm_order = self._steering.order("hbm")
+
+    def _root(self, tenant: str) -> BlockId:
+        return lineage_root(self.root_secret, self.fingerprint.hex(), tenant)
 
     def on_new_request(self, request: NewRequest) -> Arrival:
         chain, num_tokens, num_hit = request.chain, len(request.token_ids), request.num_hbm_tokens
@@ -257,8 +259,7 @@ def open_connector(
     if not tiers.cpu and not tiers.disk:
         null = NullConnector(num_hbm_blocks, policy, reports=reports)
         if secret is not None:
-            name = fingerprint(None)
-            null.fingerprint, null.lineage_root = bytes.fromhex(name), partial(lineage_root, secret, name)
+            null.fingerprint, null.root_secret = bytes.fromhex(fingerprint(None)), secret
         return null
     from kvstore.store.assembly import open_tiered  # loads torch, lmdb and all that
 

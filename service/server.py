@@ -23,8 +23,8 @@ from aiohttp import web
 
 from kvstore.config import CacheTiers
 from kvstore.engine.async_engine import AsyncEngine
+from kvstore.engine.client.dividing import check_divisible
 from kvstore.engine.config import EngineConfig, default_topic
-from kvstore.engine.data_parallel.dividing import check_divisible
 from kvstore.engine.model.files import check_speaks, local_path
 from kvstore.engine.outputs import describe_tiers
 from kvstore.engine.sessions.recall import Recall
@@ -124,10 +124,10 @@ def open_engine(
         engine_arguments = {**engine_arguments, "kv_events_topic": topic}
     if engine_factory is None:
         check_speaks(model, engine_arguments, chats=False)
-        from kvstore.engine.remote_engine import RemoteEngine
+        from kvstore.engine.engine import Engine
 
         engine_factory = partial(
-            RemoteEngine, silence_s=options.engine_timeout_s, max_restarts=options.engine_restarts,
+            Engine, process="own", silence_s=options.engine_timeout_s, max_restarts=options.engine_restarts,
             data_parallel_size=options.data_parallel_size,
         )  # fmt: skip
     return engine_factory(model, **engine_arguments)
@@ -259,7 +259,7 @@ class Server:
     async def load(self, open_engine: OpenEngine) -> None:
         """Load the model in a thread. Requests are served once this returns."""
         engine = await in_thread(open_engine)
-        self.context.open(AsyncEngine(engine, getattr(engine, "link", None)), Recall(engine))
+        self.context.open(AsyncEngine(engine, reads=True), Recall(engine))
         language = engine.chats.language
         if language.tokenizer is not None and language.template is None:
             log(f"{language.why_no_chat}: routes that chat answer 400", {}, logging.WARNING)

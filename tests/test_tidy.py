@@ -51,10 +51,10 @@ ARROWS = {  # sub-package: what it may import of its layer
         "core": "",
         "text": "core",
         "model": "core builtin",
-        "sessions": "text core",
-        "process": "sessions text core",
+        "process": "core",
         "ranks": "process model core",
-        "data_parallel": "process sessions text core",
+        "client": "ranks local_model process model text core",
+        "sessions": "client text core",
     },
     "service": {
         "settings": "",
@@ -85,9 +85,8 @@ ENGINE_USES_OF_KVSTORE = {  # the seam, the sessions, and the records that cross
 }  # fmt: skip
 TENSORS = ("kvstore.kernels", "kvstore.rope", "kvstore.memory", "kvstore.engine.model", "bench", "tests")
 ASSEMBLERS = {
-    "kvstore.store.assembly", "kvstore.engine.engine", "kvstore.engine.local_core", "kvstore.engine.local_model",
+    "kvstore.store.assembly", "kvstore.engine.client.local", "kvstore.engine.local_model",
     "kvstore.engine.ranks.follower",
-    "kvstore.engine.remote_engine",  # loads the tokenizer, by the module that loads weights
 }  # fmt: skip
 DECIDES = {"kvstore.memory.tier", "kvstore.rope.splice", "kvstore.engine.model.files"}  # beside tensors, without any
 HEAVY = {"torch", "transformers", "triton"}

@@ -6,13 +6,13 @@ Loads no torch; knows the store by the scheduler's side of the connector.
 - `inbox`: functions for the stepping thread to call between two steps, in order
 - `input_batch`: the persistent batch: arrays reused from step to step
 - `kv_cache_manager`: HBM blocks: prefix hits, allocation, caching, release, erasure
-- `output_processor`: what callers see of running requests: pieces, ends, usage
+- `news`: what steps have brought for each prompt: tokens and ends
 - `request`: one request and its state
 - `request_blocks`: blocks of requests in HBM and below it: hits, loads, and what came from where
 - `roster`: all requests from arrival to end: waiting, running, and moves between the two
 - `scheduler`: which request computes how many tokens in the next step
-- `step_loop`: the one loop that steps an engine, in a thread of its own: it serves the inbox, steps, and notifies
-  listeners
+- `step_loop`: the one loop that steps an engine, in a thread of its own: it serves the inbox, steps, and hands
+  out what is new
 - `steps`: the order of steps: each is scheduled, launched and read
 - `tenants`: whose turn it is: equal shares of the running set and of each step for all tenants
 
@@ -30,7 +30,7 @@ use does not count. The store is told the order in which requests are expected t
 Choices of one prompt (`n` > 1): the first one computes the prompt, all draw their first token from its logits and share
 its blocks. So prompt tokens are computed once.
 
-The batch is kept as arrays from step to step; requests join and leave in place. The engine's root hands in what
-computes (`steps.Runner`) and what makes text (`output_processor.AnswerText`). Deleted KV is overwritten in HBM, too: at
+The batch is kept as arrays from step to step; requests join and leave in place. What computes is handed
+in (`steps.Runner`). Deleted KV is overwritten in HBM, too: at
 once, or as soon as no request holds it.
 """

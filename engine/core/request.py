@@ -42,6 +42,7 @@ class Request:
     pending_s: float | None = None  # when it could have started, had its blocks not been on their way
     scheduled_s: float | None = None  # when its first step began
     index: int = 0  # of the choice
+    prompt_id: str = ""  # the request_id of the first choice
 
     sequence: int = 0  # order of arrival, given by the scheduler
     place: int = 0  # in the order in which the requests of all tenants are expected to start
@@ -65,6 +66,7 @@ class Request:
     stop_reason: str | int | None = None
 
     def __post_init__(self) -> None:
+        self.prompt_id = self.prompt_id or self.request_id
         if not self.token_ids:
             self.token_ids = list(self.prompt_token_ids)
         self.reads_at_once = self.params.logprobs is not None

@@ -1,6 +1,6 @@
-"""The one loop that steps an engine, in a thread of its own: it serves the inbox, steps, and notifies listeners.
+"""The one loop that steps an engine, in a thread of its own: it serves the inbox, steps, and hands out what is new.
 
-Only this thread touches scheduler, runner, outputs and the pool of HBM; all others use `call`.
+Only this thread touches scheduler, runner, news and the pool of HBM; all others use `call`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 
 from kvstore.engine.core.inbox import Inbox
 from kvstore.engine.core.kv_cache_manager import Erasure
-from kvstore.engine.core.output_processor import Handle, OutputProcessor, Totals, tell
+from kvstore.engine.core.news import News
 from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import Scheduler, SchedulerOutput
 from kvstore.engine.core.steps import PipelinedSteps, Runner, StepResult, Steps
@@ -38,23 +38,20 @@ class Watch:
 class StepLoop:
     """Owns what a step needs; its thread keeps nothing else alive. Without `start`, rounds can be run by hand."""
 
-    def __init__(
-        self, scheduler: Scheduler, runner: Runner, outputs: OutputProcessor, runs_ahead: bool = False
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, runs_ahead: bool = False) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self.outputs = outputs
+        self.news = News()
+        self.on_news: Callable[[], None] = lambda: None  # called in its thread while something is in `news`
         self.connector = scheduler.connector
         self.pool = scheduler.manager.pool
         self.erasure = Erasure(self.pool, runner.overwrite)
         self.inbox = Inbox()
         self.watch = Watch()
         self._thread = threading.Thread(target=self._run, name="kvstore-engine", daemon=True)
-        self._totals = Totals()
         self.steps: Steps | PipelinedSteps = Steps(scheduler, runner, runs_ahead)
         if scheduler.config.steps_in_flight > 1:
             self.steps = PipelinedSteps(scheduler, runner)
-        self._touched: list[Handle] = []
 
     @property
     def has_work(self) -> bool:
@@ -96,27 +93,25 @@ class StepLoop:
             self.inbox.close()
             self.inbox.answer()
             self._end_all(error)
-            self._deliver()
+            self.deliver()
             self.watch.rest()
 
-    def round(self) -> list[Handle]:
-        """Serve the inbox, and run one step if there is work. Returns the handles with news."""
+    def round(self) -> None:
+        """Serve the inbox, and run one step if there is work."""
         self.watch.begin()
         self.inbox.answer()
+        self.deliver()
         is_stalled = False
         if self.scheduler.has_work:
             with suppress(Exception):  # every request has ended with it, and its caller knows
                 is_stalled = not self._step()
-        touched = self._deliver()
+        self.deliver()
         if is_stalled:  # every request waits for blocks from a slower tier
             self.connector.wait_for_progress(IDLE_WAIT_S)
-        return touched
 
-    def _deliver(self) -> list[Handle]:
-        touched = list({id(handle): handle for handle in self._touched}.values())
-        self._touched = []
-        tell(touched)
-        return touched
+    def deliver(self) -> None:
+        if self.news:
+            self.on_news()
 
     # -- a step ------------------------------------------------------------------------------------------------------
     def _step(self) -> bool:
@@ -132,13 +127,7 @@ class StepLoop:
             request = progress.request
             logprobs = result.logprobs.get(progress.scheduled)
             logprob = None if logprobs is None else logprobs[progress.sample]
-            handle, stopped = self.outputs.process(request, progress.token_id, logprob)
-            if stopped:
-                self.scheduler.roster.finish(request.request_id, "stop", request.stop_reason)
-            if handle is not None:
-                self._touched.append(handle)
-                if handle.done:
-                    self._totals.add(handle.output.usage)
+            self.news.say(request, progress.token_id, logprob)
 
     @contextmanager
     def _ending_all_on_error(self) -> Iterator[None]:
@@ -150,44 +139,28 @@ class StepLoop:
             raise
 
     def _end_all(self, error: Exception | None) -> None:
-        ended = self.outputs.handles()
-        for handle in ended:
-            self.outputs.abort(handle, error)
-        self._totals.num_aborted += len(ended)
-        self._touched += ended
+        for prompt_id in self.news.running:
+            self.news.end(prompt_id, error=error)
         self.connector.step_failed()
         self.steps.drop()
         self.scheduler.roster.reset("abort")
         self.runner.reset()
 
     # -- for callers, through `call` or the inbox -------------------------------------------------------------------
-    def add(self, prompts: Sequence[tuple[Handle, list[Request]]]) -> None:
-        """Queue prompts, each with its choices. An error ends all of them."""
-        try:
-            with self._ending_all_on_error():
-                for handle, choices in prompts:
-                    self.outputs.add(handle, choices)
-                    self.scheduler.roster.add(choices[0])
-        except Exception as error:
-            for handle, _ in prompts:
-                if not handle.done:
-                    handle.fail(error)
-                    handle.done = True
-                    self._touched.append(handle)
+    def add(self, prompts: Sequence[Request]) -> None:
+        """Queue prompts, each by its first choice. An error ends all of them."""
+        with suppress(Exception), self._ending_all_on_error():
+            for first in prompts:
+                self.news.add(first)
+            for first in prompts:
+                self.scheduler.roster.add(first)
 
-    def abort(self, handle: Handle, index: int | None = None, reason: str = "abort") -> None:
-        """End a request or one choice of it, and give its blocks back."""
-        if handle.done:
-            return
+    def end(self, prompt_id: str, index: int | None = None, stop_string: str | None = None) -> None:
+        """End a prompt or one choice of it, and give its blocks back: at a stop string, or as aborted."""
+        reason = "abort" if stop_string is None else "stop"
         with self._ending_all_on_error():
-            ended = self.outputs.abort(handle, None, index, reason)
-            if reason == "abort":
-                self._totals.num_aborted += bool(ended)
-            elif not self.outputs.is_running(handle):
-                self._totals.add(handle.output.usage)
-            self._touched.append(handle)
-            for request_id in ended:
-                self.scheduler.roster.finish(request_id, reason)
+            for request_id in self.news.end(prompt_id, index, reason):
+                self.scheduler.roster.finish(request_id, reason, stop_string)
             self.erasure.go_on()
 
     def stats(self, of_hbm: Mapping[str, object]) -> dict[str, object]:
@@ -197,11 +170,11 @@ class StepLoop:
             "requests": {
                 "running": scheduler.num_running,
                 "waiting": scheduler.num_waiting,
-                "finished": self._totals.num_requests,
-                "aborted": self._totals.num_aborted,
+                "finished": self.news.num_requests,
+                "aborted": self.news.num_aborted,
                 "preemptions": scheduler.roster.num_preemptions,
             },
-            "tokens": self._totals.as_dict(),
+            "tokens": self.news.tokens(),
             "hbm": {
                 "blocks": pool.num_blocks,
                 "free_blocks": pool.num_free,

@@ -14,7 +14,7 @@ from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from kvstore.engine.process.life import spin_briefly
+from kvstore.engine.process.spawn import spin_briefly
 from kvstore.engine.ranks.door import KINDS, Door, entered
 from kvstore.engine.ranks.elsewhere import run
 from kvstore.engine.ranks.launch import Launch, awaited

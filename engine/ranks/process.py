@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 from kvstore.engine.process.channel import Channel
-from kvstore.engine.process.life import spawned
 from kvstore.engine.process.pulse import SHOW, SHOW_S, Pulse
+from kvstore.engine.process.spawn import spawned
 from kvstore.engine.ranks.line import RankLine
 from kvstore.engine.ranks.wire import StartHere, StartRank, encode_start
 

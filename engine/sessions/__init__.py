@@ -5,7 +5,6 @@ Loads no torch.
 - `chat`: a session: send, stream, fork; durable turn by turn
 - `chats`: sessions by their ids: opened, kept in memory, and hinted at
 - `claims`: which turn holds which session
-- `core`: what conversations need of the core that computes
 - `one_turn`: one turn while it runs: its prompt, and its record
 - `recall`: a history's prompt, with the original ids of known answers
 - `recall_ids`: digests that identify histories and answers

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore.blocks.ids import BlockId, Lineage
-from kvstore.engine.core.output_processor import Listener
+from kvstore.engine.client.messages import Forget
+from kvstore.engine.client.requests import CoreClient, Listener
 from kvstore.engine.outputs import Piece, RequestOutput
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.claims import Claims, Hold
-from kvstore.engine.sessions.core import Core, stream
 from kvstore.engine.sessions.one_turn import OneTurn, record_of_truncation
 from kvstore.engine.sessions.stored import StoredSession, window_of
 from kvstore.engine.sessions.window import Window, spliced_blocks
@@ -43,7 +43,7 @@ class Means:
     was dropped.
     """
 
-    core: Core
+    client: CoreClient
     tokenizer: Any
     template: ChatTemplate
     sessions: SessionStore
@@ -64,14 +64,14 @@ class ChatSession:
         self.session_id, self.tenant = key.session_id, key.tenant
         self.last: RequestOutput | None = None
         self.truncation, self.truncation_reuse = "auto", "reencode"
-        self.means, self.life = means, means.core.life
-        self.stored = StoredSession(means.sessions, means.core, key, state)
+        self.means, self.life = means, means.client.life
+        self.stored = StoredSession(means.sessions, means.client, key, state)
         self.storing = threading.Lock()
         if state is not None:
-            self.window = window_of(state, means.core)
+            self.window = window_of(state, means.client)
         else:
             first: list[Message] = [{"role": "system", "content": system}] if system else []
-            self.window = Window(first, list(first), 0, [], [], Lineage(means.core.root(key.tenant)))
+            self.window = Window(first, list(first), 0, [], [], Lineage(means.client.facts.root(key.tenant)))
 
     def __dir__(self) -> list[str]:
         public = "fork is_busy keep_last last messages num_turns send session_id set_truncation set_ttl stream tenant"
@@ -133,7 +133,7 @@ class ChatSession:
 
     def check(self, messages: Sequence[Message], params: SamplingParams) -> list[Message]:
         """See `checked_turn`. Only a session without turns takes a history."""
-        return checked_turn(messages, params, self.means.tokenizer, self.means.core.facts.max_request_tokens)
+        return checked_turn(messages, params, self.means.tokenizer, self.means.client.facts.max_request_tokens)
 
     def begin(
         self, hold: Hold, messages: Sequence[Message], params: SamplingParams, listener: Listener | None = None,
@@ -165,25 +165,25 @@ class ChatSession:
         undo.callback(claims.give_back, hold)
         state = None if hold.lease is None else self.stored.catch_up(hold.request_key)
         if state is not None:
-            self.window = window_of(state, self.means.core)
+            self.window = window_of(state, self.means.client)
 
     def _submit(
         self, said: Sequence[Message], params: SamplingParams, idempotency_key: str | None, listener: Listener | None
     ) -> OneTurn:
-        before, text, core = self.window, said[-1]["content"], self.means.core
+        before, text, client = self.window, said[-1]["content"], self.means.client
         if len(said) > 1:
             if self.num_turns:
                 raise RequestError("a session that has turns takes one user message at a time", param="messages")
             before = before.with_history(said[:-1])
         following = before.next_turn(
-            core, self.means.template, text, params, self.tenant, self.truncation, self.truncation_reuse
+            client, self.means.template, text, params, self.tenant, self.truncation, self.truncation_reuse
         )
         try:
             starts = following.turn_starts or self.means.template.first_start(before.system, following.prompt)
             asked, spliced = [(following.prompt, params)], (following.chain, following.lineage)
-            [handle] = core.submit_all(asked, self.tenant, spliced=spliced, listener=listener, turn_starts=starts)
+            [handle] = client.submit(asked, self.tenant, spliced=spliced, listener=listener, turn_starts=starts)
         except Exception:
-            _forget(core, following.spliced_blocks(before.lineage))
+            _forget(client, following.spliced_blocks(before.lineage))
             raise
         return OneTurn(before, text, following, handle, idempotency_key)
 
@@ -192,12 +192,12 @@ class ChatSession:
 
         A turn that failed, said nothing or is not to be kept is not stored. Raises as `send`.
         """
-        core, turn, record = self.means.core, hold.turn, None
+        client, turn, record = self.means.client, hold.turn, None
         assert turn is not None
         output = turn.handle.output
         with ExitStack() as leased:
             leased.callback(self.means.claims.give_back, hold)
-            core.abort(turn.handle)
+            client.abort(turn.handle)
             with self.storing:  # a deletion that has ended the turn marks the session before it leaves this
                 pass
             try:
@@ -207,7 +207,7 @@ class ChatSession:
             finally:
                 is_stored = record is not None
                 is_deleted = not is_stored and self.stored.check_deleted()
-                _forget(core, turn.unneeded_blocks(is_stored, is_deleted, core.facts.block_size))
+                _forget(client, turn.unneeded_blocks(is_stored, is_deleted, client.facts.block_size))
         return record
 
     def _commit(self, hold: Hold, turn: OneTurn) -> TurnRecord:
@@ -216,7 +216,7 @@ class ChatSession:
         with self.storing:
             if self.stored.is_deleted:
                 raise StoreError(f"session {self.session_id} was deleted meanwhile: the turn is not stored")
-            after = turn.after(means.tokenizer, means.template, means.core.facts.block_size)
+            after = turn.after(means.tokenizer, means.template, means.client.facts.block_size)
             record = turn.record(self.num_turns + 1, after)
             self.stored.commit(record, after.chain, hold.lease)
             self.window = after
@@ -237,7 +237,7 @@ class ChatSession:
         hold: the caller's, if it holds the session already. Raises SessionBusyError while a turn runs,
         SessionNotFoundError when the session was deleted.
         """
-        core = self.means.core
+        client = self.means.client
         with ExitStack() as leased:
             if hold is None:
                 hold = self.means.claims.hold(self.key)
@@ -247,7 +247,7 @@ class ChatSession:
                 if self.stored.is_deleted or self.stored.number is None:
                     raise SessionNotFoundError(f"there is no session {self.session_id!r}", param="session_id")
                 before = self.window
-                after = before.last(num_turns, core, self.tenant, self.truncation_reuse)
+                after = before.last(num_turns, client, self.tenant, self.truncation_reuse)
                 if after is None:
                     self.means.sessions.confirm()
                     return None
@@ -255,7 +255,7 @@ class ChatSession:
                 try:
                     self.stored.commit(record, after.chain, hold.lease)
                 except Exception:
-                    _forget(core, spliced_blocks(after.chain, after.lineage, before.lineage))
+                    _forget(client, spliced_blocks(after.chain, after.lineage, before.lineage))
                     raise
                 self.window = after
                 return record
@@ -270,13 +270,13 @@ class ChatSession:
         with self.storing:
             hold = self.means.claims.on(self.key)
             if hold is not None and hold.turn is not None:
-                self.means.core.abort(hold.turn.handle)
+                self.means.client.abort(hold.turn.handle)
             yield
 
     def mark_deleted(self) -> Sequence[BlockId]:
         """Call this inside `ending`. Returns the blocks of the turn that was running, which will not be stored."""
         self.stored.is_deleted = True
-        hold, block_size = self.means.claims.on(self.key), self.means.core.facts.block_size
+        hold, block_size = self.means.claims.on(self.key), self.means.client.facts.block_size
         if hold is None or hold.turn is None:
             return ()
         self.means.claims.drop(hold)
@@ -292,7 +292,7 @@ def _pieces(chat: ChatSession, said: list[Message], params: SamplingParams) -> I
         held.callback(claims.release, hold)
         turn = chat.begin(hold, said, params)
         held.callback(chat.end, hold)
-        for piece in stream(chat.means.core, turn.handle):
+        for piece in chat.means.client.stream(turn.handle):
             if piece.finish_reason is None:
                 yield piece
             else:
@@ -301,8 +301,8 @@ def _pieces(chat: ChatSession, said: list[Message], params: SamplingParams) -> I
         yield final
 
 
-def _forget(core: Core, block_ids: Sequence[BlockId]) -> None:
+def _forget(client: CoreClient, block_ids: Sequence[BlockId]) -> None:
     """Delete KV that nothing refers to any more, unless the core is gone."""
-    if block_ids and not core.closed:
+    if block_ids and not client.closed:
         with suppress(StoreError, EngineClosedError, EngineDiedError):
-            core.forget(block_ids, FORGET_S)
+            client.call(Forget(block_ids, FORGET_S))

@@ -10,9 +10,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+from kvstore.engine.client.messages import Prefetch
+from kvstore.engine.client.requests import CoreClient
 from kvstore.engine.sessions.chat import ChatSession, Means
 from kvstore.engine.sessions.claims import Claims
-from kvstore.engine.sessions.core import Core
 from kvstore.engine.sessions.stored import lineage_of
 from kvstore.engine.text.chat_template import ChatTemplate
 from kvstore.engine.text.prompts import check_length, check_owner, check_text
@@ -45,8 +46,8 @@ class Chats:
     made.
     """
 
-    def __init__(self, core: Core, language: Language, sessions: SessionStore) -> None:
-        self.core = core
+    def __init__(self, client: CoreClient, language: Language, sessions: SessionStore) -> None:
+        self.client = client
         self.language = language
         self.sessions = sessions
         self.claims = Claims(sessions.sharing)
@@ -62,8 +63,8 @@ class Chats:
             check_text(system, "system")
         self.language.chat_template()
         if system is not None:
-            check_length([system], self.language.tokenizer, self.core.facts.max_request_tokens)
-        self.core.check_open()
+            check_length([system], self.language.tokenizer, self.client.facts.max_request_tokens)
+        self.client.check_open()
 
     def open(
         self,
@@ -77,7 +78,7 @@ class Chats:
         is_known = is_new or self.get(key) is not None
         state = None if is_known else self.sessions.load(key)  # outside the lock: it reads the disk
         with self.lock:
-            self.core.check_open()
+            self.client.check_open()
             chat = self.get(key)
             if chat is None:
                 if not is_new and self.sessions.head(key) != (None if state is None else state.head):
@@ -89,7 +90,7 @@ class Chats:
     def get(self, key: SessionKey) -> ChatSession | None:
         """The object in use. None if there is none, if the core has restarted since, or if the session was deleted."""
         chat = self.known.get(key)
-        return chat if chat is not None and chat.life == self.core.life and not chat.stored.is_deleted else None
+        return chat if chat is not None and chat.life == self.client.life and not chat.stored.is_deleted else None
 
     def keep(self, chat: ChatSession) -> None:
         """Keep the object in memory for its next turn, as one of those used last."""
@@ -114,7 +115,7 @@ class Chats:
     def _means(self) -> Means:
         language = self.language
         template = language.chat_template()
-        return Means(self.core, language.tokenizer, template, self.sessions, self.claims, self._reopened)
+        return Means(self.client, language.tokenizer, template, self.sessions, self.claims, self._reopened)
 
     def _reopened(self, key: SessionKey, truncation: str, truncation_reuse: str) -> ChatSession:
         self.drop(key)
@@ -122,14 +123,14 @@ class Chats:
 
     def prefetch(self, session_id: str, tenant: str) -> None:
         """See `Engine.prefetch`."""
-        self.core.check_open()
+        self.client.check_open()
         key = SessionKey(tenant, session_id)
         state = self.sessions.load(key)
         if state is None and key in self.known:
             return  # it has no turn yet
         if state is None:
             raise SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
-        if state.head.fingerprint != self.core.facts.fingerprint:
+        if state.head.fingerprint != self.client.facts.fingerprint:
             return  # its KV is of another model
-        lineage = lineage_of(state, self.core.root(tenant))
-        self.core.prefetch(state.chain, state.token_ids, lineage, tenant)
+        lineage = lineage_of(state, self.client.facts.root(tenant))
+        self.client.call(Prefetch(state.chain, state.token_ids, lineage, tenant))

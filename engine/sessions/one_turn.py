@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvstore.blocks.ids import BlockId, Lineage, extend_chain
-from kvstore.engine.core.output_processor import Handle
+from kvstore.engine.client.requests import Handle
 from kvstore.engine.outputs import RequestOutput
 from kvstore.engine.sessions.recall_ids import answer_ids
 from kvstore.engine.sessions.window import NextTurn, Window

@@ -34,7 +34,7 @@ class Recall:
     """
 
     def __init__(self, engine: RecallEngine, max_tokens: int = MAX_TOKENS) -> None:
-        self._core = engine.chats.core
+        self._client = engine.chats.client
         self._language = engine.chats.language
         self._answers = engine.answers
         self._lines = Lines(max_tokens)
@@ -57,8 +57,8 @@ class Recall:
         if not messages:
             raise RequestError("messages is empty; give at least one", param="messages")
         texts = [message["content"] for message in messages]
-        check_length(texts, self._language.tokenizer, self._core.facts.max_request_tokens)
-        keys = Keys(self._core.root(tenant), cache_salt)
+        check_length(texts, self._language.tokenizer, self._client.facts.max_request_tokens)
+        keys = Keys(self._client.facts.root(tenant), cache_salt)
         histories = keys.histories(messages)
         answered = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         known = self._lines.find_first(histories[index] for index in reversed(answered))
@@ -80,7 +80,7 @@ class Recall:
         template = self._language.template
         if template is None or not messages:
             return
-        keys = Keys(self._core.root(tenant), cache_salt)
+        keys = Keys(self._client.facts.root(tenant), cache_salt)
         histories = keys.histories(messages)
         before = [digest for digest, message in zip(histories, messages, strict=True) if message["role"] == "assistant"]
         owner = owner_tag(tenant, session_id) if session_id else b""

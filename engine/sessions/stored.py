@@ -5,13 +5,17 @@ Knows no prompt and no request, only the records of turns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 
 from kvstore.blocks.ids import BlockId, Lineage
-from kvstore.engine.sessions.core import Core
+from kvstore.engine.client.messages import Pin
+from kvstore.engine.client.requests import CoreClient
 from kvstore.engine.sessions.window import Window
 from kvstore.errors import (
+    EngineClosedError,
+    EngineDiedError,
     EngineOverloadedError,
     RequestError,
     SessionBusyError,
@@ -30,11 +34,11 @@ def lineage_of(state: SessionState, root: BlockId) -> Lineage:
     return Lineage(root, state.first_reencoded, state.splice_parent, state.splice_end)
 
 
-def window_of(state: SessionState, core: Core) -> Window:
+def window_of(state: SessionState, client: CoreClient) -> Window:
     """The window of a stored session. Another model's ids are dropped, so that the transcript is tokenized again."""
-    head, root = state.head, core.root(state.head.key.tenant)
+    head, root = state.head, client.facts.root(state.head.key.tenant)
     system = [dict(message) for message in head.system]
-    if head.fingerprint != core.facts.fingerprint:
+    if head.fingerprint != client.facts.fingerprint:
         return Window(system, state.messages, state.num_dropped_messages, [], [], Lineage(root))
     return Window(
         system, state.messages, state.num_dropped_messages, state.token_ids, state.chain, lineage_of(state, root),
@@ -49,12 +53,12 @@ class StoredSession:
     truncated_tokens: dropped from the window by all these turns.
     """
 
-    def __init__(self, sessions: SessionStore, core: Core, key: SessionKey, state: SessionState | None) -> None:
+    def __init__(self, sessions: SessionStore, client: CoreClient, key: SessionKey, state: SessionState | None) -> None:
         self.key = key
         self.number: int | None = None
         self.num_turns = self.truncated_tokens = 0
         self.is_deleted = False
-        self._sessions, self._core = sessions, core
+        self._sessions, self._client = sessions, client
         self._expires_s: float | None = None  # as the core was told
         if state is not None:
             self._adopt(state)
@@ -94,7 +98,7 @@ class StoredSession:
 
     def commit(self, turn: TurnRecord, chain: Sequence[BlockId], lease: Claim | None) -> None:
         """Store the next turn, durable on return. chain: the session's whole chain after it."""
-        facts = self._core.facts
+        facts = self._client.facts
         committed = self._sessions.commit_turn(self.key, turn, facts.fingerprint, facts.model_name, self.number, lease)
         head = committed.wait()
         self.number = head.number
@@ -113,8 +117,9 @@ class StoredSession:
         next turn: this one is stored.
         """
         if head.expires_s != self._expires_s:
-            with suppress(EngineOverloadedError):
-                self._core.expire(chain, head.expires_s)
+            with suppress(EngineOverloadedError, EngineClosedError, EngineDiedError):
+                until_s = math.inf if head.expires_s is None else head.expires_s
+                self._client.call(Pin(chain, expires_s=until_s))
                 self._expires_s = head.expires_s
 
     def fork(self, session_id: str, turn: int | None) -> SessionKey:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from kvstore.blocks.ids import BlockId, Lineage, extend_chain
+from kvstore.engine.client.messages import Splice
+from kvstore.engine.client.requests import CoreClient
 from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.sessions.core import Core
 from kvstore.engine.text.chat_template import ChatTemplate, Message
 
 ANSWER_SHARE = 8  # without a max_tokens that a truncation makes room for, a turn keeps 1/8 of the window for its answer
@@ -80,7 +81,7 @@ class Window:
 
     def next_turn(
         self,
-        core: Core,
+        client: CoreClient,
         template: ChatTemplate,
         text: str,
         params: SamplingParams,
@@ -96,13 +97,13 @@ class Window:
             turn = NextTurn(prompt, self.chain, self.lineage, self.num_dropped, starts)
         else:
             turn = self._rendered(template, self.num_dropped, user)
-        window, answer = core.facts.max_request_tokens, params.max_tokens
+        window, answer = client.facts.max_request_tokens, params.max_tokens
         if answer is None or answer > window // 2:  # who asks for that much must not lose the conversation for it
             answer = max(1, window // ANSWER_SHARE)
         is_first = len(self.messages) == len(self.system)  # nothing can be dropped
         if truncation == "disabled" or is_first or len(turn.prompt) + answer <= window:
             return turn
-        return self._truncated(core, template, user, len(turn.prompt), tenant, reuse)
+        return self._truncated(client, template, user, len(turn.prompt), tenant, reuse)
 
     def _rendered(self, template: ChatTemplate, num_dropped: int, user: Message) -> NextTurn:
         """Render the whole prompt; turn starts are known only for a first turn."""
@@ -121,7 +122,7 @@ class Window:
         return [*starts, num_known + len(end)]
 
     # -- truncation --------------------------------------------------------------------------------------------------
-    def last(self, num_turns: int, core: Core, tenant: str, reuse: str) -> Window | None:
+    def last(self, num_turns: int, client: CoreClient, tenant: str, reuse: str) -> Window | None:
         """The window with only its last turns, with the same ids; None when it has no more turns than that.
 
         If turn starts are unknown, or no turn is kept, it has no ids, and the next prompt is rendered.
@@ -138,25 +139,25 @@ class Window:
         spliced = None
         if reuse == "reencode":
             spans = [(0, head), (cut, len(self.token_ids))]
-            spliced = core.splice(self.chain, self.token_ids, self.lineage, spans, tenant)
+            spliced = client.call(Splice(self.chain, self.token_ids, self.lineage, spans, tenant))
         chain, lineage = spliced or ([], self.lineage.exact)
-        extend_chain(chain, lineage.root, kept, core.facts.block_size)
+        extend_chain(chain, lineage.root, kept, client.facts.block_size)
         return Window(self.system, self.messages, num_dropped, kept, chain, lineage, starts)
 
     def _truncated(
-        self, core: Core, template: ChatTemplate, user: Message, num_tokens: int, tenant: str, reuse: str
+        self, client: CoreClient, template: ChatTemplate, user: Message, num_tokens: int, tenant: str, reuse: str
     ) -> NextTurn:
         """Drop whole turns, the oldest first, until at most half the window is left, or only the new message."""
         total = len(self.messages) - len(self.system)
         drops = range(min(self.num_dropped + 2, total), total + 1, 2)
 
         def is_short(num_dropped: int) -> bool:
-            return len(self._without(template, num_dropped, user).prompt) <= core.facts.max_request_tokens // 2
+            return len(self._without(template, num_dropped, user).prompt) <= client.facts.max_request_tokens // 2
 
         num_dropped = drops[bisect_left(drops, True, hi=len(drops) - 1, key=is_short)]
         turn = self._without(template, num_dropped, user)
         if reuse == "reencode" and turn.turn_starts and num_dropped < total:
-            turn = self._spliced(core, turn, tenant)
+            turn = self._spliced(client, turn, tenant)
         return replace(turn, truncated_tokens=num_tokens - len(turn.prompt), rebase=True)
 
     def _without(self, template: ChatTemplate, num_dropped: int, user: Message) -> NextTurn:
@@ -172,8 +173,8 @@ class Window:
                 return NextTurn(prompt, [], self.lineage.exact, num_dropped, starts)
         return self._rendered(template, num_dropped, user)
 
-    def _spliced(self, core: Core, turn: NextTurn, tenant: str) -> NextTurn:
+    def _spliced(self, client: CoreClient, turn: NextTurn, tenant: str) -> NextTurn:
         """The same turn with a splice of the kept turns' KV if that is stored; else they are computed."""
         spans = [(0, turn.turn_starts[0]), (self.turn_starts[1 - len(turn.turn_starts)], len(self.token_ids))]
-        spliced = core.splice(self.chain, self.token_ids, self.lineage, spans, tenant)
+        spliced = client.call(Splice(self.chain, self.token_ids, self.lineage, spans, tenant))
         return turn if spliced is None else replace(turn, chain=spliced[0], lineage=spliced[1])

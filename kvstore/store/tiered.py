@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from kvstore.blocks.ends import Order
-from kvstore.blocks.ids import BlockId, Lineage, lineage_root, token_bytes
+from kvstore.blocks.ids import BlockId, Lineage, token_bytes
 from kvstore.blocks.records import SaveFence, TransferPlan
 from kvstore.forks import leave_to_parent
 from kvstore.policy.conversation import Answer
@@ -26,7 +25,7 @@ class TieredConnector:
     def __init__(self, parts: StoreParts, fingerprint: str) -> None:
         self.parts = parts
         self.fingerprint = bytes.fromhex(fingerprint)
-        self.lineage_root: Callable[[str, str], BlockId] = partial(lineage_root, parts.secret, fingerprint)
+        self.root_secret = parts.secret
         self.hbm_order: Order = parts.store.steering.order("hbm")
         self.upkeep: Upkeep = TieredUpkeep(parts)
         self.holdings = parts.holdings

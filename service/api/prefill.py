@@ -10,6 +10,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from kvstore.blocks.ids import Lineage
+from kvstore.engine.client.messages import Flush
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.remote.prefill import PATH
 from kvstore.service.api.context import context_of
@@ -60,7 +61,8 @@ async def prefill(request: web.Request) -> web.Response:
         async with context.reading(await starting, PATH) as turn:
             handle = await turn.result()
         check_ended(handle.output)
-        num_blocks = await engine.call(engine.engine.core.flush, handle.chain, SHARE_S) if handle.chain else 0
+        chain = handle.chain
+        num_blocks = await engine.call(engine.engine.client.call, Flush(chain, SHARE_S)) if chain else 0
     return json_response(PrefillAnswer(num_blocks))
 
 

@@ -4,15 +4,14 @@ process's id and, after each acknowledged turn, its number.
 
 import sys
 
-from kvstore import CacheTiers, SamplingParams
-from kvstore.engine.remote_engine import RemoteEngine
+from kvstore import CacheTiers, Engine, SamplingParams
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 def main(model: str, path: str) -> None:
     tiers = CacheTiers(hbm="2MiB", cpu="2MiB", disk="32MiB", path=path)
-    engine = RemoteEngine(model, tiers, device="cpu")
+    engine = Engine(model, tiers, device="cpu", process="own")
     print(engine.pid, flush=True)
     chat = engine.chat("killed")
     for number in range(1, 1000):

@@ -44,7 +44,7 @@ def text_of(engine: Engine, token_id: int) -> str:
 
 def chain_of(engine: Engine, token_ids: list[int]) -> list[bytes]:
     chain: list[bytes] = []
-    extend_chain(chain, engine.connector.lineage_root("", ""), token_ids, 16)
+    extend_chain(chain, engine.facts.root("", ""), token_ids, 16)
     return chain
 
 

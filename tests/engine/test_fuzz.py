@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore import CacheTiers, Engine, SamplingParams
-from kvstore.engine.core.output_processor import Handle
+from kvstore.engine.client.requests import Handle
 from tests.support.by_hand import by_hand
 from tests.support.models import make_model
 
@@ -105,7 +105,7 @@ def check_idle(engine: Engine) -> None:
     assert not engine.has_work
     assert engine.loop.pool.num_free == engine.loop.pool.num_blocks
     assert engine.loop.runner.batch.num_rows == len(engine.loop.scheduler.roster.left)  # they leave with the next step
-    assert (len(engine.loop.outputs._open), engine.loop.scheduler.roster.requests) == (0, {})
+    assert (engine.loop.news.running, engine.loop.scheduler.roster.requests) == ([], {})
     engine.loop.pool.check_integrity(idle=True)
 
 
@@ -221,5 +221,5 @@ def test_invariant_7_memory_stays_what_it_was(houses, shape):
     check_idle(engine)
     assert [(id(array), array.nbytes) for array in arrays] == sizes
     assert len(engine.loop.scheduler.roster.tenants) == 0 and len(engine.loop.scheduler.roster.left) <= shape[3]
-    assert engine.loop.outputs._tracked == {}
+    assert engine.loop.news.running == []
     assert engine.loop.pool.num_cached <= engine.loop.pool.num_blocks

@@ -78,7 +78,7 @@ def test_what_each_tier_evicts_is_told(model, tmp_path, endpoint, reader):
         agrees(engine, reader)
         store, cpu = engine.stats()["store"], engine.stats()["cpu"]
         assert cpu["evicted_blocks"] and store["disk_evictions"] and engine.loop.pool.num_evictions
-        engine.core.evict(Evict(everything=True))
+        engine.admin.evict(Evict(everything=True))
         reader.read_until(lambda: not any(one.held("STORAGE") for one in reader.pictures.values()))
         agrees(engine, reader)
 
@@ -89,7 +89,7 @@ def test_splices_and_salted_chains_are_never_told(model, tmp_path, endpoint, rea
         ask(engine, salted, cache_salt="secret")
         ask(engine, long)
         settle(engine)
-        lineage, chain = Lineage(engine.connector.lineage_root("", "")), []
+        lineage, chain = Lineage(engine.facts.root("", "")), []
         extend_chain(chain, lineage.root, long, 16)
         spans = [(0, 24), (60, 160)]
         spliced = engine.connector.splice(chain, long, lineage, spans, "")

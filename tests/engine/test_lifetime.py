@@ -54,7 +54,7 @@ def test_an_engine_that_one_of_our_threads_drops_is_closed_in_another(model, tmp
     open_engine(model, tmp_path / "store").close()
 
 
-@pytest.mark.parametrize("part", ["kvstore.engine.admin.Admin.resume", "kvstore.engine.front.ControlServer"])
+@pytest.mark.parametrize("part", ["kvstore.engine.admin.Admin.resume", "kvstore.engine.engine.ControlServer"])
 def test_a_constructor_that_fails_late_leaves_nothing_open(model, tmp_path, monkeypatch, part):
     with monkeypatch.context() as patch:
         patch.setattr(part, lambda *_: (_ for _ in ()).throw(OSError("injected")))

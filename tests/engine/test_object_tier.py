@@ -7,7 +7,6 @@ import pytest
 
 from kvstore import CacheTiers, Engine
 from kvstore.blocks.records import Evict
-from kvstore.engine.remote_engine import RemoteEngine
 from kvstore.errors import ConfigError
 from tests.support.buckets import Directory, s3_server
 from tests.support.engines import ask, greedy, tokens
@@ -29,9 +28,9 @@ def bucket(tmp_path):
     return Directory(tmp_path / "objects")
 
 
-def replica(model, url, path=None, cpu="2MiB", kind=Engine, **options):
+def replica(model, url, path=None, cpu="2MiB", **options):
     disk = {"disk": "32MiB", "path": path} if path is not None else {}
-    return kind(model, CacheTiers("2MiB", cpu, remote=url, **disk), device="cpu", load="always", **options)
+    return Engine(model, CacheTiers("2MiB", cpu, remote=url, **disk), device="cpu", load="always", **options)
 
 
 def share(engine) -> None:
@@ -84,9 +83,9 @@ def test_another_replica_hits_in_a_bucket_of_a_server(model, plain, monkeypatch)
         wait_until(is_hit)
 
 
-@pytest.mark.parametrize("kind", [Engine, RemoteEngine])
-def test_a_conversation_hits_the_system_prompt_that_another_one_has_stored(model, bucket, kind):
-    with replica(model, bucket.url, kind=kind) as first, replica(model, bucket.url) as second:
+@pytest.mark.parametrize("process", ["here", "own"])
+def test_a_conversation_hits_the_system_prompt_that_another_one_has_stored(model, bucket, process):
+    with replica(model, bucket.url, process=process) as first, replica(model, bucket.url) as second:
         chat = first.chat("a", system=SYSTEM)
         for text in ("My dog is called Biscuit.", "What is my dog called?"):
             chat.send(text, greedy(30))

@@ -229,7 +229,7 @@ def test_a_damaged_block_is_computed_and_stored_anew(model, plain, redis):
 def test_a_chat_goes_on_elsewhere_after_a_truncation(model, redis, tmp_path):
     """Replicas agree on the ids of a splice, too: its parent is made with the fleet's secret."""
     with replica(model, redis.url, tmp_path / "a") as first, replica(model, redis.url, tmp_path / "b") as second:
-        roots = [engine.connector.lineage_root("t", "s") for engine in (first, second)]
+        roots = [engine.facts.root("t", "s") for engine in (first, second)]
         assert roots[0] == roots[1]
         assert first.connector.parts.secret == second.connector.parts.secret
 

@@ -4,7 +4,6 @@ import msgspec
 import pytest
 
 from kvstore import CacheTiers, Engine, EngineStats
-from kvstore.engine.remote_engine import RemoteEngine
 from tests.support.engines import greedy
 from tests.support.redis_server import RedisServer, free_port
 
@@ -21,16 +20,16 @@ def redis(tmp_path, monkeypatch):
     server.kill()
 
 
-@pytest.mark.parametrize("kind", [Engine, RemoteEngine])
-def test_an_engine_with_all_tiers_has_every_entry_and_no_other(redis, tmp_path, kind):
+@pytest.mark.parametrize("process", ["here", "own"])
+def test_an_engine_with_all_tiers_has_every_entry_and_no_other(redis, tmp_path, process):
     tiers = CacheTiers("4MiB", "16MiB", "16MiB", tmp_path / "store", remote=redis.url)
     shared = {"session_store": redis.url, "session_durability": "unchecked"}
-    with kind(cache_tiers=tiers, kv_events=f"tcp://127.0.0.1:{free_port()}", **shared) as engine:
+    with Engine(cache_tiers=tiers, process=process, kv_events=f"tcp://127.0.0.1:{free_port()}", **shared) as engine:
         engine.chat("ada").send("Hello", greedy(4))
         engine.flush()
         stats = engine.stats()
     assert msgspec.convert(stats, EngineStats) == stats  # which drops what the type does not know
-    assert entries(EngineStats) - stats.keys() == {"replicas"} | ({"process"} if kind is Engine else set())
+    assert entries(EngineStats) - stats.keys() == {"replicas"} | ({"process"} if process == "here" else set())
     assert entries(EngineStats.__annotations__["sessions"]) == stats["sessions"].keys()
 
 

@@ -57,7 +57,7 @@ def store(tmp_path):
 
 def chain_of(engine: Engine, token_ids, tenant: str = "", salt: str = "") -> list[BlockId]:
     chain: list[BlockId] = []
-    extend_chain(chain, engine.connector.lineage_root(tenant, salt), token_ids, engine.facts.block_size)
+    extend_chain(chain, engine.facts.root(tenant, salt), token_ids, engine.facts.block_size)
     return chain
 
 

@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from kvstore.blocks.ids import BLOCK_ID_BYTES, Lineage
+from kvstore.blocks.ids import BLOCK_ID_BYTES, Lineage, lineage_root
 from kvstore.blocks.records import TransferPlan
 from kvstore.connector import KVConnector, NullConnector
 from kvstore.engine.core.request import Request, Status
@@ -38,12 +38,16 @@ def test_every_lookup_is_a_miss():
     assert set(connector.upkeep.stats()) == {"policy"}
 
 
+def root_of(connector, *owner: str) -> bytes:
+    return lineage_root(connector.root_secret, connector.fingerprint.hex(), *owner)
+
+
 def test_roots_are_one_per_owner_and_another_in_every_store():
     connector, other = NullConnector(), NullConnector()
     owners = [("", ""), ("a", ""), ("", "a"), ("a", "b"), ("ab", "")]
-    roots = [connector.lineage_root(*owner) for owner in owners]
-    assert len({*roots, *(other.lineage_root(*owner) for owner in owners)}) == 2 * len(owners)
-    assert roots == [connector.lineage_root(*owner) for owner in owners]
+    roots = [root_of(connector, *owner) for owner in owners]
+    assert len({*roots, *(root_of(other, *owner) for owner in owners)}) == 2 * len(owners)
+    assert roots == [root_of(connector, *owner) for owner in owners]
     assert {len(root) for root in roots} == {BLOCK_ID_BYTES}
 
 

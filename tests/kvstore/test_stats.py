@@ -1,5 +1,6 @@
 """Counters of a store: the histogram, and that each thing that happens is counted where it happens."""
 
+from kvstore.engine.client.messages import Forget
 from kvstore.stats import Counts, Histogram, StoreStats
 from tests.support.engines import ask, counters, evict_cpu, open_engine, settle, tokens
 from tests.support.waiting import TIMEOUT_S
@@ -47,7 +48,7 @@ def test_loads_take_time_and_removals_are_no_evictions(model, tmp_path):
         before = engine.stats()
         blocks = [record for record in engine.connector.parts.cpu.pool.cached_blocks() if record is not None]
         ids = [engine.connector.parts.cpu.record(arena_block).block_id for arena_block in blocks]
-        assert engine.core.forget(ids, TIMEOUT_S)
+        assert engine.core.call(Forget(ids, TIMEOUT_S))
         settle(engine)
         after = engine.stats()
     for tier in ("hbm", "cpu"):

@@ -7,7 +7,7 @@ import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
-from kvstore.engine.remote_engine import RemoteEngine
+from kvstore import Engine
 from kvstore.service.app import ROUTES
 from tests.support.service.serving import ADMIN, ADMIN_KEY, KEY, Reply, Serving, serving
 from tests.support.service.talking import SHORT, Stream
@@ -53,7 +53,7 @@ def test_every_route_answers_within_its_deadline_and_all_is_well_once_the_engine
 
     def opened():
         tiers = {"hbm": "2MiB", "cpu": "2MiB", "disk": "32MiB", "path": tmp_path / "store"}
-        return RemoteEngine(model, tiers, device="cpu", silence_s=600.0)
+        return Engine(model, tiers, device="cpu", silence_s=600.0, process="own")
 
     with serving(engine_factory=opened, request_timeout_s=REQUEST_S, api_key=KEY, admin_key=ADMIN_KEY) as server:
         known, deleted = (chat_once(server, "Hello")["session_id"] for _ in range(2))

@@ -60,7 +60,8 @@ class FakeEngine:
     facts = SimpleNamespace(model_name="fake", max_model_len=64, block_size=16)
     tokenizer, has_work, closed = None, False, False
 
-    chats, answers = SimpleNamespace(core=None, language=Language(None, None, "")), None
+    core, state, silent_s = SimpleNamespace(read_here=lambda: False), "running", 0.0
+    chats, answers = SimpleNamespace(client=None, language=Language(None, None, "")), None
 
     def __init__(self) -> None:
         self.is_closed = False

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvstore.engine.remote_engine import RemoteEngine
+from kvstore import Engine
 from tests.support.service.serving import ADMIN, ADMIN_KEY, Reply, Serving, raw_request, read_to_end
 from tests.support.service.talking import Stream, tenants
 from tests.support.waiting import TIMEOUT_S
@@ -260,7 +260,7 @@ def test_nothing_is_left_of_mixed_traffic(tmp_path, request, kind):
         pytest.skip("needs --long")
     seconds, store = LONG_SECONDS if is_long else SECONDS, tmp_path / "store"
     engine = {"cache_tiers": {**TIERS, "path": store}, "max_num_seqs": 8}
-    factory = (lambda: RemoteEngine(device="cpu", **engine)) if is_remote else None
+    factory = (lambda: Engine(device="cpu", process="own", **engine)) if is_remote else None
     limits = {"max_queue": 24, "write_timeout_s": 0.3, "admin_key": ADMIN_KEY}
     with tenants(tmp_path, engine=engine, engine_factory=factory, **limits) as servers:
         clients = [Client(servers[number % 2], number) for number in range(NUM_CLIENTS)]

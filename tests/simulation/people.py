@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvstore.blocks.ids import BlockId, Lineage
+from kvstore.blocks.ids import BlockId, Lineage, lineage_root
 from kvstore.blocks.records import Evict
 from kvstore.engine.core.request import Request
 from kvstore.engine.sampling_params import SamplingParams
@@ -139,7 +139,9 @@ class People:
     def _submit(self, talk: Talk, num_output: int, n: int) -> None:
         sim = self.sim
         self._num_requests += 1
-        lineage = talk.lineage or Lineage(sim.connector.lineage_root(talk.tenant, ""))
+        lineage = talk.lineage or Lineage(
+            lineage_root(sim.connector.root_secret, sim.connector.fingerprint.hex(), talk.tenant)
+        )
         stops = (1, 2, 3) if sim.config.runs_ahead else ()
         params = SamplingParams(n=n, max_tokens=num_output, temperature=0, stop_token_ids=stops)
         first = Request(

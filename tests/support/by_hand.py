@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+from kvstore.engine.client.requests import Bell
 from kvstore.engine.core.step_loop import StepLoop
-from kvstore.engine.sessions.core import Bell
 from tests.support.faults import before_each_step
 
 STEP_S = 0.05
@@ -28,29 +28,38 @@ Bell.wait = _wait_or_step
 
 def by_hand(engine):
     """From now on, and until it is closed, this engine is used by the calling thread only, and steps with `step()`."""
-    loop, me = engine.loop, threading.get_ident()
-    put, close, submit_all = loop.inbox.put, loop.inbox.close, engine.core.submit_all
-    let_go = _hold(loop)
+    loop, client, me = engine.loop, engine.client, threading.get_ident()
+    put, close, submit, receive = loop.inbox.put, loop.inbox.close, client.submit, client.receive
+    let_go, is_taking = _hold(loop), threading.Event()
 
     def put_and_answer(*args, **kwargs):
         assert threading.get_ident() == me, "another thread uses an engine that is stepped by hand"
         future = put(*args, **kwargs)
         loop.inbox.answer()
+        if not is_taking.is_set():  # else what takes the news now has ended a request, which the next step tells
+            loop.deliver()
         return future
 
-    def submit_all_with_loop(*args, **kwargs):
-        handles = submit_all(*args, **kwargs)
+    def submit_with_loop(*args, **kwargs):
+        handles = submit(*args, **kwargs)
         for handle in handles:
             if isinstance(handle.listener, Bell):
                 handle.listener.loop = loop
         return handles
 
+    def receive_alone():
+        is_taking.set()
+        try:
+            receive()
+        finally:
+            is_taking.clear()
+
     def close_and_let_go():
         let_go.set()
         close()
 
-    loop.inbox.put, loop.inbox.close = put_and_answer, close_and_let_go
-    engine.core.submit_all, engine.step = submit_all_with_loop, loop.round
+    loop.inbox.put, loop.inbox.close, loop.on_news = put_and_answer, close_and_let_go, receive_alone
+    client.submit, engine.step = submit_with_loop, loop.round
     return engine
 
 
@@ -82,14 +91,14 @@ def crawling(engine) -> Iterator[None]:
 @contextmanager
 def ending_at_once(engine):
     """In here what is queued is aborted before its first step."""
-    submit_all = engine.core.submit_all
+    submit = engine.client.submit
 
     def submit_and_abort(*args, **kwargs):
         with held(engine):
-            handles = submit_all(*args, **kwargs)
+            handles = submit(*args, **kwargs)
             for handle in handles:
-                engine.loop.inbox.put(engine.loop.abort, handle)
+                engine.core.end(handle.request_id)
         return handles
 
-    with mock.patch.object(engine.core, "submit_all", submit_and_abort):
+    with mock.patch.object(engine.client, "submit", submit_and_abort):
         yield

@@ -30,8 +30,8 @@ def fill(chat: ChatSession) -> None:
     """Turns until LONG does not fit any more."""
     chat.truncation = "disabled"
     while True:
-        asked = (chat.means.core, chat.means.template, LONG, PARAMS, "", "disabled", "reencode")
-        if len(chat.window.next_turn(*asked).prompt) + PARAMS.max_tokens > chat.means.core.facts.max_request_tokens:
+        asked = (chat.means.client, chat.means.template, LONG, PARAMS, "", "disabled", "reencode")
+        if len(chat.window.next_turn(*asked).prompt) + PARAMS.max_tokens > chat.means.client.facts.max_request_tokens:
             break
         chat.send(f"This is message number {chat.num_turns} of a talk.", PARAMS)
     chat.truncation = "auto"

@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 from msgspec import UNSET
 
-from kvstore.engine.front import Front
+from kvstore.engine.engine import Engine
 from kvstore.engine.outputs import Piece
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.text.chat_template import Message
@@ -184,7 +184,7 @@ def _params(context: Context, body: schema.ResponseBody) -> SamplingParams:
     return params
 
 
-def _before(engine: Front, tenant: str, place: tuple[str, int], name: str) -> Before:
+def _before(engine: Engine, tenant: str, place: tuple[str, int], name: str) -> Before:
     key = SessionKey(tenant, place[0])
     engine.admin.expire(key)
     state = engine.sessions.load(key, place[1])
@@ -239,7 +239,7 @@ async def show(request: web.Request) -> web.Response:
     return json_response(_stored(head, record))
 
 
-def _read(engine: Front, key: SessionKey, number: int, name: str) -> tuple[SessionHead, TurnRecord]:
+def _read(engine: Engine, key: SessionKey, number: int, name: str) -> tuple[SessionHead, TurnRecord]:
     try:
         head = turns.find_session(engine, key)
     except SessionNotFoundError:

@@ -15,7 +15,7 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from kvstore.engine.async_engine import LONG_TEXT_CHARS
-from kvstore.engine.front import Front
+from kvstore.engine.engine import Engine
 from kvstore.engine.outputs import CachedTokensDetails, Piece, RequestOutput, Timings, Usage
 from kvstore.engine.sampling_params import SamplingParams
 from kvstore.engine.sessions.chat import ChatSession
@@ -198,7 +198,7 @@ def _settled(
     return result_of(wanted.session_id, record)
 
 
-def _open_chat(engine: Front, wanted: TurnRequest) -> ChatSession:
+def _open_chat(engine: Engine, wanted: TurnRequest) -> ChatSession:
     key = wanted.key
     if wanted.is_new:
         if wanted.request_key is not None and engine.sessions.exists(key):
@@ -230,7 +230,7 @@ def _open_chat(engine: Front, wanted: TurnRequest) -> ChatSession:
 
 
 # -- sessions --------------------------------------------------------------------------------------------------------
-def find_session(engine: Front, key: SessionKey) -> SessionHead:
+def find_session(engine: Engine, key: SessionKey) -> SessionHead:
     """Raises SessionNotFoundError, also for another tenant's session, which has another key."""
     head = engine.sessions.head(key)
     if head is not None and head.expires_s is not None and head.expires_s <= time.time():
@@ -254,7 +254,7 @@ def unknown_session(session_id: str) -> SessionNotFoundError:
     return SessionNotFoundError(f"there is no session {session_id!r}", param="session_id")
 
 
-def fork(engine: Front, source: SessionKey, turn: int | None, new_key: SessionKey) -> SessionHead:
+def fork(engine: Engine, source: SessionKey, turn: int | None, new_key: SessionKey) -> SessionHead:
     """Raises SessionNotFoundError, and ApiError 400 for a turn that the session does not have."""
     head = find_session(engine, source)
     if head.num_turns == 0 or (turn is not None and not 1 <= turn <= head.num_turns):

@@ -67,7 +67,7 @@ def talk(engine, seed: int, aborts: bool, num_rounds: int = 6) -> tuple[list, se
             for handle, longest, index in asked:
                 choice = handle.output.choices[index]
                 if longest is not None and len(choice.token_ids) >= longest and choice.finish_reason is None:
-                    engine.loop.call(engine.loop.abort, handle, index)
+                    engine.core.end(handle.request_id, index)
         for handle, _, _ in asked:
             assert handle.done
             choices = [

@@ -18,7 +18,7 @@ from kvstore.config import MAX_SAVE_BYTES
 from kvstore.engine.model.memory import CUDA_FRACTION
 from kvstore.engine.model.step import runner, warm_up
 from kvstore.engine.model.step.launched import StepClock
-from kvstore.engine.process.life import spawned
+from kvstore.engine.process.spawn import spawned
 from kvstore.engine.ranks import process
 from kvstore.engine.ranks.wire import decode_start_here
 from kvstore.errors import ConfigError, EngineDiedError

@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 
-from kvstore.blocks.ids import Lineage
+from kvstore.blocks.ids import Lineage, lineage_root
 from kvstore.blocks.pool import BlockPool
 from kvstore.blocks.records import TransferPlan, Transferred
 from kvstore.config import CacheTiers
@@ -235,7 +235,9 @@ class Engine:
         limits = SchedulerConfig(WINDOW, BLOCK_SIZE, NUM_SEQS, BUDGET)
         self.scheduler = Scheduler(limits, KVCacheManager(pool, BLOCK_SIZE), self.connector)
         self.model = KnownModel(streams, device, self.connector, heads)
-        self.people = People(self.rng, Lineage(self.connector.lineage_root("", "")), runs_ahead)
+        self.people = People(
+            self.rng, Lineage(lineage_root(self.connector.root_secret, self.connector.fingerprint.hex())), runs_ahead
+        )
         self.steps = Steps(self.scheduler, self, runs_ahead)
         self.times = StepTimes()
         self.num_ahead = 0

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvstore import Engine, SamplingParams
+from kvstore.engine.client.messages import Hello, decode_announcement, encode
 from kvstore.engine.model.loading import load
-from kvstore.engine.process.wire import Hello, decode_announcement, encode
-from kvstore.engine.remote_engine import RemoteEngine
 from kvstore.service.command.terminal import run_chat
 from kvstore.service.settings.chat_options import ChatOptions
 from tests.support.engines import save_model
@@ -69,11 +68,10 @@ def kinds(defaults):
     return {name: (type(value), value) for name, value in defaults.items()}
 
 
-@pytest.mark.parametrize("engine_process", [False, True])
-def test_every_route_answers_with_every_familys_defaults(model, engine_process):
+@pytest.mark.parametrize("process", ["here", "own"])
+def test_every_route_answers_with_every_familys_defaults(model, process):
     ship(model, "Qwen2.5")
-    kind = RemoteEngine if engine_process else Engine
-    with serving(engine_factory=lambda: kind(model, {"hbm": "4MiB"}, device="cpu")) as server:
+    with serving(engine_factory=lambda: Engine(model, {"hbm": "4MiB"}, device="cpu", process=process)) as server:
         assert kinds(server.engine.facts.sampling_defaults) == kinds(EXPECTED["Qwen2.5"])  # as they really came
         for family in SHIPPED:
             become(server, ship(model, family))

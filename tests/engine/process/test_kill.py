@@ -17,7 +17,6 @@ from kvstore.admin.control import ask
 from kvstore.disk import directory as directory_module
 from kvstore.disk.directory import StoreDirectory, read_lock_info
 from kvstore.engine.lifetime import open_waiting_for_lock
-from kvstore.engine.remote_engine import RemoteEngine
 from kvstore.errors import EngineDiedError, StoreError, StoreLockedError
 from kvstore.sessions.record import SessionKey
 from tests.support.waiting import wait_in_loop, wait_until
@@ -40,7 +39,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-async def killed_in_the_middle(engine: RemoteEngine, front: AsyncEngine) -> list[object]:
+async def killed_in_the_middle(engine: Engine, front: AsyncEngine) -> list[object]:
     """Streams and a turn run when the process is killed: what each of them got."""
     chat = engine.chat("talk")
     answer = await front.start_turn(chat, [{"role": "user", "content": "and then?"}], LONG)
@@ -59,7 +58,7 @@ async def killed_in_the_middle(engine: RemoteEngine, front: AsyncEngine) -> list
     await first.wait()
     os.kill(engine.pid, signal.SIGSTOP)
     tasks.append(asyncio.create_task(front.call(engine.flush)))  # a call on its way, as a commit could be
-    await wait_in_loop(lambda: engine.link._life._calls)
+    await wait_in_loop(lambda: engine.core._life._calls)
     os.kill(engine.pid, signal.SIGKILL)
     return await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -68,7 +67,7 @@ async def killed_in_the_middle(engine: RemoteEngine, front: AsyncEngine) -> list
 class Shared:
     """An engine, and where its model's weights and its store are."""
 
-    engine: RemoteEngine
+    engine: Engine
     weights: Path
     store: Path
 
@@ -85,7 +84,7 @@ def shared(model, tmp_path_factory):
     closing = threading.Timer(0.1, holder.close)
     closing.start()
     try:
-        with RemoteEngine(own, tiers(store), device="cpu") as engine:
+        with Engine(own, tiers(store), device="cpu", process="own") as engine:
             yield Shared(engine, own / "model.safetensors", store)
     finally:
         closing.join()
@@ -115,7 +114,7 @@ def test_a_process_that_cannot_be_understood_is_ended_and_started_again(shared, 
         raise ValueError("no such message")
 
     engine, ended = shared.engine, shared.engine.pid
-    monkeypatch.setattr("kvstore.engine.process.wire.decode_outbound", fails)
+    monkeypatch.setattr("kvstore.engine.client.messages.decode_outbound", fails)
     handle = engine.submit(PROMPT, TEN)
     with pytest.raises(EngineDiedError):
         list(engine.stream(handle))
@@ -158,7 +157,7 @@ def test_nobody_gets_the_store_while_a_process_outlives_its_front(shared):
 
 def test_a_killed_process_is_started_again_as_often_as_it_may(model, tmp_path, caplog):
     async def scenario():
-        engine = RemoteEngine(model, tiers(tmp_path / "store"), device="cpu", max_restarts=2)
+        engine = Engine(model, tiers(tmp_path / "store"), device="cpu", max_restarts=2, process="own")
         front = AsyncEngine(engine)
         old = engine.chat("talk")
         outs = [old.send(f"message {number}", TEN) for number in range(3)]
@@ -182,12 +181,12 @@ def test_a_killed_process_is_started_again_as_often_as_it_may(model, tmp_path, c
         assert len((await front.generate(PROMPT, TEN)).token_ids) == 10
 
         os.kill(engine.pid, signal.SIGKILL)
-        await front.call(wait_until, lambda: engine.link.restarts.num_restarts == 2, "the second restart")
+        await front.call(wait_until, lambda: engine.core.life == 2, "the second restart")
         await front.call(wait_until, lambda: engine.state == "running", "its end")
         errors = await killed_in_the_middle(engine, front)
         assert [type(error) for error in errors] == [EngineDiedError] * 10
         assert engine.state == "failed" and engine.closed and engine.pid is None
-        for wanted in (engine.stats, engine.flush, lambda: engine.chat("talk"), lambda: engine.root("other")):
+        for wanted in (engine.stats, engine.flush, lambda: engine.chat("talk")):
             with pytest.raises(EngineDiedError, match="stays down"):
                 wanted()
         await front.close()
@@ -204,8 +203,8 @@ def test_a_killed_process_is_started_again_as_often_as_it_may(model, tmp_path, c
 
 def test_who_streams_in_the_loop_hears_of_the_end_and_of_the_next_process(model, tmp_path):
     async def scenario():
-        engine = RemoteEngine(model, tiers(tmp_path / "store"), device="cpu")
-        front = AsyncEngine(engine, engine.link)
+        engine = Engine(model, tiers(tmp_path / "store"), device="cpu", process="own")
+        front = AsyncEngine(engine, reads=True)
         answers = [await front.start(PROMPT[:n], LONG) for n in range(5, 9)]
         for answer in answers:
             await anext(answer)
@@ -250,7 +249,7 @@ def test_a_killed_parent_takes_the_process_with_it(model, tmp_path):
 
 def test_files_that_are_removed_under_a_front_are_told(model, tmp_path, caplog):
     path = tmp_path / "store"
-    with RemoteEngine(model, tiers(path), device="cpu") as engine:
+    with Engine(model, tiers(path), device="cpu", process="own") as engine:
         engine.chat("lost").send("Hello", TEN)
         (path / "sessions" / "data.mdb").unlink()
         wait_until(lambda: "sessions/data.mdb was removed" in caplog.text, "the loss to be told")

@@ -9,11 +9,9 @@ from functools import partial
 
 import pytest
 
-from kvstore import SamplingParams
-from kvstore.engine import engine as engine_module
-from kvstore.engine.local_core import SILENCE_S
+from kvstore import Engine, SamplingParams
+from kvstore.engine.client import opening
 from kvstore.engine.ranks.line import RankLine
-from kvstore.engine.remote_engine import RemoteEngine
 from kvstore.errors import EngineDiedError
 from tests.support.by_hand import held
 from tests.support.engines import ask, cached, greedy, open_engine, settle, tokens
@@ -86,7 +84,7 @@ def test_the_first_error_names_the_rank_that_was_lost_and_none_that_ended_with_i
 @pytest.mark.parametrize("size", SIZES)
 def test_ranks_that_wait_for_what_never_comes_show_where_and_end(model, size, capfd):
     """A message of a step is lost on its way, so nobody goes on, and each process is alive."""
-    with constants(engine_module, SLOW_FACTOR=5.0 / SILENCE_S), open_engine(model, **SIZES[size]) as engine:
+    with constants(opening, SLOW_FACTOR=0.5), open_engine(model, silence_s=10.0, **SIZES[size]) as engine:
         ask(engine, PROMPTS[0])
         with (
             constants(RankLine, send=lambda line, message: None),
@@ -104,7 +102,7 @@ def test_all_ranks_are_started_again(model, size, request):
     is_long = request.config.getoption("--long")
     if size != "pipeline" and not is_long:
         pytest.skip("needs --long")
-    with RemoteEngine(model, {"hbm": "2MiB"}, device="cpu", silence_s=PATIENCE_S, **SIZES[size]) as engine:
+    with Engine(model, {"hbm": "2MiB"}, device="cpu", process="own", silence_s=PATIENCE_S, **SIZES[size]) as engine:
         expected = engine.generate([PROMPTS[1]], greedy(8))[0].token_ids
         for rank, sign in ALL_ENDS if is_long else ENDS:
             before = engine.pid, rank_of(engine.pid)

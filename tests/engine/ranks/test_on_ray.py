@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from kvstore.engine.remote_engine import RemoteEngine
+from kvstore import Engine
 from kvstore.errors import ConfigError
 from tests.support.engines import cached, counters, greedy, open_engine, settle, tokens
 from tests.support.ranks import SIZES, end_while_it_answers, is_gone
@@ -82,7 +82,9 @@ def test_a_rank_that_ends_or_hangs_is_started_again(model, ray_here, size, sign,
     """And one that Ray has started is gone when its engine is, killed or closed."""
     if (size, sign) not in SHORT and not request.config.getoption("--long"):
         pytest.skip("needs --long")
-    with RemoteEngine(model, {"hbm": "2MiB"}, device="cpu", silence_s=SILENCE_S, **ON_RAY, **SIZES[size]) as engine:
+    with Engine(
+        model, {"hbm": "2MiB"}, device="cpu", silence_s=SILENCE_S, **ON_RAY, **SIZES[size], process="own"
+    ) as engine:
         expected = engine.generate([PROMPTS[1]], greedy(8))[0].token_ids
         for victim in ("rank", "first"):
             first, (rank,) = engine.pid, ranks(ray_here)

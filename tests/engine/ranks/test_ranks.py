@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import CacheTiers, Engine, SamplingParams
-from kvstore.engine.process.life import spawned
+from kvstore.engine.process.spawn import spawned
 from kvstore.engine.ranks import process
 from kvstore.engine.ranks.launch import started_here
 from kvstore.engine.ranks.ranks import Ranks

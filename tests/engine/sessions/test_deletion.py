@@ -8,6 +8,7 @@ from kvstore import Engine, SamplingParams
 from kvstore.admin.offline import OfflineStore
 from kvstore.blocks.ids import token_bytes
 from kvstore.engine import admin
+from kvstore.engine.client.messages import Forget
 from kvstore.engine.sessions.recall import Recall
 from kvstore.engine.sessions.recall_ids import Keys
 from kvstore.errors import RequestError, StoreError
@@ -163,7 +164,7 @@ def test_a_deletion_during_a_turn_takes_that_turn_too(engine, num_turns, truncat
     with pytest.raises(StoreError, match="deleted"):
         list(stream)
     head = len(engine.chats.language.template.head_ids(chat.window.system)) // 16
-    engine.core.forget(head_chain(engine, chat)[:head], 2.0)
+    engine.core.call(Forget(head_chain(engine, chat)[:head], 2.0))
     assert nothing_is_left(engine)
     with pytest.raises(RequestError, match="deleted"):
         chat.send("Hi")
@@ -192,7 +193,7 @@ def test_hbm_blocks_that_were_held_when_forgotten_are_erased_when_released(engin
         engine.step()
     (request,) = engine.loop.scheduler.roster.requests.values()
     blocks = list(request.block_numbers)
-    engine.core.forget(request.chain[:1], 2.0)
+    engine.core.call(Forget(request.chain[:1], 2.0))
     assert engine.loop.pool.lookup(request.chain[0]) is None and engine.loop.erasure.pending
     while not handle.done:
         engine.step()

@@ -1,10 +1,12 @@
 """A session in the store as one server knows it, beside another server that uses the same store."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 
 from kvstore.blocks.ids import Lineage
+from kvstore.engine.client.messages import Pin
 from kvstore.engine.sessions.stored import StoredSession, lineage_of, window_of
 from kvstore.errors import (
     EngineOverloadedError,
@@ -26,16 +28,16 @@ class CoreOfNothing:
     """Knows a model's name and a root, and what it was told about expiry."""
 
     def __init__(self, fingerprint=FINGERPRINT):
-        self.facts = SimpleNamespace(fingerprint=fingerprint, model_name="a model")
+        self.facts = SimpleNamespace(
+            fingerprint=fingerprint, model_name="a model", root=lambda tenant: tenant.encode().ljust(32)
+        )
         self.told, self.is_overloaded = [], False
 
-    def root(self, tenant):
-        return tenant.encode().ljust(32)
-
-    def expire(self, chain, at_s):
+    def call(self, verb):
         if self.is_overloaded:
             raise EngineOverloadedError("full")
-        self.told.append((chain, at_s))
+        assert isinstance(verb, Pin) and verb.seconds is None
+        self.told.append((verb.chain, verb.expires_s))
 
 
 @pytest.fixture
@@ -134,7 +136,7 @@ def test_the_core_is_told_when_a_session_expires(one, sessions, core):
     one.set_ttl(50, [])
     assert len(core.told) == 1, "it knows that"
     one.set_ttl(None, [])
-    assert core.told[1:] == [([], None)]
+    assert core.told[1:] == [([], math.inf)]
 
 
 def test_a_core_that_takes_nothing_now_is_told_after_the_next_turn(one, sessions, core):
@@ -185,7 +187,7 @@ def test_the_window_of_a_stored_session_is_of_its_model_alone(one, sessions, cor
     commit(one, 1, messages=[system, *first.messages])
     commit(one, 2, 3, 4)
     commit(one, 5, first_reencoded=1, splice_parent=b"p" * 32, splice_end=2, turn_starts=[2, 5])
-    state, root = sessions.load(KEY), core.root("tenant")
+    state, root = sessions.load(KEY), core.facts.root("tenant")
     lineage = Lineage(root, 1, b"p" * 32, 2)
     assert lineage_of(state, root) == lineage
     window = window_of(state, core)

@@ -43,7 +43,7 @@ def hit_on_disk(engine, tenant: str, seed: int) -> int:
 def is_closed(engine, *tenants: str) -> bool:
     with engine.connector.parts.lock:
         engine.connector.parts.store.disk.contents.index.check_integrity()
-    return bool(check_closed(engine, {engine.connector.lineage_root(tenant, "") for tenant in tenants}))
+    return bool(check_closed(engine, {engine.facts.root(tenant, "") for tenant in tenants}))
 
 
 def test_a_tenant_over_its_limit_has_its_writes_refused_and_nobody_else(model, tmp_path):

@@ -126,7 +126,7 @@ class Serving:
         limits = self.context.limits
         self.wait_until(lambda: (limits.num_open, limits.num_admitted, limits.counts()) == (0, 0, {}), "idle")
         self.wait_until(lambda: not self.engine.has_work, "the engine is idle")
-        if hasattr(self.engine, "check_integrity"):  # not one in a process of its own
+        if hasattr(self.engine.core, "loop"):  # not one in a process of its own
             self.engine.check_integrity()
 
 

@@ -10,8 +10,8 @@ import torch
 
 from kvstore import Engine
 from kvstore.connector import NullConnector
+from kvstore.engine.client.local import open_store
 from kvstore.engine.config import EngineConfig, SchedulerConfig
-from kvstore.engine.local_core import open_store
 from kvstore.engine.model.probe import intercept
 from kvstore.engine.model.step.graphs import (
     MAX_SIZE,
@@ -44,9 +44,9 @@ def open_with(model, monkeypatch):
             return ModelRunner(model, config, num_blocks, connector, capturer)
 
         with monkeypatch.context() as patch:
-            patch.setattr("kvstore.engine.local_core.ModelRunner", runner)
+            patch.setattr("kvstore.engine.client.local.ModelRunner", runner)
             if late is not None:
-                patch.setattr("kvstore.engine.local_core.open_store", lambda *arguments: late(open_store(*arguments)))
+                patch.setattr("kvstore.engine.client.local.open_store", lambda *arguments: late(open_store(*arguments)))
             engine = by_hand(open_engine(model, path, **options))
         assert capturer is None or engine.loop.runner.graphs is not None
         if capturer is not None:

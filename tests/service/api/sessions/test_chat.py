@@ -253,7 +253,7 @@ def test_stop_keeps_what_was_said(server):
 def test_a_stop_that_comes_before_the_turn_has_begun_counts(server):
     key = SessionKey("alice", chat(server, "Hello")["session_id"])
     claims, may = server.context.claims, threading.Event()
-    with ThreadPoolExecutor(1) as pool, before_each(server.engine.core, "submit_all", lambda: may.wait(TIMEOUT_S)):
+    with ThreadPoolExecutor(1) as pool, before_each(server.engine.client, "submit", lambda: may.wait(TIMEOUT_S)):
         answer = pool.submit(server.post, "/chat", {"session_id": key.session_id, "message": "Count.", **LONG})
         server.wait_until(lambda: claims.on(key) is not None, "it has its session")
         assert claims.on(key).turn is None

@@ -5,32 +5,44 @@ Any thread may call it, and then waits for `kvstore.engine.core.step_loop`. Only
 
 from __future__ import annotations
 
-import itertools
-import math
 import random
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
 from kvstore.blocks.holdings import Place
-from kvstore.blocks.ids import BlockId, Lineage
+from kvstore.blocks.ids import BlockId
 from kvstore.blocks.pool import BlockPool
 from kvstore.blocks.records import Evict, Evicted
 from kvstore.connector import KVConnector, open_connector
 from kvstore.disk.directory import StoreDirectory
 from kvstore.disk.weights import weights_digest
+from kvstore.engine.client.core import State
+from kvstore.engine.client.messages import (
+    Call,
+    CompactBlocks,
+    EvictBlocks,
+    Facts,
+    Flush,
+    Forget,
+    Pin,
+    Prefetch,
+    ReadStats,
+    Splice,
+    Submit,
+    VerifyBlocks,
+)
 from kvstore.engine.config import EngineConfig, default_topic
 from kvstore.engine.core.kv_cache_manager import KVCacheManager
-from kvstore.engine.core.output_processor import Handle, Listener, OutputProcessor, new_handle
+from kvstore.engine.core.news import Update
 from kvstore.engine.core.request import Request
 from kvstore.engine.core.scheduler import Scheduler
 from kvstore.engine.core.step_loop import StepLoop
-from kvstore.engine.lifetime import Closing
 from kvstore.engine.local_model import open_model, open_ranks
 from kvstore.engine.model.fingerprint import fingerprint
 from kvstore.engine.model.interception import PositionFreeModel
@@ -41,15 +53,11 @@ from kvstore.engine.model.step.waiting import WAITING
 from kvstore.engine.process.pulse import Heart
 from kvstore.engine.progress import KERNELS, begin
 from kvstore.engine.ranks.ranks import Ranks, end_hung
-from kvstore.engine.sampling_params import SamplingParams
-from kvstore.engine.sessions.core import Bell, Facts, checked_request
-from kvstore.engine.text.detokenizer import ChoiceText
-from kvstore.engine.text.prompts import check_owner
 from kvstore.errors import ConfigError, EngineClosedError
 from kvstore.kernels.cpu.threads import let_helpers_go
 from kvstore.memory.ranked import OtherRanks
 
-SILENCE_S = 30.0
+R = TypeVar("R")
 
 if TYPE_CHECKING:
     from kvstore.remote.kv_events import KVEvents
@@ -61,18 +69,15 @@ class LocalCore:
     directory: a share of the store for the tiers. It is closed with the core, also if opening the core fails.
     """
 
-    life = 0
+    life, pid, silent_s = 0, None, 0.0
 
-    def __init__(
-        self, config: EngineConfig, directory: StoreDirectory | None, heart: Heart, silence_s: float = SILENCE_S
-    ) -> None:
+    def __init__(self, config: EngineConfig, directory: StoreDirectory | None, heart: Heart, silence_s: float) -> None:
         """heart: of this process; the other ranks end when it stops. silence_s: another rank is killed after so long
         without a sign of life.
         """
         self._config = config
         self._ranks: Ranks | None = None
         self._random = random.Random(config.seed)
-        self._counter = itertools.count()
         with ExitStack() as opened:
             with WAITING.allowed():
                 self._build(config, directory, opened, heart, silence_s)
@@ -80,7 +85,7 @@ class LocalCore:
             let_helpers_go()  # from now on, the loop's thread computes
             self.loop.start()
             self.loop.watch = heart
-            self._closing = Closing(opened.pop_all())
+            self._opened = opened.pop_all()
 
     def _build(
         self, config: EngineConfig, directory: StoreDirectory | None, opened: ExitStack, heart: Heart, silence_s: float
@@ -111,26 +116,32 @@ class LocalCore:
         pool = BlockPool(num_blocks, self.connector.hbm_order, on_gone)
         capturer = CudaCapturer(loaded.device) if found.has_graphs else None
         runner = ModelRunner(model, limits, num_blocks, self.connector, capturer, self._ranks)
-        backend = None if loaded.tokenizer is None else loaded.tokenizer.backend_tokenizer
         self.loop = StepLoop(
             Scheduler(limits, KVCacheManager(pool, limits.block_size, holdings), self.connector),
             runner,
-            OutputProcessor(partial(ChoiceText, tokenizer=backend)),
             runs_ahead=loaded.device.type == "cuda" and self._ranks is None,  # other ranks do not know what was sampled
         )
         self.facts = Facts(
             loaded.name, loaded.max_model_len, min(loaded.max_model_len, num_blocks * config.block_size),
             config.block_size, config.block_size * model.spec.kv_bytes_per_token, model.spec.vocab_size,
-            self.connector.fingerprint, loaded.sampling_defaults,
+            self.connector.fingerprint, self.connector.root_secret, loaded.sampling_defaults,
         )  # fmt: skip
         if self._events is not None and holdings is not None:
             self._events.start(holdings)
 
     def close(self) -> None:
-        """Let a running step end, refuse further ones, and drain the store. Does nothing in a forked child."""
-        self._closing.close()
-        if self._closing.closed:
-            self.loop.runner.close()
+        """Let a running step end, refuse further ones, and drain the store."""
+        self._opened.close()
+        self.loop.runner.close()
+        self.loop.on_news = lambda: None  # else only the collector would free this and its model
+
+    @property
+    def on_news(self) -> Callable[[], None]:
+        return self.loop.on_news
+
+    @on_news.setter
+    def on_news(self, function: Callable[[], None]) -> None:
+        self.loop.on_news = function
 
     @property
     def loss(self) -> str | None:
@@ -138,12 +149,14 @@ class LocalCore:
         return None if self._ranks is None else self._ranks.loss
 
     @property
-    def closed(self) -> bool:
-        return self.loop.inbox.closed or self.loss is not None
+    def state(self) -> State:
+        if self.loop.inbox.closed:
+            return "closed"
+        return "running" if self.loss is None else "failed"
 
     @property
-    def has_work(self) -> bool:
-        return self.loop.has_work
+    def is_reader(self) -> bool:
+        return self.loop.is_here
 
     def check_open(self) -> None:
         if self.loop.inbox.closed:
@@ -152,102 +165,88 @@ class LocalCore:
             self._ranks.check()
 
     # -- requests ----------------------------------------------------------------------------------------------------
-    def submit_all(
-        self,
-        prompts: Sequence[tuple[list[int], SamplingParams]],
-        tenant: str = "",
-        cache_salt: str = "",
-        priority: int = 0,
-        spliced: tuple[Sequence[BlockId], Lineage] | None = None,
-        listener: Listener | None = None,
-        turn_starts: Sequence[int] = (),
-    ) -> list[Handle]:
+    def submit(self, prompts: Sequence[Submit]) -> None:
         self.check_open()
-        check_owner(tenant, cache_salt, priority)
-        chain, lineage = spliced or ((), Lineage(self.connector.lineage_root(tenant, cache_salt)))
-        added: list[tuple[Handle, list[Request]]] = []
-        longest = [checked_request(token_ids, params, self.facts) for token_ids, params in prompts]
-        for (token_ids, params), most in zip(prompts, longest, strict=True):
-            first = Request(
-                request_id=f"request-{next(self._counter)}",
-                prompt_token_ids=token_ids,
-                params=params,
-                max_output_tokens=most,
-                lineage=lineage,
-                block_size=self._config.block_size,
-                seed=self._random.getrandbits(63) if params.seed is None else params.seed,
-                eos_token_ids=self._eos_token_ids,
-                call_token_ids=self._call_token_ids,
-                priority=priority,
-                arrival_s=time.monotonic(),
-                tenant=tenant,
-                chain=list(chain),
-                turn_starts=turn_starts,
-            )
-            first.children = [first.sibling(index) for index in range(1, params.n)]
-            handle = new_handle(first.request_id, token_ids, params, most, listener or Bell())
-            added.append((handle, [first, *first.children]))
-        self.loop.inbox.put(self.loop.add, added)
-        return [handle for handle, _ in added]
+        self.loop.inbox.put(self.loop.add, [self._request(prompt) for prompt in prompts])
 
-    def abort(self, handle: Handle) -> None:
-        if handle.done:
-            return
-        with suppress(EngineClosedError):  # closing ends the request anyway
-            ended = self.loop.inbox.put(self.loop.abort, handle)
-            if not self.loop.is_here:  # the collector may close a stream in any thread
-                ended.result()
+    def _request(self, prompt: Submit) -> Request:
+        params = prompt.params
+        first = Request(
+            request_id=prompt.request_id,
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            max_output_tokens=prompt.max_tokens,
+            lineage=prompt.lineage,
+            block_size=self._config.block_size,
+            seed=self._random.getrandbits(63) if params.seed is None else params.seed,
+            eos_token_ids=self._eos_token_ids,
+            call_token_ids=self._call_token_ids,
+            priority=prompt.priority,
+            arrival_s=time.monotonic(),
+            tenant=prompt.tenant,
+            chain=list(prompt.chain),
+            turn_starts=prompt.turn_starts,
+        )
+        first.children = [first.sibling(index) for index in range(1, params.n)]
+        return first
 
-    # -- the KV of conversations -------------------------------------------------------------------------------------
-    def root(self, tenant: str) -> BlockId:
-        return self.connector.lineage_root(tenant, "")
+    def end(self, request_id: str, index: int | None = None, stop_string: str | None = None) -> None:
+        self.loop.inbox.put(self.loop.end, request_id, index, stop_string)
 
-    def splice(
-        self,
-        chain: Sequence[BlockId],
-        token_ids: Sequence[int],
-        lineage: Lineage,
-        spans: Sequence[tuple[int, int]],
-        tenant: str,
-    ) -> tuple[list[BlockId], Lineage] | None:
-        return self.connector.splice(chain, token_ids, lineage, spans, tenant)
+    def take_news(self) -> list[Update]:
+        return self.loop.news.take_updates()
 
-    def prefetch(self, chain: Sequence[BlockId], token_ids: Sequence[int], lineage: Lineage, tenant: str) -> None:
-        self.connector.prefetch(chain, token_ids, lineage, tenant)
+    def read_here(self) -> bool:
+        return False
 
-    def pin(self, chain: Sequence[BlockId], seconds: float) -> None:
-        self.loop.call(self.connector.pin, chain, seconds)
+    def fileno(self) -> int:
+        raise AssertionError("its own thread takes the news")
 
-    def expire(self, chain: Sequence[BlockId], at_s: float | None) -> None:
-        with suppress(EngineClosedError):
-            self.loop.call(self.connector.pin, chain, None, math.inf if at_s is None else at_s)
+    # -- verbs -------------------------------------------------------------------------------------------------------
+    def call(self, verb: Call[R]) -> R:
+        self.check_open()
+        return cast(R, self._carried_out(verb))
 
-    def forget(self, block_ids: Sequence[BlockId], timeout_s: float) -> bool:
+    def _carried_out(self, verb: Call[Any]) -> object:
+        connector, upkeep = self.connector, self.connector.upkeep
+        match verb:
+            case Splice(chain, token_ids, lineage, spans, tenant):
+                return connector.splice(chain, token_ids, lineage, spans, tenant)
+            case Prefetch(chain, token_ids, lineage, tenant):
+                connector.prefetch(chain, token_ids, lineage, tenant)
+                return None
+            case Pin(chain, seconds, expires_s):
+                return self.loop.call(connector.pin, chain, seconds, expires_s)
+            case Forget(block_ids, timeout_s):
+                return self._forget(block_ids, timeout_s)
+            case EvictBlocks(what):
+                return self._evict(what)
+            case VerifyBlocks(delete):
+                return upkeep.verify(delete)
+            case CompactBlocks():
+                return upkeep.compact()
+            case Flush(chain, timeout_s):
+                if chain:
+                    return upkeep.share(chain, timeout_s)
+                upkeep.flush()
+                return 0
+            case ReadStats():
+                return self._stats()
+            case _:
+                raise AssertionError(f"no verb: {verb}")
+
+    def _forget(self, block_ids: Sequence[BlockId], timeout_s: float) -> bool:
         self.loop.call(self.loop.erasure.forget, tuple(block_ids))
         found, is_gone = self.connector.upkeep.forget(block_ids, timeout_s)
         self.loop.call(self.loop.erasure.forget, tuple(found))
         return is_gone
 
-    # -- the store ---------------------------------------------------------------------------------------------------
-    def evict(self, what: Evict) -> dict[str, Evicted]:
+    def _evict(self, what: Evict) -> dict[str, Evicted]:
         below, block_ids = self.connector.upkeep.evict(what)
         num_blocks = self.loop.call(self.loop.erasure.evict, what, block_ids)
         return {"hbm": Evicted(num_blocks, num_blocks * self.facts.block_bytes), **below}
 
-    def verify(self, delete: bool) -> dict[str, object]:
-        return self.connector.upkeep.verify(delete)
-
-    def compact(self) -> dict[str, object]:
-        return self.connector.upkeep.compact()
-
-    def flush(self, chain: Sequence[BlockId] = (), timeout_s: float = 60.0) -> int:
-        self.check_open()
-        if chain:
-            return self.connector.upkeep.share(chain, timeout_s)
-        self.connector.upkeep.flush()
-        return 0
-
-    def stats(self) -> dict[str, object]:
+    def _stats(self) -> dict[str, object]:
         shape = {"block_bytes": self.facts.block_bytes, "block_size": self.facts.block_size}
         found = self.loop.call(self.loop.stats, {**shape, "is_auto": self._config.tiers.hbm == "auto"})
         return found if self._events is None else {**found, "kv_events": self._events.stats()}

@@ -1,6 +1,7 @@
-"""The front's hold on the engine's process: starts, watches, restarts and closes it, and knows its requests.
+"""A core in a process of its own: starts, watches, restarts and closes it, and speaks with it.
 
-A thread starts the process and waits for its end. Knows no text beyond `RemoteOutputs`.
+A thread starts the process and waits for its end. So tokenizing, templates, the text of answers and HTTP do not share
+an interpreter with the engine's steps.
 """
 
 from __future__ import annotations
@@ -8,38 +9,43 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any, TypeVar, cast
 
-from kvstore.engine.core.output_processor import tell
-from kvstore.engine.process.life import CoreProcess
-from kvstore.engine.process.outputs import RemoteOutputs
+from kvstore.engine.client.core import State
+from kvstore.engine.client.life import CoreProcess
+from kvstore.engine.client.messages import Call, End, Facts, ReadStats, Submit, decode_result, encode
+from kvstore.engine.core.news import Ended, Update
 from kvstore.engine.process.readiness import Readiness
 from kvstore.engine.process.restarts import Restarts
-from kvstore.engine.process.wire import SIGNATURES, End, Hello, Update, encode
-from kvstore.errors import EngineClosedError, EngineDiedError, EngineOverloadedError, KVStoreError
+from kvstore.errors import EngineClosedError, EngineDiedError, EngineOverloadedError, KVStoreError, RequestError
 
-State = Literal["starting", "running", "restarting", "failed", "closed"]
+R = TypeVar("R")
+MAX_REQUESTS = 16384
 POLL_S = 1.0
 LOGGER = logging.getLogger("kvstore.engine")
 WATCH, READ = "kvstore-core-watch", "kvstore-core-read"
 
 
-class Link:
-    """Any thread may use it. Nobody waits for the process while holding the lock of `changed`.
+class RemoteCore:
+    """A `Core`. Nobody waits for the process while holding the lock of `changed`.
 
-    start: starts a process. max_restarts: how often, within an hour. started: done when the engine is ready; has the
-    error if it could not be opened.
+    start: starts a process. max_restarts: how often, within an hour. max_requests: in the process at once; this bounds
+    what is queued between the two processes. facts: of the process that runs, or ran last. started: done when it is
+    ready; has the error if it could not be opened.
     """
 
     def __init__(self, start: Callable[[], CoreProcess], max_restarts: int) -> None:
         self._start = start
-        self.changed = threading.Condition()  # a request has ended, or the state has changed
+        self.max_requests = MAX_REQUESTS
+        self.changed = threading.Condition()  # the state has changed
         self.state: State = "starting"
         self.restarts = Restarts(max_restarts)
-        self.outputs = RemoteOutputs()
-        self.hello: Hello  # of the process that runs, or ran last
+        self.facts: Facts
+        self.on_news: Callable[[], None] = lambda: None
+        self._running = set[str]()  # ids of requests
+        self._lost = list[Update]()  # the ends of those that ended with their process
         self._life: CoreProcess | None = None
         self._owner = os.getpid()
         self.readiness = Readiness()
@@ -47,6 +53,14 @@ class Link:
         self.started: Future[None] = Future()
         self._watcher = threading.Thread(target=self._watch, name=WATCH, daemon=True)
         self._watcher.start()
+
+    @property
+    def life(self) -> int:
+        return self.restarts.num_restarts
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._running)
 
     @property
     def is_over(self) -> bool:
@@ -67,7 +81,7 @@ class Link:
             with self.changed:
                 if not self.is_over:
                     self._life = None
-                    self.outputs.end_all(EngineDiedError(f"the engine's process ended ({how})"))
+                    self._lose_all(EngineDiedError(f"the engine's process ended ({how})"))
                     self._note_end(how)  # behind that, or the reader could end before it has told them
             self.readiness.wake()  # the reader tells whoever waits for these requests
             life.retire()
@@ -93,17 +107,22 @@ class Link:
     def _begin(self) -> CoreProcess:
         life = self._start()
         try:
-            hello = life.greeted(lambda: not self.is_over)
+            facts = life.greeted(lambda: not self.is_over)
             with self.changed:
                 if self.is_over:
                     raise EngineClosedError("the engine is closed")
                 life.watch_with(self.readiness.selector)
-                self._life, self.hello, self.state = life, hello, "running"
+                self._life, self.facts, self.state = life, facts, "running"
                 self.changed.notify_all()
         except Exception:
             life.kill()
             raise
         return life
+
+    def _lose_all(self, error: Exception | None) -> None:
+        """All requests have ended, aborted or with this error. Call it with the lock."""
+        self._lost += [Update(request_id, [], Ended(error=error)) for request_id in self._running]
+        self._running.clear()
 
     def _note_end(self, how: str) -> None:
         """A process has ended, or could not be started. Call it with the lock."""
@@ -116,7 +135,7 @@ class Link:
             return
         with self.changed:
             life, self._life = self._life, None
-            self.outputs.end_all(None)
+            self._lose_all(None)
             if not self.is_over:
                 self.state = "closed"
             self.changed.notify_all()
@@ -137,7 +156,10 @@ class Link:
         return 0.0 if (life := self._life) is None else life.pulse.silent_s
 
     # -- what is said to it ------------------------------------------------------------------------------------------
-    def check_open(self) -> CoreProcess:
+    def check_open(self) -> None:
+        self._open_life()
+
+    def _open_life(self) -> CoreProcess:
         """The running process. Raises EngineClosedError or EngineDiedError."""
         with self.changed:
             if self.state == "closed":
@@ -148,29 +170,51 @@ class Link:
                 raise EngineDiedError(f"the engine's process ended ({self.restarts.why}) {following}")
             return self._life
 
-    def call(self, verb: str, *arguments: object) -> Any:
-        """Call a verb of the core and return its result. Raises what it raises, EngineDiedError, and
-        EngineOverloadedError.
-        """
-        with self.changed:
-            life = self.check_open()
-            self.read()
-        answer = life.ask(verb, arguments)
-        while self.reader is threading.current_thread() and not answer.done():  # nobody else would read it
-            self.readiness.wait(POLL_S)
-            self.receive()
-        return SIGNATURES[verb].decode_result(answer.result())
-
-    def end_request(self, request_id: str, index: int | None, reason: str) -> None:
-        """End a request. Call it with the lock. A process that does not accept this is gone, or stuck and killed."""
-        if (life := self._life) is None:
-            return
+    def submit(self, prompts: Sequence[Submit]) -> None:
         try:
-            life.send(encode(End(request_id, index, reason)))
-        except EngineDiedError:
-            pass  # its watcher will end the request
-        except EngineOverloadedError:
-            life.stop()
+            messages = [encode(prompt) for prompt in prompts]
+        except UnicodeEncodeError:
+            raise RequestError("a text is not valid Unicode: it holds half a surrogate pair") from None
+        with self.changed:
+            life = self._open_life()
+            if len(self._running) + len(prompts) > self.max_requests:
+                raise EngineOverloadedError(f"{self.max_requests} requests run or wait; try again")
+            self.read()
+            for prompt, message in zip(prompts, messages, strict=True):
+                self._running.add(prompt.request_id)
+                try:
+                    life.send(message)
+                except KVStoreError:
+                    self._running.discard(prompt.request_id)
+                    raise
+
+    def end(self, request_id: str, index: int | None = None, stop_string: str | None = None) -> None:
+        """A process that does not accept this is gone, or stuck and killed."""
+        with self.changed:
+            if (life := self._life) is None or request_id not in self._running:
+                return
+            try:
+                life.send(encode(End(request_id, index, stop_string)))
+            except EngineDiedError:
+                pass  # its watcher will end the request
+            except EngineOverloadedError:
+                life.stop()
+
+    def call(self, verb: Call[R]) -> R:
+        with self.changed:
+            life = self._open_life()
+            self.read()
+        answer = life.ask(verb)
+        while self.is_reader and not answer.done():  # nobody else would read it
+            self.readiness.wait(POLL_S)
+            self.on_news()
+        result = decode_result(verb, answer.result())
+        return cast(R, {**cast(Any, result), "process": self.process}) if isinstance(verb, ReadStats) else result
+
+    @property
+    def process(self) -> dict[str, object]:
+        """The counters of its process."""
+        return {"state": self.state, "pid": self.pid, "restarts": self.life, "requests": self.num_requests}
 
     # -- what comes from it ------------------------------------------------------------------------------------------
     def read(self) -> None:
@@ -180,49 +224,35 @@ class Link:
             self.reader.start()
 
     def fileno(self) -> int:
-        """A descriptor, always the same, that is readable when there is something to `receive`."""
         return self.readiness.fileno()
 
-    def read_here(self) -> None:
-        """From now on only this thread calls `receive`; it must not wait for the engine in any other way."""
+    def read_here(self) -> bool:
         with self.changed:
             before, self.reader = self.reader, threading.current_thread()
         if before is not None and before.name == READ:
             self.readiness.wake()
             before.join()
+        return True
+
+    @property
+    def is_reader(self) -> bool:
+        return self.reader is threading.current_thread()
 
     def _read(self) -> None:
-        while self.reader is threading.current_thread() and (not self.is_over or self.outputs.untold):
+        while self.is_reader and (not self.is_over or self._lost):
             self.readiness.wait(POLL_S)
-            self.receive()
+            self.on_news()
 
-    def receive(self) -> None:
-        """Read what has come, and notify listeners. One thread at a time; never waits."""
+    def take_news(self) -> list[Update]:
+        """A process whose messages cannot be decoded is killed, with what runs there."""
         self.readiness.drain()
         with self.changed:
-            touched = {id(handle): handle for handle in self.outputs.take_untold()}
-            for update in self._received():
+            updates, self._lost = self._lost, []
+            if (life := self._life) is not None:
                 try:
-                    handle, stopped = self.outputs.apply(update)
-                except Exception as error:  # our bug: it ends this request, not others
-                    LOGGER.exception("an update could not be taken in")
-                    handle, stopped = self.outputs.end(update.request_id, error), ()
-                    self.end_request(update.request_id, None, "abort")
-                if handle is not None:
-                    touched[id(handle)] = handle
-                for index in stopped:
-                    self.end_request(update.request_id, index, "stop")
-            if touched:
-                self.changed.notify_all()
-        tell(touched.values())
-
-    def _received(self) -> list[Update]:
-        """Received messages. A process whose messages cannot be decoded is killed, with what runs there."""
-        if (life := self._life) is None:
-            return []
-        try:
-            return [update for updates in life.receive() for update in updates.updates]
-        except Exception:
-            LOGGER.exception("the engine's process cannot be understood; it is ended")
-            life.stop()
-            return []
+                    updates += life.receive()
+                except Exception:
+                    LOGGER.exception("the engine's process cannot be understood; it is ended")
+                    life.stop()
+            self._running.difference_update(update.request_id for update in updates if update.ended is not None)
+        return updates

@@ -1,6 +1,6 @@
-"""Tests of kvstore.engine.data_parallel.totals."""
+"""Tests of kvstore.engine.client.totals."""
 
-from kvstore.engine.data_parallel.totals import total, total_stats
+from kvstore.engine.client.totals import total, total_stats
 from kvstore.stats import Histogram
 
 

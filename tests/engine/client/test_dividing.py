@@ -1,4 +1,4 @@
-"""Tests of kvstore.engine.data_parallel.dividing."""
+"""Tests of kvstore.engine.client.dividing."""
 
 import os
 from dataclasses import replace
@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from kvstore.config import CacheTiers
+from kvstore.engine.client.dividing import check_divisible, divided, environment_of_each
 from kvstore.engine.config import EngineConfig
-from kvstore.engine.data_parallel.dividing import check_divisible, divided, environment_of_each
 from kvstore.errors import ConfigError
 
 SECRET = "the secret of this fleet, 32 characters"

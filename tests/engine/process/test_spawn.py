@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore.engine.process.life import SPIN_COUNT, spin_briefly
+from kvstore.engine.process.spawn import SPIN_COUNT, spin_briefly
 
 
 @pytest.mark.parametrize(

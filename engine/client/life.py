@@ -1,4 +1,4 @@
-"""One life of the engine's process as its parent sees it: start, greeting, messages, end.
+"""One life of the core's process as its parent sees it: start, greeting, messages, end.
 
 Knows sockets and the process; must not know requests and sessions.
 """
@@ -8,79 +8,35 @@ from __future__ import annotations
 import itertools
 import os
 import selectors
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from kvstore.engine.process import wire
+from kvstore.engine.client import messages
+from kvstore.engine.core.news import Update
 from kvstore.engine.process.channel import Channel
 from kvstore.engine.process.pulse import SHOW, SHOW_S, Pulse
+from kvstore.engine.process.spawn import spawned
 from kvstore.engine.progress import begin
 from kvstore.errors import EngineDiedError, EngineOverloadedError, RequestError
 
 SEND_LIMIT = 1 << 16  # unsent messages; a front's limit on requests keeps it far below
 READY_POLL_MS = 50
 END_POLL_MS = 10
-SPIN_COUNT = "10000"  # tens of microseconds, longer than the gaps between a step's operations
-
-
-def spin_briefly(environment: MutableMapping[str, str]) -> None:
-    """Limit how long a compute thread without work spins before it sleeps.
-
-    Call it before torch is loaded. GCC's OpenMP spins for milliseconds. Where another process needs the same core, a
-    step then waits for spinning threads: 50 times slower beside one busy process (bench/LOG.md, 2026-11-22). The user's
-    own setting wins.
-    """
-    if "OMP_WAIT_POLICY" not in environment:
-        environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-
-
-def spawned(
-    module: str, start: bytes, descriptors: Sequence[int], settings: Mapping[str, str] | None = None
-) -> subprocess.Popen[bytes]:
-    """Start a process that runs this module and reads `start` as its first line.
-
-    The configuration goes through a pipe, so the list of processes does not show it. settings: environment variables.
-    """
-    home = str(Path(__file__).parents[3])  # the folder of the package kvstore
-    path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, **(settings or {})}
-    spin_briefly(environment)
-    for_front = {signal.SIGINT, signal.SIGHUP}  # of the terminal; what is blocked is inherited
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, for_front)
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            pass_fds=descriptors,
-            env=environment,
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):  # it has ended: whoever waits for its greeting will see
-        process.stdin.write(start + b"\n")
-        process.stdin.flush()
-    return process
 
 
 class CoreProcess:
     """A process with a core, and the channel to it. Any thread may use it.
 
     The thread that makes it must outlive it, because Linux counts the thread that started a process as its parent.
-    store: shared with the process, see `wire.Start`. silence_s: the process is killed after so long without a sign of
-    life. shutdown_s: how long `end` waits before it kills the process. settings: environment variables for it.
+    store: shared with the process, see `Start`. silence_s: the process is killed after so long without a sign of life.
+    shutdown_s: how long `end` waits before it kills the process. settings: environment variables for it.
     """
 
     def __init__(
@@ -98,12 +54,12 @@ class CoreProcess:
         self._numbers = itertools.count()
         self._is_hung = False
         self.pulse = Pulse(silence_s, self._end_hung)
-        start = wire.Start(os.getpid(), theirs.fileno(), self.pulse.writer, silence_s, store, arguments)
+        start = messages.Start(os.getpid(), theirs.fileno(), self.pulse.writer, silence_s, store, arguments)
         with theirs:
             try:
                 descriptors = (start.channel, start.pulse, *(start.store[1:] if start.store is not None else ()))
                 module = "kvstore.engine.core_process"
-                self._process = spawned(module, wire.encode_start(start), descriptors, settings)
+                self._process = spawned(module, messages.encode_start(start), descriptors, settings)
             except Exception:
                 self.pulse.close()
                 self._channel.close()
@@ -114,21 +70,21 @@ class CoreProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def greeted(self, is_wanted: Callable[[], bool]) -> wire.Hello:
+    def greeted(self, is_wanted: Callable[[], bool]) -> messages.Facts:
         """Wait until the engine is ready. Raises what prevented that, or EngineDiedError."""
         while True:
             if not is_wanted():
                 raise EngineDiedError("the engine was closed while it was loading")
             has_ended = self._process.poll() is not None  # asked first: its messages can still be received
-            messages = self._receive(READY_POLL_MS)
-            if has_ended and not messages:
+            received = self._receive(READY_POLL_MS)
+            if has_ended and not received:
                 raise EngineDiedError(f"the engine's process ended while it was loading ({self._how()})")
-            for said in map(wire.decode_announcement, messages):
-                if isinstance(said, wire.Hello):
+            for said in map(messages.decode_announcement, received):
+                if isinstance(said, messages.Hello):
                     self.pulse.is_loading = False
-                    return said
-                if isinstance(said, wire.NotStarted):
-                    raise wire.error_of(said.failure)
+                    return said.facts
+                if isinstance(said, messages.NotStarted):
+                    raise said.error
                 begin(said.stage)
 
     def wait(self) -> str:
@@ -149,16 +105,15 @@ class CoreProcess:
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     # -- what is said to it, and by it -------------------------------------------------------------------------------
-    def ask(self, verb: str, arguments: tuple[object, ...]) -> Future[msgspec.Raw]:
+    def ask(self, verb: messages.Call[Any]) -> Future[msgspec.Raw]:
         """Send a call; never waits. The future gets the result or the core's error, or EngineDiedError."""
-        try:
-            packed = msgspec.Raw(wire.encode(arguments))
-        except UnicodeEncodeError:
-            raise RequestError("a text is not valid Unicode: it holds half a surrogate pair") from None
         number, answer = next(self._numbers), Future[msgspec.Raw]()
         self._calls[number] = answer
         try:
-            self.send(wire.encode(wire.Call(number, verb, packed)))
+            self.send(messages.encode(messages.Called(number, verb)))  # type: ignore[arg-type]
+        except UnicodeEncodeError:
+            self._calls.pop(number)
+            raise RequestError("a text is not valid Unicode: it holds half a surrogate pair") from None
         except Exception:
             self._calls.pop(number, None)
             raise
@@ -197,30 +152,30 @@ class CoreProcess:
             self._selector.unregister(self._channel)
             self._selector = None
 
-    def receive(self) -> list[wire.Updates]:
-        """Messages since the last call, in order; never waits. Sends what is unsent as far as there is room."""
+    def receive(self) -> list[Update]:
+        """Updates since the last call, in order; never waits. Sends what is unsent as far as there is room."""
         with self._receiving:
             if self._retired:
                 return []
-            messages = self._channel.receive()
+            received = self._channel.receive()
             if self._channel.num_unsent or self._channel.ended:
                 with self._sending:
                     self._channel.flush()
                     self._watch()
-        updates: list[wire.Updates] = []
-        for said in map(wire.decode_outbound, messages):
-            if isinstance(said, wire.Updates):
-                updates.append(said)
+        updates: list[Update] = []
+        for said in map(messages.decode_outbound, received):
+            if isinstance(said, messages.Updates):
+                updates += said.updates
             else:
                 self._answer(said)
         return updates
 
-    def _answer(self, said: wire.Answered) -> None:
+    def _answer(self, said: messages.Answered) -> None:
         answer = self._calls.pop(said.number)
-        if said.failure is None:
+        if said.error is None:
             answer.set_result(said.result)
         else:
-            answer.set_exception(wire.error_of(said.failure))
+            answer.set_exception(said.error)
 
     def _receive(self, timeout_ms: int) -> list[bytes]:
         """Wait for messages, for use at the start and at the end. None come once the process is retired."""
@@ -236,7 +191,7 @@ class CoreProcess:
         with self._sending:
             self._unwatch()  # what still comes is read here
         with suppress(EngineDiedError, EngineOverloadedError):
-            self.send(wire.encode(wire.Close()))
+            self.send(messages.encode(messages.Close()))
             while self._process.poll() is None and time.monotonic() < deadline:
                 self._receive(END_POLL_MS)  # else it could block for lack of room
         self.kill()

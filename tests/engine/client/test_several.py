@@ -8,11 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvstore import CacheTiers, SamplingParams
+from kvstore import CacheTiers, Engine, SamplingParams
 from kvstore.blocks.records import Evict
 from kvstore.engine.outputs import RequestOutput
-from kvstore.engine.process.remote import RemoteCore
-from kvstore.engine.remote_engine import RemoteEngine
 from kvstore.errors import ConfigError, EngineDiedError
 from tests.support.engines import greedy, open_engine, tokens
 from tests.support.waiting import wait_until
@@ -24,9 +22,9 @@ LONGER = SamplingParams(temperature=0, max_tokens=1900, ignore_eos=True)  # seco
 SHORT = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 
-def open_two(model: str, path: Path | None = None, size: int = 2, cpu="4MiB", **options) -> RemoteEngine:
+def open_two(model: str, path: Path | None = None, size: int = 2, cpu="4MiB", **options) -> Engine:
     tiers = CacheTiers("4MiB", cpu) if path is None else CacheTiers("4MiB", cpu, "32MiB", path)
-    return RemoteEngine(model, tiers, device="cpu", load="always", data_parallel_size=size, **options)
+    return Engine(model, tiers, device="cpu", load="always", data_parallel_size=size, **options, process="own")
 
 
 @pytest.fixture
@@ -45,19 +43,23 @@ def shared(model, tmp_path_factory):
     assert engine.state == "closed" and engine.closed
 
 
-def each(engine: RemoteEngine) -> list[dict]:
+def each(engine: Engine) -> list[dict]:
     return engine.stats()["replicas"]
 
 
-def finished(engine: RemoteEngine) -> list[int]:
+def finished(engine: Engine) -> list[int]:
     return [one["requests"]["finished"] for one in each(engine)]
 
 
-def pid(engine: RemoteEngine, rank: int) -> int:
+def pid(engine: Engine, rank: int) -> int:
     return each(engine)[rank]["process"]["pid"]
 
 
-def engine_of_turn(engine: RemoteEngine, session_id: str, text: str):
+def pids(engine: Engine) -> list[int]:
+    return [one.core.pid for one in engine.core.replicas]
+
+
+def engine_of_turn(engine: Engine, session_id: str, text: str):
     """(rank, output) of a turn."""
     before = finished(engine)
     output = engine.chat(session_id).send(text, SHORT)
@@ -71,13 +73,13 @@ def hello(name: str) -> str:
     )
 
 
-def all_run(engine: RemoteEngine) -> bool:
+def all_run(engine: Engine) -> bool:
     return all(one["process"]["state"] == "running" for one in each(engine))
 
 
-def generate_at_once(engine: RemoteEngine, prompts: list[list[int]]) -> list[RequestOutput]:
+def generate_at_once(engine: Engine, prompts: list[list[int]]) -> list[RequestOutput]:
     """No answer has ended before the last request is sent: where that goes hangs on what runs."""
-    stopped = [link.pid for link in engine.link.all]
+    stopped = pids(engine)
     for one in stopped:
         os.kill(one, signal.SIGSTOP)
     try:
@@ -189,13 +191,13 @@ def test_one_that_hangs_is_replaced_and_the_other_goes_on(model, tmp_path):
 def test_a_new_tenant_waits_for_no_engine(model, tmp_path):
     """All have the front's secret."""
     with open_two(model, tmp_path / "store", silence_s=600.0) as two:
-        roots = {two.core.root("anna"), *(RemoteCore(link, None).root("anna") for link in two.link.all)}
+        roots = {two.root("anna"), *(one.core.facts.root("anna") for one in two.core.replicas)}
         assert len(roots) == 1
-        stopped = [link.pid for link in two.link.all]
+        stopped = pids(two)
         for one in stopped:
             os.kill(one, signal.SIGSTOP)
-        assert two.core.root("bob") not in roots
-        assert [link.pid for link in two.link.all] == stopped and two.state == "running"
+        assert two.root("bob") not in roots
+        assert pids(two) == stopped and two.state == "running"
         for one in stopped:
             os.kill(one, signal.SIGCONT)
 
@@ -203,7 +205,7 @@ def test_a_new_tenant_waits_for_no_engine(model, tmp_path):
 @pytest.mark.usefixtures("long_only")
 def test_one_that_hangs_does_not_keep_the_other_from_closing(model, tmp_path):
     two = open_two(model, tmp_path / "store", silence_s=600.0, shutdown_s=600.0)
-    hung, other = (psutil.Process(link.pid) for link in two.link.all)
+    hung, other = map(psutil.Process, pids(two))
     hung.suspend()
     with ThreadPoolExecutor(1) as thread:
         closing = thread.submit(two.close)
@@ -219,7 +221,7 @@ def test_one_that_hangs_does_not_keep_the_other_from_closing(model, tmp_path):
 def test_a_pin_keeps_a_conversation_on_the_disk(model, tmp_path):
     """CPU tiers and disk are far too small for the others."""
     tiers = CacheTiers("4MiB", "1MiB", "4MiB", tmp_path / "store")
-    with RemoteEngine(model, tiers, device="cpu", load="always", data_parallel_size=2) as two:
+    with Engine(model, tiers, device="cpu", load="always", data_parallel_size=2, process="own") as two:
         wait_until(lambda: two.stats()["disk"]["index_loaded"], "the index")
         two.chat("kept").send("Hello, who are you? Tell me about this and that.", SHORT)
         two.flush()

@@ -1,4 +1,4 @@
-"""Which engine has the KV of a prompt's beginning: where the conversation was last. Knows tokens, and no engine.
+"""Which engine has the KV of a prompt's beginning: where the conversation was last. Knows block ids, and no engine.
 
 One thread at a time.
 """
@@ -9,10 +9,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore.blocks.ids import BlockId, extend_chain, lineage_root
+from kvstore.blocks.ids import BlockId
 
 MOST_BLOCKS = 1 << 18  # that are remembered: 4 million tokens in blocks of 16
-OWN_KEY = b"affinity"  # these ids are compared with each other only
 
 
 @dataclass(slots=True)
@@ -29,20 +28,12 @@ class _Known:
 class Whereabouts:
     """Chains of prompts and answers, each with its engine. The least recently used blocks are forgotten."""
 
-    def __init__(self, block_size: int, most_blocks: int = MOST_BLOCKS) -> None:
-        self._block_size, self._most_blocks = block_size, most_blocks
+    def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
+        self._most_blocks = most_blocks
         self._known: OrderedDict[BlockId, _Known] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._known)
-
-    def chain(
-        self, token_ids: Sequence[int], tenant: str = "", cache_salt: str = "", known: Sequence[BlockId] = ()
-    ) -> list[BlockId]:
-        """Names of the full blocks of these tokens, here only; any thread may ask. known: the first of them."""
-        found = list(known)
-        extend_chain(found, lineage_root(OWN_KEY, "", tenant, cache_salt), token_ids, self._block_size)
-        return found
 
     def engine_of(self, chain: Sequence[BlockId]) -> int | None:
         """The engine of the conversation that this chain continues; None if it continues none."""

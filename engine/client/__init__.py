@@ -1,0 +1,38 @@
+"""The one client of the core, and the core in this process, in a process of its own, or several times. Token ids cross.
+
+Knows no session and no HTTP. Only `local` loads torch.
+
+- `affinity`: which of several engines has the KV of a prompt's beginning
+- `core`: `Core`: what computes, wherever it runs
+- `dividing`: one configuration for several engines becomes one for each
+- `life`: one life of the core's process as its parent sees it
+- `local`: `LocalCore`: assembles loop, model and tiers in this process
+- `messages`: prompts, verbs and their results, as they also cross between processes
+- `opening`: opens the core that an engine has
+- `remote`: `RemoteCore`: starts, watches, restarts and closes a core in a process of its own, and speaks with it
+- `requests`: `CoreClient`: every running request with its handle, text, stop strings and usage
+- `server`: serves a core through a channel
+- `several`: `SeveralCores`: several processes, each with the whole model, as one core
+- `totals`: their counters in one dict
+
+Decisions:
+
+A core knows no text. It takes prompts as token ids, and its news are token ids, ends and figures; what else is asked of
+it is a `Call`, whose class names the type of its result. Handles, text, stop strings and usage are made by one class
+for every core: on the stepping thread right after a step, or by whoever reads the messages of the core's process. A
+stop string ends a request one step later where the next step has already begun.
+
+The core may run in a process of its own, as vLLM's does. Prompts, news and calls share one socket pair, which the
+event loop reads itself. A call has a number; its caller waits for the answer in a thread. Messages are msgspec's;
+nothing is pickled. It is faster with few clients (8 to 15 % between tokens), and it can be restarted.
+
+Of several cores a request goes to the one where its conversation was last, and a new conversation to the one with the
+fewest requests. A prefix with which several conversations begin, such as a system prompt, says nothing of where one of
+them belongs; each computes it once. When one has more requests than others by a good part of a batch, or does not
+answer, its conversations go on elsewhere: affinity saves time, and nothing depends on it.
+
+They share one disk tier. The front owns it (`kvstore.owned_disk`), and the cores ask for blocks and store them through
+its socket, as they would in a tier that servers share. So each finds what the others have computed, one that dies takes
+nothing with it but what was in its memory, and their number may change with each start. HBM and CPU tier belong to one
+core. All have the front's secret, so a block has one id in all of them.
+"""

@@ -1,0 +1,224 @@
+"""What is said to a core and what it answers, in one process or between two. Token ids only.
+
+Between processes it is msgpack, which never names code: exceptions cross as data. Knows no socket and no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, cast, get_args
+
+import msgspec
+
+from kvstore.blocks.ids import BlockId, Lineage, lineage_root
+from kvstore.blocks.records import Evict, Evicted
+from kvstore.engine.core.news import Update
+from kvstore.engine.process.wire import Failure, error_of, failure_of
+from kvstore.engine.sampling_params import SamplingParams
+
+R = TypeVar("R", covariant=True)
+Spliced = tuple[Sequence[BlockId], Lineage]  # the ids of a chain's first blocks, and what they are built on
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Facts about an open core.
+
+    max_model_len: the window. max_request_tokens: prompt and answer of one request together: the window, or the HBM
+    pool where that is smaller. vocab_size: of the model; a tokenizer's may be smaller. fingerprint: identifies weights
+    and layout where KV outlives the process, else empty. root_secret: of its lineage roots. sampling_defaults: what the
+    model's authors recommend.
+    """
+
+    model_name: str
+    max_model_len: int
+    max_request_tokens: int
+    block_size: int
+    block_bytes: int
+    vocab_size: int
+    fingerprint: bytes
+    root_secret: bytes = field(repr=False)
+    sampling_defaults: dict[str, int | float]  # float alone would turn top_k into a float
+
+    def root(self, tenant: str, cache_salt: str = "") -> BlockId:
+        """The lineage root of this tenant's chains."""
+        return lineage_root(self.root_secret, self.fingerprint.hex(), tenant, cache_salt)
+
+
+# -- requests --------------------------------------------------------------------------------------------------------
+class Submit(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A prompt that was checked. max_tokens: of its answer, at most. chain: known ids of its first blocks. turn_starts:
+    see `Engine.submit`.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams  # without stop strings: whoever makes the text looks for them
+    max_tokens: int
+    tenant: str
+    priority: int
+    chain: Sequence[BlockId]
+    lineage: Lineage
+    turn_starts: Sequence[int] = ()
+
+
+class End(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """End a prompt, or choice `index` of it. stop_string: at which the answer ends; None: it is aborted."""
+
+    request_id: str
+    index: int | None
+    stop_string: str | None
+
+
+# -- verbs -----------------------------------------------------------------------------------------------------------
+class Call(msgspec.Struct, Generic[R], tag=True, array_like=True):
+    """A verb with its arguments; R is the type of its result. Nothing can be called but the classes below."""
+
+
+class Splice(Call[tuple[list[BlockId], Lineage] | None]):
+    """Make a new chain of these spans [begin, end) of tokens, reusing their KV; None if that is not stored."""
+
+    chain: Sequence[BlockId]
+    token_ids: Sequence[int]
+    lineage: Lineage
+    spans: Sequence[tuple[int, int]]
+    tenant: str
+
+
+class Prefetch(Call[None]):
+    """Hint that this chain is likely to be needed soon."""
+
+    chain: Sequence[BlockId]
+    token_ids: Sequence[int]
+    lineage: Lineage
+    tenant: str
+
+
+class Pin(Call[None]):
+    """Evict the KV of this chain after others', for so many seconds (None: as it was), and before others' from
+    `expires_s` on (of `time.time()`; math.inf: never; None: as it was).
+    """
+
+    chain: Sequence[BlockId]
+    seconds: float | None = None
+    expires_s: float | None = None
+
+
+class Forget(Call[bool]):
+    """Delete these blocks from all tiers. Returns whether they are gone from disk within the timeout."""
+
+    block_ids: Sequence[BlockId]
+    timeout_s: float
+
+
+class EvictBlocks(Call[dict[str, Evicted]]):
+    """Evict matching KV from HBM, CPU, disk and the write queue, but not blocks in use. Returns counts per tier."""
+
+    what: Evict
+
+
+class VerifyBlocks(Call[dict[str, Any]]):
+    """Check every stored block; delete: also delete damaged ones."""
+
+    delete: bool
+
+
+class CompactBlocks(Call[dict[str, Any]]):
+    """Rewrite the file of blocks without what was deleted."""
+
+
+class Flush(Call[int]):
+    """See `Engine.flush`. With a chain, whose request has ended: wait until nothing of it is on its way to the tier
+    that servers share, and return how many of its first blocks are there.
+    """
+
+    chain: Sequence[BlockId] = ()
+    timeout_s: float = 60.0
+
+
+class ReadStats(Call[dict[str, Any]]):
+    """Counters and gauges, without sessions."""
+
+
+Verb = Splice | Prefetch | Pin | Forget | EvictBlocks | VerifyBlocks | CompactBlocks | Flush | ReadStats
+
+
+# -- between two processes -------------------------------------------------------------------------------------------
+class Called(msgspec.Struct, tag=True, array_like=True):
+    """A call. number: the answer carries the same."""
+
+    number: int
+    verb: Verb
+
+
+class Close(msgspec.Struct, tag=True, array_like=True):
+    """Close the core in order and end the process."""
+
+
+class Start(msgspec.Struct):
+    """The first line that the process reads, as JSON."""
+
+    parent: int  # process id of the front
+    channel: int  # descriptors of the process' ends
+    pulse: int
+    silence_s: float  # the process is killed after so long without a sign of life
+    store: tuple[str, int, int] | None  # path of the directory that the front owns, descriptors that carry its locks
+    arguments: dict[str, Any]  # of `Engine`
+
+
+class Starting(msgspec.Struct, tag=True):
+    """The core begins a stage of its start."""
+
+    stage: str
+
+
+class Hello(msgspec.Struct, tag=True):
+    """The core is ready."""
+
+    facts: Facts
+
+
+class NotStarted(msgspec.Struct, tag=True):
+    """The core could not be opened; the process ends."""
+
+    error: Exception
+
+
+class Updates(msgspec.Struct, tag=True, array_like=True):
+    """What is new of all requests."""
+
+    updates: list[Update]
+
+
+class Answered(msgspec.Struct, tag=True, array_like=True):
+    """The result of a call, or why it failed."""
+
+    number: int
+    result: msgspec.Raw
+    error: Exception | None = None
+
+
+def _as_data(error: object) -> Failure:
+    if not isinstance(error, Exception):
+        raise NotImplementedError(f"{type(error).__name__} is no part of a message")
+    return failure_of(error)
+
+
+def _as_error(_: type, data: Any) -> Exception:
+    return error_of(Failure(*data))
+
+
+_RESULTS = {verb: msgspec.msgpack.Decoder(get_args(verb.__orig_bases__[0])[0]) for verb in get_args(Verb)}
+
+
+def decode_result(verb: Call[R], data: msgspec.Raw) -> R:
+    return cast(R, _RESULTS[type(verb)].decode(data))
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_as_data).encode
+decode_inbound = msgspec.msgpack.Decoder(Submit | End | Called | Close).decode
+decode_outbound = msgspec.msgpack.Decoder(Updates | Answered, dec_hook=_as_error).decode
+decode_announcement = msgspec.msgpack.Decoder(Starting | Hello | NotStarted, dec_hook=_as_error).decode
+encode_start = msgspec.json.Encoder().encode
+decode_start = msgspec.json.Decoder(Start).decode

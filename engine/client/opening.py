@@ -1,0 +1,88 @@
+"""Opens the core that an engine has: in this process, in a process of its own, or several.
+
+Loads no torch before that.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from kvstore.disk.directory import StoreDirectory
+from kvstore.disk.env import LossWatch
+from kvstore.engine.client.core import Core
+from kvstore.engine.client.dividing import check_divisible, divided, environment_of_each
+from kvstore.engine.client.life import CoreProcess
+from kvstore.engine.client.remote import RemoteCore
+from kvstore.engine.client.several import CoreReplica, SeveralCores
+from kvstore.engine.config import MIN_SILENCE_S, EngineConfig
+from kvstore.engine.model.files import find_model
+from kvstore.engine.process.pulse import SLOW_FACTOR, Heart
+from kvstore.errors import ConfigError
+from kvstore.owned_disk import OwnedDisk
+
+AHEAD_SHARE = 8  # an engine that has this part of a batch more to do than another gives its conversations to that
+
+
+def check_process(config: EngineConfig, process: str, silence_s: float) -> None:
+    """Raises ConfigError, and ModelError if a process would be started in vain."""
+    if process not in ("here", "own"):
+        raise ConfigError("process", repr(process), "give here or own")
+    if not silence_s >= MIN_SILENCE_S:
+        raise ConfigError("silence_s", repr(silence_s), f"give seconds from {MIN_SILENCE_S:g}")
+    if process == "own":
+        check_divisible(config)
+        find_model(config.model, config.revision, with_weights=False)
+    elif config.data_parallel_size > 1:
+        size = config.data_parallel_size
+        value = f"{size}, and each engine has a process of its own"
+        raise ConfigError("data_parallel_size", value, {"process": "own"})
+
+
+def open_here(
+    config: EngineConfig, directory: StoreDirectory | None, silence_s: float, opened: ExitStack
+) -> tuple[Core, Any]:
+    """The core in this process, and the tokenizer."""
+    from kvstore.engine.client.local import LocalCore  # loads torch
+
+    heart = Heart(None, SLOW_FACTOR * silence_s)
+    opened.callback(heart.close)
+    core = LocalCore(config, None if directory is None else directory.share(), heart, silence_s)
+    opened.callback(core.close)
+    return core, core.tokenizer
+
+
+def open_own(
+    config: EngineConfig, directory: StoreDirectory | None, silence_s: float, shutdown_s: float, max_restarts: int,
+    opened: ExitStack,
+) -> tuple[Core, Any]:  # fmt: skip
+    """The core in a process of its own, or in several, and the tokenizer."""
+    store, size, disk, each = None, config.data_parallel_size, None, [config]
+    if directory is not None:
+        opened.callback(LossWatch(directory.path).close)
+        store = (str(directory.path), *directory.descriptors)
+    if size > 1:
+        if directory is not None:
+            disk, store = OwnedDisk(directory, config.tiers, config.eviction), None
+            opened.callback(disk.close)
+        secret = config.fleet_root() or (os.urandom(32) if directory is None else directory.secret)
+        each = divided(config, secret, None if disk is None else disk.path)
+    settings, cores = environment_of_each(size), list[RemoteCore]()
+    for one in each:
+        start = partial(CoreProcess, one.arguments(), store, silence_s, shutdown_s, settings)
+        cores.append(RemoteCore(start, max_restarts))
+        opened.callback(cores[-1].close)
+    from kvstore.engine.model.loading import load_tokenizer  # loads torch, while the processes do
+
+    tokenizer = load_tokenizer(config.model, config.tokenizer, config.revision, config.chat_template)
+    for core in cores:
+        core.started.result()
+    if size == 1:
+        return cores[0], tokenizer
+    config.tiers.check_room(cores[0].facts.block_bytes)
+    replicas = [CoreReplica(rank, core) for rank, core in enumerate(cores)]
+    several = SeveralCores(replicas, disk, max(1, config.max_num_seqs // AHEAD_SHARE))
+    opened.callback(several.close)
+    return several, tokenizer

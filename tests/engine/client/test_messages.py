@@ -1,0 +1,119 @@
+"""What is said to a core, as it crosses between two processes: prompts, verbs, results, exceptions."""
+
+from typing import get_args
+
+import msgspec
+import pytest
+
+from kvstore import SamplingParams, errors
+from kvstore.blocks.ids import Lineage
+from kvstore.blocks.records import Evict, Evicted
+from kvstore.engine.client.messages import (
+    Answered,
+    Called,
+    EvictBlocks,
+    Flush,
+    NotStarted,
+    Pin,
+    ReadStats,
+    Splice,
+    Submit,
+    Updates,
+    Verb,
+    decode_announcement,
+    decode_inbound,
+    decode_outbound,
+    decode_result,
+    encode,
+)
+from kvstore.engine.core.news import Ended, Said, Update
+from kvstore.engine.outputs import CachedTokensDetails, Timings, TokenLogprob
+from kvstore.errors import ContextLengthError, KVStoreError, RequestError, SessionBusyError, StoreLockedError
+
+CLASSES = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, KVStoreError)]
+LINEAGE = Lineage(b"r" * 32, 2, b"p" * 32, 5)
+RESULTS = [
+    (Splice([b"b" * 32], [1, 2], LINEAGE, [(0, 1), (2, 9)], "tenant"), ([b"c" * 32], LINEAGE)),
+    (Splice([], [], LINEAGE, [], ""), None),
+    (EvictBlocks(Evict(block_ids=frozenset([b"b" * 32]), to_bytes=7)), {"hbm": Evicted(1, 2)}),
+    (Pin([b"b" * 32], None, float("inf")), None),
+    (Flush(), 3),
+    (ReadStats(), {"requests": {"running": 1}, "lost": None}),
+]
+
+
+def made(cls):
+    if cls is ContextLengthError:
+        return cls("too long", 300, 256)
+    if cls is StoreLockedError:
+        return cls("locked", 42)
+    return cls("wrong", "field") if issubclass(cls, RequestError) else cls("wrong")
+
+
+def crossed(error):
+    return decode_announcement(encode(NotStarted(error))).error
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_every_exception_arrives_as_it_was(cls):
+    error = made(cls)
+    again = crossed(error)
+    assert type(again) is cls and str(again) == str(error) and vars(again) == vars(error)
+
+
+def test_what_is_no_exception_of_ours_becomes_one_without_its_trace():
+    again = crossed(ZeroDivisionError("x" * 10_000))
+    assert type(again) is KVStoreError and "ZeroDivisionError" in str(again) and len(str(again)) < 3000
+
+
+def test_a_subclass_that_the_table_does_not_know_arrives_as_its_parent():
+    class Odd(SessionBusyError):
+        pass
+
+    assert type(crossed(Odd("busy", "session_id"))) is SessionBusyError
+
+
+def test_a_prompt_crosses_with_all_its_parameters():
+    params = SamplingParams(
+        n=2, max_tokens=9, min_tokens=2, temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, repetition_penalty=1.5,
+        presence_penalty=0.5, frequency_penalty=-0.5, seed=11, logit_bias={5: 1.5, 6: -100.0}, stop="never",
+        stop_token_ids=[3, 4], ignore_eos=True, logprobs=3,
+    )  # fmt: skip
+    prompt = Submit("request-1", [1, 2], params, 9, "t", -1, [b"b" * 32], LINEAGE, [1])
+    assert decode_inbound(encode(prompt)) == prompt
+
+
+def test_numbers_of_other_types_that_are_allowed_cross():
+    params = SamplingParams(temperature=1, top_p=1, logit_bias={3: 2}, ignore_eos=1, seed=-(2**63))
+    there = decode_inbound(encode(Submit("request-1", [1], params, 1, "", 0, (), LINEAGE))).params
+    assert (there.temperature, there.logit_bias, there.ignore_eos, there.seed) == (1.0, {3: 2.0}, True, -(2**63))
+
+
+def test_news_cross():
+    said = [Said(0, 5, None, None, TokenLogprob(5, -0.5, {5: -0.5})), Said(1, None, "stop", 7)]
+    ended = Ended(CachedTokensDetails(16), [b"b" * 32], LINEAGE, Timings(0.5, 0.0, 0.25, 0.75))
+    updates = Updates([Update("request-1", said), Update("request-2", [], ended)])
+    assert decode_outbound(encode(updates)) == updates
+    answered = decode_outbound(encode(Answered(3, encode_raw(None), RequestError("wrong", "field"))))
+    assert (answered.number, type(answered.error), answered.error.param) == (3, RequestError, "field")
+
+
+def encode_raw(value):
+    return msgspec.Raw(encode(value))
+
+
+@pytest.mark.parametrize(("verb", "result"), RESULTS)
+def test_a_verb_and_its_result_cross_whole(verb, result):
+    assert decode_inbound(encode(Called(7, verb))).verb == verb
+    assert decode_result(verb, encode_raw(result)) == result
+
+
+@pytest.mark.parametrize("value", [
+    b"", b"\xc1", b"\x93\x01\x02\x03", encode({"type": "Run"}), encode(["Run", "x"]), encode(["Called", 1, ["close"]]),
+    encode(["Called", 1, ["Forget", "not a list", 1]]), encode(["Called", 1, ["ReadStats.__call__"]]),
+])  # fmt: skip
+def test_other_bytes_are_no_message(value):
+    """So nothing can be called but a verb, with arguments of its types."""
+    assert len(get_args(Verb)) == 9
+    with pytest.raises(msgspec.DecodeError):
+        decode_inbound(value)
