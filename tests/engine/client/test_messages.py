@@ -37,7 +37,7 @@ RESULTS = [
     (Splice([], [], LINEAGE, [], ""), None),
     (EvictBlocks(Evict(block_ids=frozenset([b"b" * 32]), to_bytes=7)), {"hbm": Evicted(1, 2)}),
     (Pin([b"b" * 32], None, float("inf")), None),
-    (Flush(), 3),
+    (Flush([b"b" * 32], 9.5), 3),
     (ReadStats(), {"requests": {"running": 1}, "lost": None}),
 ]
 
