@@ -24,7 +24,7 @@ from kvstore.engine.process.channel import Channel
 from kvstore.engine.process.pulse import SHOW, SHOW_S, Pulse
 from kvstore.engine.process.spawn import spawned
 from kvstore.engine.progress import begin
-from kvstore.errors import EngineDiedError, EngineOverloadedError, RequestError
+from kvstore.errors import EngineDiedError, EngineOverloadedError
 
 SEND_LIMIT = 1 << 16  # unsent messages; a front's limit on requests keeps it far below
 READY_POLL_MS = 50
@@ -111,9 +111,6 @@ class CoreProcess:
         self._calls[number] = answer
         try:
             self.send(messages.encode(messages.Called(number, verb)))  # type: ignore[arg-type]
-        except UnicodeEncodeError:
-            self._calls.pop(number)
-            raise RequestError("a text is not valid Unicode: it holds half a surrogate pair") from None
         except Exception:
             self._calls.pop(number, None)
             raise

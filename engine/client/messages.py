@@ -16,6 +16,7 @@ from kvstore.blocks.records import Evict, Evicted
 from kvstore.engine.core.news import Update
 from kvstore.engine.process.wire import Failure, error_of, failure_of
 from kvstore.engine.sampling_params import SamplingParams
+from kvstore.errors import RequestError
 
 R = TypeVar("R", covariant=True)
 Spliced = tuple[Sequence[BlockId], Lineage]  # the ids of a chain's first blocks, and what they are built on
@@ -216,7 +217,15 @@ def decode_result(verb: Call[R], data: msgspec.Raw) -> R:
     return cast(R, _RESULTS[type(verb)].decode(data))
 
 
-encode = msgspec.msgpack.Encoder(enc_hook=_as_data).encode
+def encode(message: object) -> bytes:
+    """Raises RequestError for a text that is not valid Unicode."""
+    try:
+        return _encode(message)
+    except UnicodeEncodeError:
+        raise RequestError("a text is not valid Unicode: it holds half a surrogate pair") from None
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_as_data).encode
 decode_inbound = msgspec.msgpack.Decoder(Submit | End | Called | Close).decode
 decode_outbound = msgspec.msgpack.Decoder(Updates | Answered, dec_hook=_as_error).decode
 decode_announcement = msgspec.msgpack.Decoder(Starting | Hello | NotStarted, dec_hook=_as_error).decode

@@ -19,7 +19,7 @@ from kvstore.engine.client.messages import Call, End, Facts, ReadStats, Submit, 
 from kvstore.engine.core.news import Ended, Update
 from kvstore.engine.process.readiness import Readiness
 from kvstore.engine.process.restarts import Restarts
-from kvstore.errors import EngineClosedError, EngineDiedError, EngineOverloadedError, KVStoreError, RequestError
+from kvstore.errors import EngineClosedError, EngineDiedError, EngineOverloadedError, KVStoreError
 
 R = TypeVar("R")
 MAX_REQUESTS = 16384
@@ -171,10 +171,7 @@ class RemoteCore:
             return self._life
 
     def submit(self, prompts: Sequence[Submit]) -> None:
-        try:
-            messages = [encode(prompt) for prompt in prompts]
-        except UnicodeEncodeError:
-            raise RequestError("a text is not valid Unicode: it holds half a surrogate pair") from None
+        messages = [encode(prompt) for prompt in prompts]
         with self.changed:
             life = self._open_life()
             if len(self._running) + len(prompts) > self.max_requests:
